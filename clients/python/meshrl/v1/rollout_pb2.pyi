@@ -1,0 +1,266 @@
+from meshrl.v1 import tensor_pb2 as _tensor_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class ListEnvironmentsRequest(_message.Message):
+    __slots__ = ("contract_version",)
+    CONTRACT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    contract_version: str
+    def __init__(self, contract_version: _Optional[str] = ...) -> None: ...
+
+class ListEnvironmentsResponse(_message.Message):
+    __slots__ = ("contract_version", "environments")
+    CONTRACT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    ENVIRONMENTS_FIELD_NUMBER: _ClassVar[int]
+    contract_version: str
+    environments: _containers.RepeatedCompositeFieldContainer[Environment]
+    def __init__(self, contract_version: _Optional[str] = ..., environments: _Optional[_Iterable[_Union[Environment, _Mapping]]] = ...) -> None: ...
+
+class Environment(_message.Message):
+    __slots__ = ("name", "taskset", "num_tasks", "agents", "default_sampling", "package_version")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    TASKSET_FIELD_NUMBER: _ClassVar[int]
+    NUM_TASKS_FIELD_NUMBER: _ClassVar[int]
+    AGENTS_FIELD_NUMBER: _ClassVar[int]
+    DEFAULT_SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    PACKAGE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    taskset: str
+    num_tasks: int
+    agents: _containers.RepeatedScalarFieldContainer[str]
+    default_sampling: Sampling
+    package_version: str
+    def __init__(self, name: _Optional[str] = ..., taskset: _Optional[str] = ..., num_tasks: _Optional[int] = ..., agents: _Optional[_Iterable[str]] = ..., default_sampling: _Optional[_Union[Sampling, _Mapping]] = ..., package_version: _Optional[str] = ...) -> None: ...
+
+class Sampling(_message.Message):
+    __slots__ = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "stop_token_ids", "seed")
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    TOP_P_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    MIN_P_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    max_tokens: int
+    stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    seed: int
+    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., seed: _Optional[int] = ...) -> None: ...
+
+class RunRolloutsRequest(_message.Message):
+    __slots__ = ("request_id", "group_id", "environment", "task_index", "task_payload", "group_size", "sampling", "engine_pool", "min_version", "exact_version", "deadline_s", "traceparent")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    GROUP_ID_FIELD_NUMBER: _ClassVar[int]
+    ENVIRONMENT_FIELD_NUMBER: _ClassVar[int]
+    TASK_INDEX_FIELD_NUMBER: _ClassVar[int]
+    TASK_PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    GROUP_SIZE_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_POOL_FIELD_NUMBER: _ClassVar[int]
+    MIN_VERSION_FIELD_NUMBER: _ClassVar[int]
+    EXACT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    group_id: str
+    environment: str
+    task_index: int
+    task_payload: str
+    group_size: int
+    sampling: Sampling
+    engine_pool: str
+    min_version: int
+    exact_version: int
+    deadline_s: float
+    traceparent: str
+    def __init__(self, request_id: _Optional[str] = ..., group_id: _Optional[str] = ..., environment: _Optional[str] = ..., task_index: _Optional[int] = ..., task_payload: _Optional[str] = ..., group_size: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., engine_pool: _Optional[str] = ..., min_version: _Optional[int] = ..., exact_version: _Optional[int] = ..., deadline_s: _Optional[float] = ..., traceparent: _Optional[str] = ...) -> None: ...
+
+class RunRolloutsResponse(_message.Message):
+    __slots__ = ("rollout", "failure", "summary")
+    ROLLOUT_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    SUMMARY_FIELD_NUMBER: _ClassVar[int]
+    rollout: Rollout
+    failure: RolloutFailure
+    summary: RolloutSummary
+    def __init__(self, rollout: _Optional[_Union[Rollout, _Mapping]] = ..., failure: _Optional[_Union[RolloutFailure, _Mapping]] = ..., summary: _Optional[_Union[RolloutSummary, _Mapping]] = ...) -> None: ...
+
+class Rollout(_message.Message):
+    __slots__ = ("rollout_id", "group_id", "task_key", "environment", "agent", "samples", "reward", "reward_parts", "metrics", "finish_reason", "truncated", "num_turns", "timings_s", "traceparent", "completion")
+    class RewardPartsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    class MetricsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    class TimingsSEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    ROLLOUT_ID_FIELD_NUMBER: _ClassVar[int]
+    GROUP_ID_FIELD_NUMBER: _ClassVar[int]
+    TASK_KEY_FIELD_NUMBER: _ClassVar[int]
+    ENVIRONMENT_FIELD_NUMBER: _ClassVar[int]
+    AGENT_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    REWARD_FIELD_NUMBER: _ClassVar[int]
+    REWARD_PARTS_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    TRUNCATED_FIELD_NUMBER: _ClassVar[int]
+    NUM_TURNS_FIELD_NUMBER: _ClassVar[int]
+    TIMINGS_S_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    COMPLETION_FIELD_NUMBER: _ClassVar[int]
+    rollout_id: str
+    group_id: str
+    task_key: str
+    environment: str
+    agent: str
+    samples: _containers.RepeatedCompositeFieldContainer[Sample]
+    reward: float
+    reward_parts: _containers.ScalarMap[str, float]
+    metrics: _containers.ScalarMap[str, float]
+    finish_reason: str
+    truncated: bool
+    num_turns: int
+    timings_s: _containers.ScalarMap[str, float]
+    traceparent: str
+    completion: str
+    def __init__(self, rollout_id: _Optional[str] = ..., group_id: _Optional[str] = ..., task_key: _Optional[str] = ..., environment: _Optional[str] = ..., agent: _Optional[str] = ..., samples: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ..., reward: _Optional[float] = ..., reward_parts: _Optional[_Mapping[str, float]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., finish_reason: _Optional[str] = ..., truncated: bool = ..., num_turns: _Optional[int] = ..., timings_s: _Optional[_Mapping[str, float]] = ..., traceparent: _Optional[str] = ..., completion: _Optional[str] = ...) -> None: ...
+
+class Sample(_message.Message):
+    __slots__ = ("token_ids", "loss_mask", "logprobs", "version_spans", "message_spans", "temperature")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOSS_MASK_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    VERSION_SPANS_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_SPANS_FIELD_NUMBER: _ClassVar[int]
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _tensor_pb2.Tensor
+    loss_mask: _tensor_pb2.Tensor
+    logprobs: _tensor_pb2.Tensor
+    version_spans: _containers.RepeatedCompositeFieldContainer[VersionSpan]
+    message_spans: _containers.RepeatedCompositeFieldContainer[MessageSpan]
+    temperature: float
+    def __init__(self, token_ids: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., loss_mask: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., logprobs: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., version_spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., message_spans: _Optional[_Iterable[_Union[MessageSpan, _Mapping]]] = ..., temperature: _Optional[float] = ...) -> None: ...
+
+class VersionSpan(_message.Message):
+    __slots__ = ("start", "end", "version")
+    START_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    start: int
+    end: int
+    version: int
+    def __init__(self, start: _Optional[int] = ..., end: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
+
+class MessageSpan(_message.Message):
+    __slots__ = ("start", "end", "role")
+    START_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    start: int
+    end: int
+    role: str
+    def __init__(self, start: _Optional[int] = ..., end: _Optional[int] = ..., role: _Optional[str] = ...) -> None: ...
+
+class RolloutFailure(_message.Message):
+    __slots__ = ("rollout_id", "group_id", "reason", "message", "retryable")
+    ROLLOUT_ID_FIELD_NUMBER: _ClassVar[int]
+    GROUP_ID_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    RETRYABLE_FIELD_NUMBER: _ClassVar[int]
+    rollout_id: str
+    group_id: str
+    reason: str
+    message: str
+    retryable: bool
+    def __init__(self, rollout_id: _Optional[str] = ..., group_id: _Optional[str] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ..., retryable: bool = ...) -> None: ...
+
+class RolloutSummary(_message.Message):
+    __slots__ = ("finished", "failed", "cancelled", "sampled_tokens")
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    CANCELLED_FIELD_NUMBER: _ClassVar[int]
+    SAMPLED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    finished: int
+    failed: int
+    cancelled: int
+    sampled_tokens: int
+    def __init__(self, finished: _Optional[int] = ..., failed: _Optional[int] = ..., cancelled: _Optional[int] = ..., sampled_tokens: _Optional[int] = ...) -> None: ...
+
+class CancelRolloutsRequest(_message.Message):
+    __slots__ = ("request_id", "group_ids")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    GROUP_IDS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    group_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, request_id: _Optional[str] = ..., group_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class CancelRolloutsResponse(_message.Message):
+    __slots__ = ("cancelled",)
+    CANCELLED_FIELD_NUMBER: _ClassVar[int]
+    cancelled: int
+    def __init__(self, cancelled: _Optional[int] = ...) -> None: ...
+
+class GetRolloutStatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetRolloutStatusResponse(_message.Message):
+    __slots__ = ("running", "queued", "finished", "failures", "rollouts_per_s", "engines", "draining")
+    class FailuresEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    FAILURES_FIELD_NUMBER: _ClassVar[int]
+    ROLLOUTS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    ENGINES_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    running: int
+    queued: int
+    finished: int
+    failures: _containers.ScalarMap[str, int]
+    rollouts_per_s: float
+    engines: _containers.RepeatedCompositeFieldContainer[EngineEndpoint]
+    draining: bool
+    def __init__(self, running: _Optional[int] = ..., queued: _Optional[int] = ..., finished: _Optional[int] = ..., failures: _Optional[_Mapping[str, int]] = ..., rollouts_per_s: _Optional[float] = ..., engines: _Optional[_Iterable[_Union[EngineEndpoint, _Mapping]]] = ..., draining: bool = ...) -> None: ...
+
+class EngineEndpoint(_message.Message):
+    __slots__ = ("url", "healthy", "version", "in_flight")
+    URL_FIELD_NUMBER: _ClassVar[int]
+    HEALTHY_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    url: str
+    healthy: bool
+    version: int
+    in_flight: int
+    def __init__(self, url: _Optional[str] = ..., healthy: bool = ..., version: _Optional[int] = ..., in_flight: _Optional[int] = ...) -> None: ...

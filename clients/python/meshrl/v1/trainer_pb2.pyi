@@ -1,0 +1,232 @@
+from meshrl.v1 import tensor_pb2 as _tensor_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class StepState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    STEP_STATE_UNSPECIFIED: _ClassVar[StepState]
+    STEP_STATE_QUEUED: _ClassVar[StepState]
+    STEP_STATE_RUNNING: _ClassVar[StepState]
+    STEP_STATE_DONE: _ClassVar[StepState]
+    STEP_STATE_FAILED: _ClassVar[StepState]
+STEP_STATE_UNSPECIFIED: StepState
+STEP_STATE_QUEUED: StepState
+STEP_STATE_RUNNING: StepState
+STEP_STATE_DONE: StepState
+STEP_STATE_FAILED: StepState
+
+class GetTrainerRequest(_message.Message):
+    __slots__ = ("contract_version",)
+    CONTRACT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    contract_version: str
+    def __init__(self, contract_version: _Optional[str] = ...) -> None: ...
+
+class GetTrainerResponse(_message.Message):
+    __slots__ = ("contract_version", "world_size", "dp_size", "seq_len", "pad_multiple", "objective", "model", "runs", "max_queued_batches")
+    CONTRACT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    DP_SIZE_FIELD_NUMBER: _ClassVar[int]
+    SEQ_LEN_FIELD_NUMBER: _ClassVar[int]
+    PAD_MULTIPLE_FIELD_NUMBER: _ClassVar[int]
+    OBJECTIVE_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    RUNS_FIELD_NUMBER: _ClassVar[int]
+    MAX_QUEUED_BATCHES_FIELD_NUMBER: _ClassVar[int]
+    contract_version: str
+    world_size: int
+    dp_size: int
+    seq_len: int
+    pad_multiple: int
+    objective: str
+    model: str
+    runs: _containers.RepeatedCompositeFieldContainer[Run]
+    max_queued_batches: int
+    def __init__(self, contract_version: _Optional[str] = ..., world_size: _Optional[int] = ..., dp_size: _Optional[int] = ..., seq_len: _Optional[int] = ..., pad_multiple: _Optional[int] = ..., objective: _Optional[str] = ..., model: _Optional[str] = ..., runs: _Optional[_Iterable[_Union[Run, _Mapping]]] = ..., max_queued_batches: _Optional[int] = ...) -> None: ...
+
+class Run(_message.Message):
+    __slots__ = ("run_id", "step", "version", "epoch", "revision")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    step: int
+    version: int
+    epoch: int
+    revision: int
+    def __init__(self, run_id: _Optional[str] = ..., step: _Optional[int] = ..., version: _Optional[int] = ..., epoch: _Optional[int] = ..., revision: _Optional[int] = ...) -> None: ...
+
+class SubmitBatchRequest(_message.Message):
+    __slots__ = ("header", "micro_batch")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    MICRO_BATCH_FIELD_NUMBER: _ClassVar[int]
+    header: BatchHeader
+    micro_batch: MicroBatch
+    def __init__(self, header: _Optional[_Union[BatchHeader, _Mapping]] = ..., micro_batch: _Optional[_Union[MicroBatch, _Mapping]] = ...) -> None: ...
+
+class BatchHeader(_message.Message):
+    __slots__ = ("run_id", "step", "digest", "num_micro_batches", "loss_tokens", "environments", "traceparent")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    NUM_MICRO_BATCHES_FIELD_NUMBER: _ClassVar[int]
+    LOSS_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ENVIRONMENTS_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    step: int
+    digest: str
+    num_micro_batches: int
+    loss_tokens: int
+    environments: _containers.RepeatedScalarFieldContainer[str]
+    traceparent: str
+    def __init__(self, run_id: _Optional[str] = ..., step: _Optional[int] = ..., digest: _Optional[str] = ..., num_micro_batches: _Optional[int] = ..., loss_tokens: _Optional[int] = ..., environments: _Optional[_Iterable[str]] = ..., traceparent: _Optional[str] = ...) -> None: ...
+
+class MicroBatch(_message.Message):
+    __slots__ = ("dp_rank", "token_ids", "position_ids", "loss_mask", "advantages", "inference_logprobs", "sample_offsets", "temperatures", "env_index", "rollout_ids", "traceparents")
+    DP_RANK_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    POSITION_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOSS_MASK_FIELD_NUMBER: _ClassVar[int]
+    ADVANTAGES_FIELD_NUMBER: _ClassVar[int]
+    INFERENCE_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    TEMPERATURES_FIELD_NUMBER: _ClassVar[int]
+    ENV_INDEX_FIELD_NUMBER: _ClassVar[int]
+    ROLLOUT_IDS_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENTS_FIELD_NUMBER: _ClassVar[int]
+    dp_rank: int
+    token_ids: _tensor_pb2.Tensor
+    position_ids: _tensor_pb2.Tensor
+    loss_mask: _tensor_pb2.Tensor
+    advantages: _tensor_pb2.Tensor
+    inference_logprobs: _tensor_pb2.Tensor
+    sample_offsets: _tensor_pb2.Tensor
+    temperatures: _tensor_pb2.Tensor
+    env_index: _tensor_pb2.Tensor
+    rollout_ids: _containers.RepeatedScalarFieldContainer[str]
+    traceparents: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, dp_rank: _Optional[int] = ..., token_ids: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., position_ids: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., loss_mask: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., advantages: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., inference_logprobs: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., sample_offsets: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., temperatures: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., env_index: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., rollout_ids: _Optional[_Iterable[str]] = ..., traceparents: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class SubmitBatchResponse(_message.Message):
+    __slots__ = ("revision", "queue_position")
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_POSITION_FIELD_NUMBER: _ClassVar[int]
+    revision: int
+    queue_position: int
+    def __init__(self, revision: _Optional[int] = ..., queue_position: _Optional[int] = ...) -> None: ...
+
+class WatchStepsRequest(_message.Message):
+    __slots__ = ("run_id", "after_revision")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    AFTER_REVISION_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    after_revision: int
+    def __init__(self, run_id: _Optional[str] = ..., after_revision: _Optional[int] = ...) -> None: ...
+
+class WatchStepsResponse(_message.Message):
+    __slots__ = ("revision", "step", "state", "version", "metrics", "timings_s", "reason", "message", "traceparent")
+    class MetricsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    class TimingsSEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
+    TIMINGS_S_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    revision: int
+    step: int
+    state: StepState
+    version: int
+    metrics: _containers.ScalarMap[str, float]
+    timings_s: _containers.ScalarMap[str, float]
+    reason: str
+    message: str
+    traceparent: str
+    def __init__(self, revision: _Optional[int] = ..., step: _Optional[int] = ..., state: _Optional[_Union[StepState, str]] = ..., version: _Optional[int] = ..., metrics: _Optional[_Mapping[str, float]] = ..., timings_s: _Optional[_Mapping[str, float]] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ..., traceparent: _Optional[str] = ...) -> None: ...
+
+class SaveCheckpointRequest(_message.Message):
+    __slots__ = ("request_id", "run_id", "weights_only")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_ONLY_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    run_id: str
+    weights_only: bool
+    def __init__(self, request_id: _Optional[str] = ..., run_id: _Optional[str] = ..., weights_only: bool = ...) -> None: ...
+
+class SaveCheckpointResponse(_message.Message):
+    __slots__ = ("step", "path")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    path: str
+    def __init__(self, step: _Optional[int] = ..., path: _Optional[str] = ...) -> None: ...
+
+class CreateRunRequest(_message.Message):
+    __slots__ = ("request_id", "run_id")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    run_id: str
+    def __init__(self, request_id: _Optional[str] = ..., run_id: _Optional[str] = ...) -> None: ...
+
+class CreateRunResponse(_message.Message):
+    __slots__ = ("run",)
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    run: Run
+    def __init__(self, run: _Optional[_Union[Run, _Mapping]] = ...) -> None: ...
+
+class ListRunsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListRunsResponse(_message.Message):
+    __slots__ = ("runs",)
+    RUNS_FIELD_NUMBER: _ClassVar[int]
+    runs: _containers.RepeatedCompositeFieldContainer[Run]
+    def __init__(self, runs: _Optional[_Iterable[_Union[Run, _Mapping]]] = ...) -> None: ...
+
+class DeleteRunRequest(_message.Message):
+    __slots__ = ("request_id", "run_id")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    run_id: str
+    def __init__(self, request_id: _Optional[str] = ..., run_id: _Optional[str] = ...) -> None: ...
+
+class DeleteRunResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DrainResponse(_message.Message):
+    __slots__ = ("step",)
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    def __init__(self, step: _Optional[int] = ...) -> None: ...

@@ -1,0 +1,476 @@
+from meshrl.v1 import tensor_pb2 as _tensor_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Transport(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    TRANSPORT_UNSPECIFIED: _ClassVar[Transport]
+    TRANSPORT_FILESYSTEM: _ClassVar[Transport]
+    TRANSPORT_STREAM: _ClassVar[Transport]
+    TRANSPORT_NCCL: _ClassVar[Transport]
+
+class VersionKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    VERSION_KIND_UNSPECIFIED: _ClassVar[VersionKind]
+    VERSION_KIND_FULL: _ClassVar[VersionKind]
+    VERSION_KIND_DELTA: _ClassVar[VersionKind]
+    VERSION_KIND_LORA: _ClassVar[VersionKind]
+
+class VersionState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    VERSION_STATE_UNSPECIFIED: _ClassVar[VersionState]
+    VERSION_STATE_STAGING: _ClassVar[VersionState]
+    VERSION_STATE_SEALED: _ClassVar[VersionState]
+    VERSION_STATE_COMMITTING: _ClassVar[VersionState]
+    VERSION_STATE_COMMITTED: _ClassVar[VersionState]
+    VERSION_STATE_RETIRED: _ClassVar[VersionState]
+    VERSION_STATE_ABORTED: _ClassVar[VersionState]
+
+class AgentState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    AGENT_STATE_UNSPECIFIED: _ClassVar[AgentState]
+    AGENT_STATE_JOINING: _ClassVar[AgentState]
+    AGENT_STATE_SEEDING: _ClassVar[AgentState]
+    AGENT_STATE_READY: _ClassVar[AgentState]
+    AGENT_STATE_FETCHING: _ClassVar[AgentState]
+    AGENT_STATE_PREPARED: _ClassVar[AgentState]
+    AGENT_STATE_APPLYING: _ClassVar[AgentState]
+    AGENT_STATE_POISONED: _ClassVar[AgentState]
+
+class ActivationPolicy(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ACTIVATION_POLICY_UNSPECIFIED: _ClassVar[ActivationPolicy]
+    ACTIVATION_POLICY_GANG: _ClassVar[ActivationPolicy]
+    ACTIVATION_POLICY_ROLLING: _ClassVar[ActivationPolicy]
+TRANSPORT_UNSPECIFIED: Transport
+TRANSPORT_FILESYSTEM: Transport
+TRANSPORT_STREAM: Transport
+TRANSPORT_NCCL: Transport
+VERSION_KIND_UNSPECIFIED: VersionKind
+VERSION_KIND_FULL: VersionKind
+VERSION_KIND_DELTA: VersionKind
+VERSION_KIND_LORA: VersionKind
+VERSION_STATE_UNSPECIFIED: VersionState
+VERSION_STATE_STAGING: VersionState
+VERSION_STATE_SEALED: VersionState
+VERSION_STATE_COMMITTING: VersionState
+VERSION_STATE_COMMITTED: VersionState
+VERSION_STATE_RETIRED: VersionState
+VERSION_STATE_ABORTED: VersionState
+AGENT_STATE_UNSPECIFIED: AgentState
+AGENT_STATE_JOINING: AgentState
+AGENT_STATE_SEEDING: AgentState
+AGENT_STATE_READY: AgentState
+AGENT_STATE_FETCHING: AgentState
+AGENT_STATE_PREPARED: AgentState
+AGENT_STATE_APPLYING: AgentState
+AGENT_STATE_POISONED: AgentState
+ACTIVATION_POLICY_UNSPECIFIED: ActivationPolicy
+ACTIVATION_POLICY_GANG: ActivationPolicy
+ACTIVATION_POLICY_ROLLING: ActivationPolicy
+
+class TensorEntry(_message.Message):
+    __slots__ = ("name", "dtype", "shape", "offset", "num_bytes", "digest")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    dtype: _tensor_pb2.DataType
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    offset: int
+    num_bytes: int
+    digest: bytes
+    def __init__(self, name: _Optional[str] = ..., dtype: _Optional[_Union[_tensor_pb2.DataType, str]] = ..., shape: _Optional[_Iterable[int]] = ..., offset: _Optional[int] = ..., num_bytes: _Optional[int] = ..., digest: _Optional[bytes] = ...) -> None: ...
+
+class ChunkEntry(_message.Message):
+    __slots__ = ("offset", "length", "digest")
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    offset: int
+    length: int
+    digest: bytes
+    def __init__(self, offset: _Optional[int] = ..., length: _Optional[int] = ..., digest: _Optional[bytes] = ...) -> None: ...
+
+class FileEntry(_message.Message):
+    __slots__ = ("path", "offset", "num_bytes")
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    path: str
+    offset: int
+    num_bytes: int
+    def __init__(self, path: _Optional[str] = ..., offset: _Optional[int] = ..., num_bytes: _Optional[int] = ...) -> None: ...
+
+class Manifest(_message.Message):
+    __slots__ = ("run_id", "epoch", "version", "kind", "transport", "base_version", "base_root", "result_root", "layout_signature", "codec", "tensors", "chunks", "files")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    BASE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    BASE_ROOT_FIELD_NUMBER: _ClassVar[int]
+    RESULT_ROOT_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    FILES_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    epoch: int
+    version: int
+    kind: VersionKind
+    transport: Transport
+    base_version: int
+    base_root: bytes
+    result_root: bytes
+    layout_signature: bytes
+    codec: str
+    tensors: _containers.RepeatedCompositeFieldContainer[TensorEntry]
+    chunks: _containers.RepeatedCompositeFieldContainer[ChunkEntry]
+    files: _containers.RepeatedCompositeFieldContainer[FileEntry]
+    def __init__(self, run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., version: _Optional[int] = ..., kind: _Optional[_Union[VersionKind, str]] = ..., transport: _Optional[_Union[Transport, str]] = ..., base_version: _Optional[int] = ..., base_root: _Optional[bytes] = ..., result_root: _Optional[bytes] = ..., layout_signature: _Optional[bytes] = ..., codec: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[TensorEntry, _Mapping]]] = ..., chunks: _Optional[_Iterable[_Union[ChunkEntry, _Mapping]]] = ..., files: _Optional[_Iterable[_Union[FileEntry, _Mapping]]] = ...) -> None: ...
+
+class RegisterRequest(_message.Message):
+    __slots__ = ("contract_version", "engine_id", "url", "engine_pool", "transports", "layout_signature", "held_version", "held_root")
+    CONTRACT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    URL_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_POOL_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    HELD_VERSION_FIELD_NUMBER: _ClassVar[int]
+    HELD_ROOT_FIELD_NUMBER: _ClassVar[int]
+    contract_version: str
+    engine_id: str
+    url: str
+    engine_pool: str
+    transports: _containers.RepeatedScalarFieldContainer[Transport]
+    layout_signature: bytes
+    held_version: int
+    held_root: bytes
+    def __init__(self, contract_version: _Optional[str] = ..., engine_id: _Optional[str] = ..., url: _Optional[str] = ..., engine_pool: _Optional[str] = ..., transports: _Optional[_Iterable[_Union[Transport, str]]] = ..., layout_signature: _Optional[bytes] = ..., held_version: _Optional[int] = ..., held_root: _Optional[bytes] = ...) -> None: ...
+
+class RegisterResponse(_message.Message):
+    __slots__ = ("contract_version", "lease_id", "lease_s", "max_chunk_bytes", "committed_version")
+    CONTRACT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    LEASE_S_FIELD_NUMBER: _ClassVar[int]
+    MAX_CHUNK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_VERSION_FIELD_NUMBER: _ClassVar[int]
+    contract_version: str
+    lease_id: str
+    lease_s: float
+    max_chunk_bytes: int
+    committed_version: int
+    def __init__(self, contract_version: _Optional[str] = ..., lease_id: _Optional[str] = ..., lease_s: _Optional[float] = ..., max_chunk_bytes: _Optional[int] = ..., committed_version: _Optional[int] = ...) -> None: ...
+
+class SessionRequest(_message.Message):
+    __slots__ = ("lease_id", "state", "serving_version", "target_version", "fault", "applied")
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    SERVING_VERSION_FIELD_NUMBER: _ClassVar[int]
+    TARGET_VERSION_FIELD_NUMBER: _ClassVar[int]
+    FAULT_FIELD_NUMBER: _ClassVar[int]
+    APPLIED_FIELD_NUMBER: _ClassVar[int]
+    lease_id: str
+    state: AgentState
+    serving_version: int
+    target_version: int
+    fault: AgentFault
+    applied: ApplyReport
+    def __init__(self, lease_id: _Optional[str] = ..., state: _Optional[_Union[AgentState, str]] = ..., serving_version: _Optional[int] = ..., target_version: _Optional[int] = ..., fault: _Optional[_Union[AgentFault, _Mapping]] = ..., applied: _Optional[_Union[ApplyReport, _Mapping]] = ...) -> None: ...
+
+class AgentFault(_message.Message):
+    __slots__ = ("reason", "message")
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    message: str
+    def __init__(self, reason: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
+
+class ApplyReport(_message.Message):
+    __slots__ = ("version", "root", "pause_s", "prepare_s", "requests_kept")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    ROOT_FIELD_NUMBER: _ClassVar[int]
+    PAUSE_S_FIELD_NUMBER: _ClassVar[int]
+    PREPARE_S_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_KEPT_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    root: bytes
+    pause_s: float
+    prepare_s: float
+    requests_kept: int
+    def __init__(self, version: _Optional[int] = ..., root: _Optional[bytes] = ..., pause_s: _Optional[float] = ..., prepare_s: _Optional[float] = ..., requests_kept: _Optional[int] = ...) -> None: ...
+
+class SessionResponse(_message.Message):
+    __slots__ = ("prepare", "commit", "abort", "resume", "drain")
+    PREPARE_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_FIELD_NUMBER: _ClassVar[int]
+    ABORT_FIELD_NUMBER: _ClassVar[int]
+    RESUME_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_FIELD_NUMBER: _ClassVar[int]
+    prepare: Prepare
+    commit: Commit
+    abort: Abort
+    resume: Resume
+    drain: DrainAgent
+    def __init__(self, prepare: _Optional[_Union[Prepare, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., drain: _Optional[_Union[DrainAgent, _Mapping]] = ...) -> None: ...
+
+class Prepare(_message.Message):
+    __slots__ = ("version", "artifact_id")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    ARTIFACT_ID_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    artifact_id: str
+    def __init__(self, version: _Optional[int] = ..., artifact_id: _Optional[str] = ...) -> None: ...
+
+class Commit(_message.Message):
+    __slots__ = ("version", "artifact_id", "hold")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    ARTIFACT_ID_FIELD_NUMBER: _ClassVar[int]
+    HOLD_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    artifact_id: str
+    hold: bool
+    def __init__(self, version: _Optional[int] = ..., artifact_id: _Optional[str] = ..., hold: bool = ...) -> None: ...
+
+class Abort(_message.Message):
+    __slots__ = ("version",)
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    def __init__(self, version: _Optional[int] = ...) -> None: ...
+
+class Resume(_message.Message):
+    __slots__ = ("version",)
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    def __init__(self, version: _Optional[int] = ...) -> None: ...
+
+class DrainAgent(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class CreateVersionRequest(_message.Message):
+    __slots__ = ("manifest", "chunk")
+    MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    manifest: Manifest
+    chunk: Chunk
+    def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ...) -> None: ...
+
+class Chunk(_message.Message):
+    __slots__ = ("offset", "data", "crc32c")
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    CRC32C_FIELD_NUMBER: _ClassVar[int]
+    offset: int
+    data: bytes
+    crc32c: int
+    def __init__(self, offset: _Optional[int] = ..., data: _Optional[bytes] = ..., crc32c: _Optional[int] = ...) -> None: ...
+
+class CreateVersionResponse(_message.Message):
+    __slots__ = ("artifact_id", "missing_offsets", "max_chunk_bytes")
+    ARTIFACT_ID_FIELD_NUMBER: _ClassVar[int]
+    MISSING_OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    MAX_CHUNK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    artifact_id: str
+    missing_offsets: _containers.RepeatedScalarFieldContainer[int]
+    max_chunk_bytes: int
+    def __init__(self, artifact_id: _Optional[str] = ..., missing_offsets: _Optional[_Iterable[int]] = ..., max_chunk_bytes: _Optional[int] = ...) -> None: ...
+
+class SealVersionRequest(_message.Message):
+    __slots__ = ("request_id", "run_id", "epoch", "version", "artifact_id", "traceparent")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    ARTIFACT_ID_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    run_id: str
+    epoch: int
+    version: int
+    artifact_id: str
+    traceparent: str
+    def __init__(self, request_id: _Optional[str] = ..., run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., version: _Optional[int] = ..., artifact_id: _Optional[str] = ..., traceparent: _Optional[str] = ...) -> None: ...
+
+class SealVersionResponse(_message.Message):
+    __slots__ = ("version",)
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    version: VersionInfo
+    def __init__(self, version: _Optional[_Union[VersionInfo, _Mapping]] = ...) -> None: ...
+
+class AbortVersionRequest(_message.Message):
+    __slots__ = ("request_id", "run_id", "epoch", "version", "message")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    run_id: str
+    epoch: int
+    version: int
+    message: str
+    def __init__(self, request_id: _Optional[str] = ..., run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., version: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...
+
+class AbortVersionResponse(_message.Message):
+    __slots__ = ("version",)
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    version: VersionInfo
+    def __init__(self, version: _Optional[_Union[VersionInfo, _Mapping]] = ...) -> None: ...
+
+class ActivateVersionRequest(_message.Message):
+    __slots__ = ("request_id", "run_id", "version", "policy", "min_ready", "prepare_deadline_s")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    MIN_READY_FIELD_NUMBER: _ClassVar[int]
+    PREPARE_DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    run_id: str
+    version: int
+    policy: ActivationPolicy
+    min_ready: int
+    prepare_deadline_s: float
+    def __init__(self, request_id: _Optional[str] = ..., run_id: _Optional[str] = ..., version: _Optional[int] = ..., policy: _Optional[_Union[ActivationPolicy, str]] = ..., min_ready: _Optional[int] = ..., prepare_deadline_s: _Optional[float] = ...) -> None: ...
+
+class ActivateVersionResponse(_message.Message):
+    __slots__ = ("version", "engines", "commit_s", "lag_s")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    ENGINES_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_S_FIELD_NUMBER: _ClassVar[int]
+    LAG_S_FIELD_NUMBER: _ClassVar[int]
+    version: VersionInfo
+    engines: _containers.RepeatedCompositeFieldContainer[EngineReport]
+    commit_s: float
+    lag_s: float
+    def __init__(self, version: _Optional[_Union[VersionInfo, _Mapping]] = ..., engines: _Optional[_Iterable[_Union[EngineReport, _Mapping]]] = ..., commit_s: _Optional[float] = ..., lag_s: _Optional[float] = ...) -> None: ...
+
+class EngineReport(_message.Message):
+    __slots__ = ("engine_id", "applied")
+    ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    APPLIED_FIELD_NUMBER: _ClassVar[int]
+    engine_id: str
+    applied: ApplyReport
+    def __init__(self, engine_id: _Optional[str] = ..., applied: _Optional[_Union[ApplyReport, _Mapping]] = ...) -> None: ...
+
+class WatchVersionsRequest(_message.Message):
+    __slots__ = ("run_id", "after_revision")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    AFTER_REVISION_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    after_revision: int
+    def __init__(self, run_id: _Optional[str] = ..., after_revision: _Optional[int] = ...) -> None: ...
+
+class WatchVersionsResponse(_message.Message):
+    __slots__ = ("revision", "version")
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    revision: int
+    version: VersionInfo
+    def __init__(self, revision: _Optional[int] = ..., version: _Optional[_Union[VersionInfo, _Mapping]] = ...) -> None: ...
+
+class VersionInfo(_message.Message):
+    __slots__ = ("run_id", "epoch", "version", "artifact_id", "state", "num_bytes", "transport", "traceparent")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    ARTIFACT_ID_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    epoch: int
+    version: int
+    artifact_id: str
+    state: VersionState
+    num_bytes: int
+    transport: Transport
+    traceparent: str
+    def __init__(self, run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., version: _Optional[int] = ..., artifact_id: _Optional[str] = ..., state: _Optional[_Union[VersionState, str]] = ..., num_bytes: _Optional[int] = ..., transport: _Optional[_Union[Transport, str]] = ..., traceparent: _Optional[str] = ...) -> None: ...
+
+class GetManifestRequest(_message.Message):
+    __slots__ = ("run_id", "version")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    version: int
+    def __init__(self, run_id: _Optional[str] = ..., version: _Optional[int] = ...) -> None: ...
+
+class GetManifestResponse(_message.Message):
+    __slots__ = ("manifest", "artifact_id")
+    MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    ARTIFACT_ID_FIELD_NUMBER: _ClassVar[int]
+    manifest: Manifest
+    artifact_id: str
+    def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., artifact_id: _Optional[str] = ...) -> None: ...
+
+class FetchRequest(_message.Message):
+    __slots__ = ("artifact_id", "ranges", "chunk_bytes")
+    ARTIFACT_ID_FIELD_NUMBER: _ClassVar[int]
+    RANGES_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    artifact_id: str
+    ranges: _containers.RepeatedCompositeFieldContainer[ByteRange]
+    chunk_bytes: int
+    def __init__(self, artifact_id: _Optional[str] = ..., ranges: _Optional[_Iterable[_Union[ByteRange, _Mapping]]] = ..., chunk_bytes: _Optional[int] = ...) -> None: ...
+
+class ByteRange(_message.Message):
+    __slots__ = ("offset", "length")
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    offset: int
+    length: int
+    def __init__(self, offset: _Optional[int] = ..., length: _Optional[int] = ...) -> None: ...
+
+class FetchResponse(_message.Message):
+    __slots__ = ("chunk",)
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    chunk: Chunk
+    def __init__(self, chunk: _Optional[_Union[Chunk, _Mapping]] = ...) -> None: ...
+
+class ListEnginesRequest(_message.Message):
+    __slots__ = ("engine_pool",)
+    ENGINE_POOL_FIELD_NUMBER: _ClassVar[int]
+    engine_pool: str
+    def __init__(self, engine_pool: _Optional[str] = ...) -> None: ...
+
+class ListEnginesResponse(_message.Message):
+    __slots__ = ("engines",)
+    ENGINES_FIELD_NUMBER: _ClassVar[int]
+    engines: _containers.RepeatedCompositeFieldContainer[EngineInfo]
+    def __init__(self, engines: _Optional[_Iterable[_Union[EngineInfo, _Mapping]]] = ...) -> None: ...
+
+class EngineInfo(_message.Message):
+    __slots__ = ("engine_id", "url", "engine_pool", "state", "serving_version", "routable", "last_seen_s", "last_fault")
+    ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    URL_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_POOL_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    SERVING_VERSION_FIELD_NUMBER: _ClassVar[int]
+    ROUTABLE_FIELD_NUMBER: _ClassVar[int]
+    LAST_SEEN_S_FIELD_NUMBER: _ClassVar[int]
+    LAST_FAULT_FIELD_NUMBER: _ClassVar[int]
+    engine_id: str
+    url: str
+    engine_pool: str
+    state: AgentState
+    serving_version: int
+    routable: bool
+    last_seen_s: float
+    last_fault: AgentFault
+    def __init__(self, engine_id: _Optional[str] = ..., url: _Optional[str] = ..., engine_pool: _Optional[str] = ..., state: _Optional[_Union[AgentState, str]] = ..., serving_version: _Optional[int] = ..., routable: bool = ..., last_seen_s: _Optional[float] = ..., last_fault: _Optional[_Union[AgentFault, _Mapping]] = ...) -> None: ...

@@ -1,0 +1,1 @@
+"""What travels between services, as plain Python: dataclasses, tensors, manifests and errors."""

@@ -1,0 +1,1 @@
+"""What every service is built from: configuration, serving, logs, telemetry, paths."""

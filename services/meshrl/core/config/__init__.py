@@ -1,0 +1,5 @@
+"""Configuration: one set of classes, filled from the command line, TOML files and the environment."""
+
+from meshrl.core.config.base import BaseConfig
+
+__all__ = ["BaseConfig"]
