@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Regenerates clients/python/meshrl/v1 from proto/. The generator is pinned: code that 1.76 makes
-# runs on protobuf 6 and 7, and inference stacks pin either. Usage: generate_stubs.sh [OUT_FOLDER]
+# Regenerates meshrl/v1 from proto/. The generator is pinned: code that 1.76 makes runs on
+# protobuf 6 and 7, and inference stacks pin either. Usage: generate_stubs.sh [SOURCE_ROOT]
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=${1:-clients/python}
 mkdir -p "$out"
-uv run --no-project --isolated --quiet --python 3.11 --with grpcio-tools==1.76.0 --with 'setuptools<81' \
+"${UV:-uv}" run --no-project --isolated --quiet --with grpcio-tools==1.76.0 --with 'setuptools<81' \
   python -W ignore -m grpc_tools.protoc -I proto \
   --python_out="$out" --pyi_out="$out" --grpc_python_out="$out" proto/meshrl/v1/*.proto
 printf '"""Generated from proto/meshrl/v1 by `make proto`; do not edit."""\n' > "$out/meshrl/v1/__init__.py"

@@ -1,0 +1,66 @@
+# Every target sets up what it needs: uv (found or bootstrapped), the locked environment, buf.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+UV := $(shell command -v uv 2>/dev/null || echo .tools/uv/bin/uv)
+BUF := .tools/buf/node_modules/.bin/buf
+BUF_VERSION := 1.75.0
+RUN := $(UV) run --frozen --no-sync
+
+.PHONY: help setup demo test unit check lint format types layers contracts drift bench proto clean
+
+help: ## Show the targets
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+.tools/uv/bin/uv:
+	python3 -m venv .tools/uv
+	.tools/uv/bin/pip install --quiet uv
+
+$(BUF):
+	@command -v npm >/dev/null || { echo "buf comes from npm: install Node.js 18 or later, then run make again" >&2; exit 2; }
+	npm install --silent --no-audit --no-fund --prefix .tools/buf @bufbuild/buf@$(BUF_VERSION)
+
+setup: $(filter .tools/%,$(UV)) ## Create .venv from the lock file
+	$(UV) sync --frozen --quiet --all-groups
+
+demo: setup ## Train a small model to reverse text on the CPU, end to end (about 5 minutes)
+	$(RUN) python -m meshrl.launch.demo $(ARGS)
+
+test: setup $(BUF) ## Run every test that needs no GPU
+	$(RUN) pytest -m "not gpu" $(ARGS)
+
+unit: setup ## Run the tests that start no processes
+	$(RUN) pytest -m "not gpu and not mesh" $(ARGS)
+
+check: lint types layers contracts drift test ## Everything that must be green before a commit
+
+lint: setup
+	$(RUN) ruff format --check .
+	$(RUN) ruff check .
+
+format: setup ## Rewrite the code in the house format
+	$(RUN) ruff format .
+	$(RUN) ruff check --fix .
+
+types: setup
+	$(RUN) mypy
+
+layers: setup
+	$(RUN) lint-imports
+
+contracts: $(BUF)
+	$(BUF) lint
+	$(BUF) breaking --against '.git#branch=main'
+
+drift: setup
+	UV=$(UV) scripts/check_stubs.sh
+
+proto: setup ## Regenerate clients/python/meshrl/v1 from proto/
+	UV=$(UV) scripts/generate_stubs.sh
+
+bench: setup ## Print the benchmark tables
+	for table in tests/benchmarks/bench_*.py; do $(RUN) python "$$table"; done
+
+clean: ## Remove what the targets made
+	rm -rf .venv .tools outputs .mypy_cache .ruff_cache .pytest_cache .hypothesis
