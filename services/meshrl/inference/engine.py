@@ -1,0 +1,165 @@
+"""The protocol between whatever runs the model and the parts that feed it: the HTTP server and the weight agent.
+
+A request waits for a free slot, is prefilled, then gets one token a step until it stops. Weights change only between two
+steps: `stage` builds a shadow beside the running engine, `pause` stops stepping, `apply` swaps, `resume` goes on with
+the same requests and their KV cache.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshrl.wire.types import VersionSpan
+
+if TYPE_CHECKING:
+    import torch
+
+GREEDY_BELOW = 1e-5
+
+
+class FinishReason(enum.StrEnum):
+    """Why a completion ended, in the words of the OpenAI API."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How to sample one completion.
+
+    The processed distribution is softmax(logits / temperature), cut by min_p, then top_k, then top_p, and normalised
+    again after the cuts. A temperature of 0 takes the most likely token; its logprob is then that of the uncut
+    distribution at temperature 1.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0 keeps every token
+    min_p: float = 0.0
+    min_tokens: int = 0  # stop tokens cannot be sampled before this many
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    seed: int | None = None  # None takes one from the engine's own stream
+    top_logprobs: int = 0  # alternatives to report for each token
+    raw_logprobs: bool = False  # report the logprob at temperature 1 without cuts, too
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW
+
+    @property
+    def truncated(self) -> bool:
+        """Whether some token of the vocabulary may be cut off."""
+        return not self.greedy and (self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateRequest:
+    """One completion of one prompt. With `stream` each step yields a chunk, else one chunk comes at the end."""
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    stream: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TokenChunk:
+    """Tokens [start, start + T) of a completion; K alternatives a token, most likely first.
+
+    Version spans count from the start of the completion. A candidate that the cuts removed has logprob -inf.
+    """
+
+    start: int
+    token_ids: NDArray[np.int32]  # (T,)
+    logprobs: NDArray[np.float32]  # (T,) of the processed distribution
+    raw_logprobs: NDArray[np.float32] | None = None  # (T,)
+    top_ids: NDArray[np.int32] | None = None  # (T, K)
+    top_logprobs: NDArray[np.float32] | None = None  # (T, K)
+    version_spans: tuple[VersionSpan, ...] = ()
+    finish_reason: FinishReason | None = None  # None: more chunks follow
+    stop_token_id: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineStats:
+    """Counters of an engine; totals count from its start."""
+
+    running: int
+    waiting: int
+    slots: int
+    generated_tokens: int
+    prefilled_tokens: int
+    shared_prompt_tokens: int
+    finished_requests: int
+    steps: int
+    busy_s: float
+    last_pause_s: float = 0.0
+    extra: Mapping[str, float] = field(default_factory=dict)
+
+
+class Engine(Protocol):
+    """What the HTTP server and the weight agent need of an engine.
+
+    Raised everywhere: `MeshError` with ENGINE_FAILED once the engine is unfit (a failed apply), DRAINING after close.
+    """
+
+    @property
+    def version(self) -> int | None:
+        """Version of the live weights; None before the first one is known."""
+
+    @property
+    def root(self) -> bytes | None:
+        """Root hash of the live weights, when known."""
+
+    @property
+    def paused(self) -> bool: ...
+
+    @property
+    def unfit(self) -> str | None:
+        """Why this engine must not serve; None when it may."""
+
+    @property
+    def in_flight(self) -> int:
+        """Requests running or waiting."""
+
+    def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
+        """Yields chunks until one carries a finish reason. Closing the iterator cancels the request.
+
+        Raises: MeshError OVERLOADED when the queue is full; INVALID_REQUEST when the prompt does not fit.
+        """
+
+    async def pause(self) -> int:
+        """Stops between two steps, keeping requests; returns how many are in flight. Pausing twice is fine."""
+
+    async def stage(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Builds the shadow of a version from tensors under Hugging Face names, while generation goes on.
+
+        A shadow staged before is dropped. Raises: MeshError LAYOUT_MISMATCH naming what differs; the live version stays.
+        """
+
+    async def apply(self, version: int, root: bytes) -> None:
+        """Makes the staged shadow live; only while paused. A failure leaves the engine unfit and raises ENGINE_FAILED.
+
+        Raises: MeshError VERSION_NOT_SEALED when `version` is not the one staged.
+        """
+
+    async def adopt(self, version: int, root: bytes) -> None:
+        """Names the live weights `version` without changing them: for a version whose root they already have."""
+
+    async def resume(self) -> None: ...
+
+    def layout(self) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
+        """(name, dtype, shape) of every weight, sorted by Hugging Face name, tied duplicates left out."""
+
+    async def weights_root(self) -> bytes:
+        """Root hash of the live weights, computed from their bytes."""
