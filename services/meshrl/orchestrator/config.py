@@ -1,0 +1,249 @@
+"""Configuration of the `orchestrator` program; read by its main and composed by the `rl` launcher."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from meshrl.core.config import BaseConfig
+from meshrl.core.config.shared import (
+    EnvConfig,
+    LogConfig,
+    SamplingConfig,
+    ServerConfig,
+    ServicesConfig,
+    WandbConfig,
+)
+
+
+class TrainEnvsConfig(BaseConfig):
+    """The environments that training draws tasks from."""
+
+    env: list[EnvConfig] = []
+    """Training environments, mixed by their ratio; at least one. Each name must be hosted by the rollout service."""
+
+
+class EvalConfig(BaseConfig):
+    """Evaluations during a run."""
+
+    interval: int = Field(default=100, ge=1)
+    """Evaluate after every this many steps."""
+
+    env: list[EnvConfig] = []
+    """Evaluation environments; at least one. An environment that training uses too may be named again."""
+
+    num_examples: int = Field(default=-1, ge=-1)
+    """Tasks per environment, from the first on; -1 takes all."""
+
+    group_size: int = Field(default=1, ge=1)
+    """Rollouts per task: the k of avg@k and pass@k. The older spelling rollouts_per_example is accepted."""
+
+    sampling: SamplingConfig = SamplingConfig()
+    """Sampling of evaluations; an unset value takes the environment's default."""
+
+    eval_base: bool = True
+    """Evaluate version 0 before the first step."""
+
+    eval_final: bool = True
+    """Evaluate the last version after the last step."""
+
+    pass_threshold: float = 1.0
+    """A rollout passes when its reward is at least this; pass@k counts tasks with a passing rollout."""
+
+    max_inflight_rollouts: int = Field(default=256, ge=1)
+    """Most evaluation rollouts in flight at once."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _older_spelling(cls, values: Any) -> Any:
+        return _accept_rollouts_per_example(values, "orchestrator.eval")
+
+    @model_validator(mode="after")
+    def _has_environments(self) -> Self:
+        if not self.env:
+            raise ValueError(
+                "orchestrator.eval.env must name at least one environment, got none; add [[orchestrator.eval.env]]"
+            )
+        return self
+
+
+class AdvantageConfig(BaseConfig):
+    """How rewards of a group become advantages."""
+
+    type: Literal["default", "grpo", "rloo", "opo"] = "default"
+    """default: reward minus the group's mean; grpo: that over the group's standard deviation; rloo: reward minus the mean of the
+    others; opo: reward minus the length-weighted mean."""
+
+
+class FilterConfig(BaseConfig):
+    """Which finished groups are not worth a gradient."""
+
+    zero_signal: bool = True
+    """Drop groups whose rewards are all equal: their advantages are zero. Dropped groups are counted and replaced."""
+
+    zero_signal_tolerance: float = Field(default=1e-8, ge=0.0)
+    """Rewards that differ by no more than this count as equal."""
+
+    max_zero_signal_groups: int = Field(default=1000, ge=1)
+    """Stop with an error after this many zero-signal groups in a row for one step: the task has no signal left."""
+
+    empty: bool = True
+    """Drop rollouts in which the policy sampled no token."""
+
+
+class DeadlinesConfig(BaseConfig):
+    """How long the orchestrator waits for whom, in seconds."""
+
+    startup_s: float = Field(default=300.0, gt=0.0)
+    """For rollout, trainer and weights to serve, and for version 0 to be active."""
+
+    group_s: float = Field(default=600.0, gt=0.0)
+    """For one group of rollouts; those still running then come back as failures."""
+
+    retry_s: float = Field(default=300.0, gt=0.0)
+    """For refused groups (no engine holds the version, overload, unreachable) to be accepted, over all attempts."""
+
+    batch_s: float = Field(default=3600.0, gt=0.0)
+    """For the groups of one step."""
+
+    step_s: float = Field(default=3600.0, gt=0.0)
+    """For the trainer to finish one step."""
+
+    activation_s: float = Field(default=300.0, gt=0.0)
+    """For engines to prepare and serve a new version."""
+
+    eval_s: float = Field(default=3600.0, gt=0.0)
+    """For one evaluation."""
+
+
+class OrchestratorConfig(BaseConfig):
+    """Schedules rollouts, makes batches, submits them, activates the versions that come out."""
+
+    train: TrainEnvsConfig = TrainEnvsConfig()
+    """What to train on."""
+
+    eval: EvalConfig | None = None
+    """Evaluations during the run; None means none."""
+
+    sampling: SamplingConfig = SamplingConfig()
+    """Sampling of training rollouts; an unset value takes the environment's default."""
+
+    batch_size: int = Field(default=128, ge=2)
+    """Rollouts per step; a multiple of group_size."""
+
+    group_size: int = Field(default=8, ge=2)
+    """Rollouts per task. The older spelling rollouts_per_example is accepted."""
+
+    seq_len: int = Field(default=2048, ge=2)
+    """Token budget of a micro-batch; longer rollouts are cut to it. At most the trainer's seq_len."""
+
+    max_steps: int | None = Field(default=None, ge=1)
+    """Stop after this many steps; None runs until it is stopped."""
+
+    max_async_level: int = Field(default=2, ge=0)
+    """Most steps that generation may be ahead of training: 0 is synchronous on-policy, 1 full overlap."""
+
+    max_off_policy_steps: int = Field(default=8, ge=0)
+    """A rollout is dropped when its oldest token is more than this many versions behind the policy that trains on it."""
+
+    max_inflight_rollouts: int | None = Field(default=None, ge=1)
+    """Most training rollouts in flight; None means batch_size times (max_async_level + 1)."""
+
+    advantage: AdvantageConfig = AdvantageConfig()
+    """How rewards of a group become advantages."""
+
+    filters: FilterConfig = FilterConfig()
+    """Which finished groups are dropped."""
+
+    deadlines: DeadlinesConfig = DeadlinesConfig()
+    """How long to wait for whom."""
+
+    activation_policy: Literal["rolling", "gang"] = "rolling"
+    """rolling: each engine takes a version when it has it; gang: all engines together."""
+
+    min_ready: int = Field(default=0, ge=0)
+    """Engines that must serve a version before its activation counts; 0 means all that are in the pool."""
+
+    engine_pool: str = ""
+    """Pool of engines to sample from; empty is the only or first one."""
+
+    run_id: str = ""
+    """Run of the trainer to feed; empty is the trainer's own run."""
+
+    services: ServicesConfig = ServicesConfig()
+    """Addresses of the three services."""
+
+    server: ServerConfig | None = None
+    """Where to serve health; None means nowhere."""
+
+    seed: int = 0
+    """Seed of the order of tasks and of the rollouts' sampling."""
+
+    bench: bool = False
+    """Run 5 steps (or max_steps) and log a table of throughput and times, without the first step."""
+
+    output_dir: Path = Path("outputs")
+    """Folder for metrics, ledger, logs and traces."""
+
+    log: LogConfig = LogConfig()
+    """Logging."""
+
+    wandb: WandbConfig | None = None
+    """Weights & Biases; None means off."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _older_spelling(cls, values: Any) -> Any:
+        return _accept_rollouts_per_example(values, "orchestrator")
+
+    @model_validator(mode="after")
+    def _whole_groups(self) -> Self:
+        if self.batch_size % self.group_size:
+            below = self.batch_size // self.group_size * self.group_size
+            choices = [str(size) for size in (below, below + self.group_size) if size > 0]
+            raise ValueError(
+                f"orchestrator.batch_size must be a multiple of group_size ({self.group_size}), got {self.batch_size};"
+                f" use {' or '.join(choices)}"
+            )
+        if self.max_inflight_rollouts is not None and self.max_inflight_rollouts < self.group_size:
+            raise ValueError(
+                f"orchestrator.max_inflight_rollouts must be at least group_size ({self.group_size}),"
+                f" got {self.max_inflight_rollouts}; use {self.batch_size}, or leave it unset"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _environments(self) -> Self:
+        names = [env.name for env in self.train.env]
+        repeated = sorted({name or "" for name in names if names.count(name) > 1})
+        if repeated:
+            raise ValueError(
+                f"orchestrator.train.env must have distinct names, got {', '.join(repeated)} more than once;"
+                " give each [[orchestrator.train.env]] its own name"
+            )
+        return self
+
+    @property
+    def groups_per_step(self) -> int:
+        return self.batch_size // self.group_size
+
+    @property
+    def last_step(self) -> int | None:
+        """The step to stop after; None runs until stopped."""
+        return 5 if self.bench and self.max_steps is None else self.max_steps
+
+
+def _accept_rollouts_per_example(values: Any, section: str) -> Any:
+    if not isinstance(values, Mapping) or "rollouts_per_example" not in values:
+        return values
+    renamed = dict(values)
+    older = renamed.pop("rollouts_per_example")
+    if renamed.setdefault("group_size", older) != older:
+        raise ValueError(
+            f"{section}.group_size ({renamed['group_size']}) and its older spelling rollouts_per_example ({older}) disagree;"
+            " keep only group_size"
+        )
+    return renamed
