@@ -1,0 +1,1 @@
+"""Bundled tasksets and the in-process harness that plays them."""

@@ -1,0 +1,118 @@
+"""Configuration of the `rollout` program; read by its main and composed by the `rl` launcher."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import Field, model_validator
+
+from meshrl.core.config import BaseConfig
+from meshrl.core.config.shared import EnvConfig, LogConfig, ModelConfig, SamplingConfig, ServerConfig
+
+
+class ClientConfig(BaseConfig):
+    """The inference engines that sample tokens, and how to reach them."""
+
+    base_url: list[str] = ["http://127.0.0.1:8000"]
+    """Base URLs of the engines, with or without a trailing /v1. Each model call goes to the least loaded one that fits."""
+
+    api_key_var: str = "MESHRL_API_KEY"
+    """Environment variable that holds the engines' bearer token; none is sent while it is unset."""
+
+    pool: str = ""
+    """Name of the pool that these engines form; a request names it or leaves it empty."""
+
+    probe_interval_s: float = Field(default=1.0, gt=0.0)
+    """Seconds between two looks at each engine's version and health."""
+
+    probe_deadline_s: float = Field(default=2.0, gt=0.0)
+    """Seconds an engine may take to answer such a look before it counts as unreachable."""
+
+    connect_deadline_s: float = Field(default=5.0, gt=0.0)
+    """Seconds to open a connection to an engine."""
+
+    call_deadline_s: float = Field(default=600.0, gt=0.0)
+    """Longest time one model call may take."""
+
+    failover_s: float = Field(default=30.0, gt=0.0)
+    """How long a model call looks for an engine that can take it before its rollout fails."""
+
+
+class RolloutConfig(BaseConfig):
+    """Hosts environments, plays episodes against inference engines and scores them."""
+
+    env: list[EnvConfig] = []
+    """The environments to host; at least one."""
+
+    client: ClientConfig = ClientConfig()
+    """The inference engines."""
+
+    weights: str | None = None
+    """Address of the weight hub, to find engines beyond client.base_url; None takes only those listed."""
+
+    model: ModelConfig = ModelConfig()
+    """The policy: its name is what engines are asked for, and where the tokenizer is found."""
+
+    tokenizer: str | None = None
+    """Tokenizer to render prompts with; None takes model.name."""
+
+    renderer: dict[str, Any] = {}
+    """Renderer of chat messages: {name = "auto"} resolves it from the model's name, "default" uses the tokenizer's own chat
+    template, and any name of the renderers package with its options is accepted. Empty: auto, and default where auto fails."""
+
+    sampling: SamplingConfig = SamplingConfig()
+    """Sampling of every environment where neither the environment nor the request says otherwise."""
+
+    seq_len: int = Field(default=2048, ge=2)
+    """Longest sequence in tokens; a model call gets at most what its prompt leaves of it."""
+
+    max_concurrent: int = Field(default=256, ge=1)
+    """Most rollouts running at once."""
+
+    max_queued: int = Field(default=4096, ge=0)
+    """Most rollouts waiting for a slot; a group that does not fit is refused with RESOURCE_EXHAUSTED."""
+
+    max_turns: int | None = Field(default=None, ge=1)
+    """Most model calls of one agent in one rollout; None sets no limit."""
+
+    harness: str = "meshrl.environments.harness"
+    """Module of the harness that plays an environment that brings none of its own."""
+
+    drain_deadline_s: float = Field(default=60.0, ge=0.0)
+    """On SIGTERM, how long running rollouts may go on before they are cancelled."""
+
+    server: ServerConfig = ServerConfig(port=50051)
+    """Where to serve RolloutService."""
+
+    output_dir: Path = Path("outputs")
+    """Folder for logs and traces."""
+
+    log: LogConfig = LogConfig()
+    """Logging."""
+
+    vf_level: str = "warning"
+    """Log level of the verifiers package; info writes two lines per rollout and costs their CPU."""
+
+    @model_validator(mode="after")
+    def _environments(self) -> Self:
+        if not self.env:
+            raise ValueError(
+                "rollout.env must list at least one environment, got none; add [[env]] with id = '<taskset>'"
+            )
+        names = [env.name or env.id for env in self.env]
+        repeated = sorted({name for name in names if names.count(name) > 1})
+        if repeated:
+            raise ValueError(
+                f"rollout.env must have distinct names, got {', '.join(repeated)} more than once;"
+                " give each [[env]] its own name"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _engines(self) -> Self:
+        if not self.client.base_url and self.weights is None:
+            raise ValueError(
+                "rollout needs engines: set client.base_url to their URLs, or weights to the address of the weight hub"
+            )
+        return self
