@@ -1,0 +1,1 @@
+"""Pure tensor math of a step: advantages, packing and losses; no gRPC and no I/O."""

@@ -1,0 +1,47 @@
+"""A model's weights by Hugging Face name: what the trainer publishes, the hub hashes and an engine applies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+
+def hf_state(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers in Hugging Face names, sorted by name.
+
+    A tied tensor appears once, under the first of its names. Tensors share memory with the model unless `dtype`
+    asks for another floating-point type; the caller clones what must outlive the next optimizer step.
+    """
+    every_parameter = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    for name, tensor in model.state_dict().items():
+        if name not in every_parameter:
+            tensors[name] = tensor.detach()
+    if dtype is not None:
+        tensors = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+    return dict(sorted(tensors.items()))
+
+
+def snapshot(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+    """A copy of `hf_state` on the CPU, contiguous, that later optimizer steps do not touch."""
+    return {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in hf_state(model, dtype).items()}
+
+
+@torch.no_grad()
+def load_hf_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
+    """Copies `state` (as made by `hf_state`) into the model in place.
+
+    Raises ValueError when names or shapes differ; then nothing has been copied.
+    """
+    own = hf_state(model)
+    if own.keys() != state.keys():
+        missing = sorted(own.keys() - state.keys())[:3]
+        unknown = sorted(state.keys() - own.keys())[:3]
+        raise ValueError(f"weights do not fit the model: missing {missing}, unknown {unknown}")
+    for name, tensor in own.items():
+        if tensor.shape != state[name].shape:
+            raise ValueError(f"{name}: the model has shape {tuple(tensor.shape)}, got {tuple(state[name].shape)}")
+    for name, tensor in own.items():
+        tensor.copy_(state[name])

@@ -1,0 +1,1 @@
+"""The trainer program: a batch becomes a new version."""

@@ -1,0 +1,100 @@
+"""Configuration of the `trainer` program; read by its main and composed by the `rl` launcher."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from meshrl.core.config import BaseConfig
+from meshrl.core.config.shared import LogConfig, ModelConfig, ServerConfig, WeightBroadcastConfig
+from meshrl.training.config import CheckpointConfig, OptimConfig, SchedulerConfig
+
+
+class LossConfig(BaseConfig):
+    """The policy loss; each loss reads the keys that belong to it."""
+
+    type: Literal["default", "aipo"] = "default"
+    """default: DPPO-masked importance-weighted policy gradient with a KL term; aipo: token-level AIPO, no KL term."""
+
+    dppo_mask_low: float = Field(default=0.2, gt=0.0)
+    """default: a token of negative advantage is masked when its probability fell by more than this."""
+
+    dppo_mask_high: float = Field(default=0.2, gt=0.0)
+    """default: a token of positive advantage is masked when its probability rose by more than this."""
+
+    adv_tau: float = Field(default=1.0, ge=0.0)
+    """default: weight of the advantages."""
+
+    kl_tau: float = Field(default=1e-3, ge=0.0)
+    """default: weight of the squared log-ratio to the sampling policy."""
+
+    delta: float = Field(default=4.0, gt=0.0)
+    """aipo: importance ratios are cut off above this."""
+
+
+class TrainerConfig(BaseConfig):
+    """The trainer: one process that turns batches into weight versions."""
+
+    model: ModelConfig = ModelConfig()
+    """The model to train. Master weights are float32; dtype is what it computes in and publishes."""
+
+    server: ServerConfig = ServerConfig(port=50052)
+    """Where TrainerService listens."""
+
+    optim: OptimConfig = OptimConfig()
+    """The optimizer."""
+
+    scheduler: SchedulerConfig = SchedulerConfig()
+    """The learning rate over the steps."""
+
+    loss: LossConfig = LossConfig()
+    """The policy loss."""
+
+    weight_broadcast: WeightBroadcastConfig = WeightBroadcastConfig()
+    """How new versions leave the trainer."""
+
+    ckpt: CheckpointConfig | None = None
+    """Checkpoints; off unless given."""
+
+    run_id: str = Field(default="main", min_length=1)
+    """Name of the trainer's own run."""
+
+    seq_len: int = Field(default=2048, ge=2)
+    """Most tokens in one micro-batch."""
+
+    max_steps: int | None = Field(default=None, ge=1)
+    """Steps to train; batches beyond are refused. None means no end."""
+
+    max_queued_batches: int = Field(default=2, ge=1)
+    """Batches that may wait while one trains; one more is refused until a place is free."""
+
+    max_concurrent_runs: Literal[1] = 1
+    """Runs this trainer holds; only its own in this version."""
+
+    history_events: int = Field(default=10_000, ge=16)
+    """Step events kept for watchers that reconnect."""
+
+    max_logits_mib: int = Field(default=256, ge=1)
+    """Largest block of float32 logits kept at once, in MiB; more are made in pieces and again in backward."""
+
+    torch_threads: int | None = Field(default=None, ge=1)
+    """Threads for torch kernels; None means torch's own choice."""
+
+    seed: int = 0
+    """Seed of everything random in training."""
+
+    drain_deadline_s: float = Field(default=120.0, ge=0.0)
+    """On SIGTERM or Drain, how long batches already queued may take to finish."""
+
+    output_dir: Path = Path("outputs")
+    """Folder for logs, traces, checkpoints, weights and broadcasts."""
+
+    log: LogConfig = LogConfig()
+    """Logging."""
+
+    @model_validator(mode="after")
+    def _horizon(self) -> Self:
+        self.scheduler.check_horizon(self.max_steps)
+        return self

@@ -1,0 +1,1 @@
+"""What the RL trainer and the SFT trainer share: optimizer, schedule, forward and backward over packed rows."""

@@ -1,0 +1,87 @@
+"""Configuration sections that the RL trainer and the SFT trainer share."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from meshrl.core.config import BaseConfig
+
+
+class OptimConfig(BaseConfig):
+    """The optimizer."""
+
+    type: Literal["adamw"] = "adamw"
+    """Optimizer."""
+
+    lr: float = Field(default=1e-6, gt=0.0)
+    """Peak learning rate."""
+
+    weight_decay: float = Field(default=0.01, ge=0.0)
+    """Decoupled weight decay; vectors (norms, biases) are exempt."""
+
+    betas1: float = Field(default=0.9, ge=0.0, lt=1.0)
+    """Decay of the first moment."""
+
+    betas2: float = Field(default=0.999, ge=0.0, lt=1.0)
+    """Decay of the second moment."""
+
+    eps: float = Field(default=1e-8, gt=0.0)
+    """Term that keeps the update finite."""
+
+    max_norm: float | None = Field(default=1.0, gt=0.0)
+    """Gradients are scaled down to this global norm; None means never."""
+
+
+class SchedulerConfig(BaseConfig):
+    """The learning rate over the steps: warm-up, plateau, decay."""
+
+    type: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the decay; constant has none."""
+
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps over which the rate rises linearly to its peak; step 1 already has a rate above zero."""
+
+    decay_steps: int | None = Field(default=None, ge=1)
+    """Length of the decay, which ends at max_steps; None means everything after the warm-up.
+
+    Without max_steps it starts right after the warm-up.
+    """
+
+    min_lr: float = Field(default=0.0, ge=0.0)
+    """Rate at the end of the decay and after it."""
+
+    def check_horizon(self, max_steps: int | None) -> None:
+        """Raises ValueError when the decay has no end to aim at."""
+        if self.type != "constant" and self.decay_steps is None and max_steps is None:
+            raise ValueError(
+                f"scheduler.type {self.type!r} needs scheduler.decay_steps or max_steps; set one, or use 'constant'"
+            )
+
+
+class CheckpointConfig(BaseConfig):
+    """When to write checkpoints; the section is off unless it is given."""
+
+    interval: int | None = Field(default=None, ge=1)
+    """Save every so many steps; None saves at the end only."""
+
+    keep_last: int | None = Field(default=None, ge=1)
+    """Keep only the newest so many checkpoints; None keeps all."""
+
+    keep_interval: int | None = Field(default=None, ge=1)
+    """Checkpoints at multiples of this step survive keep_last; None spares none."""
+
+    weights_only: bool = False
+    """Save only the Hugging Face weights, without optimizer and progress; such a checkpoint cannot be resumed."""
+
+    resume_step: int | None = Field(default=None, ge=-1)
+    """Continue from the checkpoint of this step; -1 takes the newest, None starts afresh."""
+
+    @model_validator(mode="after")
+    def _resumable(self) -> Self:
+        if self.resume_step == 0:
+            raise ValueError(
+                "ckpt.resume_step must be a saved step (1 or more) or -1 for the newest; leave it out to start afresh"
+            )
+        return self
