@@ -1,0 +1,45 @@
+"""Configuration of the `weights` program; read by its main and composed by the `rl` launcher."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from meshrl.core.config import BaseConfig
+from meshrl.core.config.shared import LogConfig, ServerConfig
+
+
+class WeightsConfig(BaseConfig):
+    """The hub that moves weight versions from a trainer to engines."""
+
+    server: ServerConfig = ServerConfig(port=50053)
+    """Where to listen."""
+
+    output_dir: Path = Path("outputs")
+    """Folder of the run. Files of versions are read, and deleted once retired, only below its broadcasts folder."""
+
+    spool_dir: Path | None = None
+    """Folder for the durable log and streamed bytes; None means output_dir/weights."""
+
+    lease_s: float = Field(default=10.0, ge=0.2)
+    """Seconds without a heartbeat after which an engine is dropped from the pool; agents beat at a third of it."""
+
+    max_chunk_bytes: int = Field(default=4 * 2**20, ge=4096, le=32 * 2**20)
+    """Largest chunk taken or sent, in bytes; 1 to 4 MiB is fastest."""
+
+    keep_versions: int = Field(default=2, ge=1)
+    """Committed versions whose bytes are kept; anything still in progress is kept besides."""
+
+    min_engines: int = Field(default=1, ge=1)
+    """Engines that must have prepared the first version of a hub before it is committed."""
+
+    commit_deadline_s: float = Field(default=60.0, gt=0.0)
+    """Seconds an engine may take to apply a decided version before it is ejected from the pool."""
+
+    verify_files: Literal["digests", "sizes"] = "digests"
+    """What sealing a version made of files checks: sizes alone, or every digest as well. Agents always check digests."""
+
+    log: LogConfig = LogConfig()
+    """Logging."""
