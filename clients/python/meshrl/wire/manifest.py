@@ -1,0 +1,344 @@
+"""What identifies the bytes of a weight version: hashes, chunks and the manifest that names them.
+
+The trainer's publisher builds manifests, the hub checks uploads against them, the agent beside an engine checks what
+it fetched. Every hash is BLAKE3 over a canonical form: each field is a length-prefixed byte string, so that no two
+different values share an encoding, whatever protobuf or JSON library wrote them.
+
+A version's byte stream is its tensors one after the other, without gaps, the widest element type first (so each
+tensor is aligned to its element size) and by name within a width: the order in which safetensors writes.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from blake3 import blake3
+from meshrl.wire.types import ChunkEntry, FileEntry, Manifest, TensorEntry, Transport, VersionKind
+
+DEFAULT_CHUNK_BYTES = 2 * 2**20
+MIN_CHUNK_BYTES = 4096
+DIGEST_BYTES = 32
+CODEC_RAW = "raw"
+
+# Bytes an element takes, for every name of `tensors.DTYPES`.
+ITEM_BYTES: Mapping[str, int] = {
+    "bool": 1,
+    "uint8": 1,
+    "int8": 1,
+    "int16": 2,
+    "int32": 4,
+    "int64": 8,
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float64": 8,
+    "float8_e4m3": 1,
+    "float8_e5m2": 1,
+}
+
+Layout = tuple[tuple[str, str, tuple[int, ...]], ...]  # (name, dtype, shape) of each tensor
+
+
+def digest(data: bytes | memoryview) -> bytes:
+    """Returns the 32-byte BLAKE3 of `data`; releases the GIL while it hashes large inputs."""
+    return blake3(data).digest()
+
+
+def _field(value: bytes | str | int) -> bytes:
+    if isinstance(value, int):
+        value = struct.pack("<q", value)
+    elif isinstance(value, str):
+        value = value.encode()
+    return struct.pack("<Q", len(value)) + value
+
+
+def _shape(shape: Sequence[int]) -> bytes:
+    return struct.pack(f"<{len(shape)}q", *shape)
+
+
+def _hash_fields(domain: str, fields: Iterable[bytes | str | int]) -> blake3:
+    state = blake3()
+    state.update(_field(domain))
+    for value in fields:
+        state.update(_field(value))
+    return state
+
+
+def layout_signature(specs: Iterable[tuple[str, str, Sequence[int]]]) -> bytes:
+    """Returns one hash over (name, dtype, shape), whatever their order: equal only where a version can be applied."""
+    fields: list[bytes | str] = []
+    for name, dtype, shape in sorted(specs, key=lambda spec: spec[0]):
+        fields += [name, dtype, _shape(shape)]
+    return _hash_fields("meshrl.layout.v1", fields).digest()
+
+
+def result_root(entries: Iterable[TensorEntry]) -> bytes:
+    """Returns the root of the weights: a hash over (name, dtype, shape, digest) sorted by name.
+
+    It depends on names and values alone, not on offsets, chunks or transport: two engines with equal roots hold
+    equal weights to the bit.
+    """
+    return root_of((entry.name, entry.dtype, entry.shape, entry.digest) for entry in entries)
+
+
+def root_of(tensors: Iterable[tuple[str, str, Sequence[int], bytes]]) -> bytes:
+    """Returns the root from (name, dtype, shape, BLAKE3 of the little-endian C-order bytes) of every tensor."""
+    fields: list[bytes | str] = []
+    for name, dtype, shape, tensor_digest in sorted(tensors, key=lambda tensor: tensor[0]):
+        fields += [name, dtype, _shape(shape), tensor_digest]
+    return _hash_fields("meshrl.root.v1", fields).digest()
+
+
+def artifact_id(manifest: Manifest) -> str:
+    """Returns the BLAKE3 of the manifest in canonical form, as 64 hexadecimal digits."""
+    fields: list[bytes | str | int] = [
+        manifest.run_id,
+        manifest.epoch,
+        manifest.version,
+        manifest.kind.value,
+        manifest.transport.value,
+        -1 if manifest.base_version is None else manifest.base_version,
+        manifest.base_root,
+        manifest.result_root,
+        manifest.layout_signature,
+        manifest.codec,
+        len(manifest.tensors),
+    ]
+    for tensor in manifest.tensors:
+        fields += [tensor.name, tensor.dtype, _shape(tensor.shape), tensor.offset, tensor.num_bytes, tensor.digest]
+    fields.append(len(manifest.chunks))
+    for chunk in manifest.chunks:
+        fields += [chunk.offset, chunk.length, chunk.digest]
+    fields.append(len(manifest.files))
+    for file in manifest.files:
+        fields += [file.path, file.offset, file.num_bytes]
+    return _hash_fields("meshrl.manifest.v1", fields).hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorPlan:
+    """Where one tensor lies in the byte stream."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    num_bytes: int
+
+
+def plan_tensors(specs: Iterable[tuple[str, str, Sequence[int]]]) -> tuple[TensorPlan, ...]:
+    """Lays tensors out in the order of the byte stream. Raises ValueError for an unknown dtype or a name used twice."""
+    plans: list[TensorPlan] = []
+    seen: set[str] = set()
+    offset = 0
+    for name, dtype, shape in sorted(specs, key=_stream_order):
+        if name in seen:
+            raise ValueError(f"tensor name {name!r} is used twice; leave tied duplicates out")
+        seen.add(name)
+        num_bytes = math.prod(shape) * ITEM_BYTES[dtype]
+        plans.append(TensorPlan(name=name, dtype=dtype, shape=tuple(shape), offset=offset, num_bytes=num_bytes))
+        offset += num_bytes
+    return tuple(plans)
+
+
+def _stream_order(spec: tuple[str, str, Sequence[int]]) -> tuple[int, str]:
+    if spec[1] not in ITEM_BYTES:
+        raise ValueError(f"tensor {spec[0]!r} has unknown dtype {spec[1]!r}; known: {', '.join(sorted(ITEM_BYTES))}")
+    return (-ITEM_BYTES[spec[1]], spec[0])
+
+
+def plan_chunks(num_bytes: int, chunk_bytes: int) -> tuple[tuple[int, int], ...]:
+    """Cuts [0, num_bytes) into (offset, length) of at most `chunk_bytes` each, in order."""
+    if chunk_bytes < MIN_CHUNK_BYTES:
+        raise ValueError(f"chunk_bytes must be at least {MIN_CHUNK_BYTES}, got {chunk_bytes}")
+    return tuple((offset, min(chunk_bytes, num_bytes - offset)) for offset in range(0, num_bytes, chunk_bytes))
+
+
+class StreamHasher:
+    """Hashes tensors and chunks in one pass over the byte stream, however it is cut into pieces.
+
+    Feed the stream in order with `update`; a piece may span tensors and chunks. It holds no data.
+    """
+
+    def __init__(self, plans: Sequence[TensorPlan], chunk_bytes: int) -> None:
+        self._tensors = _RunHasher([(plan.offset, plan.num_bytes) for plan in plans])
+        self._plans = tuple(plans)
+        num_bytes = plans[-1].offset + plans[-1].num_bytes if plans else 0
+        self._spans = plan_chunks(num_bytes, chunk_bytes)
+        self._chunks = _RunHasher(self._spans)
+
+    def update(self, piece: memoryview) -> None:
+        """Takes the next bytes of the stream (a flat view of bytes)."""
+        step = 2**20  # both hashes read a stretch while it is still in cache
+        for start in range(0, len(piece), step):
+            part = piece[start : start + step]
+            self._tensors.update(part)
+            self._chunks.update(part)
+
+    def entries(self) -> tuple[tuple[TensorEntry, ...], tuple[ChunkEntry, ...]]:
+        """Returns what was hashed. Raises ValueError when the stream is not complete."""
+        digests = self._tensors.digests()
+        tensors = tuple(
+            TensorEntry(
+                name=plan.name,
+                dtype=plan.dtype,
+                shape=plan.shape,
+                offset=plan.offset,
+                num_bytes=plan.num_bytes,
+                digest=tensor_digest,
+            )
+            for plan, tensor_digest in zip(self._plans, digests, strict=True)
+        )
+        chunks = tuple(
+            ChunkEntry(offset=offset, length=length, digest=chunk_digest)
+            for (offset, length), chunk_digest in zip(self._spans, self._chunks.digests(), strict=True)
+        )
+        return tensors, chunks
+
+
+class _RunHasher:
+    """One digest for each of consecutive spans of a stream."""
+
+    def __init__(self, spans: Sequence[tuple[int, int]]) -> None:
+        self._lengths = [length for _, length in spans]
+        self._digests: list[bytes] = []
+        self._state = blake3()
+        self._filled = 0
+        self._close_full()
+
+    def update(self, piece: memoryview) -> None:
+        while len(piece):
+            if len(self._digests) == len(self._lengths):
+                raise ValueError("the byte stream is longer than its plan")
+            room = self._lengths[len(self._digests)] - self._filled
+            part = piece[:room]
+            self._state.update(part)
+            self._filled += len(part)
+            piece = piece[room:]
+            self._close_full()
+
+    def _close_full(self) -> None:
+        while len(self._digests) < len(self._lengths) and self._filled == self._lengths[len(self._digests)]:
+            self._digests.append(self._state.digest())
+            self._state = blake3()
+            self._filled = 0
+
+    def digests(self) -> list[bytes]:
+        if len(self._digests) != len(self._lengths):
+            raise ValueError(f"the byte stream ended after {len(self._digests)} of {len(self._lengths)} spans")
+        return self._digests
+
+
+def build_manifest(
+    *,
+    run_id: str,
+    epoch: int,
+    version: int,
+    transport: Transport,
+    tensors: tuple[TensorEntry, ...],
+    chunks: tuple[ChunkEntry, ...],
+    files: tuple[FileEntry, ...] = (),
+) -> Manifest:
+    """Returns the manifest of a full version; its root and layout follow from the tensors."""
+    return Manifest(
+        run_id=run_id,
+        epoch=epoch,
+        version=version,
+        kind=VersionKind.FULL,
+        transport=transport,
+        result_root=result_root(tensors),
+        layout_signature=layout_signature((entry.name, entry.dtype, entry.shape) for entry in tensors),
+        codec=CODEC_RAW,
+        tensors=tensors,
+        chunks=chunks,
+        files=files,
+    )
+
+
+def violations(manifest: Manifest, *, max_chunk_bytes: int) -> list[tuple[str, str]]:
+    """Checks that a manifest agrees with itself; returns (field, what to change) for everything that does not."""
+    found: list[tuple[str, str]] = []
+    if not manifest.run_id:
+        found.append(("run_id", "must not be empty"))
+    if manifest.epoch < 1:
+        found.append(("epoch", f"must be at least 1, got {manifest.epoch}"))
+    if manifest.kind is not VersionKind.FULL:
+        found.append(("kind", f"only full versions are supported, got {manifest.kind.value}"))
+    if manifest.codec != CODEC_RAW:
+        found.append(("codec", f"only {CODEC_RAW!r} is supported, got {manifest.codec!r}"))
+    if manifest.transport is Transport.NCCL:
+        found.append(("transport", "nccl is not supported by this hub; use filesystem or stream"))
+    found += _tensor_violations(manifest.tensors)
+    if found:
+        return found
+    num_bytes = manifest.num_bytes
+    found += _span_violations("chunks", [(chunk.offset, chunk.length) for chunk in manifest.chunks], num_bytes)
+    found += [
+        (f"chunks[{index}].length", f"must be at most {max_chunk_bytes} bytes, got {chunk.length}")
+        for index, chunk in enumerate(manifest.chunks)
+        if chunk.length > max_chunk_bytes
+    ][:1]
+    found += [
+        (f"chunks[{index}].digest", f"must have {DIGEST_BYTES} bytes, got {len(chunk.digest)}")
+        for index, chunk in enumerate(manifest.chunks)
+        if len(chunk.digest) != DIGEST_BYTES
+    ][:1]
+    if manifest.transport is Transport.FILESYSTEM:
+        found += _span_violations("files", [(file.offset, file.num_bytes) for file in manifest.files], num_bytes)
+    elif manifest.files:
+        found.append(("files", "must be empty unless transport is filesystem"))
+    if manifest.result_root != result_root(manifest.tensors):
+        found.append(("result_root", "is not the root of the tensors listed"))
+    if manifest.layout_signature != layout_signature((t.name, t.dtype, t.shape) for t in manifest.tensors):
+        found.append(("layout_signature", "is not the signature of the tensors listed"))
+    return found
+
+
+def _tensor_violations(tensors: Sequence[TensorEntry]) -> list[tuple[str, str]]:
+    found: list[tuple[str, str]] = []
+    if not tensors:
+        found.append(("tensors", "must not be empty"))
+    if len({tensor.name for tensor in tensors}) != len(tensors):
+        found.append(("tensors", "must have distinct names"))
+    offset = 0
+    for index, tensor in enumerate(tensors):
+        where = f"tensors[{index}]"
+        if tensor.dtype not in ITEM_BYTES:
+            found.append((f"{where}.dtype", f"is unknown: {tensor.dtype!r}"))
+        elif any(length < 0 for length in tensor.shape):
+            found.append((f"{where}.shape", f"must not be negative, got {tensor.shape}"))
+        elif tensor.num_bytes != math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype]:
+            found.append((f"{where}.num_bytes", f"does not match dtype and shape, got {tensor.num_bytes}"))
+        elif tensor.offset != offset:
+            found.append((f"{where}.offset", f"must be {offset}, got {tensor.offset}: tensors follow without gaps"))
+        elif len(tensor.digest) != DIGEST_BYTES:
+            found.append((f"{where}.digest", f"must have {DIGEST_BYTES} bytes, got {len(tensor.digest)}"))
+        offset = tensor.offset + tensor.num_bytes
+        if found:
+            break  # what follows a wrong entry is only noise
+    return found
+
+
+def _span_violations(name: str, spans: Sequence[tuple[int, int]], num_bytes: int) -> list[tuple[str, str]]:
+    end = 0
+    for index, (offset, length) in enumerate(spans):
+        if offset != end or length <= 0:
+            return [(f"{name}[{index}]", f"must start at {end} and not be empty, got offset {offset} length {length}")]
+        end = offset + length
+    if end != num_bytes:
+        return [(name, f"must cover all {num_bytes} bytes, cover {end}")]
+    return []
+
+
+def wrong_tensor(manifest: Manifest, payload: memoryview) -> str | None:
+    """Returns the name of the first tensor of `payload` (the whole byte stream) whose digest is wrong, or None.
+
+    None means the payload has the manifest's result root, given that the manifest agrees with itself.
+    """
+    for tensor in manifest.tensors:
+        if digest(payload[tensor.offset : tensor.offset + tensor.num_bytes]) != tensor.digest:
+            return tensor.name
+    return None

@@ -1,0 +1,113 @@
+"""The two files of a version on disk: a safetensors file and the manifest as JSON.
+
+The publisher writes both, hub and agents read them. The payload of a file is always its last `num_bytes` bytes, whatever header stands before it.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping, Sequence
+
+from meshrl.wire.manifest import TensorPlan, artifact_id
+from meshrl.wire.types import ChunkEntry, FileEntry, Manifest, TensorEntry, Transport, VersionKind
+
+MANIFEST_FILE = "manifest.json"
+
+SAFETENSORS_NAMES: Mapping[str, str] = {
+    "bool": "BOOL",
+    "uint8": "U8",
+    "int8": "I8",
+    "int16": "I16",
+    "int32": "I32",
+    "int64": "I64",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float32": "F32",
+    "float64": "F64",
+    "float8_e4m3": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+}
+
+
+def safetensors_header(plans: Sequence[TensorPlan], metadata: Mapping[str, str] | None = None) -> bytes:
+    """Returns the start of a safetensors file whose payload is the byte stream of `plans`.
+
+    Layout: 8 bytes little-endian header length, then the header as JSON padded with spaces to a multiple of 8
+    (safetensors README, "Format").
+    """
+    table: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    for plan in plans:
+        table[plan.name] = {
+            "dtype": SAFETENSORS_NAMES[plan.dtype],
+            "shape": list(plan.shape),
+            "data_offsets": [plan.offset, plan.offset + plan.num_bytes],
+        }
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def to_json(manifest: Manifest) -> bytes:
+    """Returns the manifest as JSON text, for the file beside a version's bytes."""
+    return json.dumps(
+        {
+            "format": "meshrl.manifest.v1",
+            "artifact_id": artifact_id(manifest),
+            "run_id": manifest.run_id,
+            "epoch": manifest.epoch,
+            "version": manifest.version,
+            "kind": manifest.kind.value,
+            "transport": manifest.transport.value,
+            "base_version": manifest.base_version,
+            "base_root": manifest.base_root.hex(),
+            "result_root": manifest.result_root.hex(),
+            "layout_signature": manifest.layout_signature.hex(),
+            "codec": manifest.codec,
+            "tensors": [
+                [t.name, t.dtype, list(t.shape), t.offset, t.num_bytes, t.digest.hex()] for t in manifest.tensors
+            ],
+            "chunks": [[c.offset, c.length, c.digest.hex()] for c in manifest.chunks],
+            "files": [[f.path, f.offset, f.num_bytes] for f in manifest.files],
+        },
+        separators=(",", ":"),
+    ).encode()
+
+
+def from_json(text: bytes) -> Manifest:
+    """Reads what `to_json` wrote. Raises ValueError when it is not that, or its artifact_id does not match."""
+    try:
+        table = json.loads(text)
+        manifest = Manifest(
+            run_id=table["run_id"],
+            epoch=table["epoch"],
+            version=table["version"],
+            kind=VersionKind(table["kind"]),
+            transport=Transport(table["transport"]),
+            base_version=table["base_version"],
+            base_root=bytes.fromhex(table["base_root"]),
+            result_root=bytes.fromhex(table["result_root"]),
+            layout_signature=bytes.fromhex(table["layout_signature"]),
+            codec=table["codec"],
+            tensors=tuple(
+                TensorEntry(
+                    name=name,
+                    dtype=dtype,
+                    shape=tuple(shape),
+                    offset=offset,
+                    num_bytes=size,
+                    digest=bytes.fromhex(hexed),
+                )
+                for name, dtype, shape, offset, size, hexed in table["tensors"]
+            ),
+            chunks=tuple(
+                ChunkEntry(offset=offset, length=length, digest=bytes.fromhex(hexed))
+                for offset, length, hexed in table["chunks"]
+            ),
+            files=tuple(FileEntry(path=path, offset=offset, num_bytes=size) for path, offset, size in table["files"]),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"not a manifest: {error!r}") from error
+    if artifact_id(manifest) != table.get("artifact_id"):
+        raise ValueError("the manifest does not match its artifact_id: it was damaged")
+    return manifest
