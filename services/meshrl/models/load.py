@@ -50,7 +50,6 @@ def load_model(config: ModelConfig, *, dtype: torch.dtype | None = None) -> PreT
     """
     device = resolve_device(config.device)
     model_config = _model_config(config)
-    # One text model may sit in a multimodal config; the causal LM class picks its own part.
     model: PreTrainedModel = _from_pretrained(
         AutoModelForCausalLM,
         config,
@@ -71,11 +70,11 @@ def _model_config(config: ModelConfig) -> Any:
     return _from_pretrained(AutoConfig, config)
 
 
-def _from_pretrained(auto_class: Any, config: ModelConfig, **kwargs: Any) -> Any:
+def _from_pretrained(auto_class: Any, source: ModelConfig, /, **kwargs: Any) -> Any:
     try:
-        return auto_class.from_pretrained(config.name, trust_remote_code=config.trust_remote_code, **kwargs)
+        return auto_class.from_pretrained(source.name, trust_remote_code=source.trust_remote_code, **kwargs)
     except (OSError, ValueError) as error:  # what transformers raises for a missing, broken or unknown model
-        kind = "folder" if Path(config.name).is_dir() else "hub name (no such folder here)"
+        kind = "folder" if Path(source.name).is_dir() else "hub name (no such folder here)"
         raise ModelError(
-            f"cannot load {auto_class.__name__} from model.name {config.name!r}, taken as a {kind}: {error}"
+            f"cannot load {auto_class.__name__} from model.name {source.name!r}, taken as a {kind}: {error}"
         ) from error
