@@ -1,0 +1,52 @@
+"""The metrics of a step under the names users know; filled from the learner's record, sent with the DONE event."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshrl.training.learner import StepResult, TokenRecord
+
+
+def step_metrics(result: StepResult, environments: Sequence[str]) -> dict[str, float]:
+    """Loss, policy and optimizer metrics of a step.
+
+    `mismatch_kl` is the estimator r - log r - 1 (http://joschu.net/blog/kl-approx.html) of each loss token, with
+    log r = trainer logprob - inference logprob: an unbiased, never negative estimate of KL(inference || trainer).
+    `mismatch_abs` is |log r|. `masked_advantage_*` are shares of all loss tokens.
+    """
+    tokens = result.tokens
+    log_ratio = tokens.logprobs.astype(np.float64) - tokens.inference_logprobs
+    mismatch_kl = np.exp(log_ratio) - log_ratio - 1.0
+    metrics = {
+        "loss/mean": result.loss,
+        "optim/grad_norm": result.grad_norm,
+        "optim/lr": result.lr,
+        "optim/zero_grad_ratio": result.zero_grad_ratio,
+        "masked_advantage_positive/mean": _mean(tokens.masked & (tokens.advantages > 0)),
+        "masked_advantage_negative/mean": _mean(tokens.masked & (tokens.advantages < 0)),
+    }
+    for name, of in _selections(tokens, environments):
+        if not of.any():
+            continue
+        metrics[f"mismatch_kl/{name}/mean"] = _mean(mismatch_kl[of])
+        metrics[f"mismatch_kl/{name}/std"] = float(mismatch_kl[of].std())
+        metrics[f"mismatch_kl/{name}/max"] = float(mismatch_kl[of].max())
+        metrics[f"mismatch_abs/{name}/mean"] = _mean(np.abs(log_ratio[of]))
+        metrics[f"mismatch_abs/{name}/max"] = float(np.abs(log_ratio[of]).max())
+        metrics[f"entropy/{name}/mean"] = _mean(tokens.entropies[of])
+    return metrics
+
+
+def _selections(tokens: TokenRecord, environments: Sequence[str]) -> Iterator[tuple[str, NDArray[np.bool_]]]:
+    """Each environment's tokens by name, and "all" (which an environment of that name must not shadow)."""
+    for index, name in enumerate(environments):
+        if name != "all":
+            yield name, tokens.env_index == index
+    yield "all", np.ones(len(tokens.env_index), dtype=np.bool_)
+
+
+def _mean(values: NDArray[np.generic]) -> float:
+    return float(values.mean(dtype=np.float64)) if values.size else 0.0

@@ -1,0 +1,202 @@
+"""The book of a run's steps: which batches wait, what happened to each, and what a watcher has yet to hear.
+
+Pure bookkeeping without clock, sockets or tasks: the service tells it what came in, the training loop's reports what
+came out. A step moves QUEUED -> RUNNING -> DONE or FAILED. Steps are accepted in order, without gaps. When one fails,
+those queued behind it fail too, and the failed step is the next to submit.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.types import Batch, RunInfo, StepEvent, StepState
+
+RETRY_AFTER_S = 0.5  # a queue moves at the pace of steps, which take about this long at least
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accepted:
+    """The answer to a submitted batch; the same for every repetition."""
+
+    revision: int
+    queue_position: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Attempt:
+    """The latest batch submitted for a step."""
+
+    digest: str
+    answer: Accepted
+    state: StepState
+
+
+@dataclass(kw_only=True)
+class StepBook:
+    """The steps of one run. Raises MeshError for what a client may not do; an AssertionError is a bug in the loop."""
+
+    run_id: str
+    epoch: int
+    start_step: int = 0  # the step that made the weights this process started with
+    max_queued: int = 2
+    max_steps: int | None = None
+    history_events: int = 10_000
+    step: int = field(init=False)  # the last DONE
+    draining: bool = field(init=False, default=False)
+    _next_step: int = field(init=False)
+    _revision: int = field(init=False, default=0)
+    _waiting: deque[Batch] = field(init=False, default_factory=deque)
+    _unfinished: set[int] = field(init=False, default_factory=set)  # RUNNING: training, or trained and publishing
+    _attempts: dict[int, _Attempt] = field(init=False, default_factory=dict)
+    _events: deque[StepEvent] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.step = self.start_step
+        self._next_step = self.start_step + 1
+        self._events = deque(maxlen=self.history_events)
+
+    # --- what clients ask ---------------------------------------------------------------------
+
+    def admit(self, step: int, digest: str) -> Accepted | None:
+        """Whether a batch may come in, asked before its upload: the first answer for a repetition, None for a new one.
+
+        Raises BATCH_CONFLICT, STEP_OUT_OF_ORDER, DRAINING or OVERLOADED.
+        """
+        known = self._attempts.get(step)
+        if known is not None and known.digest == digest:
+            return known.answer
+        if known is not None and not (known.state is StepState.FAILED and step == self._next_step):
+            raise MeshError(
+                Reason.BATCH_CONFLICT,
+                f"step {step} of run {self.run_id!r} was submitted with digest {known.digest}, now {digest}; "
+                "submit a step once, or repeat it unchanged",
+            )
+        if self.draining:
+            raise MeshError(Reason.DRAINING, "the trainer is draining and takes no more batches")
+        if self.max_steps is not None and step > self.max_steps:
+            raise MeshError(
+                Reason.STEP_OUT_OF_ORDER, f"step {step} is beyond max_steps {self.max_steps}; raise it to go on"
+            )
+        if step != self._next_step:
+            raise MeshError(
+                Reason.STEP_OUT_OF_ORDER,
+                f"the next step of run {self.run_id!r} is {self._next_step}, got {step}; submit steps in order",
+            )
+        if len(self._waiting) >= self.max_queued:
+            raise MeshError(
+                Reason.OVERLOADED,
+                f"{len(self._waiting)} batches wait already (max_queued_batches); try again when a step is done",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        return None
+
+    def accept(self, batch: Batch, digest: str) -> Accepted:
+        """Queues a whole, verified batch. Raises as `admit`, which is asked again: the world may have moved on."""
+        answer = self.admit(batch.step, digest)
+        if answer is not None:
+            return answer
+        position = len(self._waiting) + len(self._unfinished)
+        event = self._record(batch.step, StepState.QUEUED, traceparent=batch.traceparent)
+        answer = Accepted(revision=event.revision, queue_position=position)
+        self._attempts[batch.step] = _Attempt(digest=digest, answer=answer, state=StepState.QUEUED)
+        self._attempts.pop(batch.step - self.history_events, None)
+        self._waiting.append(batch)
+        self._next_step = batch.step + 1
+        return answer
+
+    def events_after(self, revision: int) -> tuple[StepEvent, ...]:
+        """The events that follow `revision`.
+
+        Raises REVISION_EXPIRED when some of them are no longer known, or when there is no such revision yet.
+        """
+        oldest = self._revision - len(self._events)
+        if revision < oldest:
+            raise MeshError(
+                Reason.REVISION_EXPIRED,
+                f"events up to revision {oldest} are gone, asked for those after {revision}; "
+                "read the run's state with GetTrainer and watch from its revision",
+            )
+        if revision > self._revision:
+            raise MeshError(
+                Reason.REVISION_EXPIRED,
+                f"revision {revision} is ahead of the newest, {self._revision}: the trainer restarted (epoch "
+                f"{self.epoch}); watch from 0",
+            )
+        skip = revision - oldest
+        return tuple(event for index, event in enumerate(self._events) if index >= skip)
+
+    def info(self) -> RunInfo:
+        """The run as GetTrainer tells it; step n made version n."""
+        return RunInfo(run_id=self.run_id, step=self.step, version=self.step, epoch=self.epoch, revision=self._revision)
+
+    def drain(self) -> None:
+        """Takes no more batches from here on; those queued still train."""
+        self.draining = True
+
+    @property
+    def idle(self) -> bool:
+        """Nothing waits, trains or is being published."""
+        return not self._waiting and not self._unfinished
+
+    # --- what the training loop reports -------------------------------------------------------
+
+    def take(self) -> Batch | None:
+        """The next batch to train, now RUNNING; None when none waits."""
+        if not self._waiting:
+            return None
+        batch = self._waiting.popleft()
+        self._unfinished.add(batch.step)
+        self._move(batch.step, StepState.RUNNING, traceparent=batch.traceparent)
+        return batch
+
+    def finish(
+        self,
+        step: int,
+        *,
+        metrics: Mapping[str, float],
+        timings_s: Mapping[str, float],
+        traceparent: str = "",
+    ) -> None:
+        """The step is trained and its version sealed."""
+        assert step in self._unfinished, f"step {step} is not running"
+        self._unfinished.remove(step)
+        self.step = step
+        self._move(
+            step,
+            StepState.DONE,
+            version=step,
+            metrics=dict(metrics),
+            timings_s=dict(timings_s),
+            traceparent=traceparent,
+        )
+
+    def fail(self, step: int, reason: Reason, message: str, *, traceparent: str = "") -> None:
+        """The step left the weights as they were; every step queued behind it fails with it."""
+        assert step in self._unfinished, f"step {step} is not running"
+        self._unfinished.remove(step)
+        self._move(step, StepState.FAILED, reason=reason.name, message=message, traceparent=traceparent)
+        while self._waiting:
+            behind = self._waiting.popleft()
+            self._move(
+                behind.step,
+                StepState.FAILED,
+                reason=reason.name,
+                message=f"step {step}, which comes before it, failed: {message}",
+                traceparent=behind.traceparent,
+            )
+        self._next_step = step
+
+    def _move(self, step: int, state: StepState, **filled: Any) -> None:
+        self._attempts[step] = replace(self._attempts[step], state=state)
+        self._record(step, state, **filled)
+
+    def _record(self, step: int, state: StepState, **filled: Any) -> StepEvent:
+        """Appends an event; `filled` are the fields of StepEvent that belong to the state."""
+        self._revision += 1
+        event = StepEvent(revision=self._revision, step=step, state=state, **filled)
+        self._events.append(event)
+        return event

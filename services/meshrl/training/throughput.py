@@ -1,0 +1,63 @@
+"""How well a trainer uses its device: floating-point work of a step, the device's peak, memory at its peak."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from meshrl.wire.types import MicroBatch
+
+# Dense peak in FLOP/s at bfloat16 without sparsity, from the makers' data sheets.
+PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}
+
+
+def matmul_parameters(model: PreTrainedModel) -> int:
+    """Parameters that multiply each token: all but an input embedding that is not also the output head."""
+    total = sum(parameter.numel() for parameter in model.parameters())
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if head is None or embedding.weight is not head.weight:
+        total -= embedding.weight.numel()
+    return int(total)
+
+
+def step_flops(model: PreTrainedModel, micro_batches: Sequence[MicroBatch]) -> float:
+    """Floating-point operations of forward and backward: 6 a parameter and token, and causal attention's products.
+
+    The estimate of PaLM (arXiv 2204.02311, appendix B) with attention counted within samples, halved for the mask.
+    """
+    config = model.config.get_text_config()
+    heads = int(getattr(config, "num_attention_heads", 0))
+    head_dim = int(getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0))
+    lengths = np.concatenate([np.diff(row.sample_offsets) for row in micro_batches]).astype(np.float64)
+    attention = 6.0 * int(config.num_hidden_layers) * heads * head_dim * float((lengths**2).sum())
+    return 6.0 * matmul_parameters(model) * float(lengths.sum()) + attention
+
+
+def peak_flops(device: torch.device, *, size: int = 512, seconds: float = 0.05) -> float:
+    """Peak FLOP/s that MFU is taken against: the data sheet's for a known GPU, else a measured float32 product's."""
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        for known, peak in PEAK_FLOPS.items():
+            if known in name:
+                return peak
+    left = torch.ones(size, size, device=device)
+    best, end = 0.0, time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        started = time.perf_counter()
+        float((left @ left)[0, 0])  # reading a value waits for the device
+        best = max(best, 2.0 * size**3 / (time.perf_counter() - started))
+    return best
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Most memory used so far in GiB: of the GPU's allocator, or of this process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    unit = 1 if sys.platform == "darwin" else 1024  # Linux reports KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
