@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
-
 from meshrl.core.config import BaseConfig
 from meshrl.core.config.shared import LogConfig, ServerConfig
+from pydantic import Field
 
 
 class WeightsConfig(BaseConfig):
@@ -39,7 +38,7 @@ class WeightsConfig(BaseConfig):
     """Seconds an engine may take to apply a decided version before it is ejected from the pool."""
 
     verify_files: Literal["digests", "sizes"] = "digests"
-    """What sealing a version made of files checks: sizes alone, or every digest as well. Agents always check digests."""
+    """What sealing a version made of files checks: sizes, or every digest as well. Agents always check digests."""
 
     log: LogConfig = LogConfig()
     """Logging."""

@@ -1,6 +1,7 @@
-"""The two files of a version on disk: a safetensors file and the manifest as JSON.
+"""The two files of a version on disk: a safetensors file and, beside it, its manifest as JSON.
 
-The publisher writes both, hub and agents read them. The payload of a file is always its last `num_bytes` bytes, whatever header stands before it.
+The publisher writes both, the hub and agents read them. The payload of a file is always its last `num_bytes` bytes,
+whatever header stands before it.
 """
 
 from __future__ import annotations
@@ -8,11 +9,21 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from meshrl.wire.manifest import TensorPlan, artifact_id
 from meshrl.wire.types import ChunkEntry, FileEntry, Manifest, TensorEntry, Transport, VersionKind
 
-MANIFEST_FILE = "manifest.json"
+
+def payload_name(epoch: int) -> str:
+    """Returns the name of a version's safetensors file; epochs never share one, so none overwrites another's."""
+    return f"weights-e{epoch}.safetensors"
+
+
+def manifest_path(payload: Path) -> Path:
+    """Returns where the manifest of a payload file lies."""
+    return payload.with_suffix(".json")
+
 
 SAFETENSORS_NAMES: Mapping[str, str] = {
     "bool": "BOOL",

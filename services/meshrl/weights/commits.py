@@ -1,0 +1,253 @@
+"""The rules of a commit: when a version is decided, when it is done, what each engine should do next. No I/O.
+
+`Coordinator` feeds events into these records and returns what `_settle` makes of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from meshrl.weights import log_entries as entries
+from meshrl.weights.engines import EnginePool
+from meshrl.weights.states import (
+    DECIDED,
+    LIVE,
+    TRANSITIONS,
+    UNDECIDED,
+    Action,
+    Answer,
+    Append,
+    Attempt,
+    DeleteBytes,
+    EngineRecord,
+    Key,
+    Notify,
+    Send,
+    VersionRecord,
+)
+from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.types import (
+    Abort,
+    Activation,
+    AgentCommand,
+    AgentFault,
+    AgentState,
+    ApplyReport,
+    Commit,
+    EngineReport,
+    Prepare,
+    Resume,
+    VersionState,
+)
+
+
+class CommitRules:
+    """The records of versions and engines, and what follows from them."""
+
+    def __init__(
+        self,
+        *,
+        lease_s: float,
+        max_chunk_bytes: int,
+        keep_versions: int,
+        min_engines: int,
+        commit_deadline_s: float,
+    ) -> None:
+        self.run_id = ""
+        self.epoch = 0
+        self.revision = 0
+        self.records: dict[Key, VersionRecord] = {}
+        self.pool = EnginePool(lease_s)
+        self._max_chunk_bytes = max_chunk_bytes
+        self._keep_versions = keep_versions
+        self._min_engines = min_engines
+        self._commit_deadline_s = commit_deadline_s
+
+    def newest_decided(self) -> VersionRecord | None:
+        """The version that every engine should serve."""
+        return max((r for r in self.records.values() if r.state in DECIDED), key=lambda r: r.key, default=None)
+
+    # --- rules ----------------------------------------------------------------------------------
+
+    def _fault(self, engine: EngineRecord, fault: AgentFault, key: Key | None, now_s: float) -> None:
+        engine.last_fault, engine.faulted, engine.prepared = fault, key, None
+        record = self.records.get(key) if key is not None else None
+        if record is not None and record.attempt is not None:
+            record.attempt.faults[engine.engine_id] = fault
+        decided = record is not None and record.state in DECIDED
+        if decided or engine.state is AgentState.POISONED:
+            engine.ejected = True
+            if record is not None:
+                record.commit_set.discard(engine.engine_id)
+            engine.sent = None
+            engine.retry_s = now_s + min(30.0, 0.5 * 2**engine.retries)
+            engine.retries = min(engine.retries + 1, 8)
+
+    def _note_served(self, engine: EngineRecord, applied: ApplyReport | None) -> None:
+        newest = self.newest_decided()
+        for record in self.records.values():
+            if record.state not in DECIDED or not engine.serves(record):
+                continue
+            if engine.state is AgentState.APPLYING:
+                if engine.engine_id in record.gang:
+                    record.held.add(engine.engine_id)
+                continue
+            if record is newest and engine.state in (AgentState.READY, AgentState.FETCHING, AgentState.PREPARED):
+                engine.ejected, engine.retries, engine.retry_s = False, 0, None
+            record.held.discard(engine.engine_id)
+            record.commit_set.discard(engine.engine_id)
+            if applied is None or applied.version != record.version:
+                applied = ApplyReport(
+                    version=record.version, root=record.root, pause_s=0.0, prepare_s=0.0, requests_kept=0
+                )
+            if record.state is VersionState.COMMITTING:
+                record.reports.setdefault(engine.engine_id, applied)
+
+    def _settle(self, now_s: float) -> list[Action]:
+        """Does everything that has become possible: decide, give up, finish, retire, tell engines."""
+        actions: list[Action] = []
+        for record in sorted(self.records.values(), key=lambda r: r.key):
+            if record.state is VersionState.SEALED and record.attempt is not None and not record.deciding:
+                actions += self._try_decide(record, record.attempt, now_s)
+            elif record.state is VersionState.COMMITTING:
+                actions += self._try_finish(record, now_s)
+        for engine in self.pool.engines.values():
+            command, key = self._desired(engine, now_s)
+            if command is not None and engine.connected and command != engine.sent:
+                engine.sent = command
+                engine.sent_key = key or engine.sent_key
+                actions.append(Send(engine_id=engine.engine_id, lease_id=engine.lease_id, command=command))
+        return actions
+
+    def _has(self, engine: EngineRecord, record: VersionRecord) -> bool:
+        return engine.prepared == record.artifact_id or (engine.serves(record) and engine.state is AgentState.READY)
+
+    def _try_decide(self, record: VersionRecord, attempt: Attempt, now_s: float) -> list[Action]:
+        newest = self.newest_decided()
+        if newest is not None and newest.key > record.key:
+            return self._give_up(record, Reason.VERSION_SUPERSEDED, f"version {newest.version} was committed first")
+        if any(r.deciding and r.key > record.key for r in self.records.values()):
+            return []  # the newer decision ends this one once it is durable
+        live = self.pool.engines
+        ready = {engine.engine_id for engine in live.values() if self._has(engine, record)}
+        required = {e for e in attempt.required if e in live and not live[e].ejected}
+        if attempt.min_ready:
+            enough, wanted = len(ready) >= attempt.min_ready, attempt.min_ready
+        else:
+            least = 1 if any(r.state not in UNDECIDED for r in self.records.values()) else self._min_engines
+            enough, wanted = required <= ready and len(ready) >= least, max(len(required), least)
+        if enough:
+            record.deciding, record.policy, record.min_ready = True, attempt.policy, attempt.min_ready
+            return [Append(entry=entries.decided(record), decision=record.key)]
+        refused = set(attempt.faults) & set(live) - ready
+        short = len(live) - len(refused) < max(1, attempt.min_ready)
+        hopeless = bool(refused) and (short or (not attempt.min_ready and bool(refused & required)))
+        if hopeless or now_s >= attempt.deadline_s:
+            why = self.pool.describe(ready, attempt.faults)
+            text = f"version {record.version} stays sealed: {len(ready)} of {wanted} engines prepared it; {why}"
+            return self._give_up(record, Reason.ENGINES_NOT_READY, text, attempt.faults)
+        return []
+
+    def _try_finish(self, record: VersionRecord, now_s: float) -> list[Action]:
+        actions: list[Action] = []
+        live = self.pool.engines
+        if now_s >= record.commit_deadline_s:
+            for engine_id in record.commit_set & set(live):
+                live[engine_id].ejected = True
+            record.commit_set.clear()
+        record.commit_set &= set(live)
+        waiting_for = (record.gang & record.commit_set) - record.held
+        if record.gang and not waiting_for:
+            record.released = True
+        outstanding = not record.min_ready and bool(record.commit_set)
+        if len(record.reports) >= max(1, record.min_ready) and not outstanding:
+            record.answer = Activation(
+                version=record.info(),
+                engines=tuple(EngineReport(engine_id=e, applied=a) for e, a in sorted(record.reports.items())),
+                commit_s=now_s - record.decided_s,
+                lag_s=now_s - record.sealed_s,
+            )
+            self._move(record, VersionState.COMMITTED)
+            record.answer = entries.with_state(record.answer, VersionState.COMMITTED)
+            actions += self._log(record, entries.committed(record, record.answer))
+            actions.append(Answer(key=record.key, result=record.answer))
+            record.attempt = None
+            return actions + self._retire(record)
+        if record.attempt is not None and not record.commit_set and now_s >= record.attempt.deadline_s:
+            why = self.pool.describe(set(record.reports), record.attempt.faults)
+            text = (
+                f"version {record.version} is decided and only goes forward, but {len(record.reports)} of "
+                f"{max(1, record.min_ready)} engines serve it; {why}; call again to wait on"
+            )
+            actions += self._give_up(record, Reason.ENGINES_NOT_READY, text, record.attempt.faults)
+        return actions
+
+    def _desired(self, engine: EngineRecord, now_s: float) -> tuple[AgentCommand | None, Key | None]:
+        newest = self.newest_decided()
+        if newest is not None and not engine.serves(newest):
+            if engine.retry_s is not None and engine.faulted == newest.key and now_s < engine.retry_s:
+                return None, None
+            hold = engine.engine_id in newest.gang and not newest.released
+            return Commit(version=newest.version, artifact_id=newest.artifact_id, hold=hold), newest.key
+        if newest is not None and engine.engine_id in newest.held:
+            return (Resume(version=newest.version), None) if newest.released else (None, None)
+        sealed = [r for r in self.records.values() if r.state is VersionState.SEALED]
+        busy = [r for r in sealed if r.busy]
+        target = min(busy, key=lambda r: r.key) if busy else max(sealed, key=lambda r: r.key, default=None)
+        if target is None or engine.faulted == target.key or engine.prepared == target.artifact_id:
+            return None, None
+        return Prepare(version=target.version, artifact_id=target.artifact_id), target.key
+
+    def _give_up(
+        self, record: VersionRecord, reason: Reason, text: str, faults: Mapping[str, AgentFault] | None = None
+    ) -> list[Action]:
+        record.attempt = None
+        metadata = {engine_id: fault.reason for engine_id, fault in (faults or {}).items()}
+        return [Answer(key=record.key, result=MeshError(reason, text, metadata=metadata))]
+
+    def _drop(self, record: VersionRecord, why: str) -> list[Action]:
+        """Aborts an undecided version: its waiters are told, its bytes go, engines drop what they fetched."""
+        if record.state not in UNDECIDED:
+            return []
+        actions: list[Action] = []
+        if record.attempt is not None:
+            actions += self._give_up(record, Reason.VERSION_SUPERSEDED, f"version {record.version} was dropped: {why}")
+        self._move(record, VersionState.ABORTED)
+        actions += self._log(record, entries.aborted(record, why))
+        for engine in self.pool.engines.values():
+            if engine.connected and engine.sent_key == record.key and isinstance(engine.sent, Prepare):
+                engine.sent = Abort(version=record.version)
+                actions.append(Send(engine_id=engine.engine_id, lease_id=engine.lease_id, command=engine.sent))
+        actions.append(self._delete(record))
+        return actions
+
+    def _retire(self, newest: VersionRecord) -> list[Action]:
+        committed = sorted((k for k, r in self.records.items() if r.state is VersionState.COMMITTED), reverse=True)
+        late = [k for k, r in self.records.items() if r.state is VersionState.COMMITTING and k < newest.key]
+        actions: list[Action] = []
+        for key in sorted(committed[self._keep_versions :] + late):
+            record = self.records[key]
+            if record.attempt is not None:
+                text = f"version {newest.version} was committed before enough engines served version {record.version}"
+                actions += self._give_up(record, Reason.VERSION_SUPERSEDED, text)
+            self._move(record, VersionState.RETIRED)
+            actions += [*self._log(record, entries.retired(record)), self._delete(record)]
+        return actions
+
+    def _delete(self, record: VersionRecord) -> DeleteBytes:
+        needed = {path for other in self.records.values() if other.state in LIVE for path in other.paths}
+        return DeleteBytes(artifact_id=record.artifact_id, paths=tuple(p for p in record.paths if p not in needed))
+
+    def _move(self, record: VersionRecord, state: VersionState) -> None:
+        if state not in TRANSITIONS[record.state]:
+            raise AssertionError(f"version {record.key} cannot go from {record.state.value} to {state.value}")
+        record.state = state
+
+    def _bump(self, record: VersionRecord) -> Notify:
+        self.revision += 1
+        record.revision = self.revision
+        return Notify(revision=self.revision)
+
+    def _log(self, record: VersionRecord, entry: Mapping[str, Any]) -> list[Action]:
+        return [Append(entry=entry), self._bump(record)]

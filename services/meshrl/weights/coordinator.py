@@ -1,0 +1,288 @@
+"""Decides which version engines prepare and serve: events and the time in, actions out, no I/O inside.
+
+A version is staged, sealed, decided and committed; every move is written to the log. The decision is the point of no
+return: it is asked for with `Append(decision=...)` and takes effect only when the hub calls `decided`, that is, once it
+is durable. What an engine should do next follows from the versions and its last report alone (`_desired`), so a
+restarted hub, a new session and a late engine need no code of their own: they are told the same again, and commands
+are idempotent by (version, artifact).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from meshrl.weights import log_entries as entries
+from meshrl.weights.commits import CommitRules
+from meshrl.weights.states import (
+    LIVE,
+    UNDECIDED,
+    Action,
+    Answer,
+    Append,
+    Attempt,
+    Key,
+    VersionRecord,
+)
+from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.types import (
+    ActivationPolicy,
+    AgentRegistration,
+    AgentReport,
+    AgentState,
+    Lease,
+    Manifest,
+    VersionInfo,
+    VersionState,
+)
+
+
+class Coordinator(CommitRules):
+    """The events of WeightSync for one run. Not safe for threads: call it from one event loop."""
+
+    # --- reading ----------------------------------------------------------------------------
+
+    def find(self, run_id: str, version: int | None) -> VersionRecord:
+        """Returns a version of the newest epoch that has it; None is the newest committed one. Raises UNKNOWN_*."""
+        self._check_run(run_id)
+        if version is None:
+            committed = [r for r in self.records.values() if r.state is VersionState.COMMITTED]
+            if not committed:
+                raise MeshError(Reason.UNKNOWN_VERSION, "no version is committed yet; activate one first")
+            return max(committed, key=lambda r: r.key)
+        keys = [key for key in self.records if key[1] == version]
+        if not keys:
+            raise MeshError(Reason.UNKNOWN_VERSION, f"version {version} is unknown; create and seal it first")
+        return self.records[max(keys)]
+
+    def by_artifact(self, artifact_id: str) -> VersionRecord:
+        """Returns the record of an artifact whose bytes are kept. Raises UNKNOWN_VERSION."""
+        for record in self.records.values():
+            if record.artifact_id == artifact_id and record.state in LIVE:
+                return record
+        raise MeshError(Reason.UNKNOWN_VERSION, f"artifact {artifact_id} is unknown or retired; fetch a newer version")
+
+    def infos(self, run_id: str, after_revision: int) -> list[tuple[int, VersionInfo]]:
+        """Returns (revision, version) of every version that changed after a revision, in order of change."""
+        if run_id and run_id != self.run_id:
+            return []
+        changed = [r for r in self.records.values() if r.revision > after_revision]
+        return [(r.revision, r.info()) for r in sorted(changed, key=lambda r: r.revision)]
+
+    # --- publishers -------------------------------------------------------------------------
+
+    def stage(self, manifest: Manifest, artifact: str, now_s: float) -> tuple[VersionRecord, list[Action]]:
+        """Takes a manifest. The same artifact again is the same record, whatever its state.
+
+        Raises: RUN_LIMIT_REACHED for another run; STALE_EPOCH; VERSION_CONFLICT for another artifact of a version that
+        was not aborted; VERSION_SUPERSEDED when a later version is decided.
+        """
+        if self.run_id and manifest.run_id != self.run_id:
+            raise MeshError(
+                Reason.RUN_LIMIT_REACHED,
+                f"this hub serves run {self.run_id!r}, got {manifest.run_id!r}; give each run its own hub",
+            )
+        self._check_epoch(manifest.epoch)
+        key = (manifest.epoch, manifest.version)
+        known = self.records.get(key)
+        if known is not None and known.state is not VersionState.ABORTED:
+            if known.artifact_id != artifact:
+                raise MeshError(
+                    Reason.VERSION_CONFLICT,
+                    f"version {key[1]} of epoch {key[0]} is {known.state.value} with artifact {known.artifact_id}, "
+                    f"got {artifact}; abort it first or publish the next version",
+                )
+            return known, []
+        decided = self.newest_decided()
+        if decided is not None and key < decided.key:
+            raise MeshError(
+                Reason.VERSION_SUPERSEDED,
+                f"version {key[1]} is older than version {decided.version}, which is {decided.state.value}",
+            )
+        actions: list[Action] = []
+        record = VersionRecord.staged(manifest, artifact)
+        self.records[key] = record  # before older epochs are dropped: files that both name must stay
+        if manifest.epoch > self.epoch:
+            self.run_id, self.epoch = manifest.run_id, manifest.epoch
+            actions.append(Append(entry=entries.epoch(self.run_id, self.epoch)))
+            for old in [r for r in self.records.values() if r.key[0] < self.epoch and not r.deciding]:
+                actions += self._drop(old, f"epoch {self.epoch} began")
+        actions += self._log(record, entries.staged(record))
+        return record, actions
+
+    def sealing(self, *, run_id: str, epoch: int, version: int, artifact: str) -> VersionRecord | None:
+        """Returns the record whose bytes must be checked before `seal`; None when it is sealed already.
+
+        Raises: UNKNOWN_RUN, STALE_EPOCH, UNKNOWN_VERSION, VERSION_CONFLICT, VERSION_SUPERSEDED.
+        """
+        record = self._owned(run_id, epoch, version)
+        if record.artifact_id != artifact:
+            raise MeshError(
+                Reason.VERSION_CONFLICT,
+                f"version {version} was staged as artifact {record.artifact_id}, got {artifact}",
+            )
+        if record.state is VersionState.ABORTED:
+            raise MeshError(Reason.VERSION_SUPERSEDED, f"version {version} was aborted; stage it again or go on")
+        return record if record.state is VersionState.STAGING else None
+
+    def seal(self, key: Key, traceparent: str, now_s: float, wall_s: float) -> list[Action]:
+        """The bytes of a staged version are complete and right: engines start to prepare it."""
+        record = self.records[key]
+        if record.state is VersionState.ABORTED:
+            raise MeshError(Reason.VERSION_SUPERSEDED, f"version {key[1]} was aborted while its bytes were checked")
+        if record.state is not VersionState.STAGING:
+            return []
+        record.traceparent, record.sealed_s = traceparent, now_s
+        self._move(record, VersionState.SEALED)
+        return [*self._log(record, entries.sealed(record, wall_s)), *self._settle(now_s)]
+
+    def abort(self, *, run_id: str, epoch: int, version: int, message: str, now_s: float) -> list[Action]:
+        """Drops a version that is not decided. Raises VERSION_DECIDED once it is."""
+        record = self._owned(run_id, epoch, version)
+        if record.state is VersionState.ABORTED:
+            return []
+        if record.deciding or record.state not in UNDECIDED:
+            raise MeshError(
+                Reason.VERSION_DECIDED,
+                f"version {version} is {record.state.value}: a decision only goes forward; publish the next version",
+            )
+        return [*self._drop(record, message or "its publisher aborted it"), *self._settle(now_s)]
+
+    # --- the orchestrator ---------------------------------------------------------------------
+
+    def activate(
+        self, *, run_id: str, version: int, policy: ActivationPolicy, min_ready: int, wait_s: float, now_s: float
+    ) -> tuple[VersionRecord, list[Action]]:
+        """Starts, or joins, the commit of a sealed version; the outcome comes as `Answer` for the record's key.
+
+        With `min_ready` 0 every engine that is live now must have prepared it, and at least one in any case; engines
+        that join later catch up. Raises: UNKNOWN_RUN, UNKNOWN_VERSION, VERSION_NOT_SEALED, VERSION_SUPERSEDED.
+        """
+        record = self.find(run_id, version)
+        if record.answer is not None:
+            return record, [Answer(key=record.key, result=record.answer)]
+        if record.state is VersionState.STAGING:
+            raise MeshError(Reason.VERSION_NOT_SEALED, f"version {version} is still being staged; seal it first")
+        if record.state not in LIVE:
+            raise MeshError(
+                Reason.VERSION_SUPERSEDED, f"version {version} is {record.state.value}; activate a newer one"
+            )
+        deadline_s = now_s + wait_s
+        if record.attempt is not None:
+            record.attempt.deadline_s = max(record.attempt.deadline_s, deadline_s)
+            return record, self._settle(now_s)
+        required = frozenset(e.engine_id for e in self.pool.engines.values() if not e.ejected)
+        record.attempt = Attempt(min_ready=min_ready, policy=policy, deadline_s=deadline_s, required=required)
+        if record.state is VersionState.SEALED:
+            for engine in self.pool.engines.values():
+                if engine.faulted == record.key:  # one more try for whoever refused it before the call
+                    engine.faulted, engine.sent = None, None
+        return record, self._settle(now_s)
+
+    def decided(self, key: Key, now_s: float) -> list[Action]:
+        """The decision for `key` is durable: from now on it only goes forward."""
+        record = self.records[key]
+        record.deciding = False
+        self._move(record, VersionState.COMMITTING)
+        record.decided_s = now_s
+        record.commit_deadline_s = now_s + self._commit_deadline_s
+        ready = {e.engine_id for e in self.pool.engines.values() if self._has(e, record)}
+        record.commit_set = set(ready)
+        if record.policy is ActivationPolicy.GANG:
+            record.gang = set(ready)
+        for engine in self.pool.engines.values():
+            self._note_served(engine, None)
+        actions: list[Action] = [self._bump(record)]
+        for other in [r for r in self.records.values() if r.key < key and r.state in UNDECIDED]:
+            actions += self._drop(other, f"version {record.version} was committed instead")
+        return [*actions, *self._settle(now_s)]
+
+    # --- engines ------------------------------------------------------------------------------
+
+    def register(self, registration: AgentRegistration, lease_id: str, now_s: float) -> tuple[Lease, list[Action]]:
+        """Gives an engine a lease; one that it had before ends. It is told what to do once its session starts."""
+        actions = self.pool.register(registration, lease_id, now_s)
+        newest = self.newest_decided()
+        lease = Lease(
+            lease_id=lease_id,
+            lease_s=self.pool.lease_s,
+            max_chunk_bytes=self._max_chunk_bytes,
+            committed_version=newest.version if newest is not None and newest.state is VersionState.COMMITTED else None,
+        )
+        return lease, [*actions, *self._settle(now_s)]
+
+    def connect(self, lease_id: str, now_s: float) -> list[Action]:
+        """The session of a lease starts. Raises LEASE_EXPIRED."""
+        engine = self.pool.leased(lease_id)
+        engine.connected, engine.sent, engine.seen_s = True, None, now_s
+        return self._settle(now_s)
+
+    def disconnect(self, lease_id: str) -> None:
+        """The session broke off; the lease goes on until it expires."""
+        engine = self.pool.by_lease(lease_id)
+        if engine is not None:
+            engine.connected = False
+
+    def report(self, report: AgentReport, now_s: float) -> list[Action]:
+        """Takes one message of an agent, which renews its lease. Raises LEASE_EXPIRED."""
+        engine = self.pool.leased(report.lease_id)
+        engine.seen_s = now_s
+        was = engine.state
+        engine.state = report.state
+        target = engine.sent_key
+        about_target = target is not None and report.target_version == target[1]
+        if report.applied is not None:
+            engine.serving, engine.root = report.applied.version, report.applied.root
+        elif report.serving_version != engine.serving:
+            engine.serving, engine.root = report.serving_version, b""
+            if about_target and report.state is AgentState.APPLYING and target in self.records:
+                engine.root = self.records[target].root  # applied what it was told to, and holds
+        prepared = report.state is AgentState.PREPARED and about_target and target in self.records
+        engine.prepared = self.records[target].artifact_id if prepared and target is not None else None
+        if report.fault is not None:
+            self._fault(engine, report.fault, target if about_target else None, now_s)
+        elif was is AgentState.POISONED and report.state is not AgentState.POISONED:
+            engine.retry_s = None
+        self._note_served(engine, report.applied)
+        return self._settle(now_s)
+
+    def tick(self, now_s: float) -> list[Action]:
+        """Time passed: leases expire, deadlines end waits, commits that failed are sent again."""
+        return [*self.pool.expire(now_s), *self._settle(now_s)]
+
+    # --- recovery -------------------------------------------------------------------------------
+
+    def recover(self, log: Iterable[Mapping[str, Any]], now_s: float, wall_s: float) -> None:
+        """Replays the log of an earlier hub. Engines are not in it: they register again."""
+        for entry in log:
+            state = entries.replay(self.records, entry, now_s - wall_s)
+            if state is None:
+                self.run_id, self.epoch = entry["run_id"], entry["epoch"]
+            else:
+                self.revision += 1
+                state.revision = self.revision
+        for record in self.records.values():
+            if record.state is VersionState.COMMITTING:
+                record.decided_s, record.commit_deadline_s = now_s, now_s + self._commit_deadline_s
+
+    def _check_run(self, run_id: str) -> None:
+        if run_id and run_id != self.run_id:
+            known = f"this hub serves {self.run_id!r}" if self.run_id else "nothing was published yet"
+            raise MeshError(Reason.UNKNOWN_RUN, f"run {run_id!r} is unknown: {known}")
+
+    def _check_epoch(self, epoch: int) -> None:
+        if epoch < self.epoch:
+            raise MeshError(
+                Reason.STALE_EPOCH,
+                f"epoch {epoch} is over: epoch {self.epoch} began; a newer trainer of this run owns the hub",
+            )
+
+    def _owned(self, run_id: str, epoch: int, version: int) -> VersionRecord:
+        self._check_run(run_id)
+        self._check_epoch(epoch)
+        record = self.records.get((epoch, version))
+        if record is None:
+            raise MeshError(
+                Reason.UNKNOWN_VERSION, f"version {version} of epoch {epoch} was never staged; create it first"
+            )
+        return record

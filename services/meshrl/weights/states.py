@@ -1,0 +1,195 @@
+"""What the hub knows of versions and engines, the legal moves of a version, and what the coordinator can ask for.
+
+Plain data without I/O: the coordinator turns events and the time into the actions below, the hub carries them out in
+order. Times are seconds of one monotonic clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from meshrl.wire.errors import MeshError
+from meshrl.wire.types import (
+    Activation,
+    ActivationPolicy,
+    AgentCommand,
+    AgentFault,
+    AgentState,
+    ApplyReport,
+    Manifest,
+    Transport,
+    VersionInfo,
+    VersionState,
+)
+
+# (epoch, version): a later epoch supersedes every version of an earlier one.
+Key = tuple[int, int]
+
+TRANSITIONS: Mapping[VersionState, frozenset[VersionState]] = {
+    VersionState.STAGING: frozenset({VersionState.SEALED, VersionState.ABORTED}),
+    VersionState.SEALED: frozenset({VersionState.COMMITTING, VersionState.ABORTED}),
+    # RETIRED at once when a newer version is committed before enough engines served this one.
+    VersionState.COMMITTING: frozenset({VersionState.COMMITTED, VersionState.RETIRED}),
+    VersionState.COMMITTED: frozenset({VersionState.RETIRED}),
+    VersionState.RETIRED: frozenset(),
+    VersionState.ABORTED: frozenset(),
+}
+UNDECIDED = frozenset({VersionState.STAGING, VersionState.SEALED})
+DECIDED = frozenset({VersionState.COMMITTING, VersionState.COMMITTED})
+LIVE = UNDECIDED | DECIDED
+# In these states an engine serves the version it reports; while applying, requests wait.
+SERVING = frozenset({AgentState.READY, AgentState.FETCHING, AgentState.PREPARED, AgentState.APPLYING})
+
+
+@dataclass(kw_only=True)
+class Attempt:
+    """An ActivateVersion call, or several that joined, waiting for its version."""
+
+    min_ready: int
+    policy: ActivationPolicy
+    deadline_s: float
+    required: frozenset[str]  # engines live at the call: with min_ready 0 each of them must have prepared
+    faults: dict[str, AgentFault] = field(default_factory=dict)  # since the call
+
+
+@dataclass(kw_only=True)
+class VersionRecord:
+    """One version at the hub. Everything but `attempt` and `deciding` can be read back from the log."""
+
+    run_id: str
+    key: Key
+    artifact_id: str
+    transport: Transport
+    num_bytes: int
+    root: bytes
+    paths: tuple[str, ...] = ()
+    state: VersionState = VersionState.STAGING
+    revision: int = 0
+    traceparent: str = ""
+    sealed_s: float = 0.0
+    attempt: Attempt | None = None
+    deciding: bool = False  # the decision is on its way to the log
+    policy: ActivationPolicy = ActivationPolicy.ROLLING
+    min_ready: int = 0
+    decided_s: float = 0.0
+    commit_deadline_s: float = 0.0
+    commit_set: set[str] = field(default_factory=set)  # prepared at the decision, outcome not known yet
+    gang: set[str] = field(default_factory=set)  # must all have applied before any resumes
+    held: set[str] = field(default_factory=set)  # applied and waiting for the gang
+    released: bool = False
+    reports: dict[str, ApplyReport] = field(default_factory=dict)
+    answer: Activation | None = None
+
+    @property
+    def version(self) -> int:
+        return self.key[1]
+
+    @property
+    def busy(self) -> bool:
+        """Whether someone waits for this version to be decided."""
+        return self.deciding or (self.attempt is not None and self.state is VersionState.SEALED)
+
+    def info(self) -> VersionInfo:
+        return VersionInfo(
+            run_id=self.run_id,
+            epoch=self.key[0],
+            version=self.key[1],
+            artifact_id=self.artifact_id,
+            state=self.state,
+            num_bytes=self.num_bytes,
+            transport=self.transport,
+            traceparent=self.traceparent,
+        )
+
+    @classmethod
+    def staged(cls, manifest: Manifest, artifact: str) -> VersionRecord:
+        return cls(
+            run_id=manifest.run_id,
+            key=(manifest.epoch, manifest.version),
+            artifact_id=artifact,
+            transport=manifest.transport,
+            num_bytes=manifest.num_bytes,
+            root=manifest.result_root,
+            paths=tuple(file.path for file in manifest.files),
+        )
+
+
+@dataclass(kw_only=True)
+class EngineRecord:
+    """One engine with a lease. `serving` and `root` are what it vouches for."""
+
+    engine_id: str
+    url: str
+    engine_pool: str
+    lease_id: str
+    seen_s: float
+    connected: bool = False
+    state: AgentState = AgentState.JOINING
+    serving: int | None = None
+    root: bytes = b""
+    prepared: str | None = None  # artifact in its shadow
+    sent: AgentCommand | None = None  # last command of this session
+    sent_key: Key | None = None  # version of the last prepare or commit
+    last_fault: AgentFault | None = None
+    faulted: Key | None = None  # version that the last fault was about
+    retries: int = 0
+    retry_s: float | None = None  # when to send the commit again after a fault
+    ejected: bool = False  # failed a decided version and serves no newer one yet
+
+    def serves(self, record: VersionRecord) -> bool:
+        return self.serving == record.version and self.root == record.root
+
+
+# --- actions, carried out in the order given -------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Append:
+    """Write an entry to the log and make it durable. For a decision, call `Coordinator.decided` after that."""
+
+    entry: Mapping[str, Any]
+    decision: Key | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Send:
+    """Give a command to an engine over the session of this lease."""
+
+    engine_id: str
+    lease_id: str
+    command: AgentCommand
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndSession:
+    """Close the session of a lease that is over."""
+
+    lease_id: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """Answer everyone who waits in ActivateVersion for this version."""
+
+    key: Key
+    result: Activation | MeshError
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeleteBytes:
+    """Delete what is kept of an artifact; `paths` are files of its publisher that no other version needs."""
+
+    artifact_id: str
+    paths: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Notify:
+    """Wake the watchers: a version changed."""
+
+    revision: int
+
+
+Action = Append | Send | EndSession | Answer | DeleteBytes | Notify
