@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
-
 from meshrl.core.config import BaseConfig
 from meshrl.core.config.shared import (
     EnvConfig,
@@ -17,12 +15,13 @@ from meshrl.core.config.shared import (
     ServicesConfig,
     WandbConfig,
 )
+from pydantic import Field, model_validator
 
 
 class TrainEnvsConfig(BaseConfig):
     """The environments that training draws tasks from."""
 
-    env: list[EnvConfig] = []
+    env: list[EnvConfig] = Field(default_factory=list)
     """Training environments, mixed by their ratio; at least one. Each name must be hosted by the rollout service."""
 
 
@@ -32,7 +31,7 @@ class EvalConfig(BaseConfig):
     interval: int = Field(default=100, ge=1)
     """Evaluate after every this many steps."""
 
-    env: list[EnvConfig] = []
+    env: list[EnvConfig] = Field(default_factory=list)
     """Evaluation environments; at least one. An environment that training uses too may be named again."""
 
     num_examples: int = Field(default=-1, ge=-1)
@@ -74,8 +73,8 @@ class AdvantageConfig(BaseConfig):
     """How rewards of a group become advantages."""
 
     type: Literal["default", "grpo", "rloo", "opo"] = "default"
-    """default: reward minus the group's mean; grpo: that over the group's standard deviation; rloo: reward minus the mean of the
-    others; opo: reward minus the length-weighted mean."""
+    """default: reward minus the group's mean; grpo: that over the group's standard deviation; rloo: reward minus the
+    mean of the others; opo: reward minus the length-weighted mean."""
 
 
 class FilterConfig(BaseConfig):
@@ -103,8 +102,11 @@ class DeadlinesConfig(BaseConfig):
     group_s: float = Field(default=600.0, gt=0.0)
     """For one group of rollouts; those still running then come back as failures."""
 
+    unreachable_s: float = Field(default=8.0, gt=0.0)
+    """For a service that does not answer to come back; then the run ends."""
+
     retry_s: float = Field(default=300.0, gt=0.0)
-    """For refused groups (no engine holds the version, overload, unreachable) to be accepted, over all attempts."""
+    """For refused groups (no engine holds the version, overload) to be accepted, over all attempts."""
 
     batch_s: float = Field(default=3600.0, gt=0.0)
     """For the groups of one step."""
@@ -147,7 +149,7 @@ class OrchestratorConfig(BaseConfig):
     """Most steps that generation may be ahead of training: 0 is synchronous on-policy, 1 full overlap."""
 
     max_off_policy_steps: int = Field(default=8, ge=0)
-    """A rollout is dropped when its oldest token is more than this many versions behind the policy that trains on it."""
+    """A rollout is dropped when its oldest token is more than this many versions behind the policy that trains it."""
 
     max_inflight_rollouts: int | None = Field(default=None, ge=1)
     """Most training rollouts in flight; None means batch_size times (max_async_level + 1)."""
@@ -217,8 +219,8 @@ class OrchestratorConfig(BaseConfig):
 
     @model_validator(mode="after")
     def _environments(self) -> Self:
-        names = [env.name for env in self.train.env]
-        repeated = sorted({name or "" for name in names if names.count(name) > 1})
+        names = [env.name or env.id for env in self.train.env]
+        repeated = sorted({name for name in names if names.count(name) > 1})
         if repeated:
             raise ValueError(
                 f"orchestrator.train.env must have distinct names, got {', '.join(repeated)} more than once;"
@@ -243,7 +245,7 @@ def _accept_rollouts_per_example(values: Any, section: str) -> Any:
     older = renamed.pop("rollouts_per_example")
     if renamed.setdefault("group_size", older) != older:
         raise ValueError(
-            f"{section}.group_size ({renamed['group_size']}) and its older spelling rollouts_per_example ({older}) disagree;"
-            " keep only group_size"
+            f"{section}.group_size ({renamed['group_size']}) and its older spelling rollouts_per_example ({older})"
+            " disagree; keep only group_size"
         )
     return renamed

@@ -1,0 +1,77 @@
+"""One group of rollouts from dispatch to verdict; fed with the events of RunRollouts, read by the plan of work."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from meshrl.orchestrator.schedule import TaskRef
+from meshrl.wire.types import Rollout, RolloutFailure
+
+MIN_SURVIVORS = 2
+"""A group needs two rollouts to compare; with fewer it has no baseline and is dropped."""
+
+
+class DropReason(enum.Enum):
+    """Why a finished rollout was not trained on; the words of the ledger and of the `dropped/...` metrics."""
+
+    EMPTY = "empty"
+    """The policy sampled no token."""
+    NOT_FINITE = "reward_not_finite"
+    """The reward is NaN or infinite."""
+    GROUP_LOST = "group_lost"
+    """Fewer than two rollouts of its group are left."""
+    ZERO_SIGNAL = "zero_signal"
+    """All rewards of its group are equal."""
+    STALE = "stale"
+    """Its oldest token is older than the law allows."""
+    UNTRAINABLE = "untrainable"
+    """No sampled token fits into the token budget."""
+    RUN_ENDED = "run_ended"
+    """The run ended before a step took it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupTicket:
+    """Leave to sample one group: what to run, the step it was admitted for, the oldest version that may answer."""
+
+    group_id: str
+    task: TaskRef
+    size: int
+    for_step: int
+    min_version: int
+    active_version: int
+    seed: int
+
+
+@dataclass(kw_only=True)
+class Group:
+    """A group in flight; whole once as many rollouts as its size finished, failed or were cancelled."""
+
+    ticket: GroupTicket
+    rollouts: list[Rollout] = field(default_factory=list)
+    failures: list[RolloutFailure] = field(default_factory=list)
+    cancelled: int = 0
+    sampled_tokens: int = 0
+    seconds: float = 0.0
+
+    @property
+    def whole(self) -> bool:
+        return len(self.rollouts) + len(self.failures) + self.cancelled >= self.ticket.size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Screened:
+    """The rollouts of a group that may be trained on, and those dropped with the reason."""
+
+    kept: tuple[Rollout, ...]
+    dropped: tuple[tuple[Rollout, DropReason], ...]
+
+
+def with_survivors(kept: Sequence[Rollout], dropped: Sequence[tuple[Rollout, DropReason]]) -> Screened:
+    """Drops those left when they are too few to compare: a group survives losses with at least two rollouts."""
+    if len(kept) >= MIN_SURVIVORS:
+        return Screened(kept=tuple(kept), dropped=tuple(dropped))
+    lost = [(rollout, DropReason.GROUP_LOST) for rollout in kept]
+    return Screened(kept=(), dropped=(*dropped, *lost))

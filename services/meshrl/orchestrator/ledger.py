@@ -1,0 +1,224 @@
+"""The rules of the ledger: each rollout is counted once, from dispatch to its end; told by the loop.
+
+    dispatched -> finished -> batched -> trained
+         |            |          └-----> dropped (the step never trained)
+         |            └----------------> dropped (why)
+         ├-> failed (why)
+         └-> cancelled
+
+The balance is exact: dispatched = trained + dropped + failed + cancelled + open. `ledger_store` keeps the entries.
+Payloads are not kept: after a crash of the orchestrator, finished rollouts that no step trained are dropped.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from meshrl.orchestrator.groups import GroupTicket
+
+
+class RolloutState(enum.Enum):
+    DISPATCHED = "dispatched"
+    FINISHED = "finished"
+    BATCHED = "batched"
+    TRAINED = "trained"
+    DROPPED = "dropped"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+TRANSITIONS: Mapping[RolloutState, frozenset[RolloutState]] = {
+    RolloutState.DISPATCHED: frozenset({RolloutState.FINISHED, RolloutState.FAILED, RolloutState.CANCELLED}),
+    RolloutState.FINISHED: frozenset({RolloutState.BATCHED, RolloutState.DROPPED}),
+    RolloutState.BATCHED: frozenset({RolloutState.TRAINED, RolloutState.DROPPED}),
+    RolloutState.TRAINED: frozenset(),
+    RolloutState.DROPPED: frozenset(),
+    RolloutState.FAILED: frozenset(),
+    RolloutState.CANCELLED: frozenset(),
+}
+
+
+class LedgerError(Exception):
+    """An event that the rules do not allow: a rollout would be counted twice or not at all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One rollout. `key` is its place in its group, known before it has an id; `reason` says why it was lost."""
+
+    key: str
+    group_id: str
+    environment: str
+    task_index: int
+    for_step: int
+    state: RolloutState
+    rollout_id: str = ""
+    oldest_version: int | None = None
+    step: int | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Balance:
+    """Where the dispatched rollouts went. `dropped` and `failed` are by reason."""
+
+    dispatched: int
+    trained: int
+    dropped: Mapping[str, int]
+    failed: Mapping[str, int]
+    cancelled: int
+    open: int
+
+    @property
+    def exact(self) -> bool:
+        lost = sum(self.dropped.values()) + sum(self.failed.values())
+        return self.dispatched == self.trained + lost + self.cancelled + self.open
+
+    def __str__(self) -> str:
+        def total(counts: Mapping[str, int]) -> str:
+            parts = ", ".join(f"{reason} {count}" for reason, count in sorted(counts.items()))
+            return f"{sum(counts.values())}" + (f" ({parts})" if parts else "")
+
+        return (
+            f"dispatched {self.dispatched} = trained {self.trained} + dropped {total(self.dropped)}"
+            f" + failed {total(self.failed)} + cancelled {self.cancelled} + open {self.open}"
+        )
+
+
+class Ledger:
+    """Applies events, refuses those that break the rules, and hands every changed entry to `record`."""
+
+    def __init__(self, record: Callable[[Entry], None]) -> None:
+        self._record = record
+        self._open: dict[str, Entry] = {}
+        self._unassigned: dict[str, list[str]] = {}
+        self._key_of: dict[str, str] = {}
+        self._batched: dict[int, list[str]] = {}
+        self._dispatched = 0
+        self._ended: Counter[RolloutState] = Counter()
+        self._dropped: Counter[str] = Counter()
+        self._failed: Counter[str] = Counter()
+
+    def dispatch(self, ticket: GroupTicket) -> None:
+        """A group was admitted: each of its rollouts is dispatched."""
+        if ticket.group_id in self._unassigned:
+            raise LedgerError(f"group {ticket.group_id} was dispatched before")
+        self._unassigned[ticket.group_id] = []
+        for place in range(ticket.size):
+            self._open_entry(ticket, place)
+
+    def finish(self, ticket: GroupTicket, rollout_id: str, oldest_version: int | None) -> None:
+        """A rollout came back scored. An episode of several agents yields more rollouts than it was dispatched as."""
+        if rollout_id in self._key_of:
+            raise LedgerError(f"rollout {rollout_id} finished before")
+        if not self._unassigned[ticket.group_id]:
+            self._open_entry(ticket, self._dispatched)
+        key = self._unassigned[ticket.group_id].pop(0)
+        self._key_of[rollout_id] = key
+        self._move(key, RolloutState.FINISHED, rollout_id=rollout_id, oldest_version=oldest_version)
+
+    def fail(self, group_id: str, rollout_id: str, reason: str) -> None:
+        """A rollout came back as a failure; one more failure than rollouts dispatched is ignored."""
+        if self._unassigned[group_id]:
+            key = self._unassigned[group_id].pop(0)
+            self._move(key, RolloutState.FAILED, rollout_id=rollout_id, reason=reason)
+
+    def close_group(self, group_id: str, state: RolloutState, reason: str = "") -> int:
+        """A group is over: what has not come back was cancelled or failed. Returns how many."""
+        missing = self._unassigned.pop(group_id)
+        for key in missing:
+            self._move(key, state, reason=reason)
+        return len(missing)
+
+    def batch(self, rollout_ids: Iterable[str], step: int) -> None:
+        """A step took these rollouts."""
+        keys = self._batched.setdefault(step, [])
+        for rollout_id in rollout_ids:
+            key = self._key(rollout_id)
+            self._move(key, RolloutState.BATCHED, step=step)
+            keys.append(key)
+
+    def train(self, step: int) -> int:
+        """A step is done: what it took is trained. Returns how many rollouts."""
+        keys = self._batched.pop(step, [])
+        for key in keys:
+            self._move(key, RolloutState.TRAINED)
+        return len(keys)
+
+    def drop(self, rollout_id: str, reason: str) -> None:
+        """A finished rollout will not be trained on."""
+        self._move(self._key(rollout_id), RolloutState.DROPPED, reason=reason)
+
+    def end(self, reason: str) -> None:
+        """The run is over: closes every open entry."""
+        self._batched.clear()
+        for key, entry in list(self._open.items()):
+            in_flight = entry.state is RolloutState.DISPATCHED
+            self._move(key, RolloutState.CANCELLED if in_flight else RolloutState.DROPPED, reason=reason)
+        self._unassigned.clear()
+
+    def balance(self) -> Balance:
+        return Balance(
+            dispatched=self._dispatched,
+            trained=self._ended[RolloutState.TRAINED],
+            dropped=dict(self._dropped),
+            failed=dict(self._failed),
+            cancelled=self._ended[RolloutState.CANCELLED],
+            open=len(self._open),
+        )
+
+    def _open_entry(self, ticket: GroupTicket, place: int) -> None:
+        entry = Entry(
+            key=f"{ticket.group_id}/{place}",
+            group_id=ticket.group_id,
+            environment=ticket.task.environment,
+            task_index=ticket.task.index,
+            for_step=ticket.for_step,
+            state=RolloutState.DISPATCHED,
+        )
+        self._dispatched += 1
+        self._open[entry.key] = entry
+        self._unassigned[ticket.group_id].append(entry.key)
+        self._record(entry)
+
+    def _key(self, rollout_id: str) -> str:
+        try:
+            return self._key_of[rollout_id]
+        except KeyError:  # a programming error must not pass as a new rollout
+            raise LedgerError(f"rollout {rollout_id} is not open") from None
+
+    def _move(
+        self,
+        key: str,
+        state: RolloutState,
+        *,
+        rollout_id: str | None = None,
+        oldest_version: int | None = None,
+        step: int | None = None,
+        reason: str = "",
+    ) -> None:
+        entry = self._open[key]
+        if state not in TRANSITIONS[entry.state]:
+            raise LedgerError(f"rollout {key} cannot go from {entry.state.value} to {state.value}")
+        entry = replace(
+            entry,
+            state=state,
+            rollout_id=entry.rollout_id if rollout_id is None else rollout_id,
+            oldest_version=entry.oldest_version if oldest_version is None else oldest_version,
+            step=entry.step if step is None else step,
+            reason=reason,
+        )
+        if TRANSITIONS[state]:
+            self._open[key] = entry
+        else:
+            del self._open[key]
+            self._key_of.pop(entry.rollout_id, None)
+            self._ended[state] += 1
+            if state is RolloutState.DROPPED:
+                self._dropped[reason] += 1
+            if state is RolloutState.FAILED:
+                self._failed[reason] += 1
+        self._record(entry)

@@ -1,0 +1,171 @@
+"""Turns what happened since the last step into one record of metrics; read by the monitor.
+
+Names are `what/{all,env}/statistic`. Reward, length and error statistics are over every group that was judged for the
+step, filtered ones included, so that a filter does not flatter them; `off_policy`, `advantage` and `batch` are over
+what was trained.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from meshrl.orchestrator.batches import Assembled, sampled_tokens
+from meshrl.orchestrator.filters import is_empty
+from meshrl.orchestrator.groups import DropReason, Group
+from meshrl.orchestrator.plan import ReadyGroup
+from meshrl.orchestrator.staleness import StalenessLaw
+from meshrl.wire.types import Activation, Rollout, StepEvent
+
+Metrics = dict[str, float]
+
+
+@dataclass(kw_only=True)
+class StepTally:
+    """What was judged since the step before was taken."""
+
+    discarded: list[Group] = field(default_factory=list)
+    zero_signal_groups: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    wait_for_rollouts_s: float = 0.0
+    wait_for_ckpt_s: float = 0.0
+
+    def drop(self, reason: DropReason) -> None:
+        self.dropped[reason.value] += 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """Totals since the start of the process."""
+
+    tokens: int = 0
+    samples: int = 0
+    problems: int = 0
+
+    def plus(self, groups: Sequence[ReadyGroup]) -> Progress:
+        rollouts = [rollout for ready in groups for rollout in ready.kept]
+        return Progress(
+            tokens=self.tokens + sum(rollout.num_tokens for rollout in rollouts),
+            samples=self.samples + len(rollouts),
+            problems=self.problems + len(groups),
+        )
+
+
+def rollout_metrics(groups: Sequence[Group]) -> Metrics:
+    """Statistics of finished and failed rollouts, over all and by environment."""
+    metrics: Metrics = {}
+    environments = sorted({group.ticket.task.environment for group in groups})
+    scopes = {"all": list(groups)} | {
+        name: [group for group in groups if group.ticket.task.environment == name] for name in environments
+    }
+    for scope, members in scopes.items():
+        rollouts = [rollout for group in members for rollout in group.rollouts]
+        total = sum(group.ticket.size for group in members)
+        metrics |= distribution(f"reward/{scope}", [rollout.reward for rollout in rollouts], "mean std max min")
+        metrics |= distribution(f"seq_len/{scope}", [rollout.num_tokens for rollout in rollouts], "mean max min")
+        metrics |= distribution(f"completion_len/{scope}", [sampled_tokens(r) for r in rollouts], "mean max min")
+        metrics |= distribution(f"is_truncated/{scope}", [rollout.truncated for rollout in rollouts], "mean")
+        metrics |= distribution(f"num_turns/{scope}", [rollout.num_turns for rollout in rollouts], "mean max")
+        metrics |= distribution(f"time/group/{scope}", [group.seconds for group in members], "mean max")
+        if rollouts:
+            metrics[f"empty_rollouts/{scope}"] = sum(map(is_empty, rollouts)) / len(rollouts)
+        if total:
+            metrics[f"errored_rollouts/{scope}"] = sum(len(group.failures) for group in members) / total
+    for name in environments:
+        rollouts = [rollout for group in scopes[name] for rollout in group.rollouts]
+        metrics |= _named_means(f"reward_parts/{name}", rollouts, lambda rollout: rollout.reward_parts)
+        metrics |= _named_means(f"metrics/{name}", rollouts, lambda rollout: rollout.metrics)
+    return metrics
+
+
+def staleness_metrics(groups: Sequence[ReadyGroup], *, step: int, law: StalenessLaw) -> Metrics:
+    """Versions between the trained policy and the oldest one in each rollout: `off_policy/all/{mean,max}`."""
+    ages = [
+        law.staleness(step=step, oldest_version=oldest)
+        for ready in groups
+        for rollout in ready.kept
+        if (oldest := rollout.oldest_version) is not None
+    ]
+    return distribution("off_policy/all", ages, "mean max min")
+
+
+def batch_metrics(assembled: Assembled, groups: Sequence[ReadyGroup], *, seq_len: int) -> Metrics:
+    """Size and packing of a batch, and its advantages."""
+    batch = assembled.batch
+    tokens = sum(len(row.token_ids) for row in batch.micro_batches)
+    return {
+        "batch/groups": len(groups),
+        "batch/rollouts": len(assembled.advantages) - len(assembled.untrainable),
+        "batch/micro_batches": len(batch.micro_batches),
+        "batch/tokens": tokens,
+        "batch/loss_tokens": batch.loss_tokens,
+        "batch/packing_efficiency": tokens / (len(batch.micro_batches) * seq_len),
+        "batch/truncated_samples": assembled.truncated_samples,
+        "batch/dropped_samples": assembled.dropped_samples,
+    } | distribution("advantage/all", list(assembled.advantages.values()), "mean std max min")
+
+
+def filter_metrics(tally: StepTally, *, judged_groups: int) -> Metrics:
+    """Fraction of judged groups without signal, and rollouts dropped by reason."""
+    metrics: Metrics = {f"dropped/{reason.value}": tally.dropped[reason.value] for reason in DropReason}
+    del metrics[f"dropped/{DropReason.RUN_ENDED.value}"]  # no step ever reports it
+    metrics["filters/zero_signal"] = tally.zero_signal_groups / judged_groups if judged_groups else 0.0
+    return metrics
+
+
+def trainer_metrics(event: StepEvent) -> Metrics:
+    """The trainer's metrics under their own names, and its times; its whole step is `time/train_step`."""
+    times = {
+        f"time/{'train_step' if stage == 'step' else stage}": seconds for stage, seconds in event.timings_s.items()
+    }
+    return times | {name: value for name, value in event.metrics.items() if name != "time/step"}
+
+
+def activation_metrics(activation: Activation | None) -> Metrics:
+    """How the weights reached the engines; empty when the version was skipped."""
+    if activation is None:
+        return {"weights/activated": 0.0}
+    applied = [report.applied for report in activation.engines]
+    metrics: Metrics = {
+        "weights/activated": 1.0,
+        "weights/engines": len(applied),
+        "weights/commit_s": activation.commit_s,
+        "weights/lag_s": activation.lag_s,
+        "weights/bytes": activation.version.num_bytes,
+    }
+    if applied:
+        metrics["weights/pause_s"] = max(report.pause_s for report in applied)
+        metrics["weights/prepare_s"] = max(report.prepare_s for report in applied)
+        metrics["weights/requests_kept"] = sum(report.requests_kept for report in applied)
+    return metrics
+
+
+def rate_metrics(groups: Sequence[Group], *, seconds: float) -> Metrics:
+    """Rollouts and sampled tokens a second of wall time."""
+    seconds = max(seconds, 1e-9)
+    return {
+        "perf/rollouts_per_s": sum(len(group.rollouts) for group in groups) / seconds,
+        "perf/inference_tokens_per_s": sum(group.sampled_tokens for group in groups) / seconds,
+    }
+
+
+def distribution(name: str, values: Iterable[float], statistics: str) -> Metrics:
+    """The asked statistics of finite values; empty when there are none."""
+    finite = np.array([value for value in values if np.isfinite(value)], dtype=np.float64)
+    if finite.size == 0:
+        return {}
+    computed = {"mean": finite.mean(), "std": finite.std(), "max": finite.max(), "min": finite.min()}
+    return {f"{name}/{statistic}": float(computed[statistic]) for statistic in statistics.split()}
+
+
+def _named_means(
+    prefix: str, rollouts: Sequence[Rollout], values_of: Callable[[Rollout], Mapping[str, float]]
+) -> Metrics:
+    names = sorted({name for rollout in rollouts for name in values_of(rollout)})
+    metrics: Metrics = {}
+    for name in names:
+        values = [values_of(rollout)[name] for rollout in rollouts if name in values_of(rollout)]
+        metrics |= distribution(f"{prefix}/{name}", values, "mean")
+    return metrics

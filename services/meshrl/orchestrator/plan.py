@@ -1,0 +1,163 @@
+"""The plan of work: how many groups may be in flight, and which step takes which; asked and told by the loop, no I/O.
+
+Every group outstanding (in flight, or finished and not yet taken) holds one slot of a step. Steps have
+`groups_per_step` slots, and the law says up to which step slots are open, so generation cannot run further ahead than
+the law allows however groups finish, fail or are filtered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from meshrl.orchestrator.filters import screen_stale
+from meshrl.orchestrator.groups import DropReason, Group, GroupTicket, Screened
+from meshrl.orchestrator.schedule import TaskSchedule
+from meshrl.orchestrator.staleness import StalenessLaw
+from meshrl.wire.types import Rollout
+
+Screen = Callable[[Sequence[Rollout]], Screened]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadyGroup:
+    """A whole group with the rollouts of it that may be trained on."""
+
+    group: Group
+    kept: tuple[Rollout, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanLimits:
+    """What the plan keeps to besides the law; `last_step` None means no end."""
+
+    groups_per_step: int
+    group_size: int
+    max_inflight_groups: int
+    last_step: int | None = None
+
+
+class WorkPlan:
+    """State: the next step to take groups for, the active version, groups in flight and groups ready."""
+
+    def __init__(
+        self,
+        *,
+        law: StalenessLaw,
+        limits: PlanLimits,
+        schedule: TaskSchedule,
+        screen: Screen,
+        next_step: int,
+        active_version: int,
+        seed: int,
+    ) -> None:
+        self.law = law
+        self.limits = limits
+        self.next_step = next_step
+        self.active_version = active_version
+        self.silent_groups_in_a_row = 0
+        self._schedule = schedule
+        self._screen = screen
+        self._seed = seed
+        self._sequence = 0
+        self._in_flight: dict[str, GroupTicket] = {}
+        self._ready: dict[str, ReadyGroup] = {}
+        self._order: dict[str, int] = {}
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._in_flight)
+
+    @property
+    def ready(self) -> int:
+        return len(self._ready)
+
+    @property
+    def outstanding(self) -> int:
+        return len(self._in_flight) + len(self._ready)
+
+    @property
+    def exhausted(self) -> bool:
+        """True when the last step has taken its groups."""
+        return self.limits.last_step is not None and self.next_step > self.limits.last_step
+
+    def room(self) -> int:
+        """Groups that may be dispatched now."""
+        newest = self.law.newest_admissible_step(self.active_version)
+        if self.limits.last_step is not None:
+            newest = min(newest, self.limits.last_step)
+        slots = self.limits.groups_per_step * (newest - self.next_step + 1) - self.outstanding
+        return max(0, min(slots, self.limits.max_inflight_groups - self.in_flight))
+
+    def dispatch(self, group_id: str) -> GroupTicket | None:
+        """Admits one more group under `group_id`; None while there is no room."""
+        if self.room() == 0:
+            return None
+        for_step = self.next_step + self.outstanding // self.limits.groups_per_step
+        ticket = GroupTicket(
+            group_id=group_id,
+            task=self._schedule.next_task(),
+            size=self.limits.group_size,
+            for_step=for_step,
+            min_version=self.law.required_version(for_step),
+            active_version=self.active_version,
+            seed=((self._seed % 2**31) << 32) + self._sequence * self.limits.group_size,
+        )
+        self._order[group_id] = self._sequence
+        self._sequence += 1
+        self._in_flight[group_id] = ticket
+        return ticket
+
+    def finish(self, group: Group) -> Screened:
+        """Judges a group that is over; what is kept waits for a step, what is dropped frees its slot."""
+        group_id = group.ticket.group_id
+        del self._in_flight[group_id]
+        screened = self._screen(group.rollouts)
+        if any(reason is DropReason.ZERO_SIGNAL for _, reason in screened.dropped):
+            self.silent_groups_in_a_row += 1
+        if screened.kept:
+            self.silent_groups_in_a_row = 0
+            self._ready[group_id] = ReadyGroup(group=group, kept=screened.kept)
+        else:
+            del self._order[group_id]
+        return screened
+
+    def activated(self, version: int) -> None:
+        """Engines serve `version` now; an older one than known changes nothing."""
+        self.active_version = max(self.active_version, version)
+
+    def doomed(self) -> list[str]:
+        """Groups in flight that began on a version too old for the next step: finishing them would be for nothing."""
+        return [
+            group_id
+            for group_id, ticket in self._in_flight.items()
+            if not self.law.usable(step=self.next_step, oldest_version=ticket.active_version)
+        ]
+
+    def drop_stale(self) -> list[tuple[Group, Screened]]:
+        """Drops what the next step may not train on; returns each group that lost rollouts."""
+        losses: list[tuple[Group, Screened]] = []
+        for group_id, ready in list(self._ready.items()):
+            screened = screen_stale(ready.kept, step=self.next_step, law=self.law)
+            if not screened.dropped:
+                continue
+            losses.append((ready.group, screened))
+            if screened.kept:
+                self._ready[group_id] = ReadyGroup(group=ready.group, kept=screened.kept)
+            else:
+                del self._ready[group_id]
+                del self._order[group_id]
+        return losses
+
+    def take(self) -> list[ReadyGroup] | None:
+        """The groups of the next step, first dispatched first, once there are enough; then the step after is next.
+
+        Call drop_stale first. None while too few groups are ready.
+        """
+        if len(self._ready) < self.limits.groups_per_step:
+            return None
+        chosen = sorted(self._ready, key=self._order.__getitem__)[: self.limits.groups_per_step]
+        self.next_step += 1
+        for group_id in chosen:
+            del self._order[group_id]
+        return [self._ready.pop(group_id) for group_id in chosen]
