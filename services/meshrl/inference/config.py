@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
-
 from meshrl.core.config import BaseConfig
 from meshrl.core.config.shared import LogConfig, ModelConfig, ServerConfig, WeightBroadcastConfig
+from pydantic import Field, model_validator
 
 
 class InferenceConfig(BaseConfig):
@@ -39,7 +38,7 @@ class InferenceConfig(BaseConfig):
     """Most requests waiting for a slot; one more is answered with 429."""
 
     kv_cache_bytes: int | None = Field(default=None, ge=1)
-    """Bound on the KV cache in bytes; None means max_num_seqs slots whatever they take. A smaller bound lowers the number of slots."""
+    """Bound on the KV cache in bytes: it lowers the number of slots. None means half of the memory that is free."""
 
     torch_threads: int | None = Field(default=None, ge=1)
     """Threads for torch kernels; None means torch's own choice."""

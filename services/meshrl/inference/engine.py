@@ -1,8 +1,8 @@
 """The protocol between whatever runs the model and the parts that feed it: the HTTP server and the weight agent.
 
-A request waits for a free slot, is prefilled, then gets one token a step until it stops. Weights change only between two
-steps: `stage` builds a shadow beside the running engine, `pause` stops stepping, `apply` swaps, `resume` goes on with
-the same requests and their KV cache.
+A request waits for a free slot, is prefilled, then gets one token a step until it stops. Weights change only between
+two steps: `stage` builds a shadow beside the running engine, `pause` stops stepping, `apply` swaps, `resume` goes on
+with the same requests and their KV cache.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
-
 from meshrl.wire.types import VersionSpan
+from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     import torch
@@ -144,7 +143,8 @@ class Engine(Protocol):
     async def stage(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """Builds the shadow of a version from tensors under Hugging Face names, while generation goes on.
 
-        A shadow staged before is dropped. Raises: MeshError LAYOUT_MISMATCH naming what differs; the live version stays.
+        A shadow staged before is dropped. Raises: MeshError LAYOUT_MISMATCH naming what differs; the live version
+        stays.
         """
 
     async def apply(self, version: int, root: bytes) -> None:

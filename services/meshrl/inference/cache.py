@@ -1,0 +1,246 @@
+"""The KV cache of the embedded engine and the attention that reads it; written by each step, never grown.
+
+One step is a flat row of T tokens: first one token for each decoding slot (slots 0..R-1, in order), then the prompt
+pieces being prefilled. Shapes: S slots, M tokens a slot, R decoding rows, T tokens of the step, H key-value heads,
+Q query heads, G = Q/H, D head width, L tokens attended to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+ATTENTION_NAME = "meshrl_slots"
+PLAN_ARGUMENT = "slot_plan"
+
+
+@dataclass(frozen=True)
+class Segment:
+    """`length` prompt tokens of `slot` from position `start` on, at `offset` of the step's flat row."""
+
+    slot: int
+    start: int
+    length: int
+    offset: int
+
+
+class SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no type information
+    """Keys and values of one layer: (S, H, M, D), allocated once. Zeroed, as masked garbage could be NaN."""
+
+    is_sliding = False
+
+    def __init__(self, num_slots: int, max_len: int, key_like: torch.Tensor, value_like: torch.Tensor) -> None:
+        super().__init__()
+        self.num_heads = key_like.shape[1]
+        self.max_len = max_len
+        self.keys = key_like.new_zeros((num_slots, self.num_heads, max_len, key_like.shape[-1]))
+        self.values = value_like.new_zeros((num_slots, self.num_heads, max_len, value_like.shape[-1]))
+        self.is_initialized = True
+        self.plan: StepPlan | None = None
+
+    def update(self, key_1HTD: torch.Tensor, value_1HTD: torch.Tensor, *_: Any, **__: Any) -> tuple[Any, Any]:
+        """Writes the step's keys and values in place and hands them on unchanged; attention reads the slots itself."""
+        if self.plan is None:
+            raise RuntimeError("a slot cache needs a step plan before the forward pass")
+        index = self.plan.flat_index(self.num_heads)
+        self.keys.view(-1, self.keys.shape[-1]).index_copy_(0, index, _flat(key_1HTD))
+        self.values.view(-1, self.values.shape[-1]).index_copy_(0, index, _flat(value_1HTD))
+        return key_1HTD, value_1HTD
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing to do: allocated at construction."""
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_max_length(self) -> int:
+        return self.max_len
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, 0
+
+
+class SlotCache(Cache):  # type: ignore[misc]  # transformers has no type information
+    """All layers of the cache. A slot is moved or copied by its first `length` tokens only."""
+
+    def __init__(self, layers: Sequence[SlotLayer]) -> None:
+        super().__init__(layers=list(layers))
+        self.slot_layers = tuple(layers)
+
+    def begin(self, plan: StepPlan) -> None:
+        """Sets where the next forward pass writes and what it attends to."""
+        for layer in self.slot_layers:
+            layer.plan = plan
+
+    def copy_slot(self, source: int, target: int, length: int) -> None:
+        for layer in self.slot_layers:
+            layer.keys[target, :, :length] = layer.keys[source, :, :length]
+            layer.values[target, :, :length] = layer.values[source, :, :length]
+
+    def swap_slots(self, one: int, other: int, length_one: int, length_other: int) -> None:
+        length = max(length_one, length_other)
+        for layer in self.slot_layers:
+            for store in (layer.keys, layer.values):
+                kept = store[one, :, :length].clone()
+                store[one, :, :length] = store[other, :, :length]
+                store[other, :, :length] = kept
+
+    def clear_slot(self, slot: int) -> None:
+        """Zeroes a slot: after non-finite values, which masks do not stop."""
+        for layer in self.slot_layers:
+            layer.keys[slot].zero_()
+            layer.values[slot].zero_()
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(store.nbytes for layer in self.slot_layers for store in (layer.keys, layer.values))
+
+
+class StepPlan:
+    """Where each of the step's tokens goes, and the masks, built once and shared by all layers."""
+
+    def __init__(
+        self, *, max_len: int, slots_T: torch.Tensor, positions_T: torch.Tensor, rows: int, extent: int,
+        segments: Sequence[Segment], dtype: torch.dtype,
+    ) -> None:  # fmt: skip
+        self.max_len = max_len
+        self.slots_T = slots_T
+        self.positions_T = positions_T
+        self.rows = rows
+        self.extent = extent  # L of the decoding rows: the longest of them
+        self.segments = tuple(segments)
+        self.dtype = dtype
+        self._index: dict[int, torch.Tensor] = {}
+        self._decode_masks: dict[int | None, torch.Tensor] = {}
+        self._segment_masks: dict[tuple[int, int, int | None], torch.Tensor] = {}
+
+    def flat_index(self, num_heads: int) -> torch.Tensor:
+        """(T*H,) rows of the (S*H*M, D) view of a layer's store, token by token."""
+        index = self._index.get(num_heads)
+        if index is None:
+            heads_H = torch.arange(num_heads, device=self.slots_T.device)
+            index = ((self.slots_T[:, None] * num_heads + heads_H) * self.max_len + self.positions_T[:, None]).view(-1)
+            self._index[num_heads] = index
+        return index
+
+    def decode_mask(self, window: int | None) -> torch.Tensor:
+        """(R, 1, 1, L) additive mask: a row sees its own positions, the newest included."""
+        mask = self._decode_masks.get(window)
+        if mask is None:
+            keys_L = torch.arange(self.extent, device=self.positions_T.device)
+            positions_R1 = self.positions_T[: self.rows, None]
+            hidden_RL = keys_L > positions_R1
+            if window is not None:
+                hidden_RL |= keys_L <= positions_R1 - window
+            mask = torch.zeros(hidden_RL.shape, dtype=self.dtype, device=hidden_RL.device)
+            mask = mask.masked_fill_(hidden_RL, float("-inf"))[:, None, None, :]
+            self._decode_masks[window] = mask
+        return mask
+
+    def segment_mask(self, start: int, length: int, window: int | None) -> torch.Tensor:
+        """(length, start + length) true where token start+i may see token j."""
+        mask = self._segment_masks.get((start, length, window))
+        if mask is None:
+            keys = torch.arange(start + length, device=self.positions_T.device)
+            queries = torch.arange(start, start + length, device=self.positions_T.device)[:, None]
+            mask = keys <= queries
+            if window is not None:
+                mask &= keys > queries - window
+            self._segment_masks[start, length, window] = mask
+        return mask
+
+
+def _flat(states_1HTD: torch.Tensor) -> torch.Tensor:
+    """(T*H, D), token by token; a view when the projection wrote token by token, which it does."""
+    return states_1HTD[0].transpose(0, 1).reshape(-1, states_1HTD.shape[-1])
+
+
+def slot_attention(
+    module: torch.nn.Module,
+    query_1QTD: torch.Tensor,
+    key_1HTD: torch.Tensor,
+    value_1HTD: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of one step over the slots; returns (1, T, Q, D). Called by the stock modeling code.
+
+    A forward pass without a plan is a plain one over whole sequences and gets the stock attention.
+    """
+    plan: StepPlan | None = kwargs.get(PLAN_ARGUMENT)
+    if plan is None:
+        stock = (module, query_1QTD, key_1HTD, value_1HTD, attention_mask)
+        plain: tuple[torch.Tensor, None] = sdpa_attention_forward(
+            *stock, scaling=scaling, sliding_window=sliding_window, **kwargs
+        )
+        return plain
+    layer: SlotLayer = kwargs["slot_layers"][module.layer_idx]
+    _, num_queries, num_tokens, _ = query_1QTD.shape
+    num_heads = key_1HTD.shape[1]
+    out_TQD = query_1QTD.new_empty((num_tokens, num_queries, value_1HTD.shape[-1]))
+    rows, extent = plan.rows, plan.extent
+    if rows:
+        query_RHGD = query_1QTD[0, :, :rows].transpose(0, 1).reshape(rows, num_heads, num_queries // num_heads, -1)
+        seen_RHGD = F.scaled_dot_product_attention(
+            query_RHGD,
+            layer.keys[:rows, :, :extent],
+            layer.values[:rows, :, :extent],
+            attn_mask=plan.decode_mask(sliding_window),
+            scale=scaling,
+        )
+        out_TQD[:rows] = seen_RHGD.reshape(rows, num_queries, -1)
+    for segment in plan.segments:
+        span = slice(segment.offset, segment.offset + segment.length)
+        end = segment.start + segment.length
+        whole = segment.start == 0 and sliding_window is None
+        seen_1QLD = F.scaled_dot_product_attention(
+            query_1QTD[:, :, span],
+            key_1HTD[:, :, span] if whole else layer.keys[segment.slot, None, :, :end],
+            value_1HTD[:, :, span] if whole else layer.values[segment.slot, None, :, :end],
+            attn_mask=None if whole else plan.segment_mask(segment.start, segment.length, sliding_window),
+            is_causal=whole,
+            scale=scaling,
+            enable_gqa=num_queries != num_heads,
+        )
+        out_TQD[span] = seen_1QLD[0].transpose(0, 1)
+    return out_TQD[None], None
+
+
+def probe_layers(model: PreTrainedModel) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
+    """Keys and values that one token leaves in each layer: their shapes and dtypes are those of the cache.
+
+    Raises: ValueError for models whose layers keep anything but keys and values (linear attention, convolutions).
+    """
+    cache = DynamicCache(config=model.config)
+    token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
+    with torch.inference_mode():
+        model(input_ids=token, past_key_values=cache, use_cache=True)
+    states = []
+    for index, layer in enumerate(cache.layers):
+        if getattr(layer, "keys", None) is None or hasattr(layer, "conv_states"):
+            raise ValueError(
+                f"layer {index} ({type(layer).__name__}) keeps no plain keys and values; use another engine"
+            )
+        states.append((layer.keys, layer.values))
+    return tuple(states)
+
+
+def bytes_per_slot(states: Sequence[tuple[torch.Tensor, torch.Tensor]], max_len: int) -> int:
+    return sum((key.nbytes + value.nbytes) * max_len for key, value in states)
+
+
+def register_attention(model: PreTrainedModel) -> None:
+    """Makes the model's layers attend through the slots. transformers keeps such functions in one registry by name."""
+    ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, slot_attention)
+    model.set_attn_implementation(ATTENTION_NAME)

@@ -1,0 +1,83 @@
+"""The weights that the embedded engine serves: builds a shadow beside them and swaps it in between two steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from meshrl.models.state import hf_state
+from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.manifest import digest, root_of
+from torch import nn
+
+MAX_NAMED_DIFFERENCES = 3
+
+Layout = tuple[tuple[str, str, tuple[int, ...]], ...]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Shadow:
+    """A version's tensors on the engine's device, not live yet."""
+
+    version: int
+    tensors: Mapping[str, torch.Tensor]
+
+
+class LiveWeights:
+    """Parameters and persistent buffers of one model, by Hugging Face name."""
+
+    def __init__(self, model: nn.Module) -> None:
+        own = dict(model.named_parameters()) | dict(model.named_buffers())
+        self._owners = {name: own[name] for name in hf_state(model)}
+        self.layout: Layout = tuple(
+            (name, dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in self._owners.items()
+        )
+
+    def stage(self, version: int, tensors: Mapping[str, torch.Tensor]) -> Shadow:
+        """Copies the tensors to the device of the live ones. Raises MeshError LAYOUT_MISMATCH naming what differs."""
+        self._check(version, tensors)
+        shadow = {
+            name: tensors[name].detach().to(owner.device, copy=True).contiguous()
+            for name, owner in self._owners.items()
+        }
+        return Shadow(version=version, tensors=shadow)
+
+    def swap(self, shadow: Shadow) -> None:
+        """Makes the shadow live by exchanging storage: no bytes move; tied modules follow, as they share the owner."""
+        with torch.no_grad():
+            for name, owner in self._owners.items():
+                owner.data = shadow.tensors[name]
+
+    def root(self) -> bytes:
+        """Root hash over the bytes of the live weights, as `wire.manifest` defines it."""
+        return root_of(
+            (name, dtype, shape, digest(tensor_bytes(self._owners[name]))) for name, dtype, shape in self.layout
+        )
+
+    def _check(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        differences = [f"missing {name}" for name in self._owners if name not in tensors]
+        differences += [f"unknown {name}" for name in tensors if name not in self._owners]
+        for name, dtype, shape in self.layout:
+            came = tensors.get(name)
+            if came is not None and (tuple(came.shape), dtype_name(came.dtype)) != (shape, dtype):
+                differences.append(f"{name} is {dtype} {shape}, got {dtype_name(came.dtype)} {tuple(came.shape)}")
+        if differences:
+            named = "; ".join(differences[:MAX_NAMED_DIFFERENCES])
+            more = len(differences) - MAX_NAMED_DIFFERENCES
+            raise MeshError(
+                Reason.LAYOUT_MISMATCH,
+                f"version {version} does not fit the served model: {named}{f'; and {more} more' if more > 0 else ''}",
+            )
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The wire's name of a torch dtype, such as "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """Little-endian C-order bytes of a tensor, without a copy when it is contiguous on the CPU."""
+    flat: NDArray[np.uint8] = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return flat.data

@@ -1,0 +1,319 @@
+"""Decides which request sits in which slot and what each step computes; fed by the inbox, drained by the steps.
+
+Pure logic over arrays: no model, clock or thread. Slots [0, decoding) decode, [decoding, occupied) are being prefilled,
+the rest is free; rows move so that this stays true, which keeps a step's cache reads one contiguous block. All prompt
+tokens but the last are prefilled; the last one is the first token to be decoded. Shapes: S slots, M tokens a slot,
+R decoding rows.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from meshrl.inference.engine import FinishReason, GenerateRequest, TokenChunk
+from meshrl.wire.errors import MeshError
+from meshrl.wire.types import VersionSpan
+from numpy.typing import NDArray
+
+MIN_SHARED_TOKENS = 8  # a shorter common prefix is cheaper to compute than to copy
+
+_SLOT_DTYPE = np.dtype(
+    [
+        ("cached", np.int64),  # tokens whose keys and values are in the cache
+        ("prompt", np.int64),
+        ("generated", np.int64),
+        ("limit", np.int64),
+        ("min_tokens", np.int64),
+        ("temperature", np.float32),
+        ("top_p", np.float32),
+        ("top_k", np.int64),
+        ("min_p", np.float32),
+        ("key", np.uint64),
+        ("streams", np.bool_),
+        ("shareable", np.bool_),  # every cached token was computed by the live weights
+        ("coming", np.int64),  # cached tokens after the step being planned, for rows that prefill in it
+    ]
+)
+
+
+class SlotStore(Protocol):
+    """The cache behind the slots."""
+
+    def copy_slot(self, source: int, target: int, length: int) -> None: ...
+
+    def swap_slots(self, one: int, other: int, length_one: int, length_other: int) -> None: ...
+
+
+@dataclass(eq=False)
+class Row:
+    """One request from submission to its end. `deliver` (each chunk) and `fail` are called on the engine's thread."""
+
+    request: GenerateRequest
+    stop_ids: tuple[int, ...]
+    key: np.uint64
+    limit: int
+    deliver: Callable[[TokenChunk], None]
+    fail: Callable[[MeshError], None]
+    slot: int = -1  # -1: waiting or gone
+    sent: int = 0
+    spans: list[list[int]] = field(default_factory=list)  # [first token, version]
+    alternatives: list[tuple[NDArray[np.int32], NDArray[np.float32]]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PrefillPiece:
+    """`tokens` of a row's prompt, to be written to its slot from position `start` on."""
+
+    row: Row
+    start: int
+    tokens: NDArray[np.int32]
+
+
+class SlotTable:
+    """The slots, the queue before them and what has been sampled so far."""
+
+    def __init__(self, *, num_slots: int, max_len: int, store: SlotStore) -> None:
+        self.num_slots = num_slots
+        self.max_len = max_len
+        self.decoding = 0
+        self.occupied = 0
+        self.waiting: deque[Row] = deque()
+        self.rows: list[Row] = []  # by slot
+        self.changed = True  # a decoding row joined, left or moved since the parameters were last read
+        self.shared_prompt_tokens = 0
+        self.slots = np.zeros(num_slots, _SLOT_DTYPE)
+        self.tokens_SM = np.zeros((num_slots, max_len + 1), np.int32)
+        self.logprobs_SM = np.zeros((num_slots, max_len), np.float32)
+        self.raw_logprobs_SM = np.zeros((num_slots, max_len), np.float32)
+        self.stop_SW = np.full((num_slots, 4), -1, np.int64)
+        self._store = store
+
+    # --- joining ----------------------------------------------------------------------------
+
+    def schedule(self, budget: int) -> list[PrefillPiece]:
+        """Moves waiting requests into free slots, starts to decode those that have their prompt in the cache, and picks
+        up to `budget` prompt tokens to prefill in this step."""
+        while self.waiting and self.occupied < self.num_slots:
+            self._seat(self.waiting.popleft())
+        pieces: list[PrefillPiece] = []
+        self.slots["coming"][: self.occupied] = 0
+        for row in self.rows[self.decoding : self.occupied]:
+            piece = self._next_piece(row, budget)
+            if piece is not None:
+                pieces.append(piece)
+                budget -= len(piece.tokens)
+                self.slots["coming"][row.slot] = piece.start + len(piece.tokens)
+        return pieces
+
+    def prefilled(self, pieces: Sequence[PrefillPiece]) -> None:
+        """Records that the cache holds these pieces now: before `absorb`, which may move their rows."""
+        for piece in pieces:
+            self.slots["cached"][piece.row.slot] += len(piece.tokens)
+
+    def _seat(self, row: Row) -> None:
+        slot = self.occupied
+        params = row.request.sampling
+        self.slots[slot] = (
+            0, len(row.request.prompt_ids), 0, row.limit, params.min_tokens, params.temperature, params.top_p,
+            params.top_k, params.min_p, row.key, row.request.stream, True, 0,
+        )  # fmt: skip
+        self.tokens_SM[slot, : len(row.request.prompt_ids)] = row.request.prompt_ids
+        if len(row.stop_ids) > self.stop_SW.shape[1]:
+            wider = np.full((self.num_slots, len(row.stop_ids)), -1, np.int64)
+            wider[:, : self.stop_SW.shape[1]] = self.stop_SW
+            self.stop_SW = wider
+        self.stop_SW[slot] = -1
+        self.stop_SW[slot, : len(row.stop_ids)] = row.stop_ids
+        row.slot = slot
+        self.rows.append(row)
+        self.occupied += 1
+
+    def _next_piece(self, row: Row, budget: int) -> PrefillPiece | None:
+        """Prompt tokens that `row` computes now; None when it is ready, or waits for the budget or another's prefix."""
+        slot, cached = row.slot, int(self.slots["cached"][row.slot])
+        wanted = int(self.slots["prompt"][slot]) - 1
+        if cached == 0 and wanted >= MIN_SHARED_TOKENS:
+            source, common, coming = self._longest_prefix(slot, wanted)
+            if coming >= max(common + 1, MIN_SHARED_TOKENS):
+                return None  # a row of this very step computes more of it: copy from there in the next one
+            if common >= MIN_SHARED_TOKENS:
+                self._store.copy_slot(source, slot, common)
+                self.shared_prompt_tokens += common
+                cached = self.slots["cached"][slot] = common
+        if cached >= wanted:
+            self._promote(row)
+            return None
+        length = min(wanted - cached, budget)
+        if length <= 0:
+            return None
+        return PrefillPiece(row=row, start=cached, tokens=self.tokens_SM[slot, cached : cached + length].copy())
+
+    def _longest_prefix(self, slot: int, wanted: int) -> tuple[int, int, int]:
+        """(source slot, tokens it can give now, tokens that a row of this step will be able to give)."""
+        prompt = self.tokens_SM[slot, :wanted]
+        live = self.slots[: self.occupied]
+        candidates = np.flatnonzero(live["shareable"] & (self.tokens_SM[: self.occupied, 0] == prompt[0]))
+        candidates = candidates[candidates != slot]
+        if not len(candidates):
+            return -1, 0, 0
+        differs = self.tokens_SM[candidates, :wanted] != prompt
+        common = np.where(differs.any(1), differs.argmax(1), wanted)
+        now = np.minimum(common, live["cached"][candidates])
+        best = int(now.argmax())
+        return int(candidates[best]), int(now[best]), int(np.minimum(common, live["coming"][candidates]).max())
+
+    def _promote(self, row: Row) -> None:
+        if row.slot != self.decoding:
+            self._swap(row.slot, self.decoding)
+        self.decoding += 1
+        self.changed = True
+
+    # --- decoding ---------------------------------------------------------------------------
+
+    def decode_inputs(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """(R,) tokens to feed and their positions."""
+        rows = self.decoding
+        positions_R = self.slots["cached"][:rows].copy()
+        return self.tokens_SM[np.arange(rows), positions_R].astype(np.int64), positions_R
+
+    def absorb(
+        self, token_ids_R: NDArray[np.int64], logprobs_R: NDArray[np.float32],
+        raw_logprobs_R: NDArray[np.float32] | None,
+        alternatives: tuple[NDArray[np.int64], NDArray[np.float32]] | None, version: int,
+    ) -> list[tuple[Row, FinishReason | None]]:  # fmt: skip
+        """Records one sampled token for each decoding row and removes the rows that are done.
+
+        Returns the rows with something to deliver; finished ones have been delivered to and left. A row whose logprob
+        is not finite is returned with reason None and removed: the caller fails it.
+        """
+        rows = self.decoding
+        index = np.arange(rows)
+        live = self.slots[:rows]
+        live["cached"] += 1
+        self.tokens_SM[index, live["cached"]] = token_ids_R
+        self.logprobs_SM[index, live["generated"]] = logprobs_R
+        if raw_logprobs_R is not None:
+            self.raw_logprobs_SM[index, live["generated"]] = raw_logprobs_R
+        if alternatives is not None:
+            self._absorb_alternatives(*alternatives)
+        for slot in np.flatnonzero(live["generated"] == 0):
+            self.rows[slot].spans = [[0, version]]
+        live["generated"] += 1
+        stopped = (self.stop_SW[:rows] == token_ids_R[:, None]).any(1) & (live["generated"] > live["min_tokens"])
+        broken = ~np.isfinite(logprobs_R)
+        done = stopped | (live["generated"] >= live["limit"]) | broken
+        for slot in np.flatnonzero(live["streams"] & ~done):
+            self.rows[slot].deliver(self.chunk(self.rows[slot], None))
+        left: list[tuple[Row, FinishReason | None]] = []
+        for slot in np.flatnonzero(done)[::-1]:  # from the back, so that a hole is filled by a row that stays
+            row = self.rows[slot]
+            reason = None if broken[slot] else FinishReason.STOP if stopped[slot] else FinishReason.LENGTH
+            if reason is not None:
+                row.deliver(self.chunk(row, reason))
+            self.remove(row)
+            left.append((row, reason))
+        return left
+
+    def _absorb_alternatives(self, ids_RK: NDArray[np.int64], logprobs_RK: NDArray[np.float32]) -> None:
+        for row in self.rows[: self.decoding]:
+            wanted = row.request.sampling.top_logprobs
+            if wanted:
+                ids_K = ids_RK[row.slot, :wanted].astype(np.int32)
+                row.alternatives.append((ids_K, logprobs_RK[row.slot, :wanted].copy()))
+
+    def chunk(self, row: Row, reason: FinishReason | None) -> TokenChunk:
+        """The tokens of `row` that were not delivered yet."""
+        if row.slot < 0:
+            empty = np.zeros(0, np.float32)
+            return TokenChunk(start=row.sent, token_ids=empty.astype(np.int32), logprobs=empty, finish_reason=reason)
+        start, end = row.sent, int(self.slots["generated"][row.slot])
+        first = int(self.slots["prompt"][row.slot])
+        token_ids = self.tokens_SM[row.slot, first + start : first + end].copy()
+        row.sent = end
+        params = row.request.sampling
+        tops = row.alternatives[start:end] if params.top_logprobs else None
+        return TokenChunk(
+            start=start,
+            token_ids=token_ids,
+            logprobs=self.logprobs_SM[row.slot, start:end].copy(),
+            raw_logprobs=self.raw_logprobs_SM[row.slot, start:end].copy() if params.raw_logprobs else None,
+            top_ids=np.stack([ids for ids, _ in tops]) if tops else None,
+            top_logprobs=np.stack([logprobs for _, logprobs in tops]) if tops else None,
+            version_spans=_spans(row.spans, start, end),
+            finish_reason=reason,
+            stop_token_id=int(token_ids[-1]) if reason is FinishReason.STOP else None,
+        )
+
+    # --- leaving and moving -----------------------------------------------------------------
+
+    def remove(self, row: Row) -> None:
+        """Takes a request out, wherever it is; the hole is filled so that the slots stay in order."""
+        if row.slot < 0:
+            if row in self.waiting:
+                self.waiting.remove(row)
+            return
+        hole = row.slot
+        if hole < self.decoding:
+            self._move(self.decoding - 1, hole)
+            hole = self.decoding - 1
+            self.decoding -= 1
+            self.changed = True
+        self._move(self.occupied - 1, hole)
+        self.occupied -= 1
+        self.rows.pop()
+        row.slot = -1
+
+    def new_weights(self, version: int, *, same: bool = False) -> None:
+        """The live weights are `version` now: rows go on with what they have, but nobody copies their cache any more.
+
+        `same`: only the name changed, not the values.
+        """
+        if not same:
+            self.slots["shareable"][: self.occupied] = False
+        for row in self.rows:
+            generated = int(self.slots["generated"][row.slot])
+            if row.spans and row.spans[-1][0] == generated:
+                row.spans[-1][1] = version
+            elif row.spans and row.spans[-1][1] != version:
+                row.spans.append([generated, version])
+
+    def _move(self, source: int, target: int) -> None:
+        """Row `source` takes slot `target`, whose row is on its way out."""
+        if source == target:
+            return
+        self._store.copy_slot(source, target, int(self.slots["cached"][source]))
+        self.slots[target] = self.slots[source]
+        used = int(self.slots["prompt"][source] + self.slots["generated"][source])
+        self.tokens_SM[target, :used] = self.tokens_SM[source, :used]
+        made = int(self.slots["generated"][source])
+        self.logprobs_SM[target, :made] = self.logprobs_SM[source, :made]
+        self.raw_logprobs_SM[target, :made] = self.raw_logprobs_SM[source, :made]
+        self.stop_SW[target] = self.stop_SW[source]
+        self.rows[target] = self.rows[source]
+        self.rows[target].slot = target
+
+    def _swap(self, one: int, other: int) -> None:
+        """Exchanges two rows that have sampled nothing yet."""
+        cached = self.slots["cached"]
+        self._store.swap_slots(one, other, int(cached[one]), int(cached[other]))
+        pair, reverse = [one, other], [other, one]
+        self.slots[pair] = self.slots[reverse]
+        used = int(self.slots["prompt"][pair].max())
+        self.tokens_SM[pair, :used] = self.tokens_SM[reverse, :used]
+        self.stop_SW[pair] = self.stop_SW[reverse]
+        self.rows[one], self.rows[other] = self.rows[other], self.rows[one]
+        self.rows[one].slot, self.rows[other].slot = one, other
+
+
+def _spans(spans: Sequence[Sequence[int]], start: int, end: int) -> tuple[VersionSpan, ...]:
+    """Version spans of tokens [start, end), counted from the start of the completion."""
+    ends = [first for first, _ in spans[1:]] + [end]
+    return tuple(
+        VersionSpan(start=max(first, start), end=min(last, end), version=version)
+        for (first, version), last in zip(spans, ends, strict=True)
+        if max(first, start) < min(last, end)
+    )
