@@ -1,0 +1,226 @@
+"""Plays an agent's side of an episode inside the rollout process: a chat loop that asks for one completion at a time.
+
+Fed by verifiers with a task and the address of its interception server, which samples, records and scores. The harnesses that
+ship with verifiers start a program for each rollout; this one is a coroutine, so a rollout costs milliseconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import AsyncExitStack
+from typing import Any
+
+import aiohttp
+from verifiers.v1.clients import ModelContext
+from verifiers.v1.configs.harness import HarnessConfig
+from verifiers.v1.dialects.chat import message_to_wire
+from verifiers.v1.errors import HarnessError, InterceptionError
+from verifiers.v1.harness import Harness, HarnessSession
+from verifiers.v1.harnesses.utils.compaction import CONTEXT_OVERFLOW_MARKERS, bound_tool_message
+from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
+from verifiers.v1.runtimes import ProgramResult, Runtime
+from verifiers.v1.task import TaskData
+from verifiers.v1.trace import Trace
+from verifiers.v1.types import Messages
+
+__all__ = ["InProcessHarness", "InProcessHarnessConfig"]
+
+CONNECT_DEADLINE_S = 10.0
+TOOL_DISCOVERY_DEADLINE_S = 60.0
+OK = ProgramResult(exit_code=0, stdout="", stderr="")
+
+
+class ContextExhaustedError(Exception):
+    """The conversation no longer fits in the model's context window."""
+
+
+class InProcessHarnessConfig(HarnessConfig):  # type: ignore[misc]  # verifiers is untyped for the checker
+    """Options of the in-process harness: those of every harness."""
+
+
+class InProcessHarness(Harness[InProcessHarnessConfig]):  # type: ignore[misc]  # verifiers is untyped for the checker
+    """A chat loop with the taskset's tools, if it has any; the model gets no shell and no files."""
+
+    APPENDS_SYSTEM_PROMPT = True
+    SUPPORTS_MCP = True
+    SUPPORTS_RESUME = True
+    SUPPORTS_TOOL_INTERCEPTION = True
+    EXECUTES_CODE = False
+    NEEDS_CONTAINER = False
+
+    async def session(
+        self,
+        ctx: ModelContext,
+        trace: Trace,
+        runtime: Runtime,
+        endpoint: str,
+        secret: str,
+        mcp_urls: dict[str, str],
+        data: TaskData,
+        tool_interception_url: str | None = None,
+    ) -> HarnessSession:
+        return ChatSession(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data, tool_interception_url)
+
+    async def launch(
+        self,
+        ctx: ModelContext,
+        trace: Trace,
+        runtime: Runtime,
+        endpoint: str,
+        secret: str,
+        mcp_urls: dict[str, str],
+        data: TaskData,
+        tool_interception_url: str | None = None,
+    ) -> ProgramResult:
+        session = ChatSession(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data, tool_interception_url)
+        try:
+            return await session.segment(None)
+        finally:
+            await session.close()
+
+
+class ChatSession(HarnessSession):  # type: ignore[misc]  # verifiers is untyped for the checker
+    """One agent's conversation: keeps its messages, its connection and its tools from one user turn to the next."""
+
+    def __init__(
+        self,
+        harness: InProcessHarness,
+        ctx: ModelContext,
+        trace: Trace,
+        runtime: Runtime,
+        endpoint: str,
+        secret: str,
+        mcp_urls: dict[str, str],
+        data: TaskData,
+        tool_interception_url: str | None = None,
+    ) -> None:
+        super().__init__(harness, ctx, trace, runtime, endpoint, secret, mcp_urls, data, tool_interception_url)
+        self._stack = AsyncExitStack()
+        self._http: aiohttp.ClientSession | None = None
+        self._tools: list[dict[str, Any]] = []
+        self._dispatch: dict[str, tuple[str, str]] = {}
+        self._servers: dict[str, Any] = {}
+        system, prompt = harness.resolve_prompt(data)
+        self._messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+        if isinstance(prompt, str):
+            self._messages.append({"role": "user", "content": prompt})
+        elif prompt is not None:
+            self._messages.extend(message_to_wire(message) for message in prompt)
+
+    async def _run(self, messages: Messages | None) -> ProgramResult:
+        return await self.segment(messages)
+
+    async def segment(self, messages: Messages | None) -> ProgramResult:
+        """Adds the user's messages and talks to the model until it answers without calling a tool.
+
+        Returns success also when a limit or stop of the rollout ended the conversation; raises HarnessError when a model
+        call failed, InterceptionError when the interception server cannot be reached.
+        """
+        if self._http is None:
+            await self._open()
+        self._messages.extend(message_to_wire(message) for message in messages or ())
+        while True:
+            try:
+                reply = await self._complete()
+            except ContextExhaustedError:  # a length limit, not a fault: the rollout is scored as it stands
+                self.trace.stop("max_total_tokens")
+                return OK
+            if reply is None:
+                return OK
+            self._messages.append(reply)
+            calls = reply.get("tool_calls")
+            if not calls:
+                return OK
+            for call in calls:
+                self._messages.append(await self._use_tool(call))
+
+    async def close(self) -> None:
+        """Closes the connection and the tools. Idempotent."""
+        await super().close()
+        await self._stack.aclose()
+        if self._http is not None:
+            await self._http.close()
+
+    async def _open(self) -> None:
+        self._http = aiohttp.ClientSession(
+            headers={"Authorization": f"Bearer {self.secret}"},
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_DEADLINE_S),  # the rollout's deadline ends a call
+            cookie_jar=aiohttp.DummyCookieJar(),
+        )
+        if not self.mcp_urls:
+            return
+        timeout_s = self.harness.config.tool_timeout
+        servers = {name: {"url": url, "timeout": timeout_s} for name, url in self.mcp_urls.items()}
+        try:
+            async with asyncio.timeout(TOOL_DISCOVERY_DEADLINE_S):
+                tools, self._dispatch, self._servers = await connect_mcp({"mcpServers": servers}, self._stack)
+        except TimeoutError as error:
+            names = ", ".join(sorted(self.mcp_urls))
+            raise HarnessError(f"tool servers ({names}) did not list their tools in {TOOL_DISCOVERY_DEADLINE_S:g} s") from error
+        disabled = set(self.harness.config.disabled_tools or ())
+        self._tools = [tool for tool in tools if tool["function"]["name"] not in disabled]
+
+    async def _complete(self) -> dict[str, Any] | None:
+        """One completion; None when the rollout was stopped instead of answered."""
+        body: dict[str, Any] = {"model": self.ctx.model, "messages": self._messages}
+        if self._tools:
+            body["tools"] = self._tools
+        status, raw = await self._post(f"{self.endpoint}/chat/completions", body)
+        if status == 200:
+            message: dict[str, Any] = json.loads(raw)["choices"][0]["message"]
+            return message
+        if self.trace.stop_condition is not None:
+            return None
+        detail = raw.decode(errors="replace")
+        if status in (400, 413) and any(marker in detail.casefold() for marker in CONTEXT_OVERFLOW_MARKERS):
+            if self.trace.num_turns:
+                raise ContextExhaustedError(detail)
+        raise HarnessError(f"model call answered {status}: {detail[-2000:]}")
+
+    async def _post(self, url: str, body: dict[str, Any]) -> tuple[int, bytes]:
+        assert self._http is not None  # opened by the segment
+        try:
+            async with self._http.post(
+                url, data=json.dumps(body).encode(), headers={"Content-Type": "application/json"}
+            ) as response:
+                return response.status, await response.read()
+        except aiohttp.ClientError as error:
+            raise InterceptionError(f"no answer from the interception server at {url}: {error}") from error
+
+    async def _use_tool(self, call: dict[str, Any]) -> dict[str, Any]:
+        """Runs one tool call and returns its message; what goes wrong is told to the model."""
+        name, arguments = call["function"]["name"], call["function"].get("arguments") or "{}"
+        try:
+            parsed = json.loads(arguments)
+        except json.JSONDecodeError as error:
+            parsed, content = None, f"error: the arguments are not JSON ({error}); send the call again with valid JSON"
+        else:
+            content = f"error: the arguments must be a JSON object, got {type(parsed).__name__}; send an object"
+        denied = await self._gate(call["id"], name, arguments if parsed is None else parsed)
+        if denied is not None:
+            return dict(bound_tool_message(denied))
+        if isinstance(parsed, dict):
+            content = await self._call_tool(name, parsed)
+        message = {"role": "tool", "tool_call_id": call["id"], "name": name, "content": content}
+        return dict(bound_tool_message(message))
+
+    async def _call_tool(self, name: str, arguments: dict[str, Any]) -> Any:
+        if name not in self._dispatch:
+            known = ", ".join(sorted(self._dispatch)) or "none"
+            return f"error: unknown tool {name!r}; the tools are: {known}"
+        return await call_mcp(self._servers, self._dispatch, name, arguments)
+
+    async def _gate(self, call_id: str, name: str, arguments: Any) -> dict[str, Any] | None:
+        """Asks the taskset's policy whether a tool call may run; returns the message to use instead, or None to run it."""
+        if not self.tool_interception_url:
+            return None
+        query = {"tool_call_id": call_id, "name": name, "arguments": arguments}
+        status, raw = await self._post(self.tool_interception_url, query)
+        if status != 200:
+            raise HarnessError(f"tool gate answered {status}: {raw.decode(errors='replace')[-2000:]}")
+        verdict = json.loads(raw)
+        if verdict["action"] == "stop":
+            raise HarnessError(f"tool gate stopped the rollout: {verdict['reason']}")
+        denied: dict[str, Any] | None = verdict["message"] if verdict["action"] == "deny" else None
+        return denied

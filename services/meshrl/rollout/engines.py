@@ -1,0 +1,269 @@
+"""Calls inference engines over HTTP: routes each model call, moves it when an engine is gone, and keeps the versions known.
+
+Asked by `client` for every completion; `pool` decides, this module talks. A call is moved to another engine only while no byte
+of an answer has come; what was sampled is then nobody's, so nothing is sampled twice for one turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+from loguru import logger
+
+from meshrl.rollout.config import ClientConfig
+from meshrl.rollout.pool import Engine, EnginePool, Requirement
+from meshrl.rollout.sessions import Session
+from meshrl.wire.errors import MeshError, Reason
+
+GENERATE_PATH = "/inference/v1/generate"
+BUSY = frozenset({429, 503})
+BUSY_PAUSE_S = 0.2
+SESSION_HEADER = "X-Session-ID"
+VERSION_HEADER = "X-Policy-Version"
+_SPANS = re.compile(rb'"version_spans"\s*:\s*(\[(?:\s*\[[^\[\]]*\]\s*,?)*\s*\])')
+_VLLM_SPANS = re.compile(rb'"weight_versions"\s*:\s*(\[(?:\s*\{[^{}]*\}\s*,?)*\s*\])')
+
+Discovery = Callable[[], Awaitable[list[tuple[str, str]]]]
+
+
+class EngineRefusedError(Exception):
+    """An engine answered a call with an error that another engine would give too."""
+
+    def __init__(self, status: int, detail: str) -> None:
+        super().__init__(detail)
+        self.status = status
+
+
+class _UnreachableError(Exception):
+    """No byte of an answer came."""
+
+
+class _BusyError(Exception):
+    """The engine takes no more calls now."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An engine's answer to one call: its body, and the versions known before and after the tokens were sampled."""
+
+    body: bytes
+    version_before: int | None
+    version_after: int | None
+
+
+def version_of(payload: Any) -> int | None:
+    """Reads the answer of GET /version: None while the engine holds no weights yet, 0 for an engine without versions.
+
+    vLLM reports the version of its own package as a string there; an engine like that serves the weights it was started with.
+    """
+    version = payload.get("version") if isinstance(payload, dict) else ""
+    return version if isinstance(version, int | None) and not isinstance(version, bool) else 0
+
+
+def version_spans(answer: Answer, num_tokens: int) -> tuple[tuple[int, int, int], ...]:
+    """The (start, end, version) spans over the sampled tokens of an answer.
+
+    Exact where the engine gives them (ours, or vLLM's `weight_versions`); else the older of the versions known around the call.
+    """
+    if not num_tokens:
+        return ()
+    if found := _SPANS.search(answer.body):
+        return tuple((int(start), int(end), int(version or 0)) for start, end, version in json.loads(found[1]))
+    if found := _VLLM_SPANS.search(answer.body):
+        spans = [(span["start"], span["end"], span["version"]) for span in json.loads(found[1])]
+        if all(str(version).isdigit() for _, _, version in spans):
+            return tuple((int(start), int(end), int(version)) for start, end, version in spans)
+    known = [version for version in (answer.version_before, answer.version_after) if version is not None]
+    return ((0, num_tokens, min(known, default=0)),)
+
+
+class EngineRouter:
+    """Owns the connections to the engines of a pool. Use as an async context manager."""
+
+    def __init__(
+        self, pool: EnginePool, config: ClientConfig, *, api_key: str | None = None, discovery: Discovery | None = None
+    ) -> None:
+        self._pool = pool
+        self._config = config
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._discovery = discovery
+        self._changed = asyncio.Event()
+        self._probing: asyncio.Task[None] | None = None
+        self._round: asyncio.Task[None] | None = None
+        self._http: aiohttp.ClientSession | None = None
+
+    @property
+    def pool(self) -> EnginePool:
+        return self._pool
+
+    async def __aenter__(self) -> EngineRouter:
+        self._http = aiohttp.ClientSession(
+            headers=self._headers,
+            connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=60),  # the number of rollouts bounds the connections
+            cookie_jar=aiohttp.DummyCookieJar(),
+        )
+        await self.refresh()
+        self._probing = asyncio.create_task(self._probe_forever())
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        for task in (self._probing, self._round):
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+        if self._http is not None:
+            await self._http.close()
+
+    async def refresh(self) -> None:
+        """Looks at every engine now; callers at the same time share one look."""
+        if self._round is None or self._round.done():
+            self._round = asyncio.create_task(self._look())
+        await asyncio.shield(self._round)
+
+    async def require(self, need: Requirement) -> None:
+        """Raises MeshError when no engine can serve `need` now: VERSION_NOT_AVAILABLE, or INVALID_REQUEST for an unknown pool.
+
+        While no engine is reachable at all, a request without a version bound is let through: its calls wait for one.
+        """
+        if need.pool and need.pool not in self._pool.known_pools():
+            pools = ", ".join(sorted(repr(pool) for pool in self._pool.known_pools()))
+            raise MeshError(Reason.INVALID_REQUEST, f"no engine pool {need.pool!r} here; the pools are {pools}")
+        if self._pool.can_meet(need) or (need.min_version is None and need.exact_version is None):
+            return
+        await self.refresh()
+        if not self._pool.can_meet(need):
+            raise self._not_available(need)
+
+    async def generate(self, session: Session, session_id: str, body: bytes) -> Answer:
+        """Has one engine complete `body`, a JSON request of the generate endpoint, and returns its answer.
+
+        Raises MeshError VERSION_NOT_AVAILABLE or ENGINE_FAILED when no engine took the call within `failover_s`, or when one broke
+        off an answer; EngineRefusedError when an engine rejected the request itself.
+        """
+        need, give_up_at = session.requirement, time.monotonic() + self._config.failover_s
+        skip: set[str] = set()
+        why = "no engine is reachable"
+        while True:
+            engine = self._pool.select(need, prefer=session.engine, skip=skip)
+            if engine is None:
+                if time.monotonic() >= give_up_at or self._pool.is_past(need):
+                    raise self._no_engine(need, why)
+                skip.clear()
+                await self._wait_for_change(give_up_at)
+                continue
+            try:
+                answer = await self._call(engine, session, session_id, body)
+            except _UnreachableError as error:
+                why = str(error)
+                logger.warning("engine {} is gone ({}); its calls move to others", engine.url, error)
+                self._pool.lose(engine.url)
+                continue
+            except _BusyError as error:
+                why = str(error)
+                skip.add(engine.url)
+                continue
+            session.engine = engine.url
+            return answer
+
+    def _no_engine(self, need: Requirement, why: str) -> MeshError:
+        if any(engine.healthy for engine in self._pool.candidates(need)) and not self._pool.can_meet(need):
+            return self._not_available(need)
+        return MeshError(
+            Reason.ENGINE_FAILED, f"no engine took the call within {self._config.failover_s:g} s: {why}"
+        )
+
+    def _not_available(self, need: Requirement) -> MeshError:
+        newest = self._pool.newest(need)
+        held = "no engine is reachable" if newest is None else f"the newest version served is {newest}"
+        return MeshError(
+            Reason.VERSION_NOT_AVAILABLE,
+            f"{need.describe()} is needed, but {held}",
+            retry_after_s=self._config.probe_interval_s,
+        )
+
+    async def _call(self, engine: Engine, session: Session, session_id: str, body: bytes) -> Answer:
+        assert self._http is not None  # entered
+        headers = {"Content-Type": "application/json", SESSION_HEADER: session_id}
+        if session.traceparent:
+            headers["traceparent"] = session.traceparent
+        timeout = aiohttp.ClientTimeout(
+            total=self._config.call_deadline_s, sock_connect=self._config.connect_deadline_s
+        )
+        before = engine.version
+        engine.in_flight += 1
+        answered = False
+        try:
+            async with self._http.post(engine.url + GENERATE_PATH, data=body, headers=headers, timeout=timeout) as reply:
+                answered = True
+                raw = await reply.read()
+                if reply.status in BUSY:
+                    raise _BusyError(f"{engine.url} answered {reply.status}: {_short(raw)}")
+                if reply.status != 200:
+                    raise EngineRefusedError(reply.status, f"{engine.url} answered {reply.status}: {_short(raw)}")
+                header = reply.headers.get(VERSION_HEADER, "")
+                after = int(header) if header.isdigit() else engine.version
+                return Answer(body=raw, version_before=before, version_after=after)
+        except aiohttp.ClientConnectionError as error:
+            if not answered:
+                raise _UnreachableError(f"{type(error).__name__}: {error}") from error
+            raise MeshError(Reason.ENGINE_FAILED, f"{engine.url} broke off its answer: {error}") from error
+        except aiohttp.ClientError as error:
+            raise MeshError(Reason.ENGINE_FAILED, f"{engine.url} broke off its answer: {error}") from error
+        except TimeoutError as error:
+            raise MeshError(
+                Reason.ENGINE_FAILED, f"{engine.url} took longer than {self._config.call_deadline_s:g} s"
+            ) from error
+        finally:
+            engine.in_flight -= 1
+
+    async def _wait_for_change(self, until: float) -> None:
+        left_s = min(BUSY_PAUSE_S, until - time.monotonic())
+        try:
+            async with asyncio.timeout(max(left_s, 0.01)):
+                await self._changed.wait()
+        except TimeoutError:  # a busy engine tells nobody when it is free again: look again after a moment
+            pass
+
+    async def _probe_forever(self) -> None:
+        while True:
+            await asyncio.sleep(self._config.probe_interval_s)
+            await self.refresh()
+
+    async def _look(self) -> None:
+        if self._discovery is not None:
+            try:
+                self._pool.discover(await self._discovery())
+            except MeshError as error:  # the hub may restart; the engines known so far go on
+                logger.warning("cannot list engines at the weight hub: {}", error)
+        await asyncio.gather(*(self._probe(engine) for engine in self._pool.engines))
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _probe(self, engine: Engine) -> None:
+        assert self._http is not None  # entered
+        timeout = aiohttp.ClientTimeout(total=self._config.probe_deadline_s)
+        try:
+            async with self._http.get(engine.url + "/version", timeout=timeout) as reply:
+                if reply.status == 200:
+                    self._pool.observe(engine.url, version_of(await reply.json(content_type=None)))
+                elif reply.status == 404:  # a server without versions: is it up at all?
+                    async with self._http.get(engine.url + "/health", timeout=timeout) as health:
+                        health.raise_for_status()
+                    self._pool.observe(engine.url, 0)
+                else:
+                    self._pool.lose(engine.url)
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            if engine.healthy:
+                logger.warning("engine {} does not answer: {}", engine.url, error)
+            self._pool.lose(engine.url)
+
+
+def _short(raw: bytes) -> str:
+    return raw[:500].decode(errors="replace")

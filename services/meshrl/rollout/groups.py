@@ -1,0 +1,168 @@
+"""Admits groups, starts their rollouts in order, and counts how each ends. No I/O, no clock: the time comes with each event.
+
+Fed by `service` with requests and by `episodes` with outcomes; says which rollouts to start and which to stop. A rollout goes
+waiting -> running -> finished | failed | cancelled, and a waiting one may fail or be cancelled too; it is counted once.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter, OrderedDict, deque
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.types import RolloutSummary
+
+REMEMBERED_S = 600.0
+REMEMBERED_REQUESTS = 10_000
+RATE_WINDOW_S = 60.0
+
+
+class Outcome(enum.Enum):
+    FINISHED = "finished"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+@dataclass
+class Group:
+    """One admitted request. Rollouts are numbered from 0 to size - 1."""
+
+    request_id: str
+    group_id: str
+    size: int
+    waiting: deque[int]
+    running: set[int] = field(default_factory=set)
+    ended: Counter[Outcome] = field(default_factory=Counter)
+    sampled_tokens: int = 0
+
+    @property
+    def over(self) -> bool:
+        return not self.waiting and not self.running
+
+    @property
+    def summary(self) -> RolloutSummary:
+        return RolloutSummary(
+            finished=self.ended[Outcome.FINISHED],
+            failed=self.ended[Outcome.FAILED],
+            cancelled=self.ended[Outcome.CANCELLED],
+            sampled_tokens=self.sampled_tokens,
+        )
+
+
+class GroupTable:
+    """All groups of a server, with at most `max_concurrent` rollouts running and `max_queued` waiting."""
+
+    def __init__(self, *, max_concurrent: int, max_queued: int) -> None:
+        self._max_concurrent = max_concurrent
+        self._max_queued = max_queued
+        self._groups: dict[str, Group] = {}
+        self._seen: OrderedDict[str, float] = OrderedDict()
+        self._finished_at: deque[float] = deque()
+        self.finished = 0
+        self.failures: Counter[str] = Counter()
+        self.draining = False
+
+    @property
+    def running(self) -> int:
+        return sum(len(group.running) for group in self._groups.values())
+
+    @property
+    def queued(self) -> int:
+        return sum(len(group.waiting) for group in self._groups.values())
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        return tuple(self._groups.values())
+
+    def refuse(self, request_id: str, group_id: str, size: int, now: float) -> None:
+        """Raises the MeshError for which a group cannot be admitted now, if there is one."""
+        if self.draining:
+            raise MeshError(Reason.DRAINING, "this server is draining; send the group to another one")
+        self._forget(now)
+        if request_id in self._seen:
+            raise MeshError(
+                Reason.DUPLICATE_REQUEST, f"request {request_id} was admitted before; use a new request_id for new rollouts"
+            )
+        if any(group.group_id == group_id for group in self._groups.values()):
+            raise MeshError(Reason.DUPLICATE_REQUEST, f"group {group_id} is running; use a new group_id or wait for its end")
+        most = self._max_concurrent + self._max_queued
+        if size > most:
+            raise MeshError(Reason.INVALID_REQUEST, f"group_size is {size}, this server takes at most {most} rollouts")
+        if self.running + self.queued + size > most:
+            raise MeshError(
+                Reason.OVERLOADED,
+                f"{self.running} rollouts run and {self.queued} wait; {size} more exceed max_concurrent"
+                f" {self._max_concurrent} plus max_queued {self._max_queued}",
+                retry_after_s=1.0,
+            )
+
+    def admit(self, request_id: str, group_id: str, size: int, now: float) -> Group:
+        """Takes a group in; raises as `refuse` does."""
+        self.refuse(request_id, group_id, size, now)
+        self._seen[request_id] = now
+        group = Group(request_id=request_id, group_id=group_id, size=size, waiting=deque(range(size)))
+        self._groups[request_id] = group
+        return group
+
+    def start(self) -> list[tuple[Group, int]]:
+        """Moves waiting rollouts into free slots, oldest group first, and returns them."""
+        started: list[tuple[Group, int]] = []
+        free = self._max_concurrent - self.running
+        for group in self._groups.values():
+            while free > 0 and group.waiting:
+                index = group.waiting.popleft()
+                group.running.add(index)
+                started.append((group, index))
+                free -= 1
+        return started
+
+    def settle(
+        self, group: Group, index: int, outcome: Outcome, now: float, *, reason: str = "", sampled_tokens: int = 0
+    ) -> bool:
+        """A running rollout ended; False when it had ended before (it was cancelled or its deadline passed)."""
+        if index not in group.running:
+            return False
+        group.running.discard(index)
+        self._count(group, outcome, now, reason, sampled_tokens)
+        return True
+
+    def end(self, group: Group, outcome: Outcome, now: float, *, reason: str = "") -> tuple[list[int], list[int]]:
+        """Ends all that is left of a group; returns the rollouts that were running (to stop) and those that were waiting."""
+        running, waiting = sorted(group.running), list(group.waiting)
+        group.running.clear()
+        group.waiting.clear()
+        for _ in (*running, *waiting):
+            self._count(group, outcome, now, reason, 0)
+        return running, waiting
+
+    def named(self, group_ids: Collection[str]) -> list[Group]:
+        """The groups that run under these ids; all of them when none is given."""
+        return [group for group in self._groups.values() if not group_ids or group.group_id in group_ids]
+
+    def remove(self, group: Group) -> None:
+        """Forgets a group that is over."""
+        self._groups.pop(group.request_id, None)
+
+    def rate(self, now: float) -> float:
+        """Rollouts finished a second, over the last minute."""
+        while self._finished_at and self._finished_at[0] < now - RATE_WINDOW_S:
+            self._finished_at.popleft()
+        return len(self._finished_at) / RATE_WINDOW_S
+
+    def _count(self, group: Group, outcome: Outcome, now: float, reason: str, sampled_tokens: int) -> None:
+        group.ended[outcome] += 1
+        group.sampled_tokens += sampled_tokens
+        if outcome is Outcome.FINISHED:
+            self.finished += 1
+            self._finished_at.append(now)
+        elif outcome is Outcome.FAILED:
+            self.failures[reason] += 1
+
+    def _forget(self, now: float) -> None:
+        while self._seen:
+            request_id, at = next(iter(self._seen.items()))
+            if request_id in self._groups or (at > now - REMEMBERED_S and len(self._seen) <= REMEMBERED_REQUESTS):
+                return
+            del self._seen[request_id]

@@ -1,0 +1,174 @@
+"""Loads environments and keeps them ready to play: one `HostedEnvironment` for each entry of the configuration.
+
+Fed by `main` with the configuration, asked by `episodes` for tasks and for episodes of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from importlib.metadata import PackageNotFoundError, packages_distributions, version
+from typing import Any
+
+from pydantic import ValidationError
+from verifiers.v1.clients import ModelContext, TrainClientConfig
+from verifiers.v1.configs.agent import AgentConfig, agent_config_fields
+from verifiers.v1.env import Env
+from verifiers.v1.episode import Episode
+from verifiers.v1.task import Task
+from verifiers.v1.trace import Trace
+from verifiers.v1.types import SamplingConfig as VfSampling
+from verifiers.v1.utils.loaders import (
+    default_harness_id,
+    env_config_type,
+    harness_class,
+    load_environment,
+    resolve_env_config,
+    taskset_class,
+)
+from verifiers.v1.utils.retries import run_episode_with_retry
+
+from meshrl.core.config import ConfigError
+from meshrl.core.config.shared import EnvConfig
+from meshrl.environments.plugins import plugin_id
+from meshrl.rollout.client import EngineClient, EngineInterception
+from meshrl.rollout.tasks import TaskSource
+from meshrl.wire.types import EnvironmentInfo, Sampling
+
+NO_HARNESS_OF_ITS_OWN = "bash"
+"""What verifiers falls back to for a taskset that brings no harness; ours takes its place."""
+
+
+class HostedEnvironment:
+    """One environment: its tasks, its agents and what they share while the server runs."""
+
+    def __init__(self, config: EnvConfig, env: Env, *, model: str, default_sampling: Sampling) -> None:
+        self.name = config.name or config.id
+        self.env = env
+        self.tasks = TaskSource(env.taskset, self.name)
+        self._taskset_id = config.id
+        self._model = model
+        self._default_sampling = default_sampling
+        self._endpoint = TrainClientConfig(base_url="http://engine-pool.invalid/v1", api_key_var="MESHRL_API_KEY")
+
+    @property
+    def info(self) -> EnvironmentInfo:
+        return EnvironmentInfo(
+            name=self.name,
+            taskset=self._taskset_id,
+            num_tasks=self.tasks.num_tasks,
+            agents=tuple(agent_config_fields(self.env.config)),
+            default_sampling=self._default_sampling,
+            package_version=_package_version(type(self.env.taskset).__module__),
+        )
+
+    @asynccontextmanager
+    async def serving(self, client: EngineClient) -> AsyncIterator[None]:
+        """Holds the environment's shared tools and interception server, with the policy's calls going to `client`."""
+        async with self.env.serving():
+            # The one place that reaches into verifiers: 0.4 has no argument for an interception of one's own. A test guards it.
+            self.env._interception = EngineInterception(self.env._interception, client)
+            yield
+
+    def sampling(self, override: Sampling, index: int) -> Sampling:
+        """How rollout `index` of a group samples: the request over this environment's defaults, with its own seed."""
+        merged = override.over(self._default_sampling)
+        return merged if merged.seed is None else _with_seed(merged, merged.seed + index)
+
+    async def play(self, task: Task, sampling: Sampling, on_trace: Callable[[Trace], None]) -> Episode:
+        """One scored episode of `task`, retried as the environment's own configuration says."""
+        context = ModelContext(model=self._model, client=self._endpoint, sampling=_to_verifiers(sampling))
+        return await run_episode_with_retry(
+            lambda: self.env.run_episode(task, context, on_trace=on_trace), self.env.config.retries
+        )
+
+
+def load(
+    config: EnvConfig, *, model: str, harness: str, max_turns: int | None, default_sampling: Sampling
+) -> HostedEnvironment:
+    """Imports and builds an environment and reads its tasks. Blocks: call it off the event loop.
+
+    Raises ConfigError when it cannot be found or its options are wrong.
+    """
+    name = config.name or config.id
+    try:
+        env = load_environment(resolve_env_config(env_block(config, harness=harness, max_turns=max_turns)))
+    except ValidationError as error:
+        details = "; ".join(f"{'.'.join(str(part) for part in e['loc'])}: {e['msg']}" for e in error.errors())
+        raise ConfigError(f"environment {name!r}: its args do not fit {config.id!r}: {details}") from error
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(f"environment {name!r}: {config.id!r} cannot be loaded: {error}") from error
+    hosted = HostedEnvironment(config, env, model=model, default_sampling=default_sampling)
+    hosted.tasks.load()
+    if hosted.tasks.num_tasks == 0:
+        raise ConfigError(f"environment {name!r}: {config.id!r} has no tasks; check its args")
+    return hosted
+
+
+def env_block(config: EnvConfig, *, harness: str, max_turns: int | None) -> dict[str, Any]:
+    """The `[env]` block of verifiers for one entry of ours.
+
+    `id` is a taskset, or `environment+taskset` to play a taskset with another environment (`user-sim+my-taskset`). In `args`, names
+    of agents and of environment options (timeout, retries, ...) go to the environment, all others to the taskset.
+    """
+    env_id, _, taskset_id = config.id.rpartition("+")
+    taskset_id = plugin_id(taskset_id)
+    env_id = plugin_id(env_id) if env_id else ""
+    config_cls = env_config_type(taskset_id, env_id)
+    environment_keys = set(config_cls.model_fields) - {"id", "taskset"}
+    block: dict[str, Any] = {key: value for key, value in config.args.items() if key in environment_keys}
+    taskset = {key: value for key, value in config.args.items() if key not in environment_keys}
+    block.update(id=env_id, taskset={**taskset, "id": taskset_id})
+    task_needs_container = taskset_class(taskset_id).task_type().NEEDS_CONTAINER
+    has_harness = default_harness_id(taskset_id) != NO_HARNESS_OF_ITS_OWN
+    local = True
+    for role, spec in agent_config_fields_of(config_cls).items():
+        seat = dict(block.get(role) or {})
+        if max_turns is not None and spec.max_turns is None:
+            seat.setdefault("max_turns", max_turns)
+        if "harness" in seat:
+            seat["harness"] = {**seat["harness"], "id": plugin_id(seat["harness"]["id"])}
+        elif spec.harness is None and not has_harness:
+            seat["harness"] = {"id": plugin_id(harness)}
+        if "runtime" not in seat and "runtime" not in spec.model_fields_set and not task_needs_container:
+            pinned = (seat.get("harness") or {}).get("id") or (spec.harness.id if spec.harness else taskset_id)
+            if not harness_class(pinned).NEEDS_CONTAINER:
+                seat["runtime"] = {"type": "subprocess"}
+        local = local and (seat.get("runtime") or {}).get("type") == "subprocess"
+        block[role] = seat
+    if local:
+        block.setdefault("interception", {"type": "server"})
+    return block
+
+
+def agent_config_fields_of(config_cls: type[Any]) -> dict[str, AgentConfig]:
+    """The agents that an environment's config class declares, with their defaults."""
+    return {
+        name: field.default for name, field in config_cls.model_fields.items() if isinstance(field.default, AgentConfig)
+    }
+
+
+def _with_seed(sampling: Sampling, seed: int) -> Sampling:
+    return Sampling(seed=seed).over(sampling)
+
+
+def _to_verifiers(sampling: Sampling) -> VfSampling:
+    """verifiers' sampling; stop tokens travel in the session, because renderers bring their own."""
+    values: Mapping[str, Any] = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "max_tokens": sampling.max_tokens,
+        "seed": sampling.seed,
+    }
+    return VfSampling(**{name: value for name, value in values.items() if value is not None})
+
+
+def _package_version(module: str) -> str:
+    """Version of the distribution that a module belongs to; empty when it belongs to none."""
+    names = packages_distributions().get(module.partition(".")[0], [])
+    try:
+        return version(names[0]) if names else ""
+    except PackageNotFoundError:
+        return ""

@@ -1,0 +1,112 @@
+"""Chooses the engine of each model call: who is healthy, which version each holds, how busy each is. No I/O.
+
+Fed by probes and answers through `engines`, asked by `engines` before every call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from meshrl.wire.types import EngineEndpoint
+
+
+@dataclass(frozen=True, kw_only=True)
+class Requirement:
+    """Which policy may sample: from `pool`, and at least `min_version` or exactly `exact_version`."""
+
+    pool: str = ""
+    min_version: int | None = None
+    exact_version: int | None = None
+
+    def met_by(self, version: int | None) -> bool:
+        """True when a policy of `version` may sample; an unknown version meets no bound."""
+        if self.exact_version is not None:
+            return version == self.exact_version
+        if self.min_version is not None:
+            return version is not None and version >= self.min_version
+        return True
+
+    def describe(self) -> str:
+        if self.exact_version is not None:
+            return f"version {self.exact_version}"
+        return f"version {self.min_version} or newer" if self.min_version is not None else "any version"
+
+
+@dataclass
+class Engine:
+    """One engine as this process knows it. `version` is None while it is not known."""
+
+    url: str
+    pool: str = ""
+    healthy: bool = False
+    version: int | None = None
+    in_flight: int = 0
+
+
+class EnginePool:
+    """The engines that calls are routed to."""
+
+    def __init__(self, urls: Iterable[str], pool: str = "") -> None:
+        self._engines = {url: Engine(url=url, pool=pool) for url in urls}
+        self._fixed = frozenset(self._engines)
+
+    @property
+    def engines(self) -> tuple[Engine, ...]:
+        return tuple(self._engines.values())
+
+    def discover(self, found: Iterable[tuple[str, str]]) -> None:
+        """Takes over the (url, pool) pairs that the weight hub routes to; engines it no longer names are dropped unless configured."""
+        named = dict(found)
+        for url, pool in named.items():
+            self._engines.setdefault(url, Engine(url=url, pool=pool))
+        for url in [url for url in self._engines if url not in named and url not in self._fixed]:
+            del self._engines[url]
+
+    def observe(self, url: str, version: int | None) -> None:
+        """An engine answered: it is healthy and serves `version`."""
+        if (engine := self._engines.get(url)) is not None:
+            engine.healthy, engine.version = True, version
+
+    def lose(self, url: str) -> None:
+        """An engine did not answer; it gets no calls until it does, and its version is forgotten: it may restart older."""
+        if (engine := self._engines.get(url)) is not None:
+            engine.healthy, engine.version = False, None
+
+    def known_pools(self) -> frozenset[str]:
+        return frozenset(engine.pool for engine in self._engines.values())
+
+    def candidates(self, need: Requirement) -> list[Engine]:
+        return [engine for engine in self._engines.values() if not need.pool or engine.pool == need.pool]
+
+    def can_meet(self, need: Requirement) -> bool:
+        """True when an engine that is up can serve the request now."""
+        return any(engine.healthy and need.met_by(engine.version) for engine in self.candidates(need))
+
+    def is_past(self, need: Requirement) -> bool:
+        """True when every engine that is up is newer than the exact version asked for: waiting will not help."""
+        exact = need.exact_version
+        up = [engine.version for engine in self.candidates(need) if engine.healthy]
+        return exact is not None and bool(up) and all(version is not None and version > exact for version in up)
+
+    def select(self, need: Requirement, *, prefer: str | None = None, skip: Collection[str] = ()) -> Engine | None:
+        """The engine for the next call: the session's own (`prefer`) while it fits, else the least loaded one that fits."""
+        fitting = [
+            engine
+            for engine in self.candidates(need)
+            if engine.healthy and engine.url not in skip and need.met_by(engine.version)
+        ]
+        for engine in fitting:
+            if engine.url == prefer:
+                return engine
+        return min(fitting, key=lambda engine: engine.in_flight, default=None)
+
+    def newest(self, need: Requirement) -> int | None:
+        """Newest version that an engine of the pool is known to serve."""
+        return max((e.version for e in self.candidates(need) if e.version is not None), default=None)
+
+    def endpoints(self) -> tuple[EngineEndpoint, ...]:
+        return tuple(
+            EngineEndpoint(url=engine.url, healthy=engine.healthy, version=engine.version, in_flight=engine.in_flight)
+            for engine in self._engines.values()
+        )

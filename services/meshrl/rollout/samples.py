@@ -1,0 +1,173 @@
+"""Turns a played episode into rollouts that training can use, or into the reason why it cannot.
+
+Fed by `episodes` with verifiers' traces and the sessions that kept the versions; drained to the orchestrator. Shapes: T tokens of a
+sample.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from itertools import chain
+
+import numpy as np
+from verifiers.v1.env import Env
+from verifiers.v1.episode import Episode
+from verifiers.v1.trace import Branch, Trace
+
+from meshrl.rollout.sessions import Call, Session
+from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.types import MessageSpan, Rollout, Sample, VersionSpan
+
+UNSCORED_STOPS = frozenset({"setup_timeout", "finalize_timeout", "scoring_timeout"})
+
+
+def rollouts_of(
+    env: Env, episode: Episode, sessions: Mapping[str, Session], *, group_id: str, environment: str
+) -> tuple[Rollout, ...]:
+    """The rollouts of an episode, one for each agent whose tokens train the policy.
+
+    Raises MeshError, with the reason to report, when the episode failed or was not scored to its end.
+    """
+    if not env.complete(episode):
+        raise _failure(episode, sessions)
+    trainable = [trace for trace in episode.traces if trace.agent.trainable and trace.ok]
+    if not trainable:
+        raise MeshError(Reason.ENVIRONMENT_FAILED, f"{environment} ended without a run of an agent that trains")
+    single = len({trace.agent.name for trace in episode.traces}) == 1
+    return tuple(
+        _rollout(trace, sessions[trace.id], group_id, environment, "" if single else trace.agent.name)
+        for trace in trainable
+    )
+
+
+def trace_uuid(trace_id: str) -> str:
+    """The id of a trace as a UUID; ids of other forms are kept."""
+    try:
+        return str(uuid.UUID(trace_id))
+    except ValueError:
+        return trace_id
+
+
+def _failure(episode: Episode, sessions: Mapping[str, Session]) -> MeshError:
+    """The most telling reason why an episode failed: the engine's if a model call failed, else the environment's last error."""
+    failed = [trace for trace in episode.traces if not trace.ok]
+    for trace in failed:
+        session = sessions.get(trace.id)
+        if session is not None and session.failure is not None:
+            return session.failure
+    errors = [*episode.errors, *chain.from_iterable(trace.errors for trace in failed)]
+    if not errors:
+        return MeshError(Reason.ENVIRONMENT_FAILED, "the episode did not complete and recorded no error")
+    last = errors[-1]
+    return MeshError(Reason.ENVIRONMENT_FAILED, f"{last.type}: {last.message}")
+
+
+def _rollout(trace: Trace, session: Session, group_id: str, environment: str, agent: str) -> Rollout:
+    unscored = sorted(name for name, reward in trace.rewards.items() if reward is None)
+    if unscored or trace.stop_condition in UNSCORED_STOPS:
+        what = f"rewards without a value: {', '.join(unscored)}" if unscored else f"ended by {trace.stop_condition}"
+        raise MeshError(Reason.ENVIRONMENT_FAILED, f"the rollout was not scored ({what})")
+    parts = {name: reward.value for name, reward in trace.rewards.items()}
+    last = next((call for call in reversed(trace.calls) if call.error is None), None)
+    timing = trace.timing
+    sampling = trace.agent.config.sampling
+    temperature = 1.0 if sampling is None or sampling.temperature is None else float(sampling.temperature)
+    return Rollout(
+        rollout_id=trace_uuid(trace.id),
+        group_id=group_id,
+        task_key=trace.task.key or "",
+        environment=environment,
+        agent=agent,
+        samples=samples_of(trace.branches, session.calls, temperature),
+        reward=sum(parts.values()),
+        reward_parts=parts,
+        metrics={name: value for name, value in trace.metrics.items() if value is not None},
+        finish_reason=(last.finish_reason if last is not None else None) or trace.stop_condition or "",
+        truncated=trace.is_truncated,
+        num_turns=trace.num_turns,
+        timings_s={
+            "setup": timing.boot.duration + timing.setup.duration,
+            "generation": timing.agent.model.duration,
+            "scoring": timing.finalize.duration + timing.scoring.duration,
+            "total": max(0.0, timing.scoring.end - timing.start),
+        },
+        traceparent=session.traceparent,
+        completion=trace.last_reply,
+    )
+
+
+def samples_of(branches: Sequence[Branch], calls: Sequence[Call], temperature: float) -> tuple[Sample, ...]:
+    """One sample for each branch of a trace in which the policy sampled a token.
+
+    A token that several branches share is trained in the first of them only. Raises MeshError INTERNAL when a sampled token has no
+    model call that accounts for its version.
+    """
+    unclaimed = list(calls)
+    spans_of_node: dict[int, tuple[tuple[int, int, int], ...]] = {}
+    trained: set[int] = set()
+    samples: list[Sample] = []
+    for branch in branches:
+        if not branch.trainable:
+            continue
+        for node in branch.nodes:
+            if node.sampled and id(node) not in spans_of_node:
+                spans_of_node[id(node)] = _claim(node, unclaimed)
+        fresh = [node for node in branch.nodes if node.sampled and id(node) not in trained and any(node.mask)]
+        if fresh:
+            samples.append(_sample(branch, {id(node) for node in fresh}, spans_of_node, temperature))
+            trained.update(id(node) for node in fresh)
+    return tuple(samples)
+
+
+def _claim(node: object, unclaimed: list[Call]) -> tuple[tuple[int, int, int], ...]:
+    """The version spans of a sampled message: those of the earliest unclaimed call that sampled just its tokens."""
+    num_sampled = sum(node.mask)  # type: ignore[attr-defined]  # verifiers is untyped for the checker
+    if not num_sampled:
+        return ()
+    sampled = node.token_ids[-num_sampled:]  # type: ignore[attr-defined]  # verifiers is untyped for the checker
+    for position, call in enumerate(unclaimed):
+        if call.completion_ids == sampled:
+            del unclaimed[position]
+            return call.spans
+    raise MeshError(Reason.INTERNAL, f"no model call accounts for a message of {num_sampled} sampled tokens")
+
+
+def _sample(
+    branch: Branch, fresh: set[int], spans_of_node: Mapping[int, tuple[tuple[int, int, int], ...]], temperature: float
+) -> Sample:
+    token_ids: list[int] = []
+    for node in branch.nodes:
+        token_ids.extend(node.token_ids)
+    mask_T = np.zeros(len(token_ids), dtype=np.bool_)
+    logprobs_T = np.zeros(len(token_ids), dtype=np.float32)
+    versions: list[VersionSpan] = []
+    messages: list[MessageSpan] = []
+    position = 0
+    for node in branch.nodes:
+        end = position + len(node.token_ids)
+        if end > position:
+            messages.append(MessageSpan(start=position, end=end, role=node.message.role))
+        if id(node) in fresh:
+            start = end - sum(node.mask)
+            mask_T[start:end] = True
+            logprobs_T[start:end] = node.logprobs
+            for first, last, version in spans_of_node[id(node)]:
+                _append_span(versions, start + first, start + last, version)
+        position = end
+    return Sample(
+        token_ids=np.asarray(token_ids, dtype=np.int32),
+        loss_mask=mask_T,
+        logprobs=logprobs_T,
+        version_spans=tuple(versions),
+        message_spans=tuple(messages),
+        temperature=temperature,
+    )
+
+
+def _append_span(spans: list[VersionSpan], start: int, end: int, version: int) -> None:
+    """Appends a span, merged with the last one when they touch and share a version."""
+    if spans and spans[-1].end == start and spans[-1].version == version:
+        spans[-1] = VersionSpan(start=spans[-1].start, end=end, version=version)
+    else:
+        spans.append(VersionSpan(start=start, end=end, version=version))

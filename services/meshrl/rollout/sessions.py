@@ -1,0 +1,52 @@
+"""What belongs to one agent's run beside its trace: which policy may sample it, and which version sampled each token.
+
+A session is found by the id of the agent's trace; `episodes` opens it, `client` writes each model call into it, `samples` reads
+it. verifiers keeps no versions in its traces, which is why they are kept here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from meshrl.rollout.pool import Requirement
+from meshrl.wire.errors import MeshError
+
+
+@dataclass(frozen=True)
+class Call:
+    """One model call: the tokens it sampled, and (start, end, version) spans that cover them."""
+
+    completion_ids: Sequence[int]
+    spans: tuple[tuple[int, int, int], ...]
+
+
+@dataclass
+class Session:
+    """One agent's run. `engine` is the URL that answered last; `failure` says why a model call could not be made."""
+
+    requirement: Requirement = Requirement()
+    stop_token_ids: tuple[int, ...] = ()
+    traceparent: str = ""
+    engine: str | None = None
+    calls: list[Call] = field(default_factory=list)
+    failure: MeshError | None = None
+
+
+class SessionBook:
+    """The sessions of all agents that run now."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[str, Session] = {}
+
+    def open(self, session_id: str, session: Session) -> None:
+        self._sessions[session_id] = session
+
+    def get(self, session_id: str) -> Session | None:
+        return self._sessions.get(session_id)
+
+    def close(self, session_id: str) -> None:
+        self._sessions.pop(session_id, None)
+
+    def __len__(self) -> int:
+        return len(self._sessions)

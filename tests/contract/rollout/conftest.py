@@ -1,0 +1,119 @@
+"""A scripted engine behind real HTTP, a small tokenizer, and a rollout server on a real channel."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+sys.path.append(str(Path(__file__).parent / "tasksets"))  # verifiers loads tasksets as top-level modules
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+ALPHABET = "".join(chr(code) for code in range(32, 127)) + "\n"
+
+
+def save_tokenizer(folder: Path) -> None:
+    """Writes a character-level tokenizer with a ChatML template that is prefix stable."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    specials = ["<unk>", "<|im_start|>", "<|im_end|>"]
+    vocabulary = {token: number for number, token in enumerate([*specials, *ALPHABET])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<|im_end|>", additional_special_tokens=["<|im_start|>"]
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    fast.save_pretrained(folder)
+
+
+def encode(text: str) -> list[int]:
+    return [3 + ALPHABET.index(character) for character in text]
+
+
+def decode(ids: list[int]) -> str:
+    return "".join(ALPHABET[token - 3] if token > 2 else "|" for token in ids)
+
+
+END = 2
+
+
+@dataclass
+class ScriptedEngine:
+    """Answers /inference/v1/generate as told. `reply` gets the request and returns the text to sample."""
+
+    version: int | None = 0
+    reply: Callable[[dict[str, Any]], str] = lambda request: "cat"
+    delay_s: float = 0.0
+    spans: Callable[[int], list[list[int]]] | None = None
+    on_call: Callable[[web.Request, dict[str, Any]], Any] | None = None
+    requests: list[dict[str, Any]] = field(default_factory=list)
+    headers: list[dict[str, str]] = field(default_factory=list)
+    url: str = ""
+    runner: web.AppRunner | None = None
+
+    async def start(self) -> ScriptedEngine:
+        app = web.Application()
+        app.router.add_post("/inference/v1/generate", self.generate)
+        app.router.add_get("/version", self.get_version)
+        self.runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await self.runner.setup()
+        site = web.TCPSite(self.runner, "127.0.0.1", 0)
+        await site.start()
+        self.url = f"http://127.0.0.1:{self.runner.addresses[0][1]}"
+        return self
+
+    async def stop(self) -> None:
+        if self.runner is not None:
+            await self.runner.cleanup()
+            self.runner = None
+
+    async def get_version(self, request: web.Request) -> web.Response:
+        return web.json_response({"version": self.version, "root": "", "paused": False, "in_flight": 0})
+
+    async def generate(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.requests.append(body)
+        self.headers.append(dict(request.headers))
+        if self.on_call is not None:
+            special = self.on_call(request, body)
+            if special is not None:
+                return special
+        if self.delay_s:
+            await asyncio.sleep(self.delay_s)
+        ids = [*encode(self.reply(body)), END][: body["sampling_params"]["max_tokens"]]
+        choice: dict[str, Any] = {
+            "index": 0,
+            "token_ids": ids,
+            "finish_reason": "stop" if ids[-1] == END else "length",
+            "logprobs": {"content": [{"token": f"token_id:{token}", "logprob": -0.5 - 0.01 * i} for i, token in enumerate(ids)]},
+        }
+        if self.spans is not None:
+            choice["version_spans"] = self.spans(len(ids))
+        return web.json_response({"request_id": "r", "choices": [choice]})
+
+
+@pytest.fixture(scope="session")
+def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    save_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[ScriptedEngine]:
+    scripted = await ScriptedEngine().start()
+    yield scripted
+    await scripted.stop()
