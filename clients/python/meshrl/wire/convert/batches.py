@@ -1,0 +1,316 @@
+"""Messages of TrainerService to dataclasses and back. T tokens and S samples of a micro-batch."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from blake3 import blake3
+from meshrl.v1 import trainer_pb2 as pb
+from meshrl.wire import tensors, validate
+from meshrl.wire.convert.fields import FieldReader, optional
+from meshrl.wire.errors import FieldViolation, MeshError, Reason, invalid
+from meshrl.wire.types import Batch, MicroBatch, RunInfo, StepEvent, StepState, TrainerInfo
+
+# Tensors of a micro-batch in the order of the digest, with their element types.
+_TENSORS: Mapping[str, str] = {
+    "token_ids": "int32",
+    "position_ids": "int32",
+    "loss_mask": "bool",
+    "advantages": "float32",
+    "inference_logprobs": "float32",
+    "sample_offsets": "int64",
+    "temperatures": "float32",
+    "env_index": "int32",
+}
+_PER_TOKEN = ("position_ids", "loss_mask", "advantages", "inference_logprobs")
+
+_STATE_TO_PROTO: Mapping[StepState, pb.StepState] = {
+    StepState.QUEUED: pb.STEP_STATE_QUEUED,
+    StepState.RUNNING: pb.STEP_STATE_RUNNING,
+    StepState.DONE: pb.STEP_STATE_DONE,
+    StepState.FAILED: pb.STEP_STATE_FAILED,
+}
+_STATE_FROM_PROTO: Mapping[int, StepState] = {number: state for state, number in _STATE_TO_PROTO.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchHeader:
+    """First message of an upload: the identity and size of a batch, without its tensors."""
+
+    run_id: str
+    step: int
+    digest: str
+    num_micro_batches: int
+    loss_tokens: int
+    environments: tuple[str, ...]
+    traceparent: str = ""
+
+
+def batch_digest(batch: Batch) -> str:
+    """Returns the BLAKE3 (64 hexadecimal digits) over the tensors of all micro-batches, in order.
+
+    Hashed are, per tensor in the order of the MicroBatch message: its type name, its number of dimensions, its shape
+    (int64) and its little-endian bytes; strings and bytes are preceded by their length (uint64).
+    """
+    state = blake3(b"meshrl.batch.v1")
+    state.update(struct.pack("<Q", len(batch.micro_batches)))
+    for micro_batch in batch.micro_batches:
+        for name, dtype in _TENSORS.items():
+            array = np.asarray(getattr(micro_batch, name), dtype=tensors.DTYPES[dtype].storage, order="C")
+            header = struct.pack(f"<Q{len(dtype)}sQ{array.ndim}q", len(dtype), dtype.encode(), array.ndim, *array.shape)
+            state.update(header + struct.pack("<Q", array.nbytes))
+            state.update(array.reshape(-1).view(np.uint8).data if array.size else b"")
+    return state.hexdigest()
+
+
+def batch_header_to_proto(header: BatchHeader) -> pb.BatchHeader:
+    return pb.BatchHeader(
+        run_id=header.run_id,
+        step=header.step,
+        digest=header.digest,
+        num_micro_batches=header.num_micro_batches,
+        loss_tokens=header.loss_tokens,
+        environments=header.environments,
+        traceparent=header.traceparent,
+    )
+
+
+def batch_header_from_proto(message: pb.BatchHeader) -> BatchHeader:
+    return BatchHeader(
+        run_id=message.run_id,
+        step=message.step,
+        digest=message.digest,
+        num_micro_batches=message.num_micro_batches,
+        loss_tokens=message.loss_tokens,
+        environments=tuple(message.environments),
+        traceparent=message.traceparent,
+    )
+
+
+def micro_batch_to_proto(micro_batch: MicroBatch) -> pb.MicroBatch:
+    """Returns the message; raises ValueError if an array has not the type that MicroBatch declares."""
+    encoded: dict[str, Any] = {}
+    for name, dtype in _TENSORS.items():
+        array = getattr(micro_batch, name)
+        if array.dtype.name != dtype:
+            raise ValueError(f"MicroBatch.{name} must be {dtype}, got {array.dtype.name}")
+        encoded[name] = tensors.encode(array)
+    return pb.MicroBatch(
+        dp_rank=micro_batch.dp_rank,
+        rollout_ids=micro_batch.rollout_ids,
+        traceparents=micro_batch.traceparents,
+        **encoded,
+    )
+
+
+def micro_batch_from_proto(
+    message: pb.MicroBatch, *, num_environments: int | None = None, field: str = "micro_batch"
+) -> MicroBatch:
+    """Returns the micro-batch; its arrays are read-only views.
+
+    Raises MeshError INVALID_REQUEST that names every tensor of the wrong type or length, offsets that are not
+    increasing from 0 to T, and an env_index outside `num_environments` if that is given.
+    """
+    reader = FieldReader("the micro-batch", field)
+    arrays = {name: reader.vector(getattr(message, name), name, dtype) for name, dtype in _TENSORS.items()}
+    if reader.ok:
+        _check_lengths(reader, arrays, len(message.rollout_ids), num_environments)
+    reader.done()
+    return MicroBatch(
+        dp_rank=message.dp_rank,
+        rollout_ids=tuple(message.rollout_ids),
+        traceparents=tuple(message.traceparents),
+        **arrays,
+    )
+
+
+def _check_lengths(
+    reader: FieldReader, arrays: Mapping[str, Any], num_rollout_ids: int, num_environments: int | None
+) -> None:
+    num_tokens, offsets = len(arrays["token_ids"]), arrays["sample_offsets"]
+    reader.check(num_tokens > 0, "token_ids", "must not be empty")
+    for name in _PER_TOKEN:
+        reader.length(arrays[name], name, num_tokens, "token_ids")
+    increasing = (
+        len(offsets) > 1 and offsets[0] == 0 and offsets[-1] == num_tokens and bool((np.diff(offsets) > 0).all())
+    )
+    reader.check(increasing, "sample_offsets", f"must increase from 0 to {num_tokens}, the number of tokens")
+    num_samples = max(len(offsets) - 1, 0)
+    for name in ("temperatures", "env_index"):
+        reader.length(arrays[name], name, num_samples, "samples")
+    reader.check(num_rollout_ids == num_samples, "rollout_ids", f"must have {num_samples} entries, one a sample")
+    for name in ("advantages", "inference_logprobs"):
+        reader.check(bool(np.isfinite(arrays[name]).all()), name, "must be finite")
+    if num_environments is not None and len(arrays["env_index"]):
+        known = arrays["env_index"].min() >= 0 and arrays["env_index"].max() < num_environments
+        reader.check(bool(known), "env_index", f"must point into the header's {num_environments} environments")
+
+
+def batch_to_messages(batch: Batch) -> Iterator[pb.SubmitBatchRequest]:
+    """Yields the messages of an upload: the header, then one micro-batch each."""
+    header = BatchHeader(
+        run_id=batch.run_id,
+        step=batch.step,
+        digest=batch_digest(batch),
+        num_micro_batches=len(batch.micro_batches),
+        loss_tokens=batch.loss_tokens,
+        environments=batch.environments,
+        traceparent=batch.traceparent,
+    )
+    yield pb.SubmitBatchRequest(header=batch_header_to_proto(header))
+    for micro_batch in batch.micro_batches:
+        yield pb.SubmitBatchRequest(micro_batch=micro_batch_to_proto(micro_batch))
+
+
+class BatchReader:
+    """Turns the messages of one upload back into a batch: `feed` each in order, then `finish`.
+
+    Every message is checked when it comes, so a bad upload ends early. Holds no I/O.
+    """
+
+    def __init__(self, *, seq_len: int, dp_size: int = 1) -> None:
+        self._seq_len = seq_len
+        self._dp_size = dp_size
+        self._micro_batches: list[MicroBatch] = []
+        self._header: BatchHeader | None = None
+
+    @property
+    def header(self) -> BatchHeader | None:
+        """The header, once it came."""
+        return self._header
+
+    def feed(self, message: pb.SubmitBatchRequest) -> None:
+        """Takes the next message; raises MeshError INVALID_REQUEST for one that is wrong or out of order."""
+        part = message.WhichOneof("part")
+        if self._header is None:
+            if part != "header":
+                raise invalid([FieldViolation("header", "must be the first message")], "the batch")
+            validate.validate_batch_header(message.header, dp_size=self._dp_size)
+            self._header = batch_header_from_proto(message.header)
+            return
+        index = len(self._micro_batches)
+        if part != "micro_batch" or index >= self._header.num_micro_batches:
+            due = f"{self._header.num_micro_batches} micro-batches follow the header"
+            raise invalid([FieldViolation(part or "part", f"was not expected: {due}, {index} came")], "the batch")
+        field = f"micro_batches[{index}]"
+        micro_batch = micro_batch_from_proto(
+            message.micro_batch, num_environments=len(self._header.environments), field=field
+        )
+        reader = FieldReader("the batch", field)
+        num_tokens = len(micro_batch.token_ids)
+        reader.check(num_tokens <= self._seq_len, "token_ids", f"takes at most {self._seq_len}, got {num_tokens}")
+        reader.check(micro_batch.dp_rank < self._dp_size, "dp_rank", f"must be below {self._dp_size}")
+        reader.done()
+        self._micro_batches.append(micro_batch)
+
+    def finish(self) -> Batch:
+        """Returns the whole batch.
+
+        Raises INVALID_REQUEST when messages are missing or loss_tokens is wrong and BATCH_DIGEST_MISMATCH when the
+        tensors are not those of the header.
+        """
+        header = self._header
+        if header is None:
+            raise invalid([FieldViolation("header", "must be the first message")], "the batch")
+        reader = FieldReader("the batch")
+        came = len(self._micro_batches)
+        reader.check(
+            came == header.num_micro_batches, "num_micro_batches", f"is {header.num_micro_batches}, {came} came"
+        )
+        loss_tokens = sum(int(micro_batch.loss_mask.sum()) for micro_batch in self._micro_batches)
+        reader.check(loss_tokens == header.loss_tokens, "loss_tokens", f"is {header.loss_tokens}, {loss_tokens} came")
+        shares = {sum(m.dp_rank == rank for m in self._micro_batches) for rank in range(self._dp_size)}
+        reader.check(len(shares) == 1, "dp_rank", "every rank takes an equal number of micro-batches")
+        reader.done()
+        batch = Batch(
+            run_id=header.run_id,
+            step=header.step,
+            micro_batches=tuple(self._micro_batches),
+            loss_tokens=header.loss_tokens,
+            environments=header.environments,
+            traceparent=header.traceparent,
+        )
+        digest = batch_digest(batch)
+        if digest != header.digest:
+            raise MeshError(
+                Reason.BATCH_DIGEST_MISMATCH,
+                f"the tensors of step {header.step} hash to {digest}, the header says {header.digest}; send them again",
+            )
+        return batch
+
+
+def run_to_proto(run: RunInfo) -> pb.Run:
+    return pb.Run(run_id=run.run_id, step=run.step, version=run.version, epoch=run.epoch, revision=run.revision)
+
+
+def run_from_proto(message: pb.Run) -> RunInfo:
+    return RunInfo(
+        run_id=message.run_id,
+        step=message.step,
+        version=message.version,
+        epoch=message.epoch,
+        revision=message.revision,
+    )
+
+
+def trainer_info_to_proto(info: TrainerInfo, *, contract_version: str = "") -> pb.GetTrainerResponse:
+    return pb.GetTrainerResponse(
+        contract_version=contract_version,
+        world_size=info.world_size,
+        dp_size=info.dp_size,
+        seq_len=info.seq_len,
+        pad_multiple=info.pad_multiple,
+        objective=info.objective,
+        model=info.model,
+        runs=[run_to_proto(run) for run in info.runs],
+        max_queued_batches=info.max_queued_batches,
+    )
+
+
+def trainer_info_from_proto(message: pb.GetTrainerResponse) -> TrainerInfo:
+    return TrainerInfo(
+        world_size=message.world_size,
+        dp_size=message.dp_size,
+        seq_len=message.seq_len,
+        pad_multiple=message.pad_multiple,
+        objective=message.objective,
+        model=message.model,
+        runs=tuple(run_from_proto(run) for run in message.runs),
+        max_queued_batches=message.max_queued_batches,
+    )
+
+
+def step_event_to_proto(event: StepEvent) -> pb.WatchStepsResponse:
+    return pb.WatchStepsResponse(
+        revision=event.revision,
+        step=event.step,
+        state=_STATE_TO_PROTO[event.state],
+        version=event.version,
+        metrics=event.metrics,
+        timings_s=event.timings_s,
+        reason=event.reason,
+        message=event.message,
+        traceparent=event.traceparent,
+    )
+
+
+def step_event_from_proto(message: pb.WatchStepsResponse) -> StepEvent | None:
+    """Returns the event, or None for a state that this program does not know."""
+    state = _STATE_FROM_PROTO.get(message.state)
+    if state is None:
+        return None
+    return StepEvent(
+        revision=message.revision,
+        step=message.step,
+        state=state,
+        version=optional(message, "version"),
+        metrics=dict(message.metrics),
+        timings_s=dict(message.timings_s),
+        reason=message.reason,
+        message=message.message,
+        traceparent=message.traceparent,
+    )

@@ -1,0 +1,52 @@
+"""Reads the fields of a message and collects what is wrong with them, so that one answer names every bad field."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from google.protobuf.message import Message
+from meshrl.v1 import tensor_pb2
+from meshrl.wire import tensors
+from meshrl.wire.errors import FieldViolation, MeshError, invalid
+from numpy.typing import NDArray
+
+
+def optional(message: Message, field: str) -> Any:
+    """Returns the value of an `optional` or oneof field, or None when it is unset."""
+    return getattr(message, field) if message.HasField(field) else None
+
+
+class FieldReader:
+    """Decodes tensors and checks conditions; `done` raises for everything that was wrong."""
+
+    def __init__(self, what: str, prefix: str = "") -> None:
+        self._what = what
+        self._prefix = f"{prefix}." if prefix else ""
+        self.violations: list[FieldViolation] = []
+
+    def vector(self, tensor: tensor_pb2.Tensor, field: str, dtype: str) -> NDArray[Any]:
+        """Returns a one-dimensional tensor of `dtype`; an empty one stands in for one that cannot be read."""
+        try:
+            return tensors.decode(tensor, expect=dtype, ndim=1, field=self._prefix + field)
+        except MeshError as error:  # collected: the caller gets all violations in one answer
+            self.violations.extend(error.violations)
+            return np.zeros(0, dtype=tensors.DTYPES[dtype].storage)
+
+    def check(self, holds: bool, field: str, description: str) -> None:
+        """Records a violation of `field` unless `holds`."""
+        if not holds:
+            self.violations.append(FieldViolation(self._prefix + field, description))
+
+    def length(self, array: NDArray[Any], field: str, expected: int, of: str) -> None:
+        """Records a violation unless `array` has as many elements as `of`."""
+        self.check(len(array) == expected, field, f"must have {expected} elements like {of}, got {len(array)}")
+
+    @property
+    def ok(self) -> bool:
+        return not self.violations
+
+    def done(self) -> None:
+        """Raises MeshError INVALID_REQUEST if anything was wrong."""
+        if self.violations:
+            raise invalid(self.violations, self._what)

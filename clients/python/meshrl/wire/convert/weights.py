@@ -1,0 +1,398 @@
+"""Messages of WeightSync to dataclasses and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from meshrl.v1 import weights_pb2 as pb
+from meshrl.wire import tensors
+from meshrl.wire.convert.fields import FieldReader, optional
+from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.types import (
+    Abort,
+    Activation,
+    ActivationPolicy,
+    AgentCommand,
+    AgentFault,
+    AgentRegistration,
+    AgentReport,
+    AgentState,
+    ApplyReport,
+    Chunk,
+    ChunkEntry,
+    Commit,
+    DrainAgent,
+    EngineInfo,
+    EngineReport,
+    FileEntry,
+    Lease,
+    Manifest,
+    Prepare,
+    Resume,
+    StagedVersion,
+    TensorEntry,
+    Transport,
+    VersionEvent,
+    VersionInfo,
+    VersionKind,
+    VersionState,
+)
+
+_TRANSPORTS: Mapping[Transport, pb.Transport] = {
+    Transport.FILESYSTEM: pb.TRANSPORT_FILESYSTEM,
+    Transport.STREAM: pb.TRANSPORT_STREAM,
+    Transport.NCCL: pb.TRANSPORT_NCCL,
+}
+_KINDS: Mapping[VersionKind, pb.VersionKind] = {
+    VersionKind.FULL: pb.VERSION_KIND_FULL,
+    VersionKind.DELTA: pb.VERSION_KIND_DELTA,
+    VersionKind.LORA: pb.VERSION_KIND_LORA,
+}
+_VERSION_STATES: Mapping[VersionState, pb.VersionState] = {
+    VersionState.STAGING: pb.VERSION_STATE_STAGING,
+    VersionState.SEALED: pb.VERSION_STATE_SEALED,
+    VersionState.COMMITTING: pb.VERSION_STATE_COMMITTING,
+    VersionState.COMMITTED: pb.VERSION_STATE_COMMITTED,
+    VersionState.RETIRED: pb.VERSION_STATE_RETIRED,
+    VersionState.ABORTED: pb.VERSION_STATE_ABORTED,
+}
+_AGENT_STATES: Mapping[AgentState, pb.AgentState] = {
+    AgentState.JOINING: pb.AGENT_STATE_JOINING,
+    AgentState.SEEDING: pb.AGENT_STATE_SEEDING,
+    AgentState.READY: pb.AGENT_STATE_READY,
+    AgentState.FETCHING: pb.AGENT_STATE_FETCHING,
+    AgentState.PREPARED: pb.AGENT_STATE_PREPARED,
+    AgentState.APPLYING: pb.AGENT_STATE_APPLYING,
+    AgentState.POISONED: pb.AGENT_STATE_POISONED,
+}
+_POLICIES: Mapping[ActivationPolicy, pb.ActivationPolicy] = {
+    ActivationPolicy.GANG: pb.ACTIVATION_POLICY_GANG,
+    ActivationPolicy.ROLLING: pb.ACTIVATION_POLICY_ROLLING,
+}
+_TRANSPORT_OF: Mapping[int, Transport] = {number: value for value, number in _TRANSPORTS.items()}
+_KIND_OF: Mapping[int, VersionKind] = {number: value for value, number in _KINDS.items()}
+_VERSION_STATE_OF: Mapping[int, VersionState] = {number: value for value, number in _VERSION_STATES.items()}
+_AGENT_STATE_OF: Mapping[int, AgentState] = {number: value for value, number in _AGENT_STATES.items()}
+_POLICY_OF: Mapping[int, ActivationPolicy] = {number: value for value, number in _POLICIES.items()}
+
+
+def manifest_to_proto(manifest: Manifest) -> pb.Manifest:
+    return pb.Manifest(
+        run_id=manifest.run_id,
+        epoch=manifest.epoch,
+        version=manifest.version,
+        kind=_KINDS[manifest.kind],
+        transport=_TRANSPORTS[manifest.transport],
+        base_version=manifest.base_version,
+        base_root=manifest.base_root,
+        result_root=manifest.result_root,
+        layout_signature=manifest.layout_signature,
+        codec=manifest.codec,
+        tensors=[
+            pb.TensorEntry(
+                name=entry.name,
+                dtype=tensors.dtype_number(entry.dtype),
+                shape=entry.shape,
+                offset=entry.offset,
+                num_bytes=entry.num_bytes,
+                digest=entry.digest,
+            )
+            for entry in manifest.tensors
+        ],
+        chunks=[pb.ChunkEntry(offset=c.offset, length=c.length, digest=c.digest) for c in manifest.chunks],
+        files=[pb.FileEntry(path=f.path, offset=f.offset, num_bytes=f.num_bytes) for f in manifest.files],
+    )
+
+
+def manifest_from_proto(message: pb.Manifest) -> Manifest:
+    """Returns the manifest; raises INVALID_REQUEST for a kind, transport or element type not known here."""
+    reader = FieldReader("the manifest", "manifest")
+    kind, transport = _KIND_OF.get(message.kind), _TRANSPORT_OF.get(message.transport)
+    reader.check(kind is not None, "kind", f"{message.kind} is not known here")
+    reader.check(transport is not None, "transport", f"{message.transport} is not known here")
+    dtypes = [tensors.dtype_name(entry.dtype) for entry in message.tensors]
+    for index, dtype in enumerate(dtypes):
+        reader.check(dtype is not None, f"tensors[{index}].dtype", f"{message.tensors[index].dtype} is not known here")
+    reader.done()
+    return Manifest(
+        run_id=message.run_id,
+        epoch=message.epoch,
+        version=message.version,
+        kind=kind or VersionKind.FULL,
+        transport=transport or Transport.STREAM,
+        base_version=optional(message, "base_version"),
+        base_root=message.base_root,
+        result_root=message.result_root,
+        layout_signature=message.layout_signature,
+        codec=message.codec,
+        tensors=tuple(
+            TensorEntry(
+                name=entry.name,
+                dtype=dtype or "",
+                shape=tuple(entry.shape),
+                offset=entry.offset,
+                num_bytes=entry.num_bytes,
+                digest=entry.digest,
+            )
+            for entry, dtype in zip(message.tensors, dtypes, strict=True)
+        ),
+        chunks=tuple(ChunkEntry(offset=c.offset, length=c.length, digest=c.digest) for c in message.chunks),
+        files=tuple(FileEntry(path=f.path, offset=f.offset, num_bytes=f.num_bytes) for f in message.files),
+    )
+
+
+def chunk_to_proto(chunk: Chunk) -> pb.Chunk:
+    return pb.Chunk(offset=chunk.offset, data=bytes(chunk.data), crc32c=chunk.crc32c)
+
+
+def chunk_from_proto(message: pb.Chunk) -> Chunk:
+    return Chunk(offset=message.offset, data=message.data, crc32c=message.crc32c)
+
+
+def staged_version_to_proto(staged: StagedVersion) -> pb.CreateVersionResponse:
+    return pb.CreateVersionResponse(
+        artifact_id=staged.artifact_id,
+        missing_offsets=staged.missing_offsets,
+        max_chunk_bytes=staged.max_chunk_bytes,
+    )
+
+
+def staged_version_from_proto(message: pb.CreateVersionResponse) -> StagedVersion:
+    return StagedVersion(
+        artifact_id=message.artifact_id,
+        missing_offsets=tuple(message.missing_offsets),
+        max_chunk_bytes=message.max_chunk_bytes,
+    )
+
+
+def registration_to_proto(registration: AgentRegistration, *, contract_version: str = "") -> pb.RegisterRequest:
+    return pb.RegisterRequest(
+        contract_version=contract_version,
+        engine_id=registration.engine_id,
+        url=registration.url,
+        engine_pool=registration.engine_pool,
+        transports=[_TRANSPORTS[transport] for transport in registration.transports],
+        layout_signature=registration.layout_signature,
+        held_version=registration.held_version,
+        held_root=registration.held_root,
+    )
+
+
+def registration_from_proto(message: pb.RegisterRequest) -> AgentRegistration:
+    """Returns the registration without the transports that this program does not know."""
+    return AgentRegistration(
+        engine_id=message.engine_id,
+        url=message.url,
+        engine_pool=message.engine_pool,
+        transports=tuple(_TRANSPORT_OF[number] for number in message.transports if number in _TRANSPORT_OF),
+        layout_signature=message.layout_signature,
+        held_version=optional(message, "held_version"),
+        held_root=message.held_root,
+    )
+
+
+def lease_to_proto(lease: Lease, *, contract_version: str = "") -> pb.RegisterResponse:
+    return pb.RegisterResponse(
+        contract_version=contract_version,
+        lease_id=lease.lease_id,
+        lease_s=lease.lease_s,
+        max_chunk_bytes=lease.max_chunk_bytes,
+        committed_version=lease.committed_version,
+    )
+
+
+def lease_from_proto(message: pb.RegisterResponse) -> Lease:
+    return Lease(
+        lease_id=message.lease_id,
+        lease_s=message.lease_s,
+        max_chunk_bytes=message.max_chunk_bytes,
+        committed_version=optional(message, "committed_version"),
+    )
+
+
+def _fault_to_proto(fault: AgentFault | None) -> pb.AgentFault | None:
+    return None if fault is None else pb.AgentFault(reason=fault.reason, message=fault.message)
+
+
+def _fault_from_proto(message: pb.AgentFault | None) -> AgentFault | None:
+    return None if message is None else AgentFault(reason=message.reason, message=message.message)
+
+
+def _apply_to_proto(report: ApplyReport) -> pb.ApplyReport:
+    return pb.ApplyReport(
+        version=report.version,
+        root=report.root,
+        pause_s=report.pause_s,
+        prepare_s=report.prepare_s,
+        requests_kept=report.requests_kept,
+    )
+
+
+def _apply_from_proto(message: pb.ApplyReport) -> ApplyReport:
+    return ApplyReport(
+        version=message.version,
+        root=message.root,
+        pause_s=message.pause_s,
+        prepare_s=message.prepare_s,
+        requests_kept=message.requests_kept,
+    )
+
+
+def agent_report_to_proto(report: AgentReport) -> pb.SessionRequest:
+    return pb.SessionRequest(
+        lease_id=report.lease_id,
+        state=_AGENT_STATES[report.state],
+        serving_version=report.serving_version,
+        target_version=report.target_version,
+        fault=_fault_to_proto(report.fault),
+        applied=None if report.applied is None else _apply_to_proto(report.applied),
+    )
+
+
+def agent_report_from_proto(message: pb.SessionRequest) -> AgentReport:
+    """Returns the report; a state that this program does not know counts as JOINING, which vouches for nothing."""
+    return AgentReport(
+        lease_id=message.lease_id,
+        state=_AGENT_STATE_OF.get(message.state, AgentState.JOINING),
+        serving_version=optional(message, "serving_version"),
+        target_version=optional(message, "target_version"),
+        fault=_fault_from_proto(optional(message, "fault")),
+        applied=_apply_from_proto(message.applied) if message.HasField("applied") else None,
+    )
+
+
+def agent_command_to_proto(command: AgentCommand) -> pb.SessionResponse:
+    match command:
+        case Prepare(version=version, artifact_id=artifact_id):
+            return pb.SessionResponse(prepare=pb.Prepare(version=version, artifact_id=artifact_id))
+        case Commit(version=version, artifact_id=artifact_id, hold=hold):
+            return pb.SessionResponse(commit=pb.Commit(version=version, artifact_id=artifact_id, hold=hold))
+        case Abort(version=version):
+            return pb.SessionResponse(abort=pb.Abort(version=version))
+        case Resume(version=version):
+            return pb.SessionResponse(resume=pb.Resume(version=version))
+        case DrainAgent():
+            return pb.SessionResponse(drain=pb.DrainAgent())
+
+
+def agent_command_from_proto(message: pb.SessionResponse) -> AgentCommand | None:
+    """Returns the command, or None for one that this program does not know."""
+    match message.WhichOneof("command"):
+        case "prepare":
+            return Prepare(version=message.prepare.version, artifact_id=message.prepare.artifact_id)
+        case "commit":
+            commit = message.commit
+            return Commit(version=commit.version, artifact_id=commit.artifact_id, hold=commit.hold)
+        case "abort":
+            return Abort(version=message.abort.version)
+        case "resume":
+            return Resume(version=message.resume.version)
+        case "drain":
+            return DrainAgent()
+        case _:
+            return None
+
+
+def engine_info_to_proto(engine: EngineInfo) -> pb.EngineInfo:
+    return pb.EngineInfo(
+        engine_id=engine.engine_id,
+        url=engine.url,
+        engine_pool=engine.engine_pool,
+        state=_AGENT_STATES[engine.state],
+        serving_version=engine.serving_version,
+        routable=engine.routable,
+        last_seen_s=engine.last_seen_s,
+        last_fault=_fault_to_proto(engine.last_fault),
+    )
+
+
+def engine_info_from_proto(message: pb.EngineInfo) -> EngineInfo:
+    """Returns the engine; a state that this program does not know counts as JOINING."""
+    return EngineInfo(
+        engine_id=message.engine_id,
+        url=message.url,
+        engine_pool=message.engine_pool,
+        state=_AGENT_STATE_OF.get(message.state, AgentState.JOINING),
+        serving_version=optional(message, "serving_version"),
+        routable=message.routable,
+        last_seen_s=message.last_seen_s,
+        last_fault=_fault_from_proto(optional(message, "last_fault")),
+    )
+
+
+def activation_policy_to_proto(policy: ActivationPolicy) -> pb.ActivationPolicy:
+    return _POLICIES[policy]
+
+
+def activation_policy_from_proto(number: int) -> ActivationPolicy:
+    """Returns the policy; unset and unknown ones are rolling."""
+    return _POLICY_OF.get(number, ActivationPolicy.ROLLING)
+
+
+def version_info_to_proto(info: VersionInfo) -> pb.VersionInfo:
+    return pb.VersionInfo(
+        run_id=info.run_id,
+        epoch=info.epoch,
+        version=info.version,
+        artifact_id=info.artifact_id,
+        state=_VERSION_STATES[info.state],
+        num_bytes=info.num_bytes,
+        transport=_TRANSPORTS[info.transport],
+        traceparent=info.traceparent,
+    )
+
+
+def version_info_from_proto(message: pb.VersionInfo) -> VersionInfo:
+    """Returns the version; raises CONTRACT_MISMATCH for a state or transport that this program does not know."""
+    state, transport = _VERSION_STATE_OF.get(message.state), _TRANSPORT_OF.get(message.transport)
+    if state is None or transport is None:
+        raise MeshError(
+            Reason.CONTRACT_MISMATCH,
+            f"version {message.version} has state {message.state} and transport {message.transport}, "
+            "which this program does not know; update it to the hub's release",
+        )
+    return VersionInfo(
+        run_id=message.run_id,
+        epoch=message.epoch,
+        version=message.version,
+        artifact_id=message.artifact_id,
+        state=state,
+        num_bytes=message.num_bytes,
+        transport=transport,
+        traceparent=message.traceparent,
+    )
+
+
+def version_event_to_proto(event: VersionEvent) -> pb.WatchVersionsResponse:
+    return pb.WatchVersionsResponse(revision=event.revision, version=version_info_to_proto(event.version))
+
+
+def version_event_from_proto(message: pb.WatchVersionsResponse) -> VersionEvent | None:
+    """Returns the event, or None for a state or transport that this program does not know."""
+    if message.version.state not in _VERSION_STATE_OF or message.version.transport not in _TRANSPORT_OF:
+        return None
+    return VersionEvent(revision=message.revision, version=version_info_from_proto(message.version))
+
+
+def activation_to_proto(activation: Activation) -> pb.ActivateVersionResponse:
+    return pb.ActivateVersionResponse(
+        version=version_info_to_proto(activation.version),
+        engines=[
+            pb.EngineReport(engine_id=report.engine_id, applied=_apply_to_proto(report.applied))
+            for report in activation.engines
+        ],
+        commit_s=activation.commit_s,
+        lag_s=activation.lag_s,
+    )
+
+
+def activation_from_proto(message: pb.ActivateVersionResponse) -> Activation:
+    return Activation(
+        version=version_info_from_proto(message.version),
+        engines=tuple(
+            EngineReport(engine_id=report.engine_id, applied=_apply_from_proto(report.applied))
+            for report in message.engines
+        ),
+        commit_s=message.commit_s,
+        lag_s=message.lag_s,
+    )

@@ -1,0 +1,229 @@
+"""The error catalogue: every way in which a call between services can fail, and one translator each way.
+
+A servicer raises `MeshError`; the server turns it into a gRPC status with `google.rpc` details, the client turns that
+back into the same `MeshError`. On the wire a reason is its name, in `ErrorInfo` with domain "meshrl".
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from google.protobuf import any_pb2, message
+from google.rpc import error_details_pb2, status_pb2
+
+DOMAIN = "meshrl"
+STATUS_DETAILS_KEY = "grpc-status-details-bin"
+
+# gRPC peers drop a response whose metadata passes 8 KiB, so details are cut well below that.
+_MAX_MESSAGE_CHARS = 1200
+_MAX_VIOLATIONS = 24
+_MAX_VIOLATION_CHARS = 160
+_MAX_METADATA_ENTRIES = 16
+_MAX_METADATA_CHARS = 120
+
+_Code = grpc.StatusCode
+
+
+class Reason(enum.Enum):
+    """Why a call failed. `code` is its gRPC status, `retryable` whether the same call may succeed later."""
+
+    INVALID_REQUEST = (_Code.INVALID_ARGUMENT, False, "the request is malformed; every bad field is named")
+    MESSAGE_TOO_LARGE = (_Code.RESOURCE_EXHAUSTED, False, "a message is larger than a peer takes")
+    UNKNOWN_ENVIRONMENT = (_Code.NOT_FOUND, False, "the rollout server does not host this environment")
+    UNKNOWN_TASK = (_Code.NOT_FOUND, False, "the environment has no such task")
+    VERSION_NOT_AVAILABLE = (_Code.FAILED_PRECONDITION, True, "no engine serves a version that satisfies the request")
+    OVERLOADED = (_Code.RESOURCE_EXHAUSTED, True, "the server's queue is full")
+    DRAINING = (_Code.UNAVAILABLE, True, "the server is shutting down and takes no new work")
+    DUPLICATE_REQUEST = (_Code.ALREADY_EXISTS, False, "this request_id was seen before and its answer is not kept")
+    DEADLINE_PASSED = (_Code.DEADLINE_EXCEEDED, True, "no answer before the deadline")
+    CANCELLED = (_Code.CANCELLED, False, "the caller cancelled the call")
+    ENVIRONMENT_FAILED = (_Code.INTERNAL, True, "an environment crashed while it ran or scored an episode")
+    ENGINE_FAILED = (_Code.UNAVAILABLE, True, "an inference engine did not answer or answered with an error")
+    UNKNOWN_RUN = (_Code.NOT_FOUND, False, "the server has no run of this name")
+    RUN_EXISTS = (_Code.ALREADY_EXISTS, False, "a run of this name exists")
+    RUN_PROTECTED = (_Code.FAILED_PRECONDITION, False, "a trainer's own run cannot be deleted")
+    RUN_LIMIT_REACHED = (_Code.RESOURCE_EXHAUSTED, False, "the trainer holds as many runs as it may")
+    STEP_OUT_OF_ORDER = (_Code.FAILED_PRECONDITION, False, "the batch is not for the run's next step")
+    BATCH_DIGEST_MISMATCH = (_Code.DATA_LOSS, True, "the tensors that arrived are not those the header names")
+    BATCH_CONFLICT = (_Code.ALREADY_EXISTS, False, "another batch was accepted for this step")
+    REVISION_EXPIRED = (_Code.OUT_OF_RANGE, False, "the history no longer reaches back to this revision")
+    STEP_FAILED = (_Code.INTERNAL, False, "a training step raised; the weights are those of the step before")
+    CHECKPOINT_FAILED = (_Code.INTERNAL, True, "a checkpoint could not be written")
+    STALE_EPOCH = (_Code.FAILED_PRECONDITION, False, "a newer trainer of this run has taken over")
+    VERSION_CONFLICT = (_Code.ALREADY_EXISTS, False, "this version exists with other content")
+    UNKNOWN_VERSION = (_Code.NOT_FOUND, False, "the hub has no such version or artifact")
+    VERSION_NOT_SEALED = (_Code.FAILED_PRECONDITION, False, "the version is not sealed")
+    VERSION_SUPERSEDED = (_Code.FAILED_PRECONDITION, False, "a newer version is committed")
+    VERSION_DECIDED = (_Code.FAILED_PRECONDITION, False, "the commit is decided and can no longer be aborted")
+    CHUNK_CORRUPT = (_Code.DATA_LOSS, True, "a chunk does not match its checksum")
+    DIGEST_MISMATCH = (_Code.DATA_LOSS, True, "assembled bytes do not match the digest in the manifest")
+    CHUNKS_MISSING = (_Code.FAILED_PRECONDITION, True, "chunks of the version have not arrived")
+    LAYOUT_MISMATCH = (_Code.FAILED_PRECONDITION, False, "the version's tensors do not fit the engine's model")
+    LEASE_EXPIRED = (_Code.NOT_FOUND, True, "the agent's lease is unknown or expired; register again")
+    ENGINES_NOT_READY = (_Code.DEADLINE_EXCEEDED, True, "too few engines prepared the version in time")
+    NOT_SUPPORTED = (_Code.UNIMPLEMENTED, False, "this server does not offer what was asked")
+    CONTRACT_MISMATCH = (_Code.FAILED_PRECONDITION, False, "the peers speak different contract versions")
+    UNREACHABLE = (_Code.UNAVAILABLE, True, "no connection to the server")
+    INTERNAL = (_Code.INTERNAL, False, "the server met a defect; its log has the traceback")
+
+    def __init__(self, code: Any, retryable: bool, meaning: str) -> None:
+        self.code = code
+        self.retryable = retryable
+        self.meaning = meaning
+
+
+# What a status without our details means: it came from gRPC itself or from a peer that is not ours.
+_REASON_BY_CODE: Mapping[Any, Reason] = {
+    _Code.CANCELLED: Reason.CANCELLED,
+    _Code.INVALID_ARGUMENT: Reason.INVALID_REQUEST,
+    _Code.DEADLINE_EXCEEDED: Reason.DEADLINE_PASSED,
+    _Code.RESOURCE_EXHAUSTED: Reason.MESSAGE_TOO_LARGE,
+    _Code.UNIMPLEMENTED: Reason.NOT_SUPPORTED,
+    _Code.UNAVAILABLE: Reason.UNREACHABLE,
+}
+
+
+@dataclass(frozen=True)
+class FieldViolation:
+    """One bad field of a request: its path in the message and what to change."""
+
+    field: str
+    description: str
+
+
+class MeshError(Exception):
+    """The one error that services raise and clients see."""
+
+    def __init__(
+        self,
+        reason: Reason,
+        message: str = "",
+        *,
+        violations: Sequence[FieldViolation] = (),
+        retry_after_s: float | None = None,
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        self.reason = reason
+        self.message = message or reason.meaning
+        self.violations = tuple(violations)
+        self.retry_after_s = retry_after_s
+        self.metadata: Mapping[str, str] = dict(metadata or {})
+        super().__init__(self.message)
+
+    @property
+    def retryable(self) -> bool:
+        """True when the same call may succeed later."""
+        return self.reason.retryable
+
+    def __str__(self) -> str:
+        fields = "".join(f"; {violation.field}: {violation.description}" for violation in self.violations)
+        return f"{self.reason.name}: {self.message}{fields}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (self.reason, self.message, self.violations, self.retry_after_s, dict(self.metadata))
+
+
+def _rebuild(
+    reason: Reason,
+    text: str,
+    violations: tuple[FieldViolation, ...],
+    retry_after_s: float | None,
+    metadata: dict[str, str],
+) -> MeshError:
+    return MeshError(reason, text, violations=violations, retry_after_s=retry_after_s, metadata=metadata)
+
+
+def invalid(violations: Sequence[FieldViolation], what: str = "the request") -> MeshError:
+    """Returns the error that names every violated field of `what` at once."""
+    plural = "field is" if len(violations) == 1 else "fields are"
+    return MeshError(Reason.INVALID_REQUEST, f"{len(violations)} {plural} wrong in {what}", violations=violations)
+
+
+def to_rpc_status(error: MeshError) -> status_pb2.Status:
+    """Returns the `google.rpc.Status` of an error: ErrorInfo, and BadRequest and RetryInfo where they apply.
+
+    Texts that would not fit into gRPC metadata are cut.
+    """
+    info = error_details_pb2.ErrorInfo(reason=error.reason.name, domain=DOMAIN)
+    for key, value in list(error.metadata.items())[:_MAX_METADATA_ENTRIES]:
+        info.metadata[key] = _cut(value, _MAX_METADATA_CHARS)
+    details: list[message.Message] = [info]
+    if error.violations:
+        bad_request = error_details_pb2.BadRequest()
+        for violation in _cut_violations(error.violations):
+            bad_request.field_violations.add(
+                field=_cut(violation.field, _MAX_VIOLATION_CHARS),
+                description=_cut(violation.description, _MAX_VIOLATION_CHARS),
+            )
+        details.append(bad_request)
+    if error.retry_after_s is not None:
+        retry = error_details_pb2.RetryInfo()
+        retry.retry_delay.FromNanoseconds(round(max(error.retry_after_s, 0.0) * 1e9))
+        details.append(retry)
+    status = status_pb2.Status(code=error.reason.code.value[0], message=_cut(error.message, _MAX_MESSAGE_CHARS))
+    status.details.extend(_pack(detail) for detail in details)
+    return status
+
+
+def from_rpc_status(status: status_pb2.Status) -> MeshError:
+    """Returns the error that a `google.rpc.Status` carries; a status that is not ours is mapped by its code."""
+    info: error_details_pb2.ErrorInfo | None = None
+    violations: list[FieldViolation] = []
+    retry_after_s: float | None = None
+    for detail in status.details:
+        if detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR):
+            info = error_details_pb2.ErrorInfo()
+            detail.Unpack(info)
+        elif detail.Is(error_details_pb2.BadRequest.DESCRIPTOR):
+            bad_request = error_details_pb2.BadRequest()
+            detail.Unpack(bad_request)
+            violations += [FieldViolation(item.field, item.description) for item in bad_request.field_violations]
+        elif detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR):
+            retry = error_details_pb2.RetryInfo()
+            detail.Unpack(retry)
+            retry_after_s = retry.retry_delay.ToNanoseconds() / 1e9
+    metadata = dict(info.metadata) if info is not None else {}
+    reason = Reason.__members__.get(info.reason) if info is not None and info.domain == DOMAIN else None
+    if reason is None:
+        if info is not None and info.reason:
+            metadata["peer_reason"] = info.reason
+        reason = _REASON_BY_CODE.get(_code_of(status.code), Reason.INTERNAL)
+    return MeshError(reason, status.message, violations=violations, retry_after_s=retry_after_s, metadata=metadata)
+
+
+def from_rpc_error(error: grpc.aio.AioRpcError) -> MeshError:
+    """Returns the error behind a failed call, whether a servicer raised it or gRPC itself did."""
+    for key, value in error.trailing_metadata() or ():
+        if key == STATUS_DETAILS_KEY:
+            status = status_pb2.Status()
+            try:
+                status.ParseFromString(value)
+                return from_rpc_status(status)
+            except message.DecodeError:  # details of another origin: the bare code still says enough
+                break
+    reason = _REASON_BY_CODE.get(error.code(), Reason.INTERNAL)
+    return MeshError(reason, error.details() or f"the call ended with {error.code().name}")
+
+
+def _code_of(number: int) -> Any:
+    return next((code for code in _Code if code.value[0] == number), _Code.UNKNOWN)
+
+
+def _pack(detail: message.Message) -> any_pb2.Any:
+    packed = any_pb2.Any()
+    packed.Pack(detail)
+    return packed
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def _cut_violations(violations: Sequence[FieldViolation]) -> Iterable[FieldViolation]:
+    yield from violations[:_MAX_VIOLATIONS]
+    if len(violations) > _MAX_VIOLATIONS:
+        yield FieldViolation("", f"and {len(violations) - _MAX_VIOLATIONS} more")

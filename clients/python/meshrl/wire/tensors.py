@@ -1,0 +1,116 @@
+"""NumPy arrays to `Tensor` messages and back: raw little-endian bytes in C order, never a list of floats.
+
+Element types that NumPy lacks (bfloat16, float8) travel as views of unsigned integers of the same width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from meshrl.v1 import tensor_pb2 as pb
+from meshrl.wire.errors import FieldViolation, MeshError, Reason
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class DType:
+    """One element type: its number on the wire and the little-endian NumPy type that stores it."""
+
+    name: str
+    number: pb.DataType
+    storage: np.dtype[Any]
+
+    @property
+    def itemsize(self) -> int:
+        return self.storage.itemsize
+
+
+def _table(*rows: tuple[str, pb.DataType, str]) -> Mapping[str, DType]:
+    return {name: DType(name, number, np.dtype(storage)) for name, number, storage in rows}
+
+
+DTYPES: Mapping[str, DType] = _table(
+    ("bool", pb.DATA_TYPE_BOOL, "?"),
+    ("uint8", pb.DATA_TYPE_UINT8, "u1"),
+    ("int8", pb.DATA_TYPE_INT8, "i1"),
+    ("int16", pb.DATA_TYPE_INT16, "<i2"),
+    ("int32", pb.DATA_TYPE_INT32, "<i4"),
+    ("int64", pb.DATA_TYPE_INT64, "<i8"),
+    ("float16", pb.DATA_TYPE_FLOAT16, "<f2"),
+    ("bfloat16", pb.DATA_TYPE_BFLOAT16, "<u2"),
+    ("float32", pb.DATA_TYPE_FLOAT32, "<f4"),
+    ("float64", pb.DATA_TYPE_FLOAT64, "<f8"),
+    ("float8_e4m3", pb.DATA_TYPE_FLOAT8_E4M3, "u1"),
+    ("float8_e5m2", pb.DATA_TYPE_FLOAT8_E5M2, "u1"),
+)
+_BY_NUMBER: Mapping[int, DType] = {dtype.number: dtype for dtype in DTYPES.values()}
+
+
+def itemsize(name: str) -> int:
+    """Returns the bytes an element of type `name` takes; KeyError for a name that is not in `DTYPES`."""
+    return DTYPES[name].itemsize
+
+
+def dtype_number(name: str) -> pb.DataType:
+    """Returns the DataType number of `name`; KeyError for a name that is not in `DTYPES`."""
+    return DTYPES[name].number
+
+
+def dtype_name(number: int) -> str | None:
+    """Returns the name of a DataType number, or None for one that this program does not know."""
+    dtype = _BY_NUMBER.get(number)
+    return None if dtype is None else dtype.name
+
+
+def encode(array: NDArray[Any], dtype: str | None = None) -> pb.Tensor:
+    """Returns the message that holds `array`.
+
+    `dtype` defaults to the array's own type. For bfloat16 and float8 pass the name and an array of unsigned integers
+    of the same width. Raises ValueError for a type that has no number on the wire or another width.
+    """
+    name = array.dtype.name if dtype is None else dtype
+    kind = DTYPES.get(name)
+    if kind is None:
+        raise ValueError(f"a tensor of type {name} cannot be sent; use one of {', '.join(DTYPES)}")
+    stored = array.dtype.newbyteorder("<")
+    if stored != kind.storage:
+        raise ValueError(f"type {name} is sent from an array of {kind.storage.name}, got one of {array.dtype.name}")
+    return pb.Tensor(dtype=kind.number, shape=array.shape, data=array.astype(stored, copy=False).tobytes())
+
+
+def decode(tensor: pb.Tensor, *, expect: str | None = None, ndim: int | None = None, field: str = "") -> NDArray[Any]:
+    """Returns the array of a message as a read-only view of its bytes.
+
+    `expect` and `ndim` state what the caller needs; `field` names the tensor in errors. Raises MeshError
+    INVALID_REQUEST when the type, the shape or the number of bytes is wrong.
+    """
+    kind = _BY_NUMBER.get(tensor.dtype)
+    if kind is None:
+        raise _refuse(field, "dtype", f"element type {tensor.dtype} is not known here")
+    if expect is not None and kind.name != expect:
+        raise _refuse(field, "dtype", f"must be {expect}, got {kind.name}")
+    shape = tuple(tensor.shape)
+    if ndim is not None and len(shape) != ndim:
+        raise _refuse(field, "shape", f"must have {ndim} dimensions, got {shape}")
+    if any(length < 0 for length in shape):
+        raise _refuse(field, "shape", f"lengths must not be negative, got {shape}")
+    data = tensor.data
+    num_bytes = math.prod(shape) * kind.itemsize
+    if len(data) != num_bytes:
+        raise _refuse(field, "data", f"{kind.name} of shape {shape} takes {num_bytes} bytes, got {len(data)}")
+    if kind.name == "bool" and data and np.frombuffer(data, dtype=np.uint8).max() > 1:
+        raise _refuse(field, "data", "a bool is 0 or 1")
+    try:
+        return np.frombuffer(data, dtype=kind.storage).reshape(shape)
+    except ValueError as error:  # numpy limits the number and product of dimensions
+        raise _refuse(field, "shape", f"shape {shape} is not possible: {error}") from error
+
+
+def _refuse(field: str, part: str, description: str) -> MeshError:
+    path = f"{field}.{part}" if field else part
+    text = f"the tensor {field} cannot be read" if field else "the tensor cannot be read"
+    return MeshError(Reason.INVALID_REQUEST, text, violations=[FieldViolation(path, description)])
