@@ -17,7 +17,7 @@ class WeightsConfig(BaseConfig):
     """Where to listen."""
 
     output_dir: Path = Path("outputs")
-    """Folder of the run. Files of versions are read, and deleted once retired, only below its broadcasts folder."""
+    """Folder of the run, shared by its programs; logs, traces and, by default, the spool go below it."""
 
     spool_dir: Path | None = None
     """Folder for the durable log and streamed bytes; None means output_dir/weights."""

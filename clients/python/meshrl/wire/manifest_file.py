@@ -6,7 +6,9 @@ whatever header stands before it.
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -122,3 +124,55 @@ def from_json(text: bytes) -> Manifest:
     if artifact_id(manifest) != table.get("artifact_id"):
         raise ValueError("the manifest does not match its artifact_id: it was damaged")
     return manifest
+
+
+class PayloadReader:
+    """Reads a version's byte stream from the files that hold it. Blocking: use it off the event loop.
+
+    Raises OSError for a file that is missing, unreadable or too short.
+    """
+
+    def __init__(self, files: Sequence[FileEntry]) -> None:
+        self._parts: list[tuple[int, int, int, int]] = []  # offset, length, descriptor, payload start in the file
+        try:
+            for file in files:
+                fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
+                self._parts.append((file.offset, file.num_bytes, fd, os.fstat(fd).st_size - file.num_bytes))
+                if self._parts[-1][3] < 0:
+                    raise OSError(errno.EIO, f"is shorter than the {file.num_bytes} bytes it should hold", file.path)
+        except OSError:
+            self.close()
+            raise
+
+    def read_into(self, offset: int, view: memoryview) -> None:
+        """Fills `view` with the stream from `offset` on."""
+        end = offset + len(view)
+        for start, length, fd, skip in self._parts:
+            at, stop = max(offset, start), min(end, start + length)
+            while at < stop:
+                count = os.preadv(fd, [view[at - offset : stop - offset]], skip + at - start)
+                if count == 0:
+                    raise OSError(errno.EIO, f"the file ended at byte {at} of the version")
+                at += count
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Returns `length` bytes of the stream from `offset` on."""
+        for start, size, fd, skip in self._parts:
+            if start <= offset and offset + length <= start + size:
+                data = os.pread(fd, length, skip + offset - start)
+                if len(data) == length:
+                    return data
+        buffer = bytearray(length)
+        self.read_into(offset, memoryview(buffer))
+        return bytes(buffer)
+
+    def close(self) -> None:
+        for _, _, fd, _ in self._parts:
+            os.close(fd)
+        self._parts.clear()
+
+    def __enter__(self) -> PayloadReader:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()

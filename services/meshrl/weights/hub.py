@@ -1,0 +1,314 @@
+"""The shell around the coordinator: time, the log, the spool, sessions and waiters. Fed by the servicer.
+
+Every event goes into the coordinator on the event loop; the actions it returns are carried out one after the other by
+a single task, so that a command to an engine never overtakes the log entry it depends on. A log that cannot be written
+ends the hub: without it no decision can be made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Literal
+
+from loguru import logger
+from meshrl.weights.coordinator import Coordinator
+from meshrl.weights.log import DecisionLog
+from meshrl.weights.states import LIVE, Action, Answer, Append, DeleteBytes, EndSession, Key, Notify, Send
+from meshrl.weights.store import VersionStore
+from meshrl.wire import manifest as manifests
+from meshrl.wire.errors import FieldViolation, MeshError, Reason, invalid
+from meshrl.wire.types import (
+    Activation,
+    ActivationPolicy,
+    AgentCommand,
+    AgentRegistration,
+    AgentReport,
+    Chunk,
+    EngineInfo,
+    Lease,
+    Manifest,
+    StagedVersion,
+    VersionEvent,
+    VersionInfo,
+    VersionState,
+)
+
+FIRST_REPORT_DEADLINE_S = 10.0
+LOG_FILE = "decisions.log"
+
+_Session = asyncio.Queue[AgentCommand | None]  # None: the lease is over
+
+
+class Hub:
+    """One hub. `start` before use, `stop` after; `failed` is done when the hub must not go on."""
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        *,
+        spool_dir: Path,
+        max_chunk_bytes: int,
+        verify_files: Literal["digests", "sizes"],
+        monotonic: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self.coordinator = coordinator
+        self._log = DecisionLog(spool_dir / LOG_FILE)
+        self._store = VersionStore(spool_dir / "artifacts")
+        self._max_chunk_bytes = max_chunk_bytes
+        self._verify_files = verify_files
+        self._now, self._wall = monotonic, wall
+        self._queue: asyncio.Queue[tuple[Sequence[Action], asyncio.Future[None]]] = asyncio.Queue()
+        self._sessions: dict[str, _Session] = {}
+        self._waiters: dict[Key, list[asyncio.Future[Activation]]] = {}
+        self._changed = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self.failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+
+    # --- life ---------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Replays the log and starts to serve. Raises LogError or ValueError when the log cannot be used."""
+        entries = await asyncio.to_thread(self._log.open)
+        self.coordinator.recover(entries, self._now(), self._wall())
+        live = {record.artifact_id for record in self.coordinator.records.values() if record.state in LIVE}
+        await asyncio.to_thread(self._store.prepare, live)
+        if entries:
+            newest = self.coordinator.newest_decided()
+            logger.info(
+                "replayed {} log entries: epoch {}, {} versions kept, newest decided {}",
+                len(entries),
+                self.coordinator.epoch,
+                len(live),
+                "none" if newest is None else f"{newest.version} ({newest.state.value})",
+            )
+        self._tasks = [asyncio.create_task(self._work()), asyncio.create_task(self._tick())]
+
+    async def stop(self) -> None:
+        """Ends every session and stream, then closes the log."""
+        for session in self._sessions.values():
+            session.put_nowait(None)
+        for task in self._tasks:
+            task.cancel()
+        for task in self._tasks:
+            with suppress(asyncio.CancelledError):
+                await task
+        for future in [future for waiters in self._waiters.values() for future in waiters]:
+            if not future.done():
+                future.set_exception(MeshError(Reason.DRAINING, "the hub is shutting down; call again"))
+        await asyncio.to_thread(self._log.close)
+
+    async def _tick(self) -> None:
+        period_s = min(0.25, self.coordinator.pool.lease_s / 10)
+        while True:
+            await asyncio.sleep(period_s)
+            self._enqueue(self.coordinator.tick(self._now()))
+
+    def _enqueue(self, actions: Sequence[Action]) -> asyncio.Future[None]:
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if self.failed.done():
+            done.set_exception(MeshError(Reason.INTERNAL, "the hub cannot write its log and is shutting down"))
+            done.exception()  # whoever waits still gets it; the ticker does not wait
+        elif actions:
+            self._queue.put_nowait((actions, done))
+        else:
+            done.set_result(None)
+        return done
+
+    async def _work(self) -> None:
+        while True:
+            actions, done = await self._queue.get()
+            try:
+                for action in actions:
+                    await self._perform(action)
+            except OSError as error:  # no log, no decisions: stop rather than go on undurably
+                logger.error("the log cannot be written: {}; the hub stops", error)
+                self.failed.set_result(error)
+                failure = MeshError(Reason.INTERNAL, f"the hub cannot write its log: {error}")
+                done.set_exception(failure)
+                done.exception()
+                return
+            if not done.done():
+                done.set_result(None)
+
+    async def _perform(self, action: Action) -> None:
+        match action:
+            case Append():
+                await asyncio.to_thread(self._log.append, action.entry)
+                if action.decision is not None:
+                    version = action.decision[1]
+                    logger.info("version {} is decided", version)
+                    for follow_up in self.coordinator.decided(action.decision, self._now()):
+                        await self._perform(follow_up)
+            case Send():
+                session = self._sessions.get(action.lease_id)
+                if session is not None:
+                    logger.debug("to {}: {}", action.engine_id, action.command)
+                    session.put_nowait(action.command)
+            case EndSession():
+                session = self._sessions.pop(action.lease_id, None)
+                if session is not None:
+                    session.put_nowait(None)
+            case Answer():
+                for future in self._waiters.pop(action.key, []):
+                    if future.done():
+                        continue
+                    if isinstance(action.result, MeshError):
+                        future.set_exception(action.result)
+                    else:
+                        future.set_result(action.result)
+            case DeleteBytes():
+                await asyncio.to_thread(self._store.delete, action.artifact_id, action.paths)
+            case Notify():
+                self._changed.set()
+                self._changed = asyncio.Event()
+
+    # --- publishers -----------------------------------------------------------------------------
+
+    async def create_version(self, manifest: Manifest, chunks: AsyncIterator[Chunk]) -> StagedVersion:
+        """Stages a manifest and whatever chunks follow. Raises as `Coordinator.stage` and `VersionStore.write`."""
+        found = manifests.violations(manifest, max_chunk_bytes=self._max_chunk_bytes)
+        if found:
+            raise invalid([FieldViolation(f"manifest.{field}", text) for field, text in found], "the manifest")
+        artifact = await asyncio.to_thread(manifests.artifact_id, manifest)
+        record, actions = self.coordinator.stage(manifest, artifact, self._now())
+        await self._enqueue(actions)
+        if record.state is not VersionState.STAGING:
+            return StagedVersion(artifact_id=artifact, missing_offsets=(), max_chunk_bytes=self._max_chunk_bytes)
+        await asyncio.to_thread(self._store.open, artifact, manifest)
+        async for chunk in chunks:
+            await asyncio.to_thread(self._store.write, artifact, chunk)
+        missing = await asyncio.to_thread(self._store.missing, artifact)
+        return StagedVersion(artifact_id=artifact, missing_offsets=missing, max_chunk_bytes=self._max_chunk_bytes)
+
+    async def seal_version(
+        self, *, run_id: str, epoch: int, version: int, artifact_id: str, traceparent: str
+    ) -> VersionInfo:
+        """Checks the bytes of a staged version, then lets engines prepare it."""
+        record = self.coordinator.sealing(run_id=run_id, epoch=epoch, version=version, artifact=artifact_id)
+        if record is not None:
+            await asyncio.to_thread(self._store.verify, artifact_id, self._verify_files)
+            await self._enqueue(self.coordinator.seal(record.key, traceparent, self._now(), self._wall()))
+            logger.info("version {} is sealed: {} bytes, artifact {}", version, record.num_bytes, artifact_id)
+        return self.coordinator.records[(epoch, version)].info()
+
+    async def abort_version(self, *, run_id: str, epoch: int, version: int, message: str) -> VersionInfo:
+        """Drops an undecided version and its bytes."""
+        await self._enqueue(
+            self.coordinator.abort(run_id=run_id, epoch=epoch, version=version, message=message, now_s=self._now())
+        )
+        return self.coordinator.records[(epoch, version)].info()
+
+    # --- the orchestrator -----------------------------------------------------------------------
+
+    async def activate_version(
+        self, *, run_id: str, version: int, policy: ActivationPolicy, min_ready: int, prepare_deadline_s: float
+    ) -> Activation:
+        """Commits a version; waits for the outcome. Raises as `Coordinator.activate`, and ENGINES_NOT_READY."""
+        record, actions = self.coordinator.activate(
+            run_id=run_id,
+            version=version,
+            policy=policy,
+            min_ready=min_ready,
+            wait_s=prepare_deadline_s,
+            now_s=self._now(),
+        )
+        outcome: asyncio.Future[Activation] = asyncio.get_running_loop().create_future()
+        self._waiters.setdefault(record.key, []).append(outcome)
+        await self._enqueue(actions)
+        return await outcome
+
+    async def watch_versions(self, run_id: str, after_revision: int) -> AsyncIterator[VersionEvent]:
+        """Yields each version that changed after a revision in its current state, then every later change.
+
+        A watcher that is slower than the changes sees the last state of each version, not every one between.
+        """
+        while True:
+            changed = self._changed
+            for revision, version in self.coordinator.infos(run_id, after_revision):
+                yield VersionEvent(revision=revision, version=version)
+                after_revision = revision
+            await changed.wait()
+
+    # --- engines --------------------------------------------------------------------------------
+
+    async def register(self, registration: AgentRegistration) -> Lease:
+        """Gives an engine a lease."""
+        lease, actions = self.coordinator.register(registration, uuid.uuid4().hex, self._now())
+        await self._enqueue(actions)
+        logger.info("engine {} registered at {}", registration.engine_id, registration.url)
+        return lease
+
+    async def session(self, reports: AsyncIterator[AgentReport]) -> AsyncIterator[AgentCommand]:
+        """Takes an agent's reports and yields its commands until it hangs up. Raises LEASE_EXPIRED."""
+        try:
+            first = await asyncio.wait_for(anext(reports), FIRST_REPORT_DEADLINE_S)
+        except StopAsyncIteration:
+            return
+        except TimeoutError as error:
+            raise MeshError(Reason.DEADLINE_PASSED, "no report came; send one at once with the lease_id") from error
+        lease_id = first.lease_id
+        actions = self.coordinator.report(first, self._now())
+        session: _Session = asyncio.Queue()
+        before, self._sessions[lease_id] = self._sessions.get(lease_id), session
+        if before is not None:
+            before.put_nowait(None)
+        await self._enqueue([*actions, *self.coordinator.connect(lease_id, self._now())])
+        reader = asyncio.create_task(self._read_reports(reports, lease_id))
+        try:
+            while True:
+                getter = asyncio.create_task(session.get())
+                await asyncio.wait({getter, reader}, return_when=asyncio.FIRST_COMPLETED)
+                if getter.done():
+                    command = getter.result()
+                    if command is None:
+                        raise MeshError(Reason.LEASE_EXPIRED, "the lease is over; register again")
+                    yield command
+                else:
+                    getter.cancel()
+                    reader.result()
+                    return
+        finally:
+            reader.cancel()
+            if self._sessions.get(lease_id) is session:
+                del self._sessions[lease_id]
+                self.coordinator.disconnect(lease_id)
+
+    async def _read_reports(self, reports: AsyncIterator[AgentReport], lease_id: str) -> None:
+        async for report in reports:
+            if report.lease_id != lease_id:
+                raise invalid([FieldViolation("lease_id", "must be the same in every report of a session")])
+            await self._enqueue(self.coordinator.report(report, self._now()))
+
+    async def get_manifest(self, run_id: str, version: int | None) -> tuple[Manifest, str]:
+        """Returns a sealed version's manifest and its artifact_id. Raises UNKNOWN_VERSION, VERSION_NOT_SEALED."""
+        record = self.coordinator.find(run_id, version)
+        if record.state is VersionState.STAGING:
+            raise MeshError(Reason.VERSION_NOT_SEALED, f"version {record.version} is still being staged")
+        return self._store.manifest(record.artifact_id), record.artifact_id
+
+    async def fetch(
+        self, artifact_id: str, ranges: Sequence[tuple[int, int]], chunk_bytes: int
+    ) -> AsyncIterator[Chunk]:
+        """Yields byte ranges (offset, length) of a sealed version. Raises UNKNOWN_VERSION, DIGEST_MISMATCH."""
+        record = self.coordinator.by_artifact(artifact_id)
+        if record.state is VersionState.STAGING:
+            raise MeshError(Reason.VERSION_NOT_SEALED, f"version {record.version} is still being staged")
+        bad = [r for r in ranges if r[0] < 0 or r[1] < 0 or r[0] + r[1] > record.num_bytes]
+        if bad:
+            text = f"{len(bad)} ranges lie outside the version's {record.num_bytes} bytes, first {bad[0]}"
+            raise invalid([FieldViolation("ranges", text)], "the fetch")
+        most = min(chunk_bytes or self._max_chunk_bytes, self._max_chunk_bytes)
+        for offset, length in ranges or ((0, record.num_bytes),):
+            pieces = self._store.read(artifact_id, offset, offset + length, most)
+            while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
+                yield piece
+
+    def list_engines(self, engine_pool: str) -> tuple[EngineInfo, ...]:
+        """The engines that hold a lease."""
+        return self.coordinator.pool.infos(engine_pool, self.coordinator.records.values(), self._now())

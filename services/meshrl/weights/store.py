@@ -1,0 +1,228 @@
+"""The hub's bytes: streamed versions in a spool, manifests of all, and references to files that publishers wrote.
+
+`<spool>/<artifact_id>/` holds `manifest.json` and, for a streamed version, `payload`. A chunk counts as received only
+once its BLAKE3 was right, so a restarted hub finds out what it has by hashing the payload again. Every read is checked
+against the manifest: bytes that changed at rest are never sent on.
+
+Deletion belongs to the hub, since only it knows who may still fetch: it deletes its spool and, for versions made of
+files, the publisher's files, provided that the manifest of the same artifact lies beside them.
+
+Blocking: call it off the event loop. Safe for threads as long as no artifact is deleted while it is used.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import google_crc32c
+from loguru import logger
+from meshrl.wire.errors import FieldViolation, MeshError, Reason, invalid
+from meshrl.wire.manifest import artifact_id as artifact_id_of
+from meshrl.wire.manifest import digest
+from meshrl.wire.manifest_file import PayloadReader, from_json, manifest_path, to_json
+from meshrl.wire.types import Chunk, FileEntry, Manifest, Transport
+
+MANIFEST = "manifest.json"
+PAYLOAD = "payload"
+
+
+@dataclass(kw_only=True)
+class _Artifact:
+    """One artifact: `received` has the indices of chunks whose digest was right."""
+
+    manifest: Manifest
+    folder: Path
+    index_of: dict[int, int]
+    received: set[int] = field(default_factory=set)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def files(self) -> Sequence[FileEntry]:
+        if self.manifest.transport is Transport.FILESYSTEM:
+            return self.manifest.files
+        return (FileEntry(path=str(self.folder / PAYLOAD), offset=0, num_bytes=self.manifest.num_bytes),)
+
+
+class VersionStore:
+    """Bytes of the versions that are not retired."""
+
+    def __init__(self, spool_dir: Path) -> None:
+        self._spool_dir = spool_dir
+        self._artifacts: dict[str, _Artifact] = {}
+
+    def prepare(self, live: Collection[str]) -> None:
+        """Loads the manifests of `live` artifacts from the spool and deletes whatever else is in it."""
+        self._spool_dir.mkdir(parents=True, exist_ok=True)
+        for folder in self._spool_dir.iterdir():
+            if not folder.is_dir():
+                continue
+            if folder.name not in live:
+                shutil.rmtree(folder)
+                continue
+            try:
+                manifest = from_json((folder / MANIFEST).read_bytes())
+            except (OSError, ValueError) as error:  # engines that need it will be refused; the publisher can restage
+                logger.error("manifest of artifact {} is lost: {}", folder.name, error)
+                continue
+            self._artifacts[folder.name] = self._artifact(manifest, folder)
+
+    def _artifact(self, manifest: Manifest, folder: Path) -> _Artifact:
+        index_of = {chunk.offset: index for index, chunk in enumerate(manifest.chunks)}
+        artifact = _Artifact(manifest=manifest, folder=folder, index_of=index_of)
+        if manifest.transport is Transport.STREAM and (folder / PAYLOAD).exists():
+            artifact.received = set(self._sound_chunks(artifact))
+        return artifact
+
+    def _sound_chunks(self, artifact: _Artifact) -> Iterator[int]:
+        with PayloadReader(artifact.files) as reader:
+            for index, chunk in enumerate(artifact.manifest.chunks):
+                if digest(reader.read(chunk.offset, chunk.length)) == chunk.digest:
+                    yield index
+
+    def open(self, artifact_id: str, manifest: Manifest) -> None:
+        """Makes room for an artifact; does nothing when it is there already."""
+        if artifact_id in self._artifacts:
+            return
+        folder = self._spool_dir / artifact_id
+        folder.mkdir(parents=True, exist_ok=True)
+        write_synced(folder / MANIFEST, to_json(manifest))
+        if manifest.transport is Transport.STREAM:
+            with (folder / PAYLOAD).open("ab") as payload:
+                payload.truncate(manifest.num_bytes)
+        self._artifacts[artifact_id] = self._artifact(manifest, folder)
+
+    def manifest(self, artifact_id: str) -> Manifest:
+        return self._get(artifact_id).manifest
+
+    def _get(self, artifact_id: str) -> _Artifact:
+        artifact = self._artifacts.get(artifact_id)
+        if artifact is None:
+            raise MeshError(Reason.UNKNOWN_VERSION, f"artifact {artifact_id} is unknown or retired")
+        return artifact
+
+    def missing(self, artifact_id: str) -> tuple[int, ...]:
+        """Returns the offsets of chunks that have not arrived; none for a version made of files."""
+        artifact = self._get(artifact_id)
+        if artifact.manifest.transport is Transport.FILESYSTEM:
+            return ()
+        with artifact.lock:
+            chunks = artifact.manifest.chunks
+            return tuple(chunk.offset for index, chunk in enumerate(chunks) if index not in artifact.received)
+
+    def write(self, artifact_id: str, chunk: Chunk) -> None:
+        """Takes one chunk. Raises INVALID_REQUEST, CHUNK_CORRUPT (its checksum), DIGEST_MISMATCH (the manifest's)."""
+        artifact = self._get(artifact_id)
+        index = artifact.index_of.get(chunk.offset)
+        if index is None or len(chunk.data) != artifact.manifest.chunks[index].length:
+            text = f"[{chunk.offset}, +{len(chunk.data)}) is not a chunk of the manifest"
+            raise invalid([FieldViolation("chunk.offset", text)], "the upload")
+        data = chunk.data if isinstance(chunk.data, bytes) else bytes(chunk.data)
+        if google_crc32c.value(data) != chunk.crc32c:
+            raise MeshError(
+                Reason.CHUNK_CORRUPT, f"the chunk at {chunk.offset} does not match its CRC32C; send it again"
+            )
+        if digest(data) != artifact.manifest.chunks[index].digest:
+            raise MeshError(
+                Reason.DIGEST_MISMATCH,
+                f"chunk {chunk.offset} is not the one in the manifest; did the weights change meanwhile?",
+            )
+        with artifact.lock:
+            if index in artifact.received:
+                return
+        fd = os.open(artifact.folder / PAYLOAD, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            os.pwrite(fd, data, chunk.offset)
+        finally:
+            os.close(fd)
+        with artifact.lock:
+            artifact.received.add(index)
+
+    def verify(self, artifact_id: str, files: Literal["digests", "sizes"]) -> None:
+        """Checks that an artifact is complete and, where that was not done on arrival, right.
+
+        Payloads are not synced to disk: what a power cut damages is found by the digests, and published again.
+
+        Raises: CHUNKS_MISSING (a chunk, or a file that is missing or too short); DIGEST_MISMATCH.
+        """
+        artifact = self._get(artifact_id)
+        if artifact.manifest.transport is Transport.STREAM:
+            missing = self.missing(artifact_id)
+            if missing:
+                some = ", ".join(map(str, missing[:5]))
+                raise MeshError(
+                    Reason.CHUNKS_MISSING,
+                    f"{len(missing)} of {len(artifact.manifest.chunks)} chunks are missing, at {some}; send them",
+                )
+            return
+        try:
+            with PayloadReader(artifact.files) as reader:
+                chunks = artifact.manifest.chunks if files == "digests" else ()
+                for chunk in chunks:
+                    if digest(reader.read(chunk.offset, chunk.length)) != chunk.digest:
+                        raise _mismatch(artifact, chunk.offset)
+        except OSError as error:
+            raise MeshError(Reason.CHUNKS_MISSING, f"the hub cannot read a file of the version: {error}") from error
+
+    def read(self, artifact_id: str, offset: int, end: int, chunk_bytes: int) -> Iterator[Chunk]:
+        """Yields [offset, end) in pieces of at most `chunk_bytes`, none of them across chunks of the manifest.
+
+        Raises: UNKNOWN_VERSION when the bytes are gone; DIGEST_MISMATCH when they changed at rest.
+        """
+        artifact = self._get(artifact_id)
+        try:
+            with PayloadReader(artifact.files) as reader:
+                for chunk in artifact.manifest.chunks:
+                    if chunk.offset + chunk.length <= offset or chunk.offset >= end:
+                        continue
+                    data = reader.read(chunk.offset, chunk.length)
+                    if digest(data) != chunk.digest:
+                        raise _mismatch(artifact, chunk.offset)
+                    first, last = max(offset, chunk.offset), min(end, chunk.offset + chunk.length)
+                    for at in range(first, last, chunk_bytes):
+                        stop = min(at + chunk_bytes, last)
+                        piece = data[at - chunk.offset : stop - chunk.offset]
+                        yield Chunk(offset=at, data=piece, crc32c=google_crc32c.value(piece))
+        except OSError as error:
+            raise MeshError(Reason.UNKNOWN_VERSION, f"bytes of artifact {artifact_id} are gone: {error}") from error
+
+    def delete(self, artifact_id: str, paths: Sequence[str]) -> None:
+        """Deletes the spool of an artifact and those of its publisher's files that may go. Errors are logged."""
+        self._artifacts.pop(artifact_id, None)
+        shutil.rmtree(self._spool_dir / artifact_id, ignore_errors=True)
+        for path in map(Path, paths):
+            beside = manifest_path(path)
+            try:
+                if artifact_id_of(from_json(beside.read_bytes())) != artifact_id:
+                    logger.warning("{} is kept: the manifest beside it is of another artifact", path)
+                    continue
+                path.unlink(missing_ok=True)
+                beside.unlink(missing_ok=True)
+                if path.parent.name.startswith("step_") and not any(path.parent.iterdir()):
+                    path.parent.rmdir()
+            except (OSError, ValueError) as error:  # the version is retired all the same; only disk space is lost
+                logger.warning("{} is kept: {}", path, error)
+
+
+def write_synced(path: Path, data: bytes) -> None:
+    """Writes a file whole or not at all: a temporary file, synced, then renamed."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def _mismatch(artifact: _Artifact, offset: int) -> MeshError:
+    version = artifact.manifest.version
+    return MeshError(
+        Reason.DIGEST_MISMATCH,
+        f"version {version} changed at rest: the chunk at byte {offset} no longer matches its BLAKE3; publish it again "
+        "under a new artifact or go on with the next version",
+    )
