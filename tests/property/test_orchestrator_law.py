@@ -1,0 +1,162 @@
+"""Random interleavings of dispatch, finish, loss, training and activation: the law holds in every one."""
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from meshrl.orchestrator.filters import screen_finished
+from meshrl.orchestrator.groups import Group, GroupTicket
+from meshrl.orchestrator.ledger import Ledger, RolloutState
+from meshrl.orchestrator.plan import PlanLimits, WorkPlan
+from meshrl.orchestrator.schedule import TaskSchedule, TrainSource
+from meshrl.orchestrator.staleness import StalenessLaw
+from meshrl.wire.types import Rollout, Sample, VersionSpan
+
+MASK = np.array([False, True])
+TOKENS = np.array([1, 2], dtype=np.int32)
+LOGPROBS = np.zeros(2, dtype=np.float32)
+
+
+def rollout(ticket: GroupTicket, place: int, reward: float, version: int) -> Rollout:
+    sample = Sample(
+        token_ids=TOKENS,
+        loss_mask=MASK,
+        logprobs=LOGPROBS,
+        version_spans=(VersionSpan(start=1, end=2, version=version),),
+    )
+    return Rollout(
+        rollout_id=f"{ticket.group_id}:{place}",
+        group_id=ticket.group_id,
+        task_key="t",
+        environment=ticket.task.environment,
+        samples=(sample,),
+        reward=reward,
+    )
+
+
+class Run:
+    """A run without I/O: engines, trainer and hub are numbers that the drawn actions move."""
+
+    def __init__(self, level: int, off_policy: int, groups: int, size: int, last_step: int) -> None:
+        self.law = StalenessLaw(max_async_level=level, max_off_policy_steps=off_policy)
+        self.plan = WorkPlan(
+            law=self.law,
+            limits=PlanLimits(groups_per_step=groups, group_size=size, max_inflight_groups=1000, last_step=last_step),
+            schedule=TaskSchedule([TrainSource(environment="e", ratio=1, num_tasks=3)], seed=0),
+            screen=lambda rollouts: screen_finished(rollouts, drop_empty=True, drop_zero_signal=True, tolerance=0.0),
+            next_step=1,
+            active_version=0,
+            seed=0,
+        )
+        self.ledger = Ledger(lambda entry: None)
+        self.in_flight: list[GroupTicket] = []
+        self.training: list[int] = []
+        self.trained_version = 0
+        self.groups = 0
+
+    def dispatch(self) -> None:
+        ticket = self.plan.dispatch(f"g{self.groups}")
+        if ticket is None:
+            return
+        self.groups += 1
+        assert self.law.admits(step=ticket.for_step, active_version=self.plan.active_version)
+        assert ticket.for_step - 1 - self.law.max_async_level <= ticket.min_version <= self.plan.active_version
+        assert ticket.for_step <= self.plan.active_version + 1 + self.law.max_async_level
+        self.in_flight.append(ticket)
+        self.ledger.dispatch(ticket)
+
+    def finish(self, data: st.DataObject) -> None:
+        if not self.in_flight:
+            return
+        ticket = self.in_flight.pop(data.draw(st.integers(0, len(self.in_flight) - 1), label="group"))
+        group = Group(ticket=ticket)
+        for place in range(ticket.size):
+            fate = data.draw(st.sampled_from(["win", "lose", "fail", "cancel"]), label="fate")
+            if fate == "fail":
+                self.ledger.fail(ticket.group_id, f"{ticket.group_id}:{place}", "ENGINE_FAILED")
+            elif fate != "cancel":
+                version = data.draw(st.integers(ticket.min_version, self.plan.active_version), label="version")
+                group.rollouts.append(rollout(ticket, place, float(fate == "win"), version))
+                self.ledger.finish(ticket, f"{ticket.group_id}:{place}", version)
+        self.ledger.close_group(ticket.group_id, RolloutState.CANCELLED, "cancelled")
+        for lost, reason in self.plan.finish(group).dropped:
+            self.ledger.drop(lost.rollout_id, reason.value)
+
+    def take(self) -> None:
+        step = self.plan.next_step
+        for _, screened in self.plan.drop_stale():
+            for lost, reason in screened.dropped:
+                self.ledger.drop(lost.rollout_id, reason.value)
+        taken = self.plan.take()
+        if taken is None:
+            return
+        for ready in taken:
+            assert len(ready.kept) >= 2
+            for kept in ready.kept:
+                assert (
+                    self.law.staleness(step=step, oldest_version=kept.oldest_version) <= self.law.max_off_policy_steps
+                )
+                if self.law.max_async_level == 0:
+                    assert kept.oldest_version == step - 1
+            self.ledger.batch([kept.rollout_id for kept in ready.kept], step)
+        self.training.append(step)
+
+    def train(self) -> None:
+        if self.training:
+            self.trained_version = self.training.pop(0)
+            self.ledger.train(self.trained_version)
+
+    def activate(self) -> None:
+        self.plan.activated(self.trained_version)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    level=st.integers(0, 3),
+    off_policy=st.integers(0, 4),
+    groups=st.integers(1, 3),
+    size=st.integers(2, 3),
+    last_step=st.integers(1, 8),
+    actions=st.lists(
+        st.sampled_from(["dispatch", "dispatch", "finish", "finish", "take", "train", "activate"]), max_size=120
+    ),
+    data=st.data(),
+)
+def test_admission_and_use_keep_to_the_law_and_every_rollout_is_counted_once(
+    level: int, off_policy: int, groups: int, size: int, last_step: int, actions: list[str], data: st.DataObject
+) -> None:
+    run = Run(level, off_policy, groups, size, last_step)
+    for action in actions:
+        if action == "finish":
+            run.finish(data)
+        else:
+            getattr(run, action)()
+        # Steps whose slots may be open, seen from the version that engines serve.
+        ahead = run.plan.next_step + -(-run.plan.outstanding // groups) - 1
+        assert ahead <= run.plan.active_version + 1 + level
+        assert run.ledger.balance().exact
+    run.ledger.end("run_ended")
+    assert run.ledger.balance().exact
+    assert run.ledger.balance().open == 0
+
+
+@given(
+    ratios=st.lists(st.floats(0.05, 20.0), min_size=1, max_size=5),
+    draws=st.integers(1, 200),
+    seed=st.integers(0, 2**32),
+)
+def test_every_environment_stays_near_its_ratio_and_no_task_repeats_within_an_epoch(
+    ratios: list[float], draws: int, seed: int
+) -> None:
+    sources = [TrainSource(environment=str(i), ratio=ratio, num_tasks=i + 2) for i, ratio in enumerate(ratios)]
+    schedule = TaskSchedule(sources, seed=seed)
+    drawn: dict[str, list[int]] = {source.environment: [] for source in sources}
+    for _ in range(draws):
+        task = schedule.next_task()
+        drawn[task.environment].append(task.index)
+    for source in sources:
+        share = source.ratio / sum(ratios)
+        indices = drawn[source.environment]
+        assert abs(len(indices) - share * draws) <= len(ratios)
+        for start in range(0, len(indices), source.num_tasks or 1):
+            epoch = indices[start : start + (source.num_tasks or 1)]
+            assert len(set(epoch)) == len(epoch)

@@ -1,0 +1,134 @@
+import pytest
+from meshrl.orchestrator.filters import screen_finished
+from meshrl.orchestrator.groups import DropReason, Group
+from meshrl.orchestrator.plan import PlanLimits, WorkPlan
+from meshrl.orchestrator.schedule import TaskSchedule, TrainSource
+from meshrl.orchestrator.staleness import StalenessLaw
+
+
+@pytest.fixture
+def make_plan():
+    def make(
+        *, level: int, groups: int = 2, off_policy: int = 8, last_step: int | None = None, cap: int = 99
+    ) -> WorkPlan:
+        return WorkPlan(
+            law=StalenessLaw(max_async_level=level, max_off_policy_steps=off_policy),
+            limits=PlanLimits(groups_per_step=groups, group_size=2, max_inflight_groups=cap, last_step=last_step),
+            schedule=TaskSchedule([TrainSource(environment="echo", ratio=1, num_tasks=None)], seed=0),
+            screen=lambda rollouts: screen_finished(rollouts, drop_empty=True, drop_zero_signal=True, tolerance=1e-8),
+            next_step=1,
+            active_version=0,
+            seed=0,
+        )
+
+    return make
+
+
+def dispatch_all(plan: WorkPlan, prefix: str) -> list[str]:
+    names: list[str] = []
+    while plan.dispatch(f"{prefix}{len(names)}") is not None:
+        names.append(f"{prefix}{len(names)}")
+    return names
+
+
+@pytest.fixture
+def finish(make_rollout):
+    def finish(plan: WorkPlan, group_id: str, *, version: int = 0, rewards: tuple[float, ...] = (0.0, 1.0)) -> Group:
+        ticket = plan._in_flight[group_id]
+        rollouts = [
+            make_rollout(f"{group_id}/{index}", reward=reward, version=version, group_id=group_id)
+            for index, reward in enumerate(rewards)
+        ]
+        group = Group(ticket=ticket, rollouts=rollouts)
+        plan.finish(group)
+        return group
+
+    return finish
+
+
+@pytest.mark.parametrize(("level", "groups_before_any_training"), [(0, 2), (1, 4), (2, 6)])
+def test_generation_opens_one_more_step_a_level(make_plan, level: int, groups_before_any_training: int) -> None:
+    assert len(dispatch_all(make_plan(level=level), "g")) == groups_before_any_training
+
+
+def test_level_zero_generates_nothing_between_a_batch_and_its_version(make_plan, finish) -> None:
+    plan = make_plan(level=0)
+    for name in dispatch_all(plan, "g"):
+        finish(plan, name)
+    assert len(plan.take()) == 2
+    assert plan.room() == 0
+    plan.activated(1)
+    assert plan.room() == 2
+    assert plan.dispatch("next").min_version == 1
+
+
+def test_level_one_generates_the_next_step_while_the_first_trains(make_plan, finish) -> None:
+    plan = make_plan(level=1)
+    for name in dispatch_all(plan, "g"):
+        finish(plan, name)
+    plan.take()
+    assert plan.room() == 0
+    assert plan.ready == 2
+    plan.take()
+    plan.activated(1)
+    assert plan.room() == 2
+
+
+def test_a_zero_signal_group_frees_its_slot_and_is_counted(make_plan, finish) -> None:
+    plan = make_plan(level=0)
+    first, second = dispatch_all(plan, "g")
+    finish(plan, first, rewards=(1.0, 1.0))
+    assert plan.silent_groups_in_a_row == 1
+    assert plan.room() == 1
+    finish(plan, second)
+    assert plan.silent_groups_in_a_row == 0
+
+
+def test_the_first_dispatched_ready_groups_are_taken_first(make_plan, finish) -> None:
+    plan = make_plan(level=1)
+    dispatch_all(plan, "g")
+    for name in ("g3", "g1", "g0"):
+        finish(plan, name)
+    assert [ready.group.ticket.group_id for ready in plan.take()] == ["g0", "g1"]
+
+
+def test_what_is_too_old_for_the_next_step_is_dropped(make_plan, finish) -> None:
+    plan = make_plan(level=1, off_policy=0)
+    for name in dispatch_all(plan, "g"):
+        finish(plan, name, version=0)
+    assert plan.drop_stale() == []
+    plan.take()
+    losses = plan.drop_stale()
+    assert [reason for _, screened in losses for _, reason in screened.dropped] == [DropReason.STALE] * 4
+    assert plan.ready == 0
+
+
+def test_groups_in_flight_from_a_version_too_old_are_doomed(make_plan, finish) -> None:
+    plan = make_plan(level=1, off_policy=0)
+    dispatch_all(plan, "g")
+    assert plan.doomed() == []
+    finish(plan, "g0")
+    finish(plan, "g1")
+    plan.take()
+    assert plan.doomed() == ["g2", "g3"]
+
+
+def test_nothing_is_generated_beyond_the_last_step(make_plan, finish) -> None:
+    plan = make_plan(level=2, last_step=1)
+    names = dispatch_all(plan, "g")
+    assert len(names) == 2
+    for name in names:
+        finish(plan, name)
+    plan.take()
+    assert plan.exhausted
+    assert plan.room() == 0
+
+
+def test_groups_in_flight_are_capped(make_plan) -> None:
+    assert len(dispatch_all(make_plan(level=2, cap=3), "g")) == 3
+
+
+def test_seeds_of_groups_do_not_overlap(make_plan) -> None:
+    plan = make_plan(level=2)
+    seeds = [plan.dispatch(f"g{index}").seed for index in range(6)]
+    assert seeds == [0, 2, 4, 6, 8, 10]

@@ -1,0 +1,57 @@
+from collections import Counter
+
+import pytest
+from meshrl.orchestrator.schedule import TaskSchedule, TrainSource
+
+
+def source(name: str, ratio: float = 1.0, tasks: int | None = 5) -> TrainSource:
+    return TrainSource(environment=name, ratio=ratio, num_tasks=tasks)
+
+
+def test_each_epoch_visits_every_task_once_in_its_own_order() -> None:
+    schedule = TaskSchedule([source("echo", tasks=20)], seed=1)
+    first = [schedule.next_task().index for _ in range(20)]
+    second = [schedule.next_task().index for _ in range(20)]
+    assert sorted(first) == sorted(second) == list(range(20))
+    assert first != second
+    assert first != list(range(20))
+
+
+def test_the_same_seed_gives_the_same_tasks_and_another_seed_others() -> None:
+    def draw(seed: int) -> list[tuple[str, int]]:
+        schedule = TaskSchedule([source("echo", 3, 30), source("math", 1, 7)], seed=seed)
+        return [(task.environment, task.index) for task in (schedule.next_task() for _ in range(50))]
+
+    assert draw(7) == draw(7)
+    assert draw(7) != draw(8)
+
+
+def test_environments_are_mixed_by_ratio() -> None:
+    schedule = TaskSchedule([source("a", 3), source("b", 1)], seed=0)
+    assert Counter(schedule.next_task().environment for _ in range(40)) == {"a": 30, "b": 10}
+
+
+def test_an_infinite_taskset_is_walked_from_its_start() -> None:
+    schedule = TaskSchedule([source("stream", tasks=None)], seed=0)
+    assert [schedule.next_task().index for _ in range(4)] == [0, 1, 2, 3]
+    assert schedule.epochs() == {}
+
+
+def test_epochs_count_passes_over_finite_environments() -> None:
+    schedule = TaskSchedule([source("echo", tasks=4)], seed=0)
+    for _ in range(6):
+        schedule.next_task()
+    assert schedule.epochs() == {"echo": 1.5}
+
+
+@pytest.mark.parametrize(
+    ("sources", "message"),
+    [
+        ([], "must name at least one environment"),
+        ([source("a", ratio=0)], "ratio of environment 'a' must be positive, got 0"),
+        ([source("a", tasks=0)], "environment 'a' has no tasks"),
+    ],
+)
+def test_a_schedule_without_work_is_refused(sources: list[TrainSource], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TaskSchedule(sources, seed=0)
