@@ -1,0 +1,48 @@
+import numpy as np
+import pytest
+
+from meshrl.algorithms.advantages import (
+    ADVANTAGES,
+    grpo_advantages,
+    mean_baseline_advantages,
+    opo_advantages,
+    rloo_advantages,
+)
+
+
+def test_mean_baseline_is_reward_minus_mean() -> None:
+    advantages = mean_baseline_advantages([1.0, 0.0, 0.0, 1.0], [3, 3, 3, 3])
+    assert advantages.dtype == np.float32
+    assert advantages.tolist() == [0.5, -0.5, -0.5, 0.5]
+
+
+def test_grpo_divides_by_standard_deviation() -> None:
+    assert grpo_advantages([0.0, 4.0], [1, 1]).tolist() == pytest.approx([-1.0, 1.0], abs=1e-5)
+
+
+def test_rloo_baseline_leaves_the_rollout_out() -> None:
+    assert rloo_advantages([3.0, 0.0, 0.0], [1, 1, 1]).tolist() == [3.0, -1.5, -1.5]
+    assert rloo_advantages([3.0], [1]).tolist() == [0.0]
+
+
+def test_opo_baseline_weighs_rewards_by_length() -> None:
+    assert opo_advantages([1.0, 0.0], [3, 1]).tolist() == [0.25, -0.75]
+
+
+@pytest.mark.parametrize("kind", sorted(ADVANTAGES))
+def test_equal_rewards_have_no_signal(kind: str) -> None:
+    assert ADVANTAGES[kind]([0.1] * 7, [2] * 7).tolist() == [0.0] * 7
+
+
+@pytest.mark.parametrize("kind", sorted(ADVANTAGES))
+@pytest.mark.parametrize(
+    ("rewards", "lengths"), [([], []), ([float("nan"), 1.0], [1, 1]), ([1.0, 2.0], [1])], ids=["empty", "nan", "uneven"]
+)
+def test_bad_groups_are_refused(kind: str, rewards: list[float], lengths: list[int]) -> None:
+    with pytest.raises(ValueError, match="reward"):
+        ADVANTAGES[kind](rewards, lengths)
+
+
+def test_opo_refuses_a_group_without_sampled_tokens() -> None:
+    with pytest.raises(ValueError, match="lengths"):
+        opo_advantages([1.0, 0.0], [0, 0])

@@ -1,0 +1,71 @@
+import numpy as np
+import pytest
+
+from meshrl.algorithms.packing import TrainSample, pack_samples
+
+
+def sample(length: int, *, loss_from: int = 1, rollout_id: str = "r", **fields: object) -> TrainSample:
+    mask = np.arange(length) >= loss_from
+    ids = np.arange(length, dtype=np.int32)
+    logprobs = -np.arange(length, dtype=np.float32)
+    return TrainSample(token_ids=ids, loss_mask=mask, logprobs=logprobs, rollout_id=rollout_id, **fields)  # type: ignore[arg-type] # test data by keyword
+
+
+def test_samples_share_a_row_up_to_seq_len() -> None:
+    packing = pack_samples([sample(6), sample(4), sample(3)], seq_len=10)
+    assert [len(row.token_ids) for row in packing.micro_batches] == [10, 3]
+    assert packing.micro_batches[0].sample_offsets.tolist() == [0, 6, 10]
+    assert packing.micro_batches[0].position_ids.tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2, 3]
+    assert packing.loss_tokens == 5 + 3 + 2
+
+
+def test_row_carries_advantage_and_logprobs_of_loss_tokens_only() -> None:
+    (row,) = pack_samples([sample(4, loss_from=2, advantage=0.5)], seq_len=8).micro_batches
+    assert row.advantages.tolist() == [0.0, 0.0, 0.5, 0.5]
+    assert row.inference_logprobs.tolist() == [0.0, 0.0, -2.0, -3.0]
+
+
+def test_long_sample_is_truncated_at_its_tail() -> None:
+    packing = pack_samples([sample(9, loss_from=3)], seq_len=5)
+    assert packing.micro_batches[0].token_ids.tolist() == [0, 1, 2, 3, 4]
+    assert (packing.truncated_samples, packing.loss_tokens) == (1, 2)
+
+
+def test_sample_without_loss_token_is_left_out() -> None:
+    packing = pack_samples([sample(4), sample(4, loss_from=4), sample(9, loss_from=6)], seq_len=5)
+    assert packing.dropped_samples == 2
+    assert [len(row.rollout_ids) for row in packing.micro_batches] == [1]
+
+
+def test_first_token_of_a_sample_never_has_a_loss() -> None:
+    (row,) = pack_samples([sample(3, loss_from=0), sample(3, loss_from=0)], seq_len=8).micro_batches
+    assert row.loss_mask.tolist() == [False, True, True, False, True, True]
+
+
+def test_rows_are_split_until_ranks_share_them() -> None:
+    packing = pack_samples([sample(3, rollout_id=str(i)) for i in range(6)], seq_len=100, dp_size=4)
+    assert sorted(row.dp_rank for row in packing.micro_batches) == [0, 1, 2, 3]
+    assert sorted(i for row in packing.micro_batches for i in row.rollout_ids) == [str(i) for i in range(6)]
+
+
+def test_ranks_without_samples_get_rows_without_loss() -> None:
+    packing = pack_samples([sample(3)], seq_len=8, dp_size=2)
+    assert [row.dp_rank for row in packing.micro_batches] == [0, 1]
+    assert not packing.micro_batches[1].loss_mask.any()
+    assert packing.loss_tokens == 2
+
+
+def test_distinct_traceparents_of_rollouts_travel_with_the_row() -> None:
+    rows = pack_samples([sample(3, traceparent="a"), sample(3, traceparent="a"), sample(3)], seq_len=99).micro_batches
+    assert rows[0].traceparents == ("a",)
+
+
+def test_arrays_of_different_length_are_refused() -> None:
+    bad = TrainSample(token_ids=np.zeros(3, np.int32), loss_mask=np.ones(2, np.bool_), logprobs=np.zeros(3, np.float32))
+    with pytest.raises(ValueError, match="3 token ids, 2 mask values"):
+        pack_samples([bad], seq_len=8)
+
+
+def test_nothing_to_train_on_is_refused() -> None:
+    with pytest.raises(ValueError, match="none of the 1 samples"):
+        pack_samples([sample(3, loss_from=3)], seq_len=8)
