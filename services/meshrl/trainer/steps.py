@@ -190,6 +190,11 @@ class StepBook:
             )
         self._next_step = step
 
+    def fail_all(self, reason: Reason, message: str) -> None:
+        """The trainer cannot go on: whatever runs or waits fails."""
+        for step in sorted(self._unfinished, reverse=True):
+            self.fail(step, reason, message)
+
     def _move(self, step: int, state: StepState, **filled: Any) -> None:
         self._attempts[step] = replace(self._attempts[step], state=state)
         self._record(step, state, **filled)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshrl.wire.errors import FieldViolation, MeshError, Reason
+from meshrl.wire.errors import FieldViolation, invalid
 from meshrl.wire.types import Batch, MicroBatch
 
 
@@ -30,12 +30,7 @@ def check_batch(batch: Batch, limits: BatchLimits) -> None:
             for name, problem in _check_row(micro_batch, limits, len(batch.environments))
         ]
     if violations:
-        raise MeshError(
-            Reason.INVALID_REQUEST,
-            f"the batch of step {batch.step} has {len(violations)} violation(s), first "
-            f"{violations[0].field}: {violations[0].description}",
-            violations=tuple(violations),
-        )
+        raise invalid(violations, f"the batch of step {batch.step}")
 
 
 def _check_shape(batch: Batch, limits: BatchLimits) -> Iterator[FieldViolation]:

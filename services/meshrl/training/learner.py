@@ -85,7 +85,7 @@ class Learner:
         self._optim = optim
         self._scheduler = scheduler
         self._max_steps = max_steps
-        self._parallel = parallel or ParallelContext()
+        self.parallel = parallel or ParallelContext()
         self.device = model.device
 
     def step(self, micro_batches: Sequence[MicroBatch], *, loss_tokens: int) -> StepResult:
@@ -97,7 +97,7 @@ class Learner:
         step = self.step_done + 1
         started = time.perf_counter()
         self.optimizer.zero_grad(set_to_none=True)
-        own = self._parallel.own(micro_batches)
+        own = self.parallel.own(micro_batches)
         try:
             records = [self._accumulate(micro_batch, loss_tokens) for micro_batch in own]
             grad_norm = clip_gradients(self._parameters, self._optim.max_norm)
@@ -138,7 +138,7 @@ class Learner:
         """The record of this rank's micro-batches without a gradient; nothing changes."""
         self.model.eval()
         try:
-            own = self._parallel.own(micro_batches)
+            own = self.parallel.own(micro_batches)
             return _concatenate([self._forward(micro_batch)[1] for micro_batch in own])
         finally:
             self.model.train()

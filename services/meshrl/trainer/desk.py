@@ -1,0 +1,127 @@
+"""Where the service's event loop and the training thread meet: batches and requests one way, reports the other.
+
+The step book lives on the event loop and is touched there only. The training thread asks for work and waits; its
+reports come back in order through the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from meshrl.trainer.steps import Accepted, StepBook
+from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.types import Batch, StepEvent
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SaveRequest:
+    """A checkpoint to write between two steps; `saved` gets the step and its folder, or the error."""
+
+    weights_only: bool
+    saved: Future[tuple[int, Path]] = field(default_factory=Future)
+
+
+Work = Batch | SaveRequest
+
+
+class TrainerDesk:
+    """Hands work to the training thread and its news to watchers. Made on the event loop that serves it."""
+
+    def __init__(self, book: StepBook) -> None:
+        self.book = book
+        self._loop = asyncio.get_running_loop()
+        self._changed = asyncio.Event()
+        self._saves: deque[SaveRequest] = deque()
+        self._closed = False
+
+    # --- on the event loop --------------------------------------------------------------------
+
+    def submit(self, batch: Batch, digest: str) -> Accepted:
+        """Queues a verified batch. Raises MeshError as StepBook.accept."""
+        answer = self.book.accept(batch, digest)
+        self._announce()
+        return answer
+
+    async def watch(self, after_revision: int) -> AsyncIterator[StepEvent]:
+        """Events after a revision, history first, then live; ends when the desk closes. Raises REVISION_EXPIRED."""
+        while True:
+            changed = self._changed
+            for event in self.book.events_after(after_revision):
+                yield event
+                after_revision = event.revision
+            if self._closed:
+                return
+            await changed.wait()
+
+    async def save_checkpoint(self, *, weights_only: bool) -> tuple[int, Path]:
+        """Has the training thread write a checkpoint after the step it is at; returns its step and folder."""
+        if self._closed:
+            raise MeshError(Reason.DRAINING, "the trainer has finished; its last checkpoint is on disk if ckpt is on")
+        request = SaveRequest(weights_only=weights_only)
+        self._saves.append(request)
+        self._announce()
+        return await asyncio.wrap_future(request.saved)
+
+    async def drain(self) -> int:
+        """Takes no more batches, waits for those accepted and returns the last finished step."""
+        self.book.drain()
+        while not (self.book.idle or self._closed):
+            await self._changed.wait()
+        return self.book.step
+
+    def close(self) -> None:
+        """Ends the training thread after the work at hand, and every watch."""
+        self._closed = True
+        for request in self._saves:
+            request.saved.set_exception(MeshError(Reason.DRAINING, "the trainer ended before it wrote the checkpoint"))
+        self._saves.clear()
+        self._announce()
+
+    def _announce(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def _next_work(self) -> Work | None:
+        while True:
+            if self._closed:
+                return None
+            if self._saves:
+                return self._saves.popleft()
+            batch = self.book.take()
+            if batch is not None:
+                self._announce()
+                return batch
+            await self._changed.wait()
+
+    # --- on the training thread ---------------------------------------------------------------
+
+    def take(self) -> Work | None:
+        """Waits for the next work; None when the desk is closed. An idle trainer waits as long as it lives."""
+        return asyncio.run_coroutine_threadsafe(self._next_work(), self._loop).result()
+
+    def finished(
+        self, step: int, *, metrics: Mapping[str, float], timings_s: Mapping[str, float], traceparent: str
+    ) -> None:
+        """Reports a step as DONE."""
+        self._report(lambda: self.book.finish(step, metrics=metrics, timings_s=timings_s, traceparent=traceparent))
+
+    def failed(self, step: int, reason: Reason, message: str, *, traceparent: str = "") -> None:
+        """Reports a step as FAILED."""
+        self._report(lambda: self.book.fail(step, reason, message, traceparent=traceparent))
+
+    def crashed(self, message: str) -> None:
+        """Fails every unfinished step and closes the desk: the training thread cannot go on."""
+        self._report(lambda: self.book.fail_all(Reason.STEP_FAILED, message))
+        self._loop.call_soon_threadsafe(self.close)
+
+    def _report(self, change: Callable[[], None]) -> None:
+        def apply() -> None:
+            change()
+            self._announce()
+
+        self._loop.call_soon_threadsafe(apply)

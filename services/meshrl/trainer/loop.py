@@ -1,0 +1,201 @@
+"""The training loop: takes a batch, makes a step, publishes the version; runs on its own thread.
+
+Consumes batches from the desk in order; produces weights for the publisher and a DONE or FAILED event a step; waits
+for the next batch and, before a publication starts, for the one before it; unblocks the orchestrator, which activates
+a version once its step is DONE.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from loguru import logger
+
+from meshrl.models.state import snapshot
+from meshrl.trainer.desk import SaveRequest, TrainerDesk
+from meshrl.trainer.metrics import step_metrics
+from meshrl.trainer.spans import StepSpans
+from meshrl.training.checkpoint import Checkpointer
+from meshrl.training.config import CheckpointConfig
+from meshrl.training.learner import Learner, StepError, StepResult
+from meshrl.training.throughput import peak_flops, peak_memory_gib, step_flops
+from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.types import Batch
+
+# (version, weights by name, traceparent) -> a future that is done when the hub has sealed the version.
+Publish = Callable[[int, Mapping[str, torch.Tensor], str], "Future[Any]"]
+
+
+@dataclass(kw_only=True)
+class Progress:
+    """What was trained since the trainer started."""
+
+    tokens: int = 0
+    samples: int = 0
+
+
+class TrainLoop:
+    """Trains one run until its desk closes. A step that cannot be made fails alone; anything else ends the trainer."""
+
+    def __init__(
+        self,
+        learner: Learner,
+        desk: TrainerDesk,
+        publish: Publish,
+        checkpointer: Checkpointer,
+        spans: StepSpans,
+        *,
+        publish_dtype: torch.dtype,
+        ckpt: CheckpointConfig | None,
+        publish_deadline_s: float,
+    ) -> None:
+        self._learner = learner
+        self._desk = desk
+        self._publish = publish
+        self._checkpointer = checkpointer
+        self._spans = spans
+        self._publish_dtype = publish_dtype
+        self._ckpt = ckpt
+        self._publish_deadline_s = publish_deadline_s
+        self._publishing: Future[Any] | None = None
+        self._save_ckpt_s = 0.0  # since the last DONE
+        self._saved_step = learner.step_done  # a step that is on disk, or needs no checkpoint
+        self._progress = Progress()
+        self._peak_flops = peak_flops(learner.device)
+
+    def run(self) -> None:
+        """Works until the desk closes, then writes the last checkpoint. Raises what the trainer cannot survive."""
+        try:
+            waited_since = time.perf_counter()
+            while (work := self._desk.take()) is not None:
+                if isinstance(work, SaveRequest):
+                    self._save_on_request(work)
+                else:
+                    self._train(work, wait_s=time.perf_counter() - waited_since)
+                    waited_since = time.perf_counter()
+            self._settle_publication()
+            if self._ckpt is not None and self._learner.step_done != self._saved_step:
+                self._save(self._ckpt)
+        except BaseException as error:  # reported to every watcher, then raised: the process ends and says why
+            self._desk.crashed(f"the trainer stopped: {error}")
+            raise
+
+    def _train(self, batch: Batch, *, wait_s: float) -> None:
+        """One step, from a batch to a publication under way."""
+        started = time.perf_counter()
+        span = self._spans.start(batch)
+        try:
+            result = self._learner.step(batch.micro_batches, loss_tokens=batch.loss_tokens)
+        except StepError as error:  # the batch's fault: the run goes on with the weights as they are
+            logger.error("{}", error)
+            span.fail(str(error))
+            self._desk.failed(batch.step, Reason.STEP_FAILED, str(error), traceparent=span.traceparent)
+            return
+        span.child("forward_backward", result.forward_backward_s, before_s=result.optimizer_s)
+        span.child("optimizer", result.optimizer_s)
+
+        self._settle_publication()  # versions are sealed in order
+        weights = snapshot(self._learner.model, self._publish_dtype)  # the next step changes the live ones
+        train_s = time.perf_counter() - started
+        timings_s = {
+            "wait_for_batch": wait_s,
+            "forward_backward": result.forward_backward_s,
+            "optimizer": result.optimizer_s,
+            "step": wait_s + train_s,
+        }
+        metrics = self._metrics(batch, result, timings_s, train_s)
+        publish_started = time.perf_counter()
+        publication = self._publish(result.step, weights, span.traceparent)
+
+        def announce(done: Future[Any]) -> None:
+            if done.cancelled():  # the event loop is gone, and with it whoever would hear of this step
+                return
+            publish_s = time.perf_counter() - publish_started
+            span.child("publish", publish_s)
+            error = done.exception()
+            if error is not None:
+                message = f"version {result.step} could not be published: {error}"
+                span.fail(message)
+                self._desk.crashed(message)
+                return
+            span.end()
+            self._desk.finished(
+                result.step,
+                metrics=metrics | {"time/publish": publish_s},
+                timings_s=timings_s | {"publish": publish_s},
+                traceparent=span.traceparent,
+            )
+
+        self._publishing = publication
+        publication.add_done_callback(announce)
+        logger.info(
+            "step {} | loss {:.4f} | grad norm {:.3f} | mismatch kl {:.2e} | {:.0f} tokens/s | {:.2f} s, wait {:.2f} s",
+            result.step,
+            result.loss,
+            result.grad_norm,
+            metrics["mismatch_kl/all/mean"],
+            metrics["perf/throughput"],
+            train_s,
+            wait_s,
+        )
+        if self._ckpt is not None and self._ckpt.interval and result.step % self._ckpt.interval == 0:
+            self._save(self._ckpt)
+
+    def _metrics(
+        self, batch: Batch, result: StepResult, timings_s: Mapping[str, float], train_s: float
+    ) -> dict[str, float]:
+        """All metrics of a step. Throughput counts every packed token over the time not spent waiting for a batch."""
+        tokens = sum(len(row.token_ids) for row in batch.micro_batches)
+        samples = sum(len(row.rollout_ids) for row in batch.micro_batches)
+        self._progress.tokens += tokens
+        self._progress.samples += samples
+        flops = step_flops(self._learner.model, batch.micro_batches)
+        metrics = step_metrics(result, batch.environments)
+        metrics |= {
+            "perf/throughput": tokens / train_s,
+            "perf/throughput_per_gpu": tokens / train_s / self._learner.parallel.world_size,
+            "perf/mfu": flops / train_s / self._peak_flops / self._learner.parallel.world_size,
+            "perf/peak_memory": peak_memory_gib(self._learner.device),
+            "time/step": timings_s["step"],
+            "time/wait_for_batch": timings_s["wait_for_batch"],
+            "time/forward_backward": timings_s["forward_backward"],
+            "time/optimizer": timings_s["optimizer"],
+            "time/save_ckpt": self._save_ckpt_s,
+            "progress/step": float(result.step),
+            "progress/tokens": float(tokens),
+            "progress/samples": float(samples),
+            "progress/total_tokens": float(self._progress.tokens),
+            "progress/total_samples": float(self._progress.samples),
+        }
+        self._save_ckpt_s = 0.0
+        return metrics
+
+    def _settle_publication(self) -> None:
+        """Waits for the publication under way. Raises when it failed: engines would fall behind without an end."""
+        if self._publishing is not None:
+            self._publishing.result(timeout=self._publish_deadline_s)
+            self._publishing = None
+
+    def _save(self, config: CheckpointConfig) -> None:
+        started = time.perf_counter()
+        path = self._checkpointer.save(weights_only=config.weights_only)
+        self._checkpointer.prune(config)
+        self._saved_step = self._learner.step_done
+        self._save_ckpt_s += time.perf_counter() - started
+        logger.info("checkpoint of step {} in {}", self._saved_step, path)
+
+    def _save_on_request(self, request: SaveRequest) -> None:
+        started = time.perf_counter()
+        try:
+            path = self._checkpointer.save(weights_only=request.weights_only)
+        except OSError as error:  # a full or read-only disk is the caller's news; training goes on
+            request.saved.set_exception(MeshError(Reason.CHECKPOINT_FAILED, f"cannot write the checkpoint: {error}"))
+            return
+        finally:
+            self._save_ckpt_s += time.perf_counter() - started
+        request.saved.set_result((self._learner.step_done, path))
