@@ -10,7 +10,7 @@ import asyncio
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -157,7 +157,7 @@ class EmbeddedEngine:
 
     # --- requests ---------------------------------------------------------------------------
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
         self._admit(request)
         chunks: asyncio.Queue[TokenChunk | MeshError] = asyncio.Queue()
         params = request.sampling

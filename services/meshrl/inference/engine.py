@@ -8,7 +8,7 @@ with the same requests and their KV cache.
 from __future__ import annotations
 
 import enum
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -131,7 +131,7 @@ class Engine(Protocol):
     def in_flight(self) -> int:
         """Requests running or waiting."""
 
-    def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
         """Yields chunks until one carries a finish reason. Closing the iterator cancels the request.
 
         Raises: MeshError OVERLOADED when the queue is full; INVALID_REQUEST when the prompt does not fit.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from meshrl.models.state import hf_state
 from meshrl.wire.errors import MeshError, Reason
@@ -79,5 +78,5 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """Little-endian C-order bytes of a tensor, without a copy when it is contiguous on the CPU."""
-    flat: NDArray[np.uint8] = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return flat.data
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return memoryview(flat.numpy())  # type: ignore[arg-type]  # numpy arrays are buffers; its stubs say so from 3.12 on

@@ -1,0 +1,55 @@
+"""Puts an engine together from its configuration: device, threads, model, cache; used by main, tests and benchmarks."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from meshrl.inference.config import InferenceConfig
+from meshrl.inference.embedded import EmbeddedEngine
+from meshrl.models.load import load_model
+from transformers import PreTrainedModel
+
+CACHE_SHARE = 0.5  # of the memory that is free once the model is loaded
+
+
+def build_engine(config: InferenceConfig) -> EmbeddedEngine:
+    """Loads the model and allocates the cache; takes seconds, so keep it off the event loop.
+
+    Raises: ModelError when the model cannot be loaded, ValueError when the cache bound holds not one sequence.
+    """
+    if config.torch_threads is not None:
+        torch.set_num_threads(config.torch_threads)
+    model = load_model(config.model)
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if limit is not None and config.max_model_len > limit:
+        raise ValueError(
+            f"max_model_len {config.max_model_len} is beyond the {limit} positions of {config.model.name}; lower it"
+        )
+    return EmbeddedEngine(
+        model,
+        max_model_len=config.max_model_len,
+        num_slots=config.max_num_seqs,
+        max_queue=config.max_queue,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        kv_cache_bytes=config.kv_cache_bytes or int(CACHE_SHARE * _free_bytes(model.device)),
+        eos_token_ids=eos_token_ids(model),
+        seed=config.seed,
+        version=0 if config.weight_broadcast is None else None,
+    )
+
+
+def eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
+    """The tokens that end a completion, from the generation config, else the model config."""
+    for source in (model.generation_config, model.config.get_text_config()):
+        ids: Any = getattr(source, "eos_token_id", None)
+        if ids is not None:
+            return (ids,) if isinstance(ids, int) else tuple(ids)
+    return ()
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

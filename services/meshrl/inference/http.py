@@ -1,0 +1,200 @@
+"""The HTTP face of an engine: OpenAI and token-in routes for everybody, admin routes for this host only."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import json
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from aiohttp import web
+from loguru import logger
+from meshrl.inference.bodies import WeightsBody, parse
+from meshrl.inference.checkpoints import WeightLoader
+from meshrl.inference.embedded import EmbeddedEngine
+from meshrl.inference.openai_routes import OpenAIRoutes
+from meshrl.inference.serving import STATUS_OF, Serving, error_body
+from meshrl.inference.text import TextCodec
+from meshrl.inference.token_route import TokenRoute
+from meshrl.wire.errors import MeshError, Reason
+
+MAX_BODY_BYTES = 64 * 2**20
+OPEN_PATHS = frozenset({"/health", "/version", "/metrics", "/ping"})
+ADMIN_PATHS = frozenset({"/pause", "/resume", "/update_weights", "/reload_weights"})
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class InferenceServer:
+    """Routes of one engine. Without a tokenizer the text routes answer that they need one."""
+
+    def __init__(
+        self, engine: EmbeddedEngine, *, model_name: str, codec: TextCodec | None, loader: WeightLoader | None,
+        request_deadline_s: float = 600.0, api_key: str | None = None,
+    ) -> None:  # fmt: skip
+        self._engine = engine
+        self._loader = loader
+        self._api_key = api_key
+        self._started = int(time.time())
+        self._serving = Serving(
+            engine,
+            model_name=model_name,
+            max_model_len=engine.max_model_len,
+            request_deadline_s=request_deadline_s,
+        )
+        self._codec = codec
+
+    def app(self) -> web.Application:
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._guard])
+        token_route = TokenRoute(self._serving)
+        app.router.add_post("/inference/v1/generate", token_route.handle)
+        if self._codec is not None:
+            text_routes = OpenAIRoutes(self._serving, self._codec)
+            app.router.add_post("/v1/chat/completions", text_routes.chat)
+            app.router.add_post("/v1/completions", text_routes.completions)
+        else:
+            app.router.add_post("/v1/{route:chat/completions|completions}", self._needs_tokenizer)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/ping", self._health)
+        app.router.add_get("/version", self._version)
+        app.router.add_get("/metrics", self._metrics)
+        app.router.add_post("/pause", self._pause)
+        app.router.add_post("/resume", self._resume)
+        app.router.add_post("/update_weights", self._update_weights)
+        app.router.add_post("/reload_weights", self._reload_weights)
+        return app
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Keeps strangers out and turns errors into OpenAI's JSON."""
+        try:
+            if request.path in ADMIN_PATHS and not _is_loopback(request.remote):
+                return _refusal(403, f"{request.path} is an admin route: call it from the engine's own host")
+            if self._api_key is not None and request.path not in OPEN_PATHS | ADMIN_PATHS:
+                given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+                if not hmac.compare_digest(given.encode(), self._api_key.encode()):
+                    return _refusal(401, "the Authorization header must carry this server's API key as a bearer token")
+            return await handler(request)
+        except MeshError as error:
+            return _error_response(error)
+        except web.HTTPException as error:
+            if error.status < 400:
+                raise
+            return _refusal(error.status, f"{request.method} {request.path}: {error.reason}")
+        except Exception as error:  # noqa: BLE001 - a defect in a route must not drop the connection without an answer
+            logger.exception("{} {} failed", request.method, request.path)
+            return _error_response(MeshError(Reason.INTERNAL, f"{type(error).__name__}: {error}"))
+
+    async def _needs_tokenizer(self, request: web.Request) -> web.StreamResponse:
+        message = (
+            f"{request.path} needs a tokenizer, and this model has none; use /inference/v1/generate with token ids"
+        )
+        raise MeshError(Reason.NOT_SUPPORTED, message)
+
+    # --- what anybody may ask ---------------------------------------------------------------
+
+    async def _models(self, _request: web.Request) -> web.StreamResponse:
+        card = {
+            "id": self._serving.model_name,
+            "object": "model",
+            "created": self._started,
+            "owned_by": "meshrl",
+            "max_model_len": self._serving.max_model_len,
+        }
+        return web.json_response({"object": "list", "data": [card]})
+
+    async def _health(self, _request: web.Request) -> web.StreamResponse:
+        """200 while requests are taken; an engine that waits for its first weight version is healthy, too."""
+        if self._engine.draining:
+            return web.json_response({"status": "draining", "in_flight": self._engine.in_flight}, status=503)
+        if self._engine.unfit is not None:
+            return web.json_response({"status": "unfit", "message": self._engine.unfit}, status=503)
+        return web.json_response({"status": "ok"})
+
+    async def _version(self, _request: web.Request) -> web.StreamResponse:
+        root = self._engine.root
+        return web.json_response(
+            {
+                "version": self._engine.version,
+                "root": root.hex() if root else "",
+                "paused": self._engine.paused,
+                "in_flight": self._engine.in_flight,
+            }
+        )
+
+    async def _metrics(self, _request: web.Request) -> web.StreamResponse:
+        """Prometheus text format."""
+        stats = self._engine.stats()
+        values = {
+            "meshrl_engine_requests_running": stats.running,
+            "meshrl_engine_requests_waiting": stats.waiting,
+            "meshrl_engine_slots": stats.slots,
+            "meshrl_engine_generated_tokens_total": stats.generated_tokens,
+            "meshrl_engine_prefilled_tokens_total": stats.prefilled_tokens,
+            "meshrl_engine_shared_prompt_tokens_total": stats.shared_prompt_tokens,
+            "meshrl_engine_finished_requests_total": stats.finished_requests,
+            "meshrl_engine_steps_total": stats.steps,
+            "meshrl_engine_busy_seconds_total": stats.busy_s,
+            "meshrl_engine_last_pause_seconds": stats.last_pause_s,
+            "meshrl_engine_policy_version": -1 if self._engine.version is None else self._engine.version,
+        }
+        lines = []
+        for name, value in values.items():
+            lines += [f"# TYPE {name} {'counter' if name.endswith('_total') else 'gauge'}", f"{name} {value}"]
+        return web.Response(text="\n".join(lines) + "\n", content_type="text/plain")
+
+    # --- what this host may ask -------------------------------------------------------------
+
+    async def _pause(self, _request: web.Request) -> web.StreamResponse:
+        return web.json_response({"status": "paused", "in_flight": await self._engine.pause()})
+
+    async def _resume(self, _request: web.Request) -> web.StreamResponse:
+        await self._engine.resume()
+        return web.json_response({"status": "running", "in_flight": self._engine.in_flight})
+
+    async def _update_weights(self, request: web.Request) -> web.StreamResponse:
+        body = parse(WeightsBody, await request.read())
+        folder = body.weight_dir or body.path
+        if not folder:
+            raise MeshError(Reason.INVALID_REQUEST, "send weight_dir: the folder of a Hugging Face checkpoint")
+        current = self._engine.version
+        version = body.version if body.version is not None else 0 if current is None else current + 1
+        return await self._load(Path(folder), version)
+
+    async def _reload_weights(self, request: web.Request) -> web.StreamResponse:
+        raw = await request.read()
+        body = parse(WeightsBody, raw or b"{}")
+        return await self._load(None, body.version or 0)
+
+    async def _load(self, folder: Path | None, version: int) -> web.StreamResponse:
+        if self._loader is None:
+            raise MeshError(Reason.NOT_SUPPORTED, "this engine was started without access to weights on disk")
+        pause_s = await self._loader.load(folder, version)
+        root = self._engine.root
+        return web.json_response(
+            {"status": "ok", "version": version, "root": root.hex() if root else "", "pause_s": pause_s}
+        )
+
+
+def _is_loopback(remote: str | None) -> bool:
+    try:
+        return remote is not None and ipaddress.ip_address(remote.split("%")[0]).is_loopback
+    except ValueError:  # a name or a socket path: not provably this host
+        return False
+
+
+def _refusal(status: int, message: str) -> web.Response:
+    kind = {401: "authentication_error", 403: "permission_error"}.get(status, "invalid_request_error")
+    error = {"message": message, "type": kind, "param": None, "code": status}
+    return web.Response(text=json.dumps({"error": error}), status=status, content_type="application/json")
+
+
+def _error_response(error: MeshError) -> web.Response:
+    headers = {} if error.retry_after_s is None else {"Retry-After": str(max(1, round(error.retry_after_s)))}
+    status = STATUS_OF.get(error.reason, 500)
+    return web.Response(
+        text=json.dumps(error_body(error)), status=status, content_type="application/json", headers=headers
+    )

@@ -1,0 +1,113 @@
+"""The `inference` program: an engine, its HTTP server and, when weights are broadcast, its agent at the hub."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from contextlib import suppress
+from typing import Any
+
+from aiohttp import web
+from loguru import logger
+from meshrl.client import WeightSyncClient
+from meshrl.core.config import load_config
+from meshrl.core.logs import setup_logging
+from meshrl.core.paths import Layout
+from meshrl.core.serve import run
+from meshrl.inference.agent import WeightAgent
+from meshrl.inference.build import build_engine
+from meshrl.inference.checkpoints import WeightLoader
+from meshrl.inference.config import InferenceConfig
+from meshrl.inference.embedded import EmbeddedEngine
+from meshrl.inference.http import InferenceServer
+from meshrl.inference.text import TextCodec
+from meshrl.models.load import ModelError, load_tokenizer
+from meshrl.wire.errors import MeshError
+
+CLOSE_DEADLINE_S = 5.0
+
+
+async def serve(config: InferenceConfig, stop: asyncio.Event) -> int:
+    """Serves until `stop` is set, then drains; returns the exit code."""
+    try:
+        engine = await asyncio.to_thread(build_engine, config)
+        codec = await _codec(config)
+    except (ModelError, ValueError) as error:  # a configuration that no retry mends: say it once, without a traceback
+        logger.error("{}", error)
+        return 2
+    engine.start()
+    runner = web.AppRunner(_app(config, engine, codec), handler_cancellation=True, access_log=None)
+    await runner.setup()
+    site = web.TCPSite(runner, config.server.host, config.server.port, backlog=1024)
+    try:
+        await site.start()
+    except OSError as error:
+        logger.error("cannot listen on {}:{}: {}; set server.port", config.server.host, config.server.port, error)
+        await engine.close()
+        await runner.cleanup()
+        return 2
+    host, port = runner.addresses[0][:2]
+    logger.info(
+        "serving {} on http://{}:{} ({} slots of {} tokens)",
+        config.model.name, host, port, engine.num_slots, engine.max_model_len,
+    )  # fmt: skip
+    code = await _until_stopped(config, engine, f"{host}:{port}", stop)
+    engine.begin_drain()
+    logger.info("draining {} requests in flight", engine.in_flight)
+    await engine.close(config.drain_deadline_s)
+    await runner.cleanup()
+    if codec is not None:
+        codec.close()
+    return code
+
+
+def _app(config: InferenceConfig, engine: EmbeddedEngine, codec: TextCodec | None) -> web.Application:
+    server = InferenceServer(
+        engine,
+        model_name=config.served_model_name or config.model.name,
+        codec=codec,
+        loader=WeightLoader(engine, config.model.name),
+        request_deadline_s=config.request_deadline_s,
+        api_key=config.api_key,
+    )
+    return server.app()
+
+
+async def _codec(config: InferenceConfig) -> TextCodec | None:
+    try:
+        return TextCodec(await asyncio.to_thread(load_tokenizer, config.model))
+    except ModelError as error:  # the token-in route works without one
+        logger.warning("no tokenizer, so only /inference/v1/generate is served: {}", error)
+        return None
+
+
+async def _until_stopped(config: InferenceConfig, engine: EmbeddedEngine, address: str, stop: asyncio.Event) -> int:
+    """Waits for `stop`, with the weight agent beside it; the agent's failure ends the program with code 1."""
+    if config.weight_broadcast is None:
+        await stop.wait()
+        return 0
+    async with WeightSyncClient(config.weight_broadcast.address) as client:
+        agent = asyncio.create_task(_run_agent(config, engine, client, address, stop))
+        stopped = asyncio.create_task(stop.wait())
+        await asyncio.wait({agent, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if not stop.is_set():
+            stopped.cancel()
+            failure = agent.exception()
+            logger.error("the weight agent ended: {}", failure or "no reason given")
+            return 1
+        with suppress(TimeoutError, asyncio.CancelledError, MeshError):  # leaving anyway; the hub's lease runs out
+            await asyncio.wait_for(agent, CLOSE_DEADLINE_S)
+    return 0
+
+
+async def _run_agent(
+    config: InferenceConfig, engine: EmbeddedEngine, client: WeightSyncClient, address: str, stop: asyncio.Event
+) -> Any:
+    agent = WeightAgent(client, engine, config, address)
+    return await agent.run(stop)
+
+
+def main() -> None:
+    config = load_config(InferenceConfig, prog="inference")
+    setup_logging("inference", config.log.level, Layout(config.output_dir).logs / "inference.log")
+    sys.exit(run(lambda stop: serve(config, stop)))
