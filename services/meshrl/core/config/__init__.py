@@ -1,5 +1,5 @@
 """Configuration: one set of classes, filled from the command line, TOML files and the environment."""
 
-from meshrl.core.config.base import BaseConfig
+from meshrl.core.config.base import BaseConfig, ConfigError
 
-__all__ = ["BaseConfig"]
+__all__ = ["BaseConfig", "ConfigError"]

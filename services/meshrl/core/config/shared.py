@@ -1,0 +1,197 @@
+"""Configuration sections that several programs have in common."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Self
+
+from meshrl.core.config.base import BaseConfig
+from meshrl.wire.types import Sampling
+from pydantic import Field, model_validator
+
+
+class ServerConfig(BaseConfig):
+    """Where a server listens."""
+
+    host: str = "127.0.0.1"
+    """Address to bind. Anything but loopback needs TLS, or insecure."""
+
+    port: int = Field(default=0, ge=0, le=65535)
+    """Port to bind; 0 takes a free one."""
+
+    insecure: bool = False
+    """Allow a bind that is not loopback without TLS."""
+
+    @property
+    def address(self) -> str:
+        """host:port, with IPv6 hosts in brackets."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+class ModelConfig(BaseConfig):
+    """Which model, in which numbers, on which device."""
+
+    name: str = Field(default="Qwen/Qwen3-0.6B", min_length=1)
+    """Folder with a Hugging Face model, or its name on the Hugging Face hub."""
+
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Numbers to compute in; auto is float32 on a CPU and the checkpoint's own elsewhere."""
+
+    device: str = "auto"
+    """Torch device; auto takes a GPU where there is one."""
+
+    trust_remote_code: bool = False
+    """Run model code that comes with the checkpoint."""
+
+
+LogLevel = Literal["trace", "debug", "info", "success", "warning", "error", "critical"]
+
+
+class LogConfig(BaseConfig):
+    """What a program logs, and how."""
+
+    level: LogLevel = "info"
+    """Least severe level that is logged; the environment variable PRIME_LOG_LEVEL is its default."""
+
+    json_logging: bool = False
+    """Write log lines as JSON objects."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _lower_case(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        level = values.get("level")
+        return {**values, "level": level.lower()} if isinstance(level, str) else values
+
+
+class LogExtrasConfig(BaseConfig):
+    """Sample tables and distributions in Weights & Biases."""
+
+    samples: bool = True
+    """Log tables of prompts and completions with rewards and advantages."""
+
+    distributions: bool = True
+    """Log distributions of rewards, advantages and entropies."""
+
+    interval: int = Field(default=10, ge=1)
+    """Log them every so many steps."""
+
+    sample_ratio: float | None = Field(default=None, gt=0.0, le=1.0)
+    """Share of a step's rollouts in the table; None takes a few."""
+
+
+class WandbConfig(BaseConfig):
+    """Weights & Biases."""
+
+    project: str = "meshrl"
+    """Project of the run."""
+
+    name: str | None = None
+    """Name of the run; None lets Weights & Biases make one up."""
+
+    group: str | None = None
+    """Group of the run."""
+
+    tags: list[str] = Field(default_factory=list)
+    """Tags of the run."""
+
+    offline: bool = False
+    """Log to disk only."""
+
+    log_extras: LogExtrasConfig | None = LogExtrasConfig()
+    """Sample tables and distributions; None means metrics only."""
+
+
+class SamplingConfig(BaseConfig):
+    """How to sample tokens; a value left at None takes the next default (the environment's, then the engine's)."""
+
+    temperature: float | None = Field(default=None, ge=0.0)
+    """Logits are divided by this before sampling; 0 is greedy."""
+
+    top_p: float | None = Field(default=None, gt=0.0, le=1.0)
+    """Sample from the smallest set of tokens that holds this probability."""
+
+    top_k: int | None = Field(default=None, ge=-1)
+    """Sample from this many likeliest tokens; 0 and -1 mean all."""
+
+    min_p: float | None = Field(default=None, ge=0.0, le=1.0)
+    """Drop tokens less likely than this times the likeliest."""
+
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Most tokens of one completion."""
+
+    seed: int | None = None
+    """Seed of sampling; None draws one."""
+
+    def to_wire(self) -> Sampling:
+        """The same as the type that travels in requests."""
+        return Sampling(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            max_tokens=self.max_tokens,
+            seed=self.seed,
+        )
+
+
+class EnvConfig(BaseConfig):
+    """One environment: a taskset, its options and its share of the tasks."""
+
+    id: str = Field(min_length=1)
+    """Taskset: a name that verifiers knows or a Python module."""
+
+    name: str | None = Field(default=None, min_length=1)
+    """Name in metrics and requests; None means the id."""
+
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Options of the taskset."""
+
+    ratio: float = Field(default=1.0, gt=0.0)
+    """Share of tasks drawn from this environment, relative to the others'."""
+
+    sampling: SamplingConfig = SamplingConfig()
+    """Sampling in this environment; a value left at None takes the program's."""
+
+    @property
+    def resolved_name(self) -> str:
+        """The name, or the id where none is given."""
+        return self.name or self.id
+
+
+class WeightBroadcastConfig(BaseConfig):
+    """How weight versions travel from the trainer to engines."""
+
+    type: Literal["filesystem", "stream"] = "filesystem"
+    """filesystem: by reference to files that both sides see; stream: in chunks over gRPC."""
+
+    address: str = "127.0.0.1:50053"
+    """Address of the weight hub."""
+
+    chunk_bytes: int = Field(default=2 * 2**20, ge=4096, le=32 * 2**20)
+    """Size of one chunk in bytes; at most what the hub takes."""
+
+    broadcast_dir: str | None = None
+    """filesystem: folder for the files of versions; None means output_dir/broadcasts. /dev/shm paths avoid the disk."""
+
+    @model_validator(mode="after")
+    def _folder_only_for_files(self) -> Self:
+        if self.type != "filesystem" and self.broadcast_dir is not None:
+            raise ValueError(
+                f"weight_broadcast.broadcast_dir belongs to type 'filesystem', got type {self.type!r};"
+                " leave broadcast_dir out"
+            )
+        return self
+
+
+class ServicesConfig(BaseConfig):
+    """Addresses of the three services."""
+
+    rollout: str = "127.0.0.1:50051"
+    """RolloutService."""
+
+    trainer: str = "127.0.0.1:50052"
+    """TrainerService."""
+
+    weights: str = "127.0.0.1:50053"
+    """WeightSync."""
