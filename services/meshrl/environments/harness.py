@@ -1,7 +1,8 @@
 """Plays an agent's side of an episode inside the rollout process: a chat loop that asks for one completion at a time.
 
-Fed by verifiers with a task and the address of its interception server, which samples, records and scores. The harnesses that
-ship with verifiers start a program for each rollout; this one is a coroutine, so a rollout costs milliseconds.
+Fed by verifiers with a task and the address of its interception server, which samples, records and scores. The
+harnesses that ship with verifiers start a program for each rollout; this one is a coroutine, so a rollout costs
+milliseconds.
 """
 
 from __future__ import annotations
@@ -114,8 +115,8 @@ class ChatSession(HarnessSession):  # type: ignore[misc]  # verifiers is untyped
     async def segment(self, messages: Messages | None) -> ProgramResult:
         """Adds the user's messages and talks to the model until it answers without calling a tool.
 
-        Returns success also when a limit or stop of the rollout ended the conversation; raises HarnessError when a model
-        call failed, InterceptionError when the interception server cannot be reached.
+        Returns success also when a limit or stop of the rollout ended the conversation; raises HarnessError when a
+        model call failed, InterceptionError when the interception server cannot be reached.
         """
         if self._http is None:
             await self._open()
@@ -145,7 +146,9 @@ class ChatSession(HarnessSession):  # type: ignore[misc]  # verifiers is untyped
     async def _open(self) -> None:
         self._http = aiohttp.ClientSession(
             headers={"Authorization": f"Bearer {self.secret}"},
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_DEADLINE_S),  # the rollout's deadline ends a call
+            timeout=aiohttp.ClientTimeout(
+                total=None, sock_connect=CONNECT_DEADLINE_S
+            ),  # the rollout's deadline ends a call
             cookie_jar=aiohttp.DummyCookieJar(),
         )
         if not self.mcp_urls:
@@ -157,7 +160,9 @@ class ChatSession(HarnessSession):  # type: ignore[misc]  # verifiers is untyped
                 tools, self._dispatch, self._servers = await connect_mcp({"mcpServers": servers}, self._stack)
         except TimeoutError as error:
             names = ", ".join(sorted(self.mcp_urls))
-            raise HarnessError(f"tool servers ({names}) did not list their tools in {TOOL_DISCOVERY_DEADLINE_S:g} s") from error
+            raise HarnessError(
+                f"tool servers ({names}) did not list their tools in {TOOL_DISCOVERY_DEADLINE_S:g} s"
+            ) from error
         disabled = set(self.harness.config.disabled_tools or ())
         self._tools = [tool for tool in tools if tool["function"]["name"] not in disabled]
 
@@ -173,9 +178,9 @@ class ChatSession(HarnessSession):  # type: ignore[misc]  # verifiers is untyped
         if self.trace.stop_condition is not None:
             return None
         detail = raw.decode(errors="replace")
-        if status in (400, 413) and any(marker in detail.casefold() for marker in CONTEXT_OVERFLOW_MARKERS):
-            if self.trace.num_turns:
-                raise ContextExhaustedError(detail)
+        overflow = status in (400, 413) and any(marker in detail.casefold() for marker in CONTEXT_OVERFLOW_MARKERS)
+        if overflow and self.trace.num_turns:
+            raise ContextExhaustedError(detail)
         raise HarnessError(f"model call answered {status}: {detail[-2000:]}")
 
     async def _post(self, url: str, body: dict[str, Any]) -> tuple[int, bytes]:
@@ -212,7 +217,7 @@ class ChatSession(HarnessSession):  # type: ignore[misc]  # verifiers is untyped
         return await call_mcp(self._servers, self._dispatch, name, arguments)
 
     async def _gate(self, call_id: str, name: str, arguments: Any) -> dict[str, Any] | None:
-        """Asks the taskset's policy whether a tool call may run; returns the message to use instead, or None to run it."""
+        """Asks the taskset's policy whether a tool call may run; returns the message to use instead, or None."""
         if not self.tool_interception_url:
             return None
         query = {"tool_call_id": call_id, "name": name, "arguments": arguments}

@@ -1,8 +1,8 @@
 """Finds the modules behind environment and harness ids, in the form in which verifiers loads them.
 
-verifiers resolves a plugin by a top-level module name, so a dotted module (`meshrl.environments.harness`, or one inside a
-user's own package) is imported here once and entered in `sys.modules` under its name with underscores; verifiers then finds
-that very module. Nothing is loaded twice and nothing of verifiers is changed.
+verifiers resolves a plugin by a top-level module name, so a dotted module (`meshrl.environments.harness`, or one
+inside a user's own package) is imported here once and entered in `sys.modules` under its name with underscores;
+verifiers then finds that very module. Nothing is loaded twice and nothing of verifiers is changed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ BUNDLED = {
 
 
 def plugin_id(module_id: str) -> str:
-    """Returns the id under which verifiers finds `module_id`: a bundled short name, a dotted module, or an id of its own.
+    """Returns the id under which verifiers finds `module_id`: a bundled short name, a dotted module, or an id of its
+    own.
 
     Raises ModuleNotFoundError when a bundled or dotted module does not exist.
     """

@@ -1,7 +1,9 @@
-"""The model client that verifiers uses for the policy: messages to tokens, tokens to an engine, tokens back to a message.
+"""The model client that verifiers uses for the policy: messages to tokens, tokens to an engine, tokens back to a
+message.
 
-Fed by verifiers' interception server with one turn at a time; `engines` routes the call. It takes the place of verifiers' own train
-client because that one goes through a second HTTP client, keeps no policy versions and cannot choose an engine.
+Fed by verifiers' interception server with one turn at a time; `engines` routes the call. It takes the place of
+verifiers' own train client because that one goes through a second HTTP client, keeps no policy versions and cannot
+choose an engine.
 """
 
 from __future__ import annotations
@@ -15,6 +17,9 @@ from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 import numpy as np
+from meshrl.rollout.engines import EngineRefusedError, EngineRouter, version_spans
+from meshrl.rollout.sessions import Call, Session, SessionBook
+from meshrl.wire.errors import MeshError, Reason
 from verifiers.v1.clients import Client, TrainClientConfig
 from verifiers.v1.clients.train import response_from_generate, serialize_completion, tool_to_wire
 from verifiers.v1.dialects import ChatDialect, Dialect
@@ -25,10 +30,6 @@ from verifiers.v1.interception import Interception, Slot
 from verifiers.v1.session import RolloutSession
 from verifiers.v1.types import Response, SamplingConfig
 
-from meshrl.rollout.engines import EngineRefusedError, EngineRouter, version_spans
-from meshrl.rollout.sessions import Call, Session, SessionBook
-from meshrl.wire.errors import MeshError, Reason
-
 T = TypeVar("T")
 
 INLINE_CHARACTERS = 16_384
@@ -36,7 +37,7 @@ INLINE_CHARACTERS = 16_384
 
 
 class RendererHost:
-    """One chat renderer for the process. Tokenizers are not safe to share between threads, so it does one thing at a time."""
+    """The process's chat renderer. Tokenizers are not safe to share between threads, so it does one thing at a time."""
 
     def __init__(self, renderer: Any) -> None:
         self.renderer = renderer
@@ -143,6 +144,7 @@ class EngineClient(Client):  # type: ignore[misc]  # verifiers is untyped for th
         params["max_tokens"] = min(params.get("max_tokens", room), room)
         params["stop_token_ids"] = [*self._stop_token_ids, *session.stop_token_ids]
         params["logprobs"] = 1
+        params["extra_args"] = {"packed_logprobs": True}  # our engine then leaves out the list that costs most to read
         params.setdefault("skip_special_tokens", False)
         request = {"model": model, "token_ids": prompt_ids, "sampling_params": params}
         if cache_salt is not None:
@@ -180,7 +182,7 @@ class EngineClient(Client):  # type: ignore[misc]  # verifiers is untyped for th
             if not session.requirement.met_by(version):
                 raise MeshError(
                     Reason.VERSION_NOT_AVAILABLE,
-                    f"{session.requirement.describe()} is needed, but tokens {start} to {end} came from version {version}",
+                    f"{session.requirement.describe()} is needed; tokens {start} to {end} came from version {version}",
                 )
 
 
@@ -207,7 +209,7 @@ class EngineInterception(Interception):  # type: ignore[misc]  # verifiers is un
 
 
 def sampled_logprobs(choice: Mapping[str, Any], num_tokens: int) -> list[float]:
-    """Logprobs (T,) of the sampled tokens of a choice, packed or as vLLM's list. Raises ValueError when one is missing."""
+    """Logprobs (T,) of a choice's sampled tokens, packed or as vLLM's list. Raises ValueError when one is missing."""
     packed = choice.get("completion_logprobs")
     if packed is not None:
         values: list[float] = np.frombuffer(base64.b64decode(packed["data"]), dtype=packed["dtype"]).tolist()
@@ -230,6 +232,6 @@ def _has_image(message: Mapping[str, Any]) -> bool:
 
 
 def _extends(tail: list[dict[str, Any]]) -> bool:
-    """True when the new messages are tool results and at most one user message after them: what a renderer can append."""
+    """True when the new messages are tool results, then at most one user message: what a renderer can append."""
     roles = [message["role"] for message in tail]
     return bool(roles) and all(role == "tool" for role in roles[:-1]) and roles[-1] in ("tool", "user")

@@ -5,17 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import Field, model_validator
-
 from meshrl.core.config import BaseConfig
 from meshrl.core.config.shared import EnvConfig, LogConfig, ModelConfig, SamplingConfig, ServerConfig
+from pydantic import Field, model_validator
 
 
 class ClientConfig(BaseConfig):
     """The inference engines that sample tokens, and how to reach them."""
 
-    base_url: list[str] = ["http://127.0.0.1:8000"]
-    """Base URLs of the engines, with or without a trailing /v1. Each model call goes to the least loaded one that fits."""
+    base_url: list[str] = Field(default=["http://127.0.0.1:8000"])
+    """Base URLs of the engines, with or without a trailing /v1. A call goes to the least loaded one that fits."""
 
     api_key_var: str = "MESHRL_API_KEY"
     """Environment variable that holds the engines' bearer token; none is sent while it is unset."""
@@ -42,7 +41,7 @@ class ClientConfig(BaseConfig):
 class RolloutConfig(BaseConfig):
     """Hosts environments, plays episodes against inference engines and scores them."""
 
-    env: list[EnvConfig] = []
+    env: list[EnvConfig] = Field(default=[])
     """The environments to host; at least one."""
 
     client: ClientConfig = ClientConfig()
@@ -57,9 +56,10 @@ class RolloutConfig(BaseConfig):
     tokenizer: str | None = None
     """Tokenizer to render prompts with; None takes model.name."""
 
-    renderer: dict[str, Any] = {}
-    """Renderer of chat messages: {name = "auto"} resolves it from the model's name, "default" uses the tokenizer's own chat
-    template, and any name of the renderers package with its options is accepted. Empty: auto, and default where auto fails."""
+    renderer: dict[str, Any] = Field(default={})
+    """Renderer of chat messages: {name = "auto"} resolves it from the model's name, "default" uses the tokenizer's own
+    chat template, and any name of the renderers package with its options is accepted. Empty: auto, and default where
+    auto fails."""
 
     sampling: SamplingConfig = SamplingConfig()
     """Sampling of every environment where neither the environment nor the request says otherwise."""

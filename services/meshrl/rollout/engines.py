@@ -1,7 +1,8 @@
-"""Calls inference engines over HTTP: routes each model call, moves it when an engine is gone, and keeps the versions known.
+"""Calls inference engines over HTTP: routes each model call, moves it when an engine is gone, and keeps the versions
+known.
 
-Asked by `client` for every completion; `pool` decides, this module talks. A call is moved to another engine only while no byte
-of an answer has come; what was sampled is then nobody's, so nothing is sampled twice for one turn.
+Asked by `client` for every completion; `pool` decides, this module talks. A call is moved to another engine only while
+no byte of an answer has come; what was sampled is then nobody's, so nothing is sampled twice for one turn.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from typing import Any
 
 import aiohttp
 from loguru import logger
-
 from meshrl.rollout.config import ClientConfig
 from meshrl.rollout.pool import Engine, EnginePool, Requirement
 from meshrl.rollout.sessions import Session
@@ -61,7 +61,8 @@ class Answer:
 def version_of(payload: Any) -> int | None:
     """Reads the answer of GET /version: None while the engine holds no weights yet, 0 for an engine without versions.
 
-    vLLM reports the version of its own package as a string there; an engine like that serves the weights it was started with.
+    vLLM reports the version of its own package as a string there; an engine like that serves the weights it was
+    started with.
     """
     version = payload.get("version") if isinstance(payload, dict) else ""
     return version if isinstance(version, int | None) and not isinstance(version, bool) else 0
@@ -70,7 +71,8 @@ def version_of(payload: Any) -> int | None:
 def version_spans(answer: Answer, num_tokens: int) -> tuple[tuple[int, int, int], ...]:
     """The (start, end, version) spans over the sampled tokens of an answer.
 
-    Exact where the engine gives them (ours, or vLLM's `weight_versions`); else the older of the versions known around the call.
+    Exact where the engine gives them (ours, or vLLM's `weight_versions`); else the older of the versions known around
+    the call.
     """
     if not num_tokens:
         return ()
@@ -128,7 +130,8 @@ class EngineRouter:
         await asyncio.shield(self._round)
 
     async def require(self, need: Requirement) -> None:
-        """Raises MeshError when no engine can serve `need` now: VERSION_NOT_AVAILABLE, or INVALID_REQUEST for an unknown pool.
+        """Raises MeshError when no engine can serve `need` now: VERSION_NOT_AVAILABLE, or INVALID_REQUEST for an
+        unknown pool.
 
         While no engine is reachable at all, a request without a version bound is let through: its calls wait for one.
         """
@@ -144,8 +147,8 @@ class EngineRouter:
     async def generate(self, session: Session, session_id: str, body: bytes) -> Answer:
         """Has one engine complete `body`, a JSON request of the generate endpoint, and returns its answer.
 
-        Raises MeshError VERSION_NOT_AVAILABLE or ENGINE_FAILED when no engine took the call within `failover_s`, or when one broke
-        off an answer; EngineRefusedError when an engine rejected the request itself.
+        Raises MeshError VERSION_NOT_AVAILABLE or ENGINE_FAILED when no engine took the call within `failover_s`, or
+        when one broke off an answer; EngineRefusedError when an engine rejected the request itself.
         """
         need, give_up_at = session.requirement, time.monotonic() + self._config.failover_s
         skip: set[str] = set()
@@ -175,9 +178,7 @@ class EngineRouter:
     def _no_engine(self, need: Requirement, why: str) -> MeshError:
         if any(engine.healthy for engine in self._pool.candidates(need)) and not self._pool.can_meet(need):
             return self._not_available(need)
-        return MeshError(
-            Reason.ENGINE_FAILED, f"no engine took the call within {self._config.failover_s:g} s: {why}"
-        )
+        return MeshError(Reason.ENGINE_FAILED, f"no engine took the call within {self._config.failover_s:g} s: {why}")
 
     def _not_available(self, need: Requirement) -> MeshError:
         newest = self._pool.newest(need)
@@ -200,7 +201,9 @@ class EngineRouter:
         engine.in_flight += 1
         answered = False
         try:
-            async with self._http.post(engine.url + GENERATE_PATH, data=body, headers=headers, timeout=timeout) as reply:
+            async with self._http.post(
+                engine.url + GENERATE_PATH, data=body, headers=headers, timeout=timeout
+            ) as reply:
                 answered = True
                 raw = await reply.read()
                 if reply.status in BUSY:

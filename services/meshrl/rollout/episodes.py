@@ -1,7 +1,7 @@
 """Plays the rollouts of admitted groups as tasks of the event loop and hands out what they end in.
 
-Fed by `service` with one request a group; `groups` says what to start and what to stop, `hosting` plays, `samples` converts. Waits
-for engines through `engines`; unblocks the group's stream with every rollout that ends.
+Fed by `service` with one request a group; `groups` says what to start and what to stop, `hosting` plays, `samples`
+converts. Waits for engines through `engines`; unblocks the group's stream with every rollout that ends.
 """
 
 from __future__ import annotations
@@ -13,11 +13,6 @@ from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from loguru import logger
-from opentelemetry.context import Context
-from opentelemetry.trace import Link, Span, Status, StatusCode, Tracer
-from verifiers.v1.task import Task
-from verifiers.v1.trace import Trace
-
 from meshrl.core.telemetry import ROLLOUT_SPAN, link_from, traceparent_of
 from meshrl.rollout.engines import EngineRouter
 from meshrl.rollout.groups import Group, GroupTable, Outcome
@@ -27,11 +22,15 @@ from meshrl.rollout.samples import rollouts_of, trace_uuid
 from meshrl.rollout.sessions import Session, SessionBook
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Rollout, RolloutEvent, RolloutFailure, RolloutRequest, RolloutStatus
+from opentelemetry.context import Context
+from opentelemetry.trace import Link, Span, Status, StatusCode, Tracer
+from verifiers.v1.task import Task
+from verifiers.v1.trace import Trace
 
 
 @dataclass(eq=False)
 class _Live:
-    """A group that is streaming: what it plays, its tasks by rollout, and its events; None in `events` ends the stream."""
+    """A group that is streaming: what it plays, its tasks by rollout, its events; None in `events` ends the stream."""
 
     group: Group
     request: RolloutRequest
@@ -62,6 +61,8 @@ class Episodes:
         self._clock = clock
         self._live: dict[str, _Live] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
 
     @property
     def environments(self) -> Mapping[str, HostedEnvironment]:
@@ -70,8 +71,8 @@ class Episodes:
     async def run(self, request: RolloutRequest) -> AsyncIterator[RolloutEvent]:
         """Plays a group; yields each rollout or failure as it ends, then the summary.
 
-        Closing the iterator cancels what still runs. Raises MeshError UNKNOWN_ENVIRONMENT, UNKNOWN_TASK, INVALID_REQUEST,
-        VERSION_NOT_AVAILABLE, DRAINING, DUPLICATE_REQUEST or OVERLOADED before the first event.
+        Closing the iterator cancels what still runs. Raises MeshError UNKNOWN_ENVIRONMENT, UNKNOWN_TASK,
+        INVALID_REQUEST, VERSION_NOT_AVAILABLE, DRAINING, DUPLICATE_REQUEST or OVERLOADED before the first event.
         """
         arrived = self._clock()
         live = await self._admit(request)
@@ -88,6 +89,8 @@ class Episodes:
             self._end(live, Outcome.CANCELLED)
             self._table.remove(live.group)
             del self._live[request.request_id]
+            if not self._live:
+                self._idle.set()
             self._pump()
 
     def cancel(self, group_ids: Collection[str] = ()) -> int:
@@ -111,9 +114,11 @@ class Episodes:
     async def drain(self, grace_s: float) -> None:
         """Admits no more groups, gives those that run `grace_s` seconds, then cancels them."""
         self._table.draining = True
-        until = self._clock() + grace_s
-        while self._live and self._clock() < until:
-            await asyncio.sleep(0.05)
+        try:
+            async with asyncio.timeout(grace_s):
+                await self._idle.wait()
+        except TimeoutError:  # the grace is over: what still runs is cancelled below
+            pass
         if stopped := self.cancel():
             logger.warning("drain: {} rollouts were cancelled after {:g} s", stopped, grace_s)
         if self._tasks:
@@ -138,6 +143,7 @@ class Episodes:
         group = self._table.admit(request.request_id, request.group_id, request.group_size, self._clock())
         live = _Live(group, request, environment, task, need)
         self._live[request.request_id] = live
+        self._idle.clear()
         return live
 
     def _pump(self) -> None:
@@ -156,7 +162,7 @@ class Episodes:
         self._pump()
 
     def _end(self, live: _Live, outcome: Outcome, error: MeshError | None = None) -> int:
-        """Ends what is left of a group: counts it at once, so that the stream ends, and lets its tasks wind up behind."""
+        """Ends what is left of a group: counts it at once, so that the stream ends; its tasks wind up behind."""
         if live.group.over:
             return 0
         reason = "" if error is None else error.reason.name
@@ -224,7 +230,9 @@ class Episodes:
         rollout_id = trace_uuid(next(reversed(sessions))) if sessions else str(uuid.uuid4())
         failure = _failure(live.request, rollout_id, error)
         if self._settle(live, index, Outcome.FAILED, (failure,), reason=error.reason.name):
-            logger.warning("rollout {} of {} failed: {}: {}", rollout_id, live.environment.name, error.reason.name, error)
+            logger.warning(
+                "rollout {} of {} failed: {}: {}", rollout_id, live.environment.name, error.reason.name, error
+            )
 
     def _settle(
         self,

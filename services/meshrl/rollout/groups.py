@@ -1,7 +1,9 @@
-"""Admits groups, starts their rollouts in order, and counts how each ends. No I/O, no clock: the time comes with each event.
+"""Admits groups, starts their rollouts in order, and counts how each ends. No I/O, no clock: the time comes with each
+event.
 
-Fed by `service` with requests and by `episodes` with outcomes; says which rollouts to start and which to stop. A rollout goes
-waiting -> running -> finished | failed | cancelled, and a waiting one may fail or be cancelled too; it is counted once.
+Fed by `service` with requests and by `episodes` with outcomes; says which rollouts to start and which to stop. A
+rollout goes waiting -> running -> finished | failed | cancelled, and a waiting one may fail or be cancelled too; it is
+counted once.
 """
 
 from __future__ import annotations
@@ -83,10 +85,13 @@ class GroupTable:
         self._forget(now)
         if request_id in self._seen:
             raise MeshError(
-                Reason.DUPLICATE_REQUEST, f"request {request_id} was admitted before; use a new request_id for new rollouts"
+                Reason.DUPLICATE_REQUEST,
+                f"request {request_id} was admitted before; use a new request_id for new rollouts",
             )
         if any(group.group_id == group_id for group in self._groups.values()):
-            raise MeshError(Reason.DUPLICATE_REQUEST, f"group {group_id} is running; use a new group_id or wait for its end")
+            raise MeshError(
+                Reason.DUPLICATE_REQUEST, f"group {group_id} is running; use a new group_id or wait for its end"
+            )
         most = self._max_concurrent + self._max_queued
         if size > most:
             raise MeshError(Reason.INVALID_REQUEST, f"group_size is {size}, this server takes at most {most} rollouts")
@@ -129,7 +134,7 @@ class GroupTable:
         return True
 
     def end(self, group: Group, outcome: Outcome, now: float, *, reason: str = "") -> tuple[list[int], list[int]]:
-        """Ends all that is left of a group; returns the rollouts that were running (to stop) and those that were waiting."""
+        """Ends all that is left of a group; returns the rollouts that ran (stop them) and those that waited."""
         running, waiting = sorted(group.running), list(group.waiting)
         group.running.clear()
         group.waiting.clear()

@@ -10,6 +10,12 @@ from contextlib import asynccontextmanager
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from typing import Any
 
+from meshrl.core.config import ConfigError
+from meshrl.core.config.shared import EnvConfig
+from meshrl.environments.plugins import plugin_id
+from meshrl.rollout.client import EngineClient, EngineInterception
+from meshrl.rollout.tasks import TaskSource
+from meshrl.wire.types import EnvironmentInfo, Sampling
 from pydantic import ValidationError
 from verifiers.v1.clients import ModelContext, TrainClientConfig
 from verifiers.v1.configs.agent import AgentConfig, agent_config_fields
@@ -27,13 +33,6 @@ from verifiers.v1.utils.loaders import (
     taskset_class,
 )
 from verifiers.v1.utils.retries import run_episode_with_retry
-
-from meshrl.core.config import ConfigError
-from meshrl.core.config.shared import EnvConfig
-from meshrl.environments.plugins import plugin_id
-from meshrl.rollout.client import EngineClient, EngineInterception
-from meshrl.rollout.tasks import TaskSource
-from meshrl.wire.types import EnvironmentInfo, Sampling
 
 NO_HARNESS_OF_ITS_OWN = "bash"
 """What verifiers falls back to for a taskset that brings no harness; ours takes its place."""
@@ -66,7 +65,7 @@ class HostedEnvironment:
     async def serving(self, client: EngineClient) -> AsyncIterator[None]:
         """Holds the environment's shared tools and interception server, with the policy's calls going to `client`."""
         async with self.env.serving():
-            # The one place that reaches into verifiers: 0.4 has no argument for an interception of one's own. A test guards it.
+            # The one reach into verifiers: 0.4 takes no interception of one's own. A contract test guards it.
             self.env._interception = EngineInterception(self.env._interception, client)
             yield
 
@@ -108,8 +107,9 @@ def load(
 def env_block(config: EnvConfig, *, harness: str, max_turns: int | None) -> dict[str, Any]:
     """The `[env]` block of verifiers for one entry of ours.
 
-    `id` is a taskset, or `environment+taskset` to play a taskset with another environment (`user-sim+my-taskset`). In `args`, names
-    of agents and of environment options (timeout, retries, ...) go to the environment, all others to the taskset.
+    `id` is a taskset, or `environment+taskset` to play a taskset with another environment (`user-sim+my-taskset`). In
+    `args`, names of agents and of environment options (timeout, retries, ...) go to the environment, all others to the
+    taskset.
     """
     env_id, _, taskset_id = config.id.rpartition("+")
     taskset_id = plugin_id(taskset_id)

@@ -56,7 +56,7 @@ class EnginePool:
         return tuple(self._engines.values())
 
     def discover(self, found: Iterable[tuple[str, str]]) -> None:
-        """Takes over the (url, pool) pairs that the weight hub routes to; engines it no longer names are dropped unless configured."""
+        """Takes over the hub's routable engines as (url, pool); one no longer named is dropped unless configured."""
         named = dict(found)
         for url, pool in named.items():
             self._engines.setdefault(url, Engine(url=url, pool=pool))
@@ -69,7 +69,7 @@ class EnginePool:
             engine.healthy, engine.version = True, version
 
     def lose(self, url: str) -> None:
-        """An engine did not answer; it gets no calls until it does, and its version is forgotten: it may restart older."""
+        """An engine did not answer: it gets no calls until it does; its version is forgotten, it may restart older."""
         if (engine := self._engines.get(url)) is not None:
             engine.healthy, engine.version = False, None
 
@@ -90,7 +90,7 @@ class EnginePool:
         return exact is not None and bool(up) and all(version is not None and version > exact for version in up)
 
     def select(self, need: Requirement, *, prefer: str | None = None, skip: Collection[str] = ()) -> Engine | None:
-        """The engine for the next call: the session's own (`prefer`) while it fits, else the least loaded one that fits."""
+        """The engine for the next call: the session's own (`prefer`) while it fits, else the least loaded that fits."""
         fitting = [
             engine
             for engine in self.candidates(need)

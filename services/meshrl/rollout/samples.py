@@ -1,7 +1,7 @@
 """Turns a played episode into rollouts that training can use, or into the reason why it cannot.
 
-Fed by `episodes` with verifiers' traces and the sessions that kept the versions; drained to the orchestrator. Shapes: T tokens of a
-sample.
+Fed by `episodes` with verifiers' traces and the sessions that kept the versions; drained to the orchestrator. Shapes:
+T tokens of a sample.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 
 import numpy as np
-from verifiers.v1.env import Env
-from verifiers.v1.episode import Episode
-from verifiers.v1.trace import Branch, Trace
-
 from meshrl.rollout.sessions import Call, Session
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import MessageSpan, Rollout, Sample, VersionSpan
+from verifiers.v1.env import Env
+from verifiers.v1.episode import Episode
+from verifiers.v1.trace import Branch, Trace
 
 UNSCORED_STOPS = frozenset({"setup_timeout", "finalize_timeout", "scoring_timeout"})
 
@@ -50,7 +49,7 @@ def trace_uuid(trace_id: str) -> str:
 
 
 def _failure(episode: Episode, sessions: Mapping[str, Session]) -> MeshError:
-    """The most telling reason why an episode failed: the engine's if a model call failed, else the environment's last error."""
+    """Why an episode failed: the engine's reason if a model call failed, else the environment's last error."""
     failed = [trace for trace in episode.traces if not trace.ok]
     for trace in failed:
         session = sessions.get(trace.id)
@@ -100,8 +99,8 @@ def _rollout(trace: Trace, session: Session, group_id: str, environment: str, ag
 def samples_of(branches: Sequence[Branch], calls: Sequence[Call], temperature: float) -> tuple[Sample, ...]:
     """One sample for each branch of a trace in which the policy sampled a token.
 
-    A token that several branches share is trained in the first of them only. Raises MeshError INTERNAL when a sampled token has no
-    model call that accounts for its version.
+    A token that several branches share is trained in the first of them only. Raises MeshError INTERNAL when a sampled
+    token has no model call that accounts for its version.
     """
     unclaimed = list(calls)
     spans_of_node: dict[int, tuple[tuple[int, int, int], ...]] = {}

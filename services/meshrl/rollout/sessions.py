@@ -1,7 +1,7 @@
 """What belongs to one agent's run beside its trace: which policy may sample it, and which version sampled each token.
 
-A session is found by the id of the agent's trace; `episodes` opens it, `client` writes each model call into it, `samples` reads
-it. verifiers keeps no versions in its traces, which is why they are kept here.
+A session is found by the id of the agent's trace; `episodes` opens it, `client` writes each model call into it,
+`samples` reads it. verifiers keeps no versions in its traces, which is why they are kept here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Call:
 class Session:
     """One agent's run. `engine` is the URL that answered last; `failure` says why a model call could not be made."""
 
-    requirement: Requirement = Requirement()
+    requirement: Requirement = field(default_factory=Requirement)
     stop_token_ids: tuple[int, ...] = ()
     traceparent: str = ""
     engine: str | None = None

@@ -1,6 +1,7 @@
 """The tasks of one taskset by index, finite or not; asked once a group.
 
-A finite taskset is held as a list. Of an infinite one the latest tasks are held; an older index reads it from the start again.
+A finite taskset is held as a list. Of an infinite one the latest tasks are held; an older index reads it from the
+start again.
 """
 
 from __future__ import annotations
@@ -9,11 +10,10 @@ import asyncio
 from collections import deque
 from collections.abc import Iterator
 
+from meshrl.wire.errors import FieldViolation, MeshError, Reason
 from pydantic import ValidationError
 from verifiers.v1.task import Task
 from verifiers.v1.taskset import Taskset
-
-from meshrl.wire.errors import FieldViolation, MeshError, Reason
 
 KEPT_TASKS = 4096
 FURTHEST_SKIP = 100_000
@@ -79,7 +79,7 @@ class TaskSource:
         if index - self._next > FURTHEST_SKIP:
             raise MeshError(
                 Reason.UNKNOWN_TASK,
-                f"{self._name} is infinite and stands at task {self._next}; task {index} is more than {FURTHEST_SKIP} ahead",
+                f"{self._name} stands at task {self._next}; task {index} is more than {FURTHEST_SKIP} ahead",
             )
         while self._next <= index:
             try:

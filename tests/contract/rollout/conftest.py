@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,10 @@ def save_tokenizer(folder: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<|im_end|>", additional_special_tokens=["<|im_start|>"]
+        tokenizer_object=tokenizer,
+        unk_token="<unk>",
+        eos_token="<|im_end|>",
+        additional_special_tokens=["<|im_start|>"],
     )
     fast.chat_template = CHAT_TEMPLATE
     fast.save_pretrained(folder)
@@ -98,7 +100,9 @@ class ScriptedEngine:
             "index": 0,
             "token_ids": ids,
             "finish_reason": "stop" if ids[-1] == END else "length",
-            "logprobs": {"content": [{"token": f"token_id:{token}", "logprob": -0.5 - 0.01 * i} for i, token in enumerate(ids)]},
+            "logprobs": {
+                "content": [{"token": f"token_id:{token}", "logprob": -0.5 - 0.01 * i} for i, token in enumerate(ids)]
+            },
         }
         if self.spans is not None:
             choice["version_spans"] = self.spans(len(ids))

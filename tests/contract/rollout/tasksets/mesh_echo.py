@@ -29,7 +29,7 @@ class EchoTask(vf.Task[EchoData]):
 
 
 class EchoConfig(vf.TasksetConfig):
-    words: list[str] = ["cat", "house", "tree"]
+    words: tuple[str, ...] = ("cat", "house", "tree")
     break_reward: bool = False
     endless: bool = False
 

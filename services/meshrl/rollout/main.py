@@ -1,0 +1,133 @@
+"""Wires and runs the `rollout` program: config, environments, engines, server, drain."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+from loguru import logger
+from meshrl.client import ChannelOptions, WeightSyncClient
+from meshrl.core.config import ConfigError, load_config
+from meshrl.core.config.shared import SamplingConfig
+from meshrl.core.logs import setup_logging
+from meshrl.core.paths import Layout
+from meshrl.core.serve import GrpcServer, run
+from meshrl.core.telemetry import setup_tracing
+from meshrl.rollout import hosting
+from meshrl.rollout.client import EngineClient, RendererHost
+from meshrl.rollout.config import RolloutConfig
+from meshrl.rollout.engines import Discovery, EngineRouter
+from meshrl.rollout.episodes import Episodes
+from meshrl.rollout.groups import GroupTable
+from meshrl.rollout.pool import EnginePool
+from meshrl.rollout.rendering import load_renderer
+from meshrl.rollout.service import RolloutServicer
+from meshrl.rollout.sessions import SessionBook
+from meshrl.v1 import rollout_pb2_grpc as pb_grpc
+from meshrl.wire.types import Sampling
+from opentelemetry.trace import Tracer
+
+SERVICE = "meshrl.v1.RolloutService"
+
+
+def main() -> None:
+    """Entry point of the console scripts `rollout` and `env-server`."""
+    config = load_config(RolloutConfig, prog="rollout")
+    layout = Layout(config.output_dir)
+    setup_logging("rollout", config.log.level)
+    logging.getLogger("verifiers.v1").setLevel(config.vf_level.upper())
+    raise SystemExit(run(lambda stop: serve(config, layout, stop)))
+
+
+async def serve(config: RolloutConfig, layout: Layout, stop: asyncio.Event) -> int:
+    """Serves until `stop` is set, then drains; returns the exit code."""
+    tracer = setup_tracing("rollout", layout.traces)
+    try:
+        async with AsyncExitStack() as stack:
+            server = GrpcServer(config.server)
+            episodes = await build(config, stack, tracer)
+            server.add(SERVICE, pb_grpc.add_RolloutServiceServicer_to_server, RolloutServicer(episodes))
+            port = await server.start()
+            # What was loaded stays: keep the collector from walking torch and every taskset again and again.
+            gc.collect()
+            gc.freeze()
+            server.set_serving()
+            logger.info("serving {} on port {}", ", ".join(episodes.environments), port)
+            await stop.wait()
+            logger.info("draining for up to {:g} s", config.drain_deadline_s)
+            server.set_not_serving()
+            await episodes.drain(config.drain_deadline_s)
+            await server.drain(grace_s=5.0)
+    except ConfigError as error:
+        logger.error("{}", error)
+        return 2
+    return 0
+
+
+async def build(config: RolloutConfig, stack: AsyncExitStack, tracer: Tracer) -> Episodes:
+    """Loads renderer and environments and connects the engines; `stack` closes them. Raises ConfigError."""
+    renderer = await asyncio.to_thread(load_renderer, config.tokenizer or config.model.name, config.renderer)
+    pool = EnginePool([url.rstrip("/").removesuffix("/v1") for url in config.client.base_url], config.client.pool)
+    api_key = os.environ.get(config.client.api_key_var) or None
+    discovery = await _discovery(config, stack)
+    router = await stack.enter_async_context(EngineRouter(pool, config.client, api_key=api_key, discovery=discovery))
+    book = SessionBook()
+    client = EngineClient(RendererHost(renderer), router, book, seq_len=config.seq_len)
+    environments: dict[str, hosting.HostedEnvironment] = {}
+    for entry in config.env:
+        defaults = to_sampling(entry.sampling).over(to_sampling(config.sampling))
+        hosted = await asyncio.to_thread(
+            hosting.load,
+            entry,
+            model=config.model.name,
+            harness=config.harness,
+            max_turns=config.max_turns,
+            default_sampling=defaults,
+        )
+        await stack.enter_async_context(hosted.serving(client))
+        environments[hosted.name] = hosted
+        _log_to_file(hosted.name, config.output_dir)
+        logger.info("environment {}: {} tasks", hosted.name, hosted.tasks.num_tasks or "infinitely many")
+    table = GroupTable(max_concurrent=config.max_concurrent, max_queued=config.max_queued)
+    return Episodes(environments, table, router, book, tracer)
+
+
+def to_sampling(section: SamplingConfig | None) -> Sampling:
+    """The sampling of a configuration section; nothing is set without one."""
+    if section is None:
+        return Sampling()
+    return Sampling(
+        temperature=section.temperature,
+        top_p=section.top_p,
+        top_k=section.top_k,
+        min_p=section.min_p,
+        max_tokens=section.max_tokens,
+        seed=section.seed,
+    )
+
+
+async def _discovery(config: RolloutConfig, stack: AsyncExitStack) -> Discovery | None:
+    """Asks the weight hub for the engines it routes to, where one is configured."""
+    if config.weights is None:
+        return None
+    hub = await stack.enter_async_context(WeightSyncClient(config.weights, ChannelOptions()))
+
+    async def engines() -> list[tuple[str, str]]:
+        return [(engine.url.rstrip("/"), engine.engine_pool) for engine in await hub.list_engines() if engine.routable]
+
+    return engines
+
+
+def _log_to_file(environment: str, output_dir: Path) -> None:
+    """Sends what is logged while an environment plays to its own file."""
+
+    def belongs(record: Any) -> bool:
+        return bool(record["extra"].get("env") == environment)
+
+    path = output_dir / "logs" / "envs" / environment.replace("/", "_") / "env.log"
+    logger.add(path, filter=belongs, level="DEBUG", delay=True)

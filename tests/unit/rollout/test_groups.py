@@ -1,0 +1,95 @@
+"""The table of groups: admission, order, counting."""
+
+import pytest
+from meshrl.rollout.groups import GroupTable, Outcome
+from meshrl.wire.errors import MeshError, Reason
+
+
+def table(running: int = 2, queued: int = 4) -> GroupTable:
+    return GroupTable(max_concurrent=running, max_queued=queued)
+
+
+def test_rollouts_start_oldest_group_first_up_to_the_limit():
+    groups = table(running=3)
+    groups.admit("r1", "g1", 2, now=0.0)
+    groups.admit("r2", "g2", 2, now=0.0)
+    assert [(group.group_id, index) for group, index in groups.start()] == [("g1", 0), ("g1", 1), ("g2", 0)]
+    assert (groups.running, groups.queued) == (3, 1)
+    assert groups.start() == []
+
+
+def test_a_free_slot_starts_the_next_waiting_rollout():
+    groups = table(running=1)
+    group = groups.admit("r1", "g1", 2, now=0.0)
+    groups.start()
+    assert groups.settle(group, 0, Outcome.FINISHED, 1.0, sampled_tokens=5)
+    assert groups.start() == [(group, 1)]
+
+
+def test_a_group_that_does_not_fit_the_queue_is_refused_and_leaves_no_trace():
+    groups = table(running=2, queued=2)
+    groups.admit("r1", "g1", 3, now=0.0)
+    with pytest.raises(MeshError) as refused:
+        groups.admit("r2", "g2", 2, now=0.0)
+    assert refused.value.reason is Reason.OVERLOADED
+    assert refused.value.retry_after_s == 1.0
+    assert groups.running + groups.queued == 3
+    groups.admit("r2", "g2", 1, now=0.0)
+
+
+def test_a_group_larger_than_the_server_is_invalid():
+    with pytest.raises(MeshError) as refused:
+        table(running=2, queued=2).admit("r1", "g1", 5, now=0.0)
+    assert refused.value.reason is Reason.INVALID_REQUEST
+
+
+def test_a_request_id_is_refused_while_it_is_remembered_and_then_forgotten():
+    groups = table()
+    group = groups.admit("r1", "g1", 1, now=0.0)
+    groups.end(group, Outcome.CANCELLED, 1.0)
+    groups.remove(group)
+    with pytest.raises(MeshError) as refused:
+        groups.admit("r1", "g2", 1, now=599.0)
+    assert refused.value.reason is Reason.DUPLICATE_REQUEST
+    groups.admit("r1", "g2", 1, now=601.0)
+
+
+def test_a_group_id_is_refused_while_its_group_runs_only():
+    groups = table()
+    group = groups.admit("r1", "g1", 1, now=0.0)
+    with pytest.raises(MeshError) as refused:
+        groups.admit("r2", "g1", 1, now=0.0)
+    assert refused.value.reason is Reason.DUPLICATE_REQUEST
+    groups.end(group, Outcome.CANCELLED, 1.0)
+    groups.remove(group)
+    groups.admit("r2", "g1", 1, now=1.0)
+
+
+def test_draining_refuses_new_groups():
+    groups = table()
+    groups.draining = True
+    with pytest.raises(MeshError) as refused:
+        groups.admit("r1", "g1", 1, now=0.0)
+    assert refused.value.reason is Reason.DRAINING
+
+
+def test_an_outcome_after_the_end_is_not_counted_again():
+    groups = table(running=1)
+    group = groups.admit("r1", "g1", 2, now=0.0)
+    groups.start()
+    assert groups.end(group, Outcome.FAILED, 1.0, reason="DEADLINE_PASSED") == ([0], [1])
+    assert not groups.settle(group, 0, Outcome.FINISHED, 2.0)
+    assert group.over
+    assert (group.summary.finished, group.summary.failed, group.summary.cancelled) == (0, 2, 0)
+    assert groups.failures == {"DEADLINE_PASSED": 2}
+
+
+def test_the_rate_covers_the_last_minute():
+    groups = table()
+    group = groups.admit("r1", "g1", 2, now=0.0)
+    groups.start()
+    groups.settle(group, 0, Outcome.FINISHED, 0.0)
+    groups.settle(group, 1, Outcome.FINISHED, 30.0)
+    assert groups.rate(50.0) == pytest.approx(2 / 60)
+    assert groups.rate(70.0) == pytest.approx(1 / 60)
+    assert groups.finished == 2

@@ -1,0 +1,90 @@
+"""Which engine a model call goes to."""
+
+import pytest
+from meshrl.rollout.engines import Answer, version_of, version_spans
+from meshrl.rollout.pool import EnginePool, Requirement
+
+
+def pool(**versions: int | None) -> EnginePool:
+    engines = EnginePool(versions)
+    for url, version in versions.items():
+        engines.observe(url, version)
+    return engines
+
+
+def test_the_least_loaded_engine_is_chosen():
+    engines = pool(a=0, b=0)
+    engines.engines[0].in_flight = 3
+    assert engines.select(Requirement()).url == "b"
+
+
+def test_a_session_stays_on_its_engine_while_that_fits():
+    engines = pool(a=0, b=0)
+    engines.engines[0].in_flight = 3
+    assert engines.select(Requirement(), prefer="a").url == "a"
+    engines.lose("a")
+    assert engines.select(Requirement(), prefer="a").url == "b"
+
+
+def test_only_engines_with_a_version_that_is_new_enough_are_chosen():
+    engines = pool(a=3, b=4, c=None)
+    assert engines.select(Requirement(min_version=4)).url == "b"
+    assert engines.select(Requirement(min_version=5)) is None
+    assert engines.select(Requirement(exact_version=3)).url == "a"
+    assert not engines.can_meet(Requirement(exact_version=2))
+
+
+def test_an_engine_of_unknown_version_serves_requests_without_a_bound_only():
+    engines = pool(c=None)
+    assert engines.select(Requirement()).url == "c"
+    assert engines.select(Requirement(min_version=0)) is None
+
+
+def test_a_lost_engine_forgets_its_version_because_it_may_restart_older():
+    engines = pool(a=7)
+    engines.lose("a")
+    assert engines.newest(Requirement()) is None
+    assert engines.endpoints()[0].healthy is False
+
+
+def test_waiting_is_useless_once_all_engines_are_past_the_exact_version():
+    assert pool(a=4, b=5).is_past(Requirement(exact_version=3))
+    assert not pool(a=2, b=5).is_past(Requirement(exact_version=3))
+    assert not pool(a=4).is_past(Requirement(min_version=9))
+
+
+def test_discovered_engines_come_and_go_but_configured_ones_stay():
+    engines = EnginePool(["a"])
+    engines.discover([("b", "big")])
+    assert [(engine.url, engine.pool) for engine in engines.engines] == [("a", ""), ("b", "big")]
+    engines.observe("b", 1)
+    assert engines.select(Requirement(pool="big")).url == "b"
+    engines.discover([])
+    assert [engine.url for engine in engines.engines] == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("payload", "version"),
+    [({"version": 4}, 4), ({"version": None}, None), ({"version": "0.26.1"}, 0), ({}, 0), ([], 0)],
+)
+def test_the_version_of_an_engine_is_read_from_its_answer(payload: object, version: int | None):
+    assert version_of(payload) == version
+
+
+def test_version_spans_are_those_of_the_engine():
+    body = b'{"choices": [{"version_spans": [[0, 2, 3], [2, 5, 4]], "text": "\\"version_spans\\": [[0, 9, 9]]"}]}'
+    assert version_spans(Answer(body, 3, 4), 5) == ((0, 2, 3), (2, 5, 4))
+
+
+def test_vllm_weight_versions_are_read_when_they_are_numbers():
+    body = b'{"choices":[{"weight_versions":[{"version":"7","start":0,"end":5}]}]}'
+    assert version_spans(Answer(body, 3, 3), 5) == ((0, 5, 7),)
+    body = body.replace(b'"7"', b'"default"')
+    assert version_spans(Answer(body, 3, 3), 5) == ((0, 5, 3),)
+
+
+def test_without_spans_the_older_of_the_versions_around_the_call_counts():
+    assert version_spans(Answer(b"{}", 5, 6), 4) == ((0, 4, 5),)
+    assert version_spans(Answer(b"{}", None, 6), 4) == ((0, 4, 6),)
+    assert version_spans(Answer(b"{}", None, None), 4) == ((0, 4, 0),)
+    assert version_spans(Answer(b"{}", 5, 6), 0) == ()
