@@ -1,0 +1,248 @@
+"""What every client shares: one channel with its limits, keepalive, retries, deadlines, trace context and errors.
+
+A call that fails raises `MeshError` and nothing else. Only UNAVAILABLE on an idempotent unary call is retried here;
+streams resume by revision or offset instead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from meshrl.wire.errors import MeshError, Reason, from_rpc_error
+from meshrl.wire.trace import TRACEPARENT, format_traceparent
+from opentelemetry import trace
+
+# A server sends this with the initial metadata of every stream: the sign that the stream stands.
+CONTRACT_KEY = "meshrl-contract"
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChannelOptions:
+    """How a client talks to its server; the defaults suit a cluster as well as a laptop.
+
+    unary_deadline_s: a unary call; upload_deadline_s: a batch; transfer_deadline_s: a version or its ranges;
+    stream_margin_s: what a group's stream may take beyond the deadline_s of its request; reconnect_s: how long a watch
+    looks for its server before it gives up; keepalive_s: time between pings, keepalive_timeout_s: wait for an answer.
+    """
+
+    unary_deadline_s: float = 30.0
+    upload_deadline_s: float = 120.0
+    transfer_deadline_s: float = 600.0
+    checkpoint_deadline_s: float = 600.0
+    stream_margin_s: float = 15.0
+    reconnect_s: float = 60.0
+    max_message_bytes: int = 64 * 2**20
+    keepalive_s: float = 20.0
+    keepalive_timeout_s: float = 10.0
+    retry_attempts: int = 4
+    retry_backoff_s: float = 0.2
+    lookahead_bytes: int = 4 * 2**20
+
+
+def service_config(service: str, methods: Sequence[str], options: ChannelOptions) -> str:
+    """Returns the gRPC service config (JSON) that retries UNAVAILABLE on `methods`, which must be idempotent."""
+    retry = {
+        "maxAttempts": options.retry_attempts,
+        "initialBackoff": f"{options.retry_backoff_s:.3f}s",
+        "maxBackoff": f"{options.retry_backoff_s * 8:.3f}s",
+        "backoffMultiplier": 2,
+        "retryableStatusCodes": ["UNAVAILABLE"],
+    }
+    names = [{"service": service, "method": method} for method in methods]
+    return json.dumps({"methodConfig": [{"name": names, "retryPolicy": retry}]})
+
+
+def channel_arguments(config: str, options: ChannelOptions) -> list[tuple[str, int | str]]:
+    """Returns the gRPC channel arguments."""
+    return [
+        ("grpc.service_config", config),
+        ("grpc.enable_retries", 1),
+        ("grpc.max_send_message_length", options.max_message_bytes),
+        ("grpc.max_receive_message_length", options.max_message_bytes),
+        ("grpc.keepalive_time_ms", round(options.keepalive_s * 1000)),
+        ("grpc.keepalive_timeout_ms", round(options.keepalive_timeout_s * 1000)),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.http2.lookahead_bytes", options.lookahead_bytes),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 1000),
+        ("grpc.max_reconnect_backoff_ms", 2000),
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.enable_http_proxy", 0),
+    ]
+
+
+class ServiceClient:
+    """Base of the clients: owns the channel to one server. Use as an async context manager, or call `close`."""
+
+    service: str
+    idempotent_methods: tuple[str, ...]
+
+    def __init__(self, address: str, options: ChannelOptions | None = None) -> None:
+        self.address = address
+        self.options = options or ChannelOptions()
+        config = service_config(self.service, self.idempotent_methods, self.options)
+        self._channel = grpc.aio.insecure_channel(address, options=channel_arguments(config, self.options))
+        self._tracer = trace.get_tracer("meshrl.client")
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Ends the channel; calls in flight are cancelled."""
+        await self._channel.close(None)
+
+    async def wait_until_serving(self, deadline_s: float) -> None:
+        """Returns once the server's health answers SERVING; raises UNREACHABLE after `deadline_s`."""
+        stub = health_pb2_grpc.HealthStub(self._channel)
+        request = health_pb2.HealthCheckRequest(service=self.service)
+        loop = asyncio.get_running_loop()
+        end = loop.time() + deadline_s
+        last = "no answer"
+        while (left := end - loop.time()) > 0:
+            try:
+                reply = await stub.Check(request, timeout=min(left, 2.0), wait_for_ready=True)
+                if reply.status == health_pb2.HealthCheckResponse.SERVING:
+                    return
+                last = health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status)
+            except grpc.aio.AioRpcError as error:  # not there yet: ask again until the deadline
+                last = error.details() or error.code().name
+            await asyncio.sleep(min(0.1, max(end - loop.time(), 0.0)))
+        raise MeshError(
+            Reason.UNREACHABLE, f"{self.service} at {self.address} was not serving within {deadline_s:g} s: {last}"
+        )
+
+    async def _unary(self, call: Any, method: str, request: Any, deadline_s: float | None = None) -> Any:
+        """Makes one call with a unary answer; `request` is a message or, for an upload, an async iterator."""
+        timeout_s = self.options.unary_deadline_s if deadline_s is None else deadline_s
+        with self._span(method) as (span, metadata):
+            try:
+                return await call(request, timeout=timeout_s, metadata=metadata)
+            except grpc.aio.AioRpcError as error:
+                raise self._failed(span, method, error) from error
+
+    async def _stream(
+        self,
+        call: Any,
+        method: str,
+        request: Any,
+        deadline_s: float | None,
+        on_standing: Callable[[], None] | None = None,
+        with_span: bool = False,
+    ) -> AsyncGenerator[Any, None]:
+        """Yields the messages of one stream; ending the iteration early cancels the call.
+
+        `on_standing` is called once the server has taken the stream up. Streams that last as long as the process
+        have no span.
+        """
+        with self._span(method, start=with_span) as (span, metadata):
+            stream = call(request, timeout=deadline_s, metadata=metadata)
+            try:
+                if on_standing is not None and any(key == CONTRACT_KEY for key, _ in await stream.initial_metadata()):
+                    on_standing()
+                async for message in stream:
+                    yield message
+            except grpc.aio.AioRpcError as error:
+                raise self._failed(span, method, error) from error
+            finally:
+                stream.cancel()
+
+    async def _watch(
+        self,
+        call: Any,
+        method: str,
+        request_from: Callable[[int], Any],
+        after_revision: int,
+        parse: Callable[[Any], _T | None],
+    ) -> AsyncGenerator[_T, None]:
+        """Yields parsed events in order of revision, over as many streams as it takes.
+
+        A stream that breaks is opened again from the last revision seen, for up to `reconnect_s`; an event that
+        `parse` does not know is passed over. Ends when the server ends the stream.
+        """
+        loop = asyncio.get_running_loop()
+        last_seen = after_revision
+        lost_at: float | None = None
+        backoff_s = 0.1
+
+        def stands() -> None:
+            nonlocal lost_at, backoff_s
+            lost_at, backoff_s = None, 0.1
+
+        while True:
+            try:
+                async with aclosing(self._stream(call, method, request_from(last_seen), None, stands)) as stream:
+                    async for message in stream:
+                        if message.revision <= last_seen:
+                            continue
+                        last_seen = message.revision
+                        event = parse(message)
+                        if event is not None:
+                            yield event
+                    return
+            except MeshError as error:
+                # A server that stops cancels its streams; one that dies is unreachable. Both may come back.
+                lost_at = loop.time() if lost_at is None else lost_at
+                waited_s = loop.time() - lost_at
+                is_lost = error.reason in (Reason.UNREACHABLE, Reason.CANCELLED)
+                if not is_lost or waited_s + backoff_s > self.options.reconnect_s:
+                    raise
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(backoff_s * 2, 2.0)
+
+    @contextmanager
+    def _span(self, method: str, start: bool = True) -> Iterator[tuple[trace.Span, tuple[tuple[str, str], ...] | None]]:
+        """A client span around a call, and the metadata that carries its context; costs little while tracing is off."""
+        if not start:
+            yield trace.INVALID_SPAN, _metadata(trace.get_current_span())
+            return
+        full_method = f"{self.service}/{method}"
+        span = self._tracer.start_span(full_method, kind=trace.SpanKind.CLIENT)
+        if not span.is_recording():
+            yield span, _metadata(span)
+            return
+        span.set_attributes(self._span_attributes(full_method))
+        try:
+            yield span, _metadata(span)
+        except (asyncio.CancelledError, GeneratorExit):  # the caller gave up; the trace says so
+            span.set_attribute("rpc.response.status_code", "CANCELLED")
+            raise
+        finally:
+            span.end()
+
+    def _span_attributes(self, full_method: str) -> Mapping[str, str]:
+        return {
+            "rpc.system.name": "grpc",
+            "rpc.method": full_method,
+            "rpc.response.status_code": "OK",
+            "server.address": self.address,
+        }
+
+    def _failed(self, span: trace.Span, method: str, error: grpc.aio.AioRpcError) -> MeshError:
+        failure = from_rpc_error(error)
+        failure.add_note(f"in {self.service}/{method} of {self.address}")
+        if span.is_recording():
+            span.set_attribute("rpc.response.status_code", error.code().name)
+            span.set_attribute("error.type", failure.reason.name)
+            span.set_status(trace.StatusCode.ERROR, str(failure))
+        return failure
+
+
+def _metadata(span: trace.Span) -> tuple[tuple[str, str], ...] | None:
+    traceparent = format_traceparent(span.get_span_context())
+    return ((TRACEPARENT, traceparent),) if traceparent else None

@@ -1,0 +1,73 @@
+"""Client of RolloutService: asks for groups of rollouts and receives each one the moment it is scored."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+
+from meshrl.client.channel import ChannelOptions, ServiceClient
+from meshrl.v1 import rollout_pb2 as pb
+from meshrl.v1 import rollout_pb2_grpc
+from meshrl.wire import convert
+from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.trace import current_traceparent
+from meshrl.wire.types import (
+    CONTRACT_VERSION,
+    EnvironmentInfo,
+    RolloutEvent,
+    RolloutRequest,
+    RolloutStatus,
+    RolloutSummary,
+)
+from meshrl.wire.validate import validate_contract_version
+
+
+class RolloutClient(ServiceClient):
+    """Every method raises MeshError, and nothing else, when its call fails."""
+
+    service = "meshrl.v1.RolloutService"
+    idempotent_methods = ("ListEnvironments", "CancelRollouts", "GetRolloutStatus")
+
+    def __init__(self, address: str, options: ChannelOptions | None = None) -> None:
+        super().__init__(address, options)
+        self._stub = rollout_pb2_grpc.RolloutServiceStub(self._channel)  # type: ignore[no-untyped-call]  # generated
+
+    async def list_environments(self) -> tuple[EnvironmentInfo, ...]:
+        """Returns the hosted environments; raises CONTRACT_MISMATCH for a server of another major version."""
+        request = pb.ListEnvironmentsRequest(contract_version=CONTRACT_VERSION)
+        response = await self._unary(self._stub.ListEnvironments, "ListEnvironments", request)
+        validate_contract_version(response.contract_version)
+        return tuple(convert.environment_from_proto(environment) for environment in response.environments)
+
+    async def run_rollouts(self, request: RolloutRequest) -> AsyncGenerator[RolloutEvent, None]:
+        """Yields the rollouts and failures of one group in order of completion, then its summary.
+
+        Closing the iterator (`contextlib.aclosing`) cancels the group. A stream that ends without its summary raises
+        UNREACHABLE.
+        """
+        message = convert.rollout_request_to_proto(
+            request if request.traceparent else replace(request, traceparent=current_traceparent())
+        )
+        deadline_s = request.deadline_s + self.options.stream_margin_s
+        call = self._stub.RunRollouts
+        async with aclosing(self._stream(call, "RunRollouts", message, deadline_s, with_span=True)) as stream:
+            async for response in stream:
+                event = convert.rollout_event_from_proto(response)
+                if event is not None:
+                    yield event
+                if isinstance(event, RolloutSummary):
+                    return
+        raise MeshError(Reason.UNREACHABLE, f"the stream of group {request.group_id} ended before its summary")
+
+    async def cancel_rollouts(self, group_ids: Sequence[str] = ()) -> int:
+        """Stops the groups named, or all; returns the number of rollouts that were running."""
+        request = pb.CancelRolloutsRequest(request_id=str(uuid.uuid4()), group_ids=group_ids)
+        response = await self._unary(self._stub.CancelRollouts, "CancelRollouts", request)
+        return int(response.cancelled)
+
+    async def get_status(self) -> RolloutStatus:
+        """Returns what the server is doing."""
+        response = await self._unary(self._stub.GetRolloutStatus, "GetRolloutStatus", pb.GetRolloutStatusRequest())
+        return convert.rollout_status_from_proto(response)

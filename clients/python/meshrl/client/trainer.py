@@ -1,0 +1,85 @@
+"""Client of TrainerService: submits batches and follows the steps that they become."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator
+
+from meshrl.client.channel import ChannelOptions, ServiceClient
+from meshrl.v1 import trainer_pb2 as pb
+from meshrl.v1 import trainer_pb2_grpc
+from meshrl.wire import convert
+from meshrl.wire.types import CONTRACT_VERSION, Batch, RunInfo, StepEvent, TrainerInfo
+from meshrl.wire.validate import validate_contract_version
+
+
+class TrainerClient(ServiceClient):
+    """Every method raises MeshError, and nothing else, when its call fails."""
+
+    service = "meshrl.v1.TrainerService"
+    idempotent_methods = ("GetTrainer", "SaveCheckpoint", "CreateRun", "ListRuns", "DeleteRun", "Drain")
+
+    def __init__(self, address: str, options: ChannelOptions | None = None) -> None:
+        super().__init__(address, options)
+        self._stub = trainer_pb2_grpc.TrainerServiceStub(self._channel)  # type: ignore[no-untyped-call]  # generated
+
+    async def get_trainer(self) -> TrainerInfo:
+        """Returns what the trainer is; raises CONTRACT_MISMATCH for a server of another major version."""
+        request = pb.GetTrainerRequest(contract_version=CONTRACT_VERSION)
+        response = await self._unary(self._stub.GetTrainer, "GetTrainer", request)
+        validate_contract_version(response.contract_version)
+        return convert.trainer_info_from_proto(response)
+
+    async def submit_batch(self, batch: Batch) -> int:
+        """Uploads a batch; returns the revision of its QUEUED event. Submitting the same batch again is harmless."""
+
+        async def upload() -> AsyncIterator[pb.SubmitBatchRequest]:
+            for message in convert.batch_to_messages(batch):
+                yield message
+
+        deadline_s = self.options.upload_deadline_s
+        response = await self._unary(self._stub.SubmitBatch, "SubmitBatch", upload(), deadline_s)
+        return int(response.revision)
+
+    def watch_steps(self, run_id: str = "", after_revision: int = 0) -> AsyncGenerator[StepEvent, None]:
+        """Yields the events of a run after a revision, history first, then live.
+
+        Reconnects and resumes by itself for up to `reconnect_s`, then raises UNREACHABLE. Ends when the trainer
+        drains. Raises REVISION_EXPIRED when the history no longer reaches back to `after_revision`.
+        """
+        return self._watch(
+            self._stub.WatchSteps,
+            "WatchSteps",
+            lambda revision: pb.WatchStepsRequest(run_id=run_id, after_revision=revision),
+            after_revision,
+            convert.step_event_from_proto,
+        )
+
+    async def save_checkpoint(self, run_id: str = "", weights_only: bool = False) -> tuple[int, str]:
+        """Returns (step, path on the trainer's file system) once the checkpoint is durable."""
+        request = pb.SaveCheckpointRequest(request_id=str(uuid.uuid4()), run_id=run_id, weights_only=weights_only)
+        deadline_s = self.options.checkpoint_deadline_s
+        response = await self._unary(self._stub.SaveCheckpoint, "SaveCheckpoint", request, deadline_s)
+        return int(response.step), str(response.path)
+
+    async def create_run(self, run_id: str) -> RunInfo:
+        """Adds a run to the trainer."""
+        request = pb.CreateRunRequest(request_id=str(uuid.uuid4()), run_id=run_id)
+        response = await self._unary(self._stub.CreateRun, "CreateRun", request)
+        return convert.run_from_proto(response.run)
+
+    async def list_runs(self) -> tuple[RunInfo, ...]:
+        """Returns the runs in order of creation."""
+        response = await self._unary(self._stub.ListRuns, "ListRuns", pb.ListRunsRequest())
+        return tuple(convert.run_from_proto(run) for run in response.runs)
+
+    async def delete_run(self, run_id: str) -> None:
+        """Removes a run that `create_run` added."""
+        request = pb.DeleteRunRequest(request_id=str(uuid.uuid4()), run_id=run_id)
+        await self._unary(self._stub.DeleteRun, "DeleteRun", request)
+
+    async def drain(self, deadline_s: float | None = None) -> int:
+        """Makes the trainer finish what is queued and end; returns the last step that finished."""
+        limit_s = self.options.checkpoint_deadline_s if deadline_s is None else deadline_s
+        response = await self._unary(self._stub.Drain, "Drain", pb.DrainRequest(), limit_s)
+        return int(response.step)

@@ -1,0 +1,184 @@
+"""Client of WeightSync, for publishers (trainers), agents (beside engines) and whoever decides what is served."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Sequence
+from contextlib import aclosing
+
+from meshrl.client.channel import ChannelOptions, ServiceClient
+from meshrl.v1 import weights_pb2 as pb
+from meshrl.v1 import weights_pb2_grpc
+from meshrl.wire import convert, frames
+from meshrl.wire.types import (
+    CONTRACT_VERSION,
+    Activation,
+    ActivationPolicy,
+    AgentCommand,
+    AgentRegistration,
+    AgentReport,
+    Chunk,
+    EngineInfo,
+    Lease,
+    Manifest,
+    StagedVersion,
+    VersionEvent,
+    VersionInfo,
+)
+from meshrl.wire.validate import validate_contract_version
+
+
+class WeightSyncClient(ServiceClient):
+    """Every method raises MeshError, and nothing else, when its call fails."""
+
+    service = frames.SERVICE
+    idempotent_methods = (
+        "Register",
+        "SealVersion",
+        "AbortVersion",
+        "ActivateVersion",
+        "GetManifest",
+        "ListEngines",
+    )
+
+    def __init__(self, address: str, options: ChannelOptions | None = None) -> None:
+        super().__init__(address, options)
+        self._stub = weights_pb2_grpc.WeightSyncStub(self._channel)  # type: ignore[no-untyped-call]  # generated
+        self._create_version = self._channel.stream_unary(
+            frames.CREATE_VERSION,
+            request_serializer=frames.serialize,
+            response_deserializer=pb.CreateVersionResponse.FromString,
+        )
+        self._fetch = self._channel.unary_stream(
+            frames.FETCH,
+            request_serializer=pb.FetchRequest.SerializeToString,
+            response_deserializer=frames.pass_through,
+        )
+
+    async def register(self, registration: AgentRegistration) -> Lease:
+        """Announces an agent; raises CONTRACT_MISMATCH for a hub of another major version."""
+        request = convert.registration_to_proto(registration, contract_version=CONTRACT_VERSION)
+        response = await self._unary(self._stub.Register, "Register", request)
+        validate_contract_version(response.contract_version)
+        return convert.lease_from_proto(response)
+
+    async def session(self, reports: AsyncIterator[AgentReport]) -> AsyncGenerator[AgentCommand, None]:
+        """Sends `reports` and yields the hub's commands until either side ends; a broken line raises UNREACHABLE.
+
+        Commands that this program does not know are passed over. Raises LEASE_EXPIRED: register again.
+        """
+
+        async def upward() -> AsyncIterator[pb.SessionRequest]:
+            async for report in reports:
+                yield convert.agent_report_to_proto(report)
+
+        async with aclosing(self._stream(self._stub.Session, "Session", upward(), None)) as stream:
+            async for response in stream:
+                command = convert.agent_command_from_proto(response)
+                if command is not None:
+                    yield command
+
+    async def create_version(
+        self, manifest: Manifest, chunks: AsyncIterable[Chunk] | None = None, *, deadline_s: float | None = None
+    ) -> StagedVersion:
+        """Stages a version: its manifest, then `chunks` in any order. The answer lists what is still missing."""
+
+        async def upload() -> AsyncIterator[pb.CreateVersionRequest | bytes]:
+            yield pb.CreateVersionRequest(manifest=convert.manifest_to_proto(manifest))
+            if chunks is not None:
+                async for chunk in chunks:
+                    yield frames.frame_upload_chunk(chunk)
+
+        limit_s = self.options.transfer_deadline_s if deadline_s is None else deadline_s
+        response = await self._unary(self._create_version, "CreateVersion", upload(), limit_s)
+        return convert.staged_version_from_proto(response)
+
+    async def seal_version(
+        self, *, run_id: str, epoch: int, version: int, artifact_id: str, traceparent: str = ""
+    ) -> VersionInfo:
+        """Declares a staged version complete; raises CHUNKS_MISSING or DIGEST_MISMATCH when it is not."""
+        request = pb.SealVersionRequest(
+            request_id=str(uuid.uuid4()),
+            run_id=run_id,
+            epoch=epoch,
+            version=version,
+            artifact_id=artifact_id,
+            traceparent=traceparent,
+        )
+        response = await self._unary(self._stub.SealVersion, "SealVersion", request)
+        return convert.version_info_from_proto(response.version)
+
+    async def abort_version(self, *, run_id: str, epoch: int, version: int, message: str) -> VersionInfo:
+        """Drops a version that is not decided yet."""
+        request = pb.AbortVersionRequest(
+            request_id=str(uuid.uuid4()), run_id=run_id, epoch=epoch, version=version, message=message
+        )
+        response = await self._unary(self._stub.AbortVersion, "AbortVersion", request)
+        return convert.version_info_from_proto(response.version)
+
+    async def activate_version(
+        self,
+        *,
+        run_id: str,
+        version: int,
+        policy: ActivationPolicy = ActivationPolicy.ROLLING,
+        min_ready: int = 0,
+        prepare_deadline_s: float,
+    ) -> Activation:
+        """Commits a sealed version; returns when `min_ready` engines (0: all) serve it.
+
+        Raises ENGINES_NOT_READY when fewer had prepared it after `prepare_deadline_s`.
+        """
+        request = pb.ActivateVersionRequest(
+            request_id=str(uuid.uuid4()),
+            run_id=run_id,
+            version=version,
+            policy=convert.activation_policy_to_proto(policy),
+            min_ready=min_ready,
+            prepare_deadline_s=prepare_deadline_s,
+        )
+        deadline_s = prepare_deadline_s + self.options.unary_deadline_s
+        response = await self._unary(self._stub.ActivateVersion, "ActivateVersion", request, deadline_s)
+        return convert.activation_from_proto(response)
+
+    def watch_versions(self, run_id: str = "", after_revision: int = 0) -> AsyncGenerator[VersionEvent, None]:
+        """Yields changes of version states after a revision; reconnects and resumes for up to `reconnect_s`."""
+        return self._watch(
+            self._stub.WatchVersions,
+            "WatchVersions",
+            lambda revision: pb.WatchVersionsRequest(run_id=run_id, after_revision=revision),
+            after_revision,
+            convert.version_event_from_proto,
+        )
+
+    async def get_manifest(self, run_id: str = "", version: int | None = None) -> tuple[Manifest, str]:
+        """Returns (manifest, artifact_id) of a version, by default the newest committed one."""
+        request = pb.GetManifestRequest(run_id=run_id, version=version)
+        response = await self._unary(self._stub.GetManifest, "GetManifest", request)
+        return convert.manifest_from_proto(response.manifest), str(response.artifact_id)
+
+    async def fetch(
+        self,
+        artifact_id: str,
+        ranges: Sequence[tuple[int, int]] = (),
+        chunk_bytes: int = 0,
+        *,
+        deadline_s: float | None = None,
+    ) -> AsyncGenerator[Chunk, None]:
+        """Yields the chunks of (offset, length) ranges, or of everything; `data` is a view into the message."""
+        request = pb.FetchRequest(
+            artifact_id=artifact_id,
+            ranges=[pb.ByteRange(offset=offset, length=length) for offset, length in ranges],
+            chunk_bytes=chunk_bytes,
+        )
+        limit_s = self.options.transfer_deadline_s if deadline_s is None else deadline_s
+        async with aclosing(self._stream(self._fetch, "Fetch", request, limit_s, with_span=True)) as stream:
+            async for message in stream:
+                yield frames.parse_fetch(message)
+
+    async def list_engines(self, engine_pool: str = "") -> tuple[EngineInfo, ...]:
+        """Returns the engines that the hub knows, in order of registration."""
+        response = await self._unary(
+            self._stub.ListEngines, "ListEngines", pb.ListEnginesRequest(engine_pool=engine_pool)
+        )
+        return tuple(convert.engine_info_from_proto(engine) for engine in response.engines)

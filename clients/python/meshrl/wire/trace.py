@@ -1,0 +1,57 @@
+"""W3C trace context as text: how a trace crosses gRPC metadata, HTTP headers, queues and restarts.
+
+Uses the OpenTelemetry API alone, so it costs next to nothing while no SDK is set up.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from opentelemetry import context, trace
+
+TRACEPARENT = "traceparent"
+_FORMAT = re.compile(r"^(?!ff)[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(?:-.*)?$")
+
+
+def format_traceparent(span_context: trace.SpanContext) -> str:
+    """Returns the header value of a span's context, or "" for one that is not valid."""
+    if not span_context.is_valid:
+        return ""
+    return f"00-{span_context.trace_id:032x}-{span_context.span_id:016x}-{int(span_context.trace_flags):02x}"
+
+
+def current_traceparent() -> str:
+    """Returns the header value of the span that is current here, or "" when there is none."""
+    return format_traceparent(trace.get_current_span().get_span_context())
+
+
+def parse_traceparent(traceparent: str) -> trace.SpanContext | None:
+    """Returns the remote span's context, or None for a text that is empty or malformed."""
+    match = _FORMAT.match(traceparent)
+    if match is None:
+        return None
+    span_context = trace.SpanContext(
+        trace_id=int(match[1], 16),
+        span_id=int(match[2], 16),
+        is_remote=True,
+        trace_flags=trace.TraceFlags(int(match[3], 16)),
+    )
+    return span_context if span_context.is_valid else None
+
+
+def context_from(traceparent: str) -> context.Context | None:
+    """Returns a context whose current span is the remote one, to start children in; None when there is no remote."""
+    span_context = parse_traceparent(traceparent)
+    return None if span_context is None else trace.set_span_in_context(trace.NonRecordingSpan(span_context))
+
+
+def link_from(traceparent: str) -> trace.Link | None:
+    """Returns a link to the remote span, or None for a text that is empty or malformed."""
+    span_context = parse_traceparent(traceparent)
+    return None if span_context is None else trace.Link(span_context)
+
+
+def links_from(traceparents: Iterable[str]) -> list[trace.Link]:
+    """Returns a link for each well-formed text."""
+    return [link for link in map(link_from, traceparents) if link is not None]
