@@ -1,0 +1,157 @@
+"""Packed rows give the numbers that each sample gives alone: logprobs, entropies and gradients."""
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from meshrl.models.attention import PackedLayout
+from meshrl.models.logprobs import PackedPolicy, PackedRow, token_logprobs
+
+LENGTHS = (7, 31, 2, 30, 12, 5, 1)
+VOCAB = 24
+SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+}
+
+
+def build(name: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    if name == "qwen3":
+        return Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=8))
+    if name == "qwen2-sliding":
+        window = {
+            "use_sliding_window": True,
+            "sliding_window": 6,
+            "layer_types": ["full_attention", "sliding_attention"],
+        }
+        return Qwen2ForCausalLM(Qwen2Config(**SHAPE, **window))
+    if name == "llama":
+        return LlamaForCausalLM(LlamaConfig(**SHAPE | {"tie_word_embeddings": False}))
+    if name == "gemma2-capped":
+        return Gemma2ForCausalLM(Gemma2Config(**SHAPE, head_dim=8, sliding_window=64))
+    return GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=VOCAB, n_positions=64, n_embd=16, n_layer=2, n_head=2, attn_pdrop=0, embd_pdrop=0, resid_pdrop=0
+        )
+    )
+
+
+def tokens(rng: np.random.Generator) -> list[torch.Tensor]:
+    return [torch.from_numpy(rng.integers(0, VOCAB, length)) for length in LENGTHS]
+
+
+def row_of(samples: list[torch.Tensor], temperatures: list[float]) -> PackedRow:
+    lengths = [len(sample) for sample in samples]
+    offsets: NDArray[np.int64] = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    predicted = (positions > 0).nonzero().squeeze(1)
+    per_token = torch.tensor(temperatures).repeat_interleave(torch.tensor(lengths))
+    return PackedRow(
+        token_ids=torch.cat(samples),
+        position_ids=positions,
+        layout=PackedLayout.from_offsets(offsets, torch.device("cpu")),
+        predicted=predicted,
+        temperatures=per_token[predicted],
+    )
+
+
+def one_by_one(model: PreTrainedModel, samples: list[torch.Tensor], temperatures: list[float]) -> torch.Tensor:
+    parts = []
+    for sample, temperature in zip(samples, temperatures, strict=True):
+        logits = model(input_ids=sample[None], use_cache=False).logits[0, :-1] / temperature
+        parts.append(torch.log_softmax(logits, -1).gather(1, sample[1:, None]).squeeze(1))
+    return torch.cat(parts)
+
+
+def gradients(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen2-sliding", "llama", "gemma2-capped", "gpt2"])
+def test_packed_row_equals_samples_one_by_one(name: str) -> None:
+    model = build(name).train()
+    rng = np.random.default_rng(1)
+    samples = tokens(rng)
+    temperatures = rng.uniform(0.5, 1.5, len(samples)).astype(np.float32).tolist()
+    weights = torch.from_numpy(rng.normal(size=sum(LENGTHS) - len(LENGTHS))).float()
+    alone = one_by_one(model, samples, temperatures)
+    (alone * weights).sum().backward()
+    expected = gradients(model)
+
+    policy = PackedPolicy(model)
+    together = policy(row_of(samples, temperatures)).logprobs
+    (together * weights).sum().backward()
+
+    torch.testing.assert_close(together, alone, atol=1e-5, rtol=0)
+    found = gradients(model)
+    assert found.keys() == expected.keys()
+    for parameter, gradient in expected.items():
+        torch.testing.assert_close(found[parameter], gradient, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("name", "packed"), [("qwen3", True), ("llama", True), ("gemma2-capped", False)])
+def test_models_with_capped_scores_run_as_padded_rows(name: str, packed: bool) -> None:
+    assert PackedPolicy(build(name)).packed is packed
+
+
+def test_logits_in_pieces_give_the_same_numbers_and_gradients() -> None:
+    model = build("qwen3").train()
+    row = row_of(tokens(np.random.default_rng(2)), [1.0] * len(LENGTHS))
+    whole = PackedPolicy(model)(row)
+    whole.logprobs.sum().backward()
+    expected = gradients(model)
+    pieces = PackedPolicy(model, max_logits_bytes=10 * VOCAB * 4)(row)
+    pieces.logprobs.sum().backward()
+    torch.testing.assert_close(pieces.logprobs, whole.logprobs, atol=1e-6, rtol=0)
+    torch.testing.assert_close(pieces.entropy, whole.entropy, atol=1e-6, rtol=0)
+    for parameter, gradient in gradients(model).items():
+        torch.testing.assert_close(gradient, expected[parameter], atol=1e-5, rtol=1e-4)
+
+
+def test_a_sample_is_deaf_to_its_neighbours() -> None:
+    policy = PackedPolicy(build("qwen3"))
+    rng = np.random.default_rng(3)
+    first, second = tokens(rng), tokens(rng)
+    second[1] = first[1]
+    own = slice(LENGTHS[0] - 1, LENGTHS[0] - 1 + LENGTHS[1] - 1)
+    with torch.no_grad():
+        one, other = (policy(row_of(samples, [1.0] * len(LENGTHS))).logprobs[own] for samples in (first, second))
+    torch.testing.assert_close(one, other, atol=1e-6, rtol=0)
+
+
+def test_blocks_pad_no_sample_beyond_the_growth_bound() -> None:
+    lengths = np.array([100, 70, 60, 20, 19, 3])
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    layout = PackedLayout.from_offsets(offsets, torch.device("cpu"))
+    assert [tuple(block.gather.shape) for block in layout.blocks] == [(2, 100), (1, 60), (2, 20), (1, 3)]
+    flat = torch.cat([block.gather.flatten() for block in layout.blocks])
+    assert flat[layout.scatter].tolist() == list(range(int(lengths.sum())))
+
+
+def test_entropy_and_logprob_of_a_uniform_distribution() -> None:
+    stats = token_logprobs(torch.zeros(2, 8), torch.tensor([0, 7]), torch.tensor([1.0, 0.3]))
+    assert stats.entropy.tolist() == pytest.approx([np.log(8)] * 2, rel=1e-6)
+    assert stats.logprobs.tolist() == pytest.approx([-np.log(8)] * 2, rel=1e-6)

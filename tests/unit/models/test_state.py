@@ -1,0 +1,66 @@
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from meshrl.models.state import hf_state, load_hf_state, snapshot
+
+
+def build(*, tied: bool, seed: int = 0) -> Qwen3ForCausalLM:
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=16,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=4,
+        tie_word_embeddings=tied,
+    )
+    return Qwen3ForCausalLM(config)
+
+
+def test_names_are_sorted_and_those_of_the_checkpoint() -> None:
+    names = list(hf_state(build(tied=False)))
+    assert names == sorted(names)
+    assert {"lm_head.weight", "model.embed_tokens.weight", "model.layers.0.self_attn.q_norm.weight"} <= set(names)
+
+
+def test_tied_head_appears_once() -> None:
+    names = hf_state(build(tied=True)).keys()
+    assert "model.embed_tokens.weight" in names
+    assert "lm_head.weight" not in names
+
+
+def test_state_shares_memory_and_snapshot_does_not() -> None:
+    model = build(tied=True)
+    live, copy = hf_state(model), snapshot(model)
+    with torch.no_grad():
+        model.model.norm.weight.fill_(7.0)
+    assert live["model.norm.weight"].tolist() == [7.0] * 8
+    assert copy["model.norm.weight"].tolist() == [1.0] * 8
+
+
+def test_snapshot_converts_floats() -> None:
+    assert {tensor.dtype for tensor in snapshot(build(tied=True), torch.bfloat16).values()} == {torch.bfloat16}
+
+
+def test_loaded_state_makes_models_equal() -> None:
+    source, target = build(tied=True, seed=1), build(tied=True, seed=2)
+    load_hf_state(target, hf_state(source))
+    ids = torch.arange(8)[None]
+    torch.testing.assert_close(target(ids).logits, source(ids).logits, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("damage", ["missing", "shape"])
+def test_state_that_does_not_fit_changes_nothing(damage: str) -> None:
+    model = build(tied=True)
+    before = snapshot(model)
+    state = snapshot(build(tied=True, seed=3))
+    if damage == "missing":
+        del state["model.norm.weight"]
+    else:
+        state["model.norm.weight"] = torch.ones(9)
+    with pytest.raises(ValueError, match=r"model\.norm\.weight"):
+        load_hf_state(model, state)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in hf_state(model).items())
