@@ -1,0 +1,48 @@
+"""A tiny random Qwen3, requests to an engine and the plain forward pass they are checked against."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from meshrl.inference.embedded import EmbeddedEngine
+from meshrl.inference.engine import GenerateRequest, SamplingParams, TokenChunk
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+VOCAB = 40
+
+EngineFactory = Callable[..., Any]
+
+
+def make_model(seed: int = 0, **changes: Any) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    settings = {
+        "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512,
+        "tie_word_embeddings": True, "initializer_range": 0.3, "eos_token_id": None, "bos_token_id": None,
+    }  # fmt: skip
+    return Qwen3ForCausalLM(Qwen3Config(**{**settings, **changes})).eval()
+
+
+def ask(prompt: list[int] | tuple[int, ...], *, stream: bool = False, **params: Any) -> GenerateRequest:
+    params.setdefault("max_tokens", 8)
+    return GenerateRequest(
+        request_id="test", prompt_ids=tuple(prompt), sampling=SamplingParams(**params), stream=stream
+    )
+
+
+async def collect(engine: EmbeddedEngine, request: GenerateRequest) -> list[TokenChunk]:
+    return [chunk async for chunk in engine.generate(request)]
+
+
+async def complete(engine: EmbeddedEngine, request: GenerateRequest) -> TokenChunk:
+    chunks = await collect(engine, request)
+    assert len(chunks) == 1
+    return chunks[0]
+
+
+def full_forward(model: PreTrainedModel, prompt: list[int], completion: list[int], temperature: float = 1.0) -> Any:
+    """(T,) logprobs of the completion by one plain forward pass over the whole sequence."""
+    with torch.no_grad():
+        logits = model(torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1].float()
+    logprobs = (logits / temperature).log_softmax(-1)
+    return logprobs.gather(-1, torch.tensor(completion)[:, None])[:, 0].numpy()

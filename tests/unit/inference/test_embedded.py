@@ -1,0 +1,255 @@
+"""The engine against plain full forward passes, with requests that join, leave, wait and are cancelled."""
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+from inference_kit import VOCAB, EngineFactory, ask, collect, complete, full_forward, make_model
+from meshrl.inference.engine import FinishReason
+from meshrl.inference.scheduler import MIN_SHARED_TOKENS
+from meshrl.wire.errors import MeshError, Reason
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
+
+TOLERANCE = 1e-4
+
+
+def prompts(count: int, longest: int = 40, seed: int = 0) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, VOCAB, rng.integers(1, longest + 1)).tolist() for _ in range(count)]
+
+
+async def test_ragged_requests_that_join_midway_match_a_full_forward(
+    model: PreTrainedModel, start_engine: EngineFactory
+) -> None:
+    engine = await start_engine(max_num_batched_tokens=24)  # long prompts take several steps
+    asked = prompts(30)
+
+    async def one(index: int) -> np.ndarray:
+        await asyncio.sleep(0.002 * (index % 5))
+        request = ask(asked[index], max_tokens=1 + 7 * index % 50, temperature=0.8, raw_logprobs=True)
+        made = await complete(engine, request)
+        assert len(made.token_ids) == 1 + 7 * index % 50
+        assert made.finish_reason is FinishReason.LENGTH
+        assert made.raw_logprobs is not None
+        tokens = made.token_ids.tolist()
+        raw = full_forward(model, asked[index], tokens)
+        np.testing.assert_allclose(made.raw_logprobs, raw, atol=TOLERANCE)
+        return np.abs(made.logprobs - full_forward(model, asked[index], tokens, 0.8))
+
+    differences = np.concatenate(await asyncio.gather(*(one(index) for index in range(len(asked)))))
+    assert differences.max() < TOLERANCE
+    assert engine.stats().finished_requests == len(asked)
+
+
+async def test_a_sequence_that_fills_the_context_matches_a_full_forward(
+    model: PreTrainedModel, start_engine: EngineFactory
+) -> None:
+    engine = await start_engine(max_model_len=400)
+    prompt = prompts(1, longest=1)[0] * 150
+    made = await complete(engine, ask(prompt, max_tokens=10_000))
+    assert len(prompt) + len(made.token_ids) == 400
+    assert np.abs(made.logprobs - full_forward(model, prompt, made.token_ids.tolist())).max() < TOLERANCE
+
+
+@pytest.mark.parametrize("kind", ["llama", "sliding"])
+async def test_other_stock_architectures_match_a_full_forward(kind: str, start_engine: EngineFactory) -> None:
+    settings = {
+        "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 1, "initializer_range": 0.3, "eos_token_id": None,
+        "max_position_embeddings": 128,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    if kind == "llama":
+        other: PreTrainedModel = LlamaForCausalLM(LlamaConfig(**settings)).eval()
+    else:
+        other = MistralForCausalLM(MistralConfig(**settings, sliding_window=12)).eval()
+    engine = await start_engine(other, max_num_batched_tokens=16)
+    for prompt in ([3], prompts(1, seed=3)[0], list(range(30))):
+        made = await complete(engine, ask(prompt, max_tokens=30))
+        assert np.abs(made.logprobs - full_forward(other, prompt, made.token_ids.tolist())).max() < TOLERANCE
+
+
+async def test_bfloat16_stays_close_to_a_full_forward(start_engine: EngineFactory) -> None:
+    low = make_model(initializer_range=0.1).to(torch.bfloat16)
+    engine = await start_engine(low)
+    asked = prompts(8)
+    made = await asyncio.gather(*(complete(engine, ask(prompt, max_tokens=30)) for prompt in asked))
+    differences = [
+        np.abs(each.logprobs - full_forward(low, prompt, each.token_ids.tolist()))
+        for prompt, each in zip(asked, made, strict=True)
+    ]
+    assert np.concatenate(differences).mean() < 0.02
+
+
+async def test_a_group_with_one_prompt_shares_its_prefill_and_still_matches(
+    model: PreTrainedModel, start_engine: EngineFactory
+) -> None:
+    engine = await start_engine()
+    prompt = prompts(1, longest=1)[0] * 30
+    asked = [prompt] * 6 + [[*prompt[:20], 1, 2, 3]]
+    made = await asyncio.gather(*(complete(engine, ask(each, max_tokens=12)) for each in asked))
+    for each, chunk in zip(asked, made, strict=True):
+        assert np.abs(chunk.logprobs - full_forward(model, each, chunk.token_ids.tolist())).max() < TOLERANCE
+    stats = engine.stats()
+    assert stats.shared_prompt_tokens == 5 * 29 + 20
+    assert stats.prefilled_tokens == 29 + 2
+    assert MIN_SHARED_TOKENS < 20
+
+
+async def test_a_seed_gives_the_same_tokens_alone_and_in_a_crowd(start_engine: EngineFactory) -> None:
+    engine = await start_engine()
+    asked = prompts(8, seed=5)
+    alone = [await complete(engine, ask(prompt, seed=seed, top_p=0.9)) for seed, prompt in enumerate(asked)]
+    crowd = await asyncio.gather(
+        *(complete(engine, ask(prompt, seed=seed, top_p=0.9)) for seed, prompt in enumerate(asked))
+    )
+    assert [each.token_ids.tolist() for each in alone] == [each.token_ids.tolist() for each in crowd]
+    other = await complete(engine, ask(asked[0], seed=99, max_tokens=32))
+    assert other.token_ids[:8].tolist() != alone[0].token_ids.tolist()
+
+
+async def test_requests_without_a_seed_differ(start_engine: EngineFactory) -> None:
+    engine = await start_engine()
+    made = await asyncio.gather(*(complete(engine, ask([1, 2], max_tokens=30)) for _ in range(3)))
+    assert len({tuple(each.token_ids.tolist()) for each in made}) == 3
+
+
+async def test_greedy_matches_argmax_of_full_forwards(model: PreTrainedModel, start_engine: EngineFactory) -> None:
+    engine = await start_engine()
+    made = await complete(engine, ask([5, 6, 7], temperature=0.0, max_tokens=10))
+    sequence = [5, 6, 7]
+    for _ in range(10):
+        with torch.no_grad():
+            sequence.append(int(model(torch.tensor([sequence])).logits[0, -1].argmax()))
+    assert made.token_ids.tolist() == sequence[3:]
+
+
+async def test_stop_tokens_end_a_completion_and_are_part_of_it(start_engine: EngineFactory) -> None:
+    engine = await start_engine(eos_token_ids=(7,))
+    every = tuple(token for token in range(VOCAB) if token != 7)
+    made = await complete(engine, ask([1], stop_token_ids=every, max_tokens=50))
+    assert len(made.token_ids) == 1
+    assert made.finish_reason is FinishReason.STOP
+    assert made.stop_token_id == made.token_ids[-1]
+
+
+async def test_eos_ends_unless_it_is_ignored_and_not_before_min_tokens(start_engine: EngineFactory) -> None:
+    engine = await start_engine(eos_token_ids=tuple(range(0, VOCAB, 2)))
+    ended = await complete(engine, ask([1], max_tokens=50, seed=0))
+    assert ended.finish_reason is FinishReason.STOP
+    assert ended.token_ids[-1] % 2 == 0
+    assert (ended.token_ids[:-1] % 2 == 1).all()
+    ignoring = await complete(engine, ask([1], max_tokens=50, seed=0, ignore_eos=True))
+    assert ignoring.finish_reason is FinishReason.LENGTH
+    late = await complete(engine, ask([1], max_tokens=50, seed=0, min_tokens=20))
+    assert (late.token_ids[:20] % 2 == 1).all()
+    assert 20 < len(late.token_ids) < 50
+
+
+async def test_streaming_yields_every_token_once(start_engine: EngineFactory) -> None:
+    engine = await start_engine()
+    chunks = await collect(engine, ask([1, 2, 3], max_tokens=9, stream=True, top_logprobs=2, seed=4))
+    whole = await complete(engine, ask([1, 2, 3], max_tokens=9, top_logprobs=2, seed=4))
+    assert [chunk.start for chunk in chunks] == list(range(9))
+    assert [chunk.finish_reason for chunk in chunks] == [None] * 8 + [FinishReason.LENGTH]
+    assert np.concatenate([chunk.token_ids for chunk in chunks]).tolist() == whole.token_ids.tolist()
+    assert whole.top_ids is not None
+    assert whole.top_ids.shape == (9, 2)
+    assert [chunk.version_spans[0].start for chunk in chunks] == list(range(9))
+
+
+async def test_more_requests_than_slots_wait_and_a_full_queue_refuses(start_engine: EngineFactory) -> None:
+    engine = await start_engine(num_slots=2, max_queue=3)
+    running = [asyncio.create_task(complete(engine, ask([1], max_tokens=40))) for _ in range(5)]
+    await asyncio.sleep(0)
+    with pytest.raises(MeshError) as refused:
+        await complete(engine, ask([1]))
+    assert refused.value.reason is Reason.OVERLOADED
+    assert refused.value.retry_after_s is not None
+    assert [len(made.token_ids) for made in await asyncio.gather(*running)] == [40] * 5
+    assert len((await complete(engine, ask([1]))).token_ids) == 8
+
+
+async def test_a_bound_on_the_cache_lowers_the_slots(start_engine: EngineFactory) -> None:
+    slot_bytes = 2 * 2 * 2 * 8 * 4 * 96  # layers, keys and values, heads, head width, float32, tokens
+    engine = await start_engine(num_slots=8, kv_cache_bytes=3 * slot_bytes)
+    assert engine.num_slots == 3
+    with pytest.raises(ValueError, match="raise kv_cache_bytes or lower max_model_len"):
+        await start_engine(kv_cache_bytes=slot_bytes - 1)
+
+
+async def test_closing_the_stream_frees_the_slot(start_engine: EngineFactory) -> None:
+    engine = await start_engine(num_slots=1, max_model_len=500)
+    stream = engine.generate(ask([1], max_tokens=490, stream=True))
+    await anext(stream)
+    waiting = asyncio.create_task(complete(engine, ask([2], max_tokens=480)))
+    await asyncio.sleep(0.01)
+    await stream.aclose()
+    waiting.cancel()  # cancelled in the queue or just seated
+    made = await asyncio.wait_for(complete(engine, ask([3], max_tokens=3)), 5.0)
+    assert len(made.token_ids) == 3
+    await asyncio.sleep(0.05)
+    assert engine.in_flight == 0
+    assert engine.stats().running == 0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "words"),
+    [
+        ([], {}, "the prompt has 0 tokens"),
+        ([1] * 96, {}, "at most 95"),
+        ([VOCAB], {}, rf"\[0, {VOCAB}\)"),
+        ([-1], {}, "prompt token ids"),
+        ([1], {"max_tokens": 0}, "max_tokens must be at least 1"),
+    ],
+)
+async def test_bad_requests_say_what_to_change(
+    prompt: list[int], params: dict[str, int], words: str, start_engine: EngineFactory
+) -> None:
+    engine = await start_engine()
+    with pytest.raises(MeshError, match=words) as refused:
+        await complete(engine, ask(prompt, **params))
+    assert refused.value.reason is Reason.INVALID_REQUEST
+
+
+async def test_non_finite_logits_fail_the_request_and_the_slots_recover(
+    model: PreTrainedModel, start_engine: EngineFactory
+) -> None:
+    engine = await start_engine()
+    broken = {name: torch.full(shape, torch.nan) for name, _, shape in engine.layout()}
+    good = {name: tensor.clone() for name, tensor in model.named_parameters()}
+    await engine.stage(1, broken)
+    await engine.pause()
+    await engine.apply(1, b"nan")
+    await engine.resume()
+    with pytest.raises(MeshError, match="not finite") as failed:
+        await complete(engine, ask([1, 2, 3]))
+    assert failed.value.reason is Reason.ENGINE_FAILED
+    await engine.stage(2, good)
+    await engine.pause()
+    await engine.apply(2, b"good")
+    await engine.resume()
+    made = await complete(engine, ask([1, 2, 3], max_tokens=20))
+    assert np.abs(made.logprobs - full_forward(model, [1, 2, 3], made.token_ids.tolist())).max() < TOLERANCE
+
+
+async def test_draining_finishes_what_is_in_flight_and_refuses_more(start_engine: EngineFactory) -> None:
+    engine = await start_engine()
+    running = asyncio.create_task(complete(engine, ask([1], max_tokens=50)))
+    await asyncio.sleep(0)
+    closing = asyncio.create_task(engine.close(5.0))
+    await asyncio.sleep(0)
+    with pytest.raises(MeshError) as refused:
+        await complete(engine, ask([1]))
+    assert refused.value.reason is Reason.DRAINING
+    assert len((await running).token_ids) == 50
+    await closing
+
+
+async def test_the_drain_deadline_aborts_what_is_left(start_engine: EngineFactory) -> None:
+    engine = await start_engine(max_model_len=500)
+    running = asyncio.create_task(complete(engine, ask([1], max_tokens=490)))
+    await asyncio.sleep(0.01)
+    await engine.close(0.0)
+    assert (await running).finish_reason is FinishReason.ABORT

@@ -1,0 +1,187 @@
+"""Weight versions that change under requests in flight."""
+
+import asyncio
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from inference_kit import EngineFactory, ask, complete, full_forward, make_model
+from meshrl.inference.embedded import EmbeddedEngine
+from meshrl.inference.live_weights import LiveWeights
+from meshrl.models.state import hf_state
+from meshrl.wire.errors import MeshError, Reason
+from transformers import PreTrainedModel
+
+
+async def swap(engine: EmbeddedEngine, version: int, weights: PreTrainedModel, root: bytes = b"root") -> None:
+    await engine.stage(version, hf_state(weights))
+    await engine.pause()
+    await engine.apply(version, root)
+    await engine.resume()
+
+
+async def test_new_weights_apply_between_two_steps_and_spans_say_where(
+    model: PreTrainedModel, start_engine: EngineFactory
+) -> None:
+    engine = await start_engine(max_model_len=300)
+    other = make_model(seed=9)
+    stream = engine.generate(ask([1, 2, 3], max_tokens=200, stream=True))
+    early = [await anext(stream) for _ in range(5)]
+    assert await engine.pause() == 1
+    await engine.stage(4, hf_state(other))
+    await engine.apply(4, b"four")
+    assert (engine.version, engine.root, engine.paused) == (4, b"four", True)
+    await engine.resume()
+    chunks = [*early, *[chunk async for chunk in stream]]
+    spans = [span for chunk in chunks for span in chunk.version_spans]
+    versions = [span.version for span in spans]
+    changed = versions.index(4)
+    assert versions == [0] * changed + [4] * (200 - changed)
+    assert changed >= 5
+    tokens = [int(chunk.token_ids[0]) for chunk in chunks]
+    logprobs = np.concatenate([chunk.logprobs for chunk in chunks])
+    old = full_forward(model, [1, 2, 3], tokens[:changed])
+    np.testing.assert_allclose(logprobs[:changed], old, atol=1e-4)
+
+    whole = await complete(engine, ask([1, 2, 3], max_tokens=20))
+    assert [(span.start, span.end, span.version) for span in whole.version_spans] == [(0, 20, 4)]
+    np.testing.assert_allclose(whole.logprobs, full_forward(other, [1, 2, 3], whole.token_ids.tolist()), atol=1e-4)
+
+
+async def test_a_request_that_was_paused_keeps_its_cache_across_versions(start_engine: EngineFactory) -> None:
+    engine = await start_engine(max_model_len=300)
+    running = asyncio.create_task(complete(engine, ask([1, 2, 3], max_tokens=250)))
+    await asyncio.sleep(0.02)
+    for version in (1, 2):
+        await engine.pause()
+        await engine.stage(version, hf_state(make_model(seed=version)))
+        await engine.apply(version, b"")
+        await engine.resume()
+        await asyncio.sleep(0.02)
+    made = await running
+    spans = made.version_spans
+    assert len(made.token_ids) == 250
+    assert [span.version for span in spans] == sorted({span.version for span in spans})
+    assert spans[0].start == 0
+    assert spans[-1].end == 250
+    assert all(one.end == other.start for one, other in itertools.pairwise(spans))
+
+
+async def test_nobody_shares_a_prefix_computed_by_older_weights(
+    model: PreTrainedModel, start_engine: EngineFactory
+) -> None:
+    engine = await start_engine(max_model_len=300)
+    prompt = list(range(30))
+    stream = engine.generate(ask(prompt, max_tokens=200, stream=True))
+    await anext(stream)
+    other = make_model(seed=9)
+    await swap(engine, 1, other)
+    made = await complete(engine, ask(prompt, max_tokens=10))
+    np.testing.assert_allclose(made.logprobs, full_forward(other, prompt, made.token_ids.tolist()), atol=1e-4)
+    assert engine.stats().shared_prompt_tokens == 0
+    await stream.aclose()
+
+
+async def test_staging_does_not_stop_generation_and_changes_nothing(
+    model: PreTrainedModel, start_engine: EngineFactory
+) -> None:
+    engine = await start_engine()
+    await engine.stage(1, hf_state(make_model(seed=3)))
+    made = await complete(engine, ask([1, 2, 3], max_tokens=10))
+    np.testing.assert_allclose(made.logprobs, full_forward(model, [1, 2, 3], made.token_ids.tolist()), atol=1e-4)
+    assert engine.version == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda state: state.pop("model.norm.weight"), "missing model.norm.weight"),
+        (lambda state: state.update(extra=torch.zeros(1)), "unknown extra"),
+        (lambda state: state.update({"model.norm.weight": torch.zeros(3)}), r"float32 \(32,\), got float32 \(3,\)"),
+        (
+            lambda state: state.update({"model.norm.weight": state["model.norm.weight"].to(torch.bfloat16)}),
+            "got bfloat16",
+        ),
+    ],
+)
+async def test_weights_that_do_not_fit_are_refused_and_the_old_version_serves(
+    change: object, words: str, start_engine: EngineFactory
+) -> None:
+    engine = await start_engine()
+    state = dict(hf_state(make_model(seed=3)))
+    change(state)  # type: ignore[operator]  # a lambda of the table above
+    with pytest.raises(MeshError, match=words) as refused:
+        await engine.stage(1, state)
+    assert refused.value.reason is Reason.LAYOUT_MISMATCH
+    await engine.pause()
+    with pytest.raises(MeshError) as unstaged:
+        await engine.apply(1, b"")
+    assert unstaged.value.reason is Reason.VERSION_NOT_SEALED
+    await engine.resume()
+    assert len((await complete(engine, ask([1]))).token_ids) == 8
+
+
+async def test_weights_apply_only_while_paused(start_engine: EngineFactory) -> None:
+    engine = await start_engine()
+    await engine.stage(1, hf_state(make_model(seed=3)))
+    with pytest.raises(MeshError, match="pause first"):
+        await engine.apply(1, b"")
+    assert engine.version == 0
+    assert engine.unfit is None
+
+
+async def test_a_failed_apply_leaves_the_engine_unfit_until_it_is_reseeded(
+    start_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = await start_engine(max_model_len=300)
+    running = asyncio.create_task(complete(engine, ask([1], max_tokens=250)))
+    await asyncio.sleep(0.01)
+    await engine.stage(1, hf_state(make_model(seed=3)))
+    await engine.pause()
+    with monkeypatch.context() as patch:
+
+        def fail(*_: object) -> None:
+            raise RuntimeError("out of memory")
+
+        patch.setattr(LiveWeights, "swap", fail)
+        with pytest.raises(MeshError, match="out of memory") as failed:
+            await engine.apply(1, b"")
+    assert failed.value.reason is Reason.ENGINE_FAILED
+    assert engine.unfit is not None
+    with pytest.raises(MeshError, match="out of memory"):
+        await running
+    with pytest.raises(MeshError, match="must be reseeded"):
+        await complete(engine, ask([1]))
+    await swap(engine, 2, make_model(seed=3))
+    assert engine.unfit is None
+    assert len((await complete(engine, ask([1]))).token_ids) == 8
+
+
+async def test_the_root_is_that_of_the_live_bytes(start_engine: EngineFactory) -> None:
+    engine = await start_engine()
+    other = make_model(seed=3)
+    before = await engine.weights_root()
+    await swap(engine, 1, other)
+    assert await engine.weights_root() == LiveWeights(other).root()
+    assert await engine.weights_root() != before
+    names = [name for name, _, _ in engine.layout()]
+    assert names == sorted(names)
+    assert "lm_head.weight" not in names  # tied to the embeddings
+
+
+async def test_an_engine_without_a_version_serves_only_after_it_has_one(start_engine: EngineFactory) -> None:
+    engine = await start_engine(version=None)
+    with pytest.raises(MeshError) as refused:
+        await complete(engine, ask([1]))
+    assert refused.value.reason is Reason.VERSION_NOT_AVAILABLE
+    await engine.adopt(7, b"seven")
+    made = await complete(engine, ask([1]))
+    assert {span.version for span in made.version_spans} == {7}
+    assert (engine.version, engine.root) == (7, b"seven")
+
+
+async def test_a_swap_is_a_matter_of_milliseconds(start_engine: EngineFactory) -> None:
+    engine = await start_engine()
+    await swap(engine, 1, make_model(seed=3))
+    assert engine.stats().last_pause_s < 0.5  # far below in practice; loose, for busy machines
