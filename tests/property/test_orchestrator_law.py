@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from meshrl.orchestrator.filters import screen_finished
 from meshrl.orchestrator.groups import Group, GroupTicket
-from meshrl.orchestrator.ledger import Ledger, RolloutState
+from meshrl.orchestrator.ledger import Ledger
 from meshrl.orchestrator.plan import PlanLimits, WorkPlan
 from meshrl.orchestrator.schedule import TaskSchedule, TrainSource
 from meshrl.orchestrator.staleness import StalenessLaw
@@ -77,7 +77,7 @@ class Run:
                 version = data.draw(st.integers(ticket.min_version, self.plan.active_version), label="version")
                 group.rollouts.append(rollout(ticket, place, float(fate == "win"), version))
                 self.ledger.finish(ticket, f"{ticket.group_id}:{place}", version)
-        self.ledger.close_group(ticket.group_id, RolloutState.CANCELLED, "cancelled")
+        self.ledger.close_group(ticket.group_id, cancelled=ticket.size)
         for lost, reason in self.plan.finish(group).dropped:
             self.ledger.drop(lost.rollout_id, reason.value)
 

@@ -87,7 +87,10 @@ class FilterConfig(BaseConfig):
     """Rewards that differ by no more than this count as equal."""
 
     max_zero_signal_groups: int = Field(default=1000, ge=1)
-    """Stop with an error after this many zero-signal groups in a row for one step: the task has no signal left."""
+    """Stop with an error after this many zero-signal groups in a row: the tasks have no signal left."""
+
+    max_lost_groups: int = Field(default=64, ge=1)
+    """Stop with an error after this many groups in a row that failures left with fewer than two rollouts."""
 
     empty: bool = True
     """Drop rollouts in which the policy sampled no token."""
@@ -114,8 +117,8 @@ class DeadlinesConfig(BaseConfig):
     step_s: float = Field(default=3600.0, gt=0.0)
     """For the trainer to finish one step."""
 
-    activation_s: float = Field(default=300.0, gt=0.0)
-    """For engines to prepare and serve a new version."""
+    activation_s: float = Field(default=120.0, gt=0.0)
+    """For engines to prepare and serve a new version; then the version is skipped where the law allows it."""
 
     eval_s: float = Field(default=3600.0, gt=0.0)
     """For one evaluation."""
@@ -219,7 +222,7 @@ class OrchestratorConfig(BaseConfig):
 
     @model_validator(mode="after")
     def _environments(self) -> Self:
-        names = [env.name or env.id for env in self.train.env]
+        names = [env.resolved_name for env in self.train.env]
         repeated = sorted({name for name in names if names.count(name) > 1})
         if repeated:
             raise ValueError(

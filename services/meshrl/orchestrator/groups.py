@@ -47,7 +47,7 @@ class GroupTicket:
 
 @dataclass(kw_only=True)
 class Group:
-    """A group in flight; whole once as many rollouts as its size finished, failed or were cancelled."""
+    """One group; over once each rollout finished, failed or was cancelled, or its stream broke."""
 
     ticket: GroupTicket
     rollouts: list[Rollout] = field(default_factory=list)
@@ -55,10 +55,17 @@ class Group:
     cancelled: int = 0
     sampled_tokens: int = 0
     seconds: float = 0.0
+    cut_short: str = ""  # reason of the error that ended the stream early
 
     @property
-    def whole(self) -> bool:
-        return len(self.rollouts) + len(self.failures) + self.cancelled >= self.ticket.size
+    def lost(self) -> int:
+        """Rollouts that never came back, neither finished nor failed nor cancelled."""
+        return max(0, self.ticket.size - len(self.rollouts) - len(self.failures) - self.cancelled)
+
+    @property
+    def errors(self) -> int:
+        """Rollouts that failed or never came back."""
+        return len(self.failures) + self.lost
 
 
 @dataclass(frozen=True, kw_only=True)

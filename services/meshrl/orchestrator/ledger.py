@@ -126,11 +126,17 @@ class Ledger:
             key = self._unassigned[group_id].pop(0)
             self._move(key, RolloutState.FAILED, rollout_id=rollout_id, reason=reason)
 
-    def close_group(self, group_id: str, state: RolloutState, reason: str = "") -> int:
-        """A group is over: what has not come back was cancelled or failed. Returns how many."""
+    def close_group(self, group_id: str, *, cancelled: int = 0, reason: str = "") -> int:
+        """A group is over: of what has not come back, `cancelled` were cancelled and the others failed for `reason`.
+
+        Returns how many had not come back.
+        """
         missing = self._unassigned.pop(group_id)
-        for key in missing:
-            self._move(key, state, reason=reason)
+        for place, key in enumerate(missing):
+            if place < cancelled:
+                self._move(key, RolloutState.CANCELLED)
+            else:
+                self._move(key, RolloutState.FAILED, reason=reason or "LOST")
         return len(missing)
 
     def batch(self, rollout_ids: Iterable[str], step: int) -> None:

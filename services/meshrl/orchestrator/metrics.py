@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from meshrl.core.monitor import SampleRow
 from meshrl.orchestrator.batches import Assembled, sampled_tokens
 from meshrl.orchestrator.filters import is_empty
 from meshrl.orchestrator.groups import DropReason, Group
@@ -53,6 +54,36 @@ class Progress:
         )
 
 
+def step_metrics(
+    groups: Sequence[ReadyGroup],
+    assembled: Assembled,
+    tally: StepTally,
+    progress: Progress,
+    *,
+    step: int,
+    law: StalenessLaw,
+    seq_len: int,
+    seconds: float,
+) -> Metrics:
+    """What the orchestrator knows of one step; `seconds` is the wall time since the step before ended."""
+    judged = [ready.group for ready in groups] + tally.discarded
+    return (
+        rollout_metrics(judged)
+        | staleness_metrics(groups, step=step, law=law)
+        | batch_metrics(assembled, groups, seq_len=seq_len)
+        | filter_metrics(tally, judged_groups=len(judged))
+        | rate_metrics(judged, seconds=seconds)
+        | {
+            "time/step": seconds,
+            "time/wait_for_rollouts": tally.wait_for_rollouts_s,
+            "time/wait_for_ckpt": tally.wait_for_ckpt_s,
+            "progress/tokens": float(progress.tokens),
+            "progress/samples": float(progress.samples),
+            "progress/problems": float(progress.problems),
+        }
+    )
+
+
 def rollout_metrics(groups: Sequence[Group]) -> Metrics:
     """Statistics of finished and failed rollouts, over all and by environment."""
     metrics: Metrics = {}
@@ -72,7 +103,7 @@ def rollout_metrics(groups: Sequence[Group]) -> Metrics:
         if rollouts:
             metrics[f"empty_rollouts/{scope}"] = sum(map(is_empty, rollouts)) / len(rollouts)
         if total:
-            metrics[f"errored_rollouts/{scope}"] = sum(len(group.failures) for group in members) / total
+            metrics[f"errored_rollouts/{scope}"] = sum(group.errors for group in members) / total
     for name in environments:
         rollouts = [rollout for group in scopes[name] for rollout in group.rollouts]
         metrics |= _named_means(f"reward_parts/{name}", rollouts, lambda rollout: rollout.reward_parts)
@@ -148,6 +179,33 @@ def rate_metrics(groups: Sequence[Group], *, seconds: float) -> Metrics:
     return {
         "perf/rollouts_per_s": sum(len(group.rollouts) for group in groups) / seconds,
         "perf/inference_tokens_per_s": sum(group.sampled_tokens for group in groups) / seconds,
+    }
+
+
+def sample_rows(
+    groups: Sequence[ReadyGroup], assembled: Assembled, *, ratio: float | None, at_most: int = 8
+) -> list[SampleRow]:
+    """Rows for a table of samples: every 1/ratio-th rollout of the batch, or a few when no ratio is given."""
+    rollouts = [rollout for ready in groups for rollout in ready.kept]
+    count = min(at_most, len(rollouts)) if ratio is None else max(1, round(ratio * len(rollouts)))
+    chosen = [rollouts[index * len(rollouts) // count] for index in range(count)]
+    return [
+        SampleRow(
+            environment=rollout.environment,
+            task_key=rollout.task_key,
+            completion=rollout.completion,
+            reward=rollout.reward,
+            advantage=assembled.advantages.get(rollout.rollout_id),
+        )
+        for rollout in chosen
+    ]
+
+
+def distributions(groups: Sequence[ReadyGroup], assembled: Assembled) -> dict[str, list[float]]:
+    """Values of a batch whose distribution is worth a histogram."""
+    return {
+        "distributions/reward": [rollout.reward for ready in groups for rollout in ready.kept],
+        "distributions/advantage": list(assembled.advantages.values()),
     }
 
 

@@ -89,6 +89,10 @@ class WorkPlan:
         slots = self.limits.groups_per_step * (newest - self.next_step + 1) - self.outstanding
         return max(0, min(slots, self.limits.max_inflight_groups - self.in_flight))
 
+    def epochs(self) -> dict[str, float]:
+        """Passes over each finite environment so far."""
+        return self._schedule.epochs()
+
     def dispatch(self, group_id: str) -> GroupTicket | None:
         """Admits one more group under `group_id`; None while there is no room."""
         if self.room() == 0:

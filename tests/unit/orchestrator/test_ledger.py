@@ -2,7 +2,7 @@ import sqlite3
 from pathlib import Path
 
 import pytest
-from meshrl.orchestrator.ledger import Entry, Ledger, LedgerError, RolloutState
+from meshrl.orchestrator.ledger import Entry, Ledger, LedgerError
 from meshrl.orchestrator.ledger_store import LedgerStore
 
 
@@ -13,7 +13,7 @@ def test_a_rollout_is_followed_from_dispatch_to_training(make_group) -> None:
     ledger.dispatch(ticket)
     ledger.finish(ticket, "a", 0)
     ledger.finish(ticket, "b", 1)
-    ledger.close_group("g0", RolloutState.FAILED, "INTERNAL")
+    assert ledger.close_group("g0") == 0
     ledger.batch(["a", "b"], step=3)
     assert ledger.train(3) == 2
     assert [entry.state.value for entry in entries if entry.key == "g0/0"] == [
@@ -33,14 +33,14 @@ def test_losses_are_counted_by_reason(make_group) -> None:
     ledger.dispatch(ticket)
     ledger.finish(ticket, "a", 0)
     ledger.fail("g0", "b", "ENVIRONMENT_FAILED")
-    assert ledger.close_group("g0", RolloutState.CANCELLED, "cancelled") == 2
+    assert ledger.close_group("g0", cancelled=1, reason="UNREACHABLE") == 2
     ledger.drop("a", "group_lost")
     balance = ledger.balance()
     assert balance.exact
     assert (balance.dropped, balance.failed, balance.cancelled, balance.open) == (
         {"group_lost": 1},
-        {"ENVIRONMENT_FAILED": 1},
-        2,
+        {"ENVIRONMENT_FAILED": 1, "UNREACHABLE": 1},
+        1,
         0,
     )
 
@@ -99,14 +99,14 @@ def test_the_file_holds_the_last_state_of_each_rollout(make_group, tmp_path: Pat
     ledger.dispatch(ticket)
     ledger.finish(ticket, "a", 0)
     ledger.fail("g0", "b", "DEADLINE_PASSED")
-    ledger.close_group("g0", RolloutState.CANCELLED, "cancelled")
+    ledger.close_group("g0", cancelled=1)
     ledger.batch(["a"], step=1)
     ledger.train(1)
     store.close()
     assert rows(tmp_path / "ledger.sqlite") == [
         ("g0/0", "trained", ""),
         ("g0/1", "failed", "DEADLINE_PASSED"),
-        ("g0/2", "cancelled", "cancelled"),
+        ("g0/2", "cancelled", ""),
     ]
 
 

@@ -1,0 +1,100 @@
+"""Relays versions from the trainer to the engines: tells the hub to commit, and judges what to do when it cannot."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from loguru import logger
+from meshrl.client import WeightSyncClient
+from meshrl.orchestrator.config import OrchestratorConfig
+from meshrl.orchestrator.retry import Patience, RunError, failed, persist
+from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.types import Activation, ActivationPolicy
+
+_SERVICE = "weight hub"
+_NOT_THERE_YET = frozenset({Reason.UNKNOWN_VERSION, Reason.VERSION_NOT_SEALED, Reason.UNKNOWN_RUN})
+
+
+class Activator:
+    """Commits versions of one run on the engines."""
+
+    def __init__(
+        self,
+        client: WeightSyncClient,
+        *,
+        config: OrchestratorConfig,
+        run_id: str,
+        clock: Callable[[], float],
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._client = client
+        self._config = config
+        self._run_id = run_id
+        self._clock = clock
+        self._sleep = sleep
+
+    async def wait_for_engines(self) -> None:
+        """Returns once as many engines as needed are registered at the hub. Raises RunError after startup_s."""
+        address, deadline_s = self._config.services.weights, self._config.deadlines.startup_s
+        wanted = max(1, self._config.min_ready)
+        give_up_at_s = self._clock() + deadline_s
+        patience = Patience(unreachable_s=deadline_s, retry_s=deadline_s)
+        while True:
+            try:
+                engines = await persist(
+                    lambda: self._client.list_engines(self._config.engine_pool),
+                    patience,
+                    clock=self._clock,
+                    sleep=self._sleep,
+                )
+            except MeshError as error:
+                raise failed(_SERVICE, address, "listing engines", error) from error
+            if len(engines) >= wanted:
+                return
+            if self._clock() >= give_up_at_s:
+                raise RunError(
+                    f"{_SERVICE} at {address} has {len(engines)} inference engines after {deadline_s:g} s,"
+                    f" need {wanted};"
+                    f" start `inference` with --weight-broadcast.address {address}"
+                )
+            await self._sleep(0.1)
+
+    async def activate_first(self, version: int) -> Activation:
+        """Commits the version that a run starts from, waiting until the trainer has published it. Raises RunError."""
+        startup_s = self._config.deadlines.startup_s
+        patience = Patience(unreachable_s=startup_s, retry_s=startup_s, most_s=0.5, also=_NOT_THERE_YET)
+        try:
+            return await persist(
+                lambda: self._commit(version, startup_s), patience, clock=self._clock, sleep=self._sleep
+            )
+        except MeshError as error:
+            doing = f"activating version {version}, which the run starts from,"
+            raise failed(_SERVICE, self._config.services.weights, doing, error) from error
+
+    async def activate(self, version: int) -> Activation | None:
+        """Commits a version that a step made; None when it could not be and engines keep the one before.
+
+        Raises RunError when the hub is gone.
+        """
+        deadlines = self._config.deadlines
+        patience = Patience(unreachable_s=deadlines.unreachable_s, retry_s=0.0)
+        try:
+            return await persist(
+                lambda: self._commit(version, deadlines.activation_s), patience, clock=self._clock, sleep=self._sleep
+            )
+        except MeshError as error:
+            if error.reason in (Reason.UNREACHABLE, Reason.DRAINING):
+                doing = f"activating version {version}"
+                raise failed(_SERVICE, self._config.services.weights, doing, error) from error
+            logger.error(f"version {version} was not activated, engines keep serving the one before: {error}")
+            return None
+
+    async def _commit(self, version: int, prepare_deadline_s: float) -> Activation:
+        return await self._client.activate_version(
+            run_id=self._run_id,
+            version=version,
+            policy=ActivationPolicy(self._config.activation_policy),
+            min_ready=self._config.min_ready,
+            prepare_deadline_s=prepare_deadline_s,
+        )

@@ -1,0 +1,110 @@
+"""Evaluates the policy in held-out environments; beside training, or between two steps when that is synchronous."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+
+from loguru import logger
+from meshrl.core.config.shared import EnvConfig
+from meshrl.orchestrator.config import EvalConfig
+from meshrl.orchestrator.groups import Group, GroupTicket
+from meshrl.orchestrator.metrics import Metrics, distribution
+from meshrl.orchestrator.retry import RunError
+from meshrl.orchestrator.sampling import GroupSampler
+from meshrl.orchestrator.schedule import TaskRef
+from meshrl.wire.types import EnvironmentInfo, Sampling
+
+
+def eval_metrics(name: str, groups: Sequence[Group], *, k: int, pass_threshold: float) -> Metrics:
+    """`eval/{name}/avg@k` is the mean reward; `pass@k` the share of tasks with a reward of at least `pass_threshold`.
+
+    Tasks without a finished rollout count for neither; `failed` is the share of rollouts that did not finish.
+    """
+    answered = [group for group in groups if group.rollouts]
+    rollouts = [rollout for group in answered for rollout in group.rollouts]
+    asked = sum(group.ticket.size for group in groups)
+    metrics: Metrics = {f"eval/{name}/failed": sum(group.errors for group in groups) / asked if asked else 0.0}
+    if answered:
+        metrics[f"eval/{name}/avg@{k}"] = sum(rollout.reward for rollout in rollouts) / len(rollouts)
+        metrics[f"eval/{name}/pass@{k}"] = sum(
+            any(rollout.reward >= pass_threshold for rollout in group.rollouts) for group in answered
+        ) / len(answered)
+    metrics |= distribution(f"eval/{name}/reward", [rollout.reward for rollout in rollouts], "std max min")
+    metrics |= distribution(f"eval/{name}/seq_len", [rollout.num_tokens for rollout in rollouts], "mean")
+    metrics |= distribution(f"eval/{name}/is_truncated", [rollout.truncated for rollout in rollouts], "mean")
+    versions = [rollout.oldest_version for rollout in rollouts if rollout.oldest_version is not None]
+    return metrics | distribution(f"eval/{name}/version", versions, "min max")
+
+
+class Evaluator:
+    """Runs the configured evaluations, one at a time."""
+
+    def __init__(
+        self,
+        config: EvalConfig,
+        sampler: GroupSampler,
+        environments: Mapping[str, EnvironmentInfo],
+        *,
+        deadline_s: float,
+        seed: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self._config = config
+        self._sampler = sampler
+        self._environments = environments
+        self._deadline_s = deadline_s
+        self._seed = seed
+        self._clock = clock
+        self._one_at_a_time = asyncio.Lock()
+        self._slots = asyncio.Semaphore(max(1, config.max_inflight_rollouts // config.group_size))
+
+    def due(self, step: int) -> bool:
+        return step % self._config.interval == 0
+
+    async def evaluate(self, *, version: int) -> Metrics:
+        """Scores of every environment, answered by `version` or newer. Raises RunError when it takes too long."""
+        began_s = self._clock()
+        try:
+            async with self._one_at_a_time, asyncio.timeout(self._deadline_s):
+                scores = [await self._environment(env, version) for env in self._config.env]
+        except TimeoutError:
+            raise RunError(
+                f"evaluation of version {version} did not end within {self._deadline_s:g} s;"
+                " lower orchestrator.eval.num_examples or raise orchestrator.deadlines.eval_s"
+            ) from None
+        metrics = {name: value for part in scores for name, value in part.items()}
+        return metrics | {"time/eval": self._clock() - began_s, "eval/version": float(version)}
+
+    async def _environment(self, env: EnvConfig, version: int) -> Metrics:
+        name = env.resolved_name
+        sampling = env.sampling.to_wire().over(self._config.sampling.to_wire())
+        indices = range(self._num_examples(name))
+        logger.debug(f"evaluating {len(indices)} tasks of {name} with {self._config.group_size} rollouts each")
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(self._task(name, index, sampling, version)) for index in indices]
+        groups = [task.result() for task in running]
+        return eval_metrics(name, groups, k=self._config.group_size, pass_threshold=self._config.pass_threshold)
+
+    def _num_examples(self, name: str) -> int:
+        known = self._environments[name].num_tasks
+        wanted = self._config.num_examples
+        if known is None:
+            return wanted
+        return known if wanted < 0 else min(wanted, known)
+
+    async def _task(self, environment: str, index: int, sampling: Sampling, version: int) -> Group:
+        """The same task samples with the same seeds in every evaluation, so that scores differ by the policy alone."""
+        size = self._config.group_size
+        ticket = GroupTicket(
+            group_id=f"eval-{uuid.uuid4()}",
+            task=TaskRef(environment=environment, index=index),
+            size=size,
+            for_step=0,
+            min_version=version,
+            active_version=version,
+            seed=((self._seed % 2**31) << 32) + index * size,
+        )
+        async with self._slots:
+            return await self._sampler.sample(ticket, sampling=sampling)

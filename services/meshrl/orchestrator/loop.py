@@ -1,0 +1,384 @@
+"""The loop: groups of rollouts become batches, batches become versions, versions reach the engines.
+
+    gather     consumes finished groups, waits until a step has enough; unblocked by the sampling tasks
+    submit     turns them into a batch and hands it to the trainer; waits while two batches are there already
+    finish     waits until the trainer is done with a step, activates its version, writes its record; unblocks sampling
+    dispatch   starts a sampling task for every group that the law admits; called whenever that may have changed
+
+Sampling and finishing run beside gathering, so generation goes on while the trainer trains as far as the law allows;
+with max_async_level = 0 the plan admits nothing until the version before is active, and the same loop is synchronous.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from loguru import logger
+from meshrl.algorithms.advantages import ADVANTAGES
+from meshrl.core.monitor import Monitor
+from meshrl.orchestrator import metrics as record
+from meshrl.orchestrator.activation import Activator
+from meshrl.orchestrator.batches import Assembled, assemble
+from meshrl.orchestrator.config import OrchestratorConfig
+from meshrl.orchestrator.evals import Evaluator
+from meshrl.orchestrator.groups import DropReason, Group, GroupTicket, Screened
+from meshrl.orchestrator.ledger import Ledger
+from meshrl.orchestrator.parts import make_evaluator, make_plan, sampling_by_environment
+from meshrl.orchestrator.plan import ReadyGroup
+from meshrl.orchestrator.retry import Patience, RunError, failed, persist
+from meshrl.orchestrator.sampling import GroupSampler
+from meshrl.orchestrator.spans import StepSpans
+from meshrl.orchestrator.startup import Mesh, Services
+from meshrl.orchestrator.trainer_link import StepWatch
+from meshrl.wire.errors import MeshError
+from meshrl.wire.types import Batch, Rollout, RolloutEvent, RolloutFailure
+from opentelemetry import trace
+
+BATCHES_AT_TRAINER = 2
+"""One that trains and one that waits: the trainer starts the next step at once, and no batch ages longer than that."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SubmittedStep:
+    """A step that the trainer has, with what its record needs."""
+
+    step: int
+    groups: tuple[ReadyGroup, ...]
+    assembled: Assembled
+    tally: record.StepTally
+
+
+class TrainLoop:
+    """One run from the trainer's current step to the last one."""
+
+    def __init__(
+        self,
+        config: OrchestratorConfig,
+        services: Services,
+        mesh: Mesh,
+        *,
+        ledger: Ledger,
+        monitor: Monitor,
+        tracer: trace.Tracer,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self.config = config
+        self.plan = make_plan(config, mesh)
+        self.records: list[record.Metrics] = []
+        self._services = services
+        self._mesh = mesh
+        self._ledger = ledger
+        self._monitor = monitor
+        self._clock = clock
+        self._sleep = sleep
+        self._spans = StepSpans(tracer)
+        self._sampler = GroupSampler(
+            services.rollout,
+            address=config.services.rollout,
+            deadlines=config.deadlines,
+            engine_pool=config.engine_pool,
+            clock=clock,
+            sleep=sleep,
+        )
+        self._sampling = sampling_by_environment(config)
+        self._activator = Activator(services.weights, config=config, run_id=mesh.run.run_id, clock=clock, sleep=sleep)
+        self._evaluator: Evaluator | None = make_evaluator(config, mesh, self._sampler, clock)
+        self._watch = StepWatch(
+            services.trainer,
+            address=config.services.trainer,
+            run_id=mesh.run.run_id,
+            after_revision=mesh.run.revision,
+        )
+        self._tally = record.StepTally()
+        self._progress = record.Progress()
+        self._changed = asyncio.Event()
+        self._trainer_places = asyncio.Semaphore(BATCHES_AT_TRAINER)
+        self._unfinished_steps = 0
+        self._submitted: asyncio.Queue[SubmittedStep | None] = asyncio.Queue()
+        self._cancelling: set[str] = set()
+        self._lost_in_a_row = 0
+        self._step_began_s = clock()
+        self._tasks: asyncio.TaskGroup
+
+    async def run(self) -> None:
+        """Until the last step's version is active. Raises RunError when the run cannot go on."""
+        try:
+            await self._activator.wait_for_engines()
+            await self._activator.activate_first(self._mesh.run.version)
+            if self.config.eval is not None and self.config.eval.eval_base and self._mesh.run.version == 0:
+                await self._evaluate(step=0)
+            await self._train()
+            if self.config.eval is not None and self.config.eval.eval_final:
+                await self._evaluate_last()
+        except BaseExceptionGroup as failures:  # tasks fail together; the first cause is what a person needs
+            raise first_cause(failures) from failures
+        finally:
+            self._spans.close()
+
+    async def _train(self) -> None:
+        self._step_began_s = self._clock()
+        async with asyncio.TaskGroup() as self._tasks:
+            following = self._tasks.create_task(self._watch.follow())
+            finishing = self._tasks.create_task(self._finish_steps())
+            self._dispatch()
+            while not self.plan.exhausted:
+                step = self.plan.next_step
+                await self._wait_for_trainer_place()
+                groups = await self._gather()
+                await self._submit(step, groups)
+            await self._submitted.put(None)
+            await finishing
+            following.cancel()
+
+    # --- sampling -----------------------------------------------------------------------------
+
+    def _dispatch(self) -> None:
+        """Starts what the law admits now."""
+        while (ticket := self.plan.dispatch(f"group-{uuid.uuid4()}")) is not None:
+            self._ledger.dispatch(ticket)
+            self._tasks.create_task(self._sample(ticket))
+        self._changed.set()
+
+    async def _sample(self, ticket: GroupTicket) -> None:
+        """One group from dispatch to verdict."""
+        group = await self._sampler.sample(
+            ticket,
+            sampling=self._sampling[ticket.task.environment],
+            traceparent=self._spans.traceparent(ticket.for_step),
+            on_event=lambda event: self._enter(ticket, event),
+        )
+        self._ledger.close_group(ticket.group_id, cancelled=group.cancelled, reason=group.cut_short)
+        await self._mourn(group)
+        screened = self.plan.finish(group)
+        self._cancelling.discard(ticket.group_id)
+        self._drop(screened)
+        if not screened.kept:
+            self._tally.discarded.append(group)
+            self._tally.zero_signal_groups += any(why is DropReason.ZERO_SIGNAL for _, why in screened.dropped)
+        if self.plan.silent_groups_in_a_row >= self.config.filters.max_zero_signal_groups:
+            raise RunError(
+                f"{self.plan.silent_groups_in_a_row} groups in a row had equal rewards, last in"
+                f" {ticket.task.environment!r}: there is nothing to learn; make the task easier or harder, raise"
+                " orchestrator.group_size or orchestrator.sampling.temperature, or set --no-filters.zero-signal"
+            )
+        self._dispatch()
+
+    def _enter(self, ticket: GroupTicket, event: RolloutEvent) -> None:
+        """Books a rollout the moment it comes back."""
+        if isinstance(event, Rollout):
+            self._ledger.finish(ticket, event.rollout_id, event.oldest_version)
+        elif isinstance(event, RolloutFailure):
+            self._ledger.fail(ticket.group_id, event.rollout_id, event.reason)
+
+    async def _mourn(self, group: Group) -> None:
+        """After a group lost to failures: waits, longer each time in a row, and ends the run after too many."""
+        if len(group.rollouts) >= 2 or not group.errors:
+            self._lost_in_a_row = 0
+            return
+        self._lost_in_a_row += 1
+        last = group.failures[-1] if group.failures else None
+        why = f"{last.reason}: {last.message}" if last else group.cut_short
+        if self._lost_in_a_row >= self.config.filters.max_lost_groups:
+            raise RunError(
+                f"{self._lost_in_a_row} groups in a row were lost to failures, last in"
+                f" {group.ticket.task.environment!r} with {why}; see the log of the rollout service at"
+                f" {self.config.services.rollout}"
+            )
+        logger.warning(f"group {group.ticket.group_id} of {group.ticket.task.environment} is lost: {why}")
+        await self._sleep(min(2.0, 0.01 * 2.0**self._lost_in_a_row))
+
+    def _drop(self, screened: Screened) -> None:
+        for rollout, reason in screened.dropped:
+            self._ledger.drop(rollout.rollout_id, reason.value)
+            self._tally.drop(reason)
+
+    # --- one step -----------------------------------------------------------------------------
+
+    async def _wait_for_trainer_place(self) -> None:
+        began_s = self._clock()
+        await self._trainer_places.acquire()  # bounded by the deadlines of the finishing task
+        self._tally.wait_for_ckpt_s += self._clock() - began_s
+
+    async def _gather(self) -> list[ReadyGroup]:
+        """The groups of the next step. Raises RunError when none come any more."""
+        while True:
+            for _, screened in self.plan.drop_stale():
+                self._drop(screened)
+            if (groups := self.plan.take()) is not None:
+                self._dispatch()
+                return groups
+            self._cancel_doomed()
+            self._dispatch()
+            self._changed.clear()
+            await self._wait_for_change()
+
+    async def _wait_for_change(self) -> None:
+        """Waits for a group or a version, and books whether generation or the trainer was waited for."""
+        idle = self.plan.in_flight == 0
+        if idle and not self._unfinished_steps:
+            raise RunError(
+                f"step {self.plan.next_step} needs version {self.plan.law.required_version(self.plan.next_step)} on the"
+                f" engines (max_async_level = {self.config.max_async_level}), but they serve version"
+                f" {self.plan.active_version} and no newer one could be activated; see the log of the weight hub at"
+                f" {self.config.services.weights}"
+            )
+        left_s = self.config.deadlines.batch_s - self._tally.wait_for_rollouts_s
+        began_s = self._clock()
+        try:
+            async with asyncio.timeout(None if idle else left_s):  # while idle, the finishing task has the deadline
+                await self._changed.wait()
+        except TimeoutError:
+            raise RunError(
+                f"rollout service at {self.config.services.rollout} did not finish enough groups for step"
+                f" {self.plan.next_step} within {self.config.deadlines.batch_s:g} s;"
+                " raise orchestrator.deadlines.batch_s if they need longer"
+            ) from None
+        waited_s = self._clock() - began_s
+        if idle:
+            self._tally.wait_for_ckpt_s += waited_s
+        else:
+            self._tally.wait_for_rollouts_s += waited_s
+
+    def _cancel_doomed(self) -> None:
+        """Stops groups that would come back too old to train on."""
+        doomed = [group_id for group_id in self.plan.doomed() if group_id not in self._cancelling]
+        if doomed:
+            self._cancelling.update(doomed)
+            self._tasks.create_task(self._cancel(doomed))
+
+    async def _cancel(self, group_ids: list[str]) -> None:
+        try:
+            cancelled = await self._services.rollout.cancel_rollouts(group_ids)
+        except MeshError as error:  # not needed for correctness: they come back stale and are dropped
+            logger.warning(f"could not cancel {len(group_ids)} groups that are too old: {error}")
+        else:
+            logger.info(
+                f"cancelled {cancelled} rollouts in flight that would be too old for step {self.plan.next_step}"
+            )
+
+    async def _submit(self, step: int, groups: list[ReadyGroup]) -> None:
+        """Makes the batch and hands it to the trainer."""
+        tally, self._tally = self._tally, record.StepTally()
+        try:
+            assembled = await asyncio.to_thread(
+                assemble,
+                [ready.kept for ready in groups],
+                run_id=self._mesh.run.run_id,
+                step=step,
+                advantage=ADVANTAGES[self.config.advantage.type],
+                environments=[env.resolved_name for env in self.config.train.env],
+                seq_len=self.config.seq_len,
+                dp_size=self._mesh.trainer.dp_size,
+                traceparent=self._spans.traceparent(step),
+            )
+        except ValueError as error:  # no rollout fits: a shorter prompt or a longer row is needed
+            raise RunError(f"step {step} has nothing to train on: {error}; raise orchestrator.seq_len") from error
+        for rollout_id in assembled.untrainable:
+            self._ledger.drop(rollout_id, DropReason.UNTRAINABLE.value)
+            tally.drop(DropReason.UNTRAINABLE)
+        taken = [rollout_id for rollout_id in assembled.advantages if rollout_id not in assembled.untrainable]
+        self._ledger.batch(taken, step)
+        await self._upload(assembled.batch)
+        self._unfinished_steps += 1
+        await self._submitted.put(SubmittedStep(step=step, groups=tuple(groups), assembled=assembled, tally=tally))
+
+    async def _upload(self, batch: Batch) -> None:
+        deadlines = self.config.deadlines
+        patience = Patience(unreachable_s=deadlines.unreachable_s, retry_s=deadlines.step_s)
+        try:
+            await persist(
+                lambda: self._services.trainer.submit_batch(batch), patience, clock=self._clock, sleep=self._sleep
+            )
+        except MeshError as error:
+            raise failed("trainer", self.config.services.trainer, f"taking batch {batch.step}", error) from error
+
+    # --- finishing ----------------------------------------------------------------------------
+
+    async def _finish_steps(self) -> None:
+        """Brings each submitted step to its end, in order."""
+        while (submitted := await self._submitted.get()) is not None:
+            await self._finish(submitted)
+            self._unfinished_steps -= 1
+            self._changed.set()
+
+    async def _finish(self, submitted: SubmittedStep) -> None:
+        step = submitted.step
+        done = await self._watch.done(step, self.config.deadlines.step_s)
+        self._ledger.train(step)
+        self._trainer_places.release()
+        version = step if done.version is None else done.version
+        with trace.use_span(self._spans.context_of(step)):
+            activation = await self._activator.activate(version)
+        if activation is not None and self.config.max_async_level > 0:
+            self.plan.activated(version)
+            self._dispatch()
+        await self._write(submitted, record.trainer_metrics(done) | record.activation_metrics(activation))
+        if self._evaluator is not None and self._evaluator.due(step):
+            if self.config.max_async_level > 0:
+                self._tasks.create_task(self._evaluate(step))
+            else:
+                await self._evaluate(step, version=version if activation is not None else None)
+        if activation is not None:  # synchronous runs sample again only now, after the evaluation
+            self.plan.activated(version)
+            self._dispatch()
+
+    async def _write(self, submitted: SubmittedStep, others: record.Metrics) -> None:
+        """Writes the one record of a step."""
+        now_s = self._clock()
+        seconds, self._step_began_s = now_s - self._step_began_s, now_s
+        self._progress = self._progress.plus(submitted.groups)
+        metrics = record.step_metrics(
+            submitted.groups,
+            submitted.assembled,
+            submitted.tally,
+            self._progress,
+            step=submitted.step,
+            law=self.plan.law,
+            seq_len=self.config.seq_len,
+            seconds=seconds,
+        )
+        metrics |= {"policy/active_version": float(self.plan.active_version)} | others
+        metrics |= {f"progress/epoch/{name}": value for name, value in self.plan.epochs().items()}
+        self._spans.end(submitted.step, {"rl.rollouts": metrics["batch/rollouts"], "rl.step.seconds": seconds})
+        await asyncio.to_thread(self._monitor.log, submitted.step, metrics)
+        extras = self.config.wandb.log_extras if self.config.wandb is not None else None
+        if extras is not None and submitted.step % extras.interval == 0:
+            rows = record.sample_rows(submitted.groups, submitted.assembled, ratio=extras.sample_ratio)
+            if extras.samples:
+                await asyncio.to_thread(self._monitor.log_samples, submitted.step, rows)
+            if extras.distributions:
+                values = record.distributions(submitted.groups, submitted.assembled)
+                await asyncio.to_thread(self._monitor.log_distributions, submitted.step, values)
+        self.records.append(metrics)
+
+    # --- evaluation ---------------------------------------------------------------------------
+
+    async def _evaluate(self, step: int, version: int | None = None) -> None:
+        """Scores the active version and writes a record of its own under `step`."""
+        if self._evaluator is None:
+            return
+        scores = await self._evaluator.evaluate(version=self.plan.active_version if version is None else version)
+        await asyncio.to_thread(self._monitor.log, step, scores)
+
+    async def _evaluate_last(self) -> None:
+        step = self.plan.next_step - 1
+        if self._evaluator is not None and step > 0 and not self._evaluator.due(step):
+            await self._evaluate(step)
+
+
+def first_cause(failures: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The error that explains a group of them: a RunError if there is one, else the first."""
+    leaves: list[BaseException] = []
+    todo: list[BaseException] = [failures]
+    while todo:
+        error = todo.pop(0)
+        if isinstance(error, BaseExceptionGroup):
+            todo = [*error.exceptions, *todo]
+        else:
+            leaves.append(error)
+    return next((leaf for leaf in leaves if isinstance(leaf, RunError)), leaves[0])

@@ -1,0 +1,89 @@
+"""How long to wait after a refusal, and when to give up; the rules behind every call of the orchestrator."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from meshrl.wire.errors import MeshError, Reason
+
+T = TypeVar("T")
+
+_AWAY = frozenset({Reason.UNREACHABLE, Reason.DRAINING})
+
+
+class RunError(Exception):
+    """The run cannot go on; the message says why and what to change."""
+
+
+class Patience:
+    """Decides about one call that is repeated until it is accepted.
+
+    A service that is away (unreachable, draining) may come back for `unreachable_s`, counted anew after it answers;
+    other retryable refusals go on for `retry_s` in all. The wait is what the service asked for, else it doubles from
+    `base_s` to `most_s`, with jitter so that many callers spread out. `also` names further reasons to try again for.
+    """
+
+    def __init__(
+        self,
+        *,
+        unreachable_s: float,
+        retry_s: float,
+        base_s: float = 0.05,
+        most_s: float = 2.0,
+        jitter: Callable[[], float] = random.random,
+        also: frozenset[Reason] = frozenset(),
+    ) -> None:
+        self._unreachable_s = unreachable_s
+        self._retry_s = retry_s
+        self._base_s = base_s
+        self._most_s = most_s
+        self._jitter = jitter
+        self._also = also
+        self._attempts = 0
+        self._first_s: float | None = None
+        self._away_since_s: float | None = None
+
+    def wait_s(self, error: MeshError, now_s: float) -> float | None:
+        """Seconds to wait before the next attempt; None to give up."""
+        if not error.retryable and error.reason not in self._also:
+            return None
+        if self._first_s is None:
+            self._first_s = now_s
+        if error.reason not in _AWAY:
+            self._away_since_s = None
+        elif self._away_since_s is None:
+            self._away_since_s = now_s
+        if self._away_since_s is not None and now_s - self._away_since_s >= self._unreachable_s:
+            return None
+        if self._away_since_s is None and now_s - self._first_s >= self._retry_s:
+            return None
+        wait_s = min(self._most_s, self._base_s * 2.0**self._attempts)
+        self._attempts += 1
+        if error.retry_after_s is not None:
+            wait_s = error.retry_after_s
+        return wait_s * (0.5 + 0.5 * self._jitter())
+
+
+async def persist(
+    call: Callable[[], Awaitable[T]],
+    patience: Patience,
+    *,
+    clock: Callable[[], float],
+    sleep: Callable[[float], Awaitable[None]],
+) -> T:
+    """Repeats `call` as patience allows. Raises the last MeshError."""
+    while True:
+        try:
+            return await call()
+        except MeshError as error:  # refused: patience knows whether to ask again
+            wait_s = patience.wait_s(error, clock())
+            if wait_s is None:
+                raise
+        await sleep(wait_s)
+
+
+def failed(service: str, address: str, doing: str, error: MeshError) -> RunError:
+    """The error that ends a run, naming who failed at what."""
+    return RunError(f"{service} at {address} failed while {doing}: {error}")

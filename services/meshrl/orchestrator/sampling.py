@@ -1,0 +1,109 @@
+"""Runs one group at the rollout service: asks until it is admitted, then gathers what streams back to the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+
+from loguru import logger
+from meshrl.client import RolloutClient
+from meshrl.orchestrator.config import DeadlinesConfig
+from meshrl.orchestrator.groups import Group, GroupTicket
+from meshrl.orchestrator.retry import Patience, failed
+from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.types import Rollout, RolloutEvent, RolloutFailure, RolloutRequest, RolloutSummary, Sampling
+
+_GROUP_ERRORS = frozenset(
+    {Reason.DEADLINE_PASSED, Reason.ENVIRONMENT_FAILED, Reason.ENGINE_FAILED, Reason.INTERNAL, Reason.CANCELLED}
+)
+_GRACE_S = 30.0
+
+
+class GroupSampler:
+    """Samples groups for training and evaluation alike."""
+
+    def __init__(
+        self,
+        client: RolloutClient,
+        *,
+        address: str,
+        deadlines: DeadlinesConfig,
+        engine_pool: str = "",
+        clock: Callable[[], float],
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._client = client
+        self._address = address
+        self._deadlines = deadlines
+        self._engine_pool = engine_pool
+        self._clock = clock
+        self._sleep = sleep
+
+    async def sample(
+        self,
+        ticket: GroupTicket,
+        *,
+        sampling: Sampling,
+        traceparent: str = "",
+        on_event: Callable[[RolloutEvent], None] = lambda event: None,
+    ) -> Group:
+        """Returns the group once it is over; what was lost on the way counts as failures of the group.
+
+        Raises RunError when the service is gone, or refuses the group for good.
+        """
+        patience = Patience(unreachable_s=self._deadlines.unreachable_s, retry_s=self._deadlines.retry_s)
+        group = Group(ticket=ticket)
+        began_s = self._clock()
+        while True:
+            request = self._request(ticket, sampling, traceparent)
+            try:
+                async with asyncio.timeout(self._deadlines.group_s + _GRACE_S):
+                    await self._gather(request, group, on_event)
+            except MeshError as error:  # refused, or cut off: what came back stays
+                if group.rollouts or group.failures or error.reason in _GROUP_ERRORS:
+                    return self._over(group, began_s, error)
+                wait_s = patience.wait_s(error, self._clock())
+                if wait_s is None:
+                    doing = f"running group {ticket.group_id} of {ticket.task.environment!r}"
+                    raise failed("rollout service", self._address, doing, error) from error
+                logger.debug(f"group {ticket.group_id} refused, again in {wait_s:.2f} s: {error}")
+                await self._sleep(wait_s)
+            except TimeoutError:  # the server kept neither its deadline nor the call's
+                return self._over(group, began_s, MeshError(Reason.DEADLINE_PASSED, "the group's stream did not end"))
+            else:
+                return self._over(group, began_s, None)
+
+    def _request(self, ticket: GroupTicket, sampling: Sampling, traceparent: str) -> RolloutRequest:
+        return RolloutRequest(
+            request_id=str(uuid.uuid4()),
+            group_id=ticket.group_id,
+            environment=ticket.task.environment,
+            task_index=ticket.task.index,
+            group_size=ticket.size,
+            sampling=Sampling(seed=ticket.seed).over(sampling),
+            engine_pool=self._engine_pool,
+            min_version=ticket.min_version,
+            deadline_s=self._deadlines.group_s,
+            traceparent=traceparent,
+        )
+
+    async def _gather(self, request: RolloutRequest, group: Group, on_event: Callable[[RolloutEvent], None]) -> None:
+        async with aclosing(self._client.run_rollouts(request)) as events:
+            async for event in events:
+                if isinstance(event, Rollout):
+                    group.rollouts.append(event)
+                elif isinstance(event, RolloutFailure):
+                    group.failures.append(event)
+                elif isinstance(event, RolloutSummary):
+                    group.cancelled = event.cancelled
+                    group.sampled_tokens = event.sampled_tokens
+                on_event(event)
+
+    def _over(self, group: Group, began_s: float, error: MeshError | None) -> Group:
+        group.seconds = self._clock() - began_s
+        if error is not None:
+            group.cut_short = error.reason.name
+            logger.warning(f"group {group.ticket.group_id} was cut short: {error}")
+        return group

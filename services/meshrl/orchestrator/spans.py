@@ -1,0 +1,41 @@
+"""The trace of a step: `rl.step`, from the first rollout dispatched for it to its version committed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from meshrl.wire.trace import format_traceparent
+from opentelemetry import trace
+
+STEP_SPAN = "rl.step"
+
+
+class StepSpans:
+    """One open span a step that has work; groups, batch and version of the step are traced under it."""
+
+    def __init__(self, tracer: trace.Tracer) -> None:
+        self._tracer = tracer
+        self._open: dict[int, trace.Span] = {}
+
+    def traceparent(self, step: int) -> str:
+        """W3C context of the step's span, which starts with the first call."""
+        if step not in self._open:
+            self._open[step] = self._tracer.start_span(STEP_SPAN, attributes={"rl.step": step})
+        return format_traceparent(self._open[step].get_span_context())
+
+    def context_of(self, step: int) -> trace.Span:
+        """The span of a step, to make current around calls that belong to it; one that records nothing if it ended."""
+        return self._open.get(step, trace.INVALID_SPAN)
+
+    def end(self, step: int, attributes: Mapping[str, float]) -> None:
+        """The step's version is committed, or was skipped."""
+        if span := self._open.pop(step, None):
+            span.set_attributes(dict(attributes))
+            span.end()
+
+    def close(self) -> None:
+        """The run is over: ends the spans of steps that were not finished."""
+        for span in self._open.values():
+            span.set_status(trace.Status(trace.StatusCode.ERROR, "the run ended first"))
+            span.end()
+        self._open.clear()

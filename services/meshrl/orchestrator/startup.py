@@ -1,0 +1,120 @@
+"""Before the loop: waits for the three services, learns what they are, checks that the config fits them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from loguru import logger
+from meshrl.client import ChannelOptions, RolloutClient, TrainerClient, WeightSyncClient
+from meshrl.core.config.shared import EnvConfig
+from meshrl.orchestrator.config import OrchestratorConfig
+from meshrl.orchestrator.retry import RunError, failed
+from meshrl.wire.errors import MeshError
+from meshrl.wire.types import EnvironmentInfo, RunInfo, TrainerInfo
+
+
+@dataclass(frozen=True, kw_only=True)
+class Services:
+    """One client of each service."""
+
+    rollout: RolloutClient
+    trainer: TrainerClient
+    weights: WeightSyncClient
+
+    async def close(self) -> None:
+        for client in (self.rollout, self.trainer, self.weights):
+            await client.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mesh:
+    """What the services said they are. `run` is the trainer's run to feed."""
+
+    environments: Mapping[str, EnvironmentInfo]
+    trainer: TrainerInfo
+    run: RunInfo
+
+
+def connect(config: OrchestratorConfig) -> Services:
+    """Clients of the configured addresses; nothing is dialled yet."""
+    options = ChannelOptions(reconnect_s=config.deadlines.unreachable_s)
+    return Services(
+        rollout=RolloutClient(config.services.rollout, options),
+        trainer=TrainerClient(config.services.trainer, options),
+        weights=WeightSyncClient(config.services.weights, options),
+    )
+
+
+async def meet(config: OrchestratorConfig, services: Services) -> Mesh:
+    """Returns once all three services serve. Raises RunError when one does not in time, or does not fit the config."""
+    deadline_s, addresses = config.deadlines.startup_s, config.services
+    waits = (
+        ("rollout service", addresses.rollout, services.rollout),
+        ("trainer", addresses.trainer, services.trainer),
+        ("weight hub", addresses.weights, services.weights),
+    )
+    results = await asyncio.gather(
+        *(client.wait_until_serving(deadline_s) for _, _, client in waits), return_exceptions=True
+    )
+    for (name, address, _), result in zip(waits, results, strict=True):
+        if isinstance(result, MeshError):
+            raise failed(name, address, "starting", result) from result
+        if isinstance(result, BaseException):
+            raise result
+    try:
+        environments = await services.rollout.list_environments()
+    except MeshError as error:
+        raise failed("rollout service", addresses.rollout, "listing environments", error) from error
+    try:
+        trainer = await services.trainer.get_trainer()
+    except MeshError as error:
+        raise failed("trainer", addresses.trainer, "introducing itself", error) from error
+    mesh = Mesh(
+        environments={info.name: info for info in environments},
+        trainer=trainer,
+        run=find_run(config.run_id, trainer),
+    )
+    check_fit(config, mesh)
+    logger.info(
+        f"trainer {trainer.model} at step {mesh.run.step} (run {mesh.run.run_id}, {trainer.objective} loss);"
+        f" environments {', '.join(mesh.environments)}"
+    )
+    return mesh
+
+
+def find_run(run_id: str, trainer: TrainerInfo) -> RunInfo:
+    """The run to feed; an empty id is the trainer's own. Raises RunError when there is none of this name."""
+    for run in trainer.runs:
+        if not run_id or run.run_id == run_id:
+            return run
+    known = ", ".join(run.run_id for run in trainer.runs)
+    raise RunError(f"orchestrator.run_id {run_id!r} is not a run of the trainer; it has {known or 'none'}")
+
+
+def check_fit(config: OrchestratorConfig, mesh: Mesh) -> None:
+    """Raises RunError where the config asks for what the services do not have."""
+    if config.seq_len > mesh.trainer.seq_len:
+        raise RunError(
+            f"orchestrator.seq_len must be at most the trainer's ({mesh.trainer.seq_len}), got {config.seq_len};"
+            " lower it, or raise trainer.seq_len"
+        )
+    evals = config.eval.env if config.eval is not None else []
+    for section, envs in (("train", config.train.env), ("eval", evals)):
+        for env in envs:
+            _check_hosted(section, env, mesh.environments)
+    if config.eval is not None and config.eval.num_examples < 0:
+        infinite = [env.resolved_name for env in evals if mesh.environments[env.resolved_name].num_tasks is None]
+        if infinite:
+            raise RunError(
+                f"orchestrator.eval.num_examples must be given for {', '.join(infinite)}, which never run out of tasks"
+            )
+
+
+def _check_hosted(section: str, env: EnvConfig, hosted: Mapping[str, EnvironmentInfo]) -> None:
+    if env.resolved_name not in hosted:
+        raise RunError(
+            f"orchestrator.{section}.env names {env.resolved_name!r}, which the rollout service does not host;"
+            f" it has {', '.join(hosted) or 'none'}"
+        )
