@@ -1,0 +1,287 @@
+"""The training loop on its own thread against a real desk and learner; only the hub is a list."""
+
+import asyncio
+import queue
+import threading
+from collections.abc import AsyncIterator, Mapping
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from meshrl.algorithms.losses import aipo_loss
+from meshrl.algorithms.packing import TrainSample, pack_samples
+from meshrl.models.state import snapshot
+from meshrl.trainer.desk import TrainerDesk
+from meshrl.trainer.loop import TrainLoop
+from meshrl.trainer.spans import StepSpans
+from meshrl.trainer.steps import StepBook
+from meshrl.training.checkpoint import Checkpointer, CheckpointError
+from meshrl.training.config import CheckpointConfig, OptimConfig, SchedulerConfig
+from meshrl.training.learner import Learner
+from meshrl.wire.types import Batch, StepEvent, StepState
+
+ROLLOUT_TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+STEP_TRACE = "00-1af7651916cd43dd8448eb211c80319c-c7ad6b7169203331-01"
+
+
+def build() -> Learner:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=16,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        tie_word_embeddings=True,
+    )
+    return Learner(
+        Qwen3ForCausalLM(config),
+        loss=lambda inputs: aipo_loss(inputs, delta=4.0),
+        optim=OptimConfig(lr=1e-2),
+        scheduler=SchedulerConfig(),
+        max_steps=None,
+    )
+
+
+def batch(step: int, *, advantage: float = 1.0) -> Batch:
+    sample = TrainSample(
+        token_ids=np.arange(6, dtype=np.int32),
+        loss_mask=np.arange(6) >= 2,
+        logprobs=np.full(6, -2.0, np.float32),
+        advantage=advantage,
+        traceparent=ROLLOUT_TRACE,
+    )
+    packing = pack_samples([sample, sample], seq_len=16)
+    return Batch(
+        run_id="main",
+        step=step,
+        micro_batches=packing.micro_batches,
+        loss_tokens=packing.loss_tokens,
+        environments=("env",),
+        traceparent=STEP_TRACE,
+    )
+
+
+class Hub:
+    """Takes versions; each publication waits for the test when `held`."""
+
+    def __init__(self) -> None:
+        self.versions: dict[int, Mapping[str, torch.Tensor]] = {}
+        self.traceparents: list[str] = []
+        self.held = False
+        self.pending: list[Future[Any]] = []
+        self._arrivals: queue.Queue[Future[Any]] = queue.Queue()
+
+    def publish(self, version: int, weights: Mapping[str, torch.Tensor], traceparent: str) -> Future[Any]:
+        self.versions[version] = weights
+        self.traceparents.append(traceparent)
+        done: Future[Any] = Future()
+        if self.held:
+            self.pending.append(done)
+            self._arrivals.put(done)
+        else:
+            done.set_result(None)
+        return done
+
+    async def next_pending(self) -> Future[Any]:
+        return await asyncio.to_thread(self._arrivals.get, True, 10)
+
+
+class Running:
+    def __init__(self, learner: Learner, folder: Path, ckpt: CheckpointConfig | None) -> None:
+        self.learner = learner
+        self.hub = Hub()
+        self.exporter = InMemorySpanExporter()
+        provider = TracerProvider()
+        provider.add_span_processor(SimpleSpanProcessor(self.exporter))
+        self.desk = TrainerDesk(StepBook(run_id="main", epoch=1, start_step=learner.step_done))
+        self.checkpointer = Checkpointer(learner, folder, tokenizer=None)
+        self.error: BaseException | None = None
+        self.loop = TrainLoop(
+            learner,
+            self.desk,
+            self.hub.publish,
+            self.checkpointer,
+            StepSpans(provider.get_tracer("test")),
+            publish_dtype=torch.float32,
+            ckpt=ckpt,
+            publish_deadline_s=10.0,
+        )
+        self.thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        try:
+            self.loop.run()
+        except BaseException as error:  # noqa: BLE001 - the test looks at whatever ended the thread
+            self.error = error
+
+    async def until(self, state: StepState, step: int) -> StepEvent:
+        async with asyncio.timeout(10):
+            async for event in self.desk.watch(0):
+                if (event.step, event.state) == (step, state):
+                    return event
+        raise AssertionError(f"no {state} for step {step}")
+
+    async def ended(self) -> None:
+        await asyncio.to_thread(self.thread.join, 10)
+        assert not self.thread.is_alive()
+
+    def spans(self) -> dict[str, ReadableSpan]:
+        return {span.name: span for span in self.exporter.get_finished_spans()}
+
+
+@asynccontextmanager
+async def running(
+    folder: Path, ckpt: CheckpointConfig | None = None, learner: Learner | None = None
+) -> AsyncIterator[Running]:
+    trainer = Running(learner or build(), folder, ckpt)
+    trainer.thread.start()
+    try:
+        yield trainer
+    finally:
+        for pending in trainer.hub.pending:
+            if not pending.done():
+                pending.set_result(None)
+        trainer.desk.close()
+        await trainer.ended()
+
+
+async def test_batch_becomes_a_published_version_with_metrics(tmp_path: Path) -> None:
+    async with running(tmp_path) as trainer:
+        before = snapshot(trainer.learner.model)
+        trainer.desk.submit(batch(1), "a")
+        event = await trainer.until(StepState.DONE, 1)
+        assert event.version == 1
+        published = trainer.hub.versions[1]
+        assert any(not torch.equal(tensor, before[name]) for name, tensor in published.items())
+        assert set(event.timings_s) == {"wait_for_batch", "forward_backward", "optimizer", "publish", "step"}
+        wanted = """loss/mean mismatch_kl/all/mean mismatch_kl/env/max mismatch_kl/all/std entropy/env/mean
+            mismatch_abs/all/mean masked_advantage_positive/mean masked_advantage_negative/mean optim/grad_norm optim/lr optim/zero_grad_ratio
+            perf/throughput perf/throughput_per_gpu perf/mfu perf/peak_memory time/step time/wait_for_batch
+            time/forward_backward time/save_ckpt progress/total_tokens progress/total_samples"""
+        assert set(wanted.split()) <= set(event.metrics)
+        assert event.metrics["progress/total_tokens"] == 12
+        assert event.metrics["perf/throughput"] > 0
+
+
+async def test_next_step_trains_while_a_version_is_published_and_done_waits_for_the_seal(tmp_path: Path) -> None:
+    async with running(tmp_path) as trainer:
+        trainer.hub.held = True
+        trainer.desk.submit(batch(1), "a")
+        trainer.desk.submit(batch(2), "b")
+        await trainer.until(StepState.RUNNING, 2)
+        assert trainer.desk.book.info().version == 0
+        (await trainer.hub.next_pending()).set_result(None)
+        assert (await trainer.until(StepState.DONE, 1)).version == 1
+        (await trainer.hub.next_pending()).set_result(None)
+        assert (await trainer.until(StepState.DONE, 2)).version == 2
+
+
+async def test_failed_step_leaves_weights_and_the_trainer_goes_on(tmp_path: Path) -> None:
+    async with running(tmp_path) as trainer:
+        before = snapshot(trainer.learner.model)
+        trainer.desk.submit(batch(1, advantage=float("inf")), "a")
+        event = await trainer.until(StepState.FAILED, 1)
+        assert event.reason == "STEP_FAILED"
+        assert "not finite" in event.message
+        assert all(torch.equal(tensor, before[name]) for name, tensor in snapshot(trainer.learner.model).items())
+        assert trainer.hub.versions == {}
+        trainer.desk.submit(batch(1), "b")
+        assert (await trainer.until(StepState.DONE, 1)).version == 1
+
+
+async def test_failed_publication_ends_the_trainer(tmp_path: Path) -> None:
+    async with running(tmp_path) as trainer:
+        trainer.hub.held = True
+        trainer.desk.submit(batch(1), "a")
+        (await trainer.hub.next_pending()).set_exception(OSError("no space left"))
+        event = await trainer.until(StepState.FAILED, 1)
+        assert "version 1 could not be published: no space left" in event.message
+        await trainer.ended()
+        assert isinstance(trainer.error, OSError)
+
+
+async def test_step_span_links_its_rollouts_and_has_its_stages(tmp_path: Path) -> None:
+    async with running(tmp_path) as trainer:
+        trainer.desk.submit(batch(1), "a")
+        event = await trainer.until(StepState.DONE, 1)
+        spans = trainer.spans()
+        train = spans["rl.train"]
+        assert train.context is not None
+        assert f"{train.context.trace_id:032x}" == STEP_TRACE.split("-")[1]
+        assert [f"{link.context.span_id:016x}" for link in train.links] == [ROLLOUT_TRACE.split("-")[2]]
+        assert event.traceparent == trainer.hub.traceparents[0]
+        assert event.traceparent.split("-")[2] == f"{train.context.span_id:016x}"
+        assert {name for name in spans if name != "rl.train"} == {
+            "rl.train.forward_backward",
+            "rl.train.optimizer",
+            "rl.train.publish",
+        }
+
+
+async def test_checkpoints_at_interval_and_at_the_end_keep_the_last(tmp_path: Path) -> None:
+    async with running(tmp_path, CheckpointConfig(interval=1, keep_last=2)) as trainer:
+        for step in (1, 2, 3):
+            trainer.desk.submit(batch(step), str(step))
+            await trainer.until(StepState.DONE, step)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step_2", "step_3"]
+    assert sorted(path.name for path in (tmp_path / "weights").iterdir()) == ["step_2", "step_3"]
+
+
+async def test_checkpoint_at_the_end_only_by_default(tmp_path: Path) -> None:
+    async with running(tmp_path, CheckpointConfig()) as trainer:
+        trainer.desk.submit(batch(1), "a")
+        await trainer.until(StepState.DONE, 1)
+        assert not (tmp_path / "checkpoints").exists()
+    assert (tmp_path / "checkpoints" / "step_1" / "trainer").is_dir()
+
+
+async def test_resumed_trainer_continues_to_the_bit(tmp_path: Path) -> None:
+    async with running(tmp_path, CheckpointConfig()) as trainer:
+        trainer.desk.submit(batch(1), "a")
+        await trainer.until(StepState.DONE, 1)
+        step, path = await trainer.desk.save_checkpoint(weights_only=False)
+        assert (step, path) == (1, tmp_path / "checkpoints" / "step_1" / "trainer")
+        trainer.desk.submit(batch(2), "b")
+        await trainer.until(StepState.DONE, 2)
+        expected = trainer.hub.versions[2]
+    resumed = build()
+    assert Checkpointer(resumed, tmp_path, tokenizer=None).restore(1) == 1
+    async with running(tmp_path / "second", learner=resumed) as trainer:
+        trainer.desk.submit(batch(2), "b")
+        assert (await trainer.until(StepState.DONE, 2)).version == 2
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in trainer.hub.versions[2].items())
+
+
+async def test_snapshot_is_a_model_that_transformers_loads(tmp_path: Path) -> None:
+    async with running(tmp_path) as trainer:
+        _, path = await trainer.desk.save_checkpoint(weights_only=True)
+        loaded = Qwen3ForCausalLM.from_pretrained(path)
+        assert path == tmp_path / "weights" / "step_0"
+        assert all(torch.equal(t, snapshot(loaded)[name]) for name, t in snapshot(trainer.learner.model).items())
+        assert not (tmp_path / "checkpoints").exists()
+
+
+def test_missing_checkpoint_names_those_there_are(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"cannot resume from step 4: .* holds steps none"):
+        Checkpointer(build(), tmp_path, tokenizer=None).restore(4)
+
+
+async def test_drain_finishes_what_is_queued(tmp_path: Path) -> None:
+    async with running(tmp_path) as trainer:
+        trainer.desk.submit(batch(1), "a")
+        trainer.desk.submit(replace(batch(2)), "b")
+        async with asyncio.timeout(10):
+            assert await trainer.desk.drain() == 2
