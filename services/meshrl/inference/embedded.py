@@ -144,12 +144,16 @@ class EmbeddedEngine:
         """Refuses new requests from now on; those in flight go on."""
         self._draining = True
 
+    async def idle(self) -> None:
+        """Returns once no request is in flight."""
+        await self._idle.wait()
+
     async def close(self, deadline_s: float = 0.0) -> None:
         """Drains for at most `deadline_s`, aborts what is left and stops the thread."""
         self.begin_drain()
         if deadline_s > 0 and self._in_flight:
             try:
-                await asyncio.wait_for(self._idle.wait(), deadline_s)
+                await asyncio.wait_for(self.idle(), deadline_s)
             except TimeoutError:
                 logger.warning("{} requests were still running at the drain deadline; aborting them", self._in_flight)
         self._inbox.put(None)

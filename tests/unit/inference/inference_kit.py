@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from meshrl.inference.embedded import EmbeddedEngine
 from meshrl.inference.engine import GenerateRequest, SamplingParams, TokenChunk
-from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 VOCAB = 40
 
@@ -46,3 +47,21 @@ def full_forward(model: PreTrainedModel, prompt: list[int], completion: list[int
         logits = model(torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1].float()
     logprobs = (logits / temperature).log_softmax(-1)
     return logprobs.gather(-1, torch.tensor(completion)[:, None])[:, 0].numpy()
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """Bytes "a".."z", some signs and the two bytes of an e with an accent: ids 0 to 39; 0 ends a text."""
+    letters = [chr(code) for code in range(ord("a"), ord("z") + 1)]
+    byte_names = ["</s>", *letters, ":", "Ċ", "Ã", "©", "Ġ", ".", "!", "?", "0", "1", "2", "3", "4"]
+    vocabulary = {name: index for index, name in enumerate(byte_names)}
+    assert len(vocabulary) == VOCAB
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+    tokenizer.chat_template = (
+        "{% for tool in tools or [] %}t:{{ tool.function.name }}\n{% endfor %}"
+        "{% for message in messages %}{{ message.role[0] }}:{{ message.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}a:{% endif %}"
+    )
+    return tokenizer
