@@ -34,7 +34,7 @@ class WeightsConfig(BaseConfig):
     min_engines: int = Field(default=1, ge=1)
     """Engines that must have prepared the first version of a hub before it is committed."""
 
-    commit_deadline_s: float = Field(default=60.0, gt=0.0)
+    commit_deadline_s: float = Field(default=20.0, gt=0.0)
     """Seconds an engine may take to apply a decided version before it is ejected from the pool."""
 
     verify_files: Literal["digests", "sizes"] = "digests"

@@ -67,6 +67,7 @@ class Hub:
         self._sessions: dict[str, _Session] = {}
         self._waiters: dict[Key, list[asyncio.Future[Activation]]] = {}
         self._changed = asyncio.Event()
+        self._draining = False
         self._tasks: list[asyncio.Task[None]] = []
         self.failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
 
@@ -89,18 +90,22 @@ class Hub:
             )
         self._tasks = [asyncio.create_task(self._work()), asyncio.create_task(self._tick())]
 
-    async def stop(self) -> None:
-        """Ends every session and stream, then closes the log."""
+    def close_streams(self) -> None:
+        """Ends sessions, watches and waits with DRAINING, so that the server can drain."""
+        self._draining = True
         for session in self._sessions.values():
             session.put_nowait(None)
+        self._changed.set()
+        self._refuse_all(MeshError(Reason.DRAINING, "the hub is shutting down; call again"))
+
+    async def stop(self) -> None:
+        """Stops working, then closes the log."""
+        self.close_streams()
         for task in self._tasks:
             task.cancel()
         for task in self._tasks:
             with suppress(asyncio.CancelledError):
                 await task
-        for future in [future for waiters in self._waiters.values() for future in waiters]:
-            if not future.done():
-                future.set_exception(MeshError(Reason.DRAINING, "the hub is shutting down; call again"))
         await asyncio.to_thread(self._log.close)
 
     async def _tick(self) -> None:
@@ -129,12 +134,24 @@ class Hub:
             except OSError as error:  # no log, no decisions: stop rather than go on undurably
                 logger.error("the log cannot be written: {}; the hub stops", error)
                 self.failed.set_result(error)
-                failure = MeshError(Reason.INTERNAL, f"the hub cannot write its log: {error}")
-                done.set_exception(failure)
-                done.exception()
+                self._queue.put_nowait((actions, done))
+                self._refuse_all(MeshError(Reason.INTERNAL, f"the hub cannot write its log: {error}"))
                 return
             if not done.done():
                 done.set_result(None)
+
+    def _refuse_all(self, error: MeshError) -> None:
+        pending = [future for waiters in self._waiters.values() for future in waiters]
+        self._waiters.clear()
+        while not self._queue.empty():
+            done = self._queue.get_nowait()[1]
+            if not done.done():
+                done.set_exception(error)
+                done.exception()  # the ticker does not look
+        for future in pending:
+            if not future.done():
+                future.set_exception(error)
+                future.exception()
 
     async def _perform(self, action: Action) -> None:
         match action:
@@ -143,8 +160,7 @@ class Hub:
                 if action.decision is not None:
                     version = action.decision[1]
                     logger.info("version {} is decided", version)
-                    for follow_up in self.coordinator.decided(action.decision, self._now()):
-                        await self._perform(follow_up)
+                    self._enqueue(self.coordinator.decided(action.decision, self._now()))
             case Send():
                 session = self._sessions.get(action.lease_id)
                 if session is not None:
@@ -210,6 +226,8 @@ class Hub:
         self, *, run_id: str, version: int, policy: ActivationPolicy, min_ready: int, prepare_deadline_s: float
     ) -> Activation:
         """Commits a version; waits for the outcome. Raises as `Coordinator.activate`, and ENGINES_NOT_READY."""
+        if self._draining:
+            raise MeshError(Reason.DRAINING)
         record, actions = self.coordinator.activate(
             run_id=run_id,
             version=version,
@@ -234,6 +252,8 @@ class Hub:
                 yield VersionEvent(revision=revision, version=version)
                 after_revision = revision
             await changed.wait()
+            if self._draining:
+                raise MeshError(Reason.UNREACHABLE, "the hub is shutting down; watch again when it is back")
 
     # --- engines --------------------------------------------------------------------------------
 
@@ -266,6 +286,8 @@ class Hub:
                 await asyncio.wait({getter, reader}, return_when=asyncio.FIRST_COMPLETED)
                 if getter.done():
                     command = getter.result()
+                    if command is None and self._draining:
+                        raise MeshError(Reason.DRAINING, "the hub is shutting down; register again")
                     if command is None:
                         raise MeshError(Reason.LEASE_EXPIRED, "the lease is over; register again")
                     yield command

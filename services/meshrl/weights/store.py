@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 import google_crc32c
+import numpy as np
 from loguru import logger
 from meshrl.wire.errors import FieldViolation, MeshError, Reason, invalid
 from meshrl.wire.manifest import artifact_id as artifact_id_of
@@ -122,12 +123,12 @@ class VersionStore:
         if index is None or len(chunk.data) != artifact.manifest.chunks[index].length:
             text = f"[{chunk.offset}, +{len(chunk.data)}) is not a chunk of the manifest"
             raise invalid([FieldViolation("chunk.offset", text)], "the upload")
-        data = chunk.data if isinstance(chunk.data, bytes) else bytes(chunk.data)
+        data = np.frombuffer(chunk.data, dtype=np.uint8)  # the checksum takes no memoryview
         if google_crc32c.value(data) != chunk.crc32c:
             raise MeshError(
                 Reason.CHUNK_CORRUPT, f"the chunk at {chunk.offset} does not match its CRC32C; send it again"
             )
-        if digest(data) != artifact.manifest.chunks[index].digest:
+        if digest(data.data) != artifact.manifest.chunks[index].digest:
             raise MeshError(
                 Reason.DIGEST_MISMATCH,
                 f"chunk {chunk.offset} is not the one in the manifest; did the weights change meanwhile?",
@@ -137,7 +138,7 @@ class VersionStore:
                 return
         fd = os.open(artifact.folder / PAYLOAD, os.O_WRONLY | os.O_CLOEXEC)
         try:
-            os.pwrite(fd, data, chunk.offset)
+            os.pwrite(fd, chunk.data, chunk.offset)
         finally:
             os.close(fd)
         with artifact.lock:

@@ -1,0 +1,323 @@
+"""The agent beside an engine: dials the weight hub, brings new versions in, and swaps them under running requests.
+
+Fed by the hub's commands, it prepares versions while the engine generates and pauses it only to swap. The rules are in
+`agent_states`; this shell does the waiting, fetching and reporting. A hub that is away or restarts is called again with
+backoff, and the engine serves on meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from dataclasses import dataclass, replace
+
+from loguru import logger
+from meshrl.client import WeightSyncClient
+from meshrl.inference.agent_states import (
+    Action,
+    AgentMachine,
+    CancelFetch,
+    Leave,
+    ResumeEngine,
+    StartApply,
+    StartFetch,
+    Tell,
+)
+from meshrl.inference.config import InferenceConfig
+from meshrl.inference.engine import Engine
+from meshrl.inference.fetching import VersionFetcher
+from meshrl.wire import manifest as manifests
+from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.types import AgentFault, AgentRegistration, AgentReport, ApplyReport, Lease, Manifest, Transport
+
+_PERMANENT = frozenset({Reason.CONTRACT_MISMATCH, Reason.INVALID_REQUEST, Reason.NOT_SUPPORTED})
+APPLY_DEADLINE_S = 60.0
+BACKOFF_S = (0.1, 5.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Prepared:
+    """What is staged, or needs no staging because the live weights have its root."""
+
+    manifest: Manifest
+    artifact_id: str
+    adopt: bool
+    prepare_s: float
+
+
+class WeightAgent:
+    """Keeps one engine on the hub's version. `run` ends when `stop` is set or the hub asks the agent to leave."""
+
+    def __init__(
+        self,
+        client: WeightSyncClient,
+        engine: Engine,
+        config: InferenceConfig,
+        address: str,
+        *,
+        fetch_stall_s: float = 30.0,
+        hold_deadline_s: float = 30.0,
+    ) -> None:
+        """`address` is the host:port at which the engine serves.
+
+        fetch_stall_s: give up a fetch after this long without a new chunk; hold_deadline_s: end a gang's pause if the
+        hub never does.
+        """
+        self._client = client
+        self._engine = engine
+        self._engine_id, self._engine_pool = config.engine_id or address, config.engine_pool
+        self._url = f"http://{address}"
+        self._fetcher = VersionFetcher(client, stall_s=fetch_stall_s)
+        self._hold_deadline_s = hold_deadline_s
+        self.machine = AgentMachine(version=engine.version)
+        self._signature = manifests.layout_signature(engine.layout())
+        self._lease: Lease | None = None
+        self._outbox: asyncio.Queue[AgentReport] = asyncio.Queue()
+        self._leave = asyncio.Event()
+        self._fetch_task: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._hold_timer: asyncio.Task[None] | None = None
+        self._prepared: _Prepared | None = None
+        self._live_root = b""
+        self._held: tuple[float, ApplyReport] | None = None  # when the held pause began, and what was applied
+
+    # --- life -----------------------------------------------------------------------------------
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Registers and follows the hub. Raises MeshError only for what waiting cannot mend: CONTRACT_MISMATCH."""
+        self._live_root = self._engine.root or await self._engine.weights_root()
+        leaving = asyncio.create_task(_either(stop, self._leave))
+        wait_s = BACKOFF_S[0]
+        try:
+            while not leaving.done():
+                began_s = time.monotonic()
+                following = asyncio.create_task(self._follow())
+                await asyncio.wait({following, leaving}, return_when=asyncio.FIRST_COMPLETED)
+                following.cancel()
+                try:
+                    await following
+                except asyncio.CancelledError:
+                    if not leaving.done():
+                        raise
+                    break
+                except MeshError as error:
+                    if error.reason in _PERMANENT:
+                        raise
+                    logger.warning("the weight hub is away: {}; calling again", error)
+                if time.monotonic() - began_s > BACKOFF_S[1]:
+                    wait_s = BACKOFF_S[0]
+                await asyncio.wait({leaving}, timeout=wait_s * random.uniform(0.5, 1.0))
+                wait_s = min(2 * wait_s, BACKOFF_S[1])
+        finally:
+            leaving.cancel()
+            await self._wind_down()
+
+    async def _wind_down(self) -> None:
+        """Ends the fetch, lets a swap come to its end, and never leaves a held engine paused."""
+        self._cancel_fetch()
+        if self._tasks:
+            await asyncio.wait(set(self._tasks), timeout=APPLY_DEADLINE_S)
+        if self.machine.held:
+            await self._resume()
+
+    async def _follow(self) -> None:
+        """One registration and its session; returns when the hub ends it."""
+        held = self._engine.version if self.machine.version is not None else None
+        self._lease = await self._client.register(
+            AgentRegistration(
+                engine_id=self._engine_id,
+                url=self._url,
+                engine_pool=self._engine_pool,
+                transports=(Transport.FILESYSTEM, Transport.STREAM),
+                layout_signature=self._signature,
+                held_version=held,
+                held_root=self._live_root if held is not None else b"",
+            )
+        )
+        self._outbox = asyncio.Queue()
+        self._perform(self.machine.connected())
+        logger.info("registered at the weight hub as {}", self._engine_id)
+        async for command in self._client.session(self._reports(self._lease)):
+            logger.debug("from the hub: {}", command)
+            self._perform(self.machine.command(command))
+
+    async def _reports(self, lease: Lease) -> AsyncIterator[AgentReport]:
+        """Yields what there is to tell, and a heartbeat at least three times a lease."""
+        outbox = self._outbox
+        while True:
+            try:
+                yield await asyncio.wait_for(outbox.get(), lease.lease_s / 3)
+            except TimeoutError:
+                yield self._report(Tell())
+
+    def _report(self, tell: Tell) -> AgentReport:
+        machine = self.machine
+        target = machine.target.version if machine.target is not None else None
+        return AgentReport(
+            lease_id=self._lease.lease_id if self._lease is not None else "",
+            state=machine.state,
+            serving_version=machine.version,
+            target_version=tell.target_version if tell.target_version is not None else target,
+            fault=tell.fault,
+            applied=tell.applied,
+        )
+
+    # --- actions --------------------------------------------------------------------------------
+
+    def _perform(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            match action:
+                case Tell():
+                    self._outbox.put_nowait(self._report(action))
+                case StartFetch():
+                    self._cancel_fetch()
+                    self._fetch_task = self._spawn(self._fetch(action.version, action.artifact_id))
+                case CancelFetch():
+                    self._cancel_fetch()
+                case StartApply():
+                    self._spawn(self._apply(action))
+                case ResumeEngine():
+                    self._spawn(self._resume())
+                case Leave():
+                    self._leave.set()
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def _cancel_fetch(self) -> None:
+        if self._fetch_task is not None:
+            self._fetch_task.cancel()
+        self._fetch_task, self._prepared = None, None
+
+    async def _fetch(self, version: int, artifact_id: str) -> None:
+        began_s = time.monotonic()
+        try:
+            manifest, adopt = await self._stage(version, artifact_id)
+        except MeshError as error:  # the old version stays; the hub decides what comes next
+            logger.error("version {} is refused: {}", version, error)
+            fault = AgentFault(reason=error.reason.name, message=error.message)
+            self._perform(self.machine.fetch_failed(artifact_id, fault))
+            return
+        except Exception as error:  # noqa: BLE001 (a defect here must not leave the hub waiting; nothing was applied)
+            logger.exception("fetching version {} failed", version)
+            fault = AgentFault(reason=Reason.INTERNAL.name, message=repr(error))
+            self._perform(self.machine.fetch_failed(artifact_id, fault))
+            return
+        prepare_s = time.monotonic() - began_s
+        self._prepared = _Prepared(manifest=manifest, artifact_id=artifact_id, adopt=adopt, prepare_s=prepare_s)
+        logger.info("version {} is prepared in {:.3f} s", version, prepare_s)
+        self._perform(self.machine.fetched(artifact_id))
+
+    async def _stage(self, version: int, artifact_id: str) -> tuple[Manifest, bool]:
+        manifest, found = await self._client.get_manifest(version=version)
+        if found != artifact_id:
+            raise MeshError(Reason.VERSION_SUPERSEDED, f"version {version} is now artifact {found}, not {artifact_id}")
+        if await asyncio.to_thread(manifests.artifact_id, manifest) != artifact_id:
+            raise MeshError(Reason.DIGEST_MISMATCH, f"the manifest of version {version} does not match its artifact_id")
+        if manifest.layout_signature != self._signature:
+            raise MeshError(Reason.LAYOUT_MISMATCH, _layout_difference(manifest, self._engine.layout()))
+        if manifest.result_root == self._live_root:
+            return manifest, True
+        tensors = await self._fetcher.fetch(manifest, artifact_id)
+        await self._engine.stage(version, tensors)
+        return manifest, False
+
+    async def _apply(self, action: StartApply) -> None:
+        prepared = self._prepared
+        began_s = time.monotonic()
+        try:
+            if prepared is None or prepared.artifact_id != action.artifact_id:
+                raise MeshError(Reason.ENGINE_FAILED, f"version {action.version} is not staged")
+            async with asyncio.timeout(APPLY_DEADLINE_S):
+                kept = await self._swap(prepared, action)
+        except (MeshError, TimeoutError) as error:
+            reason = error.reason if isinstance(error, MeshError) else Reason.DEADLINE_PASSED
+            self._poison(action.version, reason, str(error))
+            return
+        except Exception as error:  # noqa: BLE001 (whatever it was, the weights may be torn: the engine stays paused)
+            self._poison(action.version, Reason.ENGINE_FAILED, repr(error))
+            return
+        self._prepared, self._live_root = None, prepared.manifest.result_root
+        stood_still = action.hold or not prepared.adopt
+        report = ApplyReport(
+            version=action.version,
+            root=prepared.manifest.result_root,
+            pause_s=time.monotonic() - began_s if stood_still else 0.0,
+            prepare_s=prepared.prepare_s,
+            requests_kept=kept,
+        )
+        if action.hold:
+            self._held = (began_s, report)
+            self._hold_timer = asyncio.create_task(self._end_hold(action.version))
+        else:
+            logger.info("version {} is served, pause {:.4f} s, {} requests kept", action.version, report.pause_s, kept)
+        self._perform(self.machine.applied(action.artifact_id, report))
+
+    async def _swap(self, prepared: _Prepared, action: StartApply) -> int:
+        engine, version, root = self._engine, action.version, prepared.manifest.result_root
+        if prepared.adopt and not action.hold:  # the very weights that are live: nothing to stand still for
+            await engine.adopt(version, root)
+            return engine.in_flight
+        kept = await engine.pause()
+        await (engine.adopt(version, root) if prepared.adopt else engine.apply(version, root))
+        if not action.hold:
+            await engine.resume()
+        return kept
+
+    async def _end_hold(self, version: int) -> None:
+        """Resumes a held engine on its own when the hub does not: the version is decided, so it may be served."""
+        await asyncio.sleep(self._hold_deadline_s)
+        if self.machine.held and self.machine.version == version:
+            logger.warning("no resume came for version {} in {:g} s; going on alone", version, self._hold_deadline_s)
+            await self._resume()
+
+    async def _resume(self) -> None:
+        held, self._held = self._held, None
+        timer, self._hold_timer = self._hold_timer, None
+        if timer is not None and timer is not asyncio.current_task():
+            timer.cancel()
+        if held is None:
+            return
+        began_s, report = held
+        await self._engine.resume()
+        report = replace(report, pause_s=time.monotonic() - began_s)
+        logger.info("version {} is served, held pause {:.4f} s", report.version, report.pause_s)
+        self._perform(self.machine.resumed(report))
+
+    def _poison(self, version: int, reason: Reason, message: str) -> None:
+        logger.error(
+            "applying version {} failed, the engine serves nothing until it is seeded again: {}", version, message
+        )
+        self._prepared, self._live_root = None, b""
+        self._perform(self.machine.apply_failed(AgentFault(reason=reason.name, message=message)))
+
+
+def _layout_difference(manifest: Manifest, layout: Sequence[tuple[str, str, tuple[int, ...]]]) -> str:
+    """Says for a person where a version and the engine's model differ."""
+    theirs = {entry.name: (entry.dtype, tuple(entry.shape)) for entry in manifest.tensors}
+    ours = {name: (dtype, tuple(shape)) for name, dtype, shape in layout}
+    missing, extra = sorted(ours.keys() - theirs.keys()), sorted(theirs.keys() - ours.keys())
+    changed = [name for name in sorted(ours.keys() & theirs.keys()) if ours[name] != theirs[name]]
+    parts = []
+    if missing:
+        parts.append(f"{len(missing)} tensors of the engine are missing, first {missing[0]!r}")
+    if extra:
+        parts.append(f"{len(extra)} are unknown to the engine, first {extra[0]!r}")
+    if changed:
+        name = changed[0]
+        parts.append(f"{len(changed)} differ, first {name!r}: version {theirs[name]}, engine {ours[name]}")
+    return f"version {manifest.version} does not fit the engine's model: " + "; ".join(parts)
+
+
+async def _either(first: asyncio.Event, second: asyncio.Event) -> None:
+    waits = [asyncio.create_task(first.wait()), asyncio.create_task(second.wait())]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()

@@ -1,0 +1,251 @@
+"""The agent's rules: commands from the hub and news from the engine in, actions out. No I/O, no clock.
+
+`JOINING -> SEEDING -> READY(v) -> FETCHING(w) -> PREPARED(w) -> APPLYING(w) -> READY(w)`. A fault while fetching goes
+back to where it started; a fault while applying goes to POISONED, and from there only a fully fetched, verified and
+applied version leads back to READY. An artifact is applied only after its fetch was verified and its commit arrived,
+so an engine never serves half of a version or one that was not decided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from meshrl.wire.types import (
+    Abort,
+    AgentCommand,
+    AgentFault,
+    AgentState,
+    ApplyReport,
+    Commit,
+    DrainAgent,
+    Prepare,
+    Resume,
+)
+
+# A fetch that is abandoned for a newer one passes through the state it started from.
+TRANSITIONS: Mapping[AgentState, frozenset[AgentState]] = {
+    AgentState.JOINING: frozenset({AgentState.SEEDING}),
+    AgentState.SEEDING: frozenset({AgentState.PREPARED, AgentState.JOINING, AgentState.POISONED}),
+    AgentState.READY: frozenset({AgentState.FETCHING}),
+    AgentState.FETCHING: frozenset({AgentState.PREPARED, AgentState.READY}),
+    AgentState.PREPARED: frozenset({AgentState.APPLYING, AgentState.READY, AgentState.JOINING, AgentState.POISONED}),
+    AgentState.APPLYING: frozenset({AgentState.READY, AgentState.POISONED}),
+    AgentState.POISONED: frozenset({AgentState.SEEDING}),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """The version that is being fetched, is in the shadow, or is being applied."""
+
+    version: int
+    artifact_id: str
+    committed: bool = False  # the hub decided it
+    hold: bool = False
+
+
+# --- actions, carried out in the order given -------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartFetch:
+    """Fetch, verify and stage an artifact; then `fetched` or `fetch_failed`. Ends the fetch before it."""
+
+    version: int
+    artifact_id: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class CancelFetch:
+    """Nobody wants what is being fetched or staged."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartApply:
+    """Pause, apply what is staged and, unless `hold`, resume; then `applied` or `apply_failed`."""
+
+    version: int
+    artifact_id: str
+    hold: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumeEngine:
+    """End a held pause; then `resumed`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tell:
+    """Report to the hub now: the state, and what is given here."""
+
+    fault: AgentFault | None = None
+    target_version: int | None = None
+    applied: ApplyReport | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leave:
+    """The hub asked this agent to end."""
+
+
+Action = StartFetch | CancelFetch | StartApply | ResumeEngine | Tell | Leave
+
+
+class AgentMachine:
+    """One engine's agent. `serving` is (version, artifact) of what the engine serves and the hub vouches for."""
+
+    def __init__(self, *, version: int | None = None) -> None:
+        """`version` is what the engine serves when the agent starts, if it vouches for one."""
+        self.state = AgentState.JOINING if version is None else AgentState.READY
+        self.version = version
+        self.artifact_id = ""  # of the version served; unknown for one that was there before the agent
+        self.target: Target | None = None
+        self.held = False  # applied, and paused until Resume
+        self.last_applied: ApplyReport | None = None
+        self._poisoned = False
+        self._queued: Commit | Prepare | None = None
+        self._leaving = False
+
+    # --- from the hub -------------------------------------------------------------------------
+
+    def connected(self) -> list[Action]:
+        """A new session began: a gang that waited for the old one will not be resumed by it."""
+        actions: list[Action] = [Tell(applied=self.last_applied)]
+        return actions + ([ResumeEngine()] if self.held else [])
+
+    def command(self, command: AgentCommand) -> list[Action]:
+        match command:
+            case Prepare():
+                return self._prepare(command)
+            case Commit():
+                return self._commit(command)
+            case Abort():
+                return self._abort(command.version)
+            case Resume():
+                held_here = self.held and self.target is not None and self.target.version == command.version
+                return [ResumeEngine()] if held_here else []
+            case DrainAgent():
+                self._leaving = True
+                return [] if self.state is AgentState.APPLYING else [Leave()]
+
+    def _prepare(self, command: Prepare) -> list[Action]:
+        if self.state is AgentState.APPLYING or (self.target is not None and self.target.committed):
+            self._queued = self._queued if isinstance(self._queued, Commit) else command
+            return []
+        if self._is_target(command) or (command.artifact_id == self.artifact_id and self.version is not None):
+            return [Tell()]
+        return self._fetch(Target(version=command.version, artifact_id=command.artifact_id))
+
+    def _commit(self, command: Commit) -> list[Action]:
+        if self.state is AgentState.APPLYING:
+            if not self._is_target(command):
+                self._queued = command
+            elif self.held and not command.hold:
+                return [ResumeEngine()]
+            return []
+        if command.artifact_id == self.artifact_id and self.version is not None:
+            return [Tell(applied=self.last_applied)]
+        if not self._is_target(command):
+            return self._fetch(
+                Target(version=command.version, artifact_id=command.artifact_id, committed=True, hold=command.hold)
+            )
+        assert self.target is not None
+        self.target = replace(self.target, committed=True, hold=command.hold)
+        return self._apply() if self.state is AgentState.PREPARED else []
+
+    def _abort(self, version: int) -> list[Action]:
+        if isinstance(self._queued, Prepare) and self._queued.version == version:
+            self._queued = None
+        target = self.target
+        if target is None or target.version != version or target.committed or self.state is AgentState.APPLYING:
+            return []
+        self._fall_back()
+        return [CancelFetch(), Tell()]
+
+    # --- from the engine ------------------------------------------------------------------------
+
+    def fetched(self, artifact_id: str) -> list[Action]:
+        """The artifact was fetched, every digest was right, and it is staged."""
+        if self.target is None or self.target.artifact_id != artifact_id or not self._fetching:
+            return []
+        self._move(AgentState.PREPARED)
+        return self._apply() if self.target.committed else [Tell()]
+
+    def fetch_failed(self, artifact_id: str, fault: AgentFault) -> list[Action]:
+        """The artifact cannot be fetched or is not what its manifest says: the old version stays."""
+        if self.target is None or self.target.artifact_id != artifact_id or not self._fetching:
+            return []
+        version = self.target.version
+        self._fall_back()
+        return [Tell(fault=fault, target_version=version), *self._next()]
+
+    def applied(self, artifact_id: str, report: ApplyReport) -> list[Action]:
+        """The engine holds the artifact; with hold it is still paused, else it generates again."""
+        assert self.state is AgentState.APPLYING
+        assert self.target is not None
+        assert self.target.artifact_id == artifact_id
+        self.version, self.artifact_id, self._poisoned = report.version, artifact_id, False
+        if self.target.hold:
+            self.held = True
+            return [Tell()]
+        return self._finish(report)
+
+    def resumed(self, report: ApplyReport) -> list[Action]:
+        """The held pause ended."""
+        return self._finish(report) if self.held else []
+
+    def apply_failed(self, fault: AgentFault) -> list[Action]:
+        """The engine may hold torn weights: it stays paused until another version was applied in full."""
+        assert self.state is AgentState.APPLYING
+        version = None if self.target is None else self.target.version
+        self._move(AgentState.POISONED)
+        self._poisoned, self.held = True, False
+        self.version, self.artifact_id, self.target, self.last_applied = None, "", None, None
+        if self._leaving:
+            return [Tell(fault=fault, target_version=version), Leave()]
+        return [Tell(fault=fault, target_version=version), *self._next()]
+
+    # --- helpers ----------------------------------------------------------------------------------
+
+    @property
+    def _fetching(self) -> bool:
+        return self.state in (AgentState.FETCHING, AgentState.SEEDING)
+
+    def _is_target(self, command: Prepare | Commit) -> bool:
+        return self.target is not None and self.target.artifact_id == command.artifact_id
+
+    def _fetch(self, target: Target) -> list[Action]:
+        if self.target is not None:
+            self._fall_back()  # superseded: abandon it
+        self.target = target
+        self._move(AgentState.SEEDING if self.version is None else AgentState.FETCHING)
+        return [StartFetch(version=target.version, artifact_id=target.artifact_id), Tell()]
+
+    def _fall_back(self) -> None:
+        self.target = None
+        if self._poisoned:
+            self._move(AgentState.POISONED)
+        else:
+            self._move(AgentState.JOINING if self.version is None else AgentState.READY)
+
+    def _apply(self) -> list[Action]:
+        assert self.target is not None
+        self._move(AgentState.APPLYING)
+        target = self.target
+        return [Tell(), StartApply(version=target.version, artifact_id=target.artifact_id, hold=target.hold)]
+
+    def _finish(self, report: ApplyReport) -> list[Action]:
+        self._move(AgentState.READY)
+        self.held, self.target, self.last_applied = False, None, report
+        told = Tell(applied=report)
+        return [told, Leave()] if self._leaving else [told, *self._next()]
+
+    def _next(self) -> list[Action]:
+        command, self._queued = self._queued, None
+        return [] if command is None else self.command(command)
+
+    def _move(self, state: AgentState) -> None:
+        if state is not self.state and state not in TRANSITIONS[self.state]:
+            raise AssertionError(f"an agent cannot go from {self.state.value} to {state.value}")
+        self.state = state

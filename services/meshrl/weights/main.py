@@ -1,0 +1,73 @@
+"""The `weights` program: one hub behind a gRPC server, from start to drain."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from typing import Any
+
+from loguru import logger
+from meshrl.core.config import load_config
+from meshrl.core.logs import setup_logging
+from meshrl.core.paths import Layout
+from meshrl.core.serve import GrpcServer, run
+from meshrl.core.telemetry import setup_tracing
+from meshrl.weights.config import WeightsConfig
+from meshrl.weights.coordinator import Coordinator
+from meshrl.weights.hub import Hub
+from meshrl.weights.log import LogError
+from meshrl.weights.service import WeightSyncService
+from meshrl.wire import frames
+
+DRAIN_GRACE_S = 5.0
+
+
+def build_hub(config: WeightsConfig) -> Hub:
+    """Builds the hub of a configuration; call it on a running event loop."""
+    coordinator = Coordinator(
+        lease_s=config.lease_s,
+        max_chunk_bytes=config.max_chunk_bytes,
+        keep_versions=config.keep_versions,
+        min_engines=config.min_engines,
+        commit_deadline_s=config.commit_deadline_s,
+    )
+    return Hub(
+        coordinator,
+        spool_dir=config.spool_dir or Layout(config.output_dir).weights,
+        max_chunk_bytes=config.max_chunk_bytes,
+        verify_files=config.verify_files,
+    )
+
+
+async def serve(config: WeightsConfig, stop: asyncio.Event) -> int:
+    """Runs the hub until `stop` is set or its log fails; returns the exit code."""
+    hub = build_hub(config)
+    try:
+        await hub.start()
+    except (LogError, ValueError, OSError) as error:
+        logger.error("the hub cannot start: {}", error)
+        return 1
+    server = GrpcServer(config.server)
+    server.add(frames.SERVICE, frames.add_weight_sync, WeightSyncService(hub))
+    try:
+        port = await server.start()
+        server.set_serving()
+        logger.info("weights: serving WeightSync at {}:{}", config.server.host, port)
+        stopping = asyncio.create_task(stop.wait())
+        ends: set[asyncio.Future[Any]] = {stopping, hub.failed}
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+    finally:
+        hub.close_streams()
+        await server.drain(DRAIN_GRACE_S)
+        await hub.stop()
+    return 1 if hub.failed.done() else 0
+
+
+def main() -> None:
+    """Console script `weights`."""
+    config = load_config(WeightsConfig, prog="weights")
+    layout = Layout(config.output_dir)
+    setup_logging("weights", config.log.level, layout.logs / "weights.log")
+    setup_tracing("weights", layout.traces)
+    sys.exit(run(lambda stop: serve(config, stop)))

@@ -1,0 +1,135 @@
+"""The WeightSync servicer: checks a message, calls the hub, converts the answer. The bulk streams bypass protobuf."""
+
+# ruff: noqa: N802 (methods are named after the RPCs of the contract)
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import AsyncIterator
+
+import grpc
+from google.protobuf.message import Message
+from meshrl.v1 import weights_pb2 as pb
+from meshrl.v1 import weights_pb2_grpc
+from meshrl.weights.hub import Hub
+from meshrl.wire import convert, frames, validate
+from meshrl.wire.errors import FieldViolation, MeshError, Reason, invalid
+from meshrl.wire.manifest import digest
+from meshrl.wire.types import CONTRACT_VERSION, AgentReport, Chunk
+
+KEPT_REQUEST_IDS = 4096
+
+
+class WeightSyncService(weights_pb2_grpc.WeightSyncServicer):
+    """Every RPC of WeightSync; see proto/meshrl/v1/weights.proto for what each promises."""
+
+    def __init__(self, hub: Hub) -> None:
+        self._hub = hub
+        self._requests: OrderedDict[str, bytes] = OrderedDict()  # request_id -> digest of what it asked for
+
+    def _once(self, request_id: str, message: Message) -> None:
+        """Refuses a request_id that came before with other content; the calls themselves are idempotent."""
+        content = digest(type(message).__name__.encode() + message.SerializeToString(deterministic=True))
+        if self._requests.setdefault(request_id, content) != content:
+            raise MeshError(
+                Reason.DUPLICATE_REQUEST, f"request_id {request_id!r} was used for another request; draw a new one"
+            )
+        while len(self._requests) > KEPT_REQUEST_IDS:
+            self._requests.popitem(last=False)
+
+    async def Register(self, request: pb.RegisterRequest, context: grpc.aio.ServicerContext) -> pb.RegisterResponse:
+        validate.validate_register_request(request)
+        lease = await self._hub.register(convert.registration_from_proto(request))
+        return convert.lease_to_proto(lease, contract_version=CONTRACT_VERSION)
+
+    async def Session(
+        self, request_iterator: AsyncIterator[pb.SessionRequest], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.SessionResponse]:
+        async def reports() -> AsyncIterator[AgentReport]:
+            async for message in request_iterator:
+                yield convert.agent_report_from_proto(message)
+
+        async for command in self._hub.session(reports()):
+            yield convert.agent_command_to_proto(command)
+
+    async def CreateVersion(
+        self, request_iterator: AsyncIterator[bytes], context: grpc.aio.ServicerContext
+    ) -> pb.CreateVersionResponse:
+        parts = aiter(request_iterator)
+        first = await anext(parts, b"")
+        manifest = frames.parse_upload(first) if first else None
+        if not isinstance(manifest, pb.Manifest):
+            raise invalid([FieldViolation("manifest", "must be the first message of the upload")], "the upload")
+
+        async def chunks() -> AsyncIterator[Chunk]:
+            async for message in parts:
+                part = frames.parse_upload(message)
+                if not isinstance(part, Chunk):
+                    raise invalid([FieldViolation("chunk", "must be in every message after the first")], "the upload")
+                yield part
+
+        staged = await self._hub.create_version(convert.manifest_from_proto(manifest), chunks())
+        return convert.staged_version_to_proto(staged)
+
+    async def SealVersion(
+        self, request: pb.SealVersionRequest, context: grpc.aio.ServicerContext
+    ) -> pb.SealVersionResponse:
+        validate.validate_seal_request(request)
+        self._once(request.request_id, request)
+        info = await self._hub.seal_version(
+            run_id=request.run_id,
+            epoch=request.epoch,
+            version=request.version,
+            artifact_id=request.artifact_id,
+            traceparent=request.traceparent,
+        )
+        return pb.SealVersionResponse(version=convert.version_info_to_proto(info))
+
+    async def AbortVersion(
+        self, request: pb.AbortVersionRequest, context: grpc.aio.ServicerContext
+    ) -> pb.AbortVersionResponse:
+        validate.validate_abort_request(request)
+        self._once(request.request_id, request)
+        info = await self._hub.abort_version(
+            run_id=request.run_id, epoch=request.epoch, version=request.version, message=request.message
+        )
+        return pb.AbortVersionResponse(version=convert.version_info_to_proto(info))
+
+    async def ActivateVersion(
+        self, request: pb.ActivateVersionRequest, context: grpc.aio.ServicerContext
+    ) -> pb.ActivateVersionResponse:
+        validate.validate_activate_request(request)
+        self._once(request.request_id, request)
+        activation = await self._hub.activate_version(
+            run_id=request.run_id,
+            version=request.version,
+            policy=convert.activation_policy_from_proto(request.policy),
+            min_ready=request.min_ready,
+            prepare_deadline_s=request.prepare_deadline_s,
+        )
+        return convert.activation_to_proto(activation)
+
+    async def WatchVersions(
+        self, request: pb.WatchVersionsRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.WatchVersionsResponse]:
+        async for event in self._hub.watch_versions(request.run_id, request.after_revision):
+            yield convert.version_event_to_proto(event)
+
+    async def GetManifest(
+        self, request: pb.GetManifestRequest, context: grpc.aio.ServicerContext
+    ) -> pb.GetManifestResponse:
+        version = request.version if request.HasField("version") else None
+        manifest, artifact_id = await self._hub.get_manifest(request.run_id, version)
+        return pb.GetManifestResponse(manifest=convert.manifest_to_proto(manifest), artifact_id=artifact_id)
+
+    async def Fetch(self, request: pb.FetchRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
+        validate.validate_fetch_request(request)
+        ranges = [(byte_range.offset, byte_range.length) for byte_range in request.ranges]
+        async for chunk in self._hub.fetch(request.artifact_id, ranges, request.chunk_bytes):
+            yield frames.frame_fetch_chunk(chunk)
+
+    async def ListEngines(
+        self, request: pb.ListEnginesRequest, context: grpc.aio.ServicerContext
+    ) -> pb.ListEnginesResponse:
+        engines = self._hub.list_engines(request.engine_pool)
+        return pb.ListEnginesResponse(engines=[convert.engine_info_to_proto(engine) for engine in engines])
