@@ -1,0 +1,48 @@
+"""The standard gRPC health service: what every server of the mesh says about each service it hosts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+_Status = health_pb2.HealthCheckResponse
+
+
+class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # grpc has no types
+    """Answers for each service and, under the empty name, for the server. Everything starts as NOT_SERVING."""
+
+    def __init__(self) -> None:
+        self._serving: dict[str, bool] = {"": False}
+        self._changed = asyncio.Event()
+
+    def set(self, services: Iterable[str], serving: bool) -> None:
+        """Sets what is said about `services` and the server, and tells the watchers."""
+        self._serving.update(dict.fromkeys((*services, ""), serving))
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _status(self, service: str) -> Any:
+        serving = self._serving.get(service)
+        if serving is None:
+            return _Status.SERVICE_UNKNOWN
+        return _Status.SERVING if serving else _Status.NOT_SERVING
+
+    async def Check(self, request: Any, context: grpc.aio.ServicerContext) -> Any:  # noqa: N802  # named by the contract
+        """Returns the status of a service; NOT_FOUND for one that is not hosted."""
+        if request.service not in self._serving:
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"{request.service} is not hosted here")
+        return _Status(status=self._status(request.service))
+
+    async def Watch(self, request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:  # noqa: N802  # named by the contract
+        """Streams the status of a service, now and whenever it changes."""
+        last = None
+        while True:
+            changed, status = self._changed, self._status(request.service)
+            if status != last:
+                last = status
+                yield _Status(status=status)
+            await changed.wait()

@@ -1,0 +1,152 @@
+"""What happens around every call that a server takes: errors, trace context, counting, refusal in a drain."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import grpc
+from loguru import logger
+from meshrl.client.channel import CONTRACT_KEY
+from meshrl.wire.errors import STATUS_DETAILS_KEY, MeshError, Reason, to_rpc_status
+from meshrl.wire.trace import TRACEPARENT, context_from
+from meshrl.wire.types import CONTRACT_VERSION
+from opentelemetry import context as otel_context
+from opentelemetry import trace
+
+# Calls under these prefixes last as long as their caller, so a span of theirs would say nothing.
+_ENDLESS = ("Watch", "Session")
+_PUSHBACK_KEY = "grpc-retry-pushback-ms"
+
+
+class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
+    """Wraps the handlers of services whose name starts with "meshrl.", of all four kinds.
+
+    A MeshError that a servicer raises becomes its gRPC status with details; any other exception is logged and becomes
+    INTERNAL. The caller's trace context is current inside the servicer.
+    """
+
+    def __init__(self, tracer: trace.Tracer) -> None:
+        self._tracer = tracer
+        self._in_flight = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.refusing = False
+
+    @property
+    def in_flight(self) -> int:
+        """Calls that are being served."""
+        return self._in_flight
+
+    async def wait_idle(self, deadline_s: float) -> bool:
+        """Waits until no call is being served; False if some still are after `deadline_s`."""
+        try:
+            await asyncio.wait_for(self._idle.wait(), deadline_s)
+        except TimeoutError:  # the caller decides what becomes of the rest
+            return False
+        return True
+
+    async def intercept_service(
+        self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: grpc.HandlerCallDetails
+    ) -> Any:
+        """Returns the handler with the wrapping around it."""
+        handler = await continuation(handler_call_details)
+        method = handler_call_details.method.removeprefix("/")
+        if handler is None or not method.startswith("meshrl."):
+            return handler
+        kind = "_".join(
+            "stream" if streams else "unary" for streams in (handler.request_streaming, handler.response_streaming)
+        )
+        behaviour = getattr(handler, kind)
+        make = getattr(grpc, f"{kind}_rpc_method_handler")
+        wrap = self._around_stream if inspect.isasyncgenfunction(behaviour) else self._around_call
+        return make(
+            wrap(behaviour, method, handler.response_streaming),
+            handler.request_deserializer,
+            handler.response_serializer,
+        )
+
+    def _around_call(self, behaviour: Any, method: str, response_streaming: bool) -> Any:
+        async def call(request: Any, context: grpc.aio.ServicerContext) -> Any:
+            with self._served(context, method) as span:
+                try:
+                    await self._admit(context, response_streaming)
+                    return await behaviour(request, context)
+                except Exception as error:  # noqa: BLE001  # the boundary: whatever failed is told to the caller
+                    await self._abort(context, span, method, error)
+
+        return call
+
+    def _around_stream(self, behaviour: Any, method: str, response_streaming: bool) -> Any:
+        async def stream(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+            with self._served(context, method) as span:
+                try:
+                    await self._admit(context, response_streaming)
+                    async for message in behaviour(request, context):
+                        yield message
+                except Exception as error:  # noqa: BLE001  # the boundary: whatever failed is told to the caller
+                    await self._abort(context, span, method, error)
+
+        return stream
+
+    async def _admit(self, context: grpc.aio.ServicerContext, response_streaming: bool) -> None:
+        if self.refusing:
+            raise MeshError(Reason.DRAINING)
+        if response_streaming:  # tells the client that the stream stands before there is anything to say
+            await context.send_initial_metadata(((CONTRACT_KEY, CONTRACT_VERSION),))
+
+    @contextmanager
+    def _served(self, context: grpc.aio.ServicerContext, method: str) -> Iterator[trace.Span]:
+        self._in_flight += 1
+        self._idle.clear()
+        span = self._start_span(context, method)
+        try:
+            yield span
+        except (asyncio.CancelledError, GeneratorExit):  # the caller gave up, or the server stops
+            if span.is_recording():
+                span.set_attribute("rpc.response.status_code", "CANCELLED")
+            raise
+        finally:
+            span.end()
+            self._in_flight -= 1
+            if not self._in_flight:
+                self._idle.set()
+
+    def _start_span(self, context: grpc.aio.ServicerContext, method: str) -> trace.Span:
+        """Starts the server span and makes it current. gRPC runs each call in a task, so nothing need be undone."""
+        remote = None
+        for key, value in context.invocation_metadata() or ():
+            if key == TRACEPARENT and isinstance(value, str):
+                remote = context_from(value)
+        if method.rsplit("/", 1)[-1].startswith(_ENDLESS):
+            if remote is not None:
+                otel_context.attach(remote)
+            return trace.INVALID_SPAN
+        span = self._tracer.start_span(method, context=remote, kind=trace.SpanKind.SERVER)
+        if span.is_recording():
+            span.set_attributes({"rpc.system.name": "grpc", "rpc.method": method, "rpc.response.status_code": "OK"})
+        otel_context.attach(trace.set_span_in_context(span, remote))
+        return span
+
+    async def _abort(
+        self, context: grpc.aio.ServicerContext, span: trace.Span, method: str, error: Exception
+    ) -> NoReturn:
+        if isinstance(error, grpc.aio.AbortError):  # the servicer has answered already
+            raise error
+        if not isinstance(error, MeshError):
+            logger.opt(exception=error).error("{} failed", method)
+            error = MeshError(Reason.INTERNAL, f"{method} failed: {type(error).__name__}: {error}")
+        if span.is_recording():
+            span.set_attribute("rpc.response.status_code", error.reason.code.name)
+            span.set_attribute("error.type", error.reason.name)
+            if error.reason is Reason.INTERNAL:
+                span.set_status(trace.StatusCode.ERROR, str(error))
+        status = to_rpc_status(error)
+        trailing: list[tuple[str, str | bytes]] = [(STATUS_DETAILS_KEY, status.SerializeToString())]
+        if error.reason is Reason.DRAINING:
+            trailing.append((_PUSHBACK_KEY, "-1"))  # this server will not come back: do not ask it again
+        await context.abort(error.reason.code, status.message, tuple(trailing))
+        raise AssertionError("abort raises")

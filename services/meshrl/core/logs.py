@@ -1,0 +1,58 @@
+"""One log format for every program of the mesh: loguru, with the standard library's logging led into it."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import sys
+from pathlib import Path
+
+from loguru import logger
+
+FORMAT = (
+    "<green>{time:HH:mm:ss.SSS}</green> <level>{level: <7}</level> "
+    "<cyan>{extra[process]}</cyan> <level>{message}</level>"
+)
+# Libraries that log every request.
+_CHATTY = ("aiohttp.access", "asyncio", "filelock", "httpcore", "httpx", "openai", "urllib3")
+
+
+class _IntoLoguru(logging.Handler):
+    """Hands records of the standard library's logging to loguru, with the place they came from."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            level: str | int = logger.level(record.levelname).name
+        except ValueError:  # a level of the library's own
+            level = record.levelno
+        frame, depth = inspect.currentframe(), 0
+        while frame is not None and (depth == 0 or frame.f_code.co_filename == logging.__file__):
+            frame, depth = frame.f_back, depth + 1
+        logger.opt(depth=depth, exception=record.exc_info).log(level, "{}", record.getMessage())
+
+
+def setup_logging(name: str, level: str, log_file: Path | None = None, *, json_logging: bool = False) -> None:
+    """Sends everything at `level` or above to stdout, and to `log_file` if given.
+
+    `name` is the process name in each line; with `json_logging` a line is a JSON object. Replaces what was set up
+    before.
+    """
+    level = level.upper()
+    logger.remove()
+    logger.configure(extra={"process": name})
+    logger.add(sys.stdout, level=level, format=FORMAT, serialize=json_logging, backtrace=False, diagnose=False)
+    if log_file is not None:
+        log_file.parent.mkdir(parents=True, exist_ok=True)
+        logger.add(
+            log_file,
+            level=level,
+            format=FORMAT,
+            serialize=json_logging,
+            colorize=False,
+            backtrace=False,
+            diagnose=False,
+        )
+    logging.basicConfig(handlers=[_IntoLoguru()], level=level if level != "TRACE" else "DEBUG", force=True)
+    logging.captureWarnings(True)
+    for library in _CHATTY:
+        logging.getLogger(library).setLevel(logging.WARNING)

@@ -1,0 +1,83 @@
+"""Where the programs of a run keep their files, all under one output_dir."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The places under `output_dir`. Nothing is created here: who writes creates."""
+
+    output_dir: Path
+
+    @property
+    def logs(self) -> Path:
+        """One file a process."""
+        return self.output_dir / "logs"
+
+    def log(self, process: str) -> Path:
+        """The log of one process."""
+        return self.logs / f"{process}.log"
+
+    @property
+    def configs(self) -> Path:
+        """The resolved TOML of each process."""
+        return self.output_dir / "configs"
+
+    def config(self, process: str) -> Path:
+        """The resolved TOML of one process."""
+        return self.configs / f"{process}.toml"
+
+    @property
+    def metrics_jsonl(self) -> Path:
+        """One line of metrics a step."""
+        return self.output_dir / "metrics.jsonl"
+
+    @property
+    def summary_json(self) -> Path:
+        """What came out of a run."""
+        return self.output_dir / "summary.json"
+
+    @property
+    def traces(self) -> Path:
+        """OTLP JSON lines, one file a service."""
+        return self.output_dir / "traces"
+
+    def trace(self, service: str) -> Path:
+        """The spans of one service."""
+        return self.traces / f"{service}.jsonl"
+
+    @property
+    def weights(self) -> Path:
+        """Snapshots in Hugging Face format, a folder a step."""
+        return self.output_dir / "weights"
+
+    def weights_step(self, step: int) -> Path:
+        """The snapshot of one step."""
+        return self.weights / f"step_{step}"
+
+    @property
+    def checkpoints(self) -> Path:
+        """What training resumes from, a folder a step."""
+        return self.output_dir / "checkpoints"
+
+    def checkpoint_step(self, step: int) -> Path:
+        """The checkpoint of one step."""
+        return self.checkpoints / f"step_{step}"
+
+    @property
+    def broadcasts(self) -> Path:
+        """Weight versions on their way to engines, for the filesystem transport."""
+        return self.output_dir / "broadcasts"
+
+    @property
+    def hub(self) -> Path:
+        """The weight hub's durable log and staged bytes."""
+        return self.output_dir / "hub"
+
+    @property
+    def ledger(self) -> Path:
+        """SQLite file with the state of every rollout."""
+        return self.output_dir / "ledger.sqlite"
