@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from typing import Any, NoReturn
 
 import grpc
@@ -85,8 +85,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc
             with self._served(context, method) as span:
                 try:
                     await self._admit(context, response_streaming)
-                    async for message in behaviour(request, context):
-                        yield message
+                    async with aclosing(behaviour(request, context)) as messages:
+                        async for message in messages:
+                            yield message
                 except Exception as error:  # noqa: BLE001  # the boundary: whatever failed is told to the caller
                     await self._abort(context, span, method, error)
 

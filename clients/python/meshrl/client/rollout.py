@@ -51,15 +51,18 @@ class RolloutClient(ServiceClient):
             request if request.traceparent else replace(request, traceparent=current_traceparent())
         )
         deadline_s = request.deadline_s + self.options.stream_margin_s
+        summary: RolloutSummary | None = None
         call = self._stub.RunRollouts
         async with aclosing(self._stream(call, "RunRollouts", message, deadline_s, with_span=True)) as stream:
             async for response in stream:
                 event = convert.rollout_event_from_proto(response)
-                if event is not None:
-                    yield event
                 if isinstance(event, RolloutSummary):
-                    return
-        raise MeshError(Reason.UNREACHABLE, f"the stream of group {request.group_id} ended before its summary")
+                    summary = event  # given out once the call has ended, so that closing then cancels nothing
+                elif event is not None:
+                    yield event
+        if summary is None:
+            raise MeshError(Reason.UNREACHABLE, f"the stream of group {request.group_id} ended before its summary")
+        yield summary
 
     async def cancel_rollouts(self, group_ids: Sequence[str] = ()) -> int:
         """Stops the groups named, or all; returns the number of rollouts that were running."""
