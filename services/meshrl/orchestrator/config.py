@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from meshrl.core.config import BaseConfig
 from meshrl.core.config.shared import (
@@ -15,7 +14,7 @@ from meshrl.core.config.shared import (
     ServicesConfig,
     WandbConfig,
 )
-from pydantic import Field, model_validator
+from pydantic import AliasChoices, Field, model_validator
 
 
 class TrainEnvsConfig(BaseConfig):
@@ -37,7 +36,7 @@ class EvalConfig(BaseConfig):
     num_examples: int = Field(default=-1, ge=-1)
     """Tasks per environment, from the first on; -1 takes all."""
 
-    group_size: int = Field(default=1, ge=1)
+    group_size: int = Field(default=1, ge=1, validation_alias=AliasChoices("group_size", "rollouts_per_example"))
     """Rollouts per task: the k of avg@k and pass@k. The older spelling rollouts_per_example is accepted."""
 
     sampling: SamplingConfig = SamplingConfig()
@@ -54,11 +53,6 @@ class EvalConfig(BaseConfig):
 
     max_inflight_rollouts: int = Field(default=256, ge=1)
     """Most evaluation rollouts in flight at once."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _older_spelling(cls, values: Any) -> Any:
-        return _accept_rollouts_per_example(values, "orchestrator.eval")
 
     @model_validator(mode="after")
     def _has_environments(self) -> Self:
@@ -139,7 +133,7 @@ class OrchestratorConfig(BaseConfig):
     batch_size: int = Field(default=128, ge=2)
     """Rollouts per step; a multiple of group_size."""
 
-    group_size: int = Field(default=8, ge=2)
+    group_size: int = Field(default=8, ge=2, validation_alias=AliasChoices("group_size", "rollouts_per_example"))
     """Rollouts per task. The older spelling rollouts_per_example is accepted."""
 
     seq_len: int = Field(default=2048, ge=2)
@@ -199,11 +193,6 @@ class OrchestratorConfig(BaseConfig):
     wandb: WandbConfig | None = None
     """Weights & Biases; None means off."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _older_spelling(cls, values: Any) -> Any:
-        return _accept_rollouts_per_example(values, "orchestrator")
-
     @model_validator(mode="after")
     def _whole_groups(self) -> Self:
         if self.batch_size % self.group_size:
@@ -239,16 +228,3 @@ class OrchestratorConfig(BaseConfig):
     def last_step(self) -> int | None:
         """The step to stop after; None runs until stopped."""
         return 5 if self.bench and self.max_steps is None else self.max_steps
-
-
-def _accept_rollouts_per_example(values: Any, section: str) -> Any:
-    if not isinstance(values, Mapping) or "rollouts_per_example" not in values:
-        return values
-    renamed = dict(values)
-    older = renamed.pop("rollouts_per_example")
-    if renamed.setdefault("group_size", older) != older:
-        raise ValueError(
-            f"{section}.group_size ({renamed['group_size']}) and its older spelling rollouts_per_example ({older})"
-            " disagree; keep only group_size"
-        )
-    return renamed
