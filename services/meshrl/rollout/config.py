@@ -100,7 +100,7 @@ class RolloutConfig(BaseConfig):
             raise ValueError(
                 "rollout.env must list at least one environment, got none; add [[env]] with id = '<taskset>'"
             )
-        names = [env.name or env.id for env in self.env]
+        names = [env.resolved_name for env in self.env]
         repeated = sorted({name for name in names if names.count(name) > 1})
         if repeated:
             raise ValueError(

@@ -64,7 +64,7 @@ def version_of(payload: Any) -> int | None:
     vLLM reports the version of its own package as a string there; an engine like that serves the weights it was
     started with.
     """
-    version = payload.get("version") if isinstance(payload, dict) else ""
+    version = payload.get("version", "") if isinstance(payload, dict) else ""
     return version if isinstance(version, int | None) and not isinstance(version, bool) else 0
 
 

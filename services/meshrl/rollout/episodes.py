@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from loguru import logger
-from meshrl.core.telemetry import ROLLOUT_SPAN, link_from, traceparent_of
+from meshrl.core.telemetry import ROLLOUT_SPAN, links_from, traceparent_of
 from meshrl.rollout.engines import EngineRouter
 from meshrl.rollout.groups import Group, GroupTable, Outcome
 from meshrl.rollout.hosting import HostedEnvironment
@@ -23,7 +23,7 @@ from meshrl.rollout.sessions import Session, SessionBook
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Rollout, RolloutEvent, RolloutFailure, RolloutRequest, RolloutStatus
 from opentelemetry.context import Context
-from opentelemetry.trace import Link, Span, Status, StatusCode, Tracer
+from opentelemetry.trace import Span, Status, StatusCode, Tracer
 from verifiers.v1.task import Task
 from verifiers.v1.trace import Trace
 
@@ -68,7 +68,7 @@ class Episodes:
     def environments(self) -> Mapping[str, HostedEnvironment]:
         return self._environments
 
-    async def run(self, request: RolloutRequest) -> AsyncIterator[RolloutEvent]:
+    async def run(self, request: RolloutRequest) -> AsyncGenerator[RolloutEvent, None]:
         """Plays a group; yields each rollout or failure as it ends, then the summary.
 
         Closing the iterator cancels what still runs. Raises MeshError UNKNOWN_ENVIRONMENT, UNKNOWN_TASK,
@@ -177,8 +177,7 @@ class Episodes:
 
     async def _play(self, live: _Live, index: int) -> None:
         request, sessions = live.request, dict[str, Session]()
-        caller = link_from(request.traceparent)
-        span = self._start_span(request, caller)
+        span = self._start_span(request)
         traceparent = traceparent_of(span)
 
         def opened(trace: Trace) -> None:
@@ -213,12 +212,12 @@ class Episodes:
             span.end()
             self._pump()
 
-    def _start_span(self, request: RolloutRequest, caller: Link | None) -> Span:
+    def _start_span(self, request: RolloutRequest) -> Span:
         """Each rollout has a trace of its own, so that it outlives the call that asked for it; a link leads back."""
         return self._tracer.start_span(
             ROLLOUT_SPAN,
             context=Context(),
-            links=[] if caller is None else [caller],
+            links=links_from([request.traceparent]),
             attributes={"meshrl.environment": request.environment, "meshrl.group_id": request.group_id},
         )
 
@@ -226,7 +225,7 @@ class Episodes:
         tokens = sum(int(sample.loss_mask.sum()) for rollout in rollouts for sample in rollout.samples)
         self._settle(live, index, Outcome.FINISHED, rollouts, sampled_tokens=tokens)
 
-    def _fail(self, live: _Live, index: int, sessions: Mapping[str, Session], error: MeshError) -> None:
+    def _fail(self, live: _Live, index: int, sessions: dict[str, Session], error: MeshError) -> None:
         rollout_id = trace_uuid(next(reversed(sessions))) if sessions else str(uuid.uuid4())
         failure = _failure(live.request, rollout_id, error)
         if self._settle(live, index, Outcome.FAILED, (failure,), reason=error.reason.name):

@@ -42,7 +42,7 @@ class HostedEnvironment:
     """One environment: its tasks, its agents and what they share while the server runs."""
 
     def __init__(self, config: EnvConfig, env: Env, *, model: str, default_sampling: Sampling) -> None:
-        self.name = config.name or config.id
+        self.name = config.resolved_name
         self.env = env
         self.tasks = TaskSource(env.taskset, self.name)
         self._taskset_id = config.id
@@ -89,7 +89,7 @@ def load(
 
     Raises ConfigError when it cannot be found or its options are wrong.
     """
-    name = config.name or config.id
+    name = config.resolved_name
     try:
         env = load_environment(resolve_env_config(env_block(config, harness=harness, max_turns=max_turns)))
     except ValidationError as error:

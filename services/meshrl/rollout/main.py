@@ -12,8 +12,7 @@ from typing import Any
 
 from loguru import logger
 from meshrl.client import ChannelOptions, WeightSyncClient
-from meshrl.core.config import ConfigError, load_config
-from meshrl.core.config.shared import SamplingConfig
+from meshrl.core.config import load_config
 from meshrl.core.logs import setup_logging
 from meshrl.core.paths import Layout
 from meshrl.core.serve import GrpcServer, run
@@ -29,43 +28,40 @@ from meshrl.rollout.rendering import load_renderer
 from meshrl.rollout.service import RolloutServicer
 from meshrl.rollout.sessions import SessionBook
 from meshrl.v1 import rollout_pb2_grpc as pb_grpc
-from meshrl.wire.types import Sampling
 from opentelemetry.trace import Tracer
 
 SERVICE = "meshrl.v1.RolloutService"
+STOP_GRACE_S = 5.0
 
 
 def main() -> None:
     """Entry point of the console scripts `rollout` and `env-server`."""
     config = load_config(RolloutConfig, prog="rollout")
     layout = Layout(config.output_dir)
-    setup_logging("rollout", config.log.level)
+    setup_logging("rollout", config.log.level, json_logging=config.log.json_logging)
     logging.getLogger("verifiers.v1").setLevel(config.vf_level.upper())
     raise SystemExit(run(lambda stop: serve(config, layout, stop)))
 
 
 async def serve(config: RolloutConfig, layout: Layout, stop: asyncio.Event) -> int:
-    """Serves until `stop` is set, then drains; returns the exit code."""
-    tracer = setup_tracing("rollout", layout.traces)
-    try:
-        async with AsyncExitStack() as stack:
-            server = GrpcServer(config.server)
-            episodes = await build(config, stack, tracer)
-            server.add(SERVICE, pb_grpc.add_RolloutServiceServicer_to_server, RolloutServicer(episodes))
-            port = await server.start()
-            # What was loaded stays: keep the collector from walking torch and every taskset again and again.
-            gc.collect()
-            gc.freeze()
-            server.set_serving()
-            logger.info("serving {} on port {}", ", ".join(episodes.environments), port)
-            await stop.wait()
-            logger.info("draining for up to {:g} s", config.drain_deadline_s)
-            server.set_not_serving()
-            await episodes.drain(config.drain_deadline_s)
-            await server.drain(grace_s=5.0)
-    except ConfigError as error:
-        logger.error("{}", error)
-        return 2
+    """Serves until `stop` is set, then drains; returns the exit code. Raises ConfigError."""
+    tracing = setup_tracing("rollout", layout.traces)
+    server = GrpcServer(config.server)
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(asyncio.to_thread, tracing.close)
+        episodes = await build(config, stack, tracing)
+        server.add(SERVICE, pb_grpc.add_RolloutServiceServicer_to_server, RolloutServicer(episodes))
+        port = await server.start()
+        stack.push_async_callback(server.drain, STOP_GRACE_S)
+        # What was loaded stays: keep the collector from walking torch and every taskset again and again.
+        gc.collect()
+        gc.freeze()
+        server.set_serving()
+        logger.info("serving {} on port {}", ", ".join(episodes.environments), port)
+        await stop.wait()
+        logger.info("draining for up to {:g} s", config.drain_deadline_s)
+        server.set_not_serving()
+        await episodes.drain(config.drain_deadline_s)
     return 0
 
 
@@ -80,7 +76,7 @@ async def build(config: RolloutConfig, stack: AsyncExitStack, tracer: Tracer) ->
     client = EngineClient(RendererHost(renderer), router, book, seq_len=config.seq_len)
     environments: dict[str, hosting.HostedEnvironment] = {}
     for entry in config.env:
-        defaults = to_sampling(entry.sampling).over(to_sampling(config.sampling))
+        defaults = entry.sampling.to_wire().over(config.sampling.to_wire())
         hosted = await asyncio.to_thread(
             hosting.load,
             entry,
@@ -95,20 +91,6 @@ async def build(config: RolloutConfig, stack: AsyncExitStack, tracer: Tracer) ->
         logger.info("environment {}: {} tasks", hosted.name, hosted.tasks.num_tasks or "infinitely many")
     table = GroupTable(max_concurrent=config.max_concurrent, max_queued=config.max_queued)
     return Episodes(environments, table, router, book, tracer)
-
-
-def to_sampling(section: SamplingConfig | None) -> Sampling:
-    """The sampling of a configuration section; nothing is set without one."""
-    if section is None:
-        return Sampling()
-    return Sampling(
-        temperature=section.temperature,
-        top_p=section.top_p,
-        top_k=section.top_k,
-        min_p=section.min_p,
-        max_tokens=section.max_tokens,
-        seed=section.seed,
-    )
 
 
 async def _discovery(config: RolloutConfig, stack: AsyncExitStack) -> Discovery | None:

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import sys
+import uuid
 from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
+from meshrl.client import RolloutClient
+from meshrl.core.serve import GrpcServer
+from meshrl.rollout.config import RolloutConfig
+from meshrl.rollout.episodes import Episodes
+from meshrl.rollout.main import SERVICE, build
+from meshrl.rollout.service import RolloutServicer
+from meshrl.v1.rollout_pb2_grpc import add_RolloutServiceServicer_to_server
+from meshrl.wire.types import RolloutRequest
+from opentelemetry.sdk.trace import TracerProvider
 
 sys.path.append(str(Path(__file__).parent / "tasksets"))  # verifiers loads tasksets as top-level modules
 
@@ -54,14 +66,15 @@ END = 2
 
 @dataclass
 class ScriptedEngine:
-    """Answers /inference/v1/generate as told. `reply` gets the request and returns the text to sample."""
+    """Answers /inference/v1/generate as told. `reply` gets the request and returns the text or tokens to sample."""
 
     version: int | None = 0
-    reply: Callable[[dict[str, Any]], str] = lambda request: "cat"
+    reply: Callable[[dict[str, Any]], str | list[int]] = lambda request: "cat"
     delay_s: float = 0.0
     spans: Callable[[int], list[list[int]]] | None = None
     on_call: Callable[[web.Request, dict[str, Any]], Any] | None = None
     requests: list[dict[str, Any]] = field(default_factory=list)
+    arrived: asyncio.Queue[None] = field(default_factory=asyncio.Queue)
     headers: list[dict[str, str]] = field(default_factory=list)
     url: str = ""
     runner: web.AppRunner | None = None
@@ -89,13 +102,17 @@ class ScriptedEngine:
         body = await request.json()
         self.requests.append(body)
         self.headers.append(dict(request.headers))
+        self.arrived.put_nowait(None)
         if self.on_call is not None:
             special = self.on_call(request, body)
+            if inspect.isawaitable(special):
+                special = await special
             if special is not None:
                 return special
         if self.delay_s:
             await asyncio.sleep(self.delay_s)
-        ids = [*encode(self.reply(body)), END][: body["sampling_params"]["max_tokens"]]
+        reply = self.reply(body)
+        ids = [*(encode(reply) if isinstance(reply, str) else reply), END][: body["sampling_params"]["max_tokens"]]
         choice: dict[str, Any] = {
             "index": 0,
             "token_ids": ids,
@@ -121,3 +138,76 @@ async def engine() -> AsyncIterator[ScriptedEngine]:
     scripted = await ScriptedEngine().start()
     yield scripted
     await scripted.stop()
+
+
+@dataclass
+class Mesh:
+    """A rollout server on a real port, and a client of it."""
+
+    client: RolloutClient
+    episodes: Episodes
+    server: GrpcServer
+    engines: list[ScriptedEngine]
+
+
+StartMesh = Callable[..., Any]
+
+
+@pytest.fixture
+async def start_mesh(tokenizer_dir: Path, tmp_path: Path) -> AsyncIterator[StartMesh]:
+    """Starts rollout servers: `await start_mesh(engines, env=[...], **config)`."""
+    async with AsyncExitStack() as stack:
+
+        async def start(engines: list[ScriptedEngine], **options: Any) -> Mesh:
+            options.setdefault("env", [{"id": "mesh_echo"}])
+            client = {"base_url": [engine.url for engine in engines], "probe_interval_s": 0.1, "failover_s": 2.0}
+            config = RolloutConfig(
+                client={**client, **options.pop("client", {})},
+                model={"name": "policy"},
+                tokenizer=str(tokenizer_dir),
+                renderer={"name": "default"},
+                output_dir=tmp_path,
+                server={"port": 0},
+                **{"seq_len": 512, "sampling": {"max_tokens": 16, "temperature": 0.7}, **options},
+            )
+            episodes = await build(config, stack, TracerProvider().get_tracer("test"))
+            server = GrpcServer(config.server)
+            server.add(SERVICE, add_RolloutServiceServicer_to_server, RolloutServicer(episodes))
+            port = await server.start()
+            server.set_serving()
+            stack.push_async_callback(server.drain, 0.0)
+            stack.push_async_callback(episodes.drain, 0.0)
+            rollout_client = await stack.enter_async_context(RolloutClient(f"127.0.0.1:{port}"))
+            return Mesh(rollout_client, episodes, server, engines)
+
+        yield start
+
+
+def group(**fields: Any) -> RolloutRequest:
+    """A request of one group; every field may be given."""
+    defaults: dict[str, Any] = {
+        "request_id": str(uuid.uuid4()),
+        "group_id": f"group-{uuid.uuid4().hex[:8]}",
+        "environment": "mesh_echo",
+        "task_index": 0,
+        "group_size": 1,
+        "deadline_s": 10.0,
+    }
+    if "task_payload" in fields:
+        del defaults["task_index"]
+    return RolloutRequest(**{**defaults, **fields})
+
+
+@pytest.fixture
+def make_group() -> Callable[..., RolloutRequest]:
+    return group
+
+
+@pytest.fixture
+def make_engine() -> type[ScriptedEngine]:
+    return ScriptedEngine
+
+
+@pytest.fixture
+def tokens() -> Callable[[str], list[int]]:
+    return encode

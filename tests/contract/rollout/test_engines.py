@@ -1,0 +1,223 @@
+"""Engines that die, lag behind or change their weights while rollouts run."""
+
+import asyncio
+
+import pytest
+from aiohttp import web
+from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.types import Rollout, RolloutFailure
+
+
+async def collect(mesh, request):
+    return [event async for event in mesh.client.run_rollouts(request)]
+
+
+@pytest.fixture
+async def second(make_engine):
+    engine = await make_engine().start()
+    yield engine
+    await engine.stop()
+
+
+def cut(request: web.Request, body: object) -> None:
+    """Drops the connection without an answer."""
+    assert request.transport is not None
+    request.transport.abort()
+
+
+async def test_rollouts_spread_over_engines(start_mesh, make_group, engine, second):
+    engine.delay_s = second.delay_s = 0.1
+    mesh = await start_mesh([engine, second])
+    await collect(mesh, make_group(group_size=8))
+    assert (len(engine.requests), len(second.requests)) == (4, 4)
+
+
+async def test_a_call_moves_to_another_engine_when_the_first_dies_without_an_answer(
+    start_mesh, make_group, engine, second
+):
+    mesh = await start_mesh([engine, second])
+    engine.on_call = cut
+    await engine_takes_a_call_first(mesh, engine, second)
+    rollout, summary = await collect(mesh, make_group())
+    assert isinstance(rollout, Rollout)
+    assert (len(engine.requests), len(second.requests)) == (1, 1)
+    assert summary.finished == 1
+
+
+async def engine_takes_a_call_first(mesh, engine, second):
+    """Makes the other engine look busy, so that the next call goes to `engine`."""
+    for known in mesh.episodes._router.pool.engines:
+        known.in_flight = 5 if known.url == second.url else 0
+
+
+async def test_without_any_engine_the_rollout_fails_as_the_engines_fault(start_mesh, make_group, engine):
+    mesh = await start_mesh([engine], client={"failover_s": 0.5})
+    await engine.stop()
+    failure, _ = await collect(mesh, make_group())
+    assert isinstance(failure, RolloutFailure)
+    assert (failure.reason, failure.retryable) == ("ENGINE_FAILED", True)
+    assert (await mesh.client.get_status()).engines[0].healthy is False
+
+
+async def test_a_call_waits_for_an_engine_that_comes_back(start_mesh, make_group, engine):
+    mesh = await start_mesh([engine], client={"failover_s": 5.0})
+    answers = [web.json_response({"error": "starting"}, status=503)]
+    engine.on_call = lambda request, body: answers.pop() if answers else None
+    rollout, _ = await collect(mesh, make_group())
+    assert isinstance(rollout, Rollout)
+    assert len(engine.requests) == 2
+
+
+async def test_an_answer_broken_off_is_not_asked_for_again(start_mesh, make_group, engine, second):
+    async def half(request, body):
+        response = web.StreamResponse(headers={"Content-Length": "1000"})
+        await response.prepare(request)
+        await response.write(b'{"choices"')
+        request.transport.abort()
+        return response
+
+    engine.on_call = second.on_call = half
+    mesh = await start_mesh([engine, second])
+    failure, _ = await collect(mesh, make_group())
+    assert (failure.reason, failure.retryable) == ("ENGINE_FAILED", True)
+    assert len(engine.requests) + len(second.requests) == 1
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"choices": []},
+        {"choices": [{"token_ids": [5, 2], "finish_reason": "stop"}]},
+        {"choices": [{"token_ids": [5], "logprobs": {"content": [{"logprob": -9999.0}]}}]},
+    ],
+)
+async def test_an_answer_without_evidence_of_its_tokens_fails_the_rollout(start_mesh, make_group, engine, answer):
+    engine.on_call = lambda request, body: web.json_response(answer)
+    mesh = await start_mesh([engine])
+    failure, _ = await collect(mesh, make_group())
+    assert failure.reason == "ENGINE_FAILED"
+
+
+async def test_a_minimum_version_that_no_engine_serves_is_refused_with_a_time_to_retry(start_mesh, make_group, engine):
+    engine.version = 2
+    mesh = await start_mesh([engine])
+    with pytest.raises(MeshError) as caught:
+        await collect(mesh, make_group(min_version=3))
+    assert caught.value.reason is Reason.VERSION_NOT_AVAILABLE
+    assert caught.value.retry_after_s == pytest.approx(0.1)
+    assert "newest version served is 2" in caught.value.message
+    assert engine.requests == []
+    engine.version = 3
+    rollout, _ = await collect(mesh, make_group(min_version=3))
+    assert rollout.oldest_version == 3
+
+
+async def test_only_engines_with_the_version_asked_for_are_used(start_mesh, make_group, engine, second):
+    engine.version, second.version = 5, 6
+    mesh = await start_mesh([engine, second])
+    await collect(mesh, make_group(group_size=3, min_version=6))
+    assert (len(engine.requests), len(second.requests)) == (0, 3)
+    await collect(mesh, make_group(group_size=3, exact_version=5))
+    assert (len(engine.requests), len(second.requests)) == (3, 3)
+
+
+async def test_an_exact_version_that_changes_while_tokens_are_sampled_fails_the_rollout(start_mesh, make_group, engine):
+    engine.version, engine.spans = 5, lambda n: [[0, 1, 5], [1, n, 6]]
+    mesh = await start_mesh([engine])
+    failure, _ = await collect(mesh, make_group(exact_version=5))
+    assert failure.reason == "VERSION_NOT_AVAILABLE"
+    assert "came from version 6" in failure.message
+
+
+async def test_an_engine_without_spans_counts_with_the_older_version_around_the_call(start_mesh, make_group, engine):
+    engine.version = 4
+
+    async def swap(request, body):
+        await asyncio.sleep(0.05)
+        engine.version = 5
+        await asyncio.sleep(0.3)
+
+    engine.on_call = swap
+    mesh = await start_mesh([engine])
+    rollout, _ = await collect(mesh, make_group())
+    assert rollout.oldest_version == 4
+
+
+async def test_a_multi_turn_rollout_is_one_sample_while_prompts_extend_the_last(start_mesh, make_group, engine, tokens):
+    replies = iter(["one", "two", "three"])
+    engine.reply = lambda request: next(replies)
+    engine.spans = lambda n: [[0, n, 7 + len(engine.requests)]]
+    mesh = await start_mesh([engine], env=[{"id": "mesh_guess", "args": {"turns": 3}}])
+    rollout, summary = await collect(mesh, make_group(environment="mesh_guess"))
+    (sample,) = rollout.samples
+    assert (rollout.num_turns, rollout.reward, summary.sampled_tokens) == (3, 1.0, 14)
+    assert [span.role for span in sample.message_spans] == ["user", "assistant"] * 3
+    sampled = [sample.token_ids[span.start : span.end].tolist() for span in sample.version_spans]
+    assert sampled == [[*tokens(word), 2] for word in ("one", "two", "three")]
+    assert [span.version for span in sample.version_spans] == [8, 9, 10]
+    assert int(sample.loss_mask.sum()) == 14
+    assert engine.requests[1]["token_ids"][: len(engine.requests[0]["token_ids"]) + 4] == [
+        *engine.requests[0]["token_ids"],
+        *tokens("one"),
+        2,
+    ]
+    assert len({headers["X-Session-ID"] for headers in engine.headers}) == 1
+
+
+async def test_a_history_that_renders_otherwise_splits_into_samples(start_mesh, make_group, engine, tokens):
+    """The reply holds a special token that its text does not, so the next prompt does not extend it exactly."""
+    engine.reply = lambda request: [*tokens("ab"), 1, *tokens("c")]
+    mesh = await start_mesh([engine], env=[{"id": "mesh_guess", "args": {"turns": 2}}])
+    rollout, summary = await collect(mesh, make_group(environment="mesh_guess"))
+    assert len(rollout.samples) == 2
+    assert rollout.num_turns == 2
+    for sample, request in zip(rollout.samples, engine.requests, strict=True):
+        assert sample.token_ids.tolist() == [*request["token_ids"], *tokens("ab"), 1, *tokens("c"), 2]
+        assert sample.loss_mask.nonzero()[0].tolist() == list(range(len(sample.token_ids) - 5, len(sample.token_ids)))
+    assert summary.sampled_tokens == 10
+
+
+async def test_a_reply_cut_at_its_limit_is_truncated(start_mesh, make_group, engine):
+    engine.reply = lambda request: "x" * 100
+    mesh = await start_mesh([engine], sampling={"max_tokens": 4})
+    rollout, _ = await collect(mesh, make_group())
+    assert (rollout.finish_reason, rollout.truncated, rollout.completion) == ("length", True, "xxxx")
+
+
+async def test_a_session_keeps_its_engine_over_turns_and_moves_when_that_dies(start_mesh, make_group, engine, second):
+    mesh = await start_mesh([engine, second], env=[{"id": "mesh_guess", "args": {"turns": 3}}])
+    await collect(mesh, make_group(environment="mesh_guess"))
+    assert sorted((len(engine.requests), len(second.requests))) == [0, 3]
+    engine.requests.clear()
+    second.requests.clear()
+    engine.on_call = lambda request, body: cut(request, body) if len(engine.requests) == 2 else None
+    await engine_takes_a_call_first(mesh, engine, second)
+    rollout, _ = await collect(mesh, make_group(environment="mesh_guess"))
+    assert rollout.num_turns == 3
+    assert len(rollout.samples) == 1
+    assert (len(engine.requests), len(second.requests)) == (2, 2)
+
+
+async def test_a_conversation_that_outgrows_the_context_ends_truncated_and_scored(start_mesh, make_group, engine):
+    mesh = await start_mesh([engine], env=[{"id": "mesh_guess", "args": {"turns": 30}}], seq_len=100)
+    rollout, _ = await collect(mesh, make_group(environment="mesh_guess"))
+    assert rollout.truncated
+    assert 1 < rollout.num_turns < 30
+    assert max(len(sample.token_ids) for sample in rollout.samples) <= 100
+    assert rollout.reward == pytest.approx(rollout.num_turns / 30)
+
+
+async def test_a_prompt_longer_than_the_context_fails(start_mesh, make_group, engine):
+    mesh = await start_mesh([engine], seq_len=20)
+    failure, _ = await collect(mesh, make_group())
+    assert "exceeds maximum context length" in failure.message
+    assert engine.requests == []
+
+
+async def test_agents_that_train_become_rollouts_of_their_own(start_mesh, make_group, engine):
+    mesh = await start_mesh([engine], env=[{"id": "mesh_debate"}])
+    pro, con, summary = await collect(mesh, make_group(environment="mesh_debate"))
+    assert {pro.agent, con.agent} == {"pro", "con"}
+    assert pro.metrics["rounds"] == con.metrics["rounds"] == 1.0
+    assert summary.finished == 1
+    assert len(engine.requests) == 3

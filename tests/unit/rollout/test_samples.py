@@ -1,0 +1,86 @@
+"""Branches of a message graph become samples."""
+
+import numpy as np
+import pytest
+from meshrl.rollout.samples import samples_of, trace_uuid
+from meshrl.rollout.sessions import Call
+from meshrl.wire.errors import MeshError, Reason
+from verifiers.v1.graph import MessageNode
+from verifiers.v1.trace import Branch
+from verifiers.v1.types import AssistantMessage, UserMessage
+
+
+def user(*tokens: int) -> MessageNode:
+    return MessageNode(message=UserMessage(content="u"), token_ids=list(tokens), mask=[False] * len(tokens))
+
+
+def assistant(header: list[int], sampled: list[int], logprobs: list[float]) -> MessageNode:
+    return MessageNode(
+        message=AssistantMessage(content="a"),
+        sampled=True,
+        token_ids=header + sampled,
+        mask=[False] * len(header) + [True] * len(sampled),
+        logprobs=logprobs,
+    )
+
+
+def branch(*nodes: MessageNode, trainable: bool = True) -> Branch:
+    return Branch.model_construct(index=0, nodes=list(nodes), calls=[], trainable=trainable, mm_token_type_id_map={})
+
+
+def spans(sample) -> list[tuple[int, int, int]]:
+    return [(span.start, span.end, span.version) for span in sample.version_spans]
+
+
+def test_turns_of_one_branch_merge_and_spans_of_one_version_join():
+    turns = [user(1, 2), assistant([3], [4, 5], [-0.1, -0.2]), user(6), assistant([], [7], [-0.3])]
+    calls = [Call([4, 5], ((0, 1, 8), (1, 2, 9))), Call([7], ((0, 1, 9),))]
+    (sample,) = samples_of([branch(*turns)], calls, 0.5)
+    assert sample.token_ids.tolist() == [1, 2, 3, 4, 5, 6, 7]
+    assert sample.loss_mask.tolist() == [False, False, False, True, True, False, True]
+    np.testing.assert_allclose(sample.logprobs, [0, 0, 0, -0.1, -0.2, 0, -0.3], rtol=1e-6)
+    assert spans(sample) == [(3, 4, 8), (4, 5, 9), (6, 7, 9)]
+    assert [(s.start, s.end, s.role) for s in sample.message_spans] == [
+        (0, 2, "user"),
+        (2, 5, "assistant"),
+        (5, 6, "user"),
+        (6, 7, "assistant"),
+    ]
+    assert sample.temperature == 0.5
+
+
+def test_a_message_that_branches_share_trains_in_the_first_only():
+    shared = assistant([], [2], [-0.1])
+    first = branch(user(1), shared, assistant([], [3], [-0.2]))
+    second = branch(user(1), shared, user(4), assistant([], [5], [-0.3]))
+    calls = [Call([2], ((0, 1, 1),)), Call([3], ((0, 1, 2),)), Call([5], ((0, 1, 3),))]
+    one, two = samples_of([first, second], calls, 1.0)
+    assert one.loss_mask.tolist() == [False, True, True]
+    assert two.loss_mask.tolist() == [False, False, False, True]
+    assert two.logprobs.tolist()[1] == 0.0
+    assert spans(two) == [(3, 4, 3)]
+
+
+def test_branches_without_sampled_tokens_or_training_are_left_out():
+    calls = [Call([2], ((0, 1, 1),))]
+    kept = branch(user(1), assistant([], [2], [-0.1]))
+    assert samples_of([branch(user(1)), branch(user(1), assistant([9], [], []))], [], 1.0) == ()
+    assert samples_of([branch(user(1), assistant([], [7], [-1.0]), trainable=False)], [], 1.0) == ()
+    assert len(samples_of([branch(user(1)), kept], calls, 1.0)) == 1
+
+
+def test_equal_replies_take_their_versions_in_order():
+    turns = [user(1), assistant([], [2], [-0.1]), user(3), assistant([], [2], [-0.1])]
+    (sample,) = samples_of([branch(*turns)], [Call([2], ((0, 1, 4),)), Call([2], ((0, 1, 5),))], 1.0)
+    assert spans(sample) == [(1, 2, 4), (3, 4, 5)]
+
+
+def test_tokens_without_a_model_call_are_a_defect():
+    with pytest.raises(MeshError) as caught:
+        samples_of([branch(user(1), assistant([], [2], [-0.1]))], [Call([3], ((0, 1, 1),))], 1.0)
+    assert caught.value.reason is Reason.INTERNAL
+
+
+def test_trace_ids_become_uuids():
+    assert trace_uuid("3714550faf3941a4a405c642e527fb58") == "3714550f-af39-41a4-a405-c642e527fb58"
+    assert trace_uuid("mine") == "mine"
