@@ -6,13 +6,11 @@ import time
 from collections.abc import Callable, Mapping
 
 from opentelemetry import trace
-from opentelemetry.trace import Link, SpanKind, Status, StatusCode
-from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from opentelemetry.trace import SpanKind, Status, StatusCode
 
+from meshrl.core.telemetry import TRAIN_SPAN
+from meshrl.wire.trace import context_from, format_traceparent, links_from
 from meshrl.wire.types import Batch
-
-TRAIN_SPAN = "rl.train"
-_W3C = TraceContextTextMapPropagator()
 
 
 class StepSpan:
@@ -22,9 +20,7 @@ class StepSpan:
         self._tracer = tracer
         self._span = span
         self._clock_ns = clock_ns
-        carrier: dict[str, str] = {}
-        _W3C.inject(carrier, context=trace.set_span_in_context(span))
-        self.traceparent = carrier.get("traceparent", "")
+        self.traceparent = format_traceparent(span.get_span_context())
 
     def child(self, name: str, length_s: float, *, before_s: float = 0.0) -> None:
         """Records a stage that took `length_s` and ended `before_s` ago."""
@@ -62,13 +58,9 @@ class StepSpans:
         }
         span = self._tracer.start_span(
             TRAIN_SPAN,
-            context=_W3C.extract({"traceparent": batch.traceparent}) if batch.traceparent else None,
+            context=context_from(batch.traceparent),
             kind=SpanKind.CONSUMER,
-            links=[Link(context) for context in map(_span_context, rollouts) if context.is_valid],
+            links=links_from(rollouts),
             attributes=attributes,
         )
         return StepSpan(self._tracer, span, self._clock_ns)
-
-
-def _span_context(traceparent: str) -> trace.SpanContext:
-    return trace.get_current_span(_W3C.extract({"traceparent": traceparent})).get_span_context()

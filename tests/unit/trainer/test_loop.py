@@ -168,7 +168,8 @@ async def test_batch_becomes_a_published_version_with_metrics(tmp_path: Path) ->
         assert any(not torch.equal(tensor, before[name]) for name, tensor in published.items())
         assert set(event.timings_s) == {"wait_for_batch", "forward_backward", "optimizer", "publish", "step"}
         wanted = """loss/mean mismatch_kl/all/mean mismatch_kl/env/max mismatch_kl/all/std entropy/env/mean
-            mismatch_abs/all/mean masked_advantage_positive/mean masked_advantage_negative/mean optim/grad_norm optim/lr optim/zero_grad_ratio
+            mismatch_abs/all/mean masked_advantage_positive/mean masked_advantage_negative/mean
+            optim/grad_norm optim/lr optim/zero_grad_ratio
             perf/throughput perf/throughput_per_gpu perf/mfu perf/peak_memory time/step time/wait_for_batch
             time/forward_backward time/save_ckpt progress/total_tokens progress/total_samples"""
         assert set(wanted.split()) <= set(event.metrics)
