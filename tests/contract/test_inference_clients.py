@@ -1,0 +1,114 @@
+"""The inference server through the clients that the rollout side uses: `renderers`, openai; over a real socket."""
+
+import copy
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import renderers
+import torch
+from aiohttp import web
+from meshrl.inference.embedded import EmbeddedEngine
+from meshrl.inference.http import InferenceServer
+from meshrl.inference.text import TextCodec
+from openai import AsyncOpenAI, BadRequestError
+from renderers.client import OverlongPromptError, generate
+
+sys.path.append(str(Path(__file__).parents[1] / "unit" / "inference"))  # importlib mode puts no test folder on the path
+
+from inference_kit import full_forward, make_model, make_tokenizer
+
+MAX_LEN = 128
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[AsyncOpenAI]:
+    torch.set_num_threads(1)
+    engine = EmbeddedEngine(copy.deepcopy(make_model()), max_model_len=MAX_LEN, num_slots=8, eos_token_ids=(0,), seed=0)
+    engine.start()
+    codec = TextCodec(make_tokenizer())
+    runner = web.AppRunner(InferenceServer(engine, model_name="tiny", codec=codec, loader=None).app())
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    port = runner.addresses[0][1]
+    async with AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as openai:
+        yield openai
+    await runner.cleanup()
+    await engine.close()
+    codec.close()
+
+
+class _Renderer(renderers.DefaultRenderer):
+    """The fallback renderer, which works with any chat template, with a stop token."""
+
+    def get_stop_token_ids(self) -> list[int]:
+        return [0]
+
+
+def renderer() -> _Renderer:
+    return _Renderer(make_tokenizer())
+
+
+async def test_renderers_reads_tokens_logprobs_and_weight_versions(client: AsyncOpenAI) -> None:
+    sampling = {"max_tokens": 20, "temperature": 0.9, "seed": 1, "ignore_eos": True, "min_tokens": 5}
+    result = await generate(
+        client=client, renderer=renderer(), messages=[{"role": "user", "content": "abc"}], model="tiny",
+        sampling_params=sampling,
+    )  # fmt: skip
+    assert make_tokenizer().decode(result["prompt_ids"]) == "u:abc\na:"
+    completion = result["completion_ids"]
+    assert 5 <= len(completion) <= 20
+    assert result["completion_logprobs"].dtype == np.float32
+    expected = full_forward(make_model(), result["prompt_ids"], completion, 0.9)
+    # until min_tokens the stop token is cut, so those logprobs are of the rest of the distribution
+    np.testing.assert_allclose(result["completion_logprobs"][5:], expected[5:], atol=1e-4)
+    assert result["weight_versions"] == [{"version": 0, "start": 0, "end": len(completion)}]
+    assert result["finish_reason"] in {"stop", "length"}
+    assert result["usage"]["completion_tokens"] == len(completion)
+
+
+async def test_renderers_reads_a_head_of_alternatives(client: AsyncOpenAI) -> None:
+    result = await generate(
+        client=client, renderer=renderer(), messages=[{"role": "user", "content": "abc"}], model="tiny",
+        sampling_params={"max_tokens": 6, "logprobs": 3},
+    )  # fmt: skip
+    assert [len(ids) for ids in result["completion_top_ids"]] == [3] * len(result["completion_ids"])
+
+
+async def test_renderers_learns_the_context_length_and_refuses_a_longer_prompt(client: AsyncOpenAI) -> None:
+    with pytest.raises(OverlongPromptError) as refused:
+        await generate(
+            client=client, renderer=renderer(), messages=[], model="tiny", prompt_ids=[1] * (MAX_LEN + 1),
+            sampling_params={"max_tokens": 1},
+        )  # fmt: skip
+    assert refused.value.max_prompt_len == MAX_LEN
+
+
+async def test_openai_chat_completes_and_streams(client: AsyncOpenAI) -> None:
+    messages = [{"role": "user", "content": "abc"}]
+    whole = await client.chat.completions.create(
+        model="tiny", messages=messages, max_tokens=10, seed=3, logprobs=True, top_logprobs=1, n=2
+    )
+    assert [choice.index for choice in whole.choices] == [0, 1]
+    logprobs = whole.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.content is not None
+    assert all(entry.logprob <= 0.0 for entry in logprobs.content)
+    stream = await client.chat.completions.create(model="tiny", messages=messages, max_tokens=10, seed=3, stream=True)
+    text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+    assert text == whole.choices[0].message.content
+
+
+async def test_openai_completions_and_models(client: AsyncOpenAI) -> None:
+    made = await client.completions.create(model="tiny", prompt="abc", max_tokens=5, logprobs=1)
+    assert made.choices[0].logprobs is not None
+    assert len(made.choices[0].logprobs.tokens or []) == made.usage.completion_tokens if made.usage else False
+    assert [model.id async for model in client.models.list()] == ["tiny"]
+
+
+async def test_openai_reports_a_bad_request_with_our_message(client: AsyncOpenAI) -> None:
+    with pytest.raises(BadRequestError, match="maximum context length is 128 tokens"):
+        await client.completions.create(model="tiny", prompt="a" * 200, max_tokens=1)
