@@ -272,6 +272,8 @@ class Hub:
             return
         except TimeoutError as error:
             raise MeshError(Reason.DEADLINE_PASSED, "no report came; send one at once with the lease_id") from error
+        if self._draining:
+            raise MeshError(Reason.DRAINING)
         lease_id = first.lease_id
         actions = self.coordinator.report(first, self._now())
         session: _Session = asyncio.Queue()

@@ -58,6 +58,7 @@ async def serve(config: WeightsConfig, stop: asyncio.Event) -> int:
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
     finally:
+        server.set_not_serving()
         hub.close_streams()
         await server.drain(DRAIN_GRACE_S)
         await hub.stop()

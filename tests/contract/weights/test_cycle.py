@@ -1,0 +1,151 @@
+"""Versions travel from a publisher through a hub to engines, over both transports."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.types import ActivationPolicy, AgentState, Transport, VersionState
+
+
+async def activate(mesh: Any, version: int, **more: Any) -> Any:
+    return await mesh.client().activate_version(run_id="run", version=version, prepare_deadline_s=5.0, **more)
+
+
+async def test_engine_serves_each_activated_version_to_the_bit(
+    mesh: Any, engine: Any, state: Any, transport: Transport
+) -> None:
+    mesh.start_agent("e0", engine)
+    publisher = mesh.publisher(transport)
+    for version in range(4):
+        report = await publisher.publish(version, state(version + 1), "00-" + "a" * 32 + "-" + "b" * 16 + "-01")
+        activation = await activate(mesh, version)
+        assert activation.version.state is VersionState.COMMITTED
+        assert activation.version.traceparent.startswith("00-aaaa")
+        (applied,) = activation.engines
+        assert (applied.engine_id, applied.applied.version, applied.applied.root) == ("e0", version, report.root)
+        assert applied.applied.requests_kept == 3
+        assert 0 < applied.applied.pause_s < activation.commit_s < activation.lag_s
+        assert engine.version == version
+        assert engine.holds(state(version + 1))
+        assert await engine.weights_root() == report.root
+    (info,) = await mesh.client().list_engines()
+    assert (info.engine_id, info.state, info.serving_version, info.routable) == ("e0", AgentState.READY, 3, True)
+
+
+async def test_engine_generates_while_it_prepares_and_pauses_only_to_swap(mesh: Any, engine: Any, state: Any) -> None:
+    mesh.start_agent("e0", engine)
+    await mesh.publisher(Transport.STREAM).publish(0, state(1))
+    await mesh.until(lambda: engine.shadow is not None)
+    assert engine.history == ["stage 0"]
+    await activate(mesh, 0)
+    assert engine.history == ["stage 0", "pause", "apply 0", "resume"]
+
+
+async def test_engine_that_holds_the_same_root_acknowledges_without_a_transfer(
+    mesh: Any, engine: Any, state: Any, transport: Transport
+) -> None:
+    mesh.start_agent("e0", engine)
+    await mesh.publisher(transport).publish(0, state(0))
+    activation = await activate(mesh, 0)
+    assert engine.history == ["adopt 0"]
+    assert activation.engines[0].applied.pause_s == 0.0
+
+
+async def test_retention_keeps_the_newest_two_and_deletes_the_bytes_of_older_ones(
+    mesh: Any, engine: Any, state: Any, transport: Transport
+) -> None:
+    mesh.start_agent("e0", engine)
+    publisher = mesh.publisher(transport)
+    artifacts = []
+    for version in range(4):
+        artifacts.append((await publisher.publish(version, state(version + 1))).artifact_id)
+        await activate(mesh, version)
+    await mesh.until(lambda: len(list((mesh.folder / "weights" / "artifacts").iterdir())) == 2)
+    kept = {folder.name for folder in (mesh.folder / "weights" / "artifacts").iterdir()}
+    assert kept == set(artifacts[2:])
+    if transport is Transport.FILESYSTEM:
+        assert {folder.name for folder in (mesh.folder / "broadcasts").iterdir()} == {"step_2", "step_3"}
+    with pytest.raises(MeshError, match="retired") as caught:
+        _ = [chunk async for chunk in mesh.client().fetch(artifacts[0])]
+    assert caught.value.reason is Reason.UNKNOWN_VERSION
+
+
+async def test_late_engine_goes_straight_to_the_newest_committed_version(
+    mesh: Any, engine: Any, new_engine: Any, state: Any, transport: Transport
+) -> None:
+    mesh.start_agent("e0", engine)
+    publisher = mesh.publisher(transport)
+    for version in range(3):
+        await publisher.publish(version, state(version + 1))
+        await activate(mesh, version)
+    late = new_engine(9)
+    mesh.start_agent("late", late)
+    await mesh.until(lambda: late.version == 2)
+    assert late.history == ["stage 2", "pause", "apply 2", "resume"]
+    await mesh.until(lambda: all(info.routable for info in mesh.hub.list_engines("")))
+
+
+async def test_gang_resumes_only_when_every_engine_has_applied(
+    mesh: Any, engine: Any, new_engine: Any, state: Any
+) -> None:
+    slow = new_engine(5)
+    may_apply = asyncio.Event()
+
+    async def wait_for_it() -> None:
+        await may_apply.wait()
+
+    slow.before_apply = wait_for_it
+    mesh.start_agent("fast", engine)
+    mesh.start_agent("slow", slow)
+    await mesh.until_registered(2)
+    await mesh.publisher(Transport.FILESYSTEM).publish(0, state(1))
+    activation = asyncio.create_task(activate(mesh, 0, policy=ActivationPolicy.GANG))
+    await mesh.until(lambda: engine.version == 0)
+    await asyncio.sleep(0.1)
+    assert engine.paused
+    may_apply.set()
+    reports = {report.engine_id: report.applied for report in (await activation).engines}
+    assert not engine.paused
+    assert not slow.paused
+    assert reports["fast"].pause_s >= 0.1
+
+
+async def test_rolling_commit_lets_each_engine_resume_on_its_own(
+    mesh: Any, engine: Any, new_engine: Any, state: Any
+) -> None:
+    slow = new_engine(5)
+    may_apply = asyncio.Event()
+
+    async def wait_for_it() -> None:
+        await may_apply.wait()
+
+    slow.before_apply = wait_for_it
+    mesh.start_agent("fast", engine)
+    mesh.start_agent("slow", slow)
+    await mesh.until_registered(2)
+    await mesh.publisher(Transport.FILESYSTEM).publish(0, state(1))
+    activation = asyncio.create_task(activate(mesh, 0))
+    await mesh.until(lambda: engine.version == 0 and not engine.paused)
+    assert not activation.done()
+    may_apply.set()
+    assert len((await activation).engines) == 2
+
+
+async def test_watch_shows_current_states_first_and_then_each_change(mesh: Any, engine: Any, state: Any) -> None:
+    publisher = mesh.publisher(Transport.STREAM)
+    await publisher.publish(0, state(1))
+    watch = mesh.client().watch_versions()
+    first = await asyncio.wait_for(anext(watch), 5.0)
+    assert (first.version.version, first.version.state) == (0, VersionState.SEALED)
+    mesh.start_agent("e0", engine)
+    await activate(mesh, 0)
+    revisions, states = [first.revision], [first.version.state]
+    while states[-1] is not VersionState.COMMITTED:
+        event = await asyncio.wait_for(anext(watch), 5.0)
+        revisions.append(event.revision)
+        states.append(event.version.state)
+    assert revisions == sorted(set(revisions))
+    await watch.aclose()
