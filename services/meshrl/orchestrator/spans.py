@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from meshrl.wire.trace import format_traceparent
+from meshrl.core.telemetry import STEP_SPAN, traceparent_of
 from opentelemetry import trace
-
-STEP_SPAN = "rl.step"
 
 
 class StepSpans:
@@ -21,7 +19,7 @@ class StepSpans:
         """W3C context of the step's span, which starts with the first call."""
         if step not in self._open:
             self._open[step] = self._tracer.start_span(STEP_SPAN, attributes={"rl.step": step})
-        return format_traceparent(self._open[step].get_span_context())
+        return traceparent_of(self._open[step])
 
     def context_of(self, step: int) -> trace.Span:
         """The span of a step, to make current around calls that belong to it; one that records nothing if it ended."""

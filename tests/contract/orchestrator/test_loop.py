@@ -1,0 +1,198 @@
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from meshrl.orchestrator.retry import RunError
+from meshrl.wire.errors import Reason
+
+
+def records(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def staleness(script) -> list[int]:
+    return [
+        step - 1 - script.rollout_versions[rollout] for step, rollouts in script.batches.items() for rollout in rollouts
+    ]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10.0):
+        while not condition():  # noqa: ASYNC110  # what is watched are plain fields of the script
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+async def test_every_level_trains_all_steps_within_the_law(mesh, script, make_config, start, tmp_path, level) -> None:
+    config = make_config(mesh.services, max_async_level=level, max_steps=6)
+    async with start(config) as (loop, ledger):
+        await loop.run()
+    assert sorted(script.batches) == [1, 2, 3, 4, 5, 6]
+    assert all(len(set(rollouts)) == 8 for rollouts in script.batches.values())
+    assert script.engine_version == 6
+    assert 0 <= max(staleness(script)) <= level
+    written = records(tmp_path)
+    assert [line["step"] for line in written] == [1, 2, 3, 4, 5, 6]
+    assert all(line["off_policy/all/max"] <= level for line in written)
+    balance = ledger.balance()
+    assert (balance.dispatched, balance.trained, balance.open) == (48, 48, 0)
+
+
+async def test_level_zero_generates_nothing_before_the_version_is_active(mesh, script, make_config, start) -> None:
+    async with start(make_config(mesh.services, max_async_level=0)) as (loop, _):
+        await loop.run()
+    assert set(staleness(script)) == {0}
+    kinds = [kind for kind, _ in script.log]
+    one_step = ["generate", "generate", "batch", "trained", "active"]
+    assert kinds == ["active", *one_step * 4]
+    assert [request.min_version for request in script.requests] == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+async def test_level_one_generates_while_the_trainer_trains(mesh, script, make_config, start) -> None:
+    script.step_s = 0.05
+    async with start(make_config(mesh.services, max_async_level=1)) as (loop, _):
+        await loop.run()
+    before_first_version = script.log[: script.log.index(("trained", 1))]
+    assert Counter(kind for kind, _ in before_first_version) == {"active": 1, "generate": 4, "batch": 2}
+
+
+async def test_refused_groups_are_asked_for_again_under_a_new_request_id(mesh, script, make_config, start) -> None:
+    script.refusals = [Reason.OVERLOADED, Reason.DRAINING, Reason.VERSION_NOT_AVAILABLE, Reason.OVERLOADED]
+    async with start(make_config(mesh.services, max_steps=2)) as (loop, ledger):
+        await loop.run()
+    assert script.refused == {"OVERLOADED": 2, "DRAINING": 1, "VERSION_NOT_AVAILABLE": 1}
+    assert len({request.request_id for request in script.requests}) == len(script.requests)
+    assert ledger.balance().trained == 16
+
+
+async def test_zero_signal_groups_are_counted_and_replaced(mesh, script, make_config, start, tmp_path) -> None:
+    script.reward = lambda request, place: float(place % 2) if request.task_index % 2 else 1.0
+    async with start(make_config(mesh.services, max_async_level=1, max_steps=3)) as (loop, ledger):
+        await loop.run()
+    assert all(len(rollouts) == 8 for rollouts in script.batches.values())
+    balance = ledger.balance()
+    assert balance.exact
+    assert balance.trained == 24
+    assert balance.dropped["zero_signal"] > 0
+    written = records(tmp_path)
+    assert max(line["filters/zero_signal"] for line in written) > 0
+    assert sum(line["dropped/zero_signal"] for line in written) <= balance.dropped["zero_signal"]
+
+
+async def test_a_group_survives_losses_and_errors_are_counted(mesh, script, make_config, start, tmp_path) -> None:
+    script.fails = lambda request, place: place == 3
+    async with start(make_config(mesh.services, max_steps=2)) as (loop, ledger):
+        await loop.run()
+    assert all(len(rollouts) == 6 for rollouts in script.batches.values())
+    assert [line["errored_rollouts/all"] for line in records(tmp_path)] == [0.25, 0.25]
+    assert ledger.balance().failed == {"ENVIRONMENT_FAILED": 4}
+    assert ledger.balance().exact
+
+
+async def test_lost_groups_are_replaced_until_there_are_too_many(mesh, script, make_config, start) -> None:
+    script.fails = lambda request, place: True
+    async with start(make_config(mesh.services, filters={"max_lost_groups": 4})) as (loop, _):
+        with pytest.raises(
+            RunError, match=r"4 groups in a row were lost to failures.*ENVIRONMENT_FAILED: scripted crash"
+        ):
+            await loop.run()
+
+
+async def test_a_version_that_cannot_be_activated_is_skipped_where_the_law_allows(
+    mesh, script, make_config, start, tmp_path
+) -> None:
+    script.broken_versions = {2}
+    async with start(make_config(mesh.services, max_async_level=2, max_steps=5)) as (loop, _):
+        await loop.run()
+    assert [version for kind, version in script.log if kind == "active"] == [0, 1, 3, 4, 5]
+    assert [line["weights/activated"] for line in records(tmp_path)] == [1.0, 0.0, 1.0, 1.0, 1.0]
+    assert max(staleness(script)) <= 3
+
+
+async def test_a_synchronous_run_ends_when_its_version_cannot_be_activated(mesh, script, make_config, start) -> None:
+    script.broken_versions = {2}
+    async with start(make_config(mesh.services, max_async_level=0)) as (loop, _):
+        with pytest.raises(
+            RunError, match=r"step 3 needs version 2 on the engines \(max_async_level = 0\), but they serve"
+        ):
+            await loop.run()
+
+
+async def test_a_failed_step_ends_the_run_with_its_reason(mesh, script, make_config, start) -> None:
+    script.failing_steps = {2}
+    async with start(make_config(mesh.services)) as (loop, _):
+        with pytest.raises(
+            RunError, match=f"trainer at {mesh.services.trainer} failed step 2: STEP_FAILED: loss is NaN"
+        ):
+            await loop.run()
+
+
+async def test_stale_rollouts_are_dropped_and_replaced(mesh, script, make_config, start) -> None:
+    script.step_s = 0.03
+    config = make_config(mesh.services, max_async_level=2, max_off_policy_steps=0, max_steps=4)
+    async with start(config) as (loop, ledger):
+        await loop.run()
+    assert set(staleness(script)) == {0}
+    assert ledger.balance().dropped["stale"] > 0
+    assert ledger.balance().exact
+
+
+@pytest.mark.parametrize(("service", "name"), [("rollout", "rollout service"), ("trainer", "trainer")])
+async def test_a_dead_service_is_named_within_seconds(mesh, script, make_config, start, service, name) -> None:
+    script.step_s = 0.05
+    async with start(make_config(mesh.services, max_steps=None)) as (loop, _):
+        running = asyncio.create_task(loop.run())
+        await until(lambda: len(script.batches) >= 2)
+        await mesh.servers[service].drain(grace_s=0.0)
+        address = getattr(mesh.services, service)
+        with pytest.raises(RunError, match=f"{name} at {address}"):
+            await asyncio.wait_for(running, 8.0)
+
+
+async def test_stopping_cancels_what_is_in_flight(mesh, script, make_config, start) -> None:
+    script.rollout_s = 5.0
+    async with start(make_config(mesh.services)) as (loop, ledger):
+        running = asyncio.create_task(loop.run())
+        await until(lambda: script.in_flight >= 6)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+    await until(lambda: not script.in_flight)
+    assert script.cancelled == 6
+    ledger.end("run_ended")
+    assert ledger.balance().cancelled == 24
+
+
+@pytest.mark.parametrize("level", [0, 1])
+async def test_evaluations_run_before_between_and_after(mesh, script, make_config, start, tmp_path, level) -> None:
+    script.environments = {"echo": 50, "held-out": 3}
+    script.reward = lambda request, place: float(place % 2) if request.environment == "echo" else 0.25
+    evals = {"interval": 2, "env": [{"id": "held-out"}], "group_size": 2, "pass_threshold": 0.2}
+    config = make_config(mesh.services, max_async_level=level, max_steps=3, eval=evals)
+    async with start(config) as (loop, _):
+        await loop.run()
+    scores = {line["step"]: line for line in records(tmp_path) if "eval/held-out/avg@2" in line}
+    assert sorted(scores) == [0, 2, 3]
+    assert scores[0]["eval/held-out/avg@2"] == 0.25
+    assert scores[0]["eval/held-out/pass@2"] == 1.0
+    assert scores[0]["eval/held-out/version/max"] == 0
+    assert scores[3]["eval/held-out/version/min"] == 3
+    assert {request.task_index for request in script.requests if request.environment == "held-out"} == {0, 1, 2}
+    if level == 0:
+        assert scores[2]["eval/held-out/version/max"] == 2
+
+
+async def test_a_config_that_does_not_fit_the_services_is_refused(mesh, make_config, start) -> None:
+    with pytest.raises(RunError, match=r"orchestrator.seq_len must be at most the trainer's \(64\), got 128"):
+        async with start(make_config(mesh.services, seq_len=128)):
+            pass
+    train = {"env": [{"id": "math"}]}
+    with pytest.raises(RunError, match="names 'math', which the rollout service does not host; it has echo"):
+        async with start(make_config(mesh.services, train=train)):
+            pass
+    with pytest.raises(RunError, match="run_id 'other' is not a run of the trainer; it has main"):
+        async with start(make_config(mesh.services, run_id="other")):
+            pass

@@ -1,0 +1,77 @@
+import asyncio
+import json
+import socket
+import sqlite3
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from meshrl.orchestrator.main import HEALTH_NAME, orchestrate
+from opentelemetry import trace
+
+TRACER = trace.get_tracer("test")
+
+
+def states(folder: Path) -> dict[str, int]:
+    with sqlite3.connect(folder / "ledger.sqlite") as connection:
+        found = dict(connection.execute("SELECT state, COUNT(*) FROM rollouts GROUP BY state").fetchall())
+    connection.close()
+    return found
+
+
+async def test_a_whole_run_exits_zero_and_leaves_metrics_and_an_exact_ledger(mesh, make_config, tmp_path) -> None:
+    config = make_config(mesh.services, max_steps=3, bench=True)
+    assert await orchestrate(config, asyncio.Event(), TRACER) == 0
+    assert states(tmp_path) == {"trained": 24}
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    wanted = {
+        "reward/all/mean", "reward/echo/std", "seq_len/echo/mean", "completion_len/all/mean", "is_truncated/all/mean",
+        "num_turns/all/mean", "empty_rollouts/all", "errored_rollouts/echo", "off_policy/all/mean",
+        "filters/zero_signal", "time/step", "time/wait_for_ckpt", "time/wait_for_rollouts", "time/train_step",
+        "time/wait_for_batch", "progress/tokens", "progress/samples", "progress/problems", "perf/rollouts_per_s",
+        "perf/inference_tokens_per_s", "weights/pause_s", "weights/lag_s", "weights/commit_s", "weights/prepare_s",
+        "loss/mean", "mismatch_kl/all/mean", "optim/grad_norm", "progress/epoch/echo", "batch/loss_tokens", "off_policy/all/max",
+    }  # fmt: skip
+    assert wanted <= set(lines[0])
+    assert lines[0]["reward/all/mean"] == 0.5
+    assert (lines[2]["progress/samples"], lines[2]["progress/problems"], lines[2]["progress/tokens"]) == (24, 6, 120)
+    assert (lines[0]["batch/rollouts"], lines[0]["batch/loss_tokens"], lines[0]["batch/groups"]) == (8, 24, 2)
+
+
+async def test_a_stop_signal_ends_cleanly_with_exit_code_zero(mesh, script, make_config, tmp_path) -> None:
+    script.step_s = 0.05
+    stop = asyncio.Event()
+    running = asyncio.create_task(orchestrate(make_config(mesh.services, max_steps=None), stop, TRACER))
+    async with asyncio.timeout(10.0):
+        while len(script.batches) < 3:  # noqa: ASYNC110  # what is watched is a plain field of the script
+            await asyncio.sleep(0.01)
+    stop.set()
+    assert await asyncio.wait_for(running, 5.0) == 0
+    assert set(states(tmp_path)) <= {"trained", "dropped", "cancelled"}
+    assert states(tmp_path)["trained"] >= 8
+
+
+async def test_services_that_never_serve_end_the_program_with_exit_code_one(make_config, mesh) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{unused.getsockname()[1]}"
+        services = mesh.services.model_copy(update={"trainer": address})
+        config = make_config(services, deadlines={"startup_s": 0.5})
+        assert await orchestrate(config, asyncio.Event(), TRACER) == 1
+
+
+async def test_health_is_served_where_a_server_is_configured(mesh, script, make_config) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    script.rollout_s = 0.5
+    stop = asyncio.Event()
+    running = asyncio.create_task(orchestrate(make_config(mesh.services, server={"port": port}), stop, TRACER))
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        reply = await health_pb2_grpc.HealthStub(channel).Check(
+            health_pb2.HealthCheckRequest(service=HEALTH_NAME), wait_for_ready=True, timeout=5.0
+        )
+    assert reply.status == health_pb2.HealthCheckResponse.SERVING
+    stop.set()
+    assert await asyncio.wait_for(running, 5.0) == 0

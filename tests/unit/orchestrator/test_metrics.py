@@ -1,0 +1,59 @@
+import pytest
+from meshrl.orchestrator.bench import summary_table
+from meshrl.orchestrator.evals import eval_metrics
+from meshrl.orchestrator.metrics import activation_metrics, distribution, rollout_metrics, trainer_metrics
+from meshrl.wire.types import RolloutFailure, StepEvent, StepState
+
+
+def test_statistics_are_over_all_and_by_environment(make_rollout, make_group) -> None:
+    echo = make_group("g0", (make_rollout("a", reward=0.0), make_rollout("b", reward=1.0, truncated=True)), size=2)
+    math = make_group("g1", (make_rollout("c", reward=4.0, sampled=0),), size=2, environment="math")
+    math.failures.append(
+        RolloutFailure(rollout_id="d", group_id="g1", reason="ENGINE_FAILED", message="", retryable=True)
+    )
+    metrics = rollout_metrics([echo, math])
+    assert metrics["reward/all/mean"] == pytest.approx(5 / 3)
+    assert (metrics["reward/echo/mean"], metrics["reward/echo/std"]) == (0.5, 0.5)
+    assert (metrics["reward/math/max"], metrics["reward/math/min"]) == (4.0, 4.0)
+    assert (metrics["is_truncated/echo/mean"], metrics["is_truncated/all/mean"]) == (0.5, pytest.approx(1 / 3))
+    assert (metrics["empty_rollouts/math"], metrics["empty_rollouts/echo"]) == (1.0, 0.0)
+    assert (metrics["errored_rollouts/math"], metrics["errored_rollouts/all"]) == (0.5, 0.25)
+    assert (metrics["seq_len/echo/mean"], metrics["completion_len/all/mean"]) == (5.0, 2.0)
+
+
+def test_values_that_are_not_finite_do_not_spoil_a_mean() -> None:
+    assert distribution("x", [1.0, float("nan"), 3.0], "mean max") == {"x/mean": 2.0, "x/max": 3.0}
+    assert distribution("x", [], "mean") == {}
+
+
+def test_trainer_times_keep_their_names_and_its_step_gets_its_own() -> None:
+    event = StepEvent(
+        revision=1,
+        step=1,
+        state=StepState.DONE,
+        metrics={"loss/mean": 0.1, "time/step": 9.0},
+        timings_s={"step": 2.0, "wait_for_batch": 0.5},
+    )
+    assert trainer_metrics(event) == {"loss/mean": 0.1, "time/train_step": 2.0, "time/wait_for_batch": 0.5}
+
+
+def test_a_skipped_version_is_marked() -> None:
+    assert activation_metrics(None) == {"weights/activated": 0.0}
+
+
+def test_eval_scores_are_mean_reward_and_share_of_tasks_passed(make_rollout, make_group) -> None:
+    groups = [
+        make_group("g0", (make_rollout("a", reward=1.0), make_rollout("b", reward=0.0)), size=2),
+        make_group("g1", (make_rollout("c", reward=0.5), make_rollout("d", reward=0.0)), size=2),
+        make_group("g2", (), size=2),
+    ]
+    metrics = eval_metrics("echo", groups, k=2, pass_threshold=1.0)
+    assert metrics["eval/echo/avg@2"] == 0.375
+    assert metrics["eval/echo/pass@2"] == 0.5
+    assert metrics["eval/echo/failed"] == pytest.approx(1 / 3)
+
+
+def test_the_bench_table_leaves_out_the_first_step() -> None:
+    table = summary_table([{"time/step": 100.0}, {"time/step": 1.0}, {"time/step": 3.0}])
+    assert table.splitlines()[1].split() == ["seconds", "a", "step", "2.0000", "1.0000", "3.0000"]
+    assert summary_table([{}]) == "1 steps are too few to measure: run at least 2"
