@@ -93,19 +93,7 @@ class WeightAgent:
         try:
             while not leaving.done():
                 began_s = time.monotonic()
-                following = asyncio.create_task(self._follow())
-                await asyncio.wait({following, leaving}, return_when=asyncio.FIRST_COMPLETED)
-                following.cancel()
-                try:
-                    await following
-                except asyncio.CancelledError:
-                    if not leaving.done():
-                        raise
-                    break
-                except MeshError as error:
-                    if error.reason in _PERMANENT:
-                        raise
-                    logger.warning("the weight hub is away: {}; calling again", error)
+                await self._follow_until(leaving)
                 if time.monotonic() - began_s > BACKOFF_S[1]:
                     wait_s = BACKOFF_S[0]
                 await asyncio.wait({leaving}, timeout=wait_s * random.uniform(0.5, 1.0))
@@ -113,6 +101,19 @@ class WeightAgent:
         finally:
             leaving.cancel()
             await self._wind_down()
+
+    async def _follow_until(self, leaving: asyncio.Task[None]) -> None:
+        following = asyncio.create_task(self._follow())
+        try:
+            await asyncio.wait({following, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            following.cancel()
+            await asyncio.wait({following})
+        error = None if following.cancelled() else following.exception()
+        if isinstance(error, MeshError) and error.reason not in _PERMANENT:
+            logger.warning("the weight hub is away: {}; calling again", error)
+        elif error is not None:
+            raise error
 
     async def _wind_down(self) -> None:
         """Ends the fetch, lets a swap come to its end, and never leaves a held engine paused."""

@@ -170,7 +170,8 @@ class CommitRules:
             )
             self._move(record, VersionState.COMMITTED)
             record.answer = entries.with_state(record.answer, VersionState.COMMITTED)
-            actions += self._log(record, entries.committed(record, record.answer))
+            actions.append(Append(entry=entries.committed(record, record.answer), committed=record.answer))
+            actions.append(self._bump(record))
             actions.append(Answer(key=record.key, result=record.answer))
             record.attempt = None
             return actions + self._retire(record)

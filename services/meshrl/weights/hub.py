@@ -18,6 +18,7 @@ from typing import Literal
 from loguru import logger
 from meshrl.weights.coordinator import Coordinator
 from meshrl.weights.log import DecisionLog
+from meshrl.weights.spans import record_sync
 from meshrl.weights.states import LIVE, Action, Answer, Append, DeleteBytes, EndSession, Key, Notify, Send
 from meshrl.weights.store import VersionStore
 from meshrl.wire import manifest as manifests
@@ -37,6 +38,7 @@ from meshrl.wire.types import (
     VersionInfo,
     VersionState,
 )
+from opentelemetry import trace
 
 FIRST_REPORT_DEADLINE_S = 10.0
 LOG_FILE = "decisions.log"
@@ -54,6 +56,7 @@ class Hub:
         spool_dir: Path,
         max_chunk_bytes: int,
         verify_files: Literal["digests", "sizes"],
+        tracer: trace.Tracer | None = None,
         monotonic: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
@@ -62,6 +65,7 @@ class Hub:
         self._store = VersionStore(spool_dir / "artifacts")
         self._max_chunk_bytes = max_chunk_bytes
         self._verify_files = verify_files
+        self._tracer = tracer or trace.get_tracer("meshrl.weights")
         self._now, self._wall = monotonic, wall
         self._queue: asyncio.Queue[tuple[Sequence[Action], asyncio.Future[None]]] = asyncio.Queue()
         self._sessions: dict[str, _Session] = {}
@@ -157,6 +161,8 @@ class Hub:
         match action:
             case Append():
                 await asyncio.to_thread(self._log.append, action.entry)
+                if action.committed is not None:
+                    record_sync(self._tracer, action.committed, self._wall())
                 if action.decision is not None:
                     version = action.decision[1]
                     logger.info("version {} is decided", version)

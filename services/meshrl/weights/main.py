@@ -18,11 +18,12 @@ from meshrl.weights.hub import Hub
 from meshrl.weights.log import LogError
 from meshrl.weights.service import WeightSyncService
 from meshrl.wire import frames
+from opentelemetry import trace
 
 DRAIN_GRACE_S = 5.0
 
 
-def build_hub(config: WeightsConfig) -> Hub:
+def build_hub(config: WeightsConfig, tracer: trace.Tracer | None = None) -> Hub:
     """Builds the hub of a configuration; call it on a running event loop."""
     coordinator = Coordinator(
         lease_s=config.lease_s,
@@ -36,18 +37,19 @@ def build_hub(config: WeightsConfig) -> Hub:
         spool_dir=config.spool_dir or Layout(config.output_dir).weights,
         max_chunk_bytes=config.max_chunk_bytes,
         verify_files=config.verify_files,
+        tracer=tracer,
     )
 
 
-async def serve(config: WeightsConfig, stop: asyncio.Event) -> int:
+async def serve(config: WeightsConfig, tracer: trace.Tracer, stop: asyncio.Event) -> int:
     """Runs the hub until `stop` is set or its log fails; returns the exit code."""
-    hub = build_hub(config)
+    hub = build_hub(config, tracer)
     try:
         await hub.start()
     except (LogError, ValueError, OSError) as error:
         logger.error("the hub cannot start: {}", error)
         return 1
-    server = GrpcServer(config.server)
+    server = GrpcServer(config.server, tracer=tracer)
     server.add(frames.SERVICE, frames.add_weight_sync, WeightSyncService(hub))
     try:
         port = await server.start()
@@ -69,6 +71,8 @@ def main() -> None:
     """Console script `weights`."""
     config = load_config(WeightsConfig, prog="weights")
     layout = Layout(config.output_dir)
-    setup_logging("weights", config.log.level, layout.logs / "weights.log")
-    setup_tracing("weights", layout.traces)
-    sys.exit(run(lambda stop: serve(config, stop)))
+    setup_logging("weights", config.log.level, layout.log("weights"))
+    tracing = setup_tracing("weights", layout.traces)
+    code = run(lambda stop: serve(config, tracing, stop))
+    tracing.close()
+    sys.exit(code)

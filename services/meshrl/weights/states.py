@@ -147,10 +147,14 @@ class EngineRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Append:
-    """Write an entry to the log and make it durable. For a decision, call `Coordinator.decided` after that."""
+    """Write an entry to the log and make it durable. For a decision, call `Coordinator.decided` after that.
+
+    `committed` is the outcome that the entry records, if it records one.
+    """
 
     entry: Mapping[str, Any]
     decision: Key | None = None
+    committed: Activation | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -165,7 +165,7 @@ class Mesh:
 
     async def until(self, holds: Callable[[], bool], deadline_s: float = 5.0) -> None:
         async with asyncio.timeout(deadline_s):
-            while not holds():
+            while not holds():  # noqa: ASYNC110 (polls what has no event: state of other tasks)
                 await asyncio.sleep(0.01)
 
     async def until_registered(self, count: int = 1) -> None:

@@ -1,0 +1,45 @@
+"""The trace of a commit: `rl.sync` from the seal to the last engine, with what each engine spent where."""
+
+from __future__ import annotations
+
+from meshrl.core.telemetry import SYNC_PAUSE_SPAN, SYNC_PREPARE_SPAN, SYNC_SPAN, link_from
+from meshrl.wire.types import Activation
+from opentelemetry import trace
+
+
+def record_sync(tracer: trace.Tracer, answer: Activation, wall_s: float) -> None:
+    """Writes the spans of a commit that ended at `wall_s`, linked from the train span that made the version.
+
+    Engines report durations only, so a prepare is drawn from the seal on and a pause up to the end.
+    """
+    sealed_s = wall_s - answer.lag_s
+    link = link_from(answer.version.traceparent)
+    sync = tracer.start_span(SYNC_SPAN, links=[link] if link is not None else [], start_time=_ns(sealed_s))
+    sync.set_attributes(
+        {
+            "meshrl.run_id": answer.version.run_id,
+            "meshrl.version": answer.version.version,
+            "meshrl.artifact_id": answer.version.artifact_id,
+            "meshrl.num_bytes": answer.version.num_bytes,
+            "meshrl.transport": answer.version.transport.value,
+            "meshrl.commit_s": answer.commit_s,
+            "meshrl.lag_s": answer.lag_s,
+        }
+    )
+    inside = trace.set_span_in_context(sync)
+    for engine in answer.engines:
+        who: dict[str, str | int] = {
+            "meshrl.engine_id": engine.engine_id,
+            "meshrl.requests_kept": engine.applied.requests_kept,
+        }
+        prepare = tracer.start_span(SYNC_PREPARE_SPAN, context=inside, start_time=_ns(sealed_s), attributes=who)
+        prepare.end(_ns(sealed_s + engine.applied.prepare_s))
+        pause = tracer.start_span(
+            SYNC_PAUSE_SPAN, context=inside, start_time=_ns(wall_s - engine.applied.pause_s), attributes=who
+        )
+        pause.end(_ns(wall_s))
+    sync.end(_ns(wall_s))
+
+
+def _ns(seconds: float) -> int:
+    return round(seconds * 1e9)
