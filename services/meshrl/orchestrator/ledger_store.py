@@ -6,6 +6,7 @@ import queue
 import sqlite3
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 
 from meshrl.orchestrator.ledger import Entry
@@ -51,7 +52,7 @@ class LedgerStore:
         Raises sqlite3.Error when the file cannot be used.
         """
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        with sqlite3.connect(self._path) as connection:
+        with closing(sqlite3.connect(self._path)) as connection, connection:
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute(_SCHEMA)
             trained = connection.execute(
@@ -61,7 +62,6 @@ class LedgerStore:
                 "UPDATE rollouts SET state = 'dropped', reason = 'orchestrator_restarted'"
                 f" WHERE state IN {_OPEN_STATES}"
             ).rowcount
-        connection.close()
         self._thread.start()
         return trained + dropped
 

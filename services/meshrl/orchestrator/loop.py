@@ -146,12 +146,13 @@ class TrainLoop:
 
     async def _sample(self, ticket: GroupTicket) -> None:
         """One group from dispatch to verdict."""
-        group = await self._sampler.sample(
-            ticket,
-            sampling=self._sampling[ticket.task.environment],
-            traceparent=self._spans.traceparent(ticket.for_step),
-            on_event=lambda event: self._enter(ticket, event),
-        )
+        with trace.use_span(self._spans.span(ticket.for_step)):
+            group = await self._sampler.sample(
+                ticket,
+                sampling=self._sampling[ticket.task.environment],
+                traceparent=self._spans.traceparent(ticket.for_step),
+                on_event=lambda event: self._enter(ticket, event),
+            )
         self._ledger.close_group(ticket.group_id, cancelled=group.cancelled, reason=group.cut_short)
         await self._mourn(group)
         screened = self.plan.finish(group)
@@ -283,7 +284,8 @@ class TrainLoop:
             tally.drop(DropReason.UNTRAINABLE)
         taken = [rollout_id for rollout_id in assembled.advantages if rollout_id not in assembled.untrainable]
         self._ledger.batch(taken, step)
-        await self._upload(assembled.batch)
+        with trace.use_span(self._spans.span(step)):
+            await self._upload(assembled.batch)
         self._unfinished_steps += 1
         await self._submitted.put(SubmittedStep(step=step, groups=tuple(groups), assembled=assembled, tally=tally))
 
@@ -312,7 +314,7 @@ class TrainLoop:
         self._ledger.train(step)
         self._trainer_places.release()
         version = step if done.version is None else done.version
-        with trace.use_span(self._spans.context_of(step)):
+        with trace.use_span(self._spans.span(step)):
             activation = await self._activator.activate(version)
         if activation is not None and self.config.max_async_level > 0:
             self.plan.activated(version)

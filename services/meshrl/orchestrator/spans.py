@@ -15,15 +15,15 @@ class StepSpans:
         self._tracer = tracer
         self._open: dict[int, trace.Span] = {}
 
-    def traceparent(self, step: int) -> str:
-        """W3C context of the step's span, which starts with the first call."""
+    def span(self, step: int) -> trace.Span:
+        """The span of a step, to make current around calls that belong to it; it starts with the first call."""
         if step not in self._open:
             self._open[step] = self._tracer.start_span(STEP_SPAN, attributes={"rl.step": step})
-        return traceparent_of(self._open[step])
+        return self._open[step]
 
-    def context_of(self, step: int) -> trace.Span:
-        """The span of a step, to make current around calls that belong to it; one that records nothing if it ended."""
-        return self._open.get(step, trace.INVALID_SPAN)
+    def traceparent(self, step: int) -> str:
+        """W3C context of the step's span, for what carries it over queues and restarts."""
+        return traceparent_of(self.span(step))
 
     def end(self, step: int, attributes: Mapping[str, float]) -> None:
         """The step's version is committed, or was skipped."""

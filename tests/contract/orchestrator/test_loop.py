@@ -140,7 +140,9 @@ async def test_stale_rollouts_are_dropped_and_replaced(mesh, script, make_config
     assert ledger.balance().exact
 
 
-@pytest.mark.parametrize(("service", "name"), [("rollout", "rollout service"), ("trainer", "trainer")])
+@pytest.mark.parametrize(
+    ("service", "name"), [("rollout", "rollout service"), ("trainer", "trainer"), ("weights", "weight hub")]
+)
 async def test_a_dead_service_is_named_within_seconds(mesh, script, make_config, start, service, name) -> None:
     script.step_s = 0.05
     async with start(make_config(mesh.services, max_steps=None)) as (loop, _):

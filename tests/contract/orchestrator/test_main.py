@@ -31,7 +31,8 @@ async def test_a_whole_run_exits_zero_and_leaves_metrics_and_an_exact_ledger(mes
         "filters/zero_signal", "time/step", "time/wait_for_ckpt", "time/wait_for_rollouts", "time/train_step",
         "time/wait_for_batch", "progress/tokens", "progress/samples", "progress/problems", "perf/rollouts_per_s",
         "perf/inference_tokens_per_s", "weights/pause_s", "weights/lag_s", "weights/commit_s", "weights/prepare_s",
-        "loss/mean", "mismatch_kl/all/mean", "optim/grad_norm", "progress/epoch/echo", "batch/loss_tokens", "off_policy/all/max",
+        "loss/mean", "mismatch_kl/all/mean", "optim/grad_norm", "progress/epoch/echo", "batch/loss_tokens",
+        "off_policy/all/max",
     }  # fmt: skip
     assert wanted <= set(lines[0])
     assert lines[0]["reward/all/mean"] == 0.5
