@@ -88,12 +88,14 @@ class ServiceClient:
     service: str
     idempotent_methods: tuple[str, ...]
 
-    def __init__(self, address: str, options: ChannelOptions | None = None) -> None:
+    def __init__(
+        self, address: str, options: ChannelOptions | None = None, *, tracer: trace.Tracer | None = None
+    ) -> None:
         self.address = address
         self.options = options or ChannelOptions()
         config = service_config(self.service, self.idempotent_methods, self.options)
         self._channel = grpc.aio.insecure_channel(address, options=channel_arguments(config, self.options))
-        self._tracer = trace.get_tracer("meshrl.client")
+        self._tracer = tracer or trace.get_tracer("meshrl.client")
 
     async def __aenter__(self) -> Self:
         return self

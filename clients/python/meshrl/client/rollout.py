@@ -22,6 +22,7 @@ from meshrl.wire.types import (
     RolloutSummary,
 )
 from meshrl.wire.validate import validate_contract_version
+from opentelemetry.trace import Tracer
 
 
 class RolloutClient(ServiceClient):
@@ -30,8 +31,8 @@ class RolloutClient(ServiceClient):
     service = "meshrl.v1.RolloutService"
     idempotent_methods = ("ListEnvironments", "CancelRollouts", "GetRolloutStatus")
 
-    def __init__(self, address: str, options: ChannelOptions | None = None) -> None:
-        super().__init__(address, options)
+    def __init__(self, address: str, options: ChannelOptions | None = None, *, tracer: Tracer | None = None) -> None:
+        super().__init__(address, options, tracer=tracer)
         self._stub = rollout_pb2_grpc.RolloutServiceStub(self._channel)  # type: ignore[no-untyped-call]  # generated
 
     async def list_environments(self) -> tuple[EnvironmentInfo, ...]:

@@ -11,6 +11,7 @@ from meshrl.v1 import trainer_pb2_grpc
 from meshrl.wire import convert
 from meshrl.wire.types import CONTRACT_VERSION, Batch, RunInfo, StepEvent, TrainerInfo
 from meshrl.wire.validate import validate_contract_version
+from opentelemetry.trace import Tracer
 
 
 class TrainerClient(ServiceClient):
@@ -19,8 +20,8 @@ class TrainerClient(ServiceClient):
     service = "meshrl.v1.TrainerService"
     idempotent_methods = ("GetTrainer", "SaveCheckpoint", "CreateRun", "ListRuns", "DeleteRun", "Drain")
 
-    def __init__(self, address: str, options: ChannelOptions | None = None) -> None:
-        super().__init__(address, options)
+    def __init__(self, address: str, options: ChannelOptions | None = None, *, tracer: Tracer | None = None) -> None:
+        super().__init__(address, options, tracer=tracer)
         self._stub = trainer_pb2_grpc.TrainerServiceStub(self._channel)  # type: ignore[no-untyped-call]  # generated
 
     async def get_trainer(self) -> TrainerInfo:

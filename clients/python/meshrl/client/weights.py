@@ -26,6 +26,7 @@ from meshrl.wire.types import (
     VersionInfo,
 )
 from meshrl.wire.validate import validate_contract_version
+from opentelemetry.trace import Tracer
 
 
 class WeightSyncClient(ServiceClient):
@@ -41,8 +42,8 @@ class WeightSyncClient(ServiceClient):
         "ListEngines",
     )
 
-    def __init__(self, address: str, options: ChannelOptions | None = None) -> None:
-        super().__init__(address, options)
+    def __init__(self, address: str, options: ChannelOptions | None = None, *, tracer: Tracer | None = None) -> None:
+        super().__init__(address, options, tracer=tracer)
         self._stub = weights_pb2_grpc.WeightSyncStub(self._channel)  # type: ignore[no-untyped-call]  # generated
         self._create_version = self._channel.stream_unary(
             frames.CREATE_VERSION,

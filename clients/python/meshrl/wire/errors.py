@@ -18,12 +18,13 @@ from google.rpc import error_details_pb2, status_pb2
 DOMAIN = "meshrl"
 STATUS_DETAILS_KEY = "grpc-status-details-bin"
 
-# gRPC peers drop a response whose metadata passes 8 KiB, so details are cut well below that.
-_MAX_MESSAGE_CHARS = 1200
-_MAX_VIOLATIONS = 24
-_MAX_VIOLATION_CHARS = 160
-_MAX_METADATA_ENTRIES = 16
-_MAX_METADATA_CHARS = 120
+# A peer with gRPC's defaults drops a response whose metadata passes 8 KiB (as base64), so texts are cut, in bytes.
+_MAX_MESSAGE_BYTES = 900
+_MAX_VIOLATIONS = 20
+_MAX_FIELD_BYTES = 60
+_MAX_DESCRIPTION_BYTES = 120
+_MAX_METADATA_ENTRIES = 8
+_MAX_METADATA_BYTES = 80
 
 _Code = grpc.StatusCode
 
@@ -150,21 +151,21 @@ def to_rpc_status(error: MeshError) -> status_pb2.Status:
     """
     info = error_details_pb2.ErrorInfo(reason=error.reason.name, domain=DOMAIN)
     for key, value in list(error.metadata.items())[:_MAX_METADATA_ENTRIES]:
-        info.metadata[key] = _cut(value, _MAX_METADATA_CHARS)
+        info.metadata[_cut(key, _MAX_FIELD_BYTES)] = _cut(value, _MAX_METADATA_BYTES)
     details: list[message.Message] = [info]
     if error.violations:
         bad_request = error_details_pb2.BadRequest()
         for violation in _cut_violations(error.violations):
             bad_request.field_violations.add(
-                field=_cut(violation.field, _MAX_VIOLATION_CHARS),
-                description=_cut(violation.description, _MAX_VIOLATION_CHARS),
+                field=_cut(violation.field, _MAX_FIELD_BYTES),
+                description=_cut(violation.description, _MAX_DESCRIPTION_BYTES),
             )
         details.append(bad_request)
     if error.retry_after_s is not None:
         retry = error_details_pb2.RetryInfo()
         retry.retry_delay.FromNanoseconds(round(max(error.retry_after_s, 0.0) * 1e9))
         details.append(retry)
-    status = status_pb2.Status(code=error.reason.code.value[0], message=_cut(error.message, _MAX_MESSAGE_CHARS))
+    status = status_pb2.Status(code=error.reason.code.value[0], message=_cut(error.message, _MAX_MESSAGE_BYTES))
     status.details.extend(_pack(detail) for detail in details)
     return status
 
@@ -219,8 +220,11 @@ def _pack(detail: message.Message) -> any_pb2.Any:
     return packed
 
 
-def _cut(text: str, most: int) -> str:
-    return text if len(text) <= most else text[: most - 1] + "…"
+def _cut(text: str, most_bytes: int) -> str:
+    encoded = text.encode(errors="replace")
+    if len(encoded) <= most_bytes:
+        return encoded.decode()
+    return encoded[: most_bytes - 3].decode(errors="ignore") + "..."
 
 
 def _cut_violations(violations: Sequence[FieldViolation]) -> Iterable[FieldViolation]:

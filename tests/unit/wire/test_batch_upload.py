@@ -1,0 +1,185 @@
+"""A batch goes up as messages, is checked one message at a time, and comes out whole or not at all."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from meshrl.v1 import trainer_pb2 as pb
+from meshrl.wire import convert
+from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.types import Batch, MicroBatch
+
+DIGEST = "232c417f9dee361089f8b1381d3cacb26a1271dadaa3814dd425ec4113eba496"
+
+
+def make_micro_batch(**changes):
+    micro_batch = MicroBatch(
+        dp_rank=0,
+        token_ids=np.arange(5, dtype=np.int32),
+        position_ids=np.array([0, 1, 2, 0, 1], dtype=np.int32),
+        loss_mask=np.array([False, True, True, False, True]),
+        advantages=np.ones(5, dtype=np.float32),
+        inference_logprobs=-np.ones(5, dtype=np.float32),
+        sample_offsets=np.array([0, 3, 5], dtype=np.int64),
+        temperatures=np.ones(2, dtype=np.float32),
+        env_index=np.zeros(2, dtype=np.int32),
+        rollout_ids=("a", "b"),
+        traceparents=("t",),
+    )
+    return dataclasses.replace(micro_batch, **changes)
+
+
+def make_batch(*micro_batches, **changes):
+    micro_batches = micro_batches or (make_micro_batch(),)
+    loss_tokens = sum(int(micro_batch.loss_mask.sum()) for micro_batch in micro_batches)
+    batch = Batch(run_id="r", step=2, micro_batches=micro_batches, loss_tokens=loss_tokens, environments=("e",))
+    return dataclasses.replace(batch, **changes)
+
+
+def upload(messages, **limits):
+    reader = convert.BatchReader(**{"seq_len": 16, **limits})
+    for message in messages:
+        reader.feed(pb.SubmitBatchRequest.FromString(message.SerializeToString()))
+    return reader.finish()
+
+
+def refusal(messages, **limits):
+    with pytest.raises(MeshError) as refused:
+        upload(messages, **limits)
+    return refused.value
+
+
+def test_a_batch_arrives_as_it_was_sent():
+    batch = make_batch(make_micro_batch(), make_micro_batch(token_ids=np.arange(5, 10, dtype=np.int32)))
+    arrived = upload(convert.batch_to_messages(batch))
+    assert (arrived.run_id, arrived.step, arrived.loss_tokens, arrived.environments) == ("r", 2, 6, ("e",))
+    for sent, got in zip(batch.micro_batches, arrived.micro_batches, strict=True):
+        assert got.rollout_ids == sent.rollout_ids
+        assert got.traceparents == sent.traceparents
+        for field in dataclasses.fields(MicroBatch):
+            if isinstance(getattr(sent, field.name), np.ndarray):
+                np.testing.assert_array_equal(getattr(got, field.name), getattr(sent, field.name))
+
+
+def test_the_digest_is_what_it_was_in_every_release():
+    assert convert.batch_digest(make_batch()) == DIGEST
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"token_ids": np.array([0, 1, 2, 3, 5], dtype=np.int32)},
+        {"advantages": np.zeros(5, dtype=np.float32)},
+        {"sample_offsets": np.array([0, 2, 5], dtype=np.int64)},
+    ],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_the_digest_depends_on_every_tensor(changed):
+    assert convert.batch_digest(make_batch(make_micro_batch(**changed))) != DIGEST
+
+
+def test_the_digest_depends_on_the_order_and_number_of_micro_batches():
+    one, other = make_micro_batch(), make_micro_batch(advantages=np.zeros(5, dtype=np.float32))
+    digests = {convert.batch_digest(make_batch(*parts)) for parts in [(one,), (one, other), (other, one), (one, one)]}
+    assert len(digests) == 4
+
+
+def test_the_digest_does_not_depend_on_memory_layout():
+    padded = np.zeros((5, 2), dtype=np.int32)
+    padded[:, 0] = np.arange(5)
+    assert convert.batch_digest(make_batch(make_micro_batch(token_ids=padded[:, 0]))) == DIGEST
+
+
+def test_tensors_that_changed_on_the_way_are_told_apart():
+    messages = list(convert.batch_to_messages(make_batch()))
+    messages[1].micro_batch.advantages.data = np.full(5, 2.0, dtype=np.float32).tobytes()
+    error = refusal(messages)
+    assert error.reason is Reason.BATCH_DIGEST_MISMATCH
+    assert error.retryable
+
+
+def test_a_micro_batch_of_the_wrong_type_is_not_sent():
+    with pytest.raises(ValueError, match=r"MicroBatch\.token_ids must be int32, got int64"):
+        list(convert.batch_to_messages(make_batch(make_micro_batch(token_ids=np.arange(5)))))
+
+
+def test_micro_batches_need_a_header_first():
+    messages = list(convert.batch_to_messages(make_batch()))
+    assert [v.field for v in refusal(messages[1:]).violations] == ["header"]
+    assert [v.field for v in refusal([]).violations] == ["header"]
+
+
+def test_a_second_header_is_refused():
+    messages = list(convert.batch_to_messages(make_batch()))
+    assert [v.field for v in refusal([messages[0], messages[0]]).violations] == ["header"]
+
+
+def test_missing_and_surplus_micro_batches_are_counted():
+    messages = list(convert.batch_to_messages(make_batch(make_micro_batch(), make_micro_batch())))
+    missing = refusal(messages[:-1])
+    assert [(v.field, v.description) for v in missing.violations] == [
+        ("num_micro_batches", "is 2, 1 came"),
+        ("loss_tokens", "is 6, 3 came"),
+    ]
+    surplus = refusal([*messages, messages[-1]])
+    assert [v.description for v in surplus.violations] == [
+        "was not expected: 2 micro-batches follow the header, 2 came"
+    ]
+
+
+def test_loss_tokens_must_be_what_the_masks_say():
+    error = refusal(convert.batch_to_messages(make_batch(loss_tokens=7)))
+    assert [(v.field, v.description) for v in error.violations] == [("loss_tokens", "is 7, 3 came")]
+
+
+def test_ranks_take_equal_shares():
+    both_on_one = convert.batch_to_messages(make_batch(make_micro_batch(), make_micro_batch()))
+    assert [v.field for v in refusal(both_on_one, dp_size=2).violations] == ["dp_rank"]
+    shared = convert.batch_to_messages(make_batch(make_micro_batch(), make_micro_batch(dp_rank=1)))
+    assert len(upload(shared, dp_size=2).micro_batches) == 2
+
+
+def test_too_many_tokens_and_unknown_ranks_are_refused_at_once():
+    error = refusal(convert.batch_to_messages(make_batch(make_micro_batch(dp_rank=3))), seq_len=4)
+    assert [(v.field, v.description) for v in error.violations] == [
+        ("micro_batches[0].token_ids", "takes at most 4, got 5"),
+        ("micro_batches[0].dp_rank", "must be below 1"),
+    ]
+
+
+def test_every_wrong_tensor_of_a_micro_batch_is_named():
+    broken = make_micro_batch(
+        position_ids=np.zeros(4, dtype=np.int32),
+        advantages=np.full(5, np.nan, dtype=np.float32),
+        sample_offsets=np.array([0, 3, 3, 5], dtype=np.int64),
+        env_index=np.array([0, 1, 0], dtype=np.int32),
+    )
+    error = refusal(convert.batch_to_messages(make_batch(broken)))
+    assert [v.field.removeprefix("micro_batches[0].") for v in error.violations] == [
+        "position_ids",
+        "sample_offsets",
+        "temperatures",
+        "rollout_ids",
+        "advantages",
+        "env_index",
+    ]
+
+
+def test_wrong_element_types_are_named_together():
+    message = convert.micro_batch_to_proto(make_micro_batch())
+    message.token_ids.CopyFrom(message.sample_offsets)
+    message.loss_mask.Clear()
+    with pytest.raises(MeshError) as refused:
+        convert.micro_batch_from_proto(message)
+    assert [v.field for v in refused.value.violations] == ["micro_batch.token_ids.dtype", "micro_batch.loss_mask.dtype"]
+
+
+def test_a_bad_header_names_every_field():
+    error = refusal([pb.SubmitBatchRequest(header=pb.BatchHeader())], dp_size=2)
+    assert [v.field for v in error.violations] == [
+        "header.step",
+        "header.digest",
+        "header.num_micro_batches",
+        "header.loss_tokens",
+        "header.environments",
+    ]

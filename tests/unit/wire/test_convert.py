@@ -1,0 +1,367 @@
+"""Every type of the mesh becomes a message and comes back the same."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from meshrl.v1 import rollout_pb2, trainer_pb2, weights_pb2
+from meshrl.wire import convert
+from meshrl.wire.errors import MeshError
+from meshrl.wire.manifest import artifact_id
+from meshrl.wire.types import (
+    Abort,
+    Activation,
+    ActivationPolicy,
+    AgentFault,
+    AgentRegistration,
+    AgentReport,
+    AgentState,
+    ApplyReport,
+    Chunk,
+    ChunkEntry,
+    Commit,
+    DrainAgent,
+    EngineEndpoint,
+    EngineInfo,
+    EngineReport,
+    EnvironmentInfo,
+    FileEntry,
+    Lease,
+    Manifest,
+    MessageSpan,
+    Prepare,
+    Resume,
+    Rollout,
+    RolloutFailure,
+    RolloutRequest,
+    RolloutStatus,
+    RolloutSummary,
+    RunInfo,
+    Sample,
+    Sampling,
+    StagedVersion,
+    StepEvent,
+    StepState,
+    TensorEntry,
+    TrainerInfo,
+    Transport,
+    VersionEvent,
+    VersionInfo,
+    VersionKind,
+    VersionSpan,
+    VersionState,
+)
+
+SAMPLING = Sampling(temperature=0.7, top_p=0.9, top_k=20, min_p=0.05, max_tokens=64, stop_token_ids=(1, 2), seed=11)
+REQUEST = RolloutRequest(
+    request_id="q",
+    group_id="g",
+    environment="e",
+    task_index=0,
+    group_size=4,
+    sampling=SAMPLING,
+    engine_pool="p",
+    min_version=0,
+    deadline_s=12.5,
+    traceparent="t",
+)
+APPLIED = ApplyReport(version=3, root=b"r", pause_s=0.1, prepare_s=0.2, requests_kept=4)
+VERSION = VersionInfo(
+    run_id="r",
+    epoch=1,
+    version=3,
+    artifact_id="a",
+    state=VersionState.SEALED,
+    num_bytes=10,
+    transport=Transport.STREAM,
+    traceparent="t",
+)
+MANIFEST = Manifest(
+    run_id="r",
+    epoch=2,
+    version=0,
+    kind=VersionKind.DELTA,
+    transport=Transport.FILESYSTEM,
+    base_version=0,
+    base_root=b"b",
+    result_root=b"root",
+    layout_signature=b"sig",
+    codec="raw",
+    tensors=(TensorEntry(name="w", dtype="bfloat16", shape=(2, 3), offset=0, num_bytes=12, digest=b"d"),),
+    chunks=(ChunkEntry(offset=0, length=12, digest=b"c"),),
+    files=(FileEntry(path="/x", offset=0, num_bytes=12),),
+)
+
+
+def make_sample(**changes):
+    sample = Sample(
+        token_ids=np.array([5, 6, 7, 8], dtype=np.int32),
+        loss_mask=np.array([False, True, True, False]),
+        logprobs=np.array([0.0, -0.5, -1.5, 0.0], dtype=np.float32),
+        version_spans=(VersionSpan(start=1, end=2, version=3), VersionSpan(start=2, end=3, version=4)),
+        message_spans=(MessageSpan(start=0, end=1, role="user"), MessageSpan(start=1, end=4, role="assistant")),
+        temperature=0.7,
+    )
+    return dataclasses.replace(sample, **changes)
+
+
+def same(left, right):
+    """Equality that looks into arrays, which dataclasses do not compare."""
+    if isinstance(left, np.ndarray):
+        return left.dtype == right.dtype and np.array_equal(left, right)
+    if dataclasses.is_dataclass(left):
+        fields = dataclasses.fields(left)
+        return type(left) is type(right) and all(same(getattr(left, f.name), getattr(right, f.name)) for f in fields)
+    if isinstance(left, tuple):
+        return len(left) == len(right) and all(map(same, left, right))
+    return left == right
+
+
+def rollout(**changes):
+    made = Rollout(
+        rollout_id="o",
+        group_id="g",
+        task_key="k",
+        environment="e",
+        agent="a",
+        samples=(make_sample(),),
+        reward=0.1,
+        reward_parts={"lcs": 0.1},
+        metrics={"m": 2.0},
+        finish_reason="stop",
+        truncated=True,
+        num_turns=2,
+        timings_s={"total": 0.5},
+        traceparent="t",
+        completion="text",
+    )
+    return dataclasses.replace(made, **changes)
+
+
+@pytest.mark.parametrize(
+    ("value", "to_proto", "from_proto"),
+    [
+        (SAMPLING, convert.sampling_to_proto, convert.sampling_from_proto),
+        (Sampling(), convert.sampling_to_proto, convert.sampling_from_proto),
+        (Sampling(temperature=0.0, seed=0), convert.sampling_to_proto, convert.sampling_from_proto),
+        (
+            EnvironmentInfo(name="e", taskset="t", num_tasks=0, agents=("a",), default_sampling=SAMPLING),
+            convert.environment_to_proto,
+            convert.environment_from_proto,
+        ),
+        (
+            EnvironmentInfo(name="e", taskset="t", num_tasks=None, package_version="1"),
+            convert.environment_to_proto,
+            convert.environment_from_proto,
+        ),
+        (REQUEST, convert.rollout_request_to_proto, convert.rollout_request_from_proto),
+        (
+            dataclasses.replace(REQUEST, task_index=None, task_payload="{}", min_version=None, exact_version=0),
+            convert.rollout_request_to_proto,
+            convert.rollout_request_from_proto,
+        ),
+        (make_sample(), convert.sample_to_proto, convert.sample_from_proto),
+        (rollout(), convert.rollout_event_to_proto, convert.rollout_event_from_proto),
+        (rollout(samples=()), convert.rollout_to_proto, convert.rollout_from_proto),
+        (
+            RolloutFailure(rollout_id="o", group_id="g", reason="ENGINE_FAILED", message="m", retryable=True),
+            convert.rollout_event_to_proto,
+            convert.rollout_event_from_proto,
+        ),
+        (
+            RolloutSummary(finished=1, failed=2, cancelled=3, sampled_tokens=4),
+            convert.rollout_event_to_proto,
+            convert.rollout_event_from_proto,
+        ),
+        (
+            RolloutStatus(
+                running=1,
+                queued=2,
+                finished=3,
+                failures={"X": 1},
+                rollouts_per_s=0.5,
+                engines=(EngineEndpoint(url="u", healthy=True, version=0, in_flight=2),),
+                draining=True,
+            ),
+            convert.rollout_status_to_proto,
+            convert.rollout_status_from_proto,
+        ),
+        (
+            TrainerInfo(
+                world_size=1,
+                dp_size=1,
+                seq_len=8,
+                pad_multiple=1,
+                objective="default",
+                model="m",
+                runs=(RunInfo(run_id="r", step=1, version=1, epoch=2, revision=3),),
+                max_queued_batches=2,
+            ),
+            convert.trainer_info_to_proto,
+            convert.trainer_info_from_proto,
+        ),
+        (
+            StepEvent(revision=1, step=1, state=StepState.DONE, version=0, metrics={"a": 1.0}, timings_s={"b": 2.0}),
+            convert.step_event_to_proto,
+            convert.step_event_from_proto,
+        ),
+        (
+            StepEvent(revision=1, step=1, state=StepState.FAILED, reason="STEP_FAILED", message="m", traceparent="t"),
+            convert.step_event_to_proto,
+            convert.step_event_from_proto,
+        ),
+        (MANIFEST, convert.manifest_to_proto, convert.manifest_from_proto),
+        (Chunk(offset=1, data=b"abc", crc32c=2), convert.chunk_to_proto, convert.chunk_from_proto),
+        (
+            StagedVersion(artifact_id="a", missing_offsets=(0, 5), max_chunk_bytes=10),
+            convert.staged_version_to_proto,
+            convert.staged_version_from_proto,
+        ),
+        (
+            AgentRegistration(
+                engine_id="i",
+                url="http://x",
+                engine_pool="p",
+                transports=(Transport.STREAM, Transport.NCCL),
+                layout_signature=b"s",
+                held_version=0,
+                held_root=b"r",
+            ),
+            convert.registration_to_proto,
+            convert.registration_from_proto,
+        ),
+        (
+            Lease(lease_id="l", lease_s=5.0, max_chunk_bytes=10, committed_version=None),
+            convert.lease_to_proto,
+            convert.lease_from_proto,
+        ),
+        (
+            AgentReport(lease_id="l", state=AgentState.READY, serving_version=0, applied=APPLIED),
+            convert.agent_report_to_proto,
+            convert.agent_report_from_proto,
+        ),
+        (
+            AgentReport(
+                lease_id="l",
+                state=AgentState.FETCHING,
+                target_version=4,
+                fault=AgentFault(reason="CHUNK_CORRUPT", message="m"),
+            ),
+            convert.agent_report_to_proto,
+            convert.agent_report_from_proto,
+        ),
+        (Prepare(version=0, artifact_id="a"), convert.agent_command_to_proto, convert.agent_command_from_proto),
+        (
+            Commit(version=1, artifact_id="a", hold=True),
+            convert.agent_command_to_proto,
+            convert.agent_command_from_proto,
+        ),
+        (Abort(version=0), convert.agent_command_to_proto, convert.agent_command_from_proto),
+        (Resume(version=2), convert.agent_command_to_proto, convert.agent_command_from_proto),
+        (DrainAgent(), convert.agent_command_to_proto, convert.agent_command_from_proto),
+        (
+            EngineInfo(
+                engine_id="i",
+                url="u",
+                engine_pool="p",
+                state=AgentState.POISONED,
+                serving_version=None,
+                routable=False,
+                last_seen_s=0.5,
+                last_fault=AgentFault(reason="r", message="m"),
+            ),
+            convert.engine_info_to_proto,
+            convert.engine_info_from_proto,
+        ),
+        (VERSION, convert.version_info_to_proto, convert.version_info_from_proto),
+        (
+            VersionEvent(revision=9, version=VERSION),
+            convert.version_event_to_proto,
+            convert.version_event_from_proto,
+        ),
+        (
+            Activation(
+                version=VERSION,
+                engines=(EngineReport(engine_id="i", applied=APPLIED),),
+                commit_s=0.25,
+                lag_s=0.5,
+            ),
+            convert.activation_to_proto,
+            convert.activation_from_proto,
+        ),
+        *(
+            (policy, convert.activation_policy_to_proto, convert.activation_policy_from_proto)
+            for policy in ActivationPolicy
+        ),
+    ],
+    ids=lambda value: type(value).__name__ if dataclasses.is_dataclass(value) else "",
+)
+def test_values_survive_the_trip(value, to_proto, from_proto):
+    message = to_proto(value)
+    if not isinstance(message, int):
+        message = type(message).FromString(message.SerializeToString())
+    assert same(from_proto(message), value)
+
+
+def test_the_identity_of_a_version_survives_the_trip():
+    assert artifact_id(convert.manifest_from_proto(convert.manifest_to_proto(MANIFEST))) == artifact_id(MANIFEST)
+
+
+class TestUnknownKinds:
+    def test_an_unknown_rollout_event_is_none(self):
+        assert convert.rollout_event_from_proto(rollout_pb2.RunRolloutsResponse()) is None
+
+    def test_an_unknown_step_state_is_none(self):
+        assert convert.step_event_from_proto(trainer_pb2.WatchStepsResponse(revision=1, state=99)) is None
+
+    def test_an_unknown_command_is_none(self):
+        assert convert.agent_command_from_proto(weights_pb2.SessionResponse()) is None
+
+    def test_an_unknown_version_state_is_none_in_a_watch_and_an_error_in_an_answer(self):
+        message = weights_pb2.VersionInfo(version=4, state=99, transport=weights_pb2.TRANSPORT_STREAM)
+        assert convert.version_event_from_proto(weights_pb2.WatchVersionsResponse(version=message)) is None
+        with pytest.raises(MeshError, match="CONTRACT_MISMATCH: version 4 has state 99"):
+            convert.version_info_from_proto(message)
+
+    def test_an_unknown_agent_state_vouches_for_nothing(self):
+        assert convert.agent_report_from_proto(weights_pb2.SessionRequest(state=99)).state is AgentState.JOINING
+        assert convert.engine_info_from_proto(weights_pb2.EngineInfo(state=99)).state is AgentState.JOINING
+
+    def test_unknown_transports_of_an_agent_are_left_out(self):
+        message = weights_pb2.RegisterRequest(transports=[99, weights_pb2.TRANSPORT_STREAM])
+        assert convert.registration_from_proto(message).transports == (Transport.STREAM,)
+
+    def test_an_unknown_policy_is_rolling(self):
+        assert convert.activation_policy_from_proto(0) is ActivationPolicy.ROLLING
+        assert convert.activation_policy_from_proto(99) is ActivationPolicy.ROLLING
+
+    def test_an_unknown_manifest_is_refused_with_every_field(self):
+        message = weights_pb2.Manifest(kind=99, transport=98, tensors=[weights_pb2.TensorEntry(dtype=97)])
+        with pytest.raises(MeshError) as refused:
+            convert.manifest_from_proto(message)
+        assert [violation.field for violation in refused.value.violations] == [
+            "manifest.kind",
+            "manifest.transport",
+            "manifest.tensors[0].dtype",
+        ]
+
+
+class TestSamples:
+    def refuse(self, **changes):
+        with pytest.raises(MeshError) as refused:
+            convert.sample_from_proto(convert.sample_to_proto(make_sample(**changes)), "samples[0]")
+        return [str(violation.field) for violation in refused.value.violations]
+
+    def test_lengths_must_agree(self):
+        assert self.refuse(loss_mask=np.zeros(3, dtype=bool), logprobs=np.zeros(5, dtype=np.float32)) == [
+            "samples[0].loss_mask",
+            "samples[0].logprobs",
+        ]
+
+    def test_every_sampled_token_needs_a_version(self):
+        assert self.refuse(version_spans=(VersionSpan(start=1, end=2, version=3),)) == ["samples[0].version_spans"]
+
+    @pytest.mark.parametrize("bounds", [((1, 3), (2, 4)), ((1, 9),), ((2, 3), (1, 2)), ((1, 1), (1, 3))])
+    def test_spans_are_sorted_disjoint_and_within(self, bounds):
+        spans = tuple(VersionSpan(start=start, end=end, version=1) for start, end in bounds)
+        assert self.refuse(version_spans=spans) == ["samples[0].version_spans"]
