@@ -1,0 +1,148 @@
+"""Turns the configuration of `rl` into the programs to start, each with its own complete configuration; no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from meshrl.core.config import BaseConfig
+from meshrl.core.config.shared import ServerConfig
+from meshrl.core.config.values import assign
+from meshrl.inference.config import InferenceConfig
+from meshrl.launch.config import RLConfig
+from meshrl.orchestrator.config import OrchestratorConfig
+
+Config = TypeVar("Config", bound=BaseConfig)
+
+CLIENTS, ENGINES, HUB = 1, 2, 3
+"""Stages of the end of a run: the orchestrator is stage 0, and each stage uses only later ones."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One program of a run."""
+
+    name: str
+    """Name of its log and configuration file."""
+
+    module: str
+    config: BaseConfig
+    end_stage: int
+    """Programs end stage by stage, clients before what they use."""
+
+    environ: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables beyond those of rl."""
+
+    restarts: int = 0
+
+
+def compose(config: RLConfig, free_port: Callable[[str], int]) -> tuple[Part, ...]:
+    """The programs of a run, servers first; `free_port(host)` gives a port for every server that has none.
+
+    Addresses of programs that are started here replace whatever the configuration says about them.
+    """
+    rollout = _with_port(config.rollout, config.rollout.server, free_port)
+    trainer = _with_port(config.trainer, config.trainer.server, free_port)
+    weights = _with_port(config.weights, config.weights.server, free_port)
+    hub = reach(weights.server)
+    engines = _engines(config, hub, free_port)
+    rollout_values: dict[str, Any] = {}
+    weights_values: dict[str, Any] = {}
+    if engines:
+        rollout_values["client.base_url"] = [f"http://{reach(engine.server)}" for engine in engines]
+        if "min_engines" not in config.weights.model_fields_set:
+            weights_values["min_engines"] = len(engines)
+    rollout = with_values(rollout, rollout_values)
+    orchestrator = with_values(
+        _plain_orchestrator(config),
+        {"services": {"rollout": reach(rollout.server), "trainer": reach(trainer.server), "weights": hub}},
+    )
+    return (
+        Part(name="weights", module="meshrl.weights.main", config=with_values(weights, weights_values), end_stage=HUB),
+        *_engine_parts(config, engines),
+        Part(
+            name="trainer",
+            module="meshrl.trainer.main",
+            config=with_values(trainer, {"weight_broadcast.address": hub}),
+            end_stage=CLIENTS,
+            environ=visible_gpus(config.trainer_gpu_ids),
+        ),
+        Part(name="rollout", module="meshrl.rollout.main", config=rollout, end_stage=CLIENTS),
+        Part(name="orchestrator", module="meshrl.orchestrator.main", config=orchestrator, end_stage=0),
+    )
+
+
+def reach(server: ServerConfig) -> str:
+    """The address at which a program on this machine reaches a server."""
+    everywhere = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+    return ServerConfig(host=everywhere.get(server.host, server.host), port=server.port).address
+
+
+def with_values(config: Config, values: Mapping[str, Any]) -> Config:
+    """The configuration with some keys, named by their dotted path, set anew and everything validated again."""
+    if not values:
+        return config
+    changed = config.model_dump()
+    for path, value in values.items():
+        assign(changed, path.split("."), value)
+    return type(config).model_validate(changed)
+
+
+def visible_gpus(ids: Sequence[int] | None) -> dict[str, str]:
+    """The variable that shows a program only these GPUs."""
+    return {} if ids is None else {"CUDA_VISIBLE_DEVICES": ",".join(str(gpu) for gpu in ids)}
+
+
+def _with_port(config: Config, server: ServerConfig, free_port: Callable[[str], int]) -> Config:
+    return config if server.port else with_values(config, {"server.port": free_port(server.host)})
+
+
+def _plain_orchestrator(config: RLConfig) -> OrchestratorConfig:
+    """The orchestrator's own keys, without those that the rollout program has taken."""
+    return OrchestratorConfig.model_validate(
+        config.orchestrator.model_dump(exclude={"client": True, "model": True, "log": {"vf_level"}})
+    )
+
+
+def _engines(config: RLConfig, hub: str, free_port: Callable[[str], int]) -> list[InferenceConfig]:
+    if config.inference is None:
+        return []
+    broadcast = config.inference.weight_broadcast or config.trainer.weight_broadcast
+    engines = []
+    for place in range(config.num_engines):
+        server = config.inference.server
+        port = server.port + place if server.port else free_port(server.host)
+        values: dict[str, Any] = {
+            "server.port": port,
+            "weight_broadcast": {**broadcast.model_dump(), "address": hub},
+        }
+        if config.num_engines > 1 and config.inference.engine_id:
+            values["engine_id"] = f"{config.inference.engine_id}-{place + 1}"
+        engines.append(with_values(config.inference, values))
+    return engines
+
+
+def _engine_parts(config: RLConfig, engines: Sequence[InferenceConfig]) -> list[Part]:
+    parts = []
+    for place, engine in enumerate(engines):
+        parts.append(
+            Part(
+                name="inference" if place == 0 else f"inference_{place + 1}",
+                module="meshrl.inference.main",
+                config=engine,
+                end_stage=ENGINES,
+                environ=visible_gpus(_share(config.inference_gpu_ids, place, len(engines))),
+                restarts=config.engine_restarts,
+            )
+        )
+    return parts
+
+
+def _share(ids: Sequence[int] | None, place: int, count: int) -> Sequence[int] | None:
+    """The GPUs of one of `count` engines; engines share GPUs when there are fewer of them."""
+    if ids is None:
+        return None
+    if len(ids) < count:
+        return [ids[place % len(ids)]] if ids else []
+    return ids[place * len(ids) // count : (place + 1) * len(ids) // count]

@@ -1,0 +1,230 @@
+"""Configuration of `rl`: the five programs' own configurations, and the keys that they share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from meshrl.core.config import BaseConfig, ConfigError
+from meshrl.core.config.shared import LogConfig, LogLevel, ModelConfig, WandbConfig, WeightBroadcastConfig
+from meshrl.inference.config import InferenceConfig
+from meshrl.launch.shared_keys import COMPONENTS, hand_down, hosted_environments, settle_inference
+from meshrl.orchestrator.config import OrchestratorConfig
+from meshrl.rollout.config import ClientConfig, RolloutConfig
+from meshrl.trainer.config import TrainerConfig
+from meshrl.training.config import CheckpointConfig
+from meshrl.weights.config import WeightsConfig
+from pydantic import Field, model_validator
+
+
+class OrchestratorLogConfig(LogConfig):
+    """What the orchestrator logs, and the verifiers package beside the environments."""
+
+    vf_level: LogLevel | None = None
+    """Log level of the verifiers package; the same as rollout.vf_level."""
+
+
+class OrchestratorSection(OrchestratorConfig):
+    """The orchestrator, with keys that belong to the rollout program now and are taken at their older place."""
+
+    log: OrchestratorLogConfig = OrchestratorLogConfig()
+    """Logging."""
+
+    model: ModelConfig | None = None
+    """The policy that rollouts are sampled from; the same as rollout.model."""
+
+    client: ClientConfig | None = None
+    """Inference engines that already run; the same as rollout.client."""
+
+
+class RLConfig(BaseConfig):
+    """Trains a model by reinforcement learning: starts rollout, trainer, weights, inference and orchestrator.
+
+    Shared keys at the top are handed down to the components. Within one file, or on the command line, a component's own
+    key wins over the shared one; between them the usual order holds, so --max-steps beats max_steps of any file.
+    Addresses of the programs that rl starts are always set by rl; ports that are not given are free ones.
+    """
+
+    output_dir: Path = Path("outputs")
+    """Folder of the run; the same for every program."""
+
+    model: ModelConfig | None = None
+    """The model, for trainer, inference and rollout."""
+
+    seq_len: int | None = Field(default=None, ge=2)
+    """Longest sequence in tokens, for trainer, orchestrator, rollout and (as max_model_len) inference."""
+
+    max_steps: int | None = Field(default=None, ge=1)
+    """Training steps, for trainer and orchestrator."""
+
+    max_async_level: int | None = Field(default=None, ge=0)
+    """Most steps that generation may be ahead of training, for the orchestrator."""
+
+    seed: int | None = None
+    """Seed, for trainer, orchestrator and inference."""
+
+    run_id: str | None = Field(default=None, min_length=1)
+    """Name of the run, for trainer and orchestrator."""
+
+    log: LogConfig = LogConfig()
+    """Logging, for every program and rl itself."""
+
+    wandb: WandbConfig | None = None
+    """Weights & Biases: one run for all programs; None means off."""
+
+    ckpt: CheckpointConfig | None = None
+    """Checkpoints; None means off."""
+
+    weight_broadcast: WeightBroadcastConfig | None = None
+    """How weights travel, for trainer and inference."""
+
+    bench: bool = False
+    """Measure throughput over a few steps, by the orchestrator."""
+
+    clean_output_dir: bool = False
+    """Empty output_dir before the start; refused for a folder that does not look like a run."""
+
+    dry_run: bool = False
+    """Write the resolved configurations to output_dir/configs and end."""
+
+    trainer_gpu_ids: list[int] | None = None
+    """GPUs of the trainer (CUDA_VISIBLE_DEVICES); None leaves all visible."""
+
+    inference_gpu_ids: list[int] | None = None
+    """GPUs of inference, divided among the engines; None leaves all visible."""
+
+    num_engines: int = Field(default=1, ge=1)
+    """Inference programs to start, each with an engine of its own."""
+
+    engine_restarts: int = Field(default=0, ge=0)
+    """How many times a dead inference program is started again; beyond it its death ends the run."""
+
+    shutdown_grace_s: float = Field(default=60.0, gt=0.0)
+    """Once the run is over or interrupted, how long the programs may take to drain before they are killed."""
+
+    failure_grace_s: float = Field(default=4.0, gt=0.0, le=8.0)
+    """Once a program has died, how long the others may take to end before they are killed."""
+
+    trainer: TrainerConfig = TrainerConfig()
+    """The trainer."""
+
+    orchestrator: OrchestratorSection = OrchestratorSection()
+    """The orchestrator."""
+
+    inference: InferenceConfig | None = None
+    """The inference engine to start; None starts none and uses the running ones of orchestrator.client.base_url."""
+
+    rollout: RolloutConfig
+    """The rollout program; its environments are those of the orchestrator unless rollout.env lists them."""
+
+    weights: WeightsConfig = WeightsConfig()
+    """The weight hub."""
+
+    @classmethod
+    def spread(cls, layer: Mapping[str, Any]) -> dict[str, Any]:
+        """Hands the shared keys of one layer down to the components."""
+        return hand_down(layer)
+
+    @classmethod
+    def settle(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Fills in what follows from the rest: hosted environments, and port 0 where rl is to choose.
+
+        Without an engine of its own the hub keeps its usual port, so that a running engine can know it.
+        """
+        settled = dict(values)
+        starts_engine = settle_inference(settled)
+        ports = ["trainer", "rollout", *(["weights", "inference"] if starts_engine else [])]
+        for name in ports:
+            section = settled.setdefault(name, {})
+            if isinstance(section, dict) and isinstance(section.setdefault("server", {}), dict):
+                section["server"].setdefault("port", 0)
+        _follow(settled, "rollout", "seq_len", "orchestrator")
+        for name in ["rollout", *(["inference"] if starts_engine else [])]:
+            _follow(settled, name, "model", "trainer")
+        rollout = settled.setdefault("rollout", {})
+        if isinstance(rollout, dict) and "env" not in rollout:
+            rollout["env"] = _environments_of(settled.get("orchestrator"))
+        return settled
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        problems = [*self._differences(), *self._lengths()]
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+    def _differences(self) -> list[str]:
+        """Values that must be the same for all programs but are not."""
+        parts = {name: getattr(self, name) for name in COMPONENTS if getattr(self, name) is not None}
+        problems = [
+            f"{name}.output_dir is {str(part.output_dir)!r} but output_dir is {str(self.output_dir)!r};"
+            " a run has one folder: set output_dir only"
+            for name, part in parts.items()
+            if part.output_dir != self.output_dir
+        ]
+        problems += [
+            f"{name}.model.name is {parts[name].model.name!r} but trainer.model.name is {self.trainer.model.name!r};"
+            " set model.name once"
+            for name in ("inference", "rollout")
+            if name in parts and parts[name].model.name != self.trainer.model.name
+        ]
+        if self.orchestrator.run_id not in ("", self.trainer.run_id):
+            problems.append(
+                f"orchestrator.run_id is {self.orchestrator.run_id!r} but the trainer's run is"
+                f" {self.trainer.run_id!r}; set run_id once"
+            )
+        broadcast = None if self.inference is None else self.inference.weight_broadcast
+        if broadcast is not None and broadcast.type != self.trainer.weight_broadcast.type:
+            problems.append(
+                f"inference.weight_broadcast.type is {broadcast.type!r} but trainer.weight_broadcast.type is"
+                f" {self.trainer.weight_broadcast.type!r}; set weight_broadcast.type once"
+            )
+        if self.inference is None and self.num_engines > 1:
+            problems.append(f"num_engines is {self.num_engines} but inference is off; add [inference] or leave it out")
+        return problems
+
+    def _lengths(self) -> list[str]:
+        """Lengths and counts of one program that another cannot take."""
+        problems = []
+        if self.orchestrator.seq_len > self.trainer.seq_len:
+            problems.append(
+                f"orchestrator.seq_len ({self.orchestrator.seq_len}) is more than trainer.seq_len"
+                f" ({self.trainer.seq_len}); set seq_len once, or lower the orchestrator's"
+            )
+        if self.inference is not None and self.rollout.seq_len > self.inference.max_model_len:
+            problems.append(
+                f"rollout.seq_len ({self.rollout.seq_len}) is more than inference.max_model_len"
+                f" ({self.inference.max_model_len}); raise max_model_len, or lower seq_len"
+            )
+        last, most = self.orchestrator.last_step, self.trainer.max_steps
+        if most is not None and (last is None or last > most):
+            problems.append(
+                f"orchestrator.max_steps ({last}) is more than trainer.max_steps ({most}); set max_steps once"
+            )
+        return problems
+
+
+def _follow(values: dict[str, Any], name: str, key: str, other: str) -> None:
+    """Gives a component the value that another component has for a key that it does not set itself."""
+    section, source = values.setdefault(name, {}), values.get(other)
+    if isinstance(section, dict) and isinstance(source, Mapping) and source.get(key) is not None:
+        section.setdefault(key, source[key])
+
+
+def _environments_of(orchestrator: Any) -> list[dict[str, Any]]:
+    entries = []
+    for part in ("train", "eval"):
+        section = orchestrator.get(part) if isinstance(orchestrator, Mapping) else None
+        listed = section.get("env") if isinstance(section, Mapping) else None
+        if isinstance(listed, list):
+            entries.extend(listed)
+        elif part == "train" and listed is None:
+            raise ConfigError(
+                "orchestrator.train.env: needs at least one environment, got none; add [[orchestrator.train.env]] with"
+                " id = '<taskset>', or --orchestrator.train.env.0.id <taskset>"
+            )
+    try:
+        return hosted_environments(entries)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error

@@ -1,0 +1,55 @@
+"""The output folder of a run before it starts: emptied when asked for and safe, else looked at for an older run."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from meshrl.core.config import ConfigError
+from meshrl.core.paths import Layout
+
+_OF_A_RUN = (
+    "broadcasts", "checkpoints", "configs", "hub", "ledger.sqlite", "ledger.sqlite-shm", "ledger.sqlite-wal", "logs",
+    "metrics.jsonl", "summary.json", "traces", "weights",
+)  # fmt: skip
+
+
+def empty_folder(output_dir: Path, keep: Path | None = None) -> None:
+    """Deletes what is in the folder of an earlier run.
+
+    Raises ConfigError for a folder that is no run's, that holds the home or current folder, or that holds `keep`.
+    """
+    folder = output_dir.resolve()
+    if not folder.exists():
+        return
+    problem = _why_not(folder, keep)
+    if problem is not None:
+        raise ConfigError(f"clean_output_dir: {folder} is not emptied: {problem}; choose another output_dir")
+    for entry in folder.iterdir():
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
+
+
+def _why_not(folder: Path, keep: Path | None) -> str | None:
+    if not folder.is_dir():
+        return "it is no folder"
+    for place, what in ((Path.home(), "the home folder"), (Path.cwd(), "the current folder")):
+        if place.resolve().is_relative_to(folder):
+            return f"it is or holds {what}"
+    if keep is not None and keep.exists() and keep.resolve().is_relative_to(folder):
+        return f"it holds the model {str(keep)!r}"
+    if Layout(folder).config("rl").exists():
+        return None
+    strangers = sorted(entry.name for entry in folder.iterdir() if entry.name not in _OF_A_RUN)
+    if strangers:
+        return f"it does not look like the folder of a run (it holds {', '.join(strangers[:3])})"
+    return None
+
+
+def holds_a_run(output_dir: Path) -> bool:
+    """True when an earlier run has left more than resolved configurations here."""
+    if not output_dir.is_dir():
+        return False
+    return any(entry.name != "configs" for entry in output_dir.iterdir())

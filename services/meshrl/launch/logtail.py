@@ -1,0 +1,52 @@
+"""Shows a log file as it grows, and reads the last lines of one."""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+from collections.abc import Callable
+from pathlib import Path
+
+LAST_LINES = 20
+_LAST_BYTES = 64 * 1024
+
+
+class LogTail:
+    """Hands what is appended to a file to `show`, whole lines at a time, from the file's present end on."""
+
+    def __init__(self, path: Path, show: Callable[[str], object]) -> None:
+        self._path = path
+        self._show = show
+        self._position = path.stat().st_size if path.exists() else 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    async def follow(self, poll_s: float) -> None:
+        """Reads every `poll_s` until it is cancelled."""
+        while True:
+            self.read()
+            await asyncio.sleep(poll_s)
+
+    def read(self) -> None:
+        """Shows what has been appended since the last time."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._position)
+                data = file.read()
+        except FileNotFoundError:  # the program has not been started yet
+            return
+        self._position += len(data)
+        text = self._decoder.decode(data)
+        if text:
+            self._show(text)
+
+
+def last_lines(path: Path, start: int = 0, count: int = LAST_LINES) -> list[str]:
+    """The last lines of a file, none from before byte `start`."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(start, size - _LAST_BYTES))
+            text = file.read().decode("utf-8", errors="replace")
+    except FileNotFoundError:
+        return []
+    return text.splitlines()[-count:]

@@ -1,0 +1,231 @@
+"""Starts the programs of a run, shows the orchestrator's log, and ends them all when one of them is done or dies."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from loguru import logger
+from meshrl.launch import guardian
+from meshrl.launch.logtail import LogTail, last_lines
+
+RESTART_PAUSE_S = 0.5
+KILL_WAIT_S = 2.0
+TAIL_POLL_S = 0.2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """A program to start and watch; the run is over when the `leader` ends with exit code 0."""
+
+    name: str
+    command: Sequence[str]
+    log: Path
+    environ: Mapping[str, str] = field(default_factory=dict)
+    end_stage: int = 0
+    """Programs are asked to end stage by stage, the lowest first."""
+
+    leader: bool = False
+    """Decides when the run is over; its log is shown as well."""
+
+    restarts: int = 0
+    """How many times it is started again when it dies."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grace:
+    """How long programs may take to end before they are killed, in seconds."""
+
+    shutdown_s: float = 60.0
+    failure_s: float = 4.0
+
+
+@dataclass(kw_only=True)
+class _Child:
+    program: Program
+    process: asyncio.subprocess.Process
+    log_start: int
+    restarts_left: int
+    exited: asyncio.Task[int] | None = None
+
+
+class Supervisor:
+    """Runs programs until the leader is done, one dies, or it is told to stop. Nothing is left running after `run`.
+
+    Each program has a session of its own, so that its children end with it. A guardian process ends them all if this
+    process is killed.
+    """
+
+    def __init__(
+        self, programs: Sequence[Program], *, grace: Grace | None = None, show: Callable[[str], object] | None = None
+    ) -> None:
+        self._programs = programs
+        self._grace = grace or Grace()
+        self._show = show or sys.stdout.write
+        self._children: dict[str, _Child] = {}
+        self._guardian: asyncio.subprocess.Process | None = None
+
+    async def run(self, stop: asyncio.Event) -> int:
+        """Returns the exit code: 0 when the run is over or was stopped in order, else 1."""
+        leader = next(program for program in self._programs if program.leader)
+        tail = LogTail(leader.log, self._show)
+        showing = asyncio.create_task(tail.follow(TAIL_POLL_S))
+        try:
+            await self._start_guardian()
+            for program in self._programs:
+                await self._start(program, program.restarts)
+            return await self._watch(stop)
+        except OSError as error:
+            logger.error("a program cannot be started: {}", error)
+            return 1
+        finally:
+            await self._end(self._grace.failure_s, in_stages=False)
+            await self._stop_guardian()
+            showing.cancel()
+            await asyncio.gather(showing, return_exceptions=True)
+            tail.read()
+
+    async def _start_guardian(self) -> None:
+        self._guardian = await asyncio.create_subprocess_exec(
+            sys.executable, "-I", "-S", guardian.__file__, str(self._grace.failure_s),
+            stdin=asyncio.subprocess.PIPE, start_new_session=True,
+        )  # fmt: skip
+
+    def _tell_guardian(self, word: str, group: int) -> None:
+        if self._guardian is not None and self._guardian.stdin is not None:
+            self._guardian.stdin.write(f"{word}{group}\n".encode())
+
+    async def _stop_guardian(self) -> None:
+        if self._guardian is None or self._guardian.stdin is None:
+            return
+        self._guardian.stdin.close()
+        await self._guardian.wait()  # bounded: it ends on end of input, after its own grace at the latest
+
+    async def _start(self, program: Program, restarts_left: int) -> None:
+        program.log.parent.mkdir(parents=True, exist_ok=True)
+        with program.log.open("ab") as log:
+            start = log.tell()
+            process = await asyncio.create_subprocess_exec(
+                *program.command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=asyncio.subprocess.STDOUT,
+                env={**os.environ, **program.environ},
+                start_new_session=True,
+            )
+        self._tell_guardian("+", process.pid)
+        child = _Child(program=program, process=process, log_start=start, restarts_left=restarts_left)
+        child.exited = asyncio.create_task(process.wait())
+        self._children[program.name] = child
+        logger.info("started {} (pid {}), log in {}", program.name, process.pid, program.log)
+
+    async def _watch(self, stop: asyncio.Event) -> int:
+        """Waits for the end of the run, whatever it is, and ends the programs."""
+        stopped = asyncio.create_task(stop.wait())
+        try:
+            while True:
+                exits = [child.exited for child in self._children.values() if child.exited is not None]
+                await asyncio.wait([stopped, *exits], return_when=asyncio.FIRST_COMPLETED)
+                if stop.is_set():
+                    logger.info("ending all programs")
+                    return await self._end_in_order()
+                for child in [child for child in self._children.values() if child.process.returncode is not None]:
+                    self._bury(child)
+                    if child.program.leader and child.process.returncode == 0:
+                        logger.info("{} is done; ending the other programs", child.program.name)
+                        return await self._end_in_order()
+                    if child.restarts_left == 0:
+                        self._report(child)
+                        return 1  # the caller's way out ends the others
+                    await self._restart(child)
+        finally:
+            stopped.cancel()
+
+    async def _restart(self, child: _Child) -> None:
+        name, left = child.program.name, child.restarts_left - 1
+        logger.warning("{} {}; starting it again ({} more times)", name, how_it_ended(child.process.returncode), left)
+        await asyncio.sleep(RESTART_PAUSE_S)
+        await self._start(child.program, left)
+
+    def _report(self, child: _Child) -> None:
+        lines = last_lines(child.program.log, child.log_start)
+        shown = "".join(f"\n    {line}" for line in lines) or " (empty)"
+        logger.error(
+            "{} died: {}. Ending all other programs. Last lines of {}:{}",
+            child.program.name, how_it_ended(child.process.returncode), child.program.log, shown,
+        )  # fmt: skip
+
+    async def _end_in_order(self) -> int:
+        """Ends what runs, clients before servers; returns 1 when a program had to be killed or failed on its way."""
+        ending = dict(self._children)
+        killed = await self._end(self._grace.shutdown_s, in_stages=True)
+        failed = False
+        for name, child in ending.items():
+            code = child.process.returncode
+            if name in killed:
+                logger.error("{} did not end within {:g} s and was killed", name, self._grace.shutdown_s)
+            elif code not in (0, -signal.SIGTERM):
+                logger.error("{} {} while the run was ending; see {}", name, how_it_ended(code), child.program.log)
+            else:
+                continue
+            failed = True
+        return 1 if failed else 0
+
+    async def _end(self, grace_s: float, *, in_stages: bool) -> set[str]:
+        """Asks every program left to end and kills what does not; returns the names of those killed."""
+        deadline = asyncio.get_running_loop().time() + grace_s
+        stages = sorted({child.program.end_stage for child in self._children.values()}) if in_stages else [None]
+        killed: set[str] = set()
+        for stage in stages:
+            chosen = [child for child in self._children.values() if stage in (None, child.program.end_stage)]
+            killed |= await self._end_some(chosen, deadline)
+        return killed
+
+    async def _end_some(self, children: Sequence[_Child], deadline: float) -> set[str]:
+        waits = [child.exited for child in children if child.exited is not None]
+        if not waits:
+            return set()
+        for child in children:
+            _signal(child.process, signal.SIGTERM)
+        left_s = max(0.0, deadline - asyncio.get_running_loop().time())
+        await asyncio.wait(waits, timeout=left_s)
+        killed = {child.program.name for child in children if child.process.returncode is None}
+        for child in children:
+            self._bury(child)
+        await asyncio.wait(waits, timeout=KILL_WAIT_S)
+        return killed
+
+    def _bury(self, child: _Child) -> None:
+        """Kills what is left of a program: itself if it still runs, and the processes it has started."""
+        try:
+            os.killpg(child.process.pid, signal.SIGKILL)
+        except ProcessLookupError:  # as it should be: nothing was left
+            pass
+        if self._children.pop(child.program.name, None) is not None:
+            self._tell_guardian("-", child.process.pid)
+
+
+def _signal(process: asyncio.subprocess.Process, signum: signal.Signals) -> None:
+    if process.returncode is None:
+        try:
+            process.send_signal(signum)
+        except ProcessLookupError:  # it ended meanwhile
+            pass
+
+
+def how_it_ended(code: int | None) -> str:
+    """An exit code in words; negative codes are signals."""
+    if code is None:
+        return "still runs"
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = "signal"
+    return f"was killed by {name} ({-code})"
