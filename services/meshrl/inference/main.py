@@ -111,3 +111,7 @@ def main() -> None:
     config = load_config(InferenceConfig, prog="inference")
     setup_logging("inference", config.log.level, Layout(config.output_dir).logs / "inference.log")
     sys.exit(run(lambda stop: serve(config, stop)))
+
+
+if __name__ == "__main__":
+    main()
