@@ -124,3 +124,7 @@ def open_monitor(config: OrchestratorConfig, layout: Layout) -> Monitor:
             )
         )
     return Monitor(sinks)
+
+
+if __name__ == "__main__":
+    main()
