@@ -113,3 +113,7 @@ def _log_to_file(environment: str, output_dir: Path) -> None:
 
     path = output_dir / "logs" / "envs" / environment.replace("/", "_") / "env.log"
     logger.add(path, filter=belongs, level="DEBUG", delay=True)
+
+
+if __name__ == "__main__":
+    main()
