@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -104,7 +105,10 @@ class Supervisor:
         if self._guardian is None or self._guardian.stdin is None:
             return
         self._guardian.stdin.close()
-        await self._guardian.wait()  # bounded: it ends on end of input, after its own grace at the latest
+        try:
+            await asyncio.wait_for(self._guardian.wait(), self._grace.failure_s + KILL_WAIT_S)
+        except TimeoutError:  # it holds nothing that matters
+            self._guardian.kill()
 
     async def _start(self, program: Program, restarts_left: int) -> None:
         program.log.parent.mkdir(parents=True, exist_ok=True)
@@ -115,7 +119,7 @@ class Supervisor:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=asyncio.subprocess.STDOUT,
-                env={**os.environ, **program.environ},
+                env={**os.environ, "PYTHONUNBUFFERED": "1", **program.environ},
                 start_new_session=True,
             )
         self._tell_guardian("+", process.pid)
@@ -134,7 +138,7 @@ class Supervisor:
                 if stop.is_set():
                     logger.info("ending all programs")
                     return await self._end_in_order()
-                for child in [child for child in self._children.values() if child.process.returncode is not None]:
+                for child in self._ended():
                     self._bury(child)
                     if child.program.leader and child.process.returncode == 0:
                         logger.info("{} is done; ending the other programs", child.program.name)
@@ -145,6 +149,11 @@ class Supervisor:
                     await self._restart(child)
         finally:
             stopped.cancel()
+
+    def _ended(self) -> list[_Child]:
+        """Programs that have ended: a leader that is done first, a leader that failed (perhaps by others) last."""
+        ended = [child for child in self._children.values() if child.process.returncode is not None]
+        return sorted(ended, key=_weight_of_end)
 
     async def _restart(self, child: _Child) -> None:
         name, left = child.program.name, child.restarts_left - 1
@@ -202,20 +211,22 @@ class Supervisor:
 
     def _bury(self, child: _Child) -> None:
         """Kills what is left of a program: itself if it still runs, and the processes it has started."""
-        try:
+        with contextlib.suppress(ProcessLookupError):  # as it should be: nothing was left
             os.killpg(child.process.pid, signal.SIGKILL)
-        except ProcessLookupError:  # as it should be: nothing was left
-            pass
         if self._children.pop(child.program.name, None) is not None:
             self._tell_guardian("-", child.process.pid)
 
 
+def _weight_of_end(child: _Child) -> int:
+    if not child.program.leader:
+        return 1
+    return 0 if child.process.returncode == 0 else 2
+
+
 def _signal(process: asyncio.subprocess.Process, signum: signal.Signals) -> None:
     if process.returncode is None:
-        try:
+        with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
             process.send_signal(signum)
-        except ProcessLookupError:  # it ended meanwhile
-            pass
 
 
 def how_it_ended(code: int | None) -> str:
