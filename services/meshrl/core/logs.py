@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
+import stat
 import sys
 from pathlib import Path
 
@@ -35,13 +37,13 @@ def setup_logging(name: str, level: str, log_file: Path | None = None, *, json_l
     """Sends everything at `level` or above to stdout, and to `log_file` if given.
 
     `name` is the process name in each line; with `json_logging` a line is a JSON object. Replaces what was set up
-    before.
+    before. `log_file` is left to whoever started this process when stdout already goes to a file of its folder.
     """
     level = level.upper()
     logger.remove()
     logger.configure(extra={"process": name})
     logger.add(sys.stdout, level=level, format=FORMAT, serialize=json_logging, backtrace=False, diagnose=False)
-    if log_file is not None:
+    if log_file is not None and not _stdout_goes_beside(log_file):
         log_file.parent.mkdir(parents=True, exist_ok=True)
         logger.add(
             log_file,
@@ -56,3 +58,14 @@ def setup_logging(name: str, level: str, log_file: Path | None = None, *, json_l
     logging.captureWarnings(True)
     for library in _CHATTY:
         logging.getLogger(library).setLevel(logging.WARNING)
+
+
+def _stdout_goes_beside(log_file: Path) -> bool:
+    """True when stdout is a file of the same folder: a launcher keeps the log, and every line would be there twice."""
+    try:
+        stdout = os.fstat(sys.stdout.fileno())
+    except (OSError, ValueError):  # closed, or no file at all, as under a test runner
+        return False
+    if not stat.S_ISREG(stdout.st_mode) or not log_file.parent.is_dir():
+        return False
+    return any(entry.inode() == stdout.st_ino for entry in os.scandir(log_file.parent))
