@@ -12,6 +12,8 @@ from meshrl.core.config.shared import ModelConfig
 
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+
 
 class ModelError(Exception):
     """A model could not be loaded; the message says what to change."""
@@ -61,7 +63,15 @@ def load_model(config: ModelConfig, *, dtype: torch.dtype | None = None) -> PreT
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    """Loads the tokenizer that belongs to the model. Raises ModelError."""
+    """Loads the tokenizer that belongs to the model. Raises ModelError.
+
+    A folder must hold one: transformers would make up an empty tokenizer from the model's kind alone.
+    """
+    folder = Path(config.name)
+    if folder.is_dir() and not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise ModelError(
+            f"model.name {config.name!r} holds no tokenizer; save one there ({' or '.join(TOKENIZER_FILES)})"
+        )
     tokenizer: PreTrainedTokenizerBase = _from_pretrained(AutoTokenizer, config)
     return tokenizer
 

@@ -18,6 +18,7 @@ import torch
 from loguru import logger
 from opentelemetry import trace
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
 
 from meshrl.algorithms.losses import Loss, aipo_loss, dppo_kl_loss
 from meshrl.client import WeightSyncClient
@@ -274,7 +275,12 @@ def main() -> None:
     config = load_config(TrainerConfig, prog="trainer")
     layout = Layout(config.output_dir)
     setup_logging("trainer", config.log.level, layout.log("trainer"), json_logging=config.log.json_logging)
+    disable_progress_bar()  # a log has no use for it
     tracing = setup_tracing("trainer", layout.traces)
     code = run(lambda stop: serve(config, stop, tracing))
     tracing.close()
     sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()
