@@ -68,4 +68,5 @@ def _stdout_goes_beside(log_file: Path) -> bool:
         return False
     if not stat.S_ISREG(stdout.st_mode) or not log_file.parent.is_dir():
         return False
-    return any(entry.inode() == stdout.st_ino for entry in os.scandir(log_file.parent))
+    with os.scandir(log_file.parent) as entries:
+        return any(entry.inode() == stdout.st_ino for entry in entries)
