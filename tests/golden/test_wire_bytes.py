@@ -1,0 +1,145 @@
+"""The bytes on the wire are those of every earlier release: old clients and servers must still understand each other.
+
+A difference here is a change of the contract. Only fields may be added; then add a case, never edit one.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from meshrl.wire import convert, frames, tensors
+from meshrl.wire.errors import FieldViolation, MeshError, Reason, to_rpc_status
+from meshrl.wire.types import (
+    AgentReport,
+    AgentState,
+    ApplyReport,
+    Batch,
+    Chunk,
+    ChunkEntry,
+    Commit,
+    Manifest,
+    MessageSpan,
+    MicroBatch,
+    Rollout,
+    RolloutRequest,
+    Sample,
+    Sampling,
+    StepEvent,
+    StepState,
+    TensorEntry,
+    Transport,
+    VersionInfo,
+    VersionSpan,
+    VersionState,
+)
+
+GOLDEN = Path(__file__).parent / "wire" / "messages.json"
+
+SAMPLE = Sample(
+    token_ids=np.array([1, 2, 300], dtype=np.int32),
+    loss_mask=np.array([False, True, True]),
+    logprobs=np.array([0.0, -0.5, -1.25], dtype=np.float32),
+    version_spans=(VersionSpan(start=1, end=3, version=7),),
+    message_spans=(MessageSpan(start=0, end=1, role="user"),),
+    temperature=0.5,
+)
+BATCH = Batch(
+    run_id="run",
+    step=3,
+    micro_batches=(
+        MicroBatch(
+            dp_rank=0,
+            token_ids=np.array([1, 2, 3], dtype=np.int32),
+            position_ids=np.array([0, 1, 0], dtype=np.int32),
+            loss_mask=np.array([False, True, True]),
+            advantages=np.array([0.0, 0.5, -0.5], dtype=np.float32),
+            inference_logprobs=np.array([0.0, -1.0, -2.0], dtype=np.float32),
+            sample_offsets=np.array([0, 2, 3], dtype=np.int64),
+            temperatures=np.array([1.0, 0.5], dtype=np.float32),
+            env_index=np.array([0, 0], dtype=np.int32),
+            rollout_ids=("a", "b"),
+        ),
+    ),
+    loss_tokens=2,
+    environments=("reverse_text",),
+)
+
+
+def messages():
+    """Name and bytes of every case; maps hold one entry, since protobuf does not order them."""
+    request = RolloutRequest(
+        request_id="id",
+        group_id="g",
+        environment="reverse_text",
+        task_index=0,
+        group_size=8,
+        sampling=Sampling(temperature=0.0, top_p=0.5, max_tokens=16, stop_token_ids=(2,), seed=0),
+        min_version=0,
+        deadline_s=60.0,
+    )
+    rollout = Rollout(
+        rollout_id="r",
+        group_id="g",
+        task_key="t",
+        environment="e",
+        samples=(SAMPLE,),
+        reward=0.5,
+        reward_parts={"lcs": 0.5},
+        finish_reason="stop",
+    )
+    manifest = Manifest(
+        run_id="run",
+        epoch=1,
+        version=0,
+        transport=Transport.STREAM,
+        result_root=b"root",
+        layout_signature=b"layout",
+        tensors=(TensorEntry(name="w", dtype="bfloat16", shape=(2, 2), offset=0, num_bytes=8, digest=b"d"),),
+        chunks=(ChunkEntry(offset=0, length=8, digest=b"c"),),
+    )
+    applied = ApplyReport(version=2, root=b"root", pause_s=0.25, prepare_s=0.5, requests_kept=3)
+    version = VersionInfo(
+        run_id="run",
+        epoch=1,
+        version=2,
+        artifact_id="a",
+        state=VersionState.COMMITTED,
+        num_bytes=8,
+        transport=Transport.FILESYSTEM,
+    )
+    error = MeshError(
+        Reason.VERSION_NOT_AVAILABLE, "no", violations=[FieldViolation("min_version", "is 3")], retry_after_s=0.5
+    )
+    upload = list(convert.batch_to_messages(BATCH))
+    yield "tensor_bfloat16", tensors.encode(np.array([0x3F80], dtype=np.uint16), "bfloat16").SerializeToString()
+    yield "rollout_request", convert.rollout_request_to_proto(request).SerializeToString()
+    yield "rollout_event", convert.rollout_event_to_proto(rollout).SerializeToString()
+    yield "batch_header", upload[0].SerializeToString()
+    yield "micro_batch", upload[1].SerializeToString()
+    event = StepEvent(revision=4, step=3, state=StepState.DONE, version=0, metrics={"loss/mean": 0.5})
+    yield "step_event", convert.step_event_to_proto(event).SerializeToString()
+    yield "manifest", convert.manifest_to_proto(manifest).SerializeToString()
+    yield "upload_chunk", frames.frame_upload_chunk(Chunk(offset=8, data=b"bytes", crc32c=0x01020304))
+    yield "fetch_chunk", frames.frame_fetch_chunk(Chunk(offset=8, data=b"bytes", crc32c=0x01020304))
+    report = AgentReport(lease_id="l", state=AgentState.READY, serving_version=2, applied=applied)
+    yield "agent_report", convert.agent_report_to_proto(report).SerializeToString()
+    yield (
+        "agent_command",
+        convert.agent_command_to_proto(Commit(version=2, artifact_id="a", hold=True)).SerializeToString(),
+    )
+    yield "version_info", convert.version_info_to_proto(version).SerializeToString()
+    yield "error_status", to_rpc_status(error).SerializeToString()
+
+
+@pytest.mark.parametrize(("name", "data"), list(messages()), ids=lambda value: value if isinstance(value, str) else "")
+def test_bytes_are_what_they_were(name, data):
+    assert data.hex() == json.loads(GOLDEN.read_text())[name]
+
+
+def test_every_stored_message_is_still_written():
+    assert {name for name, _ in messages()} == set(json.loads(GOLDEN.read_text()))
+
+
+def test_the_digest_of_a_batch_is_what_it_was():
+    assert convert.batch_digest(BATCH) == "81e94ef9feaf623a05c73752eb1a2d5d1fd42a705851f7b5236bfc0bfe753650"

@@ -1,0 +1,137 @@
+"""Whatever the arrays, chunks and bytes, the codec gives back what went in or refuses with INVALID_REQUEST."""
+
+import numpy as np
+from google.protobuf.message import DecodeError
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from meshrl.v1 import tensor_pb2, trainer_pb2
+from meshrl.v1 import weights_pb2 as pb
+from meshrl.wire import convert, frames, tensors
+from meshrl.wire.errors import FieldViolation, MeshError, Reason, from_rpc_status, to_rpc_status
+from meshrl.wire.types import Chunk, Sample, VersionSpan
+
+ARRAYS = st.sampled_from(sorted(tensors.DTYPES)).flatmap(
+    lambda name: st.tuples(
+        st.just(name), hnp.arrays(tensors.DTYPES[name].storage, hnp.array_shapes(min_dims=0, min_side=0, max_side=4))
+    )
+)
+CHUNKS = st.builds(
+    Chunk, offset=st.integers(0, 2**64 - 1), data=st.binary(max_size=300), crc32c=st.integers(0, 2**32 - 1)
+)
+
+
+def outcome_of(call):
+    """What a call returns, or the MeshError that it raises; anything else fails the test."""
+    try:
+        return call()
+    except MeshError as error:
+        return error
+
+
+@given(ARRAYS)
+def test_tensors_come_back_to_the_bit(named):
+    name, array = named
+    message = tensor_pb2.Tensor.FromString(tensors.encode(array, name).SerializeToString())
+    back = tensors.decode(message, expect=name, ndim=array.ndim)
+    assert back.shape == array.shape
+    assert back.tobytes() == array.tobytes()
+
+
+@given(
+    st.integers(0, 20),
+    st.lists(st.integers(-2, 2**40), max_size=5),
+    st.binary(max_size=40),
+)
+def test_arbitrary_tensors_decode_or_are_refused(dtype, shape, data):
+    message = tensor_pb2.Tensor(dtype=dtype, shape=shape, data=data)
+    outcome = outcome_of(lambda: tensors.decode(message, field="x"))
+    if isinstance(outcome, MeshError):
+        assert outcome.reason is Reason.INVALID_REQUEST
+        assert all(violation.field.startswith("x.") for violation in outcome.violations)
+    else:
+        assert outcome.nbytes == len(data)
+        assert list(outcome.shape) == shape
+
+
+@given(CHUNKS)
+def test_frames_equal_protobuf_and_parse_back(chunk):
+    upload, fetched = frames.frame_upload_chunk(chunk), frames.frame_fetch_chunk(chunk)
+    assert upload == pb.CreateVersionRequest(chunk=convert.chunk_to_proto(chunk)).SerializeToString()
+    assert fetched == pb.FetchResponse(chunk=convert.chunk_to_proto(chunk)).SerializeToString()
+    for parsed in (frames.parse_upload(upload), frames.parse_fetch(fetched)):
+        assert (parsed.offset, bytes(parsed.data), parsed.crc32c) == (chunk.offset, chunk.data, chunk.crc32c)
+
+
+@given(
+    st.binary(max_size=60)
+    | CHUNKS.map(frames.frame_fetch_chunk).flatmap(
+        lambda framed: st.integers(0, len(framed)).map(lambda cut: framed[:cut])
+    )
+)
+def test_arbitrary_bytes_parse_as_protobuf_would_or_are_refused(message):
+    outcome = outcome_of(lambda: frames.parse_fetch(message))
+    if isinstance(outcome, MeshError):
+        assert outcome.reason is Reason.INVALID_REQUEST
+    else:
+        same = pb.FetchResponse.FromString(message).chunk
+        assert (outcome.offset, bytes(outcome.data), outcome.crc32c) == (same.offset, same.data, same.crc32c)
+
+
+@st.composite
+def samples(draw):
+    num_tokens = draw(st.integers(1, 12))
+    loss_mask = draw(hnp.arrays(np.bool_, num_tokens))
+    cuts = sorted(draw(st.sets(st.integers(1, num_tokens), max_size=3)) | {num_tokens})
+    spans = [
+        VersionSpan(start=start, end=end, version=draw(st.integers(0, 2**64 - 1)))
+        for start, end in zip([0, *cuts[:-1]], cuts, strict=True)
+    ]
+    return Sample(
+        token_ids=draw(hnp.arrays(np.int32, num_tokens)),
+        loss_mask=loss_mask,
+        logprobs=draw(hnp.arrays(np.float32, num_tokens)),
+        version_spans=tuple(spans),
+        temperature=draw(st.sampled_from([0.0, 0.1, 0.7, 1.0])),
+    )
+
+
+@given(samples())
+def test_samples_come_back_to_the_bit(sample):
+    back = convert.sample_from_proto(convert.sample_to_proto(sample))
+    assert back.token_ids.tobytes() == sample.token_ids.tobytes()
+    assert back.loss_mask.tobytes() == sample.loss_mask.tobytes()
+    assert back.logprobs.tobytes() == sample.logprobs.tobytes()
+    assert (back.version_spans, back.temperature) == (sample.version_spans, sample.temperature)
+
+
+@given(st.binary(max_size=200))
+def test_arbitrary_micro_batches_convert_or_are_refused(data):
+    try:
+        message = trainer_pb2.MicroBatch.FromString(data)
+    except DecodeError:  # refused by protobuf before it comes to us
+        return
+    outcome = outcome_of(lambda: convert.micro_batch_from_proto(message))
+    assert not isinstance(outcome, MeshError) or outcome.reason is Reason.INVALID_REQUEST
+
+
+TEXTS = st.text(max_size=3) | st.builds(lambda char, length: char * length, st.characters(), st.integers(0, 2000))
+
+
+@settings(max_examples=25)
+@given(
+    st.sampled_from(Reason),
+    TEXTS,
+    st.lists(st.builds(FieldViolation, TEXTS, TEXTS), max_size=30),
+    st.none() | st.floats(0, 1e6),
+    st.dictionaries(TEXTS, TEXTS, max_size=10),
+)
+def test_every_error_fits_into_metadata_and_keeps_its_reason(reason, text, violations, retry_after_s, metadata):
+    status = to_rpc_status(
+        MeshError(reason, text, violations=violations, retry_after_s=retry_after_s, metadata=metadata)
+    )
+    assert status.ByteSize() * 4 / 3 < 8000
+    back = from_rpc_status(status)
+    assert back.reason is reason
+    assert (back.retry_after_s is None) == (retry_after_s is None)
+    assert len(back.violations) == min(len(violations), 21)
