@@ -141,6 +141,8 @@ class EngineClient(Client):  # type: ignore[misc]  # verifiers is untyped for th
             )
         params = sampling.model_dump(exclude_none=True)
         cache_salt = params.pop("cache_salt", None)
+        if "seed" in params:
+            params["seed"] = session.next_seed(params["seed"])
         params["max_tokens"] = min(params.get("max_tokens", room), room)
         params["stop_token_ids"] = [*self._stop_token_ids, *session.stop_token_ids]
         params["logprobs"] = 1

@@ -110,6 +110,13 @@ class RolloutConfig(BaseConfig):
         return self
 
     @model_validator(mode="after")
+    def _urls(self) -> Self:
+        for url in self.client.base_url:
+            if not url.startswith(("http://", "https://")):
+                raise ValueError(f"client.base_url must hold URLs like http://127.0.0.1:8000, got {url!r}")
+        return self
+
+    @model_validator(mode="after")
     def _engines(self) -> Self:
         if not self.client.base_url and self.weights is None:
             raise ValueError(

@@ -181,7 +181,7 @@ class Episodes:
         traceparent = traceparent_of(span)
 
         def opened(trace: Trace) -> None:
-            session = Session(live.need, request.sampling.stop_token_ids, traceparent)
+            session = Session(live.need, request.sampling.stop_token_ids, traceparent, stream=len(sessions))
             sessions[trace.id] = session
             self._book.open(trace.id, session)
 
@@ -230,7 +230,7 @@ class Episodes:
         failure = _failure(live.request, rollout_id, error)
         if self._settle(live, index, Outcome.FAILED, (failure,), reason=error.reason.name):
             logger.warning(
-                "rollout {} of {} failed: {}: {}", rollout_id, live.environment.name, error.reason.name, error
+                "rollout {} of {} failed: {}: {}", rollout_id, live.environment.name, error.reason.name, error.message
             )
 
     def _settle(

@@ -48,6 +48,7 @@ class HostedEnvironment:
         self._taskset_id = config.id
         self._model = model
         self._default_sampling = default_sampling
+        self._package_version = _package_version(type(env.taskset).__module__)
         self._endpoint = TrainClientConfig(base_url="http://engine-pool.invalid/v1", api_key_var="MESHRL_API_KEY")
 
     @property
@@ -58,7 +59,7 @@ class HostedEnvironment:
             num_tasks=self.tasks.num_tasks,
             agents=tuple(agent_config_fields(self.env.config)),
             default_sampling=self._default_sampling,
-            package_version=_package_version(type(self.env.taskset).__module__),
+            package_version=self._package_version,
         )
 
     @asynccontextmanager

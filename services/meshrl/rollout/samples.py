@@ -6,6 +6,7 @@ T tokens of a sample.
 
 from __future__ import annotations
 
+import math
 import uuid
 from collections.abc import Mapping, Sequence
 from itertools import chain
@@ -68,6 +69,8 @@ def _rollout(trace: Trace, session: Session, group_id: str, environment: str, ag
         what = f"rewards without a value: {', '.join(unscored)}" if unscored else f"ended by {trace.stop_condition}"
         raise MeshError(Reason.ENVIRONMENT_FAILED, f"the rollout was not scored ({what})")
     parts = {name: reward.value for name, reward in trace.rewards.items()}
+    if not all(math.isfinite(value) for value in parts.values()):
+        raise MeshError(Reason.ENVIRONMENT_FAILED, f"a reward is not a finite number: {parts}")
     last = next((call for call in reversed(trace.calls) if call.error is None), None)
     timing = trace.timing
     sampling = trace.agent.config.sampling

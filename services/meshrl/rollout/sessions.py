@@ -12,6 +12,10 @@ from dataclasses import dataclass, field
 from meshrl.rollout.pool import Requirement
 from meshrl.wire.errors import MeshError
 
+# Far apart modulo 2**63, the range that vLLM takes, so that neighbouring seeds of a group do not meet.
+CALL_STRIDE = 0x1E3779B97F4A7C15
+AGENT_STRIDE = 0x3C6EF372FE94F82B
+
 
 @dataclass(frozen=True)
 class Call:
@@ -23,14 +27,24 @@ class Call:
 
 @dataclass
 class Session:
-    """One agent's run. `engine` is the URL that answered last; `failure` says why a model call could not be made."""
+    """One agent's run. `engine` is the URL that answered last; `failure` says why a model call could not be made.
+
+    `stream` numbers the agent runs of one rollout and `started` the model calls of this one: each call draws anew.
+    """
 
     requirement: Requirement = field(default_factory=Requirement)
     stop_token_ids: tuple[int, ...] = ()
     traceparent: str = ""
+    stream: int = 0
+    started: int = 0
     engine: str | None = None
     calls: list[Call] = field(default_factory=list)
     failure: MeshError | None = None
+
+    def next_seed(self, seed: int) -> int:
+        """The seed of the next model call of a rollout with `seed`: that itself for the first, others far apart."""
+        number, self.started = self.started, self.started + 1
+        return (seed + number * CALL_STRIDE + self.stream * AGENT_STRIDE) % 2**63
 
 
 class SessionBook:

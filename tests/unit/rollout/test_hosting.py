@@ -1,0 +1,119 @@
+"""How an entry of the configuration becomes an environment of verifiers."""
+
+import sys
+from types import ModuleType
+
+import pytest
+import verifiers.v1 as vf
+from meshrl.core.config import ConfigError
+from meshrl.core.config.shared import EnvConfig
+from meshrl.environments.plugins import plugin_id
+from meshrl.rollout import hosting
+from meshrl.rollout.rendering import load_renderer
+from meshrl.wire.types import Sampling
+
+HARNESS = "meshrl.environments.harness"
+
+
+class WordConfig(vf.TasksetConfig):
+    word: str = "cat"
+
+
+class WordTask(vf.Task[vf.TaskData]):
+    pass
+
+
+class WordTaskset(vf.Taskset[WordTask, WordConfig]):
+    def load(self):
+        if self.config.word:
+            yield WordTask(vf.TaskData(prompt=self.config.word), self.config.task)
+
+
+@pytest.fixture(autouse=True)
+def word_taskset(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("mesh_unit_words")
+    module.WordTaskset = WordTaskset
+    module.__all__ = ["WordTaskset"]
+    monkeypatch.setitem(sys.modules, "mesh_unit_words", module)
+
+
+def block(**entry: object) -> dict:
+    return hosting.env_block(EnvConfig(**{"id": "mesh_unit_words", **entry}), harness=HARNESS, max_turns=None)
+
+
+def load(**entry: object) -> hosting.HostedEnvironment:
+    config = EnvConfig(**{"id": "mesh_unit_words", **entry})
+    return hosting.load(config, model="m", harness=HARNESS, max_turns=4, default_sampling=Sampling(seed=10, top_p=0.5))
+
+
+def test_a_plain_taskset_is_played_by_the_in_process_harness_without_a_sandbox():
+    assert block(args={"word": "dog"}) == {
+        "id": "",
+        "taskset": {"id": "mesh_unit_words", "word": "dog"},
+        "agent": {"harness": {"id": "meshrl_environments_harness"}, "runtime": {"type": "subprocess"}},
+        "interception": {"type": "server"},
+    }
+
+
+def test_agents_and_environment_options_in_args_go_to_the_environment():
+    made = block(args={"word": "dog", "timeout": {"episode": 5.0}, "agent": {"max_turns": 2}})
+    assert made["timeout"] == {"episode": 5.0}
+    assert made["agent"]["max_turns"] == 2
+    assert made["taskset"] == {"id": "mesh_unit_words", "word": "dog"}
+
+
+def test_a_harness_that_is_pinned_is_kept():
+    made = block(args={"agent": {"harness": {"id": "null"}}})
+    assert made["agent"] == {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
+    sandboxed = block(args={"agent": {"harness": {"id": "codex"}}})
+    assert "runtime" not in sandboxed["agent"]
+    assert "interception" not in sandboxed
+
+
+def test_another_environment_can_play_a_taskset_and_keeps_the_harness_of_its_roles():
+    made = block(id="user-sim+mesh_unit_words", args={"user": {"harness": {"id": HARNESS}}})
+    assert made["id"] == "user-sim"
+    assert made["assistant"]["harness"] == {"id": "meshrl_environments_harness"}
+    assert made["user"]["harness"] == {"id": "meshrl_environments_harness"}
+    assert block(id="user-sim+mesh_unit_words")["user"] == {"runtime": {"type": "subprocess"}}
+
+
+def test_an_environment_is_loaded_with_its_limits_and_described():
+    hosted = load(name="words")
+    assert (hosted.info.name, hosted.info.taskset, hosted.info.num_tasks) == ("words", "mesh_unit_words", 1)
+    assert hosted.env.config.agent.max_turns == 4
+    assert type(hosted.env._harnesses["agent"]).__name__ == "InProcessHarness"
+
+
+def test_rollouts_of_a_group_have_seeds_of_their_own():
+    hosted = load()
+    assert [hosted.sampling(Sampling(), index).seed for index in range(3)] == [10, 11, 12]
+    assert hosted.sampling(Sampling(seed=5, top_p=0.9), 2) == Sampling(seed=7, top_p=0.9)
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ({"id": "no_such_taskset"}, "no_such_taskset"),
+        ({"id": "no.such.taskset"}, "cannot be loaded"),
+        ({"args": {"wrod": "dog"}}, "wrod"),
+        ({"args": {"word": ""}}, "has no tasks"),
+    ],
+)
+def test_an_environment_that_cannot_be_loaded_says_why(entry: dict, words: str):
+    with pytest.raises(ConfigError, match=words):
+        load(**entry)
+
+
+def test_a_dotted_module_is_known_to_verifiers_under_one_name_and_loaded_once():
+    from meshrl.environments import harness
+
+    assert plugin_id(HARNESS) == plugin_id(HARNESS) == "meshrl_environments_harness"
+    assert sys.modules["meshrl_environments_harness"] is harness
+    assert plugin_id("gsm8k-v1") == "gsm8k-v1"
+    assert plugin_id("owner/name@1.0") == "owner/name@1.0"
+
+
+def test_a_tokenizer_that_does_not_exist_is_a_configuration_error(tmp_path):
+    with pytest.raises(ConfigError, match=r"rollout\.tokenizer"):
+        load_renderer(str(tmp_path / "nothing"), {})
