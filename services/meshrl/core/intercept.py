@@ -43,6 +43,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc
 
     async def wait_idle(self, deadline_s: float) -> bool:
         """Waits until no call is being served; False if some still are after `deadline_s`."""
+        if self._idle.is_set():
+            return True
         try:
             await asyncio.wait_for(self._idle.wait(), deadline_s)
         except TimeoutError:  # the caller decides what becomes of the rest
@@ -137,6 +139,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc
     ) -> NoReturn:
         if isinstance(error, grpc.aio.AbortError):  # the servicer has answered already
             raise error
+        if isinstance(error, NotImplementedError):  # what generated servicers raise for a method that is left out
+            error = MeshError(Reason.NOT_SUPPORTED, f"{method} is not offered by this server")
         if not isinstance(error, MeshError):
             logger.opt(exception=error).error("{} failed", method)
             error = MeshError(Reason.INTERNAL, f"{method} failed: {type(error).__name__}: {error}")

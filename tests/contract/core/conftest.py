@@ -1,0 +1,103 @@
+"""A real server on loopback with a scripted RolloutService and TrainerService, and clients of it."""
+# ruff: noqa: N802  # methods are named by the contract
+
+from types import SimpleNamespace
+
+import pytest
+from meshrl.client import ChannelOptions, RolloutClient, TrainerClient
+from meshrl.core.serve import GrpcServer
+from meshrl.v1 import rollout_pb2 as rollout_pb
+from meshrl.v1 import rollout_pb2_grpc as rollout_grpc
+from meshrl.v1 import trainer_pb2 as trainer_pb
+from meshrl.v1 import trainer_pb2_grpc as trainer_grpc
+
+
+class Script(rollout_grpc.RolloutServiceServicer, trainer_grpc.TrainerServiceServicer):
+    """A servicer whose methods are what a test puts in: `script.on["GetTrainer"] = handler`."""
+
+    def __init__(self):
+        self.on = {}
+        self.calls = []
+
+    async def _unary(self, name, request, context):
+        self.calls.append(name)
+        return await self.on[name](request, context)
+
+    async def ListEnvironments(self, request, context):
+        return await self._unary("ListEnvironments", request, context)
+
+    async def GetRolloutStatus(self, request, context):
+        return await self._unary("GetRolloutStatus", request, context)
+
+    async def GetTrainer(self, request, context):
+        return await self._unary("GetTrainer", request, context)
+
+    async def SubmitBatch(self, request_iterator, context):
+        return await self._unary("SubmitBatch", request_iterator, context)
+
+    async def RunRollouts(self, request, context):
+        self.calls.append("RunRollouts")
+        async for message in self.on["RunRollouts"](request, context):
+            yield message
+
+    async def WatchSteps(self, request, context):
+        self.calls.append("WatchSteps")
+        async for message in self.on["WatchSteps"](request, context):
+            yield message
+
+
+class Mesh:
+    """The server under test and the way to it."""
+
+    def __init__(self, server, script):
+        self.server, self.script, self.port = server, script, 0
+
+    @property
+    def address(self):
+        return f"127.0.0.1:{self.port}"
+
+
+async def start_mesh(port=0, **options):
+    config = SimpleNamespace(host="127.0.0.1", port=port, insecure=False)
+    script = Script()
+    mesh = Mesh(GrpcServer(config, **options), script)
+    mesh.server.add("meshrl.v1.RolloutService", rollout_grpc.add_RolloutServiceServicer_to_server, script)
+    mesh.server.add("meshrl.v1.TrainerService", trainer_grpc.add_TrainerServiceServicer_to_server, script)
+    mesh.port = await mesh.server.start()
+    mesh.server.set_serving()
+    return mesh
+
+
+@pytest.fixture
+async def mesh():
+    mesh = await start_mesh()
+    yield mesh
+    await mesh.server.drain(0.0)
+
+
+@pytest.fixture
+def make_mesh():
+    """Starts meshes of a test's own; the test drains them."""
+    return start_mesh
+
+
+@pytest.fixture
+async def rollout_client(mesh):
+    async with RolloutClient(mesh.address, ChannelOptions(unary_deadline_s=5.0, retry_backoff_s=0.02)) as client:
+        yield client
+
+
+@pytest.fixture
+async def trainer_client(mesh):
+    async with TrainerClient(mesh.address, ChannelOptions(unary_deadline_s=5.0, reconnect_s=3.0)) as client:
+        yield client
+
+
+@pytest.fixture
+def answers():
+    """The smallest valid answers, by method."""
+    return {
+        "ListEnvironments": rollout_pb.ListEnvironmentsResponse(contract_version="1.0"),
+        "GetRolloutStatus": rollout_pb.GetRolloutStatusResponse(running=3),
+        "GetTrainer": trainer_pb.GetTrainerResponse(contract_version="1.0", seq_len=8),
+    }

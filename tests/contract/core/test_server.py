@@ -1,0 +1,149 @@
+"""A server's life as its peers see it: health, reflection, drain, and which addresses it takes."""
+
+import asyncio
+import time
+from types import SimpleNamespace
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from meshrl.client import ChannelOptions, RolloutClient
+from meshrl.core.config.base import ConfigError
+from meshrl.core.serve import GrpcServer
+from meshrl.wire.errors import MeshError, Reason
+
+SERVICE = "meshrl.v1.RolloutService"
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+async def status_of(channel, service):
+    stub = health_pb2_grpc.HealthStub(channel)
+    return (await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=5)).status
+
+
+@pytest.fixture
+async def channel(mesh):
+    async with grpc.aio.insecure_channel(mesh.address) as channel:
+        yield channel
+
+
+async def test_health_is_told_per_service_and_for_the_server(mesh, channel):
+    for service in (SERVICE, "meshrl.v1.TrainerService", ""):
+        assert await status_of(channel, service) == SERVING
+    mesh.server.set_not_serving()
+    for service in (SERVICE, "meshrl.v1.TrainerService", ""):
+        assert await status_of(channel, service) == NOT_SERVING
+
+
+async def test_health_of_a_service_that_is_not_hosted_is_not_found(channel):
+    with pytest.raises(grpc.aio.AioRpcError) as seen:
+        await status_of(channel, "meshrl.v1.WeightSync")
+    assert seen.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_every_watcher_of_health_is_told_of_each_change(mesh, channel):
+    stub = health_pb2_grpc.HealthStub(channel)
+    watches = [stub.Watch(health_pb2.HealthCheckRequest(service=SERVICE), timeout=10) for _ in range(2)]
+    assert [(await watch.read()).status for watch in watches] == [SERVING, SERVING]
+    watches[0].cancel()
+    mesh.server.set_not_serving()
+    assert (await watches[1].read()).status == NOT_SERVING
+    mesh.server.set_serving()
+    assert (await watches[1].read()).status == SERVING
+    watches[1].cancel()
+
+
+async def test_a_server_is_not_serving_before_it_says_so(make_mesh):
+    mesh = await make_mesh()
+    mesh.server.set_not_serving()
+    async with RolloutClient(mesh.address) as client:
+        with pytest.raises(MeshError, match=r"was not serving within 0\.3 s: NOT_SERVING"):
+            await client.wait_until_serving(0.3)
+        asyncio.get_running_loop().call_later(0.1, mesh.server.set_serving)
+        await client.wait_until_serving(5.0)
+    await mesh.server.drain(0.0)
+
+
+async def test_reflection_lists_the_services_and_describes_them(channel):
+    stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+
+    async def questions():
+        yield reflection_pb2.ServerReflectionRequest(list_services="")
+        yield reflection_pb2.ServerReflectionRequest(file_containing_symbol=SERVICE)
+
+    listed, described = [answer async for answer in stub.ServerReflectionInfo(questions(), timeout=5)]
+    assert {service.name for service in listed.list_services_response.service} == {
+        "grpc.health.v1.Health",
+        "grpc.reflection.v1alpha.ServerReflection",
+        SERVICE,
+        "meshrl.v1.TrainerService",
+    }
+    assert len(described.file_descriptor_response.file_descriptor_proto) >= 1
+
+
+async def test_a_drain_finishes_what_is_in_flight_and_refuses_the_rest(make_mesh, answers):
+    mesh = await make_mesh()
+    begun, may_end = asyncio.Event(), asyncio.Event()
+
+    async def call(request, context):
+        begun.set()
+        await may_end.wait()
+        return answers["GetRolloutStatus"]
+
+    mesh.script.on["GetRolloutStatus"] = call
+    async with RolloutClient(mesh.address) as client, grpc.aio.insecure_channel(mesh.address) as channel:
+        running = asyncio.create_task(client.get_status())
+        await asyncio.wait_for(begun.wait(), 5)
+        drain = asyncio.create_task(mesh.server.drain(10.0))
+        await asyncio.sleep(0)
+        assert await status_of(channel, SERVICE) == NOT_SERVING
+        with pytest.raises(MeshError) as refused:
+            await client.get_status()
+        assert refused.value.reason is Reason.DRAINING
+        may_end.set()
+        assert (await asyncio.wait_for(running, 5)).running == 3
+        await asyncio.wait_for(drain, 5)
+        assert mesh.script.calls == ["GetRolloutStatus"]
+        with pytest.raises(MeshError) as gone:
+            await client.get_status()
+        assert gone.value.reason is Reason.UNREACHABLE
+
+
+async def test_a_drain_ends_after_its_grace_whatever_runs(make_mesh):
+    mesh = await make_mesh()
+    begun = asyncio.Event()
+
+    async def call(request, context):
+        begun.set()
+        await asyncio.sleep(60)
+
+    mesh.script.on["GetRolloutStatus"] = call
+    async with RolloutClient(mesh.address, ChannelOptions(retry_attempts=2, retry_backoff_s=0.01)) as client:
+        running = asyncio.create_task(client.get_status())
+        await asyncio.wait_for(begun.wait(), 5)
+        began = time.monotonic()
+        await mesh.server.drain(0.2)
+        assert 0.2 <= time.monotonic() - began < 3.0
+        with pytest.raises(MeshError):
+            await running
+
+
+async def test_a_port_in_use_is_an_error_that_says_what_to_change(mesh):
+    taken = GrpcServer(SimpleNamespace(host="127.0.0.1", port=mesh.port, insecure=False))
+    with pytest.raises(ConfigError, match=r"cannot listen on 127\.0\.0\.1:\d+.*set another server\.port"):
+        await taken.start()
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "example.com"])
+async def test_a_bind_that_others_reach_is_refused_without_tls(host):
+    with pytest.raises(ConfigError, match=r"there is no TLS; .*--server\.insecure"):
+        GrpcServer(SimpleNamespace(host=host, port=0, insecure=False))
+
+
+@pytest.mark.parametrize(("host", "insecure"), [("127.0.0.1", False), ("localhost", False), ("0.0.0.0", True)])
+async def test_loopback_and_allowed_binds_are_taken(host, insecure):
+    server = GrpcServer(SimpleNamespace(host=host, port=0, insecure=insecure))
+    assert await server.start() > 0
+    await server.drain(0.0)

@@ -1,0 +1,85 @@
+"""How a program ends: by its own code, by a signal, by an error."""
+
+import asyncio
+import os
+import resource
+import signal
+import subprocess
+import sys
+
+from meshrl.core.config.base import ConfigError
+from meshrl.core.serve import is_loopback, raise_open_file_limit, run
+from meshrl.wire.errors import MeshError, Reason
+
+SLOW_TO_STOP = """
+import asyncio, os, signal, sys
+from meshrl.core.serve import run
+
+async def main(stop):
+    print("up", flush=True)
+    await stop.wait()
+    print("draining", flush=True)
+    await asyncio.sleep(60)
+    return 0
+
+sys.exit(run(main))
+"""
+
+
+def test_the_exit_code_is_what_main_returns():
+    async def main(stop):
+        assert not stop.is_set()
+        return 7
+
+    assert run(main) == 7
+
+
+def test_sigterm_and_sigint_set_the_event():
+    for signum in (signal.SIGTERM, signal.SIGINT):
+
+        async def main(stop, signum=signum):
+            os.kill(os.getpid(), signum)
+            await asyncio.wait_for(stop.wait(), 5)
+            return 0
+
+        assert run(main) == 0
+
+
+def test_errors_become_exit_codes():
+    def raising(error):
+        async def main(stop):
+            raise error
+
+        return main
+
+    assert run(raising(ConfigError("set x"))) == 2
+    assert run(raising(MeshError(Reason.UNREACHABLE))) == 1
+    assert run(raising(RuntimeError("defect"))) == 1
+
+
+def test_a_second_signal_ends_the_process_at_once():
+    process = subprocess.Popen([sys.executable, "-c", SLOW_TO_STOP], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        assert process.stdout.readline() == b"up\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout.readline() == b"draining\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=10) == 128 + signal.SIGTERM
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_the_limit_of_open_files_is_raised():
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (512, before[1]))
+        raise_open_file_limit()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 512
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_loopback_is_told_from_other_addresses():
+    assert [is_loopback(host) for host in ("127.0.0.1", "127.9.9.9", "::1", "localhost")] == [True] * 4
+    assert [is_loopback(host) for host in ("0.0.0.0", "::", "192.168.0.1", "", "loopback.example")] == [False] * 5

@@ -1,0 +1,109 @@
+"""Spans end up as OTLP JSON lines."""
+
+import json
+
+import pytest
+from google.protobuf import json_format
+from loguru import logger
+from meshrl.core import telemetry
+from meshrl.core.otlp_file import JsonLinesSpanExporter, span_to_json
+from meshrl.core.telemetry import ROLLOUT_SPAN, TRAIN_SPAN, Tracing, build_provider, traceparent_of
+from opentelemetry import trace
+from opentelemetry.sdk.trace.export import SpanExportResult
+
+REMOTE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+@pytest.fixture
+def traced(tmp_path):
+    """A tracer that writes to a file, and a function that closes it and reads the spans back."""
+    path = tmp_path / "traces" / "trainer.jsonl"
+    provider = build_provider("trainer", [JsonLinesSpanExporter(path)])
+    tracing = Tracing(provider.get_tracer("meshrl"), provider)
+
+    def read():
+        tracing.close()
+        requests = [json.loads(line) for line in path.read_text().splitlines()]
+        groups = [scope for request in requests for scope in request["resourceSpans"][0]["scopeSpans"]]
+        return requests, {span["name"]: span for group in groups for span in group["spans"]}
+
+    yield tracing, read
+    tracing.close()
+
+
+def test_a_span_is_written_with_its_parent_links_and_attributes(traced):
+    tracing, read = traced
+    with tracing.start_as_current_span(TRAIN_SPAN, links=telemetry.links_from([REMOTE])) as train:
+        train.set_attributes({"step": 3, "loss": 0.5, "ok": True, "names": ["a", "b"]})
+        train.add_event("queued", {"position": 1})
+        child = tracing.start_span("rl.train.optimizer")
+        child.set_status(trace.StatusCode.ERROR, "diverged")
+        child.end()
+    requests, spans = read()
+    train_json, child_json = spans[TRAIN_SPAN], spans["rl.train.optimizer"]
+    assert child_json["parentSpanId"] == train_json["spanId"]
+    assert child_json["status"] == {"code": 2, "message": "diverged"}
+    assert "parentSpanId" not in train_json
+    assert train_json["attributes"] == [
+        {"key": "step", "value": {"intValue": "3"}},
+        {"key": "loss", "value": {"doubleValue": 0.5}},
+        {"key": "ok", "value": {"boolValue": True}},
+        {"key": "names", "value": {"arrayValue": {"values": [{"stringValue": "a"}, {"stringValue": "b"}]}}},
+    ]
+    assert train_json["links"] == [{"traceId": REMOTE[3:35], "spanId": REMOTE[36:52], "attributes": []}]
+    assert train_json["events"][0]["name"] == "queued"
+    assert int(train_json["endTimeUnixNano"]) >= int(child_json["endTimeUnixNano"])
+    resource = {item["key"]: item["value"] for item in requests[0]["resourceSpans"][0]["resource"]["attributes"]}
+    assert resource["service.name"] == {"stringValue": "trainer"}
+
+
+def test_lines_are_read_by_the_official_schema(traced):
+    trace_service = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
+    tracing, read = traced
+    tracing.start_span(ROLLOUT_SPAN, kind=trace.SpanKind.SERVER, links=telemetry.links_from([REMOTE])).end()
+    requests, _ = read()
+    message = json_format.ParseDict(requests[0], trace_service.ExportTraceServiceRequest())
+    span = message.resource_spans[0].scope_spans[0].spans[0]
+    assert (span.name, span.kind) == (ROLLOUT_SPAN, 2)
+    assert span.start_time_unix_nano > 0
+
+
+def test_a_train_span_keeps_a_link_to_each_of_its_rollouts(traced):
+    tracing, read = traced
+    links = telemetry.links_from(f"00-{number:032x}-{number:016x}-01" for number in range(1, 1001))
+    tracing.start_span(TRAIN_SPAN, links=links).end()
+    _, spans = read()
+    assert len(spans[TRAIN_SPAN]["links"]) == 1000
+
+
+def test_the_text_of_a_span_is_its_identity(traced):
+    tracing, read = traced
+    span = tracing.start_span(ROLLOUT_SPAN)
+    text = traceparent_of(span)
+    span.end()
+    _, spans = read()
+    written = spans[ROLLOUT_SPAN]
+    assert text == f"00-{written['traceId']}-{written['spanId']}-{written['flags']:02x}"
+    assert written == span_to_json(span)
+
+
+def test_a_disk_that_fails_loses_spans_and_not_the_program(tmp_path):
+    (tmp_path / "file").write_text("")
+    warnings = []
+    sink = logger.add(lambda line: warnings.append(str(line)), level="WARNING")
+    exporter = JsonLinesSpanExporter(tmp_path / "file" / "x.jsonl")
+    assert exporter.export([]) is SpanExportResult.FAILURE
+    logger.remove(sink)
+    assert "could not be written" in warnings[0]
+    exporter.shutdown()
+
+
+def test_tracing_without_a_place_to_write_stays_off(monkeypatch):
+    for name in telemetry.ENDPOINT_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    tracing = telemetry.setup_tracing("trainer", None)
+    span = tracing.start_span(TRAIN_SPAN)
+    assert not span.is_recording()
+    assert traceparent_of(span) == ""
+    assert telemetry.current_traceparent() == ""
+    tracing.close()
