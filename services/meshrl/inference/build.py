@@ -22,14 +22,9 @@ def build_engine(config: InferenceConfig) -> EmbeddedEngine:
     if config.torch_threads is not None:
         torch.set_num_threads(config.torch_threads)
     model = load_model(config.model)
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if limit is not None and config.max_model_len > limit:
-        raise ValueError(
-            f"max_model_len {config.max_model_len} is beyond the {limit} positions of {config.model.name}; lower it"
-        )
     return EmbeddedEngine(
         model,
-        max_model_len=config.max_model_len,
+        max_model_len=_max_model_len(config, model),
         num_slots=config.max_num_seqs,
         max_queue=config.max_queue,
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -47,6 +42,18 @@ def eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
         if ids is not None:
             return (ids,) if isinstance(ids, int) else tuple(ids)
     return ()
+
+
+def _max_model_len(config: InferenceConfig, model: PreTrainedModel) -> int:
+    """The configured length; one that was left at its default is lowered to what the model can do."""
+    limit: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if limit is None or config.max_model_len <= limit:
+        return config.max_model_len
+    if "max_model_len" in config.model_fields_set:
+        raise ValueError(
+            f"max_model_len {config.max_model_len} is beyond the {limit} positions of {config.model.name}; lower it"
+        )
+    return limit
 
 
 def _free_bytes(device: torch.device) -> int:

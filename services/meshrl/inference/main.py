@@ -13,7 +13,7 @@ from meshrl.client import WeightSyncClient
 from meshrl.core.config import load_config
 from meshrl.core.logs import setup_logging
 from meshrl.core.paths import Layout
-from meshrl.core.serve import run
+from meshrl.core.serve import check_bind, run
 from meshrl.inference.agent import WeightAgent
 from meshrl.inference.build import build_engine
 from meshrl.inference.checkpoints import WeightLoader
@@ -28,7 +28,8 @@ CLOSE_DEADLINE_S = 5.0
 
 
 async def serve(config: InferenceConfig, stop: asyncio.Event) -> int:
-    """Serves until `stop` is set, then drains; returns the exit code."""
+    """Serves until `stop` is set, then drains; returns the exit code. Raises ConfigError for a bind that is refused."""
+    check_bind(config.server)
     try:
         engine = await asyncio.to_thread(build_engine, config)
         codec = await _codec(config)
@@ -109,7 +110,9 @@ async def _run_agent(
 
 def main() -> None:
     config = load_config(InferenceConfig, prog="inference")
-    setup_logging("inference", config.log.level, Layout(config.output_dir).logs / "inference.log")
+    name = f"inference-{config.engine_id}" if config.engine_id else "inference"
+    log_file = Layout(config.output_dir).log(name)
+    setup_logging(name, config.log.level, log_file, json_logging=config.log.json_logging)
     sys.exit(run(lambda stop: serve(config, stop)))
 
 
