@@ -6,14 +6,17 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from meshrl.core.config.base import ConfigError
 from meshrl.core.config.command_line import FileRef
 from meshrl.core.config.schema import Kind, Section, field_kind, find_field, nearest
+from meshrl.core.config.shared import LogConfig, LogLevel
 from meshrl.core.config.values import assign, decode
+from pydantic import ValidationError
 
 PREFIX = "PRIME_"
+LOG_LEVEL = "PRIME_LOG_LEVEL"
 
 OTHER_TOOLS = frozenset({"API_KEY", "LOG_LEVEL"})
 """PRIME_ variables of other tools whose names are keys here too; PRIME_API_KEY is an account's secret."""
@@ -60,13 +63,23 @@ def read_environment(section: Section, environ: Mapping[str, str]) -> Environmen
     A name that begins with a known section and then goes wrong is reported in `warnings`, never as an error.
     """
     found = Environment()
-    if "log" in section.model_fields and environ.get("PRIME_LOG_LEVEL"):
-        assign(found.values, ("log", "level"), environ["PRIME_LOG_LEVEL"])
-        found.origins[("log", "level")] = "PRIME_LOG_LEVEL"
+    if "log" in section.model_fields and environ.get(LOG_LEVEL):
+        _take_log_level(environ[LOG_LEVEL], found)
     for variable, text in sorted(environ.items()):
         if variable.startswith(PREFIX) and variable.removeprefix(PREFIX) not in OTHER_TOOLS:
             _take_variable(section, variable, text, found)
     return found
+
+
+def _take_log_level(text: str, found: Environment) -> None:
+    try:
+        LogConfig.model_validate({"level": text})
+    except ValidationError:  # another tool's level: worth a word, not an error
+        levels = ", ".join(get_args(LogLevel))
+        found.warnings.append(f"{LOG_LEVEL} is not used: {text!r} is none of {levels}")
+    else:
+        assign(found.values, ("log", "level"), text)
+        found.origins[("log", "level")] = LOG_LEVEL
 
 
 def _take_variable(section: Section, variable: str, text: str, found: Environment) -> None:

@@ -49,10 +49,9 @@ def _section_text(section: Section, path: tuple[str, ...], default: BaseModel | 
         kind = field_kind(field)
         here = (*path, name)
         value = _default(field, default, name)
-        if kind.sections:
-            below.extend(_below(kind, here, value, field))
-            if kind.item is None and not kind.nullable and len(kind.sections) == 1:
-                continue
+        below.extend(_below(kind, here, value, field))
+        if kind.sections and not kind.nullable and len(kind.sections) == 1:
+            continue
         yield from _entry(here, kind, field, value)
     for child, child_path, child_default, title in below:
         yield ""
@@ -63,11 +62,11 @@ def _section_text(section: Section, path: tuple[str, ...], default: BaseModel | 
 def _below(
     kind: Kind, path: tuple[str, ...], value: Any, field: FieldInfo
 ) -> Iterator[tuple[Section, tuple[str, ...], BaseModel | None, str]]:
-    place = path if kind.item is None else (*path, "N")
+    holder, place = (kind, path) if kind.item is None else (kind.item, (*path, "N"))
     meaning = " ".join((field.description or "").split())
-    for child in kind.sections:
+    for child in holder.sections:
         own = value if isinstance(value, child) else None
-        which = f" ({child.__name__})" if len(kind.sections) > 1 else ""
+        which = f" ({child.__name__})" if len(holder.sections) > 1 else ""
         yield child, place, own, f"[{'.'.join(place)}]{which} {meaning}"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from meshrl.core.config.schema import Kind, Section, describe, field_kind, find_field, key_names, nearest
@@ -32,6 +33,11 @@ def _locate(section: Section, problem: ErrorDetails) -> tuple[tuple[str, ...], K
     path: tuple[str, ...] = ()
     last = len(problem["loc"]) - 1
     for place, part in enumerate(problem["loc"]):
+        if kind.discriminator is not None and len(kind.sections) > 1:
+            narrowed = kind.section_for({kind.discriminator: part})
+            if narrowed != kind.sections:  # the location names the class that was chosen
+                kind = replace(kind, sections=narrowed)
+                continue
         step = _step(kind, part)
         if step is not None:
             parent, kind = kind, step[1]

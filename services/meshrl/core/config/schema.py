@@ -140,10 +140,10 @@ def every_key(section: Section, prefix: Path = (), depth: int = 8) -> Iterator[P
 def nearest(sections: Sequence[Section], key: str, prefix: Path = ()) -> str | None:
     """The dotted path of the key most like the unknown `key`: among its siblings, else anywhere below them."""
     wanted = key.replace("-", "_")
-    close = difflib.get_close_matches(wanted, key_names(sections), n=1, cutoff=0.6)
-    if close:
-        return ".".join((*prefix, close[0]))
     everywhere = {path[-1]: path for section in reversed(sections) for path in reversed(list(every_key(section)))}
+    close = difflib.get_close_matches(wanted, key_names(sections), n=1, cutoff=0.6)
+    if close and wanted not in everywhere:
+        return ".".join((*prefix, close[0]))
     close = difflib.get_close_matches(wanted, list(everywhere), n=1, cutoff=0.75)
     return ".".join((*prefix, *everywhere[close[0]])) if close else None
 

@@ -57,11 +57,13 @@ class LogConfig(BaseConfig):
 
     @model_validator(mode="before")
     @classmethod
-    def _lower_case(cls, values: Any) -> Any:
+    def _other_spellings(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
         level = values.get("level")
-        return {**values, "level": level.lower()} if isinstance(level, str) else values
+        if not isinstance(level, str):
+            return values
+        return {**values, "level": {"warn": "warning", "fatal": "critical"}.get(level.lower(), level.lower())}
 
 
 class LogExtrasConfig(BaseConfig):

@@ -1,0 +1,114 @@
+"""One message for what is wrong: what was expected, what came, what to change."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+END = "Run 'prog --help' for every key.\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["@a.toml"], "prog: '@a.toml' needs a space between @ and the file: write '@ a.toml'"),
+        (["--model", "@a.toml"], "--model '@a.toml' needs a space between @ and the file: write '@ a.toml'"),
+        (["--model@", "a.toml"], "'--model@' needs a space before @: write '--model @ file.toml'"),
+        (["@"], "expected a TOML file after '@', but the command line ends; write '@ path/to/file.toml'"),
+        (["@", "--bench"], "expected a TOML file after '@', but got '--bench'"),
+        (["--max-steps", "@", "a.toml"], "only a section takes a file, max_steps is int or None"),
+        (
+            ["a.toml"],
+            "unexpected argument 'a.toml': values follow a flag (--key a.toml) and files follow an @ (@ a.toml)",
+        ),
+        (["--max-step", "5"], "unknown option --max-step; did you mean --max-steps?"),
+        (["--model.nam", "5"], "unknown option --model.nam; did you mean --model.name?"),
+        (["--resume-step", "5"], "unknown option --resume-step; did you mean --ckpt.resume-step?"),
+        (["--ckpt.zzz", "5"], "unknown option --ckpt.zzz; keys of ckpt are interval, resume-step"),
+        (["--no-wandbb"], "did you mean --wandb?"),
+        (["--no-group-size"], "--no-group-size: group_size cannot be switched off, it is int; give it a value instead"),
+        (["--no-bench", "yes"], "--no-bench takes no value, got 'yes'; leave the value out"),
+        (["--max-steps"], "--max-steps needs a value (int or None): write '--max-steps VALUE'"),
+        (["--model"], "--model is a section that is always on; set one of its keys, such as --model.name"),
+        (["--max-steps.x", "1"], "max_steps is int or None and has no keys below it"),
+        (["--env.id", "x"], "env is a list, so a place comes next: --env.0.id"),
+        (["--env.1.id", "x"], "env.1 is set but env.0 is not; places of a list start at 0 and leave no gap"),
+        (["--gpu-ids", "[1"], "--gpu-ids: expected JSON, got '[1', which does not parse"),
+        (["--max-steps", "ten"], "max_steps: expected int or None, got 'ten' (from --max-steps)"),
+        (["--bench", "maybe"], "bench: expected true | false, got 'maybe' (from --bench)"),
+        (["--gpu-ids", "0,x"], "gpu_ids.1: expected int, got 'x' (from --gpu-ids)"),
+        (["--level", "x"], "level: expected int | \"auto\", got 'x' (from --level)"),
+        (["--model.dtype", "f16"], 'model.dtype: expected "auto" | "float32" | "bfloat16", got \'f16\''),
+        (["--group-size", "0"], "group_size: expected int, got '0' (from --group-size); it should be greater than or"),
+        (["--loss.type", "x"], "loss.type: expected one of 'default', 'aipo', got 'x' (from --loss.type)"),
+        (["--loss.delta", "1"], "loss.delta: no such key (from --loss.delta); keys of loss are type, kl_tau"),
+        (["--env.0.ratio", "1"], "env.0.id: needs a value (text); set it in a file or with --env.0.id"),
+        (["--ckpt", "5"], "ckpt: expected section or None, got '5' (from --ckpt)"),
+    ],
+)
+def test_wrong_argument_is_explained(refused: Callable[..., str], argv: list[str], message: str) -> None:
+    text = refused(*argv)
+    assert message in text
+    assert text.endswith(END)
+    assert text.startswith("prog: ")
+
+
+def test_all_problems_of_values_come_in_one_message(refused: Any, toml: Any) -> None:
+    path = toml("max_steps = 'ten'\nmax_stepz = 1\n[model]\nnames = 'x'\n[[env]]\nidd = 'x'\n")
+    lines = refused("@", path, "--group-size", "x").splitlines()
+    assert lines == [
+        "prog: the configuration has 6 errors",
+        f"  model.names: no such key (from {path}); did you mean model.name?",
+        "  env.0.id: needs a value (text); set it in a file or with --env.0.id",
+        f"  env.0.idd: no such key (from {path}); did you mean env.0.id?",
+        "  group_size: expected int, got 'x' (from --group-size)",
+        f"  max_steps: expected int or None, got 'ten' (from {path})",
+        f"  max_stepz: no such key (from {path}); did you mean max_steps?",
+        "Run 'prog --help' for every key.",
+    ]
+
+
+def test_all_wrong_arguments_come_in_one_message(refused: Any) -> None:
+    text = refused("--foo", "1", "@a.toml", "stray")
+    assert text.startswith("prog: the configuration has 3 errors\n")
+
+
+def test_missing_file(refused: Any) -> None:
+    assert "config file 'none/x.toml' does not exist (looked in " in refused("@", "none/x.toml")
+
+
+def test_folder_in_place_of_a_file(refused: Any, tmp_path: Any) -> None:
+    assert "cannot be read: Is a directory; expected a TOML file" in refused("@", str(tmp_path))
+
+
+def test_file_that_is_not_text(refused: Any, tmp_path: Any) -> None:
+    path = tmp_path / "x.toml"
+    path.write_bytes(b"\xff\xfe\x00")
+    assert "is not UTF-8 text" in refused("@", str(path))
+
+
+def test_invalid_toml_names_the_line(refused: Any, toml: Any) -> None:
+    path = toml("[model]\nname = unquoted\n")
+    text = refused("@", path)
+    assert f"config file '{path}' is not valid TOML" in text
+    assert "line 2" in text
+
+
+def test_section_with_a_plain_value(refused: Any, toml: Any) -> None:
+    assert "model: expected section, got 5" in refused("@", toml("model = 5\n"))
+
+
+def test_wrong_value_in_a_variable_names_the_variable(refused: Any) -> None:
+    text = refused(environ={"PRIME_MAX_STEPS": "ten"})
+    assert text == f"prog: max_steps: expected int or None, got 'ten' (from PRIME_MAX_STEPS)\n{END}"
+
+
+def test_two_spellings_that_disagree(refused: Any, toml: Any) -> None:
+    text = refused("@", toml("group_size = 4\nrollouts_per_example = 8\n"))
+    assert (
+        "group_size: two spellings of this key disagree, 4 and 8 (rollouts_per_example); keep only group_size" in text
+    )
+
+
+def test_empty_text_where_some_is_needed(refused: Any) -> None:
+    assert refused("--model.name=").startswith("prog: model.name: expected text, got ''")

@@ -1,0 +1,104 @@
+"""Files, variables and their order."""
+
+from typing import Any
+
+import pytest
+
+
+def test_order_is_command_line_then_later_file_then_earlier_file_then_variable_then_default(
+    load: Any, toml: Any
+) -> None:
+    environ = {"PRIME_MODEL__NAME": "variable"}
+    first, second = toml("[model]\nname = 'first'\n", "1.toml"), toml("[model]\nname = 'second'\n", "2.toml")
+    assert load().model.name == "Qwen/Qwen3-0.6B"
+    assert load(environ=environ).model.name == "variable"
+    assert load("@", first, environ=environ).model.name == "first"
+    assert load("@", first, "@", second, environ=environ).model.name == "second"
+    assert load("--model.name", "flag", "@", first, "@", second, environ=environ).model.name == "flag"
+
+
+def test_files_merge_key_by_key(load: Any, toml: Any) -> None:
+    first = toml("max_steps = 5\ntags = ['a', 'b']\n[model]\nname = 'm'\ndtype = 'float32'\n", "1.toml")
+    second = toml("tags = ['c']\n[model]\nname = 'n'\n", "2.toml")
+    config = load("@", first, "@", second)
+    assert (config.max_steps, config.tags) == (5, ["c"])
+    assert (config.model.name, config.model.dtype) == ("n", "float32")
+
+
+def test_section_file_fills_one_section(load: Any, toml: Any) -> None:
+    config = load("--model", "@", toml("name = 'm'\n"), "--wandb", "@", toml("project = 'p'\n", "w.toml"))
+    assert (config.model.name, config.wandb.project) == ("m", "p")
+
+
+def test_section_file_takes_its_place_in_the_order_of_files(load: Any, toml: Any) -> None:
+    whole, part = toml("[model]\nname = 'whole'\n", "1.toml"), toml("name = 'part'\n", "2.toml")
+    assert load("@", whole, "--model", "@", part).model.name == "part"
+    assert load("--model", "@", part, "@", whole).model.name == "whole"
+
+
+def test_none_in_a_file_unsets_what_an_earlier_file_set(load: Any, toml: Any) -> None:
+    first, second = toml("max_norm = 2.0\n[ckpt]\n", "1.toml"), toml("max_norm = 'None'\nckpt = 'None'\n", "2.toml")
+    assert load("@", first).ckpt is not None
+    config = load("@", first, "@", second)
+    assert (config.max_norm, config.ckpt) == (None, None)
+
+
+def test_keys_in_files_may_have_dashes_and_older_spellings(load: Any, toml: Any) -> None:
+    config = load("@", toml("max-steps = 5\nrollouts_per_example = 2\n"))
+    assert (config.max_steps, config.group_size) == (5, 2)
+
+
+def test_older_spelling_in_a_file_gives_way_to_the_present_one_on_the_command_line(load: Any, toml: Any) -> None:
+    assert load("@", toml("rollouts_per_example = 2\n"), "--group-size", "16").group_size == 16
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "expected"),
+    [
+        ("PRIME_MAX_STEPS", "7", {"max_steps": 7}),
+        ("PRIME_CKPT__INTERVAL", "7", {"ckpt": {"interval": 7, "resume_step": None}}),
+        ("PRIME_CKPT", "true", {"ckpt": {"interval": None, "resume_step": None}}),
+        ("PRIME_GPU_IDS", "1,2", {"gpu_ids": [1, 2]}),
+        ("PRIME_ENV__0__ID", "x", {"env": None}),
+        ("PRIME_OPTIONS__SOME_KEY", "1", {"options": {"some_key": 1}}),
+        ("PRIME_BENCH", "1", {"bench": True}),
+        ("PRIME_MAX_NORM", "None", {"max_norm": None}),
+    ],
+)
+def test_variables_reach_nested_keys(load: Any, variable: str, text: str, expected: dict[str, Any]) -> None:
+    found = load(environ={variable: text}).model_dump()
+    if variable == "PRIME_ENV__0__ID":
+        assert found["env"][0]["id"] == "x"
+    else:
+        assert {key: found[key] for key in expected} == expected
+
+
+def test_variables_of_other_tools_are_left_alone(load: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    environ = {"PRIME_API_KEY": "secret", "PRIME_TEAM_ID": "t", "PRIME_": "", "PRIME___": "x", "MODEL__NAME": "y"}
+    config = load(environ=environ)
+    assert config == load()
+    assert config.api_key is None
+    assert capsys.readouterr().err == ""
+
+
+def test_variable_below_a_known_section_that_names_no_key_is_a_warning(
+    load: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert load(environ={"PRIME_MODEL__NAM": "x"}) == load()
+    assert capsys.readouterr().err == (
+        "prog: warning: PRIME_MODEL__NAM is not used: model has no key 'nam'; did you mean PRIME_MODEL__NAME?\n"
+    )
+
+
+def test_prime_log_level_is_the_default_of_log_level(load: Any, toml: Any) -> None:
+    environ = {"PRIME_LOG_LEVEL": "DEBUG"}
+    assert load(environ=environ).log.level == "debug"
+    assert load(environ={**environ, "PRIME_LOG__LEVEL": "error"}).log.level == "error"
+    assert load("@", toml("[log]\nlevel = 'warning'\n"), environ=environ).log.level == "warning"
+
+
+def test_prime_log_level_of_another_tool_that_names_no_level_is_a_warning(
+    load: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert load(environ={"PRIME_LOG_LEVEL": "chatty"}).log.level == "info"
+    assert "PRIME_LOG_LEVEL is not used" in capsys.readouterr().err
