@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
-
 from meshrl.wire.types import MicroBatch
+from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -16,10 +16,6 @@ from typing import Any
 
 import torch
 from loguru import logger
-from opentelemetry import trace
-from transformers import PreTrainedTokenizerBase
-from transformers.utils.logging import disable_progress_bar
-
 from meshrl.algorithms.losses import Loss, aipo_loss, dppo_kl_loss
 from meshrl.client import WeightSyncClient
 from meshrl.core.config import ConfigError, load_config
@@ -42,6 +38,9 @@ from meshrl.training.parallel import ParallelContext
 from meshrl.v1.trainer_pb2_grpc import add_TrainerServiceServicer_to_server
 from meshrl.wire.errors import MeshError
 from meshrl.wire.types import Transport
+from opentelemetry import trace
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
 
 SERVICE = "meshrl.v1.TrainerService"
 DRAIN_GRACE_S = 5.0
@@ -124,7 +123,7 @@ async def serve(config: TrainerConfig, stop: asyncio.Event, tracer: trace.Tracer
         )
     )
     max_message_bytes = max(4 * 2**20, config.seq_len * BYTES_PER_TOKEN)
-    server = GrpcServer(config.server, max_message_bytes=max_message_bytes)
+    server = GrpcServer(config.server, max_message_bytes=max_message_bytes, tracer=tracer)
     servicer = TrainerServicer(desk, facts(config, parts), on_drained=stop.set)
     server.add(SERVICE, add_TrainerServiceServicer_to_server, servicer)
     port = await server.start()

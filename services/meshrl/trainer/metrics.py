@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
-
 from meshrl.training.learner import StepResult, TokenRecord
+from numpy.typing import NDArray
 
 
 def step_metrics(result: StepResult, environments: Sequence[str]) -> dict[str, float]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
-
 from meshrl.core.config import BaseConfig
+from pydantic import Field, model_validator
 
 
 class OptimConfig(BaseConfig):

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from torch import nn
-
 from meshrl.training.config import OptimConfig
+from torch import nn
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:

@@ -1,6 +1,5 @@
 import numpy as np
 import pytest
-
 from meshrl.algorithms.advantages import (
     ADVANTAGES,
     grpo_advantages,

@@ -1,6 +1,5 @@
 import numpy as np
 import pytest
-
 from meshrl.algorithms.packing import TrainSample, pack_samples
 
 

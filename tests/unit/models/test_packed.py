@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 import torch
+from meshrl.models.attention import PackedLayout
+from meshrl.models.logprobs import PackedPolicy, PackedRow, token_logprobs
 from numpy.typing import NDArray
 from transformers import (
     Gemma2Config,
@@ -17,9 +19,6 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
-
-from meshrl.models.attention import PackedLayout
-from meshrl.models.logprobs import PackedPolicy, PackedRow, token_logprobs
 
 LENGTHS = (7, 31, 2, 30, 12, 5, 1)
 VOCAB = 24

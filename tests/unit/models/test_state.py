@@ -1,8 +1,7 @@
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
-
 from meshrl.models.state import hf_state, load_hf_state, snapshot
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 
 def build(*, tied: bool, seed: int = 0) -> Qwen3ForCausalLM:

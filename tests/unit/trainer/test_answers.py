@@ -1,7 +1,6 @@
 import asyncio
 
 import pytest
-
 from meshrl.trainer.answers import Answers
 from meshrl.wire.errors import MeshError, Reason
 

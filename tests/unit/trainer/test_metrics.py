@@ -1,6 +1,5 @@
 import numpy as np
 import pytest
-
 from meshrl.trainer.metrics import step_metrics
 from meshrl.training.learner import StepResult, TokenRecord
 

@@ -1,5 +1,4 @@
 import pytest
-
 from meshrl.trainer.steps import StepBook
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Batch, StepState

@@ -1,5 +1,4 @@
 import pytest
-
 from meshrl.training.config import SchedulerConfig
 from meshrl.training.scheduler import learning_rate
 
