@@ -27,7 +27,10 @@ from opentelemetry.sdk.trace import TracerProvider
 sys.path.append(str(Path(__file__).parent / "tasksets"))  # verifiers loads tasksets as top-level modules
 
 CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% for tool in tools or [] %}tool {{ tool.function.name }}\n{% endfor %}"
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] or '' }}"
+    "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
+    "<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 ALPHABET = "".join(chr(code) for code in range(32, 127)) + "\n"
@@ -35,11 +38,12 @@ ALPHABET = "".join(chr(code) for code in range(32, 127)) + "\n"
 
 def save_tokenizer(folder: Path) -> None:
     """Writes a character-level tokenizer with a ChatML template that is prefix stable."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     specials = ["<unk>", "<|im_start|>", "<|im_end|>"]
-    vocabulary = {token: number for number, token in enumerate([*specials, *ALPHABET])}
+    tool_marks = ["<tool_call>", "</tool_call>"]
+    vocabulary = {token: number for number, token in enumerate([*specials, *ALPHABET, *tool_marks])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -49,6 +53,7 @@ def save_tokenizer(folder: Path) -> None:
         eos_token="<|im_end|>",
         additional_special_tokens=["<|im_start|>"],
     )
+    fast.add_tokens([AddedToken(mark, special=False) for mark in tool_marks])
     fast.chat_template = CHAT_TEMPLATE
     fast.save_pretrained(folder)
 
@@ -165,10 +170,14 @@ async def start_mesh(tokenizer_dir: Path, tmp_path: Path) -> AsyncIterator[Start
                 client={**client, **options.pop("client", {})},
                 model={"name": "policy"},
                 tokenizer=str(tokenizer_dir),
-                renderer={"name": "default"},
                 output_dir=tmp_path,
                 server={"port": 0},
-                **{"seq_len": 512, "sampling": {"max_tokens": 16, "temperature": 0.7}, **options},
+                **{
+                    "seq_len": 512,
+                    "sampling": {"max_tokens": 16, "temperature": 0.7},
+                    "renderer": {"name": "default"},
+                    **options,
+                },
             )
             episodes = await build(config, stack, TracerProvider().get_tracer("test"))
             server = GrpcServer(config.server)

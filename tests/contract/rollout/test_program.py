@@ -1,0 +1,106 @@
+"""The program from its configuration to its exit: health, drain, and errors that say what to change."""
+
+import asyncio
+from pathlib import Path
+
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from meshrl.core.config import ConfigError, load_config
+from meshrl.core.paths import Layout
+from meshrl.core.telemetry import Tracing
+from meshrl.rollout import main as program
+from meshrl.rollout.config import RolloutConfig
+from opentelemetry.trace import NoOpTracer
+
+
+def write_config(folder: Path, tokenizer: Path, url: str, env: str = "mesh_echo") -> Path:
+    path = folder / "rollout.toml"
+    path.write_text(
+        f'''
+        tokenizer = "{tokenizer}"
+        output_dir = "{folder}/out"
+        seq_len = 256
+        [client]
+        base_url = ["{url}/v1/"]
+        [renderer]
+        name = "default"
+        [[env]]
+        id = "{env}"
+        args = {{ words = ["cat"] }}
+        '''
+    )
+    return path
+
+
+@pytest.fixture(autouse=True)
+def no_process_wide_tracing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program, "setup_tracing", lambda *args: Tracing(NoOpTracer(), None))
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+async def test_health_follows_the_life_of_the_program(tmp_path, tokenizer_dir, engine, make_group):
+    port = free_port()
+    path = write_config(tmp_path, tokenizer_dir, engine.url)
+    config = load_config(
+        RolloutConfig, ["@", str(path), "--server.port", str(port), "--max-concurrent", "4"], prog="rollout"
+    )
+    assert config.max_concurrent == 4
+    stop = asyncio.Event()
+    running = asyncio.create_task(program.serve(config, Layout(config.output_dir), stop))
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        await asyncio.wait_for(channel.channel_ready(), 20)
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=program.SERVICE))
+        status = health_pb2.HealthCheckResponse
+        states = [(await watch.read()).status]
+        if states[-1] == status.NOT_SERVING:
+            states.append((await watch.read()).status)
+        assert states[-1] == status.SERVING
+        async with program_client(port) as client:
+            engine.delay_s = 0.5
+            events = asyncio.create_task(_collect(client, make_group()))
+            await engine.arrived.get()
+            stop.set()
+            assert (await watch.read()).status == status.NOT_SERVING
+            assert (await events)[-1].finished == 1
+    assert await asyncio.wait_for(running, 10) == 0
+
+
+def program_client(port: int):
+    from meshrl.client import RolloutClient
+
+    return RolloutClient(f"127.0.0.1:{port}")
+
+
+async def _collect(client, request):
+    return [event async for event in client.run_rollouts(request)]
+
+
+async def test_an_unknown_taskset_ends_the_program_with_its_name(tmp_path, tokenizer_dir, engine):
+    path = write_config(tmp_path, tokenizer_dir, engine.url, env="no_such_taskset")
+    config = load_config(RolloutConfig, ["@", str(path), "--server.port", "0"], prog="rollout")
+    with pytest.raises(ConfigError, match="no_such_taskset"):
+        await program.serve(config, Layout(config.output_dir), asyncio.Event())
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"env": []}, "at least one environment"),
+        ({"env": [{"id": "a"}, {"id": "b", "name": "a"}]}, "distinct names, got a"),
+        (
+            {"env": [{"id": "a"}], "client": {"base_url": ["localhost:8000"]}},
+            "http://127.0.0.1:8000, got 'localhost:8000'",
+        ),
+        ({"env": [{"id": "a"}], "client": {"base_url": []}}, "needs engines"),
+    ],
+)
+def test_a_configuration_that_cannot_work_says_what_to_change(options, words):
+    with pytest.raises(ValueError, match=words):
+        RolloutConfig(**options)

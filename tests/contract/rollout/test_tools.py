@@ -1,0 +1,59 @@
+"""A taskset with tools: the in-process harness lists them over MCP and runs the model's calls."""
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator
+
+import pytest
+import uvicorn
+from mcp.server.mcpserver import MCPServer
+from mcp.server.transport_security import TransportSecuritySettings
+
+TOOL_CALL, TOOL_CALL_END = 99, 100  # where the fixture's tokenizer has its two marks
+
+# verifiers 0.4 passes an argument of tenacity by its old name when it connects to a tool server.
+pytestmark = pytest.mark.filterwarnings("ignore:The 'initial' parameter is deprecated:DeprecationWarning")
+
+
+@pytest.fixture
+async def tools_url() -> AsyncIterator[str]:
+    """A tool server as verifiers would start one, without the seconds that a process of its own takes."""
+    server = MCPServer("text")
+    server.add_tool(lambda word: str(len(word)), name="length", description="Counts the characters of a word.")
+    security = TransportSecuritySettings(enable_dns_rebinding_protection=False)
+    app = server.streamable_http_app(json_response=True, stateless_http=True, transport_security=security)
+    listener = socket.create_server(("127.0.0.1", 0))
+    http = uvicorn.Server(uvicorn.Config(app, log_level="critical"))
+    task = asyncio.create_task(http._serve(sockets=[listener]))  # `serve` would take over the signals of pytest
+    yield f"http://127.0.0.1:{listener.getsockname()[1]}/mcp"
+    http.should_exit = True
+    await task
+
+
+async def test_tool_calls_run_and_their_results_go_back_to_the_model(start_mesh, make_group, engine, tokens, tools_url):
+    def call(name: str, arguments: str) -> list[int]:
+        text = f'{{"name": "{name}", "arguments": {arguments}}}'
+        return [TOOL_CALL, *tokens(text), TOOL_CALL_END]
+
+    replies = [call("text_length", json.dumps({"word": "house"})), call("text_width", "{}"), tokens("5")]
+    engine.reply = lambda request: replies[len(engine.requests) - 1]
+    mesh = await start_mesh(
+        [engine],
+        env=[{"id": "mesh_tools", "args": {"tools_url": tools_url}}],
+        renderer={"name": "default", "tool_parser": "qwen3"},
+        sampling={"max_tokens": 100},
+        seq_len=1024,
+    )
+    request = make_group(environment="mesh_tools")
+    events = [event async for event in mesh.client.run_rollouts(request)]
+    rollout = events[0]
+    assert getattr(rollout, "message", "") == ""
+    assert rollout.num_turns == 3
+    assert rollout.reward == 1.0
+    assert rollout.finish_reason == "stop"
+    last_prompt = "".join(chr(29 + token) if 2 < token < 98 else "|" for token in engine.requests[-1]["token_ids"])
+    assert "tool text_length" in last_prompt
+    assert "unknown tool" in last_prompt
+    roles = [span.role for sample in rollout.samples for span in sample.message_spans]
+    assert "tool" in roles
