@@ -1,0 +1,83 @@
+"""Fixtures of whole runs: `rl` as a user starts it, small enough for two CPU cores, on a model made here."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from meshrl.environments.reverse_text.model import create_model
+
+from mesh_run import Run
+
+RUN_TOML = """
+[trainer]
+seq_len = 1024
+torch_threads = 1
+
+[trainer.optim]
+lr = 3e-4
+
+[inference]
+max_model_len = 128
+torch_threads = 1
+
+[rollout]
+seq_len = 128
+
+[orchestrator]
+batch_size = 16
+group_size = 4
+seq_len = 1024
+
+[orchestrator.filters]
+zero_signal = false
+
+[orchestrator.sampling]
+max_tokens = 16
+
+[[orchestrator.train.env]]
+id = "reverse_text"
+"""
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    create_model(folder, seed=0)
+    return folder
+
+
+@pytest.fixture
+def start_run(tmp_path: Path, model_dir: Path) -> Iterator[Callable[..., Run]]:
+    runs: list[Run] = []
+
+    def start(*flags: str) -> Run:
+        config = tmp_path / "run.toml"
+        config.write_text(RUN_TOML)
+        console = tmp_path / "console.txt"
+        command = [sys.executable, "-m", "meshrl.launch.main", "@", str(config), "--model.name", str(model_dir)]
+        output_dir = tmp_path / "out"
+        with console.open("wb") as out:
+            process = subprocess.Popen(
+                [*command, "--output-dir", str(output_dir), *flags],
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "COLUMNS": "200"},
+            )
+        runs.append(Run(process=process, output_dir=output_dir, console=console))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        if run.process.poll() is None:
+            run.process.send_signal(signal.SIGTERM)
+            try:
+                run.process.wait(timeout=20)
+            except subprocess.TimeoutExpired:
+                run.process.kill()

@@ -1,0 +1,59 @@
+"""A run of the real programs in a test: how to wait for it, read it and see what it left behind."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+PROGRAMS = ("rollout", "trainer", "weights", "inference", "orchestrator")
+READY_S = 240.0
+
+
+@dataclass
+class Run:
+    """One `rl` process and what it has written."""
+
+    process: subprocess.Popen[bytes]
+    output_dir: Path
+    console: Path
+
+    def log(self, name: str) -> str:
+        path = self.output_dir / "logs" / f"{name}.log"
+        return path.read_text() if path.exists() else ""
+
+    def records(self) -> list[dict[str, Any]]:
+        path = self.output_dir / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def steps(self) -> list[int]:
+        return [record["step"] for record in self.records() if "reward/all/mean" in record]
+
+    def pid(self, program: str) -> int:
+        return int(re.findall(rf"started {program} \(pid (\d+)\)", self.log("rl"))[-1])
+
+    def port(self, program: str) -> int:
+        return int(
+            re.findall(r"^port = (\d+)", (self.output_dir / "configs" / f"{program}.toml").read_text(), re.MULTILINE)[-1]
+        )
+
+    def wait_for(self, what: Callable[[], object], deadline_s: float = READY_S) -> None:
+        """Until `what()` is true; fails with the logs when the run ends first or the deadline passes."""
+        end = time.monotonic() + deadline_s
+        while not what():
+            assert self.process.poll() is None, f"rl ended early:\n{self.console.read_text()}"
+            assert time.monotonic() < end, f"not in {deadline_s} s:\n{self.console.read_text()}"
+            time.sleep(0.1)
+
+    def finish(self, deadline_s: float = READY_S) -> int:
+        return self.process.wait(timeout=deadline_s)
+
+    def left_running(self) -> list[int]:
+        """Processes that belong to this run, by the folder on their command line."""
+        listed = subprocess.run(["ps", "-axo", "pid=,command="], capture_output=True, text=True, timeout=10, check=True)
+        return [int(line.split()[0]) for line in listed.stdout.splitlines() if str(self.output_dir) in line]
