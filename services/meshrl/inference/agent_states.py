@@ -140,10 +140,10 @@ class AgentMachine:
     def _commit(self, command: Commit) -> list[Action]:
         if self.state is AgentState.APPLYING:
             if not self._is_target(command):
-                self._queued = command
-            elif self.held and not command.hold:
-                return [ResumeEngine()]
-            return []
+                self._queued = command  # and a gang that waits is of no use any more
+            elif command.hold:
+                return []
+            return [ResumeEngine()] if self.held else []
         if command.artifact_id == self.artifact_id and self.version is not None:
             return [Tell(applied=self.last_applied)]
         if not self._is_target(command):

@@ -110,7 +110,9 @@ class CommitRules:
         for record in sorted(self.records.values(), key=lambda r: r.key):
             if record.state is VersionState.SEALED and record.attempt is not None and not record.deciding:
                 actions += self._try_decide(record, record.attempt, now_s)
-            elif record.state is VersionState.COMMITTING:
+            if record.state in DECIDED:
+                self._release(record, now_s)
+            if record.state is VersionState.COMMITTING:
                 actions += self._try_finish(record, now_s)
         for engine in self.pool.engines.values():
             command, key = self._desired(engine, now_s)
@@ -149,17 +151,19 @@ class CommitRules:
             return self._give_up(record, Reason.ENGINES_NOT_READY, text, attempt.faults)
         return []
 
-    def _try_finish(self, record: VersionRecord, now_s: float) -> list[Action]:
-        actions: list[Action] = []
+    def _release(self, record: VersionRecord, now_s: float) -> None:
+        """Ejects engines past the deadline of the commit, and lets a gang go once all that are left have applied."""
         live = self.pool.engines
         if now_s >= record.commit_deadline_s:
-            for engine_id in record.commit_set & set(live):
+            for engine_id in record.commit_set & set(live) - record.held:
                 live[engine_id].ejected = True
-            record.commit_set.clear()
+            record.commit_set &= record.held
         record.commit_set &= set(live)
-        waiting_for = (record.gang & record.commit_set) - record.held
-        if record.gang and not waiting_for:
+        if record.gang and not (record.gang & record.commit_set) - record.held:
             record.released = True
+
+    def _try_finish(self, record: VersionRecord, now_s: float) -> list[Action]:
+        actions: list[Action] = []
         outstanding = not record.min_ready and bool(record.commit_set)
         if len(record.reports) >= max(1, record.min_ready) and not outstanding:
             record.answer = Activation(

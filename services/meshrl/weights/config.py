@@ -20,7 +20,7 @@ class WeightsConfig(BaseConfig):
     """Folder of the run, shared by its programs; logs, traces and, by default, the spool go below it."""
 
     spool_dir: Path | None = None
-    """Folder for the durable log and streamed bytes; None means output_dir/weights."""
+    """Folder for the durable log and streamed bytes; None means output_dir/weight_hub."""
 
     lease_s: float = Field(default=10.0, ge=0.2)
     """Seconds without a heartbeat after which an engine is dropped from the pool; agents beat at a third of it."""

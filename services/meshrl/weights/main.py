@@ -34,7 +34,7 @@ def build_hub(config: WeightsConfig, tracer: trace.Tracer | None = None) -> Hub:
     )
     return Hub(
         coordinator,
-        spool_dir=config.spool_dir or Layout(config.output_dir).weights,
+        spool_dir=config.spool_dir or config.output_dir / "weight_hub",
         max_chunk_bytes=config.max_chunk_bytes,
         verify_files=config.verify_files,
         tracer=tracer,
@@ -76,3 +76,7 @@ def main() -> None:
     code = run(lambda stop: serve(config, tracing, stop))
     tracing.close()
     sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -63,8 +63,8 @@ async def test_retention_keeps_the_newest_two_and_deletes_the_bytes_of_older_one
     for version in range(4):
         artifacts.append((await publisher.publish(version, state(version + 1))).artifact_id)
         await activate(mesh, version)
-    await mesh.until(lambda: len(list((mesh.folder / "weights" / "artifacts").iterdir())) == 2)
-    kept = {folder.name for folder in (mesh.folder / "weights" / "artifacts").iterdir()}
+    await mesh.until(lambda: len(list((mesh.folder / "weight_hub" / "artifacts").iterdir())) == 2)
+    kept = {folder.name for folder in (mesh.folder / "weight_hub" / "artifacts").iterdir()}
     assert kept == set(artifacts[2:])
     if transport is Transport.FILESYSTEM:
         assert {folder.name for folder in (mesh.folder / "broadcasts").iterdir()} == {"step_2", "step_3"}

@@ -21,7 +21,7 @@ async def activate(mesh: Any, version: int, **more: Any) -> Any:
 def flip_a_byte(mesh: Any, transport: Transport, version: int, artifact: str) -> None:
     """Changes one payload byte at rest, where the transport keeps it."""
     if transport is Transport.STREAM:
-        path = mesh.folder / "weights" / "artifacts" / artifact / "payload"
+        path = mesh.folder / "weight_hub" / "artifacts" / artifact / "payload"
     else:
         (path,) = (mesh.folder / "broadcasts" / f"step_{version}").glob("*.safetensors")
     with Path(path).open("r+b") as file:
