@@ -1,0 +1,248 @@
+"""One configuration becomes five, and each value is said once."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshrl.core.config import dump_toml, load_config
+from meshrl.launch.compose import Part, compose
+from meshrl.launch.config import RLConfig
+
+TRAINS = ("--orchestrator.train.env.0.id", "reverse-text")
+COMPONENTS = ("rollout", "trainer", "weights", "inference", "orchestrator")
+
+
+def load(*argv: str, environ: dict[str, str] | None = None) -> RLConfig:
+    return load_config(RLConfig, [*TRAINS, *argv], prog="rl", environ=environ or {})
+
+
+def parts_of(config: RLConfig) -> dict[str, Any]:
+    ports: Iterator[int] = iter(range(40001, 40100))
+
+    def free_port(host: str) -> int:
+        return next(ports)
+
+    return {part.name: part for part in compose(config, free_port)}
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *argv: str, bare: bool = False) -> str:
+    with pytest.raises(SystemExit) as leaving:
+        load_config(RLConfig, [*(() if bare else TRAINS), *argv], prog="rl", environ={})
+    assert leaving.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["--max-steps", "5"], {"trainer.max_steps": 5, "orchestrator.max_steps": 5}),
+        (
+            ["--seq-len", "64"],
+            {
+                "trainer.seq_len": 64,
+                "orchestrator.seq_len": 64,
+                "rollout.seq_len": 64,
+                "inference.max_model_len": 64,
+            },
+        ),
+        (
+            ["--model.name", "m"],
+            {"trainer.model.name": "m", "inference.model.name": "m", "rollout.model.name": "m"},
+        ),
+        (["--output-dir", "o"], {f"{name}.output_dir": Path("o") for name in COMPONENTS}),
+        (["--log.level", "debug"], {f"{name}.log.level": "debug" for name in COMPONENTS}),
+        (["--seed", "3"], {"trainer.seed": 3, "orchestrator.seed": 3, "inference.seed": 3}),
+        (["--run-id", "r"], {"trainer.run_id": "r", "orchestrator.run_id": "r"}),
+        (["--max-async-level", "0"], {"orchestrator.max_async_level": 0}),
+        (["--ckpt.interval", "5"], {"trainer.ckpt.interval": 5}),
+        (["--wandb.project", "p"], {"orchestrator.wandb.project": "p"}),
+        (["--bench"], {"orchestrator.bench": True}),
+        (
+            ["--weight-broadcast.type", "stream"],
+            {"trainer.weight_broadcast.type": "stream", "inference.weight_broadcast.type": "stream"},
+        ),
+        (["--orchestrator.log.vf-level", "debug"], {"rollout.vf_level": "debug"}),
+        (["--orchestrator.client.api-key-var", "KEY"], {"rollout.client.api_key_var": "KEY"}),
+        (["--trainer.model.name", "m"], {"inference.model.name": "m", "rollout.model.name": "m"}),
+    ],
+)
+def test_shared_key_reaches_the_programs_that_use_it(argv: list[str], expected: dict[str, object]) -> None:
+    parts = parts_of(load("--inference", *argv))
+    for path, value in expected.items():
+        name, *keys = path.split(".")
+        found = parts[name].config
+        for key in keys:
+            found = getattr(found, key)
+        assert found == value, path
+
+
+def test_own_key_of_a_component_wins_within_one_source(tmp_path: Path) -> None:
+    path = tmp_path / "rl.toml"
+    path.write_text("max_steps = 10\n[trainer]\nmax_steps = 20\n")
+    config = load("@", str(path))
+    assert (config.trainer.max_steps, config.orchestrator.max_steps) == (20, 10)
+
+
+def test_shared_key_on_the_command_line_beats_own_keys_in_component_files(tmp_path: Path) -> None:
+    trainer, orchestrator = tmp_path / "t.toml", tmp_path / "o.toml"
+    trainer.write_text("max_steps = 20\n[ckpt]\ninterval = 7\n")
+    orchestrator.write_text("max_steps = 20\n")
+    config = load(
+        "--trainer", "@", str(trainer), "--orchestrator", "@", str(orchestrator), "--max-steps", "10", "--ckpt"
+    )
+    assert (config.trainer.max_steps, config.orchestrator.max_steps) == (10, 10)
+    assert config.trainer.ckpt is not None
+    assert config.trainer.ckpt.interval == 7
+
+
+def test_shared_section_and_own_section_merge_key_by_key() -> None:
+    config = load("--wandb.project", "p", "--orchestrator.wandb.log-extras.interval", "50")
+    assert config.orchestrator.wandb is not None
+    assert config.orchestrator.wandb.log_extras is not None
+    assert (config.orchestrator.wandb.project, config.orchestrator.wandb.log_extras.interval) == ("p", 50)
+
+
+def test_switching_a_shared_section_off_switches_it_off_everywhere(tmp_path: Path) -> None:
+    path = tmp_path / "rl.toml"
+    path.write_text("[wandb]\n[ckpt]\n[orchestrator.wandb]\nproject = 'p'\n")
+    config = load("@", str(path), "--no-wandb", "--no-ckpt")
+    assert (config.wandb, config.orchestrator.wandb, config.trainer.ckpt) == (None, None, None)
+
+
+def test_addresses_lead_to_the_started_programs() -> None:
+    parts = parts_of(load("--inference"))
+    port = {name: parts[name].config.server.port for name in ("rollout", "trainer", "weights", "inference")}
+    assert len(set(port.values())) == 4
+    services = parts["orchestrator"].config.services
+    assert services.rollout == f"127.0.0.1:{port['rollout']}"
+    assert services.trainer == f"127.0.0.1:{port['trainer']}"
+    assert services.weights == f"127.0.0.1:{port['weights']}"
+    assert parts["trainer"].config.weight_broadcast.address == services.weights
+    assert parts["inference"].config.weight_broadcast.address == services.weights
+    assert parts["rollout"].config.client.base_url == [f"http://127.0.0.1:{port['inference']}"]
+
+
+def test_ports_that_are_given_stay() -> None:
+    parts = parts_of(load("--inference", "--trainer.server.port", "5", "--inference.server.port", "6"))
+    assert parts["trainer"].config.server.port == 5
+    assert parts["rollout"].config.client.base_url == ["http://127.0.0.1:6"]
+
+
+def test_servers_for_other_machines_are_reached_over_loopback() -> None:
+    parts = parts_of(load("--trainer.server.host", "0.0.0.0", "--trainer.server.insecure"))
+    port = parts["trainer"].config.server.port
+    assert parts["orchestrator"].config.services.trainer == f"127.0.0.1:{port}"
+
+
+@pytest.mark.parametrize(
+    "argv", [[], ["--no-inference"], ["--model.name", "m", "--seq-len", "64"], ["--inference", "--no-inference"]]
+)
+def test_without_an_inference_section_no_engine_is_started(argv: list[str]) -> None:
+    url = "http://10.0.0.1:8000/v1"
+    parts = parts_of(load(*argv, "--orchestrator.client.base-url", url))
+    assert sorted(parts) == ["orchestrator", "rollout", "trainer", "weights"]
+    assert parts["rollout"].config.client.base_url == [url]
+    assert parts["weights"].config.server.port == 50053  # where an engine that already runs looks for it
+
+
+def test_no_inference_beats_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "rl.toml"
+    path.write_text("[model]\nname = 'm'\n[inference]\n")
+    assert load("@", str(path)).inference is not None
+    assert load("@", str(path), "--no-inference", "--seq-len", "64").inference is None
+
+
+def test_environments_of_training_and_evaluation_are_hosted_once_each() -> None:
+    parts = parts_of(
+        load(
+            "--orchestrator.train.env.1.id", "b", "--orchestrator.train.env.1.ratio", "3",
+            "--orchestrator.eval.env.0.id", "b", "--orchestrator.eval.env.1.id", "b",
+            "--orchestrator.eval.env.1.name", "held-out", "--orchestrator.eval.env.1.args.split", "test",
+        )
+    )  # fmt: skip
+    hosted = parts["rollout"].config.env
+    assert [(env.resolved_name, env.id, env.args) for env in hosted] == [
+        ("reverse-text", "reverse-text", {}),
+        ("b", "b", {}),
+        ("held-out", "b", {"split": "test"}),
+    ]
+
+
+def test_several_engines_have_ports_and_gpus_of_their_own() -> None:
+    config = load("--inference", "--num-engines", "2", "--inference-gpu-ids", "0,1,2,3", "--trainer-gpu-ids", "4")
+    parts = parts_of(config)
+    assert parts["inference"].environ == {"CUDA_VISIBLE_DEVICES": "0,1"}
+    assert parts["inference_2"].environ == {"CUDA_VISIBLE_DEVICES": "2,3"}
+    assert parts["trainer"].environ == {"CUDA_VISIBLE_DEVICES": "4"}
+    assert parts["weights"].config.min_engines == 2
+    assert len(set(parts["rollout"].config.client.base_url)) == 2
+
+
+def test_clients_end_before_the_programs_that_they_use() -> None:
+    stage = {name: part.end_stage for name, part in parts_of(load("--inference")).items()}
+    assert stage["orchestrator"] < stage["rollout"] == stage["trainer"] < stage["inference"] < stage["weights"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (
+            ["--output-dir", "a", "--trainer.output-dir", "b"],
+            "trainer.output_dir is 'b' but output_dir is 'a'; a run has one folder: set output_dir only",
+        ),
+        (
+            ["--inference.model.name", "x", "--model.name", "y"],
+            "inference.model.name is 'x' but trainer.model.name is 'y'; set model.name once",
+        ),
+        (["--orchestrator.run-id", "x"], "orchestrator.run_id is 'x' but the trainer's run is 'main'; set run_id once"),
+        (
+            ["--trainer.seq-len", "64"],
+            "orchestrator.seq_len (2048) is more than trainer.seq_len (64); set seq_len once, or lower",
+        ),
+        (
+            ["--inference.max-model-len", "64"],
+            "rollout.seq_len (2048) is more than inference.max_model_len (64); raise max_model_len, or lower seq_len",
+        ),
+        (
+            ["--trainer.max-steps", "5", "--orchestrator.max-steps", "6"],
+            "orchestrator.max_steps (6) is more than trainer.max_steps (5); set max_steps once",
+        ),
+        (["--num-engines", "2"], "num_engines is 2 but inference is off; add [inference] or leave it out"),
+        (["--orchestrator.batch-size", "100"], "orchestrator.batch_size must be a multiple of group_size (8), got 100"),
+        (["--trainer.optim.lrr", "1"], "unknown option --trainer.optim.lrr; did you mean --trainer.optim.lr?"),
+        (
+            ["--orchestrator.eval.env.0.id", "x", "--orchestrator.eval.env.0.name", "reverse-text"],
+            "two environments are called 'reverse-text' but differ in id or args",
+        ),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(
+    capsys: pytest.CaptureFixture[str], argv: list[str], message: str
+) -> None:
+    assert message in refusal(capsys, *argv)
+
+
+def test_run_without_environments_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "rl: orchestrator.train.env: needs at least one environment, got none" in refusal(capsys, bare=True)
+
+
+def test_resolved_configuration_of_a_run_resolves_to_itself(tmp_path: Path) -> None:
+    config = load(
+        "--inference", "--max-steps", "5", "--wandb", "--orchestrator.log.vf-level", "debug", "--seq-len", "64"
+    )
+    path = tmp_path / "rl.toml"
+    dump_toml(config, path)
+    again = load_config(RLConfig, ["@", str(path)], prog="rl", environ={})
+    assert again == config
+    assert parts_of(again) == parts_of(config)
+
+
+def test_every_part_loads_from_its_own_file(tmp_path: Path) -> None:
+    part: Part
+    for part in parts_of(load("--inference", "--num-engines", "2", "--wandb", "--ckpt")).values():
+        path = tmp_path / f"{part.name}.toml"
+        dump_toml(part.config, path)
+        environ = {"PRIME_WANDB__PROJECT": "leaks", "PRIME_MAX_STEPS": "1", "PRIME_CKPT__INTERVAL": "1"}
+        assert load_config(type(part.config), ["@", str(path)], prog=part.name, environ=environ) == part.config

@@ -1,0 +1,92 @@
+"""What `rl` does before and after the programs run."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+from meshrl.core.config import load_config
+from meshrl.core.paths import Layout
+from meshrl.launch.config import RLConfig
+from meshrl.launch.main import FreePorts, main, prepare, programs
+
+FILES = ["inference.toml", "orchestrator.toml", "rl.toml", "rollout.toml", "trainer.toml", "weights.toml"]
+
+
+def load(output_dir: Path, *argv: str) -> RLConfig:
+    arguments = ["--orchestrator.train.env.0.id", "x", "--inference", "--output-dir", str(output_dir), *argv]
+    return load_config(RLConfig, arguments, prog="rl", environ={})
+
+
+def run_main(monkeypatch: pytest.MonkeyPatch, *argv: str) -> int | str | None:
+    monkeypatch.setattr(sys, "argv", ["rl", "--orchestrator.train.env.0.id", "x", "--inference", *argv])
+    with pytest.raises(SystemExit) as leaving:
+        main()
+    return leaving.value.code
+
+
+def test_dry_run_writes_the_configurations_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_main(monkeypatch, "--output-dir", str(tmp_path / "run"), "--dry-run") == 0
+    assert sorted(path.name for path in (tmp_path / "run" / "configs").iterdir()) == FILES
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["configs"]
+    assert capsys.readouterr().out == (
+        f"dry run: the configuration is valid; resolved files are in {tmp_path / 'run' / 'configs'}\n"
+    )
+
+
+def test_dry_run_cleans_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "logs").mkdir()
+    assert run_main(monkeypatch, "--output-dir", str(tmp_path), "--dry-run", "--clean-output-dir") == 0
+    assert (tmp_path / "logs").exists()
+
+
+def test_written_configuration_neither_cleans_nor_stays_dry(tmp_path: Path) -> None:
+    prepare(load(tmp_path / "run", "--clean-output-dir"), FreePorts())
+    again = load_config(RLConfig, ["@", str(tmp_path / "run" / "configs" / "rl.toml")], prog="rl", environ={})
+    assert (again.clean_output_dir, again.dry_run) == (False, False)
+
+
+def test_folder_that_must_not_be_cleaned_ends_with_code_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "thesis.tex").write_text("x")
+    assert run_main(monkeypatch, "--output-dir", str(tmp_path), "--clean-output-dir") == 2
+    assert capsys.readouterr().err.startswith("rl: clean_output_dir: ")
+
+
+def test_output_dir_that_cannot_be_written_ends_with_code_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("x")
+    assert run_main(monkeypatch, "--output-dir", str(tmp_path / "file" / "run")) == 2
+    assert "cannot be written: Not a directory; choose another" in capsys.readouterr().err
+
+
+def test_every_program_is_started_from_its_own_file_and_can_be_run_as_a_module(tmp_path: Path) -> None:
+    parts = prepare(load(tmp_path), FreePorts())
+    layout = Layout(tmp_path)
+    for program in programs(parts, layout):
+        executable, dash_m, module, at, path = program.command
+        assert (executable, dash_m, at) == (sys.executable, "-m", "@")
+        assert Path(path).read_text()
+        assert program.log == layout.log(program.name)
+        spec = importlib.util.find_spec(module)
+        assert spec is not None
+        assert spec.origin is not None
+        assert 'if __name__ == "__main__":\n    main()' in Path(spec.origin).read_text(), module
+    assert [program.name for program in programs(parts, layout) if program.leader] == ["orchestrator"]
+
+
+def test_ports_are_free_and_different() -> None:
+    free_port = FreePorts()
+    ports = [free_port("127.0.0.1") for _ in range(50)]
+    assert len(set(ports)) == 50
+    assert min(ports) > 0
+
+
+def test_host_of_another_machine_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    argv = ["--output-dir", str(tmp_path), "--trainer.server.host", "192.0.2.1", "--trainer.server.insecure"]
+    assert run_main(monkeypatch, *argv) == 2

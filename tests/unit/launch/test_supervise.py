@@ -1,0 +1,289 @@
+"""Nothing survives the end of a run, however it ends; real processes, each a few lines of Python."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from loguru import logger
+
+from meshrl.launch.supervise import Grace, Program, Supervisor, how_it_ended
+
+PYTHON = [sys.executable, "-I", "-S", "-c"]
+# Writes its pid first, so that a test knows when it is up.
+UP = "import os, signal, sys, time; open(sys.argv[1], 'w').write(str(os.getpid()))\n"
+SLEEP = "time.sleep(60)\n"
+DRAINS = "signal.signal(signal.SIGTERM, lambda *_: (print('drained', flush=True), sys.exit(0)))\n"
+STUBBORN = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+CHILD = "import subprocess; subprocess.Popen([sys.executable, '-I', '-S', '-c', {code!r}, sys.argv[1] + '.child'])\n"
+DEADLINE_S = 10.0
+
+
+def wait_for(log: Path) -> str:
+    """Code that waits until another program has written a line."""
+    return f"while not os.path.getsize({str(log)!r}): time.sleep(0.01)\n"
+
+
+class Programs:
+    """Programs of one test, and what became of them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.listed: list[Program] = []
+
+    def add(self, name: str, code: str, *, leader: bool = False, restarts: int = 0, end_stage: int = 1) -> None:
+        self.listed.append(
+            Program(
+                name=name,
+                command=[*PYTHON, UP + code, str(self.folder / name)],
+                log=self.folder / f"{name}.log",
+                leader=leader,
+                restarts=restarts,
+                end_stage=end_stage,
+            )
+        )
+
+    def pid(self, name: str) -> int | None:
+        path = self.folder / name
+        return int(path.read_text()) if path.exists() and path.read_text() else None
+
+    async def up(self, *names: str) -> None:
+        """Waits until the programs run."""
+        await until(lambda: all(self.pid(name) for name in names))
+
+    def log(self, name: str) -> str:
+        return (self.folder / f"{name}.log").read_text()
+
+    def alive(self) -> list[str]:
+        """Names of the programs, and their children, that still run."""
+        names = [path.name for path in self.folder.iterdir() if path.suffix != ".log"]
+        return sorted(name for name in names if runs(self.pid(name)))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def runs(pid: int | None) -> bool:
+    if pid is None:
+        return False
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+def gone(programs: Programs) -> bool:
+    """True once nothing runs any more; waits for up to the deadline."""
+    deadline = time.monotonic() + DEADLINE_S
+    while programs.alive() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return programs.alive() == []
+
+
+@pytest.fixture
+def programs(tmp_path: Path) -> Programs:
+    return Programs(tmp_path)
+
+
+@pytest.fixture
+def messages() -> list[str]:
+    """What is logged during the test."""
+    logger.remove()
+    lines: list[str] = []
+    logger.add(lambda message: lines.append(str(message)), format="{level} {message}")
+    return lines
+
+
+async def supervise(
+    programs: Programs, stop: asyncio.Event | None = None, show: Callable[[str], object] = str, **grace: float
+) -> int:
+    supervisor = Supervisor(programs.listed, grace=Grace(**{"shutdown_s": 5.0, "failure_s": 1.0, **grace}), show=show)
+    async with asyncio.timeout(DEADLINE_S):
+        return await supervisor.run(stop or asyncio.Event())
+
+
+async def test_run_is_over_when_the_leader_is_done(programs: Programs, messages: list[str]) -> None:
+    programs.add("server", DRAINS + "print('ready', flush=True)\n" + SLEEP)
+    programs.add("leader", wait_for(programs.folder / "server.log"), leader=True)
+    assert await supervise(programs) == 0
+    assert programs.alive() == []
+    assert "INFO leader is done; ending the other programs\n" in messages
+
+
+async def test_leaders_log_is_shown_and_kept(programs: Programs) -> None:
+    shown: list[str] = []
+    programs.add("leader", "print('step 1 ü', flush=True); time.sleep(0.1); sys.stderr.write('step 2\\n')", leader=True)
+    programs.add("server", DRAINS + "print('quiet', flush=True)\n" + SLEEP)
+    assert await supervise(programs, show=shown.append) == 0
+    assert "".join(shown) == programs.log("leader") == "step 1 ü\nstep 2\n"
+
+
+async def test_earlier_runs_lines_are_kept_but_not_shown_again(programs: Programs) -> None:
+    shown: list[str] = []
+    (programs.folder / "leader.log").write_text("earlier\n")
+    programs.add("leader", "print('now')", leader=True)
+    assert await supervise(programs, show=shown.append) == 0
+    assert ("".join(shown), programs.log("leader")) == ("now\n", "earlier\nnow\n")
+
+
+@pytest.mark.parametrize("victim", ["server", "leader"])
+async def test_killed_program_ends_the_run_and_is_named_with_its_last_lines(
+    programs: Programs, messages: list[str], victim: str
+) -> None:
+    lines = "".join(f"print('line {n}')\n" for n in range(30)) + "sys.stdout.flush()\n"
+    for name in ("server", "other", "leader"):
+        programs.add(name, (lines if name == victim else "") + SLEEP, leader=name == "leader")
+    running = asyncio.create_task(supervise(programs))
+    await programs.up("server", "other", "leader")
+    await until(lambda: "line 29" in programs.log(victim))
+    pid = programs.pid(victim)
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    assert await running == 1
+    assert programs.alive() == []
+    [error] = [message for message in messages if message.startswith("ERROR")]
+    assert error.startswith(
+        f"ERROR {victim} died: was killed by SIGKILL (9). Ending all other programs. Last lines of "
+    )
+    assert [line.strip() for line in error.splitlines()[1:]] == [f"line {n}" for n in range(10, 30)]
+
+
+@pytest.mark.parametrize(("code", "words"), [("sys.exit(3)", "exit code 3"), ("", "exit code 0")])
+async def test_server_that_ends_by_itself_ends_the_run(
+    programs: Programs, messages: list[str], code: str, words: str
+) -> None:
+    programs.add("server", code)
+    programs.add("leader", SLEEP, leader=True)
+    assert await supervise(programs) == 1
+    assert programs.alive() == []
+    assert any(message.startswith(f"ERROR server died: ended with {words}.") for message in messages)
+
+
+async def test_leader_that_fails_ends_the_run(programs: Programs, messages: list[str]) -> None:
+    programs.add("server", DRAINS + SLEEP)
+    programs.add("leader", "time.sleep(0.2); sys.exit('no signal left')", leader=True)
+    assert await supervise(programs) == 1
+    [error] = [message for message in messages if message.startswith("ERROR")]
+    assert error.startswith("ERROR leader died: ended with exit code 1.")
+    assert error.endswith("\n    no signal left\n")
+
+
+async def test_stop_drains_every_program_clients_first(programs: Programs) -> None:
+    order = programs.folder / "order.log"
+    note = f"signal.signal(signal.SIGTERM, lambda *_: (open({str(order)!r}, 'a').write(NAME), sys.exit(0)))\n"
+    for name, stage in (("hub", 3), ("engine", 2), ("trainer", 1), ("leader", 0)):
+        programs.add(name, f"NAME = '{name} '\n{note}{SLEEP}", leader=name == "leader", end_stage=stage)
+    stop = asyncio.Event()
+    running = asyncio.create_task(supervise(programs, stop))
+    await programs.up("hub", "engine", "trainer", "leader")
+    await asyncio.sleep(0.1)  # they write their pid just before they handle the signal
+    stop.set()
+    assert await running == 0
+    assert order.read_text() == "leader trainer engine hub "
+    assert programs.alive() == []
+
+
+async def test_program_that_does_not_drain_is_killed_after_the_grace(programs: Programs, messages: list[str]) -> None:
+    programs.add("server", STUBBORN + "print('up', flush=True)\n" + SLEEP)
+    programs.add("leader", wait_for(programs.folder / "server.log"), leader=True)
+    assert await supervise(programs, shutdown_s=0.3) == 1
+    assert programs.alive() == []
+    assert "ERROR server did not end within 0.3 s and was killed\n" in messages
+
+
+async def test_failure_while_draining_is_a_failed_run(programs: Programs, messages: list[str]) -> None:
+    fails = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(4))\nprint('up', flush=True)\n"
+    programs.add("trainer", fails + SLEEP)
+    programs.add("leader", wait_for(programs.folder / "trainer.log"), leader=True)
+    assert await supervise(programs) == 1
+    assert any("trainer ended with exit code 4 while the run was ending" in message for message in messages)
+
+
+async def test_children_of_programs_end_with_them(programs: Programs) -> None:
+    grandchild = UP + STUBBORN + SLEEP
+    programs.add("server", CHILD.format(code=grandchild) + SLEEP)
+    programs.add("leader", SLEEP, leader=True)
+    running = asyncio.create_task(supervise(programs))
+    await programs.up("server", "server.child", "leader")
+    pid = programs.pid("server")
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    assert await running == 1
+    assert gone(programs)
+
+
+async def test_engine_that_may_restart_is_started_again(programs: Programs, messages: list[str]) -> None:
+    programs.add("engine", SLEEP, restarts=1)
+    programs.add("leader", SLEEP, leader=True)
+    running = asyncio.create_task(supervise(programs))
+    await programs.up("engine", "leader")
+    first = programs.pid("engine")
+    assert first is not None
+    os.kill(first, signal.SIGKILL)
+    await until(lambda: programs.pid("engine") not in (None, first))
+    assert not running.done()
+    second = programs.pid("engine")
+    assert second is not None
+    os.kill(second, signal.SIGKILL)
+    assert await running == 1
+    assert programs.alive() == []
+    assert "WARNING engine was killed by SIGKILL (9); starting it again (0 more times)\n" in messages
+
+
+async def test_program_that_cannot_be_started_ends_the_run(programs: Programs, messages: list[str]) -> None:
+    programs.add("server", SLEEP)
+    programs.listed.append(
+        Program(name="leader", command=["/no/such"], log=programs.folder / "leader.log", leader=True)
+    )
+    assert await supervise(programs) == 1
+    assert programs.alive() == []
+    assert any("a program cannot be started" in message for message in messages)
+
+
+def test_nothing_is_left_when_the_supervisor_itself_is_killed(programs: Programs) -> None:
+    programs.add("server", CHILD.format(code=UP + STUBBORN + SLEEP) + SLEEP)
+    programs.add("leader", STUBBORN + SLEEP, leader=True)
+    code = textwrap.dedent(f"""
+        import asyncio, pathlib
+        from meshrl.launch.supervise import Grace, Program, Supervisor
+        programs = [Program(**fields) for fields in {[vars_of(program) for program in programs.listed]!r}]
+        programs = [Program(**{{**vars(program), 'log': pathlib.Path(program.log)}}) for program in programs]
+        supervisor = Supervisor(programs, grace=Grace(failure_s=0.5))
+        asyncio.run(supervisor.run(asyncio.Event()))
+    """)
+    supervisor = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        asyncio.run(programs.up("server", "server.child", "leader"))
+        assert programs.alive() == ["leader", "server", "server.child"]
+    finally:
+        supervisor.kill()
+        supervisor.wait(DEADLINE_S)
+    assert gone(programs)
+
+
+def vars_of(program: Program) -> dict[str, object]:
+    return {"name": program.name, "command": list(program.command), "log": str(program.log), "leader": program.leader}
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (0, "ended with exit code 0"),
+        (-9, "was killed by SIGKILL (9)"),
+        (-11, "was killed by SIGSEGV (11)"),
+        (-64, "was killed by SIGRTMAX (64)"),
+        (None, "still runs"),
+    ],
+)
+def test_exit_codes_in_words(code: int | None, words: str) -> None:
+    assert how_it_ended(code) == words
