@@ -68,7 +68,7 @@ class Programs:
 
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(DEADLINE_S):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 - other processes change what is asked
             await asyncio.sleep(0.01)
 
 
