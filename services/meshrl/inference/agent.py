@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass, replace
 
 from loguru import logger
+
 from meshrl.client import WeightSyncClient
 from meshrl.inference.agent_states import (
     Action,

@@ -16,12 +16,13 @@ import google_crc32c
 import numpy as np
 import torch
 from loguru import logger
+from numpy.typing import NDArray
+
 from meshrl.client import WeightSyncClient
 from meshrl.wire import manifest as manifests
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest_file import PayloadReader
 from meshrl.wire.types import Manifest, Transport
-from numpy.typing import NDArray
 
 # Worth asking again: the link or the hub was away, or a chunk was damaged on its way.
 _TRANSIENT = frozenset({Reason.UNREACHABLE, Reason.DRAINING, Reason.DEADLINE_PASSED, Reason.CHUNK_CORRUPT})

@@ -19,12 +19,13 @@ import google_crc32c
 import numpy as np
 import torch
 from loguru import logger
+from numpy.typing import NDArray
+
 from meshrl.client import WeightSyncClient
 from meshrl.wire import manifest as manifests
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest_file import manifest_path, payload_name, safetensors_header, to_json
 from meshrl.wire.types import Chunk, FileEntry, Manifest, StagedVersion, Transport
-from numpy.typing import NDArray
 
 _TRANSIENT = frozenset({Reason.UNREACHABLE, Reason.DRAINING, Reason.CHUNK_CORRUPT, Reason.DEADLINE_PASSED})
 RETRY_FOR_S = 60.0

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
+from pydantic import Field
+
 from meshrl.core.config import BaseConfig
 from meshrl.core.config.shared import LogConfig, ServerConfig
-from pydantic import Field
 
 
 class WeightsConfig(BaseConfig):

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Literal
 
 from loguru import logger
+from opentelemetry import trace
+
 from meshrl.weights.coordinator import Coordinator
 from meshrl.weights.log import DecisionLog
 from meshrl.weights.spans import record_sync
@@ -38,7 +40,6 @@ from meshrl.wire.types import (
     VersionInfo,
     VersionState,
 )
-from opentelemetry import trace
 
 FIRST_REPORT_DEADLINE_S = 10.0
 LOG_FILE = "decisions.log"

@@ -7,6 +7,8 @@ import sys
 from typing import Any
 
 from loguru import logger
+from opentelemetry import trace
+
 from meshrl.core.config import load_config
 from meshrl.core.logs import setup_logging
 from meshrl.core.paths import Layout
@@ -18,7 +20,6 @@ from meshrl.weights.hub import Hub
 from meshrl.weights.log import LogError
 from meshrl.weights.service import WeightSyncService
 from meshrl.wire import frames
-from opentelemetry import trace
 
 DRAIN_GRACE_S = 5.0
 

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 
 import grpc
 from google.protobuf.message import Message
+
 from meshrl.v1 import weights_pb2 as pb
 from meshrl.v1 import weights_pb2_grpc
 from meshrl.weights.hub import Hub

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from opentelemetry import trace
+
 from meshrl.core.telemetry import SYNC_PAUSE_SPAN, SYNC_PREPARE_SPAN, SYNC_SPAN, link_from
 from meshrl.wire.types import Activation
-from opentelemetry import trace
 
 
 def record_sync(tracer: trace.Tracer, answer: Activation, wall_s: float) -> None:

@@ -23,6 +23,7 @@ from typing import Literal
 import google_crc32c
 import numpy as np
 from loguru import logger
+
 from meshrl.wire.errors import FieldViolation, MeshError, Reason, invalid
 from meshrl.wire.manifest import artifact_id as artifact_id_of
 from meshrl.wire.manifest import digest

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
 from meshrl.client import ChannelOptions, WeightSyncClient
 from meshrl.core.config.shared import ServerConfig
 from meshrl.core.serve import GrpcServer

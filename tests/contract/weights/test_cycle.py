@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
+
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import ActivationPolicy, AgentState, Transport, VersionState
 

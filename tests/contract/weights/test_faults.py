@@ -8,6 +8,7 @@ from typing import Any
 
 import google_crc32c
 import pytest
+
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest import artifact_id
 from meshrl.wire.types import AgentState, Chunk, Manifest, Transport, VersionState
