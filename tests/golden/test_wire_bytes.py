@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from meshrl.wire import convert, frames, tensors
 from meshrl.wire.errors import FieldViolation, MeshError, Reason, to_rpc_status
 from meshrl.wire.types import (

@@ -5,6 +5,7 @@ from google.protobuf.message import DecodeError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+
 from meshrl.v1 import tensor_pb2, trainer_pb2
 from meshrl.v1 import weights_pb2 as pb
 from meshrl.wire import convert, frames, tensors

@@ -5,21 +5,35 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, contextmanager, suppress
 from typing import Any, NoReturn
 
 import grpc
 from loguru import logger
+from opentelemetry import context as otel_context
+from opentelemetry import trace
+
 from meshrl.client.channel import CONTRACT_KEY
 from meshrl.wire.errors import STATUS_DETAILS_KEY, MeshError, Reason, to_rpc_status
 from meshrl.wire.trace import TRACEPARENT, context_from
 from meshrl.wire.types import CONTRACT_VERSION
-from opentelemetry import context as otel_context
-from opentelemetry import trace
 
 # Calls under these prefixes last as long as their caller, so a span of theirs would say nothing.
 _ENDLESS = ("Watch", "Session")
 _PUSHBACK_KEY = "grpc-retry-pushback-ms"
+_STOP_UPLOAD_S = 5.0
+
+
+async def _stop_upload(request: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> None:
+    """Tells the sender of an upload that the answer is ready and takes in what is under way until it stops.
+
+    An answer sent into a running upload may get lost at the sender: see `ServiceClient._upload`.
+    """
+    await context.send_initial_metadata(((CONTRACT_KEY, CONTRACT_VERSION),))
+    with suppress(TimeoutError, grpc.aio.InternalError):  # a sender that goes on or has left: answer all the same
+        async with asyncio.timeout(_STOP_UPLOAD_S):
+            async for _ in request:
+                pass
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
@@ -64,29 +78,36 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc
         )
         behaviour = getattr(handler, kind)
         make = getattr(grpc, f"{kind}_rpc_method_handler")
-        wrap = self._around_stream if inspect.isasyncgenfunction(behaviour) else self._around_call
-        return make(
-            wrap(behaviour, method, handler.response_streaming),
-            handler.request_deserializer,
-            handler.response_serializer,
-        )
+        if inspect.isasyncgenfunction(behaviour):
+            wrapped = self._around_stream(behaviour, method)
+        else:
+            is_upload = handler.request_streaming and not handler.response_streaming
+            wrapped = self._around_call(behaviour, method, is_upload)
+        return make(wrapped, handler.request_deserializer, handler.response_serializer)
 
-    def _around_call(self, behaviour: Any, method: str, response_streaming: bool) -> Any:
+    def _around_call(self, behaviour: Any, method: str, is_upload: bool) -> Any:
         async def call(request: Any, context: grpc.aio.ServicerContext) -> Any:
             with self._served(context, method) as span:
                 try:
-                    await self._admit(context, response_streaming)
-                    return await behaviour(request, context)
+                    self._admit()
+                    answer = await behaviour(request, context)
+                    if is_upload:
+                        await _stop_upload(request, context)
+                    return answer
                 except Exception as error:  # noqa: BLE001  # the boundary: whatever failed is told to the caller
+                    if is_upload and not isinstance(error, grpc.aio.AbortError):
+                        await _stop_upload(request, context)
                     await self._abort(context, span, method, error)
 
         return call
 
-    def _around_stream(self, behaviour: Any, method: str, response_streaming: bool) -> Any:
+    def _around_stream(self, behaviour: Any, method: str) -> Any:
         async def stream(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
             with self._served(context, method) as span:
                 try:
-                    await self._admit(context, response_streaming)
+                    self._admit()
+                    # Tells the client that the stream stands before there is anything to say.
+                    await context.send_initial_metadata(((CONTRACT_KEY, CONTRACT_VERSION),))
                     async with aclosing(behaviour(request, context)) as messages:
                         async for message in messages:
                             yield message
@@ -95,11 +116,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc
 
         return stream
 
-    async def _admit(self, context: grpc.aio.ServicerContext, response_streaming: bool) -> None:
+    def _admit(self) -> None:
         if self.refusing:
             raise MeshError(Reason.DRAINING)
-        if response_streaming:  # tells the client that the stream stands before there is anything to say
-            await context.send_initial_metadata(((CONTRACT_KEY, CONTRACT_VERSION),))
 
     @contextmanager
     def _served(self, context: grpc.aio.ServicerContext, method: str) -> Iterator[trace.Span]:

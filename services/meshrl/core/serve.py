@@ -14,11 +14,12 @@ import grpc
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from loguru import logger
+from opentelemetry import trace
+
 from meshrl.core.config.base import ConfigError
 from meshrl.core.health import HealthServicer
 from meshrl.core.intercept import CallInterceptor
 from meshrl.wire.errors import MeshError
-from opentelemetry import trace
 
 DEFAULT_MAX_MESSAGE_BYTES = 64 * 2**20
 MIN_PING_INTERVAL_S = 5.0

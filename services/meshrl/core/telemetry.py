@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from loguru import logger
-from meshrl.core.otlp_file import JsonLinesSpanExporter
-from meshrl.wire.trace import context_from, current_traceparent, format_traceparent, link_from, links_from
 from opentelemetry import trace
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import SpanLimits, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
+
+from meshrl.core.otlp_file import JsonLinesSpanExporter
+from meshrl.wire.trace import context_from, current_traceparent, format_traceparent, link_from, links_from
 
 STEP_SPAN = "rl.step"
 ROLLOUT_SPAN = "rl.rollout"

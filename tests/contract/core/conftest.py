@@ -4,6 +4,7 @@
 from types import SimpleNamespace
 
 import pytest
+
 from meshrl.client import ChannelOptions, RolloutClient, TrainerClient
 from meshrl.core.serve import GrpcServer
 from meshrl.v1 import rollout_pb2 as rollout_pb

@@ -7,16 +7,17 @@ from contextlib import aclosing
 
 import grpc
 import pytest
+from opentelemetry import context as otel_context
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
 from meshrl.client import ChannelOptions, RolloutClient, TrainerClient
 from meshrl.v1 import trainer_pb2
 from meshrl.wire import convert
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.trace import context_from, current_traceparent, format_traceparent
 from meshrl.wire.types import RolloutFailure, RolloutRequest, RolloutSummary
-from opentelemetry import context as otel_context
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 REQUEST = RolloutRequest(request_id="q", group_id="g", environment="e", task_index=0, group_size=1, deadline_s=5.0)

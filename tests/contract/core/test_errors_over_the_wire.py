@@ -5,6 +5,7 @@ from contextlib import aclosing
 
 import numpy as np
 import pytest
+
 from meshrl.client import ChannelOptions, RolloutClient
 from meshrl.v1 import rollout_pb2
 from meshrl.wire import convert

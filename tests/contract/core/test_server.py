@@ -8,6 +8,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
 from meshrl.client import ChannelOptions, RolloutClient
 from meshrl.core.config.base import ConfigError
 from meshrl.core.serve import GrpcServer

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from loguru import logger
+
 from meshrl.core.logs import setup_logging
 from meshrl.core.paths import Layout
 

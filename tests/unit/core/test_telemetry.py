@@ -5,11 +5,12 @@ import json
 import pytest
 from google.protobuf import json_format
 from loguru import logger
+from opentelemetry import trace
+from opentelemetry.sdk.trace.export import SpanExportResult
+
 from meshrl.core import telemetry
 from meshrl.core.otlp_file import JsonLinesSpanExporter, span_to_json
 from meshrl.core.telemetry import ROLLOUT_SPAN, TRAIN_SPAN, Tracing, build_provider, traceparent_of
-from opentelemetry import trace
-from opentelemetry.sdk.trace.export import SpanExportResult
 
 REMOTE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 

@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+
 from meshrl.v1 import trainer_pb2 as pb
 from meshrl.wire import convert
 from meshrl.wire.errors import MeshError, Reason

@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+
 from meshrl.v1 import rollout_pb2, trainer_pb2, weights_pb2
 from meshrl.wire import convert
 from meshrl.wire.errors import MeshError

@@ -5,6 +5,7 @@ import pickle
 import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2
+
 from meshrl.wire.errors import (
     DOMAIN,
     STATUS_DETAILS_KEY,

@@ -1,6 +1,7 @@
 """Chunks framed by hand are the very bytes that protobuf writes."""
 
 import pytest
+
 from meshrl.v1 import weights_pb2 as pb
 from meshrl.wire import frames
 from meshrl.wire.errors import MeshError

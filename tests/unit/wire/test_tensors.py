@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+
 from meshrl.v1 import tensor_pb2 as pb
 from meshrl.wire import manifest, tensors
 from meshrl.wire.errors import MeshError, Reason

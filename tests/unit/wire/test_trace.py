@@ -1,8 +1,9 @@
 """W3C trace context as text."""
 
 import pytest
-from meshrl.wire import trace as wire_trace
 from opentelemetry import context, trace
+
+from meshrl.wire import trace as wire_trace
 
 HEADER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 

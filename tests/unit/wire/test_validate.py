@@ -1,6 +1,7 @@
 """Requests are refused at the door, with every bad field in one answer."""
 
 import pytest
+
 from meshrl.v1 import rollout_pb2, trainer_pb2, weights_pb2
 from meshrl.wire import validate
 from meshrl.wire.errors import MeshError, Reason

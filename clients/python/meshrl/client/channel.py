@@ -16,9 +16,10 @@ from typing import Any, Self, TypeVar
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from opentelemetry import trace
+
 from meshrl.wire.errors import MeshError, Reason, from_rpc_error
 from meshrl.wire.trace import TRACEPARENT, format_traceparent
-from opentelemetry import trace
 
 # A server sends this with the initial metadata of every stream: the sign that the stream stands.
 CONTRACT_KEY = "meshrl-contract"
@@ -82,6 +83,35 @@ def channel_arguments(config: str, options: ChannelOptions) -> list[tuple[str, i
     ]
 
 
+class Outgoing:
+    """The messages of a stream that goes up. Setting `stopped` ends it before the next message.
+
+    An error of their source ends the call as cancelled, which is all that grpc.aio says: `raise_failure` says why.
+    """
+
+    def __init__(self, source: AsyncGenerator[Any, None]) -> None:
+        self._source = source
+        self._failure: Exception | None = None
+        self.stopped = False
+
+    async def messages(self) -> AsyncGenerator[Any, None]:
+        """Yields the messages of the source and closes it at the end."""
+        async with aclosing(self._source):
+            try:
+                async for message in self._source:
+                    if self.stopped:
+                        return
+                    yield message
+            except Exception as error:  # kept for the caller of the call, whatever it is
+                self._failure = error
+                raise
+
+    def raise_failure(self) -> None:
+        """Raises the error of the source, if it had one."""
+        if self._failure is not None:
+            raise self._failure
+
+
 class ServiceClient:
     """Base of the clients: owns the channel to one server. Use as an async context manager, or call `close`."""
 
@@ -130,13 +160,38 @@ class ServiceClient:
         )
 
     async def _unary(self, call: Any, method: str, request: Any, deadline_s: float | None = None) -> Any:
-        """Makes one call with a unary answer; `request` is a message or, for an upload, an async iterator."""
+        """Makes one call with one message each way."""
         timeout_s = self.options.unary_deadline_s if deadline_s is None else deadline_s
         with self._span(method) as (span, metadata):
             try:
                 return await call(request, timeout=timeout_s, metadata=metadata)
             except grpc.aio.AioRpcError as error:
                 raise self._failed(span, method, error) from error
+
+    async def _upload(self, call: Any, method: str, messages: AsyncGenerator[Any, None], deadline_s: float) -> Any:
+        """Streams `messages` up and returns the one answer; stops sending once the server begins to answer.
+
+        Without that stop, a server that refuses early would race with our writes, and grpc.aio would report the write
+        that failed instead of the refusal (grpc/grpc#36066).
+        """
+        upload = Outgoing(messages)
+
+        async def listen(pending: Any) -> None:
+            await pending.initial_metadata()
+            upload.stopped = True
+
+        with self._span(method) as (span, metadata):
+            pending = call(upload.messages(), timeout=deadline_s, metadata=metadata)
+            listener = asyncio.create_task(listen(pending))
+            try:
+                return await pending
+            except grpc.aio.AioRpcError as error:
+                raise self._failed(span, method, error) from error
+            except asyncio.CancelledError:
+                upload.raise_failure()
+                raise
+            finally:
+                listener.cancel()
 
     async def _stream(
         self,
@@ -153,7 +208,8 @@ class ServiceClient:
         have no span.
         """
         with self._span(method, start=with_span) as (span, metadata):
-            stream = call(request, timeout=deadline_s, metadata=metadata)
+            outgoing = Outgoing(request) if isinstance(request, AsyncGenerator) else None
+            stream = call(outgoing.messages() if outgoing else request, timeout=deadline_s, metadata=metadata)
             try:
                 if on_standing is not None and any(key == CONTRACT_KEY for key, _ in await stream.initial_metadata()):
                     on_standing()
@@ -161,6 +217,10 @@ class ServiceClient:
                     yield message
             except grpc.aio.AioRpcError as error:
                 raise self._failed(span, method, error) from error
+            except asyncio.CancelledError:
+                if outgoing is not None:
+                    outgoing.raise_failure()
+                raise
             finally:
                 stream.cancel()
 

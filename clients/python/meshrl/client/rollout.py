@@ -7,6 +7,8 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
+from opentelemetry.trace import Tracer
+
 from meshrl.client.channel import ChannelOptions, ServiceClient
 from meshrl.v1 import rollout_pb2 as pb
 from meshrl.v1 import rollout_pb2_grpc
@@ -22,7 +24,6 @@ from meshrl.wire.types import (
     RolloutSummary,
 )
 from meshrl.wire.validate import validate_contract_version
-from opentelemetry.trace import Tracer
 
 
 class RolloutClient(ServiceClient):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
+
+from opentelemetry.trace import Tracer
 
 from meshrl.client.channel import ChannelOptions, ServiceClient
 from meshrl.v1 import trainer_pb2 as pb
@@ -11,7 +13,6 @@ from meshrl.v1 import trainer_pb2_grpc
 from meshrl.wire import convert
 from meshrl.wire.types import CONTRACT_VERSION, Batch, RunInfo, StepEvent, TrainerInfo
 from meshrl.wire.validate import validate_contract_version
-from opentelemetry.trace import Tracer
 
 
 class TrainerClient(ServiceClient):
@@ -34,12 +35,12 @@ class TrainerClient(ServiceClient):
     async def submit_batch(self, batch: Batch) -> int:
         """Uploads a batch; returns the revision of its QUEUED event. Submitting the same batch again is harmless."""
 
-        async def upload() -> AsyncIterator[pb.SubmitBatchRequest]:
+        async def upload() -> AsyncGenerator[pb.SubmitBatchRequest, None]:
             for message in convert.batch_to_messages(batch):
                 yield message
 
         deadline_s = self.options.upload_deadline_s
-        response = await self._unary(self._stub.SubmitBatch, "SubmitBatch", upload(), deadline_s)
+        response = await self._upload(self._stub.SubmitBatch, "SubmitBatch", upload(), deadline_s)
         return int(response.revision)
 
     def watch_steps(self, run_id: str = "", after_revision: int = 0) -> AsyncGenerator[StepEvent, None]:

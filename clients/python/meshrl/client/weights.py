@@ -6,6 +6,8 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Sequence
 from contextlib import aclosing
 
+from opentelemetry.trace import Tracer
+
 from meshrl.client.channel import ChannelOptions, ServiceClient
 from meshrl.v1 import weights_pb2 as pb
 from meshrl.v1 import weights_pb2_grpc
@@ -26,7 +28,6 @@ from meshrl.wire.types import (
     VersionInfo,
 )
 from meshrl.wire.validate import validate_contract_version
-from opentelemetry.trace import Tracer
 
 
 class WeightSyncClient(ServiceClient):
@@ -69,7 +70,7 @@ class WeightSyncClient(ServiceClient):
         Commands that this program does not know are passed over. Raises LEASE_EXPIRED: register again.
         """
 
-        async def upward() -> AsyncIterator[pb.SessionRequest]:
+        async def upward() -> AsyncGenerator[pb.SessionRequest, None]:
             async for report in reports:
                 yield convert.agent_report_to_proto(report)
 
@@ -84,14 +85,14 @@ class WeightSyncClient(ServiceClient):
     ) -> StagedVersion:
         """Stages a version: its manifest, then `chunks` in any order. The answer lists what is still missing."""
 
-        async def upload() -> AsyncIterator[pb.CreateVersionRequest | bytes]:
+        async def upload() -> AsyncGenerator[pb.CreateVersionRequest | bytes, None]:
             yield pb.CreateVersionRequest(manifest=convert.manifest_to_proto(manifest))
             if chunks is not None:
                 async for chunk in chunks:
                     yield frames.frame_upload_chunk(chunk)
 
         limit_s = self.options.transfer_deadline_s if deadline_s is None else deadline_s
-        response = await self._unary(self._create_version, "CreateVersion", upload(), limit_s)
+        response = await self._upload(self._create_version, "CreateVersion", upload(), limit_s)
         return convert.staged_version_from_proto(response)
 
     async def seal_version(

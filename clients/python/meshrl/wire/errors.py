@@ -26,6 +26,9 @@ _MAX_DESCRIPTION_BYTES = 120
 _MAX_METADATA_ENTRIES = 8
 _MAX_METADATA_BYTES = 80
 
+# What grpc.aio makes of a stream that ends under a write; it hides the server's status (grpc/grpc#36066).
+_WRITE_FAILED = "Internal error from Core"
+
 _Code = grpc.StatusCode
 
 
@@ -206,6 +209,8 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> MeshError:
                 return from_rpc_status(status)
             except message.DecodeError:  # details of another origin: the bare code still says enough
                 break
+    if error.code() is _Code.INTERNAL and error.details() == _WRITE_FAILED:
+        return MeshError(Reason.UNREACHABLE, "the server ended the call while a message was being sent")
     reason = _REASON_BY_CODE.get(error.code(), Reason.INTERNAL)
     return MeshError(reason, error.details() or f"the call ended with {error.code().name}")
 

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
+
 from meshrl.v1 import tensor_pb2 as pb
 from meshrl.wire.errors import FieldViolation, MeshError, Reason
-from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)

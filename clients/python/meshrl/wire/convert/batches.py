@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from blake3 import blake3
+
 from meshrl.v1 import trainer_pb2 as pb
 from meshrl.wire import tensors, validate
 from meshrl.wire.convert.fields import FieldReader, optional

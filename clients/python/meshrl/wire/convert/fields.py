@@ -6,10 +6,11 @@ from typing import Any
 
 import numpy as np
 from google.protobuf.message import Message
+from numpy.typing import NDArray
+
 from meshrl.v1 import tensor_pb2
 from meshrl.wire import tensors
 from meshrl.wire.errors import FieldViolation, MeshError, invalid
-from numpy.typing import NDArray
 
 
 def optional(message: Message, field: str) -> Any:

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import numpy as np
+
 from meshrl.v1 import rollout_pb2 as pb
 from meshrl.wire import tensors
 from meshrl.wire.convert.fields import FieldReader, optional
