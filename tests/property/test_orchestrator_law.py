@@ -3,6 +3,7 @@
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from meshrl.orchestrator.filters import screen_finished
 from meshrl.orchestrator.groups import Group, GroupTicket
 from meshrl.orchestrator.ledger import Ledger

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from loguru import logger
+
 from meshrl.client import WeightSyncClient
 from meshrl.orchestrator.config import OrchestratorConfig
 from meshrl.orchestrator.retry import Patience, RunError, failed, persist

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+
 from meshrl.algorithms.advantages import Advantage
 from meshrl.algorithms.packing import TrainSample, pack_samples
 from meshrl.orchestrator.filters import by_agent

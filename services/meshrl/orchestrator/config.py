@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal, Self
 
+from pydantic import AliasChoices, Field, model_validator
+
 from meshrl.core.config import BaseConfig
 from meshrl.core.config.shared import (
     EnvConfig,
@@ -14,7 +16,6 @@ from meshrl.core.config.shared import (
     ServicesConfig,
     WandbConfig,
 )
-from pydantic import AliasChoices, Field, model_validator
 
 
 class TrainEnvsConfig(BaseConfig):

@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 
 from loguru import logger
+
 from meshrl.core.config.shared import EnvConfig
 from meshrl.orchestrator.config import EvalConfig
 from meshrl.orchestrator.groups import Group, GroupTicket

@@ -18,6 +18,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from loguru import logger
+from opentelemetry import trace
+
 from meshrl.algorithms.advantages import ADVANTAGES
 from meshrl.core.monitor import Monitor
 from meshrl.orchestrator import metrics as record
@@ -36,7 +38,6 @@ from meshrl.orchestrator.startup import Mesh, Services
 from meshrl.orchestrator.trainer_link import StepWatch
 from meshrl.wire.errors import MeshError
 from meshrl.wire.types import Batch, Rollout, RolloutEvent, RolloutFailure
-from opentelemetry import trace
 
 BATCHES_AT_TRAINER = 2
 """One that trains and one that waits: the trainer starts the next step at once, and no batch ages longer than that."""

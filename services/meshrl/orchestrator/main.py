@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from loguru import logger
-from meshrl.core.config import load_config
+from opentelemetry.trace import Tracer
+
+from meshrl.core.config import ConfigError, load_config
 from meshrl.core.logs import setup_logging
 from meshrl.core.monitor import ConsoleSink, JsonlSink, Monitor, Sink, WandbSink
 from meshrl.core.paths import Layout
@@ -22,7 +24,6 @@ from meshrl.orchestrator.ledger_store import LedgerStore
 from meshrl.orchestrator.loop import TrainLoop
 from meshrl.orchestrator.retry import RunError
 from meshrl.orchestrator.startup import Mesh, Services, connect, meet
-from opentelemetry.trace import Tracer
 
 HEALTH_NAME = "meshrl.Orchestrator"
 CLOSE_DEADLINE_S = 10.0
@@ -43,7 +44,15 @@ def main() -> None:
 
 
 async def orchestrate(config: OrchestratorConfig, stop: asyncio.Event, tracer: Tracer) -> int:
-    """Trains until the last step or until `stop` is set; returns 0, or 1 when the run could not go on."""
+    """Trains until the last step or until `stop` is set; returns 0, or 1 when the run could not go on.
+
+    Raises ConfigError when there is nothing to train on.
+    """
+    if not config.train.env:
+        raise ConfigError(
+            "orchestrator.train.env must name at least one environment, got none;"
+            " add [[train.env]] with id = '<taskset>' to its TOML file ([[orchestrator.train.env]] for rl)"
+        )
     server = GrpcServer(config.server) if config.server is not None else None
     services = connect(config)
     try:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+
 from meshrl.core.monitor import SampleRow
 from meshrl.orchestrator.batches import Assembled, sampled_tokens
 from meshrl.orchestrator.filters import is_empty

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 
 from loguru import logger
+
 from meshrl.client import RolloutClient
 from meshrl.orchestrator.config import DeadlinesConfig
 from meshrl.orchestrator.groups import Group, GroupTicket

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from meshrl.core.telemetry import STEP_SPAN, traceparent_of
 from opentelemetry import trace
+
+from meshrl.core.telemetry import STEP_SPAN, traceparent_of
 
 
 class StepSpans:

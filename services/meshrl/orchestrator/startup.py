@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from loguru import logger
+
 from meshrl.client import ChannelOptions, RolloutClient, TrainerClient, WeightSyncClient
 from meshrl.core.config.shared import EnvConfig
 from meshrl.orchestrator.config import OrchestratorConfig

@@ -6,6 +6,7 @@ import asyncio
 from collections import defaultdict
 
 from loguru import logger
+
 from meshrl.client import TrainerClient
 from meshrl.orchestrator.retry import RunError, failed
 from meshrl.wire.errors import MeshError

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from opentelemetry import trace
+
 from meshrl.core.config.shared import EnvConfig, ServerConfig, ServicesConfig
 from meshrl.core.monitor import JsonlSink, Monitor
 from meshrl.core.serve import GrpcServer
@@ -42,7 +44,6 @@ from meshrl.wire.types import (
     VersionSpan,
     VersionState,
 )
-from opentelemetry import trace
 
 
 @dataclass

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
 from meshrl.orchestrator.retry import RunError
 from meshrl.wire.errors import Reason
 

@@ -5,9 +5,12 @@ import sqlite3
 from pathlib import Path
 
 import grpc
+import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from meshrl.orchestrator.main import HEALTH_NAME, orchestrate
 from opentelemetry import trace
+
+from meshrl.core.config import ConfigError
+from meshrl.orchestrator.main import HEALTH_NAME, orchestrate
 
 TRACER = trace.get_tracer("test")
 
@@ -76,3 +79,8 @@ async def test_health_is_served_where_a_server_is_configured(mesh, script, make_
     assert reply.status == health_pb2.HealthCheckResponse.SERVING
     stop.set()
     assert await asyncio.wait_for(running, 5.0) == 0
+
+
+async def test_a_run_without_training_environments_is_a_configuration_error(make_config, mesh) -> None:
+    with pytest.raises(ConfigError, match=r"orchestrator.train.env must name at least one environment"):
+        await orchestrate(make_config(mesh.services, train={"env": []}), asyncio.Event(), TRACER)

@@ -2,6 +2,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+
 from meshrl.orchestrator.groups import Group, GroupTicket
 from meshrl.orchestrator.schedule import TaskRef
 from meshrl.wire.types import Rollout, Sample, VersionSpan

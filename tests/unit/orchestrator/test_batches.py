@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+
 from meshrl.algorithms.advantages import mean_baseline_advantages, opo_advantages
 from meshrl.orchestrator.batches import assemble, group_advantages
 

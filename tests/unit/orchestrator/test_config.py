@@ -1,6 +1,7 @@
 import pytest
-from meshrl.orchestrator.config import OrchestratorConfig
 from pydantic import ValidationError
+
+from meshrl.orchestrator.config import OrchestratorConfig
 
 
 def refusal(**values) -> str:

@@ -1,4 +1,5 @@
 import pytest
+
 from meshrl.orchestrator.filters import screen_finished, screen_stale
 from meshrl.orchestrator.groups import DropReason
 from meshrl.orchestrator.staleness import StalenessLaw

@@ -2,6 +2,7 @@ import sqlite3
 from pathlib import Path
 
 import pytest
+
 from meshrl.orchestrator.ledger import Entry, Ledger, LedgerError
 from meshrl.orchestrator.ledger_store import LedgerStore
 

@@ -1,4 +1,5 @@
 import pytest
+
 from meshrl.orchestrator.bench import summary_table
 from meshrl.orchestrator.evals import eval_metrics
 from meshrl.orchestrator.metrics import activation_metrics, distribution, rollout_metrics, trainer_metrics

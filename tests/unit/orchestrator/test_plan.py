@@ -1,4 +1,5 @@
 import pytest
+
 from meshrl.orchestrator.filters import screen_finished
 from meshrl.orchestrator.groups import DropReason, Group
 from meshrl.orchestrator.plan import PlanLimits, WorkPlan

@@ -1,6 +1,7 @@
 from collections import Counter
 
 import pytest
+
 from meshrl.orchestrator.schedule import TaskSchedule, TrainSource
 
 

@@ -1,4 +1,5 @@
 import pytest
+
 from meshrl.orchestrator.staleness import StalenessLaw
 
 
