@@ -2,6 +2,7 @@
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from meshrl.rollout.groups import GroupTable, Outcome
 from meshrl.wire.errors import MeshError
 

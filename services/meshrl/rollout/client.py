@@ -17,9 +17,7 @@ from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 import numpy as np
-from meshrl.rollout.engines import EngineRefusedError, EngineRouter, version_spans
-from meshrl.rollout.sessions import Call, Session, SessionBook
-from meshrl.wire.errors import MeshError, Reason
+from opentelemetry.trace import SpanKind, Tracer
 from verifiers.v1.clients import Client, TrainClientConfig
 from verifiers.v1.clients.train import response_from_generate, serialize_completion, tool_to_wire
 from verifiers.v1.dialects import ChatDialect, Dialect
@@ -29,6 +27,11 @@ from verifiers.v1.graph import PendingTurn
 from verifiers.v1.interception import Interception, Slot
 from verifiers.v1.session import RolloutSession
 from verifiers.v1.types import Response, SamplingConfig
+
+from meshrl.core.telemetry import context_from
+from meshrl.rollout.engines import EngineRefusedError, EngineRouter, version_spans
+from meshrl.rollout.sessions import Call, Session, SessionBook
+from meshrl.wire.errors import MeshError, Reason
 
 T = TypeVar("T")
 
@@ -55,8 +58,11 @@ class EngineClient(Client):  # type: ignore[misc]  # verifiers is untyped for th
     `seq_len` bounds prompt plus completion, in tokens.
     """
 
-    def __init__(self, host: RendererHost, router: EngineRouter, book: SessionBook, *, seq_len: int) -> None:
+    def __init__(
+        self, host: RendererHost, router: EngineRouter, book: SessionBook, tracer: Tracer, *, seq_len: int
+    ) -> None:
         self._host = host
+        self._tracer = tracer
         self._router = router
         self._book = book
         self._seq_len = seq_len
@@ -91,7 +97,20 @@ class EngineClient(Client):  # type: ignore[misc]  # verifiers is untyped for th
                 status_code=400,
             )
         prompt_ids, attribution, bridged = await self._render(turn, prompt, tail, wire_tools)
-        result = await self._sample(session, session_id or "", body["model"], prompt_ids, sampling)
+        with self._tracer.start_as_current_span(
+            f"chat {body['model']}", context=context_from(session.traceparent), kind=SpanKind.CLIENT
+        ) as span:
+            result = await self._sample(session, session_id or "", body["model"], prompt_ids, sampling)
+            span.set_attributes(
+                {
+                    "gen_ai.operation.name": "chat",
+                    "gen_ai.request.model": body["model"],
+                    "gen_ai.usage.input_tokens": len(prompt_ids),
+                    "gen_ai.usage.output_tokens": len(result["completion_ids"]),
+                    "gen_ai.response.finish_reasons": (result["finish_reason"] or "",),
+                    "server.address": session.engine or "",
+                }
+            )
         parsed = self._host.renderer.parse_response(result["completion_ids"], prompt_ids=prompt_ids, tools=wire_tools)
         finish = result["finish_reason"]
         if finish == "stop" and any(_is_usable(call) for call in parsed.tool_calls):
@@ -160,7 +179,8 @@ class EngineClient(Client):  # type: ignore[misc]  # verifiers is untyped for th
             spans = version_spans(answer, len(completion_ids))
             self._check_versions(session, spans)
         except EngineRefusedError as error:
-            session.failure = MeshError(Reason.ENGINE_FAILED, str(error)) if error.status >= 500 else None
+            if error.status >= 500:
+                session.failure = MeshError(Reason.ENGINE_FAILED, str(error))
             raise ProviderError(str(error), status_code=error.status) from error
         except MeshError as error:
             session.failure = error
@@ -191,12 +211,13 @@ class EngineClient(Client):  # type: ignore[misc]  # verifiers is untyped for th
 class EngineInterception(Interception):  # type: ignore[misc]  # verifiers is untyped for the checker
     """verifiers' interception, with the policy's calls given to the engine pool instead of to verifiers' own client.
 
-    `inner` is started and stopped by its owner.
+    `inner` is started and stopped by its owner; `endpoint` is what stands for the pool in the agents' configuration.
     """
 
-    def __init__(self, inner: Interception, client: EngineClient) -> None:
+    def __init__(self, inner: Interception, client: EngineClient, endpoint: TrainClientConfig) -> None:
         super().__init__()
         self._inner = inner
+        self._endpoint = endpoint
         self._client = client
 
     async def start(self) -> None:
@@ -205,7 +226,7 @@ class EngineInterception(Interception):  # type: ignore[misc]  # verifiers is un
     @asynccontextmanager
     async def acquire(self, session: RolloutSession) -> AsyncIterator[Slot]:
         async with self._inner.acquire(session) as slot:
-            if isinstance(session.ctx.client, TrainClientConfig):  # an agent with an endpoint of its own keeps it
+            if session.ctx.client == self._endpoint:  # an agent with an endpoint of its own keeps it
                 session.client = self._client
             yield slot
 

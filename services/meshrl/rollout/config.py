@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Self
 
+from pydantic import Field, model_validator
+
 from meshrl.core.config import BaseConfig
 from meshrl.core.config.shared import EnvConfig, LogConfig, ModelConfig, SamplingConfig, ServerConfig
-from pydantic import Field, model_validator
 
 
 class ClientConfig(BaseConfig):

@@ -17,10 +17,12 @@ from typing import Any
 
 import aiohttp
 from loguru import logger
+
 from meshrl.rollout.config import ClientConfig
 from meshrl.rollout.pool import Engine, EnginePool, Requirement
 from meshrl.rollout.sessions import Session
 from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.trace import TRACEPARENT, current_traceparent
 
 GENERATE_PATH = "/inference/v1/generate"
 BUSY = frozenset({429, 503})
@@ -192,8 +194,8 @@ class EngineRouter:
     async def _call(self, engine: Engine, session: Session, session_id: str, body: bytes) -> Answer:
         assert self._http is not None  # entered
         headers = {"Content-Type": "application/json", SESSION_HEADER: session_id}
-        if session.traceparent:
-            headers["traceparent"] = session.traceparent
+        if traceparent := current_traceparent():
+            headers[TRACEPARENT] = traceparent
         timeout = aiohttp.ClientTimeout(
             total=self._config.call_deadline_s, sock_connect=self._config.connect_deadline_s
         )

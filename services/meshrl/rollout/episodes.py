@@ -13,6 +13,11 @@ from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from loguru import logger
+from opentelemetry.context import Context
+from opentelemetry.trace import Span, Status, StatusCode, Tracer
+from verifiers.v1.task import Task
+from verifiers.v1.trace import Trace
+
 from meshrl.core.telemetry import ROLLOUT_SPAN, links_from, traceparent_of
 from meshrl.rollout.engines import EngineRouter
 from meshrl.rollout.groups import Group, GroupTable, Outcome
@@ -22,10 +27,6 @@ from meshrl.rollout.samples import rollouts_of, trace_uuid
 from meshrl.rollout.sessions import Session, SessionBook
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Rollout, RolloutEvent, RolloutFailure, RolloutRequest, RolloutStatus
-from opentelemetry.context import Context
-from opentelemetry.trace import Span, Status, StatusCode, Tracer
-from verifiers.v1.task import Task
-from verifiers.v1.trace import Trace
 
 
 @dataclass(eq=False)

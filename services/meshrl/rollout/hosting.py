@@ -10,12 +10,6 @@ from contextlib import asynccontextmanager
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from typing import Any
 
-from meshrl.core.config import ConfigError
-from meshrl.core.config.shared import EnvConfig
-from meshrl.environments.plugins import plugin_id
-from meshrl.rollout.client import EngineClient, EngineInterception
-from meshrl.rollout.tasks import TaskSource
-from meshrl.wire.types import EnvironmentInfo, Sampling
 from pydantic import ValidationError
 from verifiers.v1.clients import ModelContext, TrainClientConfig
 from verifiers.v1.configs.agent import AgentConfig, agent_config_fields
@@ -33,6 +27,13 @@ from verifiers.v1.utils.loaders import (
     taskset_class,
 )
 from verifiers.v1.utils.retries import run_episode_with_retry
+
+from meshrl.core.config import ConfigError
+from meshrl.core.config.shared import EnvConfig
+from meshrl.environments.plugins import plugin_id
+from meshrl.rollout.client import EngineClient, EngineInterception
+from meshrl.rollout.tasks import TaskSource
+from meshrl.wire.types import EnvironmentInfo, Sampling
 
 NO_HARNESS_OF_ITS_OWN = "bash"
 """What verifiers falls back to for a taskset that brings no harness; ours takes its place."""
@@ -67,7 +68,7 @@ class HostedEnvironment:
         """Holds the environment's shared tools and interception server, with the policy's calls going to `client`."""
         async with self.env.serving():
             # The one reach into verifiers: 0.4 takes no interception of one's own. A contract test guards it.
-            self.env._interception = EngineInterception(self.env._interception, client)
+            self.env._interception = EngineInterception(self.env._interception, client, self._endpoint)
             yield
 
     def sampling(self, override: Sampling, index: int) -> Sampling:

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from loguru import logger
+from opentelemetry.trace import Tracer
+
 from meshrl.client import ChannelOptions, WeightSyncClient
 from meshrl.core.config import load_config
 from meshrl.core.logs import setup_logging
@@ -28,7 +30,6 @@ from meshrl.rollout.rendering import load_renderer
 from meshrl.rollout.service import RolloutServicer
 from meshrl.rollout.sessions import SessionBook
 from meshrl.v1 import rollout_pb2_grpc as pb_grpc
-from opentelemetry.trace import Tracer
 
 SERVICE = "meshrl.v1.RolloutService"
 STOP_GRACE_S = 5.0
@@ -38,7 +39,7 @@ def main() -> None:
     """Entry point of the console scripts `rollout` and `env-server`."""
     config = load_config(RolloutConfig, prog="rollout")
     layout = Layout(config.output_dir)
-    setup_logging("rollout", config.log.level, json_logging=config.log.json_logging)
+    setup_logging("rollout", config.log.level, layout.log("rollout"), json_logging=config.log.json_logging)
     logging.getLogger("verifiers.v1").setLevel(config.vf_level.upper())
     raise SystemExit(run(lambda stop: serve(config, layout, stop)))
 
@@ -73,7 +74,7 @@ async def build(config: RolloutConfig, stack: AsyncExitStack, tracer: Tracer) ->
     discovery = await _discovery(config, stack)
     router = await stack.enter_async_context(EngineRouter(pool, config.client, api_key=api_key, discovery=discovery))
     book = SessionBook()
-    client = EngineClient(RendererHost(renderer), router, book, seq_len=config.seq_len)
+    client = EngineClient(RendererHost(renderer), router, book, tracer, seq_len=config.seq_len)
     environments: dict[str, hosting.HostedEnvironment] = {}
     for entry in config.env:
         defaults = entry.sampling.to_wire().over(config.sampling.to_wire())

@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from loguru import logger
-from meshrl.core.config import ConfigError
 from pydantic import TypeAdapter, ValidationError
 from renderers import RendererConfig, create_renderer
 from renderers.base import load_tokenizer
 from renderers.configs import DefaultRendererConfig
+
+from meshrl.core.config import ConfigError
 
 
 def load_renderer(tokenizer: str, options: Mapping[str, Any]) -> Any:

@@ -12,12 +12,13 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 
 import numpy as np
-from meshrl.rollout.sessions import Call, Session
-from meshrl.wire.errors import MeshError, Reason
-from meshrl.wire.types import MessageSpan, Rollout, Sample, VersionSpan
 from verifiers.v1.env import Env
 from verifiers.v1.episode import Episode
 from verifiers.v1.trace import Branch, Trace
+
+from meshrl.rollout.sessions import Call, Session
+from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.types import MessageSpan, Rollout, Sample, VersionSpan
 
 UNSCORED_STOPS = frozenset({"setup_timeout", "finalize_timeout", "scoring_timeout"})
 
@@ -60,6 +61,8 @@ def _failure(episode: Episode, sessions: Mapping[str, Session]) -> MeshError:
     if not errors:
         return MeshError(Reason.ENVIRONMENT_FAILED, "the episode did not complete and recorded no error")
     last = errors[-1]
+    if last.status_code is not None and 400 <= last.status_code < 500:  # the task itself: another try ends the same way
+        return MeshError(Reason.INVALID_REQUEST, f"the task cannot be played: {last.message}")
     return MeshError(Reason.ENVIRONMENT_FAILED, f"{last.type}: {last.message}")
 
 

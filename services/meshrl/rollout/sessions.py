@@ -14,7 +14,7 @@ from meshrl.wire.errors import MeshError
 
 # Far apart modulo 2**63, the range that vLLM takes, so that neighbouring seeds of a group do not meet.
 CALL_STRIDE = 0x1E3779B97F4A7C15
-AGENT_STRIDE = 0x3C6EF372FE94F82B
+AGENT_STRIDE = 0x517CC1B727220A95
 
 
 @dataclass(frozen=True)

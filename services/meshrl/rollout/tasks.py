@@ -10,10 +10,11 @@ import asyncio
 from collections import deque
 from collections.abc import Iterator
 
-from meshrl.wire.errors import FieldViolation, MeshError, Reason
 from pydantic import ValidationError
 from verifiers.v1.task import Task
 from verifiers.v1.taskset import Taskset
+
+from meshrl.wire.errors import FieldViolation, MeshError, Reason
 
 KEPT_TASKS = 4096
 FURTHEST_SKIP = 100_000

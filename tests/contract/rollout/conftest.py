@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from opentelemetry.sdk.trace import TracerProvider
+
 from meshrl.client import RolloutClient
 from meshrl.core.serve import GrpcServer
 from meshrl.rollout.config import RolloutConfig
@@ -22,7 +24,6 @@ from meshrl.rollout.main import SERVICE, build
 from meshrl.rollout.service import RolloutServicer
 from meshrl.v1.rollout_pb2_grpc import add_RolloutServiceServicer_to_server
 from meshrl.wire.types import RolloutRequest
-from opentelemetry.sdk.trace import TracerProvider
 
 sys.path.append(str(Path(__file__).parent / "tasksets"))  # verifiers loads tasksets as top-level modules
 

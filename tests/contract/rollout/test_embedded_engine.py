@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 from aiohttp import web
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
 from meshrl.inference.embedded import EmbeddedEngine
 from meshrl.inference.http import InferenceServer
 from meshrl.models.state import hf_state
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 VOCABULARY = 99  # of the fixture's tokenizer
 

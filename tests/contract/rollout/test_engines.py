@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 from aiohttp import web
+
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Rollout, RolloutFailure
 
@@ -211,6 +212,7 @@ async def test_a_prompt_longer_than_the_context_fails(start_mesh, make_group, en
     mesh = await start_mesh([engine], seq_len=20)
     failure, _ = await collect(mesh, make_group())
     assert "exceeds maximum context length" in failure.message
+    assert not failure.retryable
     assert engine.requests == []
 
 

@@ -6,12 +6,13 @@ from pathlib import Path
 import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from opentelemetry.trace import NoOpTracer
+
 from meshrl.core.config import ConfigError, load_config
 from meshrl.core.paths import Layout
 from meshrl.core.telemetry import Tracing
 from meshrl.rollout import main as program
 from meshrl.rollout.config import RolloutConfig
-from opentelemetry.trace import NoOpTracer
 
 
 def write_config(folder: Path, tokenizer: Path, url: str, env: str = "mesh_echo") -> Path:

@@ -1,6 +1,7 @@
 """The table of groups: admission, order, counting."""
 
 import pytest
+
 from meshrl.rollout.groups import GroupTable, Outcome
 from meshrl.wire.errors import MeshError, Reason
 

@@ -5,6 +5,7 @@ from types import ModuleType
 
 import pytest
 import verifiers.v1 as vf
+
 from meshrl.core.config import ConfigError
 from meshrl.core.config.shared import EnvConfig
 from meshrl.environments.plugins import plugin_id
@@ -117,3 +118,16 @@ def test_a_dotted_module_is_known_to_verifiers_under_one_name_and_loaded_once():
 def test_a_tokenizer_that_does_not_exist_is_a_configuration_error(tmp_path):
     with pytest.raises(ConfigError, match=r"rollout\.tokenizer"):
         load_renderer(str(tmp_path / "nothing"), {})
+
+
+def test_a_taskset_that_brings_a_harness_is_played_by_it(monkeypatch: pytest.MonkeyPatch):
+    from meshrl.environments.harness import InProcessHarness
+
+    class OwnHarness(InProcessHarness):
+        pass
+
+    module = sys.modules["mesh_unit_words"]
+    module.OwnHarness = OwnHarness
+    module.__all__ = ["WordTaskset", "OwnHarness"]
+    assert block()["agent"] == {"runtime": {"type": "subprocess"}}
+    assert type(load().env._harnesses["agent"]) is OwnHarness

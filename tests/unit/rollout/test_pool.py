@@ -1,6 +1,7 @@
 """Which engine a model call goes to."""
 
 import pytest
+
 from meshrl.rollout.engines import Answer, version_of, version_spans
 from meshrl.rollout.pool import EnginePool, Requirement
 

@@ -2,12 +2,13 @@
 
 import numpy as np
 import pytest
-from meshrl.rollout.samples import samples_of, trace_uuid
-from meshrl.rollout.sessions import Call
-from meshrl.wire.errors import MeshError, Reason
 from verifiers.v1.graph import MessageNode
 from verifiers.v1.trace import Branch
 from verifiers.v1.types import AssistantMessage, UserMessage
+
+from meshrl.rollout.samples import samples_of, trace_uuid
+from meshrl.rollout.sessions import Call
+from meshrl.wire.errors import MeshError, Reason
 
 
 def user(*tokens: int) -> MessageNode:

@@ -2,6 +2,7 @@
 
 import pytest
 import verifiers.v1 as vf
+
 from meshrl.rollout.tasks import KEPT_TASKS, TaskSource
 from meshrl.wire.errors import MeshError, Reason
 
