@@ -121,24 +121,26 @@ def packed_attention(
 
     Returns (1, T, H, D). K key-value heads serve H query heads.
     """
-    if query_1HTD.is_cuda and query_1HTD.dtype in (torch.bfloat16, torch.float16) and dropout == 0.0:
-        window = (-1, 0) if sliding_window is None else (sliding_window - 1, 0)
+    # Under autocast the norms of some models hand out float32 queries and keys beside half-precision values.
+    query_THD, key_TKD, value_TKD = (
+        tensor[0].transpose(0, 1).to(value_1KTD.dtype) for tensor in (query_1HTD, key_1KTD, value_1KTD)
+    )
+    if value_TKD.is_cuda and value_TKD.dtype in (torch.bfloat16, torch.float16) and dropout == 0.0:
+        groups = query_THD.shape[1] // key_TKD.shape[1]  # spelled out, as not every torch takes fewer key heads here
         out_THD = varlen_attn(
-            query_1HTD[0].transpose(0, 1).contiguous(),
-            key_1KTD[0].transpose(0, 1).contiguous(),
-            value_1KTD[0].transpose(0, 1).contiguous(),
+            query_THD.contiguous(),
+            key_TKD.repeat_interleave(groups, dim=1),
+            value_TKD.repeat_interleave(groups, dim=1),
             packed_layout.offsets,
             packed_layout.offsets,
             packed_layout.longest,
             packed_layout.longest,
             scale=scaling,
-            window_size=window,
-            enable_gqa=query_1HTD.shape[1] != key_1KTD.shape[1],
+            window_size=(-1, 0) if sliding_window is None else (sliding_window - 1, 0),
         )
         assert isinstance(out_THD, torch.Tensor)
         return out_THD.unsqueeze(0), None
 
-    query_THD, key_TKD, value_TKD = (tensor[0].transpose(0, 1) for tensor in (query_1HTD, key_1KTD, value_1KTD))
     outputs = [
         _block_attention(query_THD, key_TKD, value_TKD, block, scaling, dropout, sliding_window)
         for block in packed_layout.blocks
