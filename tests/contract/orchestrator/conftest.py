@@ -54,6 +54,7 @@ class Script:
     rollout_s: float = 0.002
     step_s: float = 0.02
     reward: Callable[[RolloutRequest, int], float] = lambda request, place: float(place % 2)
+    delay: Callable[[RolloutRequest], float] = lambda request: 0.0
     fails: Callable[[RolloutRequest, int], bool] = lambda request, place: False
     refusals: list[Reason] = field(default_factory=list)
     broken_versions: set[int] = field(default_factory=set)
@@ -68,7 +69,9 @@ class Script:
     batches: dict[int, list[str]] = field(default_factory=dict)
     in_flight: int = 0
     cancelled: int = 0
+    cancelled_groups: set[str] = field(default_factory=set)
     refused: Counter[str] = field(default_factory=Counter)
+    engines: int = 1
 
 
 class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
@@ -82,7 +85,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         )
 
     async def CancelRollouts(self, request, context):  # noqa: N802 - the name is gRPC's
-        return rollout_pb2.CancelRolloutsResponse(cancelled=0)
+        self.script.cancelled_groups |= set(request.group_ids)
+        return rollout_pb2.CancelRolloutsResponse(cancelled=len(request.group_ids))
 
     async def RunRollouts(self, message, context):  # noqa: N802 - the name is gRPC's
         script, request = self.script, convert.rollout_request_from_proto(message)
@@ -100,7 +104,9 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             finished = failed = 0
             for place in range(request.group_size):
                 version = script.engine_version
-                await asyncio.sleep(script.rollout_s)
+                await asyncio.sleep(script.rollout_s + script.delay(request))
+                if request.group_id in script.cancelled_groups:
+                    break
                 if script.fails(request, place):
                     failed += 1
                     yield convert.rollout_event_to_proto(failure(request))
@@ -109,7 +115,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                     rollout = finished_rollout(request, script.reward(request, place), version)
                     script.rollout_versions[rollout.rollout_id] = version
                     yield convert.rollout_event_to_proto(rollout)
-            summary = RolloutSummary(finished=finished, failed=failed, cancelled=0, sampled_tokens=3 * finished)
+            cancelled = request.group_size - finished - failed
+            summary = RolloutSummary(finished=finished, failed=failed, cancelled=cancelled, sampled_tokens=3 * finished)
             yield convert.rollout_event_to_proto(summary)
         except asyncio.CancelledError:
             script.cancelled += 1
@@ -235,7 +242,7 @@ class WeightsServicer(weights_pb2_grpc.WeightSyncServicer):
             routable=True,
             last_seen_s=0.0,
         )
-        return weights_pb2.ListEnginesResponse(engines=[convert.engine_info_to_proto(engine)])
+        return weights_pb2.ListEnginesResponse(engines=[convert.engine_info_to_proto(engine)] * self.script.engines)
 
     async def ActivateVersion(self, request, context):  # noqa: N802 - the name is gRPC's
         script, version = self.script, request.version
