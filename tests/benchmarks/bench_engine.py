@@ -24,9 +24,10 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
+from transformers import GenerationConfig, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
 from meshrl.inference.embedded import EmbeddedEngine
 from meshrl.inference.engine import GenerateRequest, SamplingParams
-from transformers import GenerationConfig, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 PROMPT_TOKENS = 48
 EQUAL_TOKENS = 64

@@ -10,11 +10,12 @@ import pytest
 import renderers
 import torch
 from aiohttp import web
+from openai import AsyncOpenAI, BadRequestError
+from renderers.client import OverlongPromptError, generate
+
 from meshrl.inference.embedded import EmbeddedEngine
 from meshrl.inference.http import InferenceServer
 from meshrl.inference.text import TextCodec
-from openai import AsyncOpenAI, BadRequestError
-from renderers.client import OverlongPromptError, generate
 
 sys.path.append(str(Path(__file__).parents[1] / "unit" / "inference"))  # importlib mode puts no test folder on the path
 

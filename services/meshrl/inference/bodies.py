@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import Any, Literal, Self, TypeVar
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
 from meshrl.inference.engine import SamplingParams
 from meshrl.wire.errors import MeshError, Reason
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 MAX_COMPLETIONS = 128
 MAX_ALTERNATIVES = 64

@@ -6,10 +6,11 @@ import os
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
+
 from meshrl.inference.config import InferenceConfig
 from meshrl.inference.embedded import EmbeddedEngine
 from meshrl.models.load import load_model
-from transformers import PreTrainedModel
 
 CACHE_SHARE = 0.5  # of the memory that is free once the model is loaded
 

@@ -7,11 +7,12 @@ import time
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
+from transformers.utils.hub import cached_file
+
 from meshrl.inference.engine import Engine
 from meshrl.inference.live_weights import Layout
 from meshrl.wire.errors import MeshError, Reason
-from safetensors import SafetensorError, safe_open
-from transformers.utils.hub import cached_file
 
 _ONE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
+
 from meshrl.inference.engine import FinishReason, TokenChunk
 from meshrl.wire.types import VersionSpan
-from numpy.typing import NDArray
 
 REMOVED_LOGPROB = -9999.0  # what vLLM says for a candidate that top_k, top_p or min_p removed: JSON has no infinity
 

@@ -18,13 +18,14 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from loguru import logger
+from transformers import PreTrainedModel
+
 from meshrl.inference.engine import EngineStats, FinishReason, GenerateRequest, TokenChunk
 from meshrl.inference.live_weights import Layout, LiveWeights, Shadow
 from meshrl.inference.runner import ModelRunner
 from meshrl.inference.sampling import stream_keys
 from meshrl.inference.scheduler import Row, SlotTable
 from meshrl.wire.errors import MeshError, Reason
-from transformers import PreTrainedModel
 
 COMMAND_DEADLINE_S = 60.0
 RETRY_AFTER_S = 1.0
@@ -66,7 +67,7 @@ class EmbeddedEngine:
         self.vocab_size: int = model.config.get_text_config().vocab_size
         self._runner = ModelRunner(model, num_slots=num_slots, max_len=max_model_len, kv_cache_bytes=kv_cache_bytes)
         self._table = SlotTable(num_slots=self._runner.num_slots, max_len=max_model_len, store=self._runner.cache)
-        self._weights = LiveWeights(model)
+        self._weights = LiveWeights(model, self._runner.fused)
         self._budget = max_num_batched_tokens
         self._seeds = np.random.default_rng(seed)
         self._inbox: queue.SimpleQueue[_Submit | _Cancel | _Call | None] = queue.SimpleQueue()

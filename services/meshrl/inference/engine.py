@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
-from meshrl.wire.types import VersionSpan
 from numpy.typing import NDArray
+
+from meshrl.wire.types import VersionSpan
 
 if TYPE_CHECKING:
     import torch

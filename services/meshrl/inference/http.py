@@ -11,6 +11,7 @@ from pathlib import Path
 
 from aiohttp import web
 from loguru import logger
+
 from meshrl.inference.bodies import WeightsBody, parse
 from meshrl.inference.checkpoints import WeightLoader
 from meshrl.inference.embedded import EmbeddedEngine

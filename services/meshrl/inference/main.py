@@ -9,6 +9,7 @@ from typing import Any
 
 from aiohttp import web
 from loguru import logger
+
 from meshrl.client import WeightSyncClient
 from meshrl.core.config import load_config
 from meshrl.core.logs import setup_logging

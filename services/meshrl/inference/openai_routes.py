@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from aiohttp import web
+
 from meshrl.inference.bodies import ChatBody, CompletionBody, parse
 from meshrl.inference.completion import Completion, join, said, spans_json
 from meshrl.inference.engine import FinishReason, GenerateRequest, TokenChunk

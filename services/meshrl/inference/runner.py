@@ -6,10 +6,15 @@ Shapes: R decoding rows, T tokens of the step (rows first, then prompt pieces), 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import PreTrainedModel
+
 from meshrl.inference.cache import (
     PLAN_ARGUMENT,
     Segment,
@@ -21,10 +26,13 @@ from meshrl.inference.cache import (
     register_attention,
 )
 from meshrl.inference.engine import GREEDY_BELOW
+from meshrl.inference.fusion import fuse
 from meshrl.inference.sampling import BatchSampling, sample, uniforms
 from meshrl.inference.scheduler import PrefillPiece, SlotTable
-from numpy.typing import NDArray
-from transformers import PreTrainedModel
+
+GPU_BLOCK = 64
+# not cuDNN: it plans anew for every length, which takes longer than the step
+GPU_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -60,6 +68,7 @@ class ModelRunner:
         self.device = model.device
         self.cache = SlotCache([SlotLayer(num_slots, max_len, key, value) for key, value in states])
         register_attention(model)
+        self.fused = fuse(model)
         self._params = BatchSampling()
 
     def step(self, table: SlotTable, pieces: Sequence[PrefillPiece]) -> StepOutput | None:
@@ -107,21 +116,28 @@ class ModelRunner:
             slots_T=torch.from_numpy(slots).to(self.device),
             positions_T=torch.from_numpy(positions).to(self.device),
             rows=rows,
-            extent=int(positions[:rows].max()) + 1 if rows else 0,
+            extent=self._extent(int(positions[:rows].max()) + 1) if rows else 0,
             segments=segments,
             dtype=self.cache.slot_layers[0].keys.dtype,
         )
         self.cache.begin(plan)
-        output = self.model(
-            input_ids=torch.from_numpy(token_ids).to(self.device)[None],
-            position_ids=plan.positions_T[None],
-            past_key_values=self.cache,
-            use_cache=True,
-            logits_to_keep=torch.arange(rows, device=self.device),
-            **{PLAN_ARGUMENT: plan, "slot_layers": self.cache.slot_layers},
-        )
+        with sdpa_kernel(GPU_ATTENTION) if self.device.type == "cuda" else nullcontext():
+            output = self.model(
+                input_ids=torch.from_numpy(token_ids).to(self.device)[None],
+                position_ids=plan.positions_T[None],
+                past_key_values=self.cache,
+                use_cache=True,
+                logits_to_keep=torch.arange(rows, device=self.device),
+                **{PLAN_ARGUMENT: plan, "slot_layers": self.cache.slot_layers},
+            )
         logits_RV: torch.Tensor = output.logits[0]
         return logits_RV
+
+    def _extent(self, longest: int) -> int:
+        """Tokens that decoding rows attend to; on a GPU in blocks, since its kernels want aligned masks."""
+        if self.device.type != "cuda":
+            return longest
+        return min(-(-longest // GPU_BLOCK) * GPU_BLOCK, self.max_len)
 
     def _read_params(self, table: SlotTable) -> BatchSampling:
         """Turns the rows' parameters into tensors; leaves out what no row uses."""

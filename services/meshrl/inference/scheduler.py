@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
+
 from meshrl.inference.engine import FinishReason, GenerateRequest, TokenChunk
 from meshrl.wire.errors import MeshError
 from meshrl.wire.types import VersionSpan
-from numpy.typing import NDArray
 
 MIN_SHARED_TOKENS = 8  # a shorter common prefix is cheaper to compute than to copy
 

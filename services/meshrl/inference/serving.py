@@ -9,6 +9,7 @@ from contextlib import aclosing, asynccontextmanager
 from typing import Any, TypeVar
 
 from aiohttp import web
+
 from meshrl.inference.completion import Completion, join
 from meshrl.inference.engine import Engine, FinishReason, GenerateRequest, TokenChunk
 from meshrl.wire.errors import MeshError, Reason

@@ -11,8 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from jinja2 import TemplateError
-from meshrl.wire.errors import MeshError, Reason
 from transformers import PreTrainedTokenizerBase
+
+from meshrl.wire.errors import MeshError, Reason
 
 _INCOMPLETE = "\ufffd"  # what a byte-level tokenizer decodes half a character to
 

@@ -14,6 +14,7 @@ from contextlib import aclosing
 from typing import Any
 
 from aiohttp import web
+
 from meshrl.inference.bodies import GenerateBody, parse
 from meshrl.inference.completion import Completion, join, token_choice_json
 from meshrl.inference.engine import GenerateRequest

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from meshrl.inference.embedded import EmbeddedEngine
 from transformers import PreTrainedModel
+
+from meshrl.inference.embedded import EmbeddedEngine
 
 sys.path.append(str(Path(__file__).parent))  # importlib mode puts no test folder on the path; the kit lives here
 

@@ -4,10 +4,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from meshrl.inference.embedded import EmbeddedEngine
-from meshrl.inference.engine import GenerateRequest, SamplingParams, TokenChunk
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from meshrl.inference.embedded import EmbeddedEngine
+from meshrl.inference.engine import GenerateRequest, SamplingParams, TokenChunk
 
 VOCAB = 40
 

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 from inference_kit import VOCAB, EngineFactory, ask, collect, complete, full_forward, make_model
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
+
 from meshrl.inference.engine import FinishReason
 from meshrl.inference.scheduler import MIN_SHARED_TOKENS
 from meshrl.wire.errors import MeshError, Reason
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
 
 TOLERANCE = 1e-4
 

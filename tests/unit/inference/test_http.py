@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 from inference_kit import VOCAB, EngineFactory, full_forward, make_model, make_tokenizer
+from transformers import PreTrainedModel
+
 from meshrl.inference.checkpoints import WeightLoader
 from meshrl.inference.embedded import EmbeddedEngine
 from meshrl.inference.http import InferenceServer
 from meshrl.inference.text import TextCodec, TextStream
-from transformers import PreTrainedModel
 
 Start = Callable[..., Awaitable[TestClient]]
 

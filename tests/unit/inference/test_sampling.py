@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+
 from meshrl.inference.sampling import BatchSampling, sample, stream_keys, uniforms
 
 LOGITS = torch.tensor([2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0, -3.0])

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 import torch
 from inference_kit import EngineFactory, ask, complete, full_forward, make_model
+from transformers import PreTrainedModel
+
 from meshrl.inference.embedded import EmbeddedEngine
 from meshrl.inference.live_weights import LiveWeights
 from meshrl.models.state import hf_state
 from meshrl.wire.errors import MeshError, Reason
-from transformers import PreTrainedModel
 
 
 async def swap(engine: EmbeddedEngine, version: int, weights: PreTrainedModel, root: bytes = b"root") -> None:
