@@ -199,3 +199,22 @@ async def test_a_config_that_does_not_fit_the_services_is_refused(mesh, make_con
     with pytest.raises(RunError, match="run_id 'other' is not a run of the trainer; it has main"):
         async with start(make_config(mesh.services, run_id="other")):
             pass
+
+
+async def test_groups_that_would_come_back_too_old_are_cancelled(mesh, script, make_config, start) -> None:
+    script.step_s = 0.01
+    script.delay = lambda request: 0.3 if request.task_index % 3 == 0 and script.engine_version == 0 else 0.0
+    config = make_config(mesh.services, max_async_level=2, max_off_policy_steps=0, max_steps=3)
+    async with start(config) as (loop, ledger):
+        await loop.run()
+    assert script.cancelled_groups
+    assert ledger.balance().cancelled > 0
+    assert ledger.balance().exact
+    assert set(staleness(script)) == {0}
+
+
+async def test_a_mesh_without_engines_is_said_so(mesh, script, make_config, start) -> None:
+    script.engines = 0
+    async with start(make_config(mesh.services, deadlines={"startup_s": 0.3})) as (loop, _):
+        with pytest.raises(RunError, match=r"weight hub at .* has 0 inference engines after 0.3 s, need 1; start `inf"):
+            await loop.run()
