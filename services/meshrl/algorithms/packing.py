@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from meshrl.wire.types import MicroBatch
 from numpy.typing import NDArray
+
+from meshrl.wire.types import MicroBatch
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

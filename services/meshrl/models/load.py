@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from meshrl.core.config.shared import ModelConfig
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from meshrl.core.config.shared import ModelConfig
 
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

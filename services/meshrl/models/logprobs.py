@@ -8,10 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from meshrl.models.attention import PackedLayout, enable_packed_attention, supports_packed_attention
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
+
+from meshrl.models.attention import PackedLayout, enable_packed_attention, supports_packed_attention
 
 # Models that change the logits after the output head name it with one of these; for them the head is not taken apart.
 LOGIT_TRANSFORMS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal, Self
 
+from pydantic import Field, model_validator
+
 from meshrl.core.config import BaseConfig
 from meshrl.core.config.shared import LogConfig, ModelConfig, ServerConfig, WeightBroadcastConfig
 from meshrl.training.config import CheckpointConfig, OptimConfig, SchedulerConfig
-from pydantic import Field, model_validator
 
 
 class LossConfig(BaseConfig):

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from loguru import logger
+
 from meshrl.models.state import snapshot
 from meshrl.trainer.desk import SaveRequest, TrainerDesk
 from meshrl.trainer.metrics import step_metrics

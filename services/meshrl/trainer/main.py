@@ -16,6 +16,10 @@ from typing import Any
 
 import torch
 from loguru import logger
+from opentelemetry import trace
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
+
 from meshrl.algorithms.losses import Loss, aipo_loss, dppo_kl_loss
 from meshrl.client import WeightSyncClient
 from meshrl.core.config import ConfigError, load_config
@@ -38,9 +42,6 @@ from meshrl.training.parallel import ParallelContext
 from meshrl.v1.trainer_pb2_grpc import add_TrainerServiceServicer_to_server
 from meshrl.wire.errors import MeshError
 from meshrl.wire.types import Transport
-from opentelemetry import trace
-from transformers import PreTrainedTokenizerBase
-from transformers.utils.logging import disable_progress_bar
 
 SERVICE = "meshrl.v1.TrainerService"
 DRAIN_GRACE_S = 5.0

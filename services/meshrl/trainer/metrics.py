@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-from meshrl.training.learner import StepResult, TokenRecord
 from numpy.typing import NDArray
+
+from meshrl.training.learner import StepResult, TokenRecord
 
 
 def step_metrics(result: StepResult, environments: Sequence[str]) -> dict[str, float]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
+from opentelemetry import trace
+from opentelemetry.trace import SpanKind, Status, StatusCode
+
 from meshrl.core.telemetry import TRAIN_SPAN
 from meshrl.wire.trace import context_from, format_traceparent, links_from
 from meshrl.wire.types import Batch
-from opentelemetry import trace
-from opentelemetry.trace import SpanKind, Status, StatusCode
 
 
 class StepSpan:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
+
 from meshrl.wire.errors import FieldViolation, invalid
 from meshrl.wire.types import Batch, MicroBatch
 

@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from meshrl.training.config import CheckpointConfig
-from meshrl.training.learner import Learner
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from transformers import PreTrainedTokenizerBase
+
+from meshrl.training.config import CheckpointConfig
+from meshrl.training.learner import Learner
 
 
 class CheckpointError(Exception):

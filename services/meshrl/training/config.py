@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Literal, Self
 
-from meshrl.core.config import BaseConfig
 from pydantic import Field, model_validator
+
+from meshrl.core.config import BaseConfig
 
 
 class OptimConfig(BaseConfig):

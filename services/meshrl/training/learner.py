@@ -13,6 +13,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from transformers import PreTrainedModel
+
 from meshrl.algorithms.losses import Loss, LossInputs
 from meshrl.models.attention import PackedLayout
 from meshrl.models.logprobs import PackedPolicy, PackedRow
@@ -21,8 +24,6 @@ from meshrl.training.optim import build_optimizer, clip_gradients, set_learning_
 from meshrl.training.parallel import ParallelContext
 from meshrl.training.scheduler import learning_rate
 from meshrl.wire.types import MicroBatch
-from numpy.typing import NDArray
-from transformers import PreTrainedModel
 
 
 class StepError(Exception):

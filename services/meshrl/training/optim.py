@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from meshrl.training.config import OptimConfig
 from torch import nn
+
+from meshrl.training.config import OptimConfig
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:

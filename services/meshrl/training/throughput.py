@@ -9,8 +9,9 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from meshrl.wire.types import MicroBatch
 from transformers import PreTrainedModel
+
+from meshrl.wire.types import MicroBatch
 
 # Dense peak in FLOP/s at bfloat16 without sparsity, from the makers' data sheets.
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}

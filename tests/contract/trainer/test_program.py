@@ -9,6 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from opentelemetry import trace
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
 from meshrl.algorithms.packing import TrainSample, pack_samples
 from meshrl.client import TrainerClient, WeightSyncClient
 from meshrl.core.config import ConfigError
@@ -20,8 +23,6 @@ from meshrl.weights.config import WeightsConfig
 from meshrl.weights.main import serve as serve_hub
 from meshrl.wire.errors import MeshError
 from meshrl.wire.types import Batch, StepEvent, StepState
-from opentelemetry import trace
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 
 def free_port() -> int:

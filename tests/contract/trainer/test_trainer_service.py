@@ -14,6 +14,9 @@ import numpy as np
 import pytest
 import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from opentelemetry import trace
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
 from meshrl.algorithms.losses import aipo_loss
 from meshrl.algorithms.packing import TrainSample, pack_samples
 from meshrl.client import ChannelOptions, TrainerClient
@@ -32,8 +35,6 @@ from meshrl.v1 import trainer_pb2_grpc as pb_grpc
 from meshrl.wire.convert import batch_to_messages
 from meshrl.wire.errors import MeshError, Reason, from_rpc_error
 from meshrl.wire.types import Batch, StepEvent, StepState
-from opentelemetry import trace
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 VOCAB = 16
 

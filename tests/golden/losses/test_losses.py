@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from meshrl.algorithms.losses import LossInputs, aipo_loss, cross_entropy_loss, dppo_kl_loss
 
 FILES = sorted(Path(__file__).parent.glob("*.json"))

@@ -1,6 +1,7 @@
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from meshrl.algorithms.packing import TrainSample, pack_samples
 
 SEQ_LEN = 32

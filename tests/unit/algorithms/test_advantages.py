@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+
 from meshrl.algorithms.advantages import (
     ADVANTAGES,
     grpo_advantages,

@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+
 from meshrl.algorithms.packing import TrainSample, pack_samples
 
 

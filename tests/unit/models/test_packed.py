@@ -3,8 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from meshrl.models.attention import PackedLayout
-from meshrl.models.logprobs import PackedPolicy, PackedRow, token_logprobs
 from numpy.typing import NDArray
 from transformers import (
     Gemma2Config,
@@ -19,6 +17,9 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+
+from meshrl.models.attention import PackedLayout
+from meshrl.models.logprobs import PackedPolicy, PackedRow, token_logprobs
 
 LENGTHS = (7, 31, 2, 30, 12, 5, 1)
 VOCAB = 24

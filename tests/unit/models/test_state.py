@@ -1,7 +1,8 @@
 import pytest
 import torch
-from meshrl.models.state import hf_state, load_hf_state, snapshot
 from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from meshrl.models.state import hf_state, load_hf_state, snapshot
 
 
 def build(*, tied: bool, seed: int = 0) -> Qwen3ForCausalLM:

@@ -1,6 +1,7 @@
 import asyncio
 
 import pytest
+
 from meshrl.trainer.answers import Answers
 from meshrl.wire.errors import MeshError, Reason
 

@@ -13,6 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
 from meshrl.algorithms.losses import aipo_loss
 from meshrl.algorithms.packing import TrainSample, pack_samples
 from meshrl.models.state import snapshot
@@ -24,10 +29,6 @@ from meshrl.training.checkpoint import Checkpointer, CheckpointError
 from meshrl.training.config import CheckpointConfig, OptimConfig, SchedulerConfig
 from meshrl.training.learner import Learner
 from meshrl.wire.types import Batch, StepEvent, StepState
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 ROLLOUT_TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 STEP_TRACE = "00-1af7651916cd43dd8448eb211c80319c-c7ad6b7169203331-01"

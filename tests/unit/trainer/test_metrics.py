@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+
 from meshrl.trainer.metrics import step_metrics
 from meshrl.training.learner import StepResult, TokenRecord
 

@@ -1,4 +1,5 @@
 import pytest
+
 from meshrl.trainer.steps import StepBook
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Batch, StepState

@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+
 from meshrl.algorithms.packing import TrainSample, pack_samples
 from meshrl.trainer.validate import check_batch
 from meshrl.wire.errors import MeshError, Reason

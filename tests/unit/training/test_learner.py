@@ -1,6 +1,8 @@
 import numpy as np
 import pytest
 import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
 from meshrl.algorithms.losses import Loss, aipo_loss, cross_entropy_loss
 from meshrl.algorithms.packing import Packing, TrainSample, pack_samples
 from meshrl.models.state import snapshot
@@ -8,7 +10,6 @@ from meshrl.training.config import OptimConfig, SchedulerConfig
 from meshrl.training.learner import Learner, StepError
 from meshrl.training.parallel import ParallelContext
 from meshrl.training.throughput import matmul_parameters, peak_flops, step_flops
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 VOCAB = 16
 

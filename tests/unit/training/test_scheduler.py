@@ -1,4 +1,5 @@
 import pytest
+
 from meshrl.training.config import SchedulerConfig
 from meshrl.training.scheduler import learning_rate
 
