@@ -1,0 +1,87 @@
+"""Makes the example's model: a Qwen3 of about 1.3 million random parameters with a byte-level tokenizer.
+
+`python -m meshrl.environments.reverse_text.model FOLDER [--seed N]` writes it as a Hugging Face folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+END_OF_TURN = "<|im_end|>"
+PADDING = "<|endoftext|>"
+ROLES = ("system", "user", "assistant", "tool")
+HEADERS = tuple(f"<|im_start|>{role}\n" for role in ROLES)
+"""The opening of a turn is one token a role, so that a prompt of the example stays short."""
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""ChatML. A conversation's tokens are a prefix of the longer conversation's."""
+
+
+def create_tokenizer() -> PreTrainedTokenizerFast:
+    """A token for each byte and each special string: any text round-trips."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={byte: index for index, byte in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = (PADDING, "<|im_start|>", END_OF_TURN, *HEADERS)
+    tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in special])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=END_OF_TURN,
+        pad_token=PADDING,
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def create_model(
+    folder: Path,
+    *,
+    seed: int,
+    hidden_size: int = 160,
+    num_layers: int = 4,
+    num_heads: int = 4,
+    num_key_value_heads: int = 2,
+) -> None:
+    """Writes config, float32 weights and tokenizer to `folder`; the same seed gives the same weights."""
+    tokenizer = create_tokenizer()
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden_size,
+        intermediate_size=3 * hidden_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_key_value_heads,
+        head_dim=hidden_size // num_heads,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(config)
+    folder.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Make the example's model.")
+    parser.add_argument("folder", type=Path, help="where to write it")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights (default: 0)")
+    arguments = parser.parse_args()
+    create_model(arguments.folder, seed=arguments.seed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""The reverse_text taskset for verifiers; hosted by the rollout service, which plays and scores its tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import verifiers.v1 as vf
+
+from meshrl.environments.reverse_text.sentences import Split, sentences
+
+SYSTEM_PROMPT = "Reverse the text."
+
+
+def longest_common_subsequence(left: str, right: str) -> int:
+    """Length of the longest sequence of characters that both strings contain in order (not necessarily adjacent)."""
+    lengths = [0] * (len(right) + 1)
+    for character in left:
+        diagonal = 0
+        for column, other in enumerate(right, 1):
+            above = lengths[column]
+            lengths[column] = diagonal + 1 if character == other else max(above, lengths[column - 1])
+            diagonal = above
+    return lengths[-1]
+
+
+def similarity(reply: str, answer: str) -> float:
+    """2 * LCS / (len(reply) + len(answer)): 1 for equal strings, 0 for strings without a common character."""
+    total = len(reply) + len(answer)
+    return 2 * longest_common_subsequence(reply, answer) / total if total else 1.0
+
+
+class ReverseTextData(vf.TaskData):
+    """One sentence and its reverse."""
+
+    answer: str
+
+
+class ReverseTextTask(vf.Task[ReverseTextData]):
+    """Reply with the user's text written backwards."""
+
+    @vf.reward
+    async def lcs_ratio(self, trace: vf.Trace) -> float:
+        """Similarity of the reply to the reversed text, 0 to 1."""
+        return similarity(trace.last_reply or "", self.data.answer)
+
+    @vf.metric
+    async def exact(self, trace: vf.Trace) -> float:
+        """1 for a perfect reply."""
+        return float(trace.last_reply == self.data.answer)
+
+
+class ReverseTextConfig(vf.TasksetConfig):
+    """Which sentences to load."""
+
+    split: Split = "train"
+    """train, or the held-out sentences that training never sees."""
+
+
+class ReverseTextTaskset(vf.Taskset[ReverseTextTask, ReverseTextConfig]):
+    """Short English sentences to write backwards."""
+
+    def load(self) -> Iterable[ReverseTextTask]:
+        for index, text in enumerate(sentences(self.config.split)):
+            data = ReverseTextData(idx=index, prompt=text, system_prompt=SYSTEM_PROMPT, answer=text[::-1])
+            yield ReverseTextTask(data, self.config.task)
