@@ -10,7 +10,7 @@ from meshrl.core.paths import Layout
 
 _OF_A_RUN = (
     "broadcasts", "checkpoints", "configs", "hub", "ledger.sqlite", "ledger.sqlite-shm", "ledger.sqlite-wal", "logs",
-    "metrics.jsonl", "summary.json", "traces", "weights",
+    "metrics.jsonl", "summary.json", "traces", "trainer_epoch", "weight_hub", "weights",
 )  # fmt: skip
 
 
