@@ -109,13 +109,14 @@ class StepPlan:
 
     def __init__(
         self, *, max_len: int, slots_T: torch.Tensor, positions_T: torch.Tensor, rows: int, extent: int,
-        segments: Sequence[Segment], dtype: torch.dtype,
+        ragged: bool, segments: Sequence[Segment], dtype: torch.dtype,
     ) -> None:  # fmt: skip
         self.max_len = max_len
         self.slots_T = slots_T
         self.positions_T = positions_T
         self.rows = rows
         self.extent = extent  # L of the decoding rows: the longest of them
+        self.ragged = ragged  # some decoding row must not see all of the extent
         self.segments = tuple(segments)
         self.dtype = dtype
         self._index: dict[int, torch.Tensor] = {}
@@ -131,8 +132,10 @@ class StepPlan:
             self._index[num_heads] = index
         return index
 
-    def decode_mask(self, window: int | None) -> torch.Tensor:
-        """(R, 1, 1, L) additive mask: a row sees its own positions, the newest included."""
+    def decode_mask(self, window: int | None) -> torch.Tensor | None:
+        """(R, 1, 1, L) additive mask: a row sees its own positions, the newest included. None: all see everything."""
+        if not self.ragged and (window is None or window >= self.extent):
+            return None
         mask = self._decode_masks.get(window)
         if mask is None:
             keys_L = torch.arange(self.extent, device=self.positions_T.device)
@@ -186,20 +189,15 @@ def slot_attention(
         )
         return plain
     layer: SlotLayer = kwargs["slot_layers"][module.layer_idx]
+    decoded_RQD = None
+    if plan.rows:
+        decoded_RQD = _attend_rows(query_1QTD, layer, plan, scaling, sliding_window)
+        if not plan.segments:
+            return decoded_RQD[None], None
     _, num_queries, num_tokens, _ = query_1QTD.shape
-    num_heads = key_1HTD.shape[1]
     out_TQD = query_1QTD.new_empty((num_tokens, num_queries, value_1HTD.shape[-1]))
-    rows, extent = plan.rows, plan.extent
-    if rows:
-        query_RHGD = query_1QTD[0, :, :rows].transpose(0, 1).reshape(rows, num_heads, num_queries // num_heads, -1)
-        seen_RHGD = F.scaled_dot_product_attention(
-            query_RHGD,
-            layer.keys[:rows, :, :extent],
-            layer.values[:rows, :, :extent],
-            attn_mask=plan.decode_mask(sliding_window),
-            scale=scaling,
-        )
-        out_TQD[:rows] = seen_RHGD.reshape(rows, num_queries, -1)
+    if decoded_RQD is not None:
+        out_TQD[: plan.rows] = decoded_RQD
     for segment in plan.segments:
         span = slice(segment.offset, segment.offset + segment.length)
         end = segment.start + segment.length
@@ -211,10 +209,26 @@ def slot_attention(
             attn_mask=None if whole else plan.segment_mask(segment.start, segment.length, sliding_window),
             is_causal=whole,
             scale=scaling,
-            enable_gqa=num_queries != num_heads,
+            enable_gqa=num_queries != layer.num_heads,
         )
         out_TQD[span] = seen_1QLD[0].transpose(0, 1)
     return out_TQD[None], None
+
+
+def _attend_rows(
+    query_1QTD: torch.Tensor, layer: SlotLayer, plan: StepPlan, scaling: float | None, window: int | None
+) -> torch.Tensor:
+    """(R, Q, D) one query a row over its slot; the queries that share a key-value head go as one small matrix."""
+    rows, num_queries = plan.rows, query_1QTD.shape[1]
+    query_RHGD = query_1QTD[0, :, :rows].transpose(0, 1).reshape(rows, layer.num_heads, -1, query_1QTD.shape[-1])
+    seen_RHGD = F.scaled_dot_product_attention(
+        query_RHGD,
+        layer.keys[:rows, :, : plan.extent],
+        layer.values[:rows, :, : plan.extent],
+        attn_mask=plan.decode_mask(window),
+        scale=scaling,
+    )
+    return seen_RHGD.reshape(rows, num_queries, -1)
 
 
 def probe_layers(model: PreTrainedModel) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:

@@ -67,7 +67,7 @@ class EmbeddedEngine:
         self.vocab_size: int = model.config.get_text_config().vocab_size
         self._runner = ModelRunner(model, num_slots=num_slots, max_len=max_model_len, kv_cache_bytes=kv_cache_bytes)
         self._table = SlotTable(num_slots=self._runner.num_slots, max_len=max_model_len, store=self._runner.cache)
-        self._weights = LiveWeights(model, self._runner.fused)
+        self._weights = LiveWeights(model)
         self._budget = max_num_batched_tokens
         self._seeds = np.random.default_rng(seed)
         self._inbox: queue.SimpleQueue[_Submit | _Cancel | _Call | None] = queue.SimpleQueue()

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from meshrl.inference.fusion import FusedLinears
 from meshrl.models.state import hf_state
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest import digest, root_of
@@ -24,14 +23,12 @@ class Shadow:
 
     version: int
     tensors: Mapping[str, torch.Tensor]
-    stacked: tuple[torch.Tensor, ...]  # one for each fused group; its members' tensors are views of it
 
 
 class LiveWeights:
     """Parameters and persistent buffers of one model, by Hugging Face name."""
 
-    def __init__(self, model: nn.Module, fused: Sequence[FusedLinears] = ()) -> None:
-        self._fused = tuple(fused)
+    def __init__(self, model: nn.Module) -> None:
         own = dict(model.named_parameters()) | dict(model.named_buffers())
         self._owners = {name: own[name] for name in hf_state(model)}
         self.layout: Layout = tuple(
@@ -45,18 +42,13 @@ class LiveWeights:
             name: tensors[name].detach().to(owner.device, copy=True).contiguous()
             for name, owner in self._owners.items()
         }
-        stacked = tuple(group.stack(shadow) for group in self._fused)
-        for group, weight in zip(self._fused, stacked, strict=True):
-            shadow.update(zip(group.weight_names, group.views(weight), strict=True))
-        return Shadow(version=version, tensors=shadow, stacked=stacked)
+        return Shadow(version=version, tensors=shadow)
 
     def swap(self, shadow: Shadow) -> None:
         """Makes the shadow live by exchanging storage: no bytes move; tied modules follow, as they share the owner."""
         with torch.no_grad():
             for name, owner in self._owners.items():
                 owner.data = shadow.tensors[name]
-            for group, weight in zip(self._fused, shadow.stacked, strict=True):
-                group.weight = weight
 
     def root(self) -> bytes:
         """Root hash over the bytes of the live weights, as `wire.manifest` defines it."""

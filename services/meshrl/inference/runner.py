@@ -26,7 +26,6 @@ from meshrl.inference.cache import (
     register_attention,
 )
 from meshrl.inference.engine import GREEDY_BELOW
-from meshrl.inference.fusion import fuse
 from meshrl.inference.sampling import BatchSampling, sample, uniforms
 from meshrl.inference.scheduler import PrefillPiece, SlotTable
 
@@ -68,7 +67,6 @@ class ModelRunner:
         self.device = model.device
         self.cache = SlotCache([SlotLayer(num_slots, max_len, key, value) for key, value in states])
         register_attention(model)
-        self.fused = fuse(model)
         self._params = BatchSampling()
 
     def step(self, table: SlotTable, pieces: Sequence[PrefillPiece]) -> StepOutput | None:
@@ -111,12 +109,14 @@ class ModelRunner:
             token_ids = np.concatenate([token_ids, *(piece.tokens for piece in pieces)])
             positions = np.concatenate([positions, *(np.arange(s.start, s.start + s.length) for s in segments)])
             slots = np.concatenate([slots, np.repeat([s.slot for s in segments], lengths)])
+        extent = self._extent(int(positions[:rows].max()) + 1) if rows else 0
         plan = StepPlan(
             max_len=self.max_len,
             slots_T=torch.from_numpy(slots).to(self.device),
             positions_T=torch.from_numpy(positions).to(self.device),
             rows=rows,
-            extent=self._extent(int(positions[:rows].max()) + 1) if rows else 0,
+            extent=extent,
+            ragged=rows > 0 and extent > int(positions[:rows].min()) + 1,
             segments=segments,
             dtype=self.cache.slot_layers[0].keys.dtype,
         )
@@ -127,7 +127,7 @@ class ModelRunner:
                 position_ids=plan.positions_T[None],
                 past_key_values=self.cache,
                 use_cache=True,
-                logits_to_keep=torch.arange(rows, device=self.device),
+                logits_to_keep=torch.arange(rows, device=self.device) if segments else 0,
                 **{PLAN_ARGUMENT: plan, "slot_layers": self.cache.slot_layers},
             )
         logits_RV: torch.Tensor = output.logits[0]
