@@ -25,6 +25,7 @@ from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
 import torch
+from loguru import logger
 from torch import nn
 
 from meshrl.client import ChannelOptions, WeightSyncClient
@@ -157,11 +158,16 @@ def start_hub(folder: Path) -> tuple[subprocess.Popen[bytes], str]:
     raise RuntimeError(f"the hub did not start: {log.read_text()}")
 
 
+def start_engine(address: str, millions: float) -> subprocess.Popen[bytes]:
+    """Starts a process with an engine and its agent."""
+    command = [sys.executable, __file__, "--engine", address, "--sizes", str(millions)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
 async def measure(transport: Transport, millions: float, repeat: int, folder: Path) -> dict[str, float | str]:
     """Publishes and activates `repeat` versions after one to warm up; returns medians."""
     hub, address = start_hub(folder)
-    command = [sys.executable, __file__, "--engine", address, "--sizes", str(millions)]
-    engine = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    engine = start_engine(address, millions)
     model = Weights(millions)
     rows: dict[str, list[float]] = {}
     try:
@@ -238,6 +244,7 @@ def main() -> None:
     parser.add_argument("--engine", help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    logger.disable("meshrl")  # the table is the output
     if options.engine:
         asyncio.run(run_engine(options.engine, options.sizes[0]))
         return

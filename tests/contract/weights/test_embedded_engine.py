@@ -1,0 +1,84 @@
+"""The embedded engine under the hub: new weights arrive between two steps and requests in flight go on."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from meshrl.inference.embedded import EmbeddedEngine
+from meshrl.inference.engine import GenerateRequest, SamplingParams
+from meshrl.models.state import hf_state
+from meshrl.wire.types import Transport
+
+
+def make_model(seed: int) -> Qwen3ForCausalLM:
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=40,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        eos_token_id=None,
+        bos_token_id=None,
+    )
+    return Qwen3ForCausalLM(config).eval()
+
+
+async def test_request_in_flight_is_kept_across_a_commit_and_says_which_version_sampled_what(
+    mesh: Any, transport: Transport
+) -> None:
+    torch.set_num_threads(1)
+    served, trained = make_model(0), make_model(1)
+    engine = EmbeddedEngine(
+        served,
+        max_model_len=400,
+        num_slots=2,
+        max_queue=8,
+        kv_cache_bytes=2**24,
+        eos_token_ids=(),
+        seed=0,
+        version=None,
+    )
+    engine.start()
+    try:
+        mesh.start_agent("e0", engine)
+        publisher, client = mesh.publisher(transport), mesh.client()
+        await publisher.publish(0, hf_state(make_model(0)))
+        first = await client.activate_version(run_id="run", version=0, prepare_deadline_s=10.0)
+        assert first.engines[0].applied.prepare_s < 5.0
+        assert engine.version == 0
+
+        sampling = SamplingParams(max_tokens=380, ignore_eos=True, seed=1)
+        request = GenerateRequest(request_id="r", prompt_ids=(1, 2, 3), sampling=sampling, stream=True)
+        chunks = []
+        begun = asyncio.Event()
+
+        async def read() -> None:
+            async for chunk in engine.generate(request):
+                chunks.append(chunk)
+                begun.set()
+
+        reading = asyncio.create_task(read())
+        await asyncio.wait_for(begun.wait(), 10.0)
+        report = await publisher.publish(1, hf_state(trained))
+        second = await client.activate_version(run_id="run", version=1, prepare_deadline_s=10.0)
+        await asyncio.wait_for(reading, 30.0)
+
+        assert second.engines[0].applied.requests_kept == 1
+        assert 0 < second.engines[0].applied.pause_s < 1.0
+        assert await engine.weights_root() == report.root == engine.root
+        spans = [span for chunk in chunks for span in chunk.version_spans]
+        assert sorted({span.version for span in spans}) == [0, 1]
+        assert sum(len(chunk.token_ids) for chunk in chunks) == 380
+        live = hf_state(served)
+        assert all(torch.equal(live[name], tensor) for name, tensor in hf_state(trained).items())
+    finally:
+        await engine.close()

@@ -1,0 +1,167 @@
+"""Hashes, chunk plans and manifests: what identifies a version's bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import struct
+from pathlib import Path
+
+import blake3
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import safetensors.numpy
+from hypothesis import given
+
+from meshrl.wire import manifest as manifests
+from meshrl.wire.manifest_file import PayloadReader, from_json, safetensors_header, to_json
+from meshrl.wire.tensors import DTYPES
+from meshrl.wire.types import FileEntry, Manifest, Transport
+
+SPECS = (("b", "float32", (3, 5)), ("a", "bfloat16", (7,)), ("empty", "float32", (0, 4)), ("s", "int64", ()))
+
+
+def build(stream: bytes, *, chunk_bytes: int = 4096, run_id: str = "run") -> Manifest:
+    hashed = manifests.StreamHasher(manifests.plan_tensors(SPECS), chunk_bytes)
+    hashed.update(memoryview(stream))
+    tensors, chunks = hashed.entries()
+    return manifests.build_manifest(
+        run_id=run_id, epoch=1, version=2, transport=Transport.STREAM, tensors=tensors, chunks=chunks
+    )
+
+
+STREAM = bytes(range(8 + 60 + 14))
+
+
+def test_stream_order_is_widest_type_first_then_name_without_gaps() -> None:
+    plans = manifests.plan_tensors(SPECS)
+    assert [(p.name, p.offset, p.num_bytes) for p in plans] == [
+        ("s", 0, 8),
+        ("b", 8, 60),
+        ("empty", 68, 0),
+        ("a", 68, 14),
+    ]
+
+
+def test_digests_are_blake3_of_the_bytes() -> None:
+    manifest = build(STREAM)
+    assert [t.digest for t in manifest.tensors] == [
+        blake3.blake3(part).digest() for part in (STREAM[:8], STREAM[8:68], b"", STREAM[68:])
+    ]
+    assert [(c.offset, c.length, c.digest) for c in manifest.chunks] == [(0, 82, blake3.blake3(STREAM).digest())]
+
+
+def test_element_sizes_agree_with_the_tensor_codec() -> None:
+    assert dict(manifests.ITEM_BYTES) == {name: dtype.itemsize for name, dtype in DTYPES.items()}
+
+
+@given(st.lists(st.integers(0, 9000), max_size=6), st.integers(4096, 9000), st.data())
+def test_hashes_do_not_depend_on_how_the_stream_is_cut(sizes: list[int], chunk_bytes: int, data: st.DataObject) -> None:
+    plans = manifests.plan_tensors([(f"t{index}", "uint8", (size,)) for index, size in enumerate(sizes)])
+    stream = np.random.default_rng(0).bytes(sum(sizes))
+    whole, pieces = manifests.StreamHasher(plans, chunk_bytes), manifests.StreamHasher(plans, chunk_bytes)
+    whole.update(memoryview(stream))
+    at = 0
+    while at < len(stream):
+        step = data.draw(st.integers(1, len(stream)))
+        pieces.update(memoryview(stream)[at : at + step])
+        at += step
+    assert whole.entries() == pieces.entries()
+    assert sum(length for _, length in manifests.plan_chunks(len(stream), chunk_bytes)) == len(stream)
+
+
+def test_stream_that_is_too_short_or_too_long_is_an_error() -> None:
+    hashed = manifests.StreamHasher(manifests.plan_tensors(SPECS), 4096)
+    hashed.update(memoryview(STREAM[:-1]))
+    with pytest.raises(ValueError, match="ended after 3 of 4"):
+        hashed.entries()
+    with pytest.raises(ValueError, match="longer"):
+        hashed.update(memoryview(b"ab"))
+
+
+def test_root_depends_on_names_and_values_and_not_on_order_or_run() -> None:
+    one = build(STREAM)
+    assert manifests.result_root(tuple(reversed(one.tensors))) == one.result_root
+    assert build(STREAM, run_id="other").result_root == one.result_root
+    changed = bytearray(STREAM)
+    changed[40] ^= 1
+    assert build(bytes(changed)).result_root != one.result_root
+    renamed = (dataclasses.replace(one.tensors[0], name="z"), *one.tensors[1:])
+    assert manifests.result_root(renamed) != one.result_root
+
+
+def test_artifact_id_is_stable_and_depends_on_every_field() -> None:
+    one = build(STREAM)
+    # A golden value: it must not change between releases, or hubs and agents of two releases disagree.
+    assert manifests.artifact_id(one) == "674fadfe93493dc72f0a405aa202a93f251a01f90db5071760b4ca495f009bd2"
+    changes = {
+        "run_id": "x",
+        "epoch": 9,
+        "version": 9,
+        "transport": Transport.FILESYSTEM,
+        "base_version": 0,
+        "base_root": b"x",
+        "result_root": b"x",
+        "layout_signature": b"x",
+        "codec": "x",
+        "tensors": one.tensors[1:],
+        "chunks": (),
+        "files": (FileEntry(path="/f", offset=0, num_bytes=82),),
+    }
+    ids = {manifests.artifact_id(dataclasses.replace(one, **{name: value})) for name, value in changes.items()}
+    assert len(ids | {manifests.artifact_id(one)}) == len(changes) + 1
+
+
+def test_json_round_trip_and_damage_is_noticed() -> None:
+    manifest = build(STREAM)
+    assert from_json(to_json(manifest)) == manifest
+    with pytest.raises(ValueError, match="damaged"):
+        from_json(to_json(manifest).replace(b'"version":2', b'"version":3'))
+    with pytest.raises(ValueError, match="not a manifest"):
+        from_json(b"{}")
+
+
+def test_manifest_that_disagrees_with_itself_is_told_every_field() -> None:
+    good = build(STREAM)
+    assert manifests.violations(good, max_chunk_bytes=4096) == []
+    bad = dataclasses.replace(good, result_root=b"x", layout_signature=b"y", chunks=())
+    fields = [field for field, _ in manifests.violations(bad, max_chunk_bytes=4096)]
+    assert fields == ["chunks", "result_root", "layout_signature"]
+    gap = (dataclasses.replace(good.tensors[0], offset=8), *good.tensors[1:])
+    assert manifests.violations(dataclasses.replace(good, tensors=gap), max_chunk_bytes=4096) == [
+        ("tensors[0].offset", "must be 0, got 8: tensors follow without gaps")
+    ]
+    assert manifests.violations(good, max_chunk_bytes=50)[0][0] == "chunks[0].length"
+
+
+def test_files_are_safetensors_that_others_can_read(tmp_path: Path) -> None:
+    plans = manifests.plan_tensors([("b", "float32", (3, 5)), ("s", "int64", (2,))])
+    values = {"b": np.arange(15, dtype=np.float32).reshape(3, 5), "s": np.array([5, -7])}
+    payload = b"".join(values[plan.name].tobytes() for plan in plans)
+    path = tmp_path / "weights.safetensors"
+    header = safetensors_header(plans, {"format": "pt"})
+    path.write_bytes(header + payload)
+    loaded = safetensors.numpy.load_file(path)
+    assert {name: array.tolist() for name, array in loaded.items()} == {n: v.tolist() for n, v in values.items()}
+    assert struct.unpack("<Q", header[:8])[0] == len(header) - 8
+    assert json.loads(header[8:])["__metadata__"] == {"format": "pt"}
+    with PayloadReader((FileEntry(path=str(path), offset=0, num_bytes=len(payload)),)) as reader:
+        assert reader.read(10, 20) == payload[10:30]
+
+
+def test_payload_may_be_spread_over_files(tmp_path: Path) -> None:
+    for index, part in enumerate((b"header-abcd", b"efghij")):
+        (tmp_path / str(index)).write_bytes(part)
+    files = (
+        FileEntry(path=str(tmp_path / "0"), offset=0, num_bytes=4),
+        FileEntry(path=str(tmp_path / "1"), offset=4, num_bytes=6),
+    )
+    with PayloadReader(files) as reader:
+        assert reader.read(0, 10) == b"abcdefghij"
+        assert reader.read(3, 3) == b"def"
+        (tmp_path / "1").write_bytes(b"ef")
+        with pytest.raises(OSError, match="ended at byte"):
+            reader.read(4, 6)
+    with pytest.raises(OSError, match="shorter"):
+        PayloadReader(files)

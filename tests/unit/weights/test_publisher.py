@@ -1,0 +1,85 @@
+"""What a publisher writes before the hub sees anything, and the epoch of a trainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from meshrl.client import WeightSyncClient
+from meshrl.trainer.publisher import Publisher, next_epoch
+from meshrl.wire import manifest as manifests
+from meshrl.wire.manifest_file import from_json, manifest_path
+from meshrl.wire.types import StagedVersion, Transport
+
+
+class FirstHub(WeightSyncClient):
+    """Answers a publisher as a hub does that takes everything."""
+
+    def __init__(self) -> None:
+        self.manifest: Any = None
+        self.received: dict[int, bytes] = {}
+
+    async def create_version(self, manifest: Any, chunks: Any = None, *, deadline_s: float | None = None) -> Any:
+        self.manifest = manifest
+        if chunks is not None:
+            async for chunk in chunks:
+                self.received[chunk.offset] = bytes(chunk.data)
+        return StagedVersion(artifact_id=manifests.artifact_id(manifest), missing_offsets=(), max_chunk_bytes=2**22)
+
+    async def seal_version(self, **fields: Any) -> Any:
+        return None
+
+
+STATE = {
+    "b": torch.randn(50, 40),
+    "a": torch.randn(9, dtype=torch.bfloat16),
+    "n": torch.tensor(3),
+    "t": torch.ones(4, 3).T,
+}
+
+
+def publisher(hub: WeightSyncClient, transport: Transport, folder: Path, **more: Any) -> Publisher:
+    return Publisher(hub, run_id="r", epoch=2, transport=transport, broadcast_dir=folder, chunk_bytes=4096, **more)
+
+
+async def test_files_are_safetensors_with_the_manifest_beside_them(tmp_path: Path) -> None:
+    hub = FirstHub()
+    report = await publisher(hub, Transport.FILESYSTEM, tmp_path).publish(7, STATE)
+    payload = tmp_path / "step_7" / "weights-e2.safetensors"
+    assert sorted(path.name for path in payload.parent.iterdir()) == ["weights-e2.json", "weights-e2.safetensors"]
+    loaded = load_file(payload)
+    assert all(torch.equal(loaded[name], STATE[name]) for name in STATE)
+    assert from_json(manifest_path(payload).read_bytes()) == hub.manifest
+    assert manifests.violations(hub.manifest, max_chunk_bytes=4096) == []
+    assert (report.num_bytes, report.root) == (50 * 40 * 4 + 18 + 8 + 48, hub.manifest.result_root)
+
+
+async def test_both_transports_give_the_same_root(tmp_path: Path) -> None:
+    hub = FirstHub()
+    files = await publisher(hub, Transport.FILESYSTEM, tmp_path).publish(0, STATE)
+    stream = await publisher(hub, Transport.STREAM, tmp_path).publish(0, STATE)
+    assert files.root == stream.root
+    whole = b"".join(hub.received[offset] for offset in sorted(hub.received))
+    assert manifests.wrong_tensor(hub.manifest, memoryview(whole)) is None
+    damaged = bytearray(whole)
+    damaged[-1] ^= 1
+    assert manifests.wrong_tensor(hub.manifest, memoryview(damaged)) == "a"
+
+
+async def test_floating_tensors_are_cast_and_others_left(tmp_path: Path) -> None:
+    hub = FirstHub()
+    await publisher(hub, Transport.STREAM, tmp_path, dtype=torch.bfloat16).publish(0, STATE)
+    dtypes = {tensor.name: tensor.dtype for tensor in hub.manifest.tensors}
+    assert dtypes == {"a": "bfloat16", "b": "bfloat16", "t": "bfloat16", "n": "int64"}
+
+
+def test_epoch_grows_with_every_start(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "trainer_epoch"
+    assert [next_epoch(path) for _ in range(3)] == [1, 2, 3]
+    path.write_text("many")
+    with pytest.raises(ValueError, match="should hold the last epoch"):
+        next_epoch(path)
