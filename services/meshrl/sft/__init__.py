@@ -1,0 +1,1 @@
+"""Supervised fine-tuning: conversations become weights that reinforcement learning can start from."""

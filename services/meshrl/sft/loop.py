@@ -1,0 +1,107 @@
+"""The fine-tuning loop: takes a step's rows, makes a step, validates and saves when it is time; led by main.
+
+Consumes batches in order; produces a record a step for the monitor and, at the end, a Hugging Face folder.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from meshrl.algorithms.packing import Packing
+from meshrl.core.monitor import Monitor
+from meshrl.sft.batches import SFTBatch
+from meshrl.training.checkpoint import Checkpointer
+from meshrl.training.config import CheckpointConfig
+from meshrl.training.learner import Learner, StepResult
+from meshrl.training.throughput import peak_flops, peak_memory_gib, step_flops
+
+
+class SFTLoop:
+    """Trains until `max_steps` or until told to stop, whichever is first."""
+
+    def __init__(
+        self,
+        learner: Learner,
+        batches: Iterator[SFTBatch],
+        monitor: Monitor,
+        checkpointer: Checkpointer,
+        *,
+        max_steps: int,
+        ckpt: CheckpointConfig | None,
+        validation: Packing | None,
+        validation_interval: int,
+    ) -> None:
+        self._learner = learner
+        self._batches = batches
+        self._monitor = monitor
+        self._checkpointer = checkpointer
+        self._max_steps = max_steps
+        self._ckpt = ckpt
+        self._validation = validation
+        self._validation_interval = validation_interval
+        self._samples = 0
+        self._tokens = 0
+        self._peak_flops = peak_flops(learner.device)
+
+    def run(self, stopped: Callable[[], bool]) -> Path:
+        """Returns the folder of the final weights. Raises StepError when a step cannot be made."""
+        save_s = 0.0
+        while self._learner.step_done < self._max_steps and not stopped():
+            started = time.perf_counter()
+            batch = next(self._batches)
+            result = self._learner.step(batch.packing.micro_batches, loss_tokens=batch.packing.loss_tokens)
+            metrics = self._metrics(batch, result, time.perf_counter() - started) | {"time/save_ckpt": save_s}
+            if self._is_due(self._validation_interval) and self._validation is not None:
+                metrics["val/loss"] = self._validate(self._validation)
+            self._monitor.log(result.step, metrics)
+            save_s = self._checkpoint()
+        return self._save_last()
+
+    def _is_due(self, interval: int) -> bool:
+        return self._learner.step_done % interval == 0 or self._learner.step_done == self._max_steps
+
+    def _validate(self, packing: Packing) -> float:
+        """Mean cross-entropy over the loss tokens of the validation data, in nats."""
+        record = self._learner.evaluate(packing.micro_batches)
+        return -float(record.logprobs.mean(dtype=np.float64))
+
+    def _checkpoint(self) -> float:
+        """Saves when an interval is over; returns the seconds it took."""
+        if self._ckpt is None or not self._ckpt.interval or self._learner.step_done % self._ckpt.interval:
+            return 0.0
+        started = time.perf_counter()
+        self._checkpointer.save(weights_only=self._ckpt.weights_only)
+        self._checkpointer.prune(self._ckpt)
+        return time.perf_counter() - started
+
+    def _save_last(self) -> Path:
+        if self._ckpt is not None and not self._ckpt.weights_only:
+            self._checkpointer.save()
+            self._checkpointer.prune(self._ckpt)
+        return self._checkpointer.save(weights_only=True)
+
+    def _metrics(self, batch: SFTBatch, result: StepResult, step_s: float) -> dict[str, float]:
+        self._samples += batch.samples
+        self._tokens += batch.tokens
+        rate = batch.tokens / step_s
+        flops = step_flops(self._learner.model, batch.packing.micro_batches)
+        return {
+            "loss/mean": result.loss,
+            "entropy/all/mean": float(result.tokens.entropies.mean(dtype=np.float64)),
+            "optim/grad_norm": result.grad_norm,
+            "optim/lr": result.lr,
+            "optim/zero_grad_ratio": result.zero_grad_ratio,
+            "progress/epoch": batch.epoch,
+            "progress/num_samples": float(self._samples),
+            "progress/num_tokens": float(self._tokens),
+            "perf/throughput": rate,
+            "perf/throughput_per_gpu": rate / self._learner.parallel.world_size,
+            "perf/mfu": flops / step_s / self._peak_flops / self._learner.parallel.world_size,
+            "perf/peak_memory": peak_memory_gib(self._learner.device),
+            "time/step": step_s,
+            "time/forward_backward": result.forward_backward_s,
+        }
