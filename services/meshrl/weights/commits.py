@@ -71,7 +71,9 @@ class CommitRules:
     # --- rules ----------------------------------------------------------------------------------
 
     def _fault(self, engine: EngineRecord, fault: AgentFault, key: Key | None, now_s: float) -> None:
-        engine.last_fault, engine.faulted, engine.prepared = fault, key, None
+        engine.last_fault, engine.prepared = fault, None
+        if key is not None:
+            engine.faulted.add(key)
         record = self.records.get(key) if key is not None else None
         if record is not None and record.attempt is not None:
             record.attempt.faults[engine.engine_id] = fault
@@ -95,6 +97,7 @@ class CommitRules:
                 continue
             if record is newest and engine.state in (AgentState.READY, AgentState.FETCHING, AgentState.PREPARED):
                 engine.ejected, engine.retries, engine.retry_s = False, 0, None
+                engine.faulted = {key for key in engine.faulted if key > record.key}
             record.held.discard(engine.engine_id)
             record.commit_set.discard(engine.engine_id)
             if applied is None or applied.version != record.version:
@@ -190,17 +193,22 @@ class CommitRules:
 
     def _desired(self, engine: EngineRecord, now_s: float) -> tuple[AgentCommand | None, Key | None]:
         newest = self.newest_decided()
-        if newest is not None and not engine.serves(newest):
-            if engine.retry_s is not None and engine.faulted == newest.key and now_s < engine.retry_s:
-                return None, None
-            hold = engine.engine_id in newest.gang and not newest.released
-            return Commit(version=newest.version, artifact_id=newest.artifact_id, hold=hold), newest.key
-        if newest is not None and engine.engine_id in newest.held:
-            return (Resume(version=newest.version), None) if newest.released else (None, None)
         sealed = [r for r in self.records.values() if r.state is VersionState.SEALED]
         busy = [r for r in sealed if r.busy]
         target = min(busy, key=lambda r: r.key) if busy else max(sealed, key=lambda r: r.key, default=None)
-        if target is None or engine.faulted == target.key or engine.prepared == target.artifact_id:
+        if target is not None and target.key in engine.faulted:
+            target = None
+        if newest is not None and not engine.serves(newest):
+            if newest.key not in engine.faulted:
+                hold = engine.engine_id in newest.gang and not newest.released
+                return Commit(version=newest.version, artifact_id=newest.artifact_id, hold=hold), newest.key
+            if target is None or not target.busy:  # try it again, ever more rarely, until a newer one is wanted
+                if engine.retry_s is not None and now_s < engine.retry_s:
+                    return None, None
+                return Commit(version=newest.version, artifact_id=newest.artifact_id), newest.key
+        if newest is not None and engine.engine_id in newest.held:
+            return (Resume(version=newest.version), None) if newest.released else (None, None)
+        if target is None or engine.prepared == target.artifact_id:
             return None, None
         return Prepare(version=target.version, artifact_id=target.artifact_id), target.key
 

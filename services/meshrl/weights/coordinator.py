@@ -175,8 +175,9 @@ class Coordinator(CommitRules):
         record.attempt = Attempt(min_ready=min_ready, policy=policy, deadline_s=deadline_s, required=required)
         if record.state is VersionState.SEALED:
             for engine in self.pool.engines.values():
-                if engine.faulted == record.key:  # one more try for whoever refused it before the call
-                    engine.faulted, engine.sent = None, None
+                if record.key in engine.faulted:  # one more try for whoever refused it before the call
+                    engine.faulted.discard(record.key)
+                    engine.sent = None
         return record, self._settle(now_s)
 
     def decided(self, key: Key, now_s: float) -> list[Action]:

@@ -133,7 +133,7 @@ class EngineRecord:
     sent: AgentCommand | None = None  # last command of this session
     sent_key: Key | None = None  # version of the last prepare or commit
     last_fault: AgentFault | None = None
-    faulted: Key | None = None  # version that the last fault was about
+    faulted: set[Key] = field(default_factory=set)  # versions it could not prepare or apply
     retries: int = 0
     retry_s: float | None = None  # when to send the commit again after a fault
     ejected: bool = False  # failed a decided version and serves no newer one yet

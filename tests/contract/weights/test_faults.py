@@ -125,6 +125,24 @@ async def test_engine_damaged_after_the_decision_leaves_the_pool_until_a_newer_v
     assert late.holds(state(2))
 
 
+async def test_version_that_was_decided_and_then_lost_does_not_stop_the_next_one(
+    mesh: Any, engine: Any, new_engine: Any, state: Any, transport: Transport
+) -> None:
+    publisher = mesh.publisher(transport)
+    mesh.start_agent("e0", engine)
+    report = await publisher.publish(0, state(1))
+    await activate(mesh, 0)
+    await mesh.kill_agent("e0")
+    flip_a_byte(mesh, transport, 0, report.artifact_id)
+    restarted = new_engine(7)  # the only engine, and what it should serve is damaged
+    mesh.start_agent("e0", restarted)
+    await mesh.until(lambda: mesh.hub.list_engines("")[0].last_fault is not None)
+    await publisher.publish(1, state(2))
+    await activate(mesh, 1)
+    assert restarted.holds(state(2))
+    assert mesh.hub.list_engines("")[0].routable
+
+
 async def test_torn_engine_serves_nothing_until_it_is_seeded_again(mesh: Any, engine: Any, state: Any) -> None:
     publisher = mesh.publisher(Transport.FILESYSTEM)
     mesh.start_agent("e0", engine)
