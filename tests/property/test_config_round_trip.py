@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import Field
+
 from meshrl.core.config import BaseConfig, dump_toml, load_config
 from meshrl.core.config.shared import EnvConfig, SamplingConfig, WandbConfig
-from pydantic import Field
 
 
 class Config(BaseConfig):
@@ -66,7 +67,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("configs") / "config.toml"
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(config=configs)
 def test_dump_and_load_give_the_same_configuration(path: Path, config: Config) -> None:
     dump_toml(config, path)

@@ -12,6 +12,7 @@ from meshrl.core.config.values import assign
 from meshrl.inference.config import InferenceConfig
 from meshrl.launch.config import RLConfig
 from meshrl.orchestrator.config import OrchestratorConfig
+from meshrl.trainer.config import TrainerConfig
 
 Config = TypeVar("Config", bound=BaseConfig)
 
@@ -43,7 +44,7 @@ def compose(config: RLConfig, free_port: Callable[[str], int]) -> tuple[Part, ..
     Addresses of programs that are started here replace whatever the configuration says about them.
     """
     rollout = _with_port(config.rollout, config.rollout.server, free_port)
-    trainer = _with_port(config.trainer, config.trainer.server, free_port)
+    trainer = _with_port(_plain_trainer(config), config.trainer.server, free_port)
     weights = _with_port(config.weights, config.weights.server, free_port)
     hub = reach(weights.server)
     engines = _engines(config, hub, free_port)
@@ -103,6 +104,11 @@ def _plain_orchestrator(config: RLConfig) -> OrchestratorConfig:
     return OrchestratorConfig.model_validate(
         config.orchestrator.model_dump(exclude={"client": True, "model": True, "log": {"vf_level"}})
     )
+
+
+def _plain_trainer(config: RLConfig) -> TrainerConfig:
+    """The trainer's own keys."""
+    return TrainerConfig.model_validate(config.trainer.model_dump(exclude={"wandb": True}))
 
 
 def _engines(config: RLConfig, hub: str, free_port: Callable[[str], int]) -> list[InferenceConfig]:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
+from pydantic import Field, model_validator
+
 from meshrl.core.config import BaseConfig, ConfigError
 from meshrl.core.config.shared import LogConfig, LogLevel, ModelConfig, WandbConfig, WeightBroadcastConfig
 from meshrl.inference.config import InferenceConfig
@@ -15,7 +17,6 @@ from meshrl.rollout.config import ClientConfig, RolloutConfig
 from meshrl.trainer.config import TrainerConfig
 from meshrl.training.config import CheckpointConfig
 from meshrl.weights.config import WeightsConfig
-from pydantic import Field, model_validator
 
 
 class OrchestratorLogConfig(LogConfig):
@@ -36,6 +37,13 @@ class OrchestratorSection(OrchestratorConfig):
 
     client: ClientConfig | None = None
     """Inference engines that already run; the same as rollout.client."""
+
+
+class TrainerSection(TrainerConfig):
+    """The trainer, with a key that other launchers know and that has no effect here."""
+
+    wandb: WandbConfig | None = None
+    """Taken but not used: the orchestrator logs the trainer's metrics into the run's one W&B run; set wandb instead."""
 
 
 class RLConfig(BaseConfig):
@@ -106,7 +114,7 @@ class RLConfig(BaseConfig):
     failure_grace_s: float = Field(default=4.0, gt=0.0, le=8.0)
     """Once a program has died, how long the others may take to end before they are killed."""
 
-    trainer: TrainerConfig = TrainerConfig()
+    trainer: TrainerSection = TrainerSection()
     """The trainer."""
 
     orchestrator: OrchestratorSection = OrchestratorSection()

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from loguru import logger
+
 from meshrl.core.config import ConfigError, dump_toml, load_config
 from meshrl.core.logs import setup_logging
 from meshrl.core.paths import Layout
@@ -95,6 +96,8 @@ def launch(config: RLConfig) -> int:
             "{} holds an earlier run and is used again; --clean-output-dir empties it, --ckpt.resume-step continues it",
             config.output_dir,
         )
+    if config.trainer.wandb is not None:
+        logger.warning("trainer.wandb is not used: the orchestrator logs the trainer's metrics; set wandb instead")
     grace = Grace(shutdown_s=config.shutdown_grace_s, failure_s=config.failure_grace_s)
     supervisor = Supervisor(programs(parts, layout), grace=grace, show=_show)
     code = run(supervisor.run)

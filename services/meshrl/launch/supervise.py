@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from loguru import logger
+
 from meshrl.launch import guardian
 from meshrl.launch.logtail import LogTail, last_lines
 

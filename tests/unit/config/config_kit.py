@@ -3,9 +3,10 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from pydantic import AliasChoices, Field
+
 from meshrl.core.config import BaseConfig
 from meshrl.core.config.shared import EnvConfig, LogConfig, ModelConfig, ServerConfig, WandbConfig
-from pydantic import AliasChoices, Field
 
 
 class PlainLoss(BaseConfig):

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
+
 from meshrl.core.config import load_config
 
 sys.path.append(str(Path(__file__).parent))  # importlib mode puts no test folder on the path; the kit lives here

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 from config_kit import Sample
+
 from meshrl.core.config import load_config
 
 

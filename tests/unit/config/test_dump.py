@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from config_kit import ClippedLoss, Sample
+
 from meshrl.core.config import dump_toml, to_toml
 
 

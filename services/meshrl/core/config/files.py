@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
+from pydantic import ValidationError
+
 from meshrl.core.config.base import ConfigError
 from meshrl.core.config.command_line import FileRef
 from meshrl.core.config.schema import Kind, Section, field_kind, find_field, nearest
 from meshrl.core.config.shared import LogConfig, LogLevel
 from meshrl.core.config.values import assign, decode
-from pydantic import ValidationError
 
 PREFIX = "PRIME_"
 LOG_LEVEL = "PRIME_LOG_LEVEL"

@@ -9,10 +9,11 @@ from pathlib import PurePath
 from typing import Any
 
 from annotated_types import Ge, Gt, Le, Lt
-from meshrl.core.config.schema import Kind, Section, describe, field_kind, spellings
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
+
+from meshrl.core.config.schema import Kind, Section, describe, field_kind, spellings
 
 _WIDTH = 110
 _INTRO = """\

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
+from pydantic import ValidationError
+
 from meshrl.core.config.base import BaseConfig, ConfigError
 from meshrl.core.config.command_line import CommandLine, parse_command_line
 from meshrl.core.config.files import read_environment, read_file
@@ -14,7 +16,6 @@ from meshrl.core.config.helptext import help_text
 from meshrl.core.config.report import explain, one_message
 from meshrl.core.config.sources import Layer, clean, merge
 from meshrl.core.config.values import leaves
-from pydantic import ValidationError
 
 Config = TypeVar("Config", bound=BaseConfig)
 

@@ -6,9 +6,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from meshrl.core.config.schema import Kind, Section, describe, field_kind, find_field, key_names, nearest
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
+
+from meshrl.core.config.schema import Kind, Section, describe, field_kind, find_field, key_names, nearest
 
 _TYPE_SAYS_IT = ("_type", "_parsing", "literal_error", "enum")
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Literal, Self
 
+from pydantic import Field, model_validator
+
 from meshrl.core.config.base import BaseConfig
 from meshrl.wire.types import Sampling
-from pydantic import Field, model_validator
 
 
 class ServerConfig(BaseConfig):

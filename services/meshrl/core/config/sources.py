@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from meshrl.core.config.base import BaseConfig
-from meshrl.core.config.schema import Section, field_kind, find_field
-from meshrl.core.config.values import canonical, give_way, place_lists
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+from meshrl.core.config.base import BaseConfig
+from meshrl.core.config.schema import Section, field_kind, find_field
+from meshrl.core.config.values import canonical, give_way, place_lists
 
 
 @dataclass(frozen=True, kw_only=True)
