@@ -1,5 +1,14 @@
 """The example task: write a short English sentence backwards, letter by letter."""
 
-from meshrl.environments.reverse_text.taskset import ReverseTextTaskset
+from typing import Any
 
-__all__ = ["ReverseTextTaskset"]
+__all__ = ["ReverseTextTaskset"]  # noqa: F822 - __getattr__ provides it
+
+
+def __getattr__(name: str) -> Any:
+    """The taskset once verifiers asks for it: its import takes seconds that the model and the data do not need."""
+    if name == "ReverseTextTaskset":
+        from meshrl.environments.reverse_text.taskset import ReverseTextTaskset
+
+        return ReverseTextTaskset
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

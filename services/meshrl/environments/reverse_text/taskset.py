@@ -6,9 +6,8 @@ from collections.abc import Iterable
 
 import verifiers.v1 as vf
 
+from meshrl.environments.reverse_text.prompt import SYSTEM_PROMPT
 from meshrl.environments.reverse_text.sentences import Split, sentences
-
-SYSTEM_PROMPT = "Reverse the text."
 
 
 def longest_common_subsequence(left: str, right: str) -> int:
