@@ -4,7 +4,7 @@ Three processes as in a run: this one publishes and activates, the `weights` pro
 engine and its agent. The medium's own time: for filesystem, writing the bytes to a file there and reading them back;
 for stream, sending them through two TCP sockets on loopback one after the other (publisher to hub, hub to engine).
 
-    python tests/benchmarks/bench_weights.py [--sizes 1.5 100] [--repeat 5] [--out outputs/bench/weights.json]
+    python tests/benchmarks/bench_weights.py [--sizes 1.5 100] [--repeat 5] [--dir /dev/shm]
 """
 
 from __future__ import annotations
@@ -241,6 +241,9 @@ def main() -> None:
     parser.add_argument("--sizes", type=float, nargs="+", default=[1.5, 100.0], help="millions of float32 parameters")
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--out", type=Path, default=Path("outputs/bench/weights.json"))
+    parser.add_argument(
+        "--dir", type=Path, help="where files and the hub's spool go; the default is the temporary folder"
+    )
     parser.add_argument("--engine", help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -253,7 +256,7 @@ def main() -> None:
     print("  ".join(heads))
     for millions in options.sizes:
         for transport in (Transport.FILESYSTEM, Transport.STREAM):
-            with tempfile.TemporaryDirectory(prefix="meshrl-bench-") as folder:
+            with tempfile.TemporaryDirectory(prefix="meshrl-bench-", dir=options.dir) as folder:
                 result = asyncio.run(measure(transport, millions, options.repeat, Path(folder)))
             print("  ".join(text.format(result[name]) for name, text in COLUMNS), flush=True)
             results.append(result)

@@ -43,6 +43,7 @@ from meshrl.wire.types import (
 
 FIRST_REPORT_DEADLINE_S = 10.0
 LOG_FILE = "decisions.log"
+WRITES_AT_ONCE = 3  # chunks of one upload
 
 _Session = asyncio.Queue[AgentCommand | None]  # None: the lease is over
 
@@ -204,10 +205,24 @@ class Hub:
         if record.state is not VersionState.STAGING:
             return StagedVersion(artifact_id=artifact, missing_offsets=(), max_chunk_bytes=self._max_chunk_bytes)
         await asyncio.to_thread(self._store.open, artifact, manifest)
-        async for chunk in chunks:
-            await asyncio.to_thread(self._store.write, artifact, chunk)
+        await self._write_all(artifact, chunks)
         missing = await asyncio.to_thread(self._store.missing, artifact)
         return StagedVersion(artifact_id=artifact, missing_offsets=missing, max_chunk_bytes=self._max_chunk_bytes)
+
+    async def _write_all(self, artifact: str, chunks: AsyncIterator[Chunk]) -> None:
+        """Stores chunks as they come; a few are checked and written while the next ones arrive."""
+        writes: set[asyncio.Task[None]] = set()
+        try:
+            async for chunk in chunks:
+                if len(writes) >= WRITES_AT_ONCE:
+                    done, writes = await asyncio.wait(writes, return_when=asyncio.FIRST_COMPLETED)
+                    for write in done:
+                        write.result()
+                writes.add(asyncio.create_task(asyncio.to_thread(self._store.write, artifact, chunk)))
+            for write in writes:
+                await write
+        finally:
+            await asyncio.gather(*writes, return_exceptions=True)
 
     async def seal_version(
         self, *, run_id: str, epoch: int, version: int, artifact_id: str, traceparent: str
