@@ -242,7 +242,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--out", type=Path, default=Path("outputs/bench/weights.json"))
     parser.add_argument(
-        "--dir", type=Path, help="where files and the hub's spool go; the default is the temporary folder"
+        "--dir", type=Path, help="where the hub and the files go; by default the temporary folder"
     )
     parser.add_argument("--engine", help=argparse.SUPPRESS)
     options = parser.parse_args()
