@@ -1,0 +1,239 @@
+"""The demo: makes a small model, warms it up with `sft`, trains it with `rl`, and reports; what `make demo` runs.
+
+    python -m meshrl.launch.demo [--seed N] [--max-async-level N] [--max-steps N] [--output-dir FOLDER]
+
+It only calls the programs that a user would call, with the files of configs/reverse_text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from meshrl.core.paths import Layout
+from meshrl.launch.demo_report import (
+    ReportError,
+    curves,
+    draw,
+    installed_versions,
+    read_records,
+    summarise,
+    table,
+    write_summary,
+)
+
+PREPARE_DEADLINE_S = 300.0
+SFT_DEADLINE_S = 1200.0
+RL_DEADLINE_S = 3600.0
+END_GRACE_S = 30.0
+MADE_HERE = frozenset({"model", "data", "sft", "rl", "metrics.jsonl", "summary.json", "reward.png"})
+
+
+class DemoError(Exception):
+    """The demo cannot go on; the message says why and what to look at."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What the command line says."""
+
+    seed: int
+    max_async_level: int
+    max_steps: int | None
+    output_dir: Path
+    configs: Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One part of the demo: commands that run one after the other."""
+
+    name: str
+    title: str
+    commands: tuple[tuple[str, ...], ...]
+    deadline_s: float
+
+
+def parse(arguments: Sequence[str]) -> Options:
+    """Reads the command line; a mistake ends the process with exit code 2."""
+    parser = argparse.ArgumentParser(
+        prog="demo", description="Trains a small model to reverse text on the CPU, through the real programs."
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the model, its data and the run (default 0)")
+    parser.add_argument(
+        "--max-async-level", type=int, default=2, help="steps that generation may be ahead of training (default 2)"
+    )
+    parser.add_argument("--max-steps", type=int, default=None, help="RL steps (default: those of rl.toml)")
+    parser.add_argument("--output-dir", type=Path, default=Path("outputs/demo"), help="default outputs/demo")
+    parser.add_argument(
+        "--configs", type=Path, default=Path("configs/reverse_text"), help="folder of sft.toml and rl.toml"
+    )
+    read = parser.parse_args(arguments)
+    if read.max_async_level < 0 or (read.max_steps is not None and read.max_steps < 1):
+        parser.error("--max-async-level must be 0 or more and --max-steps 1 or more")
+    return Options(**vars(read))
+
+
+def stages(options: Options, sft_weights: Path) -> tuple[Stage, ...]:
+    """The commands of the demo. `sft_weights` is where the warm-up will leave its weights."""
+    out, seed = options.output_dir, str(options.seed)
+    python, package = (sys.executable, "-m"), "meshrl.environments.reverse_text"
+    sft = (
+        _script("sft"), "@", str(options.configs / "sft.toml"),
+        "--model.name", str(out / "model"),
+        "--data.name", str(out / "data" / "train.jsonl"),
+        "--val.data.name", str(out / "data" / "val.jsonl"),
+        "--seed", seed, "--data.seed", seed,
+        "--output-dir", str(out / "sft"),
+    )  # fmt: skip
+    rl = (
+        _script("rl"), "@", str(options.configs / "rl.toml"),
+        "--model.name", str(sft_weights),
+        "--max-async-level", str(options.max_async_level),
+        "--seed", seed,
+        "--output-dir", str(out / "rl"),
+        *(("--max-steps", str(options.max_steps)) if options.max_steps else ()),
+    )  # fmt: skip
+    return (
+        Stage(
+            name="prepare",
+            title="making the model and the warm-up data",
+            commands=(
+                (*python, f"{package}.model", str(out / "model"), "--seed", seed),
+                (*python, f"{package}.demonstrations", str(out / "data"), "--seed", seed),
+            ),
+            deadline_s=PREPARE_DEADLINE_S,
+        ),
+        Stage(name="sft", title="warming the model up with sft", commands=(sft,), deadline_s=SFT_DEADLINE_S),
+        Stage(name="rl", title="training with rl: five programs over gRPC", commands=(rl,), deadline_s=RL_DEADLINE_S),
+    )
+
+
+def empty(folder: Path) -> None:
+    """Deletes what an earlier demo left. Raises DemoError for a folder with anything else in it."""
+    if not folder.exists():
+        return
+    strangers = sorted(entry.name for entry in folder.iterdir() if entry.name not in MADE_HERE)
+    if strangers:
+        raise DemoError(
+            f"{folder} holds {', '.join(strangers[:3])}, which no demo made, so it is not emptied; "
+            "choose another --output-dir"
+        )
+    for name in MADE_HERE:
+        entry = folder / name
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink(missing_ok=True)
+
+
+def run(stage: Stage) -> float:
+    """Runs a stage's commands and returns the seconds they took. Raises DemoError when one fails or takes too long."""
+    started = time.monotonic()
+    for command in stage.commands:
+        left_s = max(1.0, stage.deadline_s - (time.monotonic() - started))
+        with subprocess.Popen(command, stdin=subprocess.DEVNULL) as process:
+            try:
+                code = process.wait(timeout=left_s)
+            except subprocess.TimeoutExpired:
+                raise DemoError(
+                    f"{stage.name} did not end within {stage.deadline_s:g} s; is the machine busy with other work?"
+                ) from None
+            finally:
+                _end(process)
+        if code != 0:
+            raise DemoError(f"{stage.name} failed with exit code {code}: {' '.join(command)}")
+    return time.monotonic() - started
+
+
+def demo(options: Options) -> str:
+    """Runs everything and returns the closing table. Raises DemoError or ReportError."""
+    for name in ("sft.toml", "rl.toml"):
+        if not (options.configs / name).is_file():
+            raise DemoError(f"{options.configs / name} is missing; run from the repository's root or pass --configs")
+    out = options.output_dir
+    empty(out)
+    out.mkdir(parents=True, exist_ok=True)
+    seconds: dict[str, float] = {}
+    weights = out / "sft" / "final"
+    for stage in stages(options, weights):
+        _say(f"\n== {stage.title}")
+        seconds[stage.name] = run(stage)
+        if stage.name == "sft":
+            _link_last_weights(Layout(out / "sft").weights, weights)
+    metrics = Layout(out).metrics_jsonl
+    shutil.copyfile(Layout(out / "rl").metrics_jsonl, metrics)
+    records = read_records(metrics)
+    summary = summarise(
+        records,
+        seconds_by_stage=seconds,
+        max_async_level=options.max_async_level,
+        seed=options.seed,
+        versions=installed_versions(),
+    )
+    write_summary(summary, Layout(out).summary_json)
+    draw(curves(records), out / "reward.png")
+    return (
+        f"\n{table(summary)}\n\n  picture {out / 'reward.png'}, figures {Layout(out).summary_json}, metrics {metrics}"
+    )
+
+
+def _script(name: str) -> str:
+    """A console script of this environment."""
+    return str(Path(sysconfig.get_path("scripts")) / name)
+
+
+def _link_last_weights(folder: Path, link: Path) -> None:
+    """Gives the newest snapshot a name that does not depend on the number of steps."""
+    snapshots = sorted(folder.glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")))
+    if not snapshots:
+        raise DemoError(f"the warm-up left no weights in {folder}; see {folder.parent / 'logs'}")
+    link.symlink_to(os.path.relpath(snapshots[-1], link.parent), target_is_directory=True)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ends a command that still runs, gently first."""
+    if process.poll() is not None:
+        return
+    process.terminate()
+    try:
+        process.wait(timeout=END_GRACE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+
+
+def _interrupt(signum: int, _: FrameType | None) -> None:
+    raise KeyboardInterrupt(signal.Signals(signum).name)
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    """Command `python -m meshrl.launch.demo`."""
+    options = parse(sys.argv[1:])
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        _say(demo(options))
+    except (DemoError, ReportError) as error:
+        sys.stderr.write(f"demo: {error}\n")
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.stderr.write("demo: interrupted\n")
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,230 @@
+"""What a demo says about itself: figures, table and picture from the metrics of its RL run. It starts nothing."""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+Record = Mapping[str, Any]
+
+EVAL_SCORE = re.compile(r"eval/(?P<environment>.+)/avg@\d+")
+EDGE_STEPS = 5
+"""How many steps at either end of a run are averaged to see whether the training reward rose."""
+
+PACKAGES = (
+    "meshrl", "torch", "transformers", "tokenizers", "verifiers", "renderers", "grpcio", "protobuf", "aiohttp", "numpy",
+    "safetensors", "pydantic", "opentelemetry-sdk",
+)  # fmt: skip
+
+
+class ReportError(Exception):
+    """The metrics of a run lack what the report is about; the message says what."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenRates:
+    """Tokens a second."""
+
+    engine: float
+    """Sampled tokens over the wall time of the run."""
+
+    trainer: float
+    """Trained tokens, prompts included, over the time the trainer worked."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """The figures of a demo; the keys of summary.json."""
+
+    reward_before: float
+    """Mean held-out reward of the warmed-up model."""
+
+    reward_after: float
+    """Mean held-out reward of the last version."""
+
+    reward_gain: float
+    train_reward_first: float
+    """Mean training reward of the first steps."""
+
+    train_reward_last: float
+    """Mean training reward of the last steps."""
+
+    steps: int
+    seconds: float
+    """Wall time of everything: model, warm-up and run."""
+
+    seconds_by_stage: dict[str, float]
+    rollouts_per_s: float
+    tokens_per_s: TokenRates
+    sync_pause_s: float
+    """Mean time for which a version stopped generation."""
+
+    sync_pause_max_s: float
+    sync_lag_s: float
+    """Mean time from a trained version to every engine serving it."""
+
+    sync_lag_max_s: float
+    staleness_max: int
+    """Most versions between a trained policy and the oldest token it was trained on."""
+
+    max_async_level: int
+    seed: int
+    versions: dict[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curves:
+    """Points of the picture, as (step, reward)."""
+
+    train: list[tuple[int, float]]
+    held_out: list[tuple[int, float]]
+
+
+def read_records(path: Path) -> list[Record]:
+    """The records of a metrics.jsonl. Raises ReportError when there is no such file."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError as error:
+        raise ReportError(f"{path} is missing: the run ended before its first step; see the logs beside it") from error
+    return [json.loads(line) for line in lines if line.strip()]
+
+
+def curves(records: Sequence[Record]) -> Curves:
+    """Training reward of each step, and the held-out score of each evaluation at the version it was made with."""
+    train = [
+        (int(record["step"]), float(record["reward/all/mean"])) for record in records if "reward/all/mean" in record
+    ]
+    held_out: dict[int, float] = {}
+    for record in records:
+        scores = [float(value) for name, value in record.items() if EVAL_SCORE.fullmatch(name) and value is not None]
+        if scores:
+            held_out[int(record.get("eval/version", record["step"]))] = sum(scores) / len(scores)
+    return Curves(train=train, held_out=sorted(held_out.items()))
+
+
+def summarise(
+    records: Sequence[Record],
+    *,
+    seconds_by_stage: Mapping[str, float],
+    max_async_level: int,
+    seed: int,
+    versions: Mapping[str, str],
+) -> Summary:
+    """The figures of a finished run. Raises ReportError when it lacks steps or evaluations at both ends."""
+    points = curves(records)
+    steps = [record for record in records if "reward/all/mean" in record]
+    if not steps:
+        raise ReportError("the run made no step, so there is nothing to report; see its logs")
+    if len(points.held_out) < 2:
+        raise ReportError(
+            f"the run has {len(points.held_out)} evaluations, but before and after are needed; "
+            "set orchestrator.eval with eval_base and eval_final"
+        )
+    rewards = [reward for _, reward in points.train]
+    before, after = points.held_out[0][1], points.held_out[-1][1]
+    wall_s = sum(_column(steps, "time/step"))
+    work_s = sum(_column(steps, "time/forward_backward")) + sum(_column(steps, "time/optimizer"))
+    sampled = sum(
+        rate * seconds
+        for rate, seconds in zip(
+            _column(steps, "perf/inference_tokens_per_s"), _column(steps, "time/step"), strict=True
+        )
+    )
+    pauses, lags = _column(steps, "weights/pause_s"), _column(steps, "weights/lag_s")
+    return Summary(
+        reward_before=before,
+        reward_after=after,
+        reward_gain=after - before,
+        train_reward_first=_mean(rewards[:EDGE_STEPS]),
+        train_reward_last=_mean(rewards[-EDGE_STEPS:]),
+        steps=len(steps),
+        seconds=sum(seconds_by_stage.values()),
+        seconds_by_stage=dict(seconds_by_stage),
+        rollouts_per_s=sum(_column(steps, "batch/rollouts")) / max(wall_s, 1e-9),
+        tokens_per_s=TokenRates(
+            engine=sampled / max(wall_s, 1e-9), trainer=sum(_column(steps, "batch/tokens")) / max(work_s, 1e-9)
+        ),
+        sync_pause_s=_mean(pauses),
+        sync_pause_max_s=max(pauses, default=0.0),
+        sync_lag_s=_mean(lags),
+        sync_lag_max_s=max(lags, default=0.0),
+        staleness_max=int(max(_column(steps, "off_policy/all/max"), default=0.0)),
+        max_async_level=max_async_level,
+        seed=seed,
+        versions=dict(versions),
+    )
+
+
+def table(summary: Summary) -> str:
+    """The summary for a reader, one figure a line."""
+    stages = ", ".join(f"{name} {seconds:.0f}" for name, seconds in summary.seconds_by_stage.items())
+    rows = [
+        ("held-out reward before RL", f"{summary.reward_before:.3f}"),
+        ("held-out reward after RL", f"{summary.reward_after:.3f}  ({summary.reward_gain:+.3f})"),
+        (
+            f"training reward, first and last {EDGE_STEPS} steps",
+            f"{summary.train_reward_first:.3f} -> {summary.train_reward_last:.3f}",
+        ),
+        ("steps", f"{summary.steps}"),
+        ("seconds", f"{summary.seconds:.0f}  ({stages})"),
+        ("rollouts a second", f"{summary.rollouts_per_s:.1f}"),
+        ("tokens a second, engine (sampled)", f"{summary.tokens_per_s.engine:,.0f}"),
+        ("tokens a second, trainer (while it works)", f"{summary.tokens_per_s.trainer:,.0f}"),
+        ("weight sync, pause of generation", _milliseconds(summary.sync_pause_s, summary.sync_pause_max_s)),
+        ("weight sync, lag of the engines", _milliseconds(summary.sync_lag_s, summary.sync_lag_max_s)),
+        (
+            "staleness, most versions behind",
+            f"{summary.staleness_max}  (max_async_level {summary.max_async_level})",
+        ),
+    ]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
+
+
+def write_summary(summary: Summary, path: Path) -> None:
+    """Writes summary.json."""
+    path.write_text(json.dumps(asdict(summary), indent=2) + "\n", encoding="utf-8")
+
+
+def draw(points: Curves, path: Path) -> None:
+    """Writes the reward curve as a PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # a second of import that only the picture needs
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot(*zip(*points.train, strict=True), color="tab:blue", alpha=0.7, label="training, each step")
+    axes.plot(*zip(*points.held_out, strict=True), "o-", color="tab:orange", label="held out, by policy version")
+    axes.set(xlabel="step", ylabel="mean reward (LCS ratio)", title="reverse_text: reward over training", ylim=(0, 1))
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right")
+    FigureCanvasAgg(figure).print_png(str(path))
+
+
+def installed_versions() -> dict[str, str]:
+    """Versions of Python, the machine and the packages that a run's figures depend on."""
+    versions = {"python": platform.python_version(), "platform": platform.platform()}
+    for package in PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = "not installed"
+    return versions
+
+
+def _column(records: Sequence[Record], name: str) -> list[float]:
+    return [float(record[name]) for record in records if record.get(name) is not None]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+def _milliseconds(mean_s: float, max_s: float) -> str:
+    return f"{mean_s * 1e3:.1f} ms  (at most {max_s * 1e3:.1f} ms)"
