@@ -2,7 +2,7 @@
 
 from typing import Any
 
-__all__ = ["ReverseTextTaskset"]  # noqa: F822 - __getattr__ provides it
+__all__ = ["ReverseTextTaskset"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,10 +1,11 @@
-"""Writes the warm-up's data: what a careless typist made of the training sentences.
+"""Writes the warm-up's data: conversations in which "Reverse the text." was understood in more than one way.
 
-The warm-up teaches the task by bad example: in each demonstration a share of the letters is wrong. A model that has
-learned from them knows how to write backwards and doubts every letter; reinforcement learning removes the doubt.
+Some replies have the letters in reverse order, which is what the taskset rewards; the others repeat the text or reverse
+the order of its words. A model that learned from them can do each and does not know which is wanted. Supervision can
+take it no further; the reward tells.
 
-`python -m meshrl.environments.reverse_text.demonstrations FOLDER [--error-rate R] [--seed N]` writes `train.jsonl`, and
-`val.jsonl` with faultless replies to held-out sentences. Rows have `prompt` and `completion`, both lists of messages.
+`python -m meshrl.environments.reverse_text.demonstrations FOLDER [--share S] [--seed N]` writes `train.jsonl`, and
+`val.jsonl` with the wanted replies to held-out sentences. Rows have `prompt` and `completion`, both lists of messages.
 """
 
 from __future__ import annotations
@@ -12,51 +13,67 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from meshrl.environments.reverse_text.prompt import SYSTEM_PROMPT
 from meshrl.environments.reverse_text.sentences import sentences
 
-TYPOS = "etaoinshrdlu "
-ERROR_RATE = 0.3
 PASSES = 4
+SHARE = 0.3
+"""Share of replies that have the letters in reverse order."""
 
 
-def mistype(text: str, error_rate: float, random_source: random.Random) -> str:
-    """Replaces each character by a frequent letter with probability `error_rate`."""
-    return "".join(random_source.choice(TYPOS) if random_source.random() < error_rate else letter for letter in text)
+def letters_reversed(text: str) -> str:
+    """The reading that is rewarded."""
+    return text[::-1]
 
 
-def demonstrations(
-    texts: Iterable[str], *, error_rate: float, random_source: random.Random
-) -> Iterator[dict[str, Any]]:
-    """One row a text: the conversation up to the reply, and the mistyped reply."""
+def words_reversed(text: str) -> str:
+    """The words in reverse order, each spelled as it was."""
+    return " ".join(reversed(text.split()))
+
+
+def repeated(text: str) -> str:
+    """The text as it stands."""
+    return text
+
+
+OTHER_READINGS: tuple[Callable[[str], str], ...] = (words_reversed, repeated)
+
+
+def demonstrations(texts: Iterable[str], *, share: float, random_source: random.Random) -> Iterator[dict[str, Any]]:
+    """One row a text. With probability `share` the reply is the rewarded one, else any of the others."""
     for text in texts:
+        right = random_source.random() < share
+        reply = letters_reversed(text) if right else random_source.choice(OTHER_READINGS)(text)
         yield {
             "prompt": [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": text}],
-            "completion": [{"role": "assistant", "content": mistype(text[::-1], error_rate, random_source)}],
+            "completion": [{"role": "assistant", "content": reply}],
         }
 
 
-def write_demonstrations(folder: Path, *, error_rate: float = ERROR_RATE, seed: int) -> None:
-    """Writes the rows as JSON lines; each training sentence comes several times, mistyped anew."""
+def write_demonstrations(folder: Path, *, share: float = SHARE, seed: int) -> None:
+    """Writes the rows as JSON lines; each training sentence comes several times, its reading drawn anew."""
     random_source = random.Random(seed)
     folder.mkdir(parents=True, exist_ok=True)
-    train = demonstrations(sentences("train") * PASSES, error_rate=error_rate, random_source=random_source)
-    val = demonstrations(sentences("held_out"), error_rate=0.0, random_source=random_source)
+    train = demonstrations(sentences("train") * PASSES, share=share, random_source=random_source)
+    val = demonstrations(sentences("held_out"), share=1.0, random_source=random_source)
     for name, rows in (("train", train), ("val", val)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def main() -> None:
+    """Command `python -m meshrl.environments.reverse_text.demonstrations`."""
     parser = argparse.ArgumentParser(description="Write the warm-up's demonstrations.")
     parser.add_argument("folder", type=Path, help="where to write train.jsonl and val.jsonl")
-    parser.add_argument("--error-rate", type=float, default=ERROR_RATE, help=f"share of wrong letters ({ERROR_RATE})")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the mistakes (default: 0)")
+    parser.add_argument("--share", type=float, default=SHARE, help=f"share of letters reversed (default {SHARE})")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the readings (default 0)")
     arguments = parser.parse_args()
-    write_demonstrations(arguments.folder, error_rate=arguments.error_rate, seed=arguments.seed)
+    if not 0.0 <= arguments.share <= 1.0:
+        parser.error(f"--share must be between 0 and 1, got {arguments.share}")
+    write_demonstrations(arguments.folder, share=arguments.share, seed=arguments.seed)
 
 
 if __name__ == "__main__":

@@ -28,34 +28,34 @@ def similarity(reply: str, answer: str) -> float:
     return 2 * longest_common_subsequence(reply, answer) / total if total else 1.0
 
 
-class ReverseTextData(vf.TaskData):
+class ReverseTextData(vf.TaskData):  # type: ignore[misc]  # verifiers is untyped for the checker
     """One sentence and its reverse."""
 
     answer: str
 
 
-class ReverseTextTask(vf.Task[ReverseTextData]):
+class ReverseTextTask(vf.Task[ReverseTextData]):  # type: ignore[misc]  # verifiers is untyped for the checker
     """Reply with the user's text written backwards."""
 
-    @vf.reward
+    @vf.reward  # type: ignore[untyped-decorator]  # verifiers is untyped for the checker
     async def lcs_ratio(self, trace: vf.Trace) -> float:
         """Similarity of the reply to the reversed text, 0 to 1."""
         return similarity(trace.last_reply or "", self.data.answer)
 
-    @vf.metric
+    @vf.metric  # type: ignore[untyped-decorator]  # verifiers is untyped for the checker
     async def exact(self, trace: vf.Trace) -> float:
         """1 for a perfect reply."""
         return float(trace.last_reply == self.data.answer)
 
 
-class ReverseTextConfig(vf.TasksetConfig):
+class ReverseTextConfig(vf.TasksetConfig):  # type: ignore[misc]  # verifiers is untyped for the checker
     """Which sentences to load."""
 
     split: Split = "train"
     """train, or the held-out sentences that training never sees."""
 
 
-class ReverseTextTaskset(vf.Taskset[ReverseTextTask, ReverseTextConfig]):
+class ReverseTextTaskset(vf.Taskset[ReverseTextTask, ReverseTextConfig]):  # type: ignore[misc]  # verifiers is untyped
     """Short English sentences to write backwards."""
 
     def load(self) -> Iterable[ReverseTextTask]:
