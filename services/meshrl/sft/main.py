@@ -8,6 +8,8 @@ import threading
 
 import torch
 from loguru import logger
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
 
 from meshrl.algorithms.losses import cross_entropy_loss
 from meshrl.algorithms.packing import Packing, TrainSample, pack_samples
@@ -69,12 +71,13 @@ def train(config: SFTConfig, stop: threading.Event) -> None:
             validation=validation,
             validation_interval=config.val.interval if config.val else config.max_steps,
         )
-        logger.success("weights after step {} are in {}", learner.step_done, loop.run(stop.is_set))
+        folder = loop.run(stop.is_set)
+        logger.success("weights after step {} are in {}", learner.step_done, folder)
     finally:
         monitor.close()
 
 
-def _samples(data: DataConfig, config: SFTConfig, tokenizer: object) -> list[TrainSample]:
+def _samples(data: DataConfig, config: SFTConfig, tokenizer: PreTrainedTokenizerBase) -> list[TrainSample]:
     roles = config.loss_mask.roles()
     conversations = load_conversations(data)
     samples = [tokenize(conversation, tokenizer, learned_roles=roles) for conversation in conversations]
@@ -111,6 +114,7 @@ def main() -> None:
     config = load_config(SFTConfig, prog=_NAME)
     layout = Layout(config.output_dir)
     setup_logging(_NAME, config.log.level, layout.log(_NAME), json_logging=config.log.json_logging)
+    disable_progress_bar()  # a log has no use for it
     dump_toml(config, layout.config(_NAME))
     stop = threading.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
