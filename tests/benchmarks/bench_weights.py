@@ -241,9 +241,7 @@ def main() -> None:
     parser.add_argument("--sizes", type=float, nargs="+", default=[1.5, 100.0], help="millions of float32 parameters")
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--out", type=Path, default=Path("outputs/bench/weights.json"))
-    parser.add_argument(
-        "--dir", type=Path, help="where the hub and the files go; by default the temporary folder"
-    )
+    parser.add_argument("--dir", type=Path, help="where the hub and the files go; by default the temporary folder")
     parser.add_argument("--engine", help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from meshrl.environments.reverse_text.model import create_model
 
 from mesh_run import Run
+from meshrl.environments.reverse_text.model import create_model
 
 RUN_TOML = """
 [trainer]

@@ -38,9 +38,8 @@ class Run:
         return int(re.findall(rf"started {program} \(pid (\d+)\)", self.log("rl"))[-1])
 
     def port(self, program: str) -> int:
-        return int(
-            re.findall(r"^port = (\d+)", (self.output_dir / "configs" / f"{program}.toml").read_text(), re.MULTILINE)[-1]
-        )
+        config = (self.output_dir / "configs" / f"{program}.toml").read_text()
+        return int(re.findall(r"^port = (\d+)", config, re.MULTILINE)[-1])
 
     def wait_for(self, what: Callable[[], object], deadline_s: float = READY_S) -> None:
         """Until `what()` is true; fails with the logs when the run ends first or the deadline passes."""
