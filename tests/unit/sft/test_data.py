@@ -1,0 +1,77 @@
+"""Rows of conversations: what is read, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshrl.sft.config import DataConfig
+from meshrl.sft.data import DataError, load_conversations
+
+USER = {"role": "user", "content": "hi"}
+ASSISTANT = {"role": "assistant", "content": "ho"}
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Any:
+    def write_rows(*rows: Any) -> DataConfig:
+        path = tmp_path / "rows.jsonl"
+        path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
+        return DataConfig(name=str(path))
+
+    return write_rows
+
+
+def test_completion_follows_the_prompt_and_only_it_is_learned(write: Any) -> None:
+    (conversation,) = load_conversations(write({"prompt": [USER], "completion": [ASSISTANT]}))
+    assert conversation.messages == (USER, ASSISTANT)
+    assert conversation.learn_from == 1
+
+
+def test_plain_strings_become_messages_of_user_and_assistant(write: Any) -> None:
+    (conversation,) = load_conversations(write({"prompt": "hi", "completion": "ho"}))
+    assert conversation.messages == (USER, ASSISTANT)
+
+
+def test_messages_take_precedence_over_prompt_and_completion(write: Any) -> None:
+    row = {"messages": [ASSISTANT], "prompt": [USER], "completion": [ASSISTANT]}
+    (conversation,) = load_conversations(write(row))
+    assert conversation.messages == (ASSISTANT,)
+    assert conversation.learn_from == 0
+
+
+def test_tools_are_taken_as_list_or_json_and_tool_defs_get_their_envelope(write: Any) -> None:
+    function = {"name": "add", "parameters": {}}
+    envelope = {"type": "function", "function": function}
+    rows = [
+        {"messages": [USER], "tools": [envelope]},
+        {"messages": [USER], "tools": json.dumps([envelope])},
+        {"messages": [USER], "tool_defs": [function]},
+    ]
+    assert [conversation.tools for conversation in load_conversations(write(*rows))] == [(envelope,)] * 3
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"text": "hi"}, r"row 0 has columns \['text'\]; expected messages, or prompt and completion"),
+        ({"prompt": "hi"}, "expected messages, or prompt and completion"),
+        ({"messages": 3}, "row 0: messages must be a list of messages or a string, got int"),
+        ({"messages": [{"content": "hi"}]}, "each message of messages needs a role and content"),
+        ({"messages": [USER], "tools": "{"}, "tools is a string but not JSON"),
+        ("{", "line 1: not JSON"),
+        ("[]", "line 1: expected an object with columns, got list"),
+        ("", "holds no rows"),
+    ],
+)
+def test_bad_rows_are_named(write: Any, row: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        load_conversations(write(row))
+
+
+def test_a_missing_file_is_named() -> None:
+    with pytest.raises(DataError, match=r"'nowhere\.jsonl': there is no such file"):
+        load_conversations(DataConfig(name="nowhere.jsonl"))

@@ -1,0 +1,96 @@
+"""The whole of `sft` on a very small model."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from meshrl.core.config.shared import ModelConfig
+from meshrl.environments.reverse_text.demonstrations import demonstrations
+from meshrl.environments.reverse_text.model import create_model
+from meshrl.environments.reverse_text.sentences import sentences
+from meshrl.models.load import load_model, load_tokenizer
+from meshrl.sft.config import DataConfig, LossMaskConfig, SFTConfig, ValConfig
+from meshrl.sft.data import DataError
+from meshrl.sft.main import train
+from meshrl.training.config import CheckpointConfig, OptimConfig
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sft")
+    create_model(folder / "model", seed=0, hidden_size=32, num_layers=1)
+    for name, texts in (("train", sentences("train")), ("val", sentences("held_out"))):
+        rows = demonstrations(texts[:64], share=1.0, random_source=random.Random(0))
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def config(folder: Path, output_dir: Path, **changes: Any) -> SFTConfig:
+    values: dict[str, Any] = {
+        "model": ModelConfig(name=str(folder / "model"), device="cpu"),
+        "data": DataConfig(name=str(folder / "train.jsonl"), batch_size=512, seq_len=256),
+        "val": ValConfig(interval=3, data=DataConfig(name=str(folder / "val.jsonl"), seq_len=1024)),
+        "optim": OptimConfig(lr=1e-2),
+        "max_steps": 6,
+        "torch_threads": 1,
+        "output_dir": output_dir,
+    }
+    return SFTConfig(**(values | changes))
+
+
+def records(output_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_training_lowers_the_loss_and_leaves_a_model_that_loads(folder: Path, tmp_path: Path) -> None:
+    train(config(folder, tmp_path), threading.Event())
+    steps = records(tmp_path)
+    assert [record["step"] for record in steps] == [1, 2, 3, 4, 5, 6]
+    assert steps[-1]["loss/mean"] < steps[0]["loss/mean"] - 1.0
+    assert [record["step"] for record in steps if "val/loss" in record] == [3, 6]
+    assert steps[5]["val/loss"] < steps[2]["val/loss"]
+    named = {
+        "loss/mean", "optim/grad_norm", "optim/lr", "optim/zero_grad_ratio", "perf/throughput",
+        "perf/throughput_per_gpu", "perf/mfu", "perf/peak_memory", "progress/epoch", "progress/num_samples",
+        "progress/num_tokens", "time/step", "time/forward_backward", "time/save_ckpt",
+    }  # fmt: skip
+    assert named <= set(steps[0])
+    saved = ModelConfig(name=str(tmp_path / "weights" / "step_6"), device="cpu")
+    assert load_model(saved).num_parameters() > 0
+    assert load_tokenizer(saved).chat_template
+
+
+def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(folder: Path, tmp_path: Path) -> None:
+    train(config(folder, tmp_path / "whole"), threading.Event())
+    first = config(folder, tmp_path / "parts", max_steps=4, ckpt=CheckpointConfig())
+    train(first, threading.Event())
+    train(config(folder, tmp_path / "parts", ckpt=CheckpointConfig(resume_step=-1)), threading.Event())
+    whole, parts = (
+        (tmp_path / name / "weights" / "step_6" / "model.safetensors").read_bytes() for name in ("whole", "parts")
+    )
+    assert whole == parts
+
+
+def test_a_stopped_run_saves_what_it_has(folder: Path, tmp_path: Path) -> None:
+    stop = threading.Event()
+    stop.set()
+    train(config(folder, tmp_path), stop)
+    assert (tmp_path / "weights" / "step_0" / "model.safetensors").is_file()
+
+
+def test_data_without_anything_to_learn_is_refused(folder: Path, tmp_path: Path) -> None:
+    short = DataConfig(name=str(folder / "train.jsonl"), batch_size=512, seq_len=8)
+    with pytest.raises(DataError, match=r"none of its 64 rows has a token to learn within seq_len 8"):
+        train(config(folder, tmp_path, data=short), threading.Event())
+
+
+def test_a_mask_without_roles_is_refused() -> None:
+    with pytest.raises(ValidationError, match="loss_mask leaves no role to learn from"):
+        SFTConfig(loss_mask=LossMaskConfig(assistant=False))
