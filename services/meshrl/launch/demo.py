@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import sysconfig
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -35,7 +37,8 @@ from meshrl.launch.demo_report import (
 PREPARE_DEADLINE_S = 300.0
 SFT_DEADLINE_S = 1200.0
 RL_DEADLINE_S = 3600.0
-END_GRACE_S = 30.0
+END_GRACE_S = 90.0  # longer than rl gives its own programs
+STEP_LINE = re.compile(r" step (?P<step>\d+) \|")
 MADE_HERE = frozenset({"model", "data", "sft", "rl", "metrics.jsonl", "summary.json", "reward.png"})
 
 
@@ -62,6 +65,8 @@ class Stage:
     title: str
     commands: tuple[tuple[str, ...], ...]
     deadline_s: float
+    shown_steps: int = 1
+    """Of the lines of training steps, every so many are shown; the logs have all."""
 
 
 def parse(arguments: Sequence[str]) -> Options:
@@ -114,7 +119,13 @@ def stages(options: Options, sft_weights: Path) -> tuple[Stage, ...]:
             ),
             deadline_s=PREPARE_DEADLINE_S,
         ),
-        Stage(name="sft", title="warming the model up with sft", commands=(sft,), deadline_s=SFT_DEADLINE_S),
+        Stage(
+            name="sft",
+            title="warming the model up with sft",
+            commands=(sft,),
+            deadline_s=SFT_DEADLINE_S,
+            shown_steps=50,
+        ),
         Stage(name="rl", title="training with rl: five programs over gRPC", commands=(rl,), deadline_s=RL_DEADLINE_S),
     )
 
@@ -137,23 +148,41 @@ def empty(folder: Path) -> None:
             entry.unlink(missing_ok=True)
 
 
-def run(stage: Stage) -> float:
+def run(stage: Stage, show: Callable[[str], None]) -> float:
     """Runs a stage's commands and returns the seconds they took. Raises DemoError when one fails or takes too long."""
     started = time.monotonic()
     for command in stage.commands:
-        left_s = max(1.0, stage.deadline_s - (time.monotonic() - started))
-        with subprocess.Popen(command, stdin=subprocess.DEVNULL) as process:
-            try:
-                code = process.wait(timeout=left_s)
-            except subprocess.TimeoutExpired:
-                raise DemoError(
-                    f"{stage.name} did not end within {stage.deadline_s:g} s; is the machine busy with other work?"
-                ) from None
-            finally:
-                _end(process)
+        left_s = stage.deadline_s - (time.monotonic() - started)
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        timer = threading.Timer(max(0.0, left_s), _end, [process])
+        timer.daemon = True
+        timer.start()
+        try:
+            assert process.stdout is not None  # it is a pipe
+            with process.stdout as lines:
+                for line in lines:
+                    if is_shown(line, stage.shown_steps):
+                        show(line)
+            code = process.wait(timeout=END_GRACE_S)
+        finally:
+            timer.cancel()
+            _end(process)
+        seconds = time.monotonic() - started
+        if seconds >= stage.deadline_s:
+            raise DemoError(f"{stage.name} did not end within {stage.deadline_s:g} s; is the machine busy otherwise?")
         if code != 0:
             raise DemoError(f"{stage.name} failed with exit code {code}: {' '.join(command)}")
     return time.monotonic() - started
+
+
+def is_shown(line: str, shown_steps: int) -> bool:
+    """True for everything but the training steps between those shown; the first and every evaluation are shown."""
+    step = STEP_LINE.search(line)
+    if step is None or "eval/" in line or "val loss" in line:
+        return True
+    return int(step["step"]) % shown_steps == 0 or step["step"] == "1"
 
 
 def demo(options: Options) -> str:
@@ -168,12 +197,12 @@ def demo(options: Options) -> str:
     weights = out / "sft" / "final"
     for stage in stages(options, weights):
         _say(f"\n== {stage.title}")
-        seconds[stage.name] = run(stage)
+        seconds[stage.name] = run(stage, _write)
         if stage.name == "sft":
             _link_last_weights(Layout(out / "sft").weights, weights)
     metrics = Layout(out).metrics_jsonl
+    records = read_records(Layout(out / "rl").metrics_jsonl)
     shutil.copyfile(Layout(out / "rl").metrics_jsonl, metrics)
-    records = read_records(metrics)
     summary = summarise(
         records,
         seconds_by_stage=seconds,
@@ -201,7 +230,7 @@ def _link_last_weights(folder: Path, link: Path) -> None:
     link.symlink_to(os.path.relpath(snapshots[-1], link.parent), target_is_directory=True)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: subprocess.Popen[str]) -> None:
     """Ends a command that still runs, gently first."""
     if process.poll() is not None:
         return
@@ -217,7 +246,11 @@ def _interrupt(signum: int, _: FrameType | None) -> None:
 
 
 def _say(text: str) -> None:
-    sys.stdout.write(text + "\n")
+    _write(text + "\n")
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
     sys.stdout.flush()
 
 

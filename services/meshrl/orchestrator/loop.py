@@ -317,18 +317,22 @@ class TrainLoop:
         version = step if done.version is None else done.version
         with trace.use_span(self._spans.span(step)):
             activation = await self._activator.activate(version)
-        if activation is not None and self.config.max_async_level > 0:
-            self.plan.activated(version)
-            self._dispatch()
-        await self._write(submitted, record.trainer_metrics(done) | record.activation_metrics(activation))
+        synchronous = self.config.max_async_level == 0
+        served = {} if activation is None else {"policy/active_version": float(version)}
+        if activation is not None and not synchronous:
+            self._sample_with(version)
+        await self._write(submitted, record.trainer_metrics(done) | record.activation_metrics(activation) | served)
         if self._evaluator is not None and self._evaluator.due(step):
-            if self.config.max_async_level > 0:
-                self._tasks.create_task(self._evaluate(step))
-            else:
+            if synchronous:
                 await self._evaluate(step, version=version if activation is not None else None)
-        if activation is not None:  # synchronous runs sample again only now, after the evaluation
-            self.plan.activated(version)
-            self._dispatch()
+            else:
+                self._tasks.create_task(self._evaluate(step))
+        if activation is not None and synchronous:  # sampling goes on only now, after the evaluation
+            self._sample_with(version)
+
+    def _sample_with(self, version: int) -> None:
+        self.plan.activated(version)
+        self._dispatch()
 
     async def _write(self, submitted: SubmittedStep, others: record.Metrics) -> None:
         """Writes the one record of a step."""

@@ -11,7 +11,7 @@ import pytest
 
 from meshrl.core.config import load_config
 from meshrl.launch.config import RLConfig
-from meshrl.launch.demo import DemoError, Stage, empty, parse, run, stages
+from meshrl.launch.demo import DemoError, Stage, empty, is_shown, parse, run, stages
 from meshrl.launch.demo_report import ReportError, curves, draw, read_records, summarise, table, write_summary
 from meshrl.sft.config import SFTConfig
 
@@ -135,12 +135,22 @@ def test_only_a_demos_own_files_are_deleted(tmp_path: Path) -> None:
 
 
 def test_a_failing_or_hanging_command_is_told_and_ended() -> None:
-    failing = Stage(name="sft", title="", commands=((sys.executable, "-c", "raise SystemExit(3)"),), deadline_s=30.0)
+    shown: list[str] = []
+    program = "print('hello', flush=True); raise SystemExit(3)"
+    failing = Stage(name="sft", title="", commands=((sys.executable, "-c", program),), deadline_s=30.0)
     with pytest.raises(DemoError, match="sft failed with exit code 3"):
-        run(failing)
-    hanging = Stage(name="rl", title="", commands=(("sleep", "60"),), deadline_s=0.0)
-    with pytest.raises(DemoError, match="rl did not end within 0 s"):
-        run(hanging)
+        run(failing, shown.append)
+    assert shown == ["hello\n"]
+    hanging = Stage(name="rl", title="", commands=(("sleep", "60"),), deadline_s=0.1)
+    with pytest.raises(DemoError, match=r"rl did not end within 0\.1 s"):
+        run(hanging, shown.append)
+
+
+def test_of_many_steps_a_few_are_shown_and_of_everything_else_all() -> None:
+    lines = [f"12:00:00.000 INFO    sft step {number} | loss 1.0\n" for number in range(1, 11)]
+    assert [line for line in lines if is_shown(line, 5)] == [lines[0], lines[4], lines[9]]
+    assert is_shown("12:00:00.000 INFO    orchestrator step 3 | eval/reverse_text/avg@1 0.5\n", 5)
+    assert is_shown("Traceback (most recent call last):\n", 5)
 
 
 def test_the_demos_configurations_are_valid_and_agree(monkeypatch: pytest.MonkeyPatch) -> None:
