@@ -1,0 +1,89 @@
+"""Batches, steps and runs of a trainer.
+
+Shapes: T tokens of a micro-batch, S samples.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MicroBatch:
+    """Samples packed into one row; attention never crosses `sample_offsets`."""
+
+    dp_rank: int
+    token_ids: NDArray[np.int32]  # (T,)
+    position_ids: NDArray[np.int32]  # (T,) restart at 0 with each sample
+    loss_mask: NDArray[np.bool_]  # (T,)
+    advantages: NDArray[np.float32]  # (T,)
+    inference_logprobs: NDArray[np.float32]  # (T,) 0 where loss_mask is false
+    sample_offsets: NDArray[np.int64]  # (S + 1,) start of each sample, then T
+    temperatures: NDArray[np.float32]  # (S,)
+    env_index: NDArray[np.int32]  # (S,) index into Batch.environments
+    rollout_ids: tuple[str, ...]  # (S,)
+    traceparents: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Batch:
+    """One step's data. `loss_tokens` counts loss_mask over all micro-batches."""
+
+    run_id: str
+    step: int
+    micro_batches: tuple[MicroBatch, ...]
+    loss_tokens: int
+    environments: tuple[str, ...]
+    traceparent: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunInfo:
+    """One run of a trainer; `epoch` grows each time the trainer of this run restarts."""
+
+    run_id: str
+    step: int
+    version: int
+    epoch: int
+    revision: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerInfo:
+    """What a trainer is and where it stands."""
+
+    world_size: int
+    dp_size: int
+    seq_len: int
+    pad_multiple: int
+    objective: str
+    model: str
+    runs: tuple[RunInfo, ...]
+    max_queued_batches: int
+
+
+class StepState(enum.Enum):
+    QUEUED = "queued"
+    RUNNING = "running"
+    DONE = "done"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepEvent:
+    """One event of a run; `version`, `metrics` and `timings_s` are filled when DONE, `reason` when FAILED."""
+
+    revision: int
+    step: int
+    state: StepState
+    version: int | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    timings_s: Mapping[str, float] = field(default_factory=dict)
+    reason: str = ""
+    message: str = ""
+    traceparent: str = ""

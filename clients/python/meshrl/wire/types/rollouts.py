@@ -1,0 +1,174 @@
+"""Groups, rollouts and their samples.
+
+Shapes: T tokens of a sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How to sample tokens; a field left at None takes the environment's default."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    max_tokens: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int | None = None
+
+    def over(self, default: Sampling) -> Sampling:
+        """Returns this sampling with its unset fields taken from `default`."""
+        return Sampling(
+            temperature=default.temperature if self.temperature is None else self.temperature,
+            top_p=default.top_p if self.top_p is None else self.top_p,
+            top_k=default.top_k if self.top_k is None else self.top_k,
+            min_p=default.min_p if self.min_p is None else self.min_p,
+            max_tokens=default.max_tokens if self.max_tokens is None else self.max_tokens,
+            stop_token_ids=self.stop_token_ids or default.stop_token_ids,
+            seed=default.seed if self.seed is None else self.seed,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvironmentInfo:
+    """One hosted environment; `num_tasks` is None when the taskset is infinite."""
+
+    name: str
+    taskset: str
+    num_tasks: int | None
+    agents: tuple[str, ...] = ()
+    default_sampling: Sampling = field(default_factory=Sampling)
+    package_version: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutRequest:
+    """One group: `group_size` rollouts of one task. At most one of min_version, exact_version."""
+
+    request_id: str
+    group_id: str
+    environment: str
+    task_index: int | None = None
+    task_payload: str | None = None
+    group_size: int
+    sampling: Sampling = field(default_factory=Sampling)
+    engine_pool: str = ""
+    min_version: int | None = None
+    exact_version: int | None = None
+    deadline_s: float
+    traceparent: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VersionSpan:
+    """Tokens [start, end) were sampled by `version`."""
+
+    start: int
+    end: int
+    version: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class MessageSpan:
+    """Tokens [start, end) belong to one message of `role`."""
+
+    start: int
+    end: int
+    role: str
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Sample:
+    """One token sequence with what training needs."""
+
+    token_ids: NDArray[np.int32]  # (T,)
+    loss_mask: NDArray[np.bool_]  # (T,) true where the policy sampled the token
+    logprobs: NDArray[np.float32]  # (T,) of the distribution sampled from; 0 where loss_mask is false
+    version_spans: tuple[VersionSpan, ...]  # sorted, disjoint, cover loss_mask
+    message_spans: tuple[MessageSpan, ...] = ()
+    temperature: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Rollout:
+    """A finished, scored episode of one agent."""
+
+    rollout_id: str
+    group_id: str
+    task_key: str
+    environment: str
+    agent: str = ""
+    samples: tuple[Sample, ...]
+    reward: float
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    finish_reason: str = ""
+    truncated: bool = False
+    num_turns: int = 1
+    timings_s: Mapping[str, float] = field(default_factory=dict)
+    traceparent: str = ""
+    completion: str = ""
+
+    @property
+    def oldest_version(self) -> int | None:
+        """Oldest version that sampled a token of this rollout; None when no token was sampled."""
+        return min((span.version for sample in self.samples for span in sample.version_spans), default=None)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(sample.token_ids) for sample in self.samples)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutFailure:
+    """A rollout that could not be finished; `reason` is from the error catalogue."""
+
+    rollout_id: str
+    group_id: str
+    reason: str
+    message: str
+    retryable: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutSummary:
+    """End of a group: finished + failed + cancelled is the group size."""
+
+    finished: int
+    failed: int
+    cancelled: int
+    sampled_tokens: int
+
+
+RolloutEvent = Rollout | RolloutFailure | RolloutSummary
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineEndpoint:
+    """One engine as the rollout server sees it."""
+
+    url: str
+    healthy: bool
+    version: int | None
+    in_flight: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutStatus:
+    """What a rollout server is doing; counts of rollouts, not groups."""
+
+    running: int
+    queued: int
+    finished: int
+    failures: Mapping[str, int]
+    rollouts_per_s: float
+    engines: tuple[EngineEndpoint, ...]
+    draining: bool

@@ -1,0 +1,248 @@
+"""Versions of the weights, the engines that serve them and the commands between."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class Transport(enum.Enum):
+    FILESYSTEM = "filesystem"
+    STREAM = "stream"
+    NCCL = "nccl"
+
+
+class VersionKind(enum.Enum):
+    FULL = "full"
+    DELTA = "delta"
+    LORA = "lora"
+
+
+class VersionState(enum.Enum):
+    STAGING = "staging"
+    SEALED = "sealed"
+    COMMITTING = "committing"
+    COMMITTED = "committed"
+    RETIRED = "retired"
+    ABORTED = "aborted"
+
+
+class AgentState(enum.Enum):
+    JOINING = "joining"
+    SEEDING = "seeding"
+    READY = "ready"
+    FETCHING = "fetching"
+    PREPARED = "prepared"
+    APPLYING = "applying"
+    POISONED = "poisoned"
+
+
+class ActivationPolicy(enum.Enum):
+    GANG = "gang"
+    ROLLING = "rolling"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorEntry:
+    """One tensor of a version: `dtype` is a name of `tensors.DTYPES`, `digest` BLAKE3 of the bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    num_bytes: int
+    digest: bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkEntry:
+    """Bytes [offset, offset + length) of a version and their BLAKE3."""
+
+    offset: int
+    length: int
+    digest: bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileEntry:
+    """A file that holds `num_bytes` of the byte stream from `offset`."""
+
+    path: str
+    offset: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """Everything that identifies the content of a version; `manifest.artifact_id` hashes it."""
+
+    run_id: str
+    epoch: int
+    version: int
+    kind: VersionKind = VersionKind.FULL
+    transport: Transport
+    base_version: int | None = None
+    base_root: bytes = b""
+    result_root: bytes
+    layout_signature: bytes
+    codec: str = "raw"
+    tensors: tuple[TensorEntry, ...]
+    chunks: tuple[ChunkEntry, ...]
+    files: tuple[FileEntry, ...] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.num_bytes for tensor in self.tensors)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentRegistration:
+    """What an agent tells the hub about its engine."""
+
+    engine_id: str
+    url: str
+    engine_pool: str = ""
+    transports: tuple[Transport, ...]
+    layout_signature: bytes
+    held_version: int | None = None
+    held_root: bytes = b""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lease:
+    lease_id: str
+    lease_s: float
+    max_chunk_bytes: int
+    committed_version: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentFault:
+    """Why an agent could not prepare or apply; `reason` is from the error catalogue."""
+
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ApplyReport:
+    """How an engine applied a version. `pause_s`: generation stood still; `prepare_s`: fetch and verify."""
+
+    version: int
+    root: bytes
+    pause_s: float
+    prepare_s: float
+    requests_kept: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentReport:
+    """One message from an agent; doubles as a heartbeat."""
+
+    lease_id: str
+    state: AgentState
+    serving_version: int | None = None
+    target_version: int | None = None
+    fault: AgentFault | None = None
+    applied: ApplyReport | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepare:
+    version: int
+    artifact_id: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Commit:
+    """Serve a version; with `hold`, stay paused until Resume."""
+
+    version: int
+    artifact_id: str
+    hold: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Abort:
+    version: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resume:
+    version: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrainAgent:
+    pass
+
+
+AgentCommand = Prepare | Commit | Abort | Resume | DrainAgent
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """A piece of a version's byte stream; `crc32c` is over `data`."""
+
+    offset: int
+    data: bytes | memoryview
+    crc32c: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagedVersion:
+    """What the hub holds of an upload; `missing_offsets` is empty when it can be sealed."""
+
+    artifact_id: str
+    missing_offsets: tuple[int, ...]
+    max_chunk_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class VersionInfo:
+    """A version as the hub sees it."""
+
+    run_id: str
+    epoch: int
+    version: int
+    artifact_id: str
+    state: VersionState
+    num_bytes: int
+    transport: Transport
+    traceparent: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VersionEvent:
+    revision: int
+    version: VersionInfo
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineReport:
+    engine_id: str
+    applied: ApplyReport
+
+
+@dataclass(frozen=True, kw_only=True)
+class Activation:
+    """How a commit went. `commit_s`: decision to last report; `lag_s`: seal to last report."""
+
+    version: VersionInfo
+    engines: tuple[EngineReport, ...]
+    commit_s: float
+    lag_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineInfo:
+    """One engine as the hub sees it."""
+
+    engine_id: str
+    url: str
+    engine_pool: str
+    state: AgentState
+    serving_version: int | None
+    routable: bool
+    last_seen_s: float
+    last_fault: AgentFault | None = None
