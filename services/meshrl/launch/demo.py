@@ -8,7 +8,6 @@ It only calls the programs that a user would call, with the files of configs/rev
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import shutil
 import signal
@@ -89,8 +88,8 @@ def parse(arguments: Sequence[str]) -> Options:
     return Options(**vars(read))
 
 
-def stages(options: Options, sft_weights: Path) -> tuple[Stage, ...]:
-    """The commands of the demo. `sft_weights` is where the warm-up will leave its weights."""
+def stages(options: Options) -> tuple[Stage, ...]:
+    """The commands of the demo, in order."""
     out, seed = options.output_dir, str(options.seed)
     python, package = (sys.executable, "-m"), "meshrl.environments.reverse_text"
     sft = (
@@ -103,7 +102,7 @@ def stages(options: Options, sft_weights: Path) -> tuple[Stage, ...]:
     )  # fmt: skip
     rl = (
         _script("rl"), "@", str(options.configs / "rl.toml"),
-        "--model.name", str(sft_weights),
+        "--model.name", str(Layout(out / "sft").weights / "final"),
         "--max-async-level", str(options.max_async_level),
         "--seed", seed,
         "--output-dir", str(out / "rl"),
@@ -194,12 +193,9 @@ def demo(options: Options) -> str:
     empty(out)
     out.mkdir(parents=True, exist_ok=True)
     seconds: dict[str, float] = {}
-    weights = out / "sft" / "final"
-    for stage in stages(options, weights):
+    for stage in stages(options):
         _say(f"\n== {stage.title}")
         seconds[stage.name] = run(stage, _write)
-        if stage.name == "sft":
-            _link_last_weights(Layout(out / "sft").weights, weights)
     metrics = Layout(out).metrics_jsonl
     records = read_records(Layout(out / "rl").metrics_jsonl)
     shutil.copyfile(Layout(out / "rl").metrics_jsonl, metrics)
@@ -220,14 +216,6 @@ def demo(options: Options) -> str:
 def _script(name: str) -> str:
     """A console script of this environment."""
     return str(Path(sysconfig.get_path("scripts")) / name)
-
-
-def _link_last_weights(folder: Path, link: Path) -> None:
-    """Gives the newest snapshot a name that does not depend on the number of steps."""
-    snapshots = sorted(folder.glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")))
-    if not snapshots:
-        raise DemoError(f"the warm-up left no weights in {folder}; see {folder.parent / 'logs'}")
-    link.symlink_to(os.path.relpath(snapshots[-1], link.parent), target_is_directory=True)
 
 
 def _end(process: subprocess.Popen[str]) -> None:

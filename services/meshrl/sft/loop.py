@@ -82,7 +82,11 @@ class SFTLoop:
         if self._ckpt is not None and not self._ckpt.weights_only:
             self._checkpointer.save()
             self._checkpointer.prune(self._ckpt)
-        return self._checkpointer.save(weights_only=True)
+        folder = self._checkpointer.save(weights_only=True)
+        final = folder.with_name("final")  # a name for what comes next that does not depend on the number of steps
+        final.unlink(missing_ok=True)
+        final.symlink_to(folder.name, target_is_directory=True)
+        return folder
 
     def _metrics(self, batch: SFTBatch, result: StepResult, step_s: float) -> dict[str, float]:
         self._samples += batch.samples

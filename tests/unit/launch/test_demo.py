@@ -108,7 +108,7 @@ def test_metrics_of_a_run_that_never_began_are_reported_missing(tmp_path: Path) 
 
 def test_options_reach_the_programs(tmp_path: Path) -> None:
     options = parse(["--seed", "7", "--max-async-level", "0", "--max-steps", "3", "--output-dir", str(tmp_path)])
-    prepare, sft, rl = stages(options, tmp_path / "sft" / "final")
+    prepare, sft, rl = stages(options)
     assert all("7" in command for stage in (prepare, sft, rl) for command in stage.commands)
     command = " ".join(rl.commands[0])
     assert "--max-async-level 0" in command
@@ -153,10 +153,10 @@ def test_of_many_steps_a_few_are_shown_and_of_everything_else_all() -> None:
     assert is_shown("Traceback (most recent call last):\n", 5)
 
 
-def test_the_demos_configurations_are_valid_and_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_demos_configurations_are_valid_and_agree() -> None:
     sft = load_config(SFTConfig, ["@", str(CONFIGS / "sft.toml")], prog="sft")
     rl = load_config(RLConfig, ["@", str(CONFIGS / "rl.toml")], prog="rl")
-    assert rl.trainer.model.name == f"{sft.output_dir}/weights/step_{sft.max_steps}"
+    assert rl.trainer.model.name == f"{sft.output_dir}/weights/final"
     assert rl.orchestrator.eval is not None
     assert [env.args for env in rl.orchestrator.eval.env] == [{"split": "held_out"}]
     assert rl.orchestrator.eval.sampling.temperature == rl.orchestrator.sampling.temperature == 1.0

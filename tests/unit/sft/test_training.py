@@ -62,9 +62,10 @@ def test_training_lowers_the_loss_and_leaves_a_model_that_loads(folder: Path, tm
         "progress/num_tokens", "time/step", "time/forward_backward", "time/save_ckpt",
     }  # fmt: skip
     assert named <= set(steps[0])
-    saved = ModelConfig(name=str(tmp_path / "weights" / "step_6"), device="cpu")
+    saved = ModelConfig(name=str(tmp_path / "weights" / "final"), device="cpu")
     assert load_model(saved).num_parameters() > 0
     assert load_tokenizer(saved).chat_template
+    assert (tmp_path / "weights" / "final").resolve() == tmp_path / "weights" / "step_6"
 
 
 def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(folder: Path, tmp_path: Path) -> None:
