@@ -14,8 +14,8 @@ HELD_OUT = 128
 # fmt: off
 SUBJECTS = (
     "I", "We", "You", "They", "He", "She", "Tom", "Ann", "Ben", "Amy", "Dad", "Mom", "Max", "Eve", "Sam", "Leo",
-    "Ida", "Ray", "Joan", "Karl", "Ruth", "Paul", "The cat", "A dog", "My son", "The boy", "A girl", "Our cook",
-    "The fox", "My aunt",
+    "Ida", "Ray", "Joan", "Karl", "Ruth", "Paul", "The nurse", "A pilot", "My son", "The boy", "A girl", "Our cook",
+    "The judge", "My aunt",
 )
 
 PREDICATES = (
