@@ -130,7 +130,7 @@ class EngineRecord:
     serving: int | None = None
     root: bytes = b""
     prepared: str | None = None  # artifact in its shadow
-    sent: AgentCommand | None = None  # last command of this session
+    sent: AgentCommand | None = None  # last command sent on the current stream
     sent_key: Key | None = None  # version of the last prepare or commit
     last_fault: AgentFault | None = None
     faulted: set[Key] = field(default_factory=set)  # versions it could not prepare or apply

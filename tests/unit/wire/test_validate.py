@@ -122,7 +122,8 @@ def test_sampling_out_of_range_is_refused(sampling, field):
 
 
 def test_the_ends_of_each_range_are_allowed():
-    validate.validate_sampling(rollout_pb2.Sampling(temperature=0, top_p=1, top_k=-1, min_p=0, max_tokens=1, seed=0))
+    ends = rollout_pb2.Sampling(temperature=0, top_p=1, top_k=-1, min_p=0, max_tokens=1, seed=0)
+    assert validate.validate_sampling(ends) is None
 
 
 def test_another_major_contract_version_is_refused():
