@@ -7,6 +7,8 @@ UV := $(shell command -v uv 2>/dev/null || echo .tools/uv/bin/uv)
 BUF := .tools/buf/node_modules/.bin/buf
 BUF_VERSION := 1.75.0
 RUN := $(UV) run --frozen --no-sync
+# What contracts must stay compatible with: main, or what was checked out where there is no such branch.
+MAIN = $(shell git rev-parse --verify --quiet main || git rev-parse --verify --quiet origin/main || echo HEAD)
 
 .PHONY: help setup demo test unit check lint format types layers contracts drift bench proto clean
 
@@ -51,7 +53,7 @@ layers: setup
 
 contracts: $(BUF)
 	$(BUF) lint
-	$(BUF) breaking --against '.git#branch=main'
+	$(BUF) breaking --against '.git#ref=$(MAIN)'
 
 drift: setup
 	UV=$(UV) scripts/check_stubs.sh
