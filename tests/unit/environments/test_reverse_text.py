@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from verifiers.v1.utils.loaders import taskset_class, taskset_config_type
 
@@ -44,6 +44,7 @@ def test_longest_common_subsequence_of_known_pairs(left: str, right: str, length
     assert longest_common_subsequence(left, right) == length
 
 
+@settings(deadline=None, max_examples=50)  # a busy machine is not a slow function
 @given(short_text, short_text)
 def test_similarity_is_symmetric_and_one_only_for_equal_texts(left: str, right: str) -> None:
     score = similarity(left, right)
@@ -52,6 +53,7 @@ def test_similarity_is_symmetric_and_one_only_for_equal_texts(left: str, right: 
     assert (score == 1.0) == (left == right)
 
 
+@settings(deadline=None, max_examples=50)  # a busy machine is not a slow function
 @given(short_text, st.data())
 def test_a_text_with_letters_left_out_is_wholly_common(text: str, data: st.DataObject) -> None:
     kept = data.draw(st.lists(st.booleans(), min_size=len(text), max_size=len(text)))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
@@ -34,6 +34,7 @@ def render(conversation: list[dict[str, str]], *, generation: bool = False) -> l
     return token_ids
 
 
+@settings(deadline=None, max_examples=50)  # a busy machine is not a slow function
 @given(st.text(st.characters(exclude_categories=["Cs"]), max_size=40).filter(lambda text: "<|" not in text))
 def test_any_text_comes_back_and_costs_a_token_a_byte(text: str) -> None:
     token_ids = TOKENIZER.encode(text)
@@ -41,6 +42,7 @@ def test_any_text_comes_back_and_costs_a_token_a_byte(text: str) -> None:
     assert TOKENIZER.decode(token_ids) == text
 
 
+@settings(deadline=None, max_examples=50)  # a busy machine is not a slow function
 @given(messages)
 def test_first_messages_are_a_prefix_of_the_whole_conversation(conversation: list[dict[str, str]]) -> None:
     whole = render(conversation)

@@ -6,7 +6,7 @@ from itertools import islice
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshrl.algorithms.packing import TrainSample
@@ -30,6 +30,7 @@ def seen(batch: SFTBatch) -> list[int]:
     return [int(row.token_ids[offset]) for row in rows for offset in row.sample_offsets[:-1]]
 
 
+@settings(deadline=None, max_examples=50)  # a busy machine is not a slow function
 @given(st.lists(st.integers(2, 20), min_size=1, max_size=12), st.integers(2, 50), st.integers(0, 3))
 def test_each_epoch_takes_every_sample_once(lengths: list[int], batch_tokens: int, seed: int) -> None:
     batches = training_batches(samples_of(lengths), batch_tokens=batch_tokens, seq_len=32, seed=seed)
@@ -43,6 +44,7 @@ def test_each_epoch_takes_every_sample_once(lengths: list[int], batch_tokens: in
     assert counts.max() <= passes + 1
 
 
+@settings(deadline=None, max_examples=50)  # a busy machine is not a slow function
 @given(st.lists(st.integers(2, 20), min_size=1, max_size=12), st.integers(2, 50))
 def test_a_step_stays_within_its_tokens_unless_one_sample_is_longer(lengths: list[int], batch_tokens: int) -> None:
     for batch in islice(training_batches(samples_of(lengths), batch_tokens=batch_tokens, seq_len=32, seed=0), 8):
