@@ -32,10 +32,10 @@ def train(level: int, *, model: Path, steps: int, output_dir: Path) -> list[dict
 def warm_up(folder: Path) -> Path:
     """The demo's own model and warm-up."""
     options = demo.parse(["--output-dir", str(folder)])
-    prepare, sft, _ = demo.stages(options, folder / "unused")
+    prepare, sft, _ = demo.stages(options)
     demo.run(prepare)
     demo.run(sft)
-    return max((folder / "sft" / "weights").glob("step_*"))
+    return folder / "sft" / "weights" / "final"
 
 
 def compare(model: Path, steps_each: int) -> None:
@@ -59,7 +59,7 @@ def compare(model: Path, steps_each: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Compare levels of asynchrony on reverse_text.")
-    parser.add_argument("--model", type=Path, help="where the runs start, such as outputs/demo/sft/final")
+    parser.add_argument("--model", type=Path, help="where the runs start, such as outputs/demo/sft/weights/final")
     parser.add_argument("--steps", type=int, default=40, help="steps of each run")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
