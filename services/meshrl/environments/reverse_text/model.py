@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 END_OF_TURN = "<|im_end|>"
 PADDING = "<|endoftext|>"
@@ -80,6 +81,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="where to write it")
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights (default: 0)")
     arguments = parser.parse_args()
+    disable_progress_bar()  # the file is written in an instant
     create_model(arguments.folder, seed=arguments.seed)
 
 
