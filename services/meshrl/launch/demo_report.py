@@ -180,7 +180,7 @@ def table(summary: Summary) -> str:
         ("weight sync, lag of the engines", _milliseconds(summary.sync_lag_s, summary.sync_lag_max_s)),
         (
             "staleness, most versions behind",
-            f"{summary.staleness_max}  (max_async_level {summary.max_async_level})",
+            f"{summary.staleness_max}  (sampled at most {summary.max_async_level} steps ahead)",
         ),
     ]
     width = max(len(name) for name, _ in rows)
