@@ -125,7 +125,13 @@ def stages(options: Options) -> tuple[Stage, ...]:
             deadline_s=SFT_DEADLINE_S,
             shown_steps=50,
         ),
-        Stage(name="rl", title="training with rl: five programs over gRPC", commands=(rl,), deadline_s=RL_DEADLINE_S),
+        Stage(
+            name="rl",
+            title="training with rl: five programs over gRPC",
+            commands=(rl,),
+            deadline_s=RL_DEADLINE_S,
+            shown_steps=5,
+        ),
     )
 
 

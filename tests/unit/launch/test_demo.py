@@ -113,6 +113,7 @@ def test_options_reach_the_programs(tmp_path: Path) -> None:
     command = " ".join(rl.commands[0])
     assert "--max-async-level 0" in command
     assert "--max-steps 3" in command
+    assert (sft.shown_steps, rl.shown_steps) == (50, 5)
 
 
 @pytest.mark.parametrize("flags", [["--max-async-level", "-1"], ["--max-steps", "0"], ["--nonsense"]])
