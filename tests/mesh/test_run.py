@@ -115,3 +115,17 @@ def test_any_grpc_tool_lists_and_calls_the_services_of_a_live_run(start_run: Cal
     engines = call(addresses["weights"], "meshrl.v1.WeightSync/ListEngines", {})
     assert engines["engines"][0]["routable"] is True
     assert engines["engines"][0]["state"].startswith("AGENT_STATE_")
+
+
+def test_a_killed_engine_that_may_restart_catches_up_and_the_run_goes_on(start_run: Callable[..., Run]) -> None:
+    run = start_run("--max-steps", "500", "--engine-restarts", "1")
+    run.wait_for(lambda: len(run.steps()) >= 2)
+    first = run.pid("inference")
+    os.kill(first, signal.SIGKILL)
+    trained = len(run.steps())
+    run.wait_for(lambda: len(run.steps()) >= trained + 4)
+    assert run.pid("inference") != first
+    assert [step for step in run.steps() if run.steps().count(step) > 1] == []
+    run.process.send_signal(signal.SIGTERM)
+    assert run.finish(deadline_s=60.0) == 0
+    assert not run.left_running()
