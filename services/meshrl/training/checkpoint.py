@@ -40,22 +40,28 @@ class Checkpointer:
         self._weights = output_dir / "weights"
         self._tokenizer = tokenizer
         self._part = part
+        self._own: set[Path] = set()  # folders of this run; what an earlier run left at the same step is replaced
 
     def save(self, *, weights_only: bool = False) -> Path:
-        """Writes the state after the last step and returns its folder. The same step again is a no-op."""
+        """Writes the state after the last step and returns its folder. The same step again is a no-op.
+
+        A folder that another run left there is replaced.
+        """
         step = self._learner.step_done
         weights = self._weights / f"step_{step}"
-        if not weights.is_dir():
+        if not self._holds(weights):
             with _renamed_when_whole(weights) as partial:
                 self._learner.model.save_pretrained(partial)
                 if self._tokenizer is not None:
                     self._tokenizer.save_pretrained(partial)
+            self._own.add(weights)
         if weights_only:
             return weights
         shards = self._checkpoints / f"step_{step}" / self._part
-        if not shards.is_dir():
+        if not self._holds(shards):
             with _renamed_when_whole(shards) as partial, _single_process():
                 state_dict_saver.save(self._state(), checkpoint_id=partial, no_dist=True)
+            self._own.add(shards)
         return shards
 
     def prune(self, config: CheckpointConfig) -> None:
@@ -94,7 +100,11 @@ class Checkpointer:
                 optim_state_dict=state["optimizer"],
             )
         self._learner.step_done = int(state["progress"]["step"])
+        self._own |= {self._folder(step), self._weights / f"step_{step}"}
         return self._learner.step_done
+
+    def _holds(self, folder: Path) -> bool:
+        return folder in self._own and folder.is_dir()
 
     def _folder(self, step: int) -> Path:
         return self._checkpoints / f"step_{step}" / self._part
@@ -121,6 +131,7 @@ def _renamed_when_whole(folder: Path) -> Iterator[Path]:
     partial.mkdir(parents=True)
     try:
         yield partial
+        shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
