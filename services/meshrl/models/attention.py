@@ -1,26 +1,62 @@
 """Attention over packed rows that never crosses a sample's boundary; used by the trainers' forward pass.
 
 A packed row holds S samples one after another, T tokens in all. Projections and MLPs run on the row as it is, with no
-padding. Attention runs sample by sample: on CUDA in half precision through one variable-length kernel, anywhere else
-as causal attention over a few padded blocks of samples of similar length. A T x T mask is never built.
+padding. Attention runs sample by sample: on CUDA in half precision through the kernels of `fused_attention`, anywhere
+else as causal attention over a few padded blocks of samples of similar length. A T x T mask is never built.
+`choose_kernels` is the one place that picks.
 
 Shapes: T tokens of a row, S samples, B samples of a block, L longest of a block, H heads, D head size.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, PreTrainedModel
 
+from meshrl.models.fused_attention import FusedPlan, fused_attention
+
 ATTENTION_NAME = "meshrl_packed"
+LONG_FROM = 1024  # tokens from which a sample alone fills a Hopper GPU: cuDNN is then twice as fast (RESULTS.md)
 BLOCK_GROWTH = 1.5  # a block's longest sample is at most this many times its shortest, so padding stays below a third
+
+
+AttentionName = Literal["auto", "varlen", "cudnn", "sdpa"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernels:
+    """What attention over packed rows runs on. Unfused is `sdpa`: torch's own attention over padded blocks."""
+
+    fused: bool = False
+    long_from: int | None = None  # fused: samples of this many tokens or more go through cuDNN; None sends none there
+
+
+def choose_kernels(wanted: AttentionName, device: torch.device, dtype: torch.dtype) -> Kernels:
+    """The kernels for a device and the dtype that attention runs in; "auto" takes the fastest there.
+
+    Raises ValueError for one that cannot run there.
+    """
+    fits = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
+    if wanted == "sdpa" or (wanted == "auto" and not fits):
+        return Kernels()
+    if not fits:
+        raise ValueError(
+            f"model.attn {wanted!r} needs a GPU and bfloat16, but the model computes in {dtype} on {device.type}; "
+            "use 'auto' or 'sdpa'"
+        )
+    if wanted == "varlen":
+        return Kernels(fused=True)
+    if wanted == "cudnn":
+        return Kernels(fused=True, long_from=1)
+    major, _ = torch.cuda.get_device_capability(device)
+    return Kernels(fused=True, long_from=LONG_FROM if major >= 9 else None)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -36,16 +72,23 @@ class Block:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PackedLayout:
-    """Where the samples of a row lie, prepared once a row and used by every layer."""
+    """Where the samples of a row lie, prepared once a row and used by every layer.
 
-    offsets: torch.Tensor  # int32 (S + 1,)
-    longest: int
+    Either `fused` is there, or `blocks` with `scatter`.
+    """
+
+    fused: FusedPlan | None
     blocks: tuple[Block, ...]
     scatter: torch.Tensor  # int64 (T,): place of each token in the blocks' outputs laid end to end
 
     @classmethod
-    def from_offsets(cls, sample_offsets: NDArray[np.int64], device: torch.device) -> PackedLayout:
-        """Builds the layout of a row from (S + 1,) offsets."""
+    def from_offsets(
+        cls, sample_offsets: NDArray[np.int64], device: torch.device, kernels: Kernels | None = None
+    ) -> PackedLayout:
+        """Builds the layout of a row from (S + 1,) offsets; unfused unless `kernels` says otherwise."""
+        if kernels is not None and kernels.fused:
+            plan = FusedPlan.from_offsets(sample_offsets, device, long_from=kernels.long_from)
+            return cls(fused=plan, blocks=(), scatter=torch.empty(0, dtype=torch.int64, device=device))
         starts, lengths = sample_offsets[:-1], np.diff(sample_offsets)
         scatter = np.empty(int(sample_offsets[-1]), dtype=np.int64)
         blocks: list[Block] = []
@@ -58,12 +101,7 @@ class PackedLayout:
             scatter[gather[real]] = base + np.flatnonzero(real)
             base += gather.size
             blocks.append(Block(gather=torch.from_numpy(gather).to(device)))
-        return cls(
-            offsets=torch.from_numpy(sample_offsets.astype(np.int32)).to(device),
-            longest=int(lengths.max()),
-            blocks=tuple(blocks),
-            scatter=torch.from_numpy(scatter).to(device),
-        )
+        return cls(fused=None, blocks=tuple(blocks), scatter=torch.from_numpy(scatter).to(device))
 
 
 def _similar_lengths(lengths: NDArray[np.int64]) -> list[NDArray[np.int64]]:
@@ -125,20 +163,11 @@ def packed_attention(
     query_THD, key_TKD, value_TKD = (
         tensor[0].transpose(0, 1).to(value_1KTD.dtype) for tensor in (query_1HTD, key_1KTD, value_1KTD)
     )
-    if value_TKD.is_cuda and value_TKD.dtype in (torch.bfloat16, torch.float16) and dropout == 0.0:
-        groups = query_THD.shape[1] // key_TKD.shape[1]  # spelled out, as not every torch takes fewer key heads here
-        out_THD = varlen_attn(
-            query_THD.contiguous(),
-            key_TKD.repeat_interleave(groups, dim=1),
-            value_TKD.repeat_interleave(groups, dim=1),
-            packed_layout.offsets,
-            packed_layout.offsets,
-            packed_layout.longest,
-            packed_layout.longest,
-            scale=scaling,
-            window_size=(-1, 0) if sliding_window is None else (sliding_window - 1, 0),
+    if packed_layout.fused is not None:  # never with dropout: see PackedPolicy
+        scale = 1.0 / math.sqrt(query_THD.shape[-1]) if scaling is None else scaling
+        out_THD = fused_attention(
+            query_THD, key_TKD, value_TKD, packed_layout.fused, scale=scale, window=sliding_window
         )
-        assert isinstance(out_THD, torch.Tensor)
         return out_THD.unsqueeze(0), None
 
     outputs = [

@@ -1,22 +1,56 @@
-"""Which rank of the training group this process is; read once at start, before any collective."""
+"""This process in its training group: its ranks, its device, and the few collectives that carry plain data.
+
+Started once, before any other collective. Model data moves over the device's backend (NCCL or gloo) through the mesh;
+everything else, such as a batch, a record or a vote, over a gloo group of its own on the CPU, so that it never waits
+behind a kernel.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from meshrl.wire.types import MicroBatch
 
+COLLECTIVE_TIMEOUT_S = 600.0
+SHARD, REPLICATE = "dp_shard", "dp_replicate"
 
-@dataclass(frozen=True, kw_only=True)
+
 class ParallelContext:
-    """This process in its training group. Data parallelism only: every rank holds the whole model."""
+    """One rank of a training group; without arguments, a process on its own.
 
-    rank: int = 0
-    world_size: int = 1
+    mesh: ("dp_shard",), or ("dp_replicate", "dp_shard") for HSDP; None where nothing is sharded (one process on a CPU).
+    control: gloo group for data on the CPU; None in a group of one.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        local_rank: int = 0,
+        device: torch.device | None = None,
+        mesh: DeviceMesh | None = None,
+        control: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.local_rank = local_rank
+        self.device = device or torch.device("cpu")
+        self.mesh = mesh
+        self.control = control
 
     @property
     def dp_size(self) -> int:
+        """Ranks that train different rows: all of them."""
         return self.world_size
 
     @property
@@ -24,18 +58,109 @@ class ParallelContext:
         return self.rank
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str]) -> ParallelContext:
-        """Reads torchrun's RANK and WORLD_SIZE. Raises ValueError for a group larger than one process.
+    def start(
+        cls,
+        environment: Mapping[str, str],
+        *,
+        device: torch.device,
+        dp_replicate: int = 1,
+        timeout_s: float = COLLECTIVE_TIMEOUT_S,
+    ) -> ParallelContext:
+        """Joins the group that torchrun's RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT describe.
 
-        Micro-batches carry their rank and the normaliser is the whole batch's, so sharding changes the learner only.
+        A GPU without torchrun becomes a group of one, since sharding is also what mixes precisions there; a CPU without
+        torchrun needs no group. Raises ValueError when dp_replicate does not divide the group.
         """
-        world_size = int(environment.get("WORLD_SIZE", "1"))
-        if world_size > 1:
+        rank, world_size, local_rank = (
+            int(environment.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
+        )
+        if world_size % dp_replicate:
             raise ValueError(
-                f"WORLD_SIZE is {world_size}, but this trainer runs as one process; start it without torchrun"
+                f"model.dp_replicate must divide the number of ranks ({world_size}), got {dp_replicate}; use 1 or "
+                "a divisor"
             )
-        return cls(rank=int(environment.get("RANK", "0")), world_size=world_size)
+        on_gpu = device.type == "cuda"
+        if world_size == 1 and not on_gpu:
+            return cls(device=device)
+        if on_gpu:
+            device = torch.device("cuda", local_rank if device.index is None else device.index)
+            torch.cuda.set_device(device)
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+        options: dict[str, Any] = {"timeout": timedelta(seconds=timeout_s)}
+        if world_size == 1:
+            options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        if on_gpu:
+            options["device_id"] = device
+        dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", **options)
+        names: tuple[str, ...] = (SHARD,)
+        shape: tuple[int, ...] = (world_size,)
+        if dp_replicate > 1:
+            names, shape = (REPLICATE, SHARD), (dp_replicate, world_size // dp_replicate)
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+        control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)) if world_size > 1 else None
+        return cls(
+            rank=rank, world_size=world_size, local_rank=local_rank, device=device, mesh=mesh, control=control
+        )
 
     def own(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """The micro-batches of this rank, in order."""
         return [micro_batch for micro_batch in micro_batches if micro_batch.dp_rank == self.dp_rank]
+
+    # --- collectives over the control group; every rank calls them in the same order ----------------
+
+    def broadcast(self, data: bytes | None) -> bytes:
+        """Rank 0's bytes on every rank; the others pass None and wait."""
+        if self.control is None:
+            assert data is not None, "a process on its own broadcasts to itself"
+            return data
+        size = torch.tensor([len(data) if data is not None else 0], dtype=torch.int64)
+        dist.broadcast(size, group_src=0, group=self.control)
+        buffer = torch.empty(int(size), dtype=torch.uint8)
+        if data:
+            buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        if buffer.numel():
+            dist.broadcast(buffer, group_src=0, group=self.control)
+        return buffer.numpy().tobytes()
+
+    def gather(self, array: NDArray[Any]) -> list[NDArray[Any]] | None:
+        """Every rank's array, in rank order, on rank 0; None elsewhere.
+
+        The arrays have one dtype and the same shape but for the first axis.
+        """
+        if self.control is None:
+            return [array]
+        lengths = self.sum(np.eye(self.world_size, dtype=np.int64)[self.rank] * len(array)).tolist()
+        padded = np.zeros((max(lengths), *array.shape[1:]), dtype=array.dtype)
+        padded[: len(array)] = array
+        own = torch.from_numpy(padded.reshape(-1).view(np.uint8).copy())
+        parts = [torch.empty_like(own) for _ in lengths] if self.rank == 0 else None
+        dist.gather(own, parts, group_dst=0, group=self.control)
+        if parts is None:
+            return None
+        return [
+            part.numpy().view(array.dtype).reshape(padded.shape)[:length]
+            for part, length in zip(parts, lengths, strict=True)
+        ]
+
+    def sum(self, array: NDArray[Any]) -> NDArray[Any]:
+        """The elementwise sum over ranks, on every rank."""
+        if self.control is None:
+            return array
+        total = torch.from_numpy(np.ascontiguousarray(array).copy())
+        dist.all_reduce(total, group=self.control)
+        summed: NDArray[Any] = total.numpy()
+        return summed
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set on any rank."""
+        return bool(self.sum(np.array([int(flag)], dtype=np.int64))[0])
+
+    def barrier(self) -> None:
+        """Returns once every rank has come here."""
+        if self.control is not None:
+            dist.barrier(group=self.control)
+
+    def close(self) -> None:
+        """Leaves the group."""
+        if dist.is_initialized() and (self.mesh is not None or self.control is not None):
+            dist.destroy_process_group()

@@ -1,0 +1,226 @@
+"""Attention kernels for packed rows on a GPU in half precision, as one operator that torch.compile does not look into.
+
+Long samples go through cuDNN one by one: on a Hopper GPU it does about twice the work a second of the variable-length
+kernel (FlashAttention 2), which takes the short ones together. cuDNN builds a plan for each length that it meets (some
+60 ms), so long samples are padded to a multiple of LENGTH_STEP; padding comes after every real query's keys and
+changes nothing. Sliding windows, which cuDNN does not take here, go through the variable-length kernel.
+
+Registering an operator with torch is what importing this module does; it holds no other state.
+
+Shapes: T tokens of a row, H heads, K key-value heads, D head size, S samples, L tokens of a sample.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+
+LENGTH_STEP = 256
+OPERATOR = "meshrl::packed_attention"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FusedPlan:
+    """Which kernel takes which samples of a row; the operator's arguments besides queries, keys and values."""
+
+    offsets: torch.Tensor  # int32 (S + 1,) on the device
+    short_index: torch.Tensor  # int64 on the device: tokens of the short samples; empty when all are short
+    short_offsets: torch.Tensor  # int32 on the device
+    host: torch.Tensor  # int64 on the CPU: longest sample, longest short one, then start and end of each long one
+
+    @classmethod
+    def from_offsets(
+        cls, sample_offsets: NDArray[np.int64], device: torch.device, *, long_from: int | None
+    ) -> FusedPlan:
+        """Plans a row. Samples of at least `long_from` tokens go through cuDNN; None sends none there."""
+        starts, lengths = sample_offsets[:-1], np.diff(sample_offsets)
+        is_long = np.zeros(len(lengths), dtype=np.bool_) if long_from is None else lengths >= long_from
+        short = lengths[~is_long]
+        spans = np.stack([starts, starts + lengths], axis=1)[is_long]
+        host = np.concatenate([[lengths.max(), short.max(initial=0)], spans.ravel()])
+        index = np.flatnonzero(np.repeat(~is_long, lengths)) if is_long.any() else np.zeros(0)
+        return cls(
+            offsets=torch.from_numpy(sample_offsets.astype(np.int32)).to(device),
+            short_index=torch.from_numpy(index.astype(np.int64)).to(device),
+            short_offsets=torch.from_numpy(np.concatenate([[0], np.cumsum(short)]).astype(np.int32)).to(device),
+            host=torch.from_numpy(host.astype(np.int64)),
+        )
+
+
+def fused_attention(
+    query_THD: torch.Tensor,
+    key_TKD: torch.Tensor,
+    value_TKD: torch.Tensor,
+    plan: FusedPlan,
+    *,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    """Causal attention within each sample; (T, H, D). `window` is how many tokens back a query sees, itself counted."""
+    out_THD, _ = _attention(
+        query_THD.contiguous(),
+        key_TKD.contiguous(),
+        value_TKD.contiguous(),
+        plan.offsets,
+        plan.short_index,
+        plan.short_offsets,
+        plan.host,
+        scale,
+        -1 if window is None else window - 1,
+    )
+    return out_THD  # type: ignore[no-any-return]  # a custom operator is untyped
+
+
+@torch.library.custom_op(OPERATOR, mutates_args=())
+def _attention(
+    query_THD: torch.Tensor,
+    key_TKD: torch.Tensor,
+    value_TKD: torch.Tensor,
+    offsets: torch.Tensor,
+    short_index: torch.Tensor,
+    short_offsets: torch.Tensor,
+    host: torch.Tensor,
+    scale: float,
+    window_left: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the output (T, H, D) and the log-sum-exp of the scores, float32 (H, T)."""
+    longest, longest_short, *spans = host.tolist()
+    if not spans or window_left >= 0:
+        return _flash(query_THD, key_TKD, value_TKD, offsets, longest, scale, window_left)
+    out_THD = torch.empty_like(query_THD)
+    lse_HT = query_THD.new_empty(query_THD.shape[1], query_THD.shape[0], dtype=torch.float32)
+    if longest_short:
+        rows = (tensor.index_select(0, short_index) for tensor in (query_THD, key_TKD, value_TKD))
+        out, lse = _flash(*rows, short_offsets, longest_short, scale, window_left)
+        out_THD.index_copy_(0, short_index, out)
+        lse_HT.index_copy_(1, short_index, lse)
+    for start, end in zip(spans[::2], spans[1::2], strict=True):
+        query, key, value = (_one_sample(tensor, start, end) for tensor in (query_THD, key_TKD, value_TKD))
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            query, key, value, None, True, 0.0, True, False, scale=scale
+        )
+        out_THD[start:end] = out[0].transpose(0, 1)[: end - start]
+        lse_HT[:, start:end] = lse[0, :, : end - start, 0]
+    return out_THD, lse_HT
+
+
+@_attention.register_fake
+def _attention_shapes(query_THD: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(query_THD), query_THD.new_empty(
+        query_THD.shape[1], query_THD.shape[0], dtype=torch.float32
+    )
+
+
+@torch.library.custom_op(f"{OPERATOR}_backward", mutates_args=())
+def _attention_backward(
+    grad_THD: torch.Tensor,
+    query_THD: torch.Tensor,
+    key_TKD: torch.Tensor,
+    value_TKD: torch.Tensor,
+    out_THD: torch.Tensor,
+    lse_HT: torch.Tensor,
+    offsets: torch.Tensor,
+    short_index: torch.Tensor,
+    short_offsets: torch.Tensor,
+    host: torch.Tensor,
+    scale: float,
+    window_left: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of queries, keys and values."""
+    longest, longest_short, *spans = host.tolist()
+    inputs = (query_THD, key_TKD, value_TKD)
+    if not spans or window_left >= 0:
+        return _flash_backward(grad_THD, *inputs, out_THD, lse_HT, offsets, longest, scale, window_left)
+    gradients = (torch.empty_like(query_THD), torch.empty_like(key_TKD), torch.empty_like(value_TKD))
+    if longest_short:
+        rows = (tensor.index_select(0, short_index) for tensor in (grad_THD, *inputs, out_THD))
+        lse = lse_HT.index_select(1, short_index)
+        parts = _flash_backward(*rows, lse, short_offsets, longest_short, scale, window_left)
+        for gradient, part in zip(gradients, parts, strict=True):
+            gradient.index_copy_(0, short_index, part)
+    nothing = torch.empty(0, dtype=torch.int64)  # the state of the random generator, which is read for dropout only
+    for start, end in zip(spans[::2], spans[1::2], strict=True):
+        grad, query, key, value, out = (_one_sample(tensor, start, end) for tensor in (grad_THD, *inputs, out_THD))
+        lse = F.pad(lse_HT[:, start:end], (0, query.shape[2] - (end - start)))[None, :, :, None].contiguous()
+        parts = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            grad, query, key, value, out, lse, nothing, nothing, None, None, None,
+            query.shape[2], query.shape[2], 0.0, True, scale=scale,
+        )  # fmt: skip
+        for gradient, part in zip(gradients, parts, strict=True):
+            gradient[start:end] = part[0].transpose(0, 1)[: end - start]
+    return gradients
+
+
+@_attention_backward.register_fake
+def _attention_backward_shapes(
+    grad_THD: torch.Tensor, query_THD: torch.Tensor, key_TKD: torch.Tensor, value_TKD: torch.Tensor, *_: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return torch.empty_like(query_THD), torch.empty_like(key_TKD), torch.empty_like(value_TKD)
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    *tensors, ctx.scale, ctx.window_left = inputs
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _backward(ctx: Any, grad_THD: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
+    query, key, value, offsets, short_index, short_offsets, host, out, lse = ctx.saved_tensors
+    gradients = _attention_backward(
+        grad_THD.contiguous(), query, key, value, out, lse,
+        offsets, short_index, short_offsets, host, ctx.scale, ctx.window_left,
+    )  # fmt: skip
+    return (*gradients, None, None, None, None, None, None)
+
+
+_attention.register_autograd(_backward, setup_context=_keep_for_backward)
+
+
+def _flash(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    offsets: torch.Tensor,
+    longest: int,
+    scale: float,
+    window_left: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    window = {} if window_left < 0 else {"window_size_left": window_left, "window_size_right": 0}
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        query, key, value, offsets, offsets, longest, longest, 0.0, True, False, scale=scale, **window
+    )
+    return out, lse
+
+
+def _flash_backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    offsets: torch.Tensor,
+    longest: int,
+    scale: float,
+    window_left: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    window = {} if window_left < 0 else {"window_size_left": window_left, "window_size_right": 0}
+    nothing = torch.zeros(2, dtype=torch.uint64, device=query.device)
+    gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = torch.ops.aten._flash_attention_backward(
+        grad, query, key, value, out, lse.contiguous(), offsets, offsets, longest, longest, 0.0, True,
+        nothing, nothing, scale=scale, **window,
+    )  # fmt: skip
+    return gradients
+
+
+def _one_sample(tensor_THD: torch.Tensor, start: int, end: int) -> torch.Tensor:
+    """(1, H, L, D) view of a sample, or a copy padded with zeros to a multiple of LENGTH_STEP."""
+    sample_LHD = tensor_THD[start:end]
+    missing = -(end - start) % LENGTH_STEP
+    if missing:
+        sample_LHD = F.pad(sample_LHD, (0, 0, 0, 0, 0, missing))
+    return sample_LHD.transpose(0, 1)[None]

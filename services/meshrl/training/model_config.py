@@ -1,0 +1,95 @@
+"""The `model` section of a trainer: what to train, how it is sharded, and what it trades for memory."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from meshrl.core.config import BaseConfig
+from meshrl.core.config.shared import ModelConfig
+
+
+class ActivationCheckpointConfig(BaseConfig):
+    """Activations that are computed again in the backward pass instead of kept."""
+
+    mode: Literal["full", "selective"] = "full"
+    """full: a block keeps its input only; selective: it keeps matrix products and attention too, which are slow to
+    repeat."""
+
+    freq: int = Field(default=1, ge=1)
+    """Every so many blocks; 1 means all, 2 every second."""
+
+
+class ActivationOffloadConfig(BaseConfig):
+    """Activations that wait for the backward pass in the host's memory."""
+
+    min_mib: float = Field(default=1.0, gt=0.0)
+    """Smaller tensors stay on the device."""
+
+
+class CompileConfig(BaseConfig):
+    """`torch.compile` of each block."""
+
+    fullgraph: bool = False
+    """Fail where a block does not compile as one graph."""
+
+
+class LoraConfig(BaseConfig):
+    """Low-rank adapters (LoRA, arXiv 2106.09685): the model stays frozen and small matrices beside it are trained."""
+
+    rank: int = Field(default=16, ge=1)
+    """Rank of the adapters."""
+
+    alpha: float = Field(default=32.0, gt=0.0)
+    """An adapter's output is scaled by alpha / rank."""
+
+    dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """Share of an adapter's inputs that is dropped in training."""
+
+    target_modules: list[str] = Field(
+        default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    )
+    """Linear layers to adapt, by the last part of their name or a whole one."""
+
+
+class TrainerModelConfig(ModelConfig):
+    """The model that is trained. Master weights are float32; dtype is what it computes in and publishes."""
+
+    attn: Literal["auto", "varlen", "cudnn", "sdpa"] = "auto"
+    """Attention over packed rows; auto takes the fastest that the device has (sdpa on a CPU)."""
+
+    ac: ActivationCheckpointConfig | None = None
+    """Activation checkpointing; off unless given."""
+
+    ac_offloading: ActivationOffloadConfig | None = None
+    """Activation offloading to the host; off unless given."""
+
+    compile: CompileConfig | None = None
+    """torch.compile of each block; off unless given."""
+
+    reshard_after_forward: bool = True
+    """Free a block's gathered parameters after its forward pass; without it they stay until its backward pass."""
+
+    dp_replicate: int = Field(default=1, ge=1)
+    """HSDP: groups of ranks that each hold the whole model, sharded within; 1 is plain FSDP."""
+
+    fsdp_cpu_offload: bool = False
+    """Keep parameters, gradients and optimizer state in the host's memory; the optimizer runs there."""
+
+    optim_cpu_offload: bool = False
+    """Keep the optimizer state in the host's memory; the optimizer runs on the device, a part at a time."""
+
+    reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Numbers in which gradients are summed over ranks."""
+
+    lora: LoraConfig | None = None
+    """Train adapters instead of the model; off unless given."""
+
+    @model_validator(mode="after")
+    def _one_offload(self) -> Self:
+        if self.fsdp_cpu_offload and self.optim_cpu_offload:
+            raise ValueError(
+                "model.fsdp_cpu_offload keeps the optimizer state on the host too; leave model.optim_cpu_offload out"
+            )
+        return self
