@@ -162,6 +162,8 @@ class Learner:
             logprobs=scored.logprobs,
             inference_logprobs=_on(micro_batch.inference_logprobs[mask], self.device),
             advantages=_on(micro_batch.advantages[mask], self.device),
+            sequence_ids=_on(samples, self.device),
+            num_sequences=len(micro_batch.temperatures),
         )
         output = self._loss(inputs)
         record = TokenRecord(
