@@ -1,0 +1,199 @@
+"""What a step minimises: an rl, a ce and a ref_kl term, each a weighted sum over its tokens divided by its own count.
+
+The learner calls `count` once for the whole batch and `objective_loss` once for each packed row. Every term is divided
+by a count of the whole batch (all micro-batches, all ranks), so the rows' losses add up to the objective, and neither
+the weights nor the number of tokens of one term change another. A term without tokens adds nothing.
+
+    rl      sum_t rl_weight_t * w_t * loss_t / D                     loss_t: one of `losses`
+            TOKEN     w = 1                                 D = rl tokens
+            SEQUENCE  w = 1 / rl tokens of its sequence     D = sequences with rl tokens
+            FIXED     w = 1 / fixed_length                  D = sequences with rl tokens
+    ce      sum_t ce_weight_t * -log p_t / ce tokens
+    ref_kl  ref_kl_tau * sum_t ref_kl_weight_t * sg(min(r_t, ref_kl_delta)) * (log p_t - log ref_t)^2 / 2
+            / ref_kl tokens
+
+TOKEN is DAPO's normaliser (arXiv 2503.14476), SEQUENCE that of GRPO (arXiv 2402.03300) and GSPO (arXiv 2507.18071),
+FIXED that of Dr. GRPO (arXiv 2503.20783). The ref_kl value is the k2 estimator (http://joschu.net/blog/kl-approx.html):
+its expected on-policy gradient is the gradient of KL(p || ref) (arXiv 2510.01555), and r, cut off at ref_kl_delta and
+without a gradient, corrects for the policy that sampled the token; a token that no policy sampled has r = 1.
+
+Shapes: P predicted tokens of a row (of any term), N those of the rl term, S sequences of the row.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from meshrl.algorithms.losses import Loss, LossInputs, LossOutput, saturated_ratio
+from meshrl.wire.types import MicroBatch
+
+
+class Normaliser(enum.Enum):
+    """What the sum of the rl tokens' losses is divided by; the module's docstring has the formulas."""
+
+    TOKEN = "token"
+    SEQUENCE = "sequence"
+    FIXED = "fixed"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchCounts:
+    """How many tokens and sequences each term of the objective has in the whole batch."""
+
+    rl_tokens: int
+    rl_sequences: int
+    ce_tokens: int
+    ref_kl_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Objective:
+    """The loss of the rl term, its normaliser, and the constants of the ref_kl term.
+
+    Raises ValueError for constants that make no objective.
+    """
+
+    loss: Loss
+    normaliser: Normaliser = Normaliser.TOKEN
+    fixed_length: int | None = None  # tokens; with FIXED only
+    name: str = "default"
+    ref_kl_tau: float = 1.0
+    ref_kl_delta: float = 4.0
+
+    def __post_init__(self) -> None:
+        if (self.normaliser is Normaliser.FIXED) != (self.fixed_length is not None):
+            raise ValueError(
+                f"fixed_length goes with the normaliser 'fixed' and with no other, got {self.fixed_length} with "
+                f"{self.normaliser.value!r}; set both or neither"
+            )
+        if self.fixed_length is not None and self.fixed_length < 1:
+            raise ValueError(f"fixed_length must be at least 1 token, got {self.fixed_length}")
+        if self.ref_kl_tau < 0.0 or self.ref_kl_delta <= 0.0:
+            raise ValueError(
+                f"ref_kl_tau must not be negative and ref_kl_delta must be positive, got {self.ref_kl_tau} and "
+                f"{self.ref_kl_delta}"
+            )
+
+    def rl_divisor(self, counts: BatchCounts) -> int:
+        """D of the rl term."""
+        return counts.rl_tokens if self.normaliser is Normaliser.TOKEN else counts.rl_sequences
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RowTokens:
+    """The predicted tokens of a row, sequence after sequence; float32 (P,) where not said otherwise.
+
+    A term's weights are None where the batch has none: rl weighs each token 1, ce and ref_kl have no token.
+    """
+
+    logprobs: torch.Tensor  # log p; carries the gradient
+    inference_logprobs: torch.Tensor  # log q; read where rl_mask is true
+    advantages: torch.Tensor  # read where rl_mask is true
+    rl_mask: torch.Tensor  # bool (P,): sampled, so part of the rl term
+    sequence_ids: torch.Tensor  # int64 (P,), ascending, below num_sequences
+    num_sequences: int  # S
+    rl_weights: torch.Tensor | None = None
+    ce_weights: torch.Tensor | None = None
+    ref_kl_weights: torch.Tensor | None = None
+    ref_logprobs: torch.Tensor | None = None  # log ref; read where ref_kl_weights is not 0
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RowLoss:
+    """A row's share of the objective; the shares of all rows of all ranks add up to it.
+
+    `total` is a scalar ready for backward, even when it is 0. The rest has no gradient. `per_token` (P,) is what each
+    token adds to the rl sum before its division by D, and `masked` bool (P,) which tokens the rl loss masked; both are
+    0 outside the rl term. `metrics` holds scalars, each the row's share of the step's value: "rl", "ce" and "ref_kl"
+    (terms as they enter the total, absent where the batch has no token of one) and the rl loss's own (means over the
+    rl tokens). Add a metric up over rows and ranks; one that a row does not name is 0 there.
+    """
+
+    total: torch.Tensor
+    per_token: torch.Tensor
+    masked: torch.Tensor
+    metrics: Mapping[str, torch.Tensor]
+
+
+def count(micro_batches: Iterable[MicroBatch]) -> BatchCounts:
+    """The counts of a batch from all its micro-batches, those of other ranks too."""
+    rl_tokens = rl_sequences = ce_tokens = ref_kl_tokens = 0
+    for micro_batch in micro_batches:
+        lengths = np.diff(micro_batch.sample_offsets)
+        ids = np.repeat(np.arange(len(lengths)), lengths)[micro_batch.loss_mask]
+        rl_tokens += len(ids)
+        rl_sequences += len(np.unique(ids))
+        ce_tokens += _weighted(getattr(micro_batch, "ce_weights", None))
+        ref_kl_tokens += _weighted(getattr(micro_batch, "ref_kl_weights", None))
+    return BatchCounts(rl_tokens=rl_tokens, rl_sequences=rl_sequences, ce_tokens=ce_tokens, ref_kl_tokens=ref_kl_tokens)
+
+
+def objective_loss(objective: Objective, row: RowTokens, counts: BatchCounts) -> RowLoss:
+    """One row's share of the objective. `counts` are the whole batch's, not the row's."""
+    total = row.logprobs[:0].sum()  # 0 with a graph: a rank whose row has no token still takes part in backward
+    per_token_P = torch.zeros_like(row.logprobs, requires_grad=False)
+    masked_P = torch.zeros_like(row.rl_mask)
+    metrics: dict[str, torch.Tensor] = {}
+    if counts.rl_tokens > 0:
+        output, value_N = _rl_values(objective, row)
+        terms = {"rl": value_N.sum() / objective.rl_divisor(counts)}
+        per_token_P[row.rl_mask] = value_N.detach()
+        masked_P[row.rl_mask] = output.masked
+        metrics |= {name: values.detach().sum() / counts.rl_tokens for name, values in output.metrics.items()}
+    else:
+        terms = {}
+    if counts.ce_tokens > 0 and row.ce_weights is not None:
+        terms["ce"] = _ce_sum(row, row.ce_weights) / counts.ce_tokens
+    if counts.ref_kl_tokens > 0 and row.ref_kl_weights is not None:
+        terms["ref_kl"] = _ref_kl_sum(objective, row, row.ref_kl_weights) / counts.ref_kl_tokens
+    for name, term in terms.items():
+        total = total + term
+        metrics[name] = term.detach()
+    return RowLoss(total=total, per_token=per_token_P, masked=masked_P, metrics=metrics)
+
+
+def _rl_values(objective: Objective, row: RowTokens) -> tuple[LossOutput, torch.Tensor]:
+    """The loss's output and rl_weight * w * loss, (N,)."""
+    ids_N = row.sequence_ids[row.rl_mask]
+    inputs = LossInputs(
+        logprobs=row.logprobs[row.rl_mask],
+        inference_logprobs=row.inference_logprobs[row.rl_mask],
+        advantages=row.advantages[row.rl_mask],
+        sequence_ids=ids_N,
+        num_sequences=row.num_sequences,
+    )
+    output = objective.loss(inputs)
+    value_N = output.per_token
+    if objective.normaliser is Normaliser.SEQUENCE:
+        value_N = value_N / torch.bincount(ids_N, minlength=row.num_sequences)[ids_N]
+    elif objective.fixed_length is not None:
+        value_N = value_N / objective.fixed_length
+    if row.rl_weights is not None:
+        value_N = value_N * row.rl_weights[row.rl_mask]
+    return output, value_N
+
+
+def _ce_sum(row: RowTokens, weights_P: torch.Tensor) -> torch.Tensor:
+    of = weights_P != 0
+    return -(weights_P[of] * row.logprobs[of]).sum()
+
+
+def _ref_kl_sum(objective: Objective, row: RowTokens, weights_P: torch.Tensor) -> torch.Tensor:
+    of = weights_P != 0
+    if row.ref_logprobs is None:
+        raise ValueError("ref_kl_weights need ref_logprobs: the reference's logprobs of the same tokens")
+    logprobs = row.logprobs[of]
+    ratio = saturated_ratio(logprobs - row.inference_logprobs[of]).detach().clamp(max=objective.ref_kl_delta)
+    ratio = torch.where(row.rl_mask[of], ratio, 1.0)
+    divergence = (logprobs - row.ref_logprobs[of]).square() / 2
+    return objective.ref_kl_tau * (weights_P[of] * ratio * divergence).sum()
+
+
+def _weighted(weights_T: NDArray[np.float32] | None) -> int:
+    return 0 if weights_T is None else int(np.count_nonzero(weights_T))
