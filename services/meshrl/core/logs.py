@@ -43,7 +43,7 @@ def setup_logging(name: str, level: str, log_file: Path | None = None, *, json_l
     logger.remove()
     logger.configure(extra={"process": name})
     logger.add(sys.stdout, level=level, format=FORMAT, serialize=json_logging, backtrace=False, diagnose=False)
-    if log_file is not None and not _stdout_goes_beside(log_file):
+    if log_file is not None and not stdout_goes_beside(log_file):
         log_file.parent.mkdir(parents=True, exist_ok=True)
         logger.add(
             log_file,
@@ -60,7 +60,7 @@ def setup_logging(name: str, level: str, log_file: Path | None = None, *, json_l
         logging.getLogger(library).setLevel(logging.WARNING)
 
 
-def _stdout_goes_beside(log_file: Path) -> bool:
+def stdout_goes_beside(log_file: Path) -> bool:
     """True when stdout is a file of the same folder: a launcher keeps the log, and every line would be there twice."""
     try:
         stdout = os.fstat(sys.stdout.fileno())

@@ -16,6 +16,7 @@ from meshrl.orchestrator.config import OrchestratorConfig
 from meshrl.rollout.config import ClientConfig, RolloutConfig
 from meshrl.trainer.config import TrainerConfig
 from meshrl.training.config import CheckpointConfig
+from meshrl.training.deployment import DeploymentConfig
 from meshrl.weights.config import WeightsConfig
 
 
@@ -96,8 +97,11 @@ class RLConfig(BaseConfig):
     dry_run: bool = False
     """Write the resolved configurations to output_dir/configs and end."""
 
-    trainer_gpu_ids: list[int] | None = None
-    """GPUs of the trainer (CUDA_VISIBLE_DEVICES); None leaves all visible."""
+    deployment: DeploymentConfig = DeploymentConfig()
+    """The processes that the trainer runs as, for the trainer."""
+
+    trainer_gpu_ids: list[int] | None = Field(default=None, min_length=1)
+    """GPUs of the trainer (CUDA_VISIBLE_DEVICES); None leaves all visible. Several run one training process each."""
 
     inference_gpu_ids: list[int] | None = None
     """GPUs of inference, divided among the engines; None leaves all visible."""
@@ -147,6 +151,7 @@ class RLConfig(BaseConfig):
             section = settled.setdefault(name, {})
             if isinstance(section, dict) and isinstance(section.setdefault("server", {}), dict):
                 section["server"].setdefault("port", 0)
+        _spread_over(settled.get("trainer_gpu_ids"), settled["trainer"])
         _follow(settled, "rollout", "seq_len", "orchestrator")
         for name in ["rollout", *(["inference"] if starts_engine else [])]:
             _follow(settled, name, "model", "trainer")
@@ -157,7 +162,7 @@ class RLConfig(BaseConfig):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        problems = [*self._differences(), *self._lengths()]
+        problems = [*self._differences(), *self._lengths(), *self._processes()]
         if problems:
             raise ValueError("\n".join(problems))
         return self
@@ -192,6 +197,15 @@ class RLConfig(BaseConfig):
             problems.append(f"num_engines is {self.num_engines} but inference is off; add [inference] or leave it out")
         return problems
 
+    def _processes(self) -> list[str]:
+        wanted, gpus = self.trainer.deployment.num_train_gpus, self.trainer_gpu_ids
+        if gpus is None or wanted <= len(gpus):
+            return []
+        return [
+            f"deployment.num_train_gpus is {wanted} but trainer_gpu_ids lists {len(gpus)} GPU(s); list as many, or"
+            " leave deployment.num_train_gpus out"
+        ]
+
     def _lengths(self) -> list[str]:
         """Lengths and counts of one program that another cannot take."""
         problems = []
@@ -211,6 +225,14 @@ class RLConfig(BaseConfig):
                 f"orchestrator.max_steps ({last}) is more than trainer.max_steps ({most}); set max_steps once"
             )
         return problems
+
+
+def _spread_over(gpus: Any, trainer: Any) -> None:
+    """Gives the trainer one process for each of its GPUs, unless it says how many it wants."""
+    if isinstance(gpus, list) and gpus and isinstance(trainer, dict):
+        deployment = trainer.setdefault("deployment", {})
+        if isinstance(deployment, dict):
+            deployment.setdefault("num_train_gpus", len(gpus))
 
 
 def _follow(values: dict[str, Any], name: str, key: str, other: str) -> None:

@@ -17,6 +17,7 @@ HANDED_DOWN: Mapping[str, tuple[str, ...]] = {
     "seed": ("trainer.seed", "orchestrator.seed", "inference.seed"),
     "run_id": ("trainer.run_id", "orchestrator.run_id"),
     "ckpt": ("trainer.ckpt",),
+    "deployment": ("trainer.deployment",),
     "wandb": ("orchestrator.wandb",),
     "weight_broadcast": ("trainer.weight_broadcast", "inference.weight_broadcast"),
     "bench": ("orchestrator.bench",),

@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from meshrl.core.config import BaseConfig
 from meshrl.core.config.shared import LogConfig, ModelConfig, ServerConfig, WeightBroadcastConfig
 from meshrl.training.config import CheckpointConfig, OptimConfig, SchedulerConfig
+from meshrl.training.deployment import DeploymentConfig
 
 
 class LossConfig(BaseConfig):
@@ -35,7 +36,7 @@ class LossConfig(BaseConfig):
 
 
 class TrainerConfig(BaseConfig):
-    """The trainer: one process that turns batches into weight versions."""
+    """The trainer: turns batches into weight versions."""
 
     model: ModelConfig = ModelConfig()
     """The model to train. Master weights are float32; dtype is what it computes in and publishes."""
@@ -57,6 +58,9 @@ class TrainerConfig(BaseConfig):
 
     ckpt: CheckpointConfig | None = None
     """Checkpoints; off unless given."""
+
+    deployment: DeploymentConfig = DeploymentConfig()
+    """The processes that the trainer runs as."""
 
     run_id: str = Field(default="main", min_length=1)
     """Name of the trainer's own run."""

@@ -30,10 +30,14 @@ Work = Batch | SaveRequest
 
 
 class TrainerDesk:
-    """Hands work to the training thread and its news to watchers. Made on the event loop that serves it."""
+    """Hands work to the training thread and its news to watchers. Made on the event loop that serves it.
 
-    def __init__(self, book: StepBook) -> None:
+    One that is `held` takes batches but hands out no work until it is opened.
+    """
+
+    def __init__(self, book: StepBook, *, held: bool = False) -> None:
         self.book = book
+        self._held = held
         self._loop = asyncio.get_running_loop()
         self._changed = asyncio.Event()
         self._saves: deque[SaveRequest] = deque()
@@ -74,6 +78,11 @@ class TrainerDesk:
             await self._changed.wait()
         return self.book.step
 
+    def open(self) -> None:
+        """Lets go of work that was held."""
+        self._held = False
+        self._announce()
+
     def close(self) -> None:
         """Ends the training thread after the work at hand, and every watch."""
         self._closed = True
@@ -90,9 +99,9 @@ class TrainerDesk:
         while True:
             if self._closed:
                 return None
-            if self._saves:
+            if self._saves and not self._held:
                 return self._saves.popleft()
-            batch = self.book.take()
+            batch = None if self._held else self.book.take()
             if batch is not None:
                 self._announce()
                 return batch
@@ -100,9 +109,9 @@ class TrainerDesk:
 
     # --- on the training thread ---------------------------------------------------------------
 
-    def take(self) -> Work | None:
-        """Waits for the next work; None when the desk is closed. An idle trainer waits as long as it lives."""
-        return asyncio.run_coroutine_threadsafe(self._next_work(), self._loop).result()
+    def take(self) -> Future[Work | None]:
+        """The next work, once there is some, however long that takes; None when the desk is closed."""
+        return asyncio.run_coroutine_threadsafe(self._next_work(), self._loop)
 
     def finished(
         self, step: int, *, metrics: Mapping[str, float], timings_s: Mapping[str, float], traceparent: str

@@ -1,4 +1,4 @@
-"""The training loop: takes a batch, makes a step, publishes the version; runs on its own thread.
+"""The training loop of rank 0: takes a batch, makes a step, publishes the version; runs on the training thread.
 
 Consumes batches from the desk in order; produces weights for the publisher and a DONE or FAILED event a step; waits
 for the next batch and, before a publication starts, for the one before it; unblocks the orchestrator, which activates
@@ -19,6 +19,7 @@ from loguru import logger
 from meshrl.models.state import snapshot
 from meshrl.trainer.desk import SaveRequest, TrainerDesk
 from meshrl.trainer.metrics import step_metrics
+from meshrl.trainer.orders import Gather, Orders, Save, Stop, Train
 from meshrl.trainer.spans import StepSpans
 from meshrl.training.checkpoint import Checkpointer
 from meshrl.training.config import CheckpointConfig
@@ -49,19 +50,23 @@ class TrainLoop:
         publish: Publish,
         checkpointer: Checkpointer,
         spans: StepSpans,
+        orders: Orders,
         *,
         publish_dtype: torch.dtype,
         ckpt: CheckpointConfig | None,
         publish_deadline_s: float,
+        on_end: Callable[[], None] = lambda: None,
     ) -> None:
         self._learner = learner
         self._desk = desk
         self._publish = publish
         self._checkpointer = checkpointer
         self._spans = spans
+        self._orders = orders
         self._publish_dtype = publish_dtype
         self._ckpt = ckpt
         self._publish_deadline_s = publish_deadline_s
+        self._on_end = on_end
         self._publishing: Future[Any] | None = None
         self._save_ckpt_s = 0.0  # since the last DONE
         self._saved_step = learner.step_done  # a step that is on disk, or needs no checkpoint
@@ -72,7 +77,7 @@ class TrainLoop:
         """Works until the desk closes, then writes the last checkpoint. Raises what the trainer cannot survive."""
         try:
             waited_since = time.perf_counter()
-            while (work := self._desk.take()) is not None:
+            while (work := self._orders.wait(self._desk.take())) is not None:
                 if isinstance(work, SaveRequest):
                     self._save_on_request(work)
                 else:
@@ -81,6 +86,8 @@ class TrainLoop:
             self._settle_publication()
             if self._ckpt is not None and self._learner.step_done != self._saved_step:
                 self._save(self._ckpt)
+            self._orders.give(Stop())
+            self._on_end()
         except BaseException as error:  # reported to every watcher, then raised: the process ends and says why
             self._desk.crashed(f"the trainer stopped: {error}")
             raise
@@ -89,6 +96,7 @@ class TrainLoop:
         """One step, from a batch to a publication under way."""
         started = time.perf_counter()
         span = self._spans.start(batch)
+        self._orders.give(Train(batch=batch))
         try:
             result = self._learner.step(batch.micro_batches, loss_tokens=batch.loss_tokens)
         except StepError as error:  # the batch's fault: the run goes on with the weights as they are
@@ -100,6 +108,7 @@ class TrainLoop:
         span.child("optimizer", result.optimizer_s)
 
         self._settle_publication()  # versions are sealed in order
+        self._orders.give(Gather())
         weights = snapshot(self._learner.model, self._publish_dtype)  # the next step changes the live ones
         train_s = time.perf_counter() - started
         timings_s = {
@@ -178,11 +187,12 @@ class TrainLoop:
     def _settle_publication(self) -> None:
         """Waits for the publication under way. Raises when it failed: engines would fall behind without an end."""
         if self._publishing is not None:
-            self._publishing.result(timeout=self._publish_deadline_s)
+            self._orders.wait(self._publishing, deadline_s=self._publish_deadline_s)
             self._publishing = None
 
     def _save(self, config: CheckpointConfig) -> None:
         started = time.perf_counter()
+        self._orders.give(Save(weights_only=config.weights_only))
         path = self._checkpointer.save(weights_only=config.weights_only)
         self._checkpointer.prune(config)
         self._saved_step = self._learner.step_done
@@ -191,6 +201,7 @@ class TrainLoop:
 
     def _save_on_request(self, request: SaveRequest) -> None:
         started = time.perf_counter()
+        self._orders.give(Save(weights_only=request.weights_only))
         try:
             path = self._checkpointer.save(weights_only=request.weights_only)
         except OSError as error:  # a full or read-only disk is the caller's news; training goes on

@@ -16,8 +16,9 @@ from meshrl.algorithms.packing import TrainSample, pack_samples
 from meshrl.client import TrainerClient, WeightSyncClient
 from meshrl.core.config import ConfigError
 from meshrl.core.config.shared import ModelConfig, ServerConfig, WeightBroadcastConfig
+from meshrl.trainer.build import build_loss, build_parts
 from meshrl.trainer.config import LossConfig, TrainerConfig
-from meshrl.trainer.main import build_loss, build_parts, serve
+from meshrl.trainer.program import serve
 from meshrl.training.config import CheckpointConfig, OptimConfig, SchedulerConfig
 from meshrl.weights.config import WeightsConfig
 from meshrl.weights.main import serve as serve_hub
@@ -176,8 +177,6 @@ def test_what_a_configuration_mends_is_a_config_error(tmp_path: Path, model: str
         build_parts(config.model_copy(update={"model": ModelConfig(name=str(tmp_path / "nothing"))}), {})
     with pytest.raises(ConfigError, match="cannot resume from step 3"):
         build_parts(config.model_copy(update={"ckpt": CheckpointConfig(resume_step=3)}), {})
-    with pytest.raises(ConfigError, match="WORLD_SIZE is 4"):
-        build_parts(config, {"WORLD_SIZE": "4"})
 
 
 def test_losses_are_chosen_by_name() -> None:

@@ -25,6 +25,7 @@ from meshrl.core.serve import GrpcServer
 from meshrl.trainer.desk import TrainerDesk
 from meshrl.trainer.loop import TrainLoop
 from meshrl.trainer.service import TrainerFacts, TrainerServicer
+from meshrl.trainer.orders import Orders
 from meshrl.trainer.spans import StepSpans
 from meshrl.trainer.steps import StepBook
 from meshrl.training.checkpoint import Checkpointer
@@ -102,6 +103,7 @@ async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
         publish,
         Checkpointer(learner, tmp_path, tokenizer=None),
         StepSpans(trace.NoOpTracer()),
+        Orders(learner.parallel),
         publish_dtype=torch.float32,
         ckpt=None,
         publish_deadline_s=20,

@@ -23,6 +23,7 @@ from meshrl.algorithms.packing import TrainSample, pack_samples
 from meshrl.models.state import snapshot
 from meshrl.trainer.desk import TrainerDesk
 from meshrl.trainer.loop import TrainLoop
+from meshrl.trainer.orders import Orders
 from meshrl.trainer.spans import StepSpans
 from meshrl.trainer.steps import StepBook
 from meshrl.training.checkpoint import Checkpointer, CheckpointError
@@ -115,6 +116,7 @@ class Running:
             self.hub.publish,
             self.checkpointer,
             StepSpans(provider.get_tracer("test")),
+            Orders(learner.parallel),
             publish_dtype=torch.float32,
             ckpt=ckpt,
             publish_deadline_s=10.0,

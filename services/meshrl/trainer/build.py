@@ -1,0 +1,94 @@
+"""Builds what the training thread of each rank works with: the group, the model with its learner, the checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from loguru import logger
+from transformers import PreTrainedTokenizerBase
+
+from meshrl.algorithms.losses import Loss, aipo_loss, dppo_kl_loss
+from meshrl.core.config import ConfigError
+from meshrl.models.load import ModelError, load_model, load_tokenizer, resolve_device, resolve_dtype
+from meshrl.trainer.config import LossConfig, TrainerConfig
+from meshrl.training.checkpoint import Checkpointer, CheckpointError
+from meshrl.training.learner import Learner
+from meshrl.training.lifeline import Lifeline
+from meshrl.training.parallel import ParallelContext
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerParts:
+    """What the training thread works with."""
+
+    learner: Learner
+    checkpointer: Checkpointer
+    compute_dtype: torch.dtype
+    parallel: ParallelContext
+    lifeline: Lifeline
+
+    def leave(self) -> None:
+        """Leaves the group in order, after its last collective."""
+        self.parallel.barrier()
+        self.lifeline.release()
+        self.parallel.close()
+
+
+def build_loss(config: LossConfig) -> Loss:
+    """The configured loss as a function of its inputs."""
+    losses: Mapping[str, Loss] = {
+        "default": partial(
+            dppo_kl_loss,
+            mask_low=config.dppo_mask_low,
+            mask_high=config.dppo_mask_high,
+            adv_tau=config.adv_tau,
+            kl_tau=config.kl_tau,
+        ),
+        "aipo": partial(aipo_loss, delta=config.delta),
+    }
+    return losses[config.type]
+
+
+def build_parts(config: TrainerConfig, environment: Mapping[str, str]) -> TrainerParts:
+    """Joins the group, then loads the model and, when asked to resume, its checkpoint. Raises ConfigError."""
+    if config.torch_threads is not None:
+        torch.set_num_threads(config.torch_threads)
+    torch.manual_seed(config.seed)
+    try:
+        parallel = ParallelContext.start(environment, device=resolve_device(config.model.device))
+        lifeline = Lifeline.tie(parallel, environment)
+        compute_dtype = resolve_dtype(config.model)
+        learner = Learner(
+            load_model(config.model, dtype=torch.float32),  # master weights; small updates drown in bfloat16
+            loss=build_loss(config.loss),
+            optim=config.optim,
+            scheduler=config.scheduler,
+            max_steps=config.max_steps,
+            compute_dtype=compute_dtype,
+            max_logits_bytes=config.max_logits_mib * 2**20,
+            parallel=parallel,
+        )
+        checkpointer = Checkpointer(learner, config.output_dir, tokenizer=_tokenizer(config))
+        if config.ckpt is not None and config.ckpt.resume_step is not None:
+            logger.info("resumed from the checkpoint of step {}", checkpointer.restore(config.ckpt.resume_step))
+    except (ModelError, CheckpointError, ValueError) as error:  # what a changed configuration mends
+        raise ConfigError(str(error)) from error
+    return TrainerParts(
+        learner=learner,
+        checkpointer=checkpointer,
+        compute_dtype=compute_dtype,
+        parallel=parallel,
+        lifeline=lifeline,
+    )
+
+
+def _tokenizer(config: TrainerConfig) -> PreTrainedTokenizerBase | None:
+    """The tokenizer, which only snapshots need: without one they hold the model alone."""
+    try:
+        return load_tokenizer(config.model)
+    except ModelError as error:
+        logger.warning("weight snapshots will come without a tokenizer: {}", error)
+        return None

@@ -1,0 +1,51 @@
+"""A rank of the trainer but the first: does what rank 0 orders, collective by collective, until it says Stop."""
+
+from __future__ import annotations
+
+import torch
+from loguru import logger
+
+from meshrl.models.state import snapshot
+from meshrl.trainer.orders import Gather, Save, Train, follow
+from meshrl.training.checkpoint import Checkpointer
+from meshrl.training.config import CheckpointConfig
+from meshrl.training.learner import Learner, StepError
+
+
+class Follower:
+    """Carries out the orders of one run. Whatever rank 0 survives (a bad batch, a full disk) it survives as well."""
+
+    def __init__(
+        self,
+        learner: Learner,
+        checkpointer: Checkpointer,
+        *,
+        publish_dtype: torch.dtype,
+        ckpt: CheckpointConfig | None,
+    ) -> None:
+        self._learner = learner
+        self._checkpointer = checkpointer
+        self._publish_dtype = publish_dtype
+        self._ckpt = ckpt
+
+    def run(self) -> None:
+        """Gathers the first version with the others, then follows to the end."""
+        self._carry_out(Gather())
+        follow(self._learner.parallel, self._carry_out)
+
+    def _carry_out(self, order: Train | Gather | Save) -> None:
+        if isinstance(order, Train):
+            try:
+                self._learner.step(order.batch.micro_batches, loss_tokens=order.batch.loss_tokens)
+            except StepError as error:  # all ranks raised it, and rank 0 reports it
+                logger.error("{}", error)
+        elif isinstance(order, Gather):
+            snapshot(self._learner.model, self._publish_dtype)
+        else:
+            self._save(order)
+
+    def _save(self, order: Save) -> None:
+        try:
+            self._checkpointer.save(weights_only=order.weights_only)
+        except OSError as error:  # rank 0 reports it
+            logger.error("no checkpoint of step {}: {}", self._learner.step_done, error)

@@ -1,0 +1,232 @@
+"""One rank of the trainer: rank 0 puts the service in front of the learner and the hub behind it, the others follow."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+from loguru import logger
+from opentelemetry import trace
+from transformers.utils.logging import disable_progress_bar
+
+from meshrl.client import WeightSyncClient
+from meshrl.core.config import ConfigError
+from meshrl.core.paths import Layout
+from meshrl.core.serve import GrpcServer, run
+from meshrl.core.telemetry import setup_tracing
+from meshrl.models.state import snapshot
+from meshrl.trainer.build import TrainerParts, build_parts
+from meshrl.trainer.config import TrainerConfig
+from meshrl.trainer.desk import TrainerDesk
+from meshrl.trainer.follow import Follower
+from meshrl.trainer.loop import TrainLoop
+from meshrl.trainer.orders import Orders
+from meshrl.trainer.publisher import Publisher, next_epoch
+from meshrl.trainer.service import TrainerFacts, TrainerServicer
+from meshrl.trainer.spans import StepSpans
+from meshrl.trainer.steps import StepBook
+from meshrl.trainer.thread import TrainingThread
+from meshrl.v1.trainer_pb2_grpc import add_TrainerServiceServicer_to_server
+from meshrl.wire.errors import MeshError
+from meshrl.wire.types import Transport
+
+SERVICE = "meshrl.v1.TrainerService"
+DRAIN_GRACE_S = 5.0
+BYTES_PER_TOKEN = 64  # of a micro-batch message, with room for the ids and traces of its samples
+
+
+def run_rank(config: TrainerConfig, layout: Layout, rank: int) -> None:
+    """Runs this rank to its end and leaves the process with its exit code."""
+    disable_progress_bar()  # a log has no use for it
+    if rank == 0:
+        tracing = setup_tracing("trainer", layout.traces)
+        code = run(lambda stop: serve(config, stop, tracing))
+        tracing.close()
+    else:
+        code = follow_rank_0(config)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit: neither a group that is half gone nor a thread inside torch may hold this process up.
+    os._exit(code)
+
+
+def follow_rank_0(config: TrainerConfig) -> int:
+    """A rank but the first, from its model to rank 0's Stop; returns the exit code."""
+    try:
+        parts = build_parts(config, os.environ)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it to all ranks: rank 0 says when to stop
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        Follower(parts.learner, parts.checkpointer, publish_dtype=parts.compute_dtype, ckpt=config.ckpt).run()
+        parts.leave()
+    except ConfigError as error:
+        logger.error("{}", error)
+        return 2
+    except Exception:  # noqa: BLE001  # last stop of the process: its log has the traceback, the group ends with it
+        logger.exception("this rank failed")
+        return 1
+    return 0
+
+
+async def serve(config: TrainerConfig, stop: asyncio.Event, tracer: trace.Tracer) -> int:
+    """Rank 0: trains until `stop` is set, a client drains the trainer, or it cannot go on; returns the exit code."""
+    thread = TrainingThread()
+    building = thread.call(lambda: build_parts(config, os.environ))
+    if not await _before(stop, building):
+        return 0
+    parts = building.result()
+    learner = parts.learner
+    epoch = await asyncio.to_thread(next_epoch, config.output_dir / "trainer_epoch")
+    desk = TrainerDesk(
+        StepBook(
+            run_id=config.run_id,
+            epoch=epoch,
+            start_step=learner.step_done,
+            max_queued=config.max_queued_batches,
+            max_steps=config.max_steps,
+            history_events=config.history_events,
+        ),
+        held=True,
+    )
+    max_message_bytes = max(4 * 2**20, config.seq_len * BYTES_PER_TOKEN)
+    server = GrpcServer(config.server, max_message_bytes=max_message_bytes, tracer=tracer)
+    servicer = TrainerServicer(desk, facts(config, parts), on_drained=stop.set)
+    server.add(SERVICE, add_TrainerServiceServicer_to_server, servicer)
+    port = await server.start()
+    async with WeightSyncClient(config.weight_broadcast.address) as hub:
+        publisher = Publisher(
+            hub,
+            run_id=config.run_id,
+            epoch=epoch,
+            transport=Transport(config.weight_broadcast.type),
+            broadcast_dir=broadcast_dir(config),
+            chunk_bytes=config.weight_broadcast.chunk_bytes,
+        )
+        initial = await thread.call(lambda: snapshot(learner.model, parts.compute_dtype))
+        training = thread.call(train_loop(config, parts, desk, publisher, tracer).run)
+        try:
+            publication = asyncio.ensure_future(_publish_when_hub_is_up(publisher, learner.step_done, initial, config))
+            del initial
+            if not await _before(stop, publication):
+                return 0
+            desk.open()
+            server.set_serving()
+            logger.info(
+                "trainer: run {!r} at version {} (epoch {}) on {} rank(s), serving TrainerService at {}:{}",
+                config.run_id, learner.step_done, epoch, parts.parallel.world_size, config.server.host, port,
+            )  # fmt: skip
+            return await _until_drained(config, desk, server, training, stop)
+        finally:
+            desk.close()
+            await server.drain(DRAIN_GRACE_S)
+            await asyncio.wait({training}, timeout=DRAIN_GRACE_S)  # it dismisses the other ranks
+
+
+def train_loop(
+    config: TrainerConfig, parts: TrainerParts, desk: TrainerDesk, publisher: Publisher, tracer: trace.Tracer
+) -> TrainLoop:
+    """The loop for the training thread; its publications run on the event loop that makes it."""
+    loop = asyncio.get_running_loop()
+
+    def publish(version: int, weights: Mapping[str, torch.Tensor], traceparent: str) -> Future[Any]:
+        return asyncio.run_coroutine_threadsafe(publisher.publish(version, weights, traceparent), loop)
+
+    return TrainLoop(
+        parts.learner,
+        desk,
+        publish,
+        parts.checkpointer,
+        StepSpans(tracer),
+        Orders(parts.parallel),
+        publish_dtype=parts.compute_dtype,
+        ckpt=config.ckpt,
+        publish_deadline_s=config.publish_deadline_s,
+        on_end=parts.leave,
+    )
+
+
+async def _until_drained(
+    config: TrainerConfig, desk: TrainerDesk, server: GrpcServer, training: asyncio.Future[None], stop: asyncio.Event
+) -> int:
+    """Waits for an end, then finishes what is queued, writes the last checkpoint and lets watchers hear of it."""
+    stopping = asyncio.create_task(stop.wait())
+    ends: set[asyncio.Future[Any]] = {stopping, training}
+    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    server.set_not_serving()
+    code = 0
+    try:
+        async with asyncio.timeout(config.drain_deadline_s):
+            await desk.drain()
+    except TimeoutError:  # the orchestrator will see these steps unfinished and submit them to the next trainer
+        logger.error("batches still queued after {} s (drain_deadline_s) are given up", config.drain_deadline_s)
+        code = 1
+    desk.close()
+    try:
+        async with asyncio.timeout(config.drain_deadline_s):
+            await training
+    except TimeoutError:
+        logger.error("the step at hand did not end within {} s (drain_deadline_s)", config.drain_deadline_s)
+        return 1
+    except Exception as error:  # noqa: BLE001  # whatever ended the training thread is the program's exit code
+        logger.opt(exception=error).error("training ended: {}", error)
+        return 1
+    logger.info("trainer: finished at version {}", desk.book.info().version)
+    return code
+
+
+async def _publish_when_hub_is_up(
+    publisher: Publisher, version: int, weights: Mapping[str, torch.Tensor], config: TrainerConfig
+) -> None:
+    """Publishes the version the trainer starts with. Programs start in any order, so a hub that is away may come."""
+    deadline = time.monotonic() + config.hub_deadline_s
+    while True:
+        try:
+            await publisher.publish(version, weights)
+        except MeshError as error:
+            if not error.retryable or time.monotonic() > deadline:
+                raise
+            logger.warning("no hub at {} yet: {}", config.weight_broadcast.address, error)
+            await asyncio.sleep(1.0)
+        else:
+            return
+
+
+async def _before(stop: asyncio.Event, work: asyncio.Future[Any]) -> bool:
+    """Waits for `work` unless `stop` comes first; says whether it is done. Raises what it raised."""
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({stopping, work}, return_when=asyncio.FIRST_COMPLETED)
+        if work.done():
+            work.result()
+        return work.done()
+    finally:
+        stopping.cancel()
+        work.cancel()
+
+
+def facts(config: TrainerConfig, parts: TrainerParts) -> TrainerFacts:
+    """What GetTrainer says and batches are held against."""
+    return TrainerFacts(
+        world_size=parts.parallel.world_size,
+        dp_size=parts.parallel.dp_size,
+        seq_len=config.seq_len,
+        vocab_size=int(parts.learner.model.config.get_text_config().vocab_size),
+        objective=config.loss.type,
+        model=config.model.name,
+        max_queued_batches=config.max_queued_batches,
+        max_concurrent_runs=config.max_concurrent_runs,
+    )
+
+
+def broadcast_dir(config: TrainerConfig) -> Path:
+    """Folder for the files of versions."""
+    configured = config.weight_broadcast.broadcast_dir
+    return Path(configured) if configured else Layout(config.output_dir).broadcasts

@@ -1,0 +1,46 @@
+"""The one thread of a trainer that touches the model: it builds it, trains it and takes part in every collective.
+
+One thread, because the current GPU and OpenMP's number of threads belong to a thread, and collectives need one order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+
+
+class TrainingThread:
+    """Runs calls one after another. A daemon: a step that hangs must not keep a process alive that was told to end."""
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        threading.Thread(target=self._work, name="training", daemon=True).start()
+
+    def call(self, work: Callable[[], Result]) -> asyncio.Future[Result]:
+        """Has the thread run `work` after what it was given before; the running loop gets its result or error."""
+        done: Future[Result] = Future()
+
+        def run() -> None:
+            try:
+                result = work()
+            except BaseException as error:  # noqa: BLE001  # the event loop raises it where it waits for the call
+                done.set_exception(error)
+            else:
+                done.set_result(result)
+
+        done.set_running_or_notify_cancel()  # whoever stops waiting does not stop the work
+        self._calls.put(run)
+        return asyncio.wrap_future(done)
+
+    def _work(self) -> None:
+        call: Any
+        while True:
+            call = self._calls.get()
+            call()
+            del call  # what it returned must not live until the next call
