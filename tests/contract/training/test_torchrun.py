@@ -1,0 +1,124 @@
+"""The agent and the lifeline with real processes: an orderly end, and the end of all when one of them dies."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+AGENT = """
+import os, sys
+from pathlib import Path
+from meshrl.training.torchrun import RankAgent
+agent = RankAgent("group_member", sys.argv[2:], ranks=2, log_dir=Path(sys.argv[1]), role="trainer")
+sys.exit(agent.run(os.environ))
+"""
+Start = Callable[..., "Group"]
+
+
+class Group:
+    def __init__(self, folder: Path, mode: str) -> None:
+        self.folder = folder
+        self.console = folder / "console.txt"
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
+        with self.console.open("wb") as out:
+            self.agent = subprocess.Popen(
+                [sys.executable, "-c", AGENT, str(folder / "logs"), str(folder), mode],
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=environment,
+            )
+
+    def pids(self) -> dict[int, int]:
+        return {int(path.stem): int(path.read_text() or 0) for path in self.folder.glob("*.pid")}
+
+    def wait_until_met(self) -> dict[int, int]:
+        end = time.monotonic() + 60
+        while len(pids := self.pids()) < 2 or 0 in pids.values():
+            assert self.agent.poll() is None, self.console.read_text()
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        return pids
+
+    def log(self, rank: int, stream: str = "stdout") -> str:
+        (path,) = self.folder.glob(f"logs/*/attempt_0/{rank}/{stream}.log")
+        return path.read_text()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    groups: list[Group] = []
+
+    def begin(mode: str = "") -> Group:
+        groups.append(Group(tmp_path, mode))
+        return groups[-1]
+
+    yield begin
+    for group in groups:
+        if group.agent.poll() is None:
+            group.agent.kill()
+
+
+def runs(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    if stat.exists():
+        return stat.read_text().rpartition(")")[2].split()[0] != "Z"
+    return subprocess.run(["ps", "-p", str(pid)], capture_output=True, timeout=10).returncode == 0
+
+
+def all_gone(pids: dict[int, int], within_s: float) -> bool:
+    end = time.monotonic() + within_s
+    while any(runs(pid) for pid in pids.values()):
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def test_sigterm_drains_rank_0_which_dismisses_the_others_and_everybody_exits_0(start: Start) -> None:
+    group = start()
+    group.wait_until_met()
+    group.agent.send_signal(signal.SIGTERM)
+    assert group.agent.wait(20) == 0, group.console.read_text()
+    assert group.log(0) == "rank 0 left, told 1 times\n"
+    assert group.log(1) == "rank 1 left, told 0 times\n"
+    assert "rank 0 left" in group.console.read_text()
+    assert "rank 1 left" not in group.console.read_text()
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_ends_the_group_within_seconds_and_is_named(start: Start, victim: int) -> None:
+    group = start()
+    pids = group.wait_until_met()
+    os.kill(pids[victim], signal.SIGKILL)
+    assert group.agent.wait(5) != 0
+    assert all_gone(pids, 2)
+    assert f"rank {victim} of trainer was killed by SIGKILL" in group.console.read_text()
+
+
+def test_ranks_do_not_outlive_a_killed_agent(start: Start) -> None:
+    group = start()
+    pids = group.wait_until_met()
+    group.agent.kill()
+    assert all_gone(pids, 5)
+
+
+def test_a_rank_that_fails_before_the_group_is_up_ends_it_and_its_words_are_shown(start: Start) -> None:
+    group = start("early")
+    assert group.agent.wait(30) == 1
+    assert "rank 1 of trainer ended with exit code 1" in group.console.read_text()
+    assert "rank 1 has a problem" in group.console.read_text()
+
+
+def test_a_group_that_is_told_to_end_before_it_is_up_ends_in_order(start: Start) -> None:
+    group = start()
+    end = time.monotonic() + 30
+    while not list(group.folder.glob("logs/*/attempt_0/0/stdout.log")):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    group.agent.send_signal(signal.SIGTERM)
+    assert group.agent.wait(20) == 0, group.console.read_text()
