@@ -111,9 +111,7 @@ def _attention(
 
 @_attention.register_fake
 def _attention_shapes(query_THD: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(query_THD), query_THD.new_empty(
-        query_THD.shape[1], query_THD.shape[0], dtype=torch.float32
-    )
+    return torch.empty_like(query_THD), query_THD.new_empty(query_THD.shape[1], query_THD.shape[0], dtype=torch.float32)
 
 
 @torch.library.custom_op(f"{OPERATOR}_backward", mutates_args=())

@@ -1,11 +1,21 @@
-"""Loads the model and tokenizer that the trainer trains and the embedded engine serves; first thing both do."""
+"""Loads the model and tokenizer that the trainer trains and the embedded engine serves; first thing both do.
+
+A model that will be sharded is made without storage (`empty_model`), sharded, and then filled by `fill_model`, each
+rank reading its own shards.
+"""
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError
+from safetensors import safe_open
+from torch.distributed.checkpoint import HuggingFaceStorageReader, load
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from meshrl.core.config.shared import ModelConfig
@@ -60,6 +70,86 @@ def load_model(config: ModelConfig, *, dtype: torch.dtype | None = None) -> PreT
         attn_implementation="sdpa",
     )
     return model.to(device).eval()
+
+
+def empty_model(config: ModelConfig, *, dtype: torch.dtype) -> PreTrainedModel:
+    """The model without storage (on the meta device). Raises ModelError."""
+    model_config = _model_config(config)
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            model_config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=config.trust_remote_code
+        )
+    return model
+
+
+@torch.no_grad()
+def fill_model(model: PreTrainedModel, config: ModelConfig, names: dict[str, str] | None = None) -> None:
+    """Reads the checkpoint into a model whose parameters have storage, sharded or not; every rank reads its shards.
+
+    `names` says which parameter goes by another name in the checkpoint. A checkpoint whose names are not the model's
+    is loaded whole by transformers, which knows how to convert it, and then divided. Raises ModelError.
+    """
+    _reset_buffers(model)
+    own = {(names or {}).get(name, name): parameter for name, parameter in model.named_parameters()}
+    folder = _weights_folder(config)
+    if folder is not None and own.keys() <= _stored_names(folder):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.distributed.*")
+            load(
+                {name: parameter.data for name, parameter in own.items()},
+                storage_reader=HuggingFaceStorageReader(str(folder)),
+            )
+        return
+    whole = dict(load_model(config.model_copy(update={"device": "cpu"})).named_parameters())
+    missing = sorted(own.keys() - whole.keys())
+    if missing:
+        raise ModelError(f"model.name {config.name!r} has no weights for {missing[:3]} ({len(missing)} in all)")
+    for name, parameter in own.items():
+        if isinstance(parameter, DTensor):
+            parts = distribute_tensor(
+                whole[name].detach().to(parameter.device_mesh.device_type),
+                parameter.device_mesh,
+                parameter.placements,
+                src_data_rank=None,
+            )
+            parameter.to_local().copy_(parts.to_local())
+        else:
+            parameter.copy_(whole[name])
+
+
+@torch.no_grad()
+def fill_at_random(model: PreTrainedModel) -> None:
+    """Gives a model with storage the weights of a new one, for benchmarks; every rank calls it."""
+    _reset_buffers(model)
+    for module in model.modules():
+        if any(True for _ in module.parameters(recurse=False)):
+            model._init_weights(module)
+
+
+def _reset_buffers(model: PreTrainedModel) -> None:
+    """Computes the buffers that no checkpoint holds, such as the frequencies of rotary embeddings."""
+    for module in model.modules():
+        if module._non_persistent_buffers_set:
+            model._init_weights(module)
+
+
+def _weights_folder(config: ModelConfig) -> Path | None:
+    """The folder with the checkpoint's safetensors files; None when there are none."""
+    folder = Path(config.name)
+    if not folder.is_dir():
+        try:
+            folder = Path(snapshot_download(config.name, allow_patterns=["*.safetensors", "*.json"]))
+        except (OSError, ValueError, HfHubHTTPError) as error:
+            raise ModelError(f"cannot download the weights of model.name {config.name!r}: {error}") from error
+    return folder if any(folder.glob("*.safetensors")) else None
+
+
+def _stored_names(folder: Path) -> set[str]:
+    names: set[str] = set()
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            names.update(file.keys())
+    return names
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:

@@ -1,6 +1,6 @@
-"""Logprobs of given tokens under the current policy, for packed rows; the trainers' forward pass ends here.
+"""Logprobs of given tokens under the current policy, for packed rows; the trainers' forward pass.
 
-Shapes: T tokens of a row, S samples, N predicted tokens (those with a loss), V vocabulary, E hidden size.
+Shapes: T tokens of a row, N predicted tokens (those that a loss looks at), V vocabulary, E hidden size.
 """
 
 from __future__ import annotations
@@ -12,7 +12,15 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from meshrl.models.attention import PackedLayout, enable_packed_attention, supports_packed_attention
+from meshrl.models.attention import (
+    AttentionName,
+    Kernels,
+    PackedLayout,
+    choose_kernels,
+    enable_packed_attention,
+    supports_packed_attention,
+)
+from meshrl.models.head import head_logprobs
 
 # Models that change the logits after the output head name it with one of these; for them the head is not taken apart.
 LOGIT_TRANSFORMS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
@@ -29,71 +37,87 @@ class PackedRow:
     temperatures: torch.Tensor  # float32 (N,), above 0
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class TokenLogprobs:
-    """Of each predicted token; `entropy` carries no gradient. Both float32."""
-
-    logprobs: torch.Tensor  # (N,)
-    entropy: torch.Tensor  # (N,)
-
-
-class PackedPolicy:
+class PackedPolicy(nn.Module):
     """A causal LM as a function from packed rows to token logprobs.
 
     Any Hugging Face causal LM works: one whose attention cannot be replaced runs on padded rows of one sample each,
-    which costs padding and gives the same numbers. `max_logits_bytes` bounds the float32 logits kept at once; above it
-    they are made in pieces, and made again in the backward pass.
+    which costs padding and gives the same numbers. `max_logits_bytes` bounds the float32 logits there are at once; above
+    it they are made in pieces, and made again in the backward pass. `kernels` is what rows must be laid out for.
     """
 
     def __init__(
-        self, model: PreTrainedModel, *, compute_dtype: torch.dtype = torch.float32, max_logits_bytes: int = 1 << 28
+        self,
+        model: PreTrainedModel,
+        *,
+        compute_dtype: torch.dtype = torch.float32,
+        max_logits_bytes: int = 1 << 28,
+        attn: AttentionName = "auto",
+        device: torch.device | None = None,
+        autocast: bool = True,
+        compile_head: bool = False,
     ) -> None:
+        """`autocast` is off where the parameters themselves come in compute_dtype; `device` where the model is meta.
+
+        Raises ValueError for an attention that cannot run here.
+        """
+        super().__init__()
         self.model = model
-        self._compute_dtype = compute_dtype
-        self._max_logits_bytes = max_logits_bytes
-        self._vocab_size = int(model.config.get_text_config().vocab_size)
         self.packed = supports_packed_attention(model)
+        device = device or model.device
+        dtype = model.dtype if compute_dtype is torch.float32 else compute_dtype
+        self.kernels = Kernels()
         if self.packed:
             enable_packed_attention(model)
+            dropout = getattr(model.config.get_text_config(), "attention_dropout", 0.0)
+            self.kernels = choose_kernels(attn if not dropout else "sdpa", device, dtype)
+        self._compute_dtype = compute_dtype
+        self._autocast = autocast and compute_dtype is not torch.float32
+        self._max_logits_bytes = max_logits_bytes
+        self._compile_head = compile_head
 
-    def __call__(self, row: PackedRow) -> TokenLogprobs:
-        """Differentiable logprobs and entropies of the row's predicted tokens."""
+    def forward(self, row: PackedRow) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logprobs (N,) and entropies (N,) of the row's predicted tokens, float32; entropies carry no gradient."""
         sources_N = row.predicted - 1
         targets_N = row.token_ids[row.predicted]
-        device_type = row.token_ids.device.type
-        with torch.autocast(device_type, self._compute_dtype, enabled=self._compute_dtype is not torch.float32):
+        with torch.autocast(row.token_ids.device.type, self._compute_dtype, enabled=self._autocast):
             if not self.packed:
                 return token_logprobs(self._padded_logits(row)[sources_N], targets_N, row.temperatures)
-            if len(sources_N) * self._vocab_size * 4 <= self._max_logits_bytes or self._transforms_logits():
-                logits_1NV = self.model(
-                    input_ids=row.token_ids[None],
-                    position_ids=row.position_ids[None],
-                    use_cache=False,
-                    logits_to_keep=sources_N,
-                    packed_layout=row.layout,
-                ).logits
+            inputs = {
+                "input_ids": row.token_ids[None],
+                "position_ids": row.position_ids[None],
+                "use_cache": False,
+                "packed_layout": row.layout,
+            }
+            if self._transforms_logits():
+                logits_1NV = self.model(**inputs, logits_to_keep=sources_N).logits
                 return token_logprobs(logits_1NV[0], targets_N, row.temperatures)
-            hidden_1TE = self.model.base_model(
-                input_ids=row.token_ids[None],
-                position_ids=row.position_ids[None],
-                use_cache=False,
-                packed_layout=row.layout,
-            ).last_hidden_state
-            return self._in_pieces(hidden_1TE[0, sources_N], targets_N, row.temperatures)
+            hidden_1TE = self.model.base_model(**inputs).last_hidden_state
+            return self._head(hidden_1TE[0, sources_N], targets_N, row.temperatures)
 
     def _transforms_logits(self) -> bool:
         config = self.model.config.get_text_config()
         return any(getattr(config, name, None) not in (None, 1, 1.0) for name in LOGIT_TRANSFORMS)
 
-    def _in_pieces(
+    def _head(
         self, hidden_NE: torch.Tensor, targets_N: torch.Tensor, temperatures_N: torch.Tensor
-    ) -> TokenLogprobs:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         head = self.model.get_output_embeddings()
-        piece = max(1, self._max_logits_bytes // (self._vocab_size * 4))
+        if type(head) is nn.Linear:
+            dtype = self._compute_dtype if self._autocast else head.weight.dtype
+            with torch.autocast(hidden_NE.device.type, enabled=False):  # the head looks after its own precision
+                return head_logprobs(
+                    hidden_NE.to(dtype),
+                    head.weight.to(dtype),
+                    head.bias,
+                    targets_N,
+                    temperatures_N,
+                    max_logits_bytes=self._max_logits_bytes,
+                    compiled=self._compile_head,
+                )
+        piece = max(1, self._max_logits_bytes // (int(self.model.config.get_text_config().vocab_size) * 4))
         parts = [
             checkpoint(
-                _head_logprobs,
-                head,
+                lambda *inputs: token_logprobs(head(inputs[0]), inputs[1], inputs[2]),
                 hidden_NE[start : start + piece],
                 targets_N[start : start + piece],
                 temperatures_N[start : start + piece],
@@ -101,10 +125,7 @@ class PackedPolicy:
             )
             for start in range(0, len(targets_N), piece)
         ]
-        return TokenLogprobs(
-            logprobs=torch.cat([logprobs for logprobs, _ in parts]),
-            entropy=torch.cat([entropy for _, entropy in parts]),
-        )
+        return torch.cat([logprobs for logprobs, _ in parts]), torch.cat([entropy for _, entropy in parts])
 
     def _padded_logits(self, row: PackedRow) -> torch.Tensor:
         """Logits (T, V) of the row, computed with one padded row per sample; right padding needs no mask."""
@@ -115,17 +136,12 @@ class PackedPolicy:
         return torch.cat(parts)[row.layout.scatter]
 
 
-def token_logprobs(logits_NV: torch.Tensor, targets_N: torch.Tensor, temperatures_N: torch.Tensor) -> TokenLogprobs:
+def token_logprobs(
+    logits_NV: torch.Tensor, targets_N: torch.Tensor, temperatures_N: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Logprobs of the targets under softmax(logits / temperature), and the entropy of that distribution, in nats."""
     logprobs_NV = torch.log_softmax(logits_NV.float() / temperatures_N[:, None], dim=-1)
     logprobs_N = logprobs_NV.gather(1, targets_N[:, None]).squeeze(1)
     with torch.no_grad():
         entropy_N = -(logprobs_NV.exp() * logprobs_NV).sum(-1)
-    return TokenLogprobs(logprobs=logprobs_N, entropy=entropy_N)
-
-
-def _head_logprobs(
-    head: nn.Module, hidden_NE: torch.Tensor, targets_N: torch.Tensor, temperatures_N: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    result = token_logprobs(head(hidden_NE), targets_N, temperatures_N)
-    return result.logprobs, result.entropy
+    return logprobs_N, entropy_N

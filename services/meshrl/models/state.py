@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 
 def hf_state(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
@@ -27,6 +28,27 @@ def hf_state(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, to
 def snapshot(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
     """A copy of `hf_state` on the CPU, contiguous, that later optimizer steps do not touch."""
     return {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in hf_state(model, dtype).items()}
+
+
+@torch.no_grad()
+def gather_state(model: nn.Module, dtype: torch.dtype | None = None, *, keep: bool = True) -> dict[str, torch.Tensor]:
+    """What `snapshot` gives, of a model that may be sharded: every rank calls it, one parameter after another.
+
+    Shards are cast to `dtype` first, so that no more than that moves. Only a rank that asks to `keep` the state gets
+    it; the others get an empty one.
+    """
+    gathered: dict[str, torch.Tensor] = {}
+    for name, tensor in _whole(hf_state(model, dtype)):
+        if keep:
+            gathered[name] = tensor.to("cpu", copy=True).contiguous()
+    return gathered
+
+
+def _whole(state: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in state.items():
+        if isinstance(tensor, DTensor):
+            tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()
+        yield name, tensor
 
 
 @torch.no_grad()

@@ -1,23 +1,24 @@
 """One optimizer step over packed micro-batches; the trainers' loops hand it a batch and get metrics back.
 
-Shapes: N loss tokens of the whole batch on this rank.
+Every rank of a group is handed the whole batch and trains its own rows of it; the collectives are inside.
+
+Shapes: P predicted tokens of a row, N rl tokens of the whole batch.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import PreTrainedModel
 
-from meshrl.algorithms.losses import Loss, LossInputs
-from meshrl.models.attention import PackedLayout
+from meshrl.algorithms.objective import BatchCounts, Objective, RowLoss, RowTokens, count, objective_loss
+from meshrl.models.attention import Kernels, PackedLayout
 from meshrl.models.logprobs import PackedPolicy, PackedRow
 from meshrl.training.config import OptimConfig, SchedulerConfig
 from meshrl.training.optim import build_optimizer, clip_gradients, set_learning_rate, zero_gradient_ratio
@@ -27,14 +28,14 @@ from meshrl.wire.types import MicroBatch
 
 
 class StepError(Exception):
-    """The step could not be made; weights and optimizer are as before it."""
+    """The step could not be made; weights and optimizer are as before it, on every rank."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TokenRecord:
-    """What a step saw of each loss token, for its metrics; all (N,), on the CPU."""
+    """What a step saw of each rl token, for its metrics; all (N,), on the CPU."""
 
-    losses: NDArray[np.float32]  # not yet divided by the normaliser
+    losses: NDArray[np.float32]  # weighted, not yet divided
     logprobs: NDArray[np.float32]
     inference_logprobs: NDArray[np.float32]
     entropies: NDArray[np.float32]
@@ -45,11 +46,12 @@ class TokenRecord:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepResult:
-    """A step that was made."""
+    """A step that was made. Rank 0 has the tokens of all ranks, another rank its own; the numbers are everybody's."""
 
     step: int
     tokens: TokenRecord
-    loss: float  # sum over the loss tokens divided by the normaliser
+    loss: float  # the objective, over the whole batch
+    metrics: Mapping[str, float]  # the objective's terms and what its loss measured, over the whole batch
     grad_norm: float  # before clipping
     zero_grad_ratio: float
     lr: float
@@ -57,53 +59,64 @@ class StepResult:
     optimizer_s: float
 
 
-class Learner:
-    """A model with its optimizer and schedule.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RowRecord:
+    """What one row's forward pass leaves behind, still on the device: (P,) tensors and which of them are rl tokens."""
 
-    Consumes the micro-batches of a step; produces changed weights and a record of the step. Parameters stay float32;
-    `compute_dtype` is what the forward pass runs in.
+    loss: RowLoss
+    tokens: RowTokens
+    entropies: torch.Tensor
+    env_index: NDArray[np.int32]  # of the rl tokens
+
+
+class Learner:
+    """A policy with its optimizer and schedule.
+
+    Consumes the micro-batches of a step; produces changed weights and a record of the step. Every rank calls `step` and
+    `evaluate` with the same batch, in the same order.
     """
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        policy: PackedPolicy,
         *,
-        loss: Loss,
+        objective: Objective,
         optim: OptimConfig,
         scheduler: SchedulerConfig,
         max_steps: int | None,
-        compute_dtype: torch.dtype = torch.float32,
-        max_logits_bytes: int = 1 << 28,
         parallel: ParallelContext | None = None,
+        optim_cpu_offload: bool = False,
     ) -> None:
-        self.model = model.train()
+        self.policy = policy
+        self.model = policy.model
+        self.objective = objective
         self.step_done = 0
-        self.policy = PackedPolicy(model, compute_dtype=compute_dtype, max_logits_bytes=max_logits_bytes)
-        self.optimizer = build_optimizer(model, optim)
-        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._loss = loss
+        self.parallel = parallel or ParallelContext(device=self.model.device)
+        self.device = self.parallel.device
+        self.optimizer = build_optimizer(self.model, optim, cpu_offload=optim_cpu_offload)
+        self._parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self._optim = optim
         self._scheduler = scheduler
         self._max_steps = max_steps
-        self.parallel = parallel or ParallelContext()
-        self.device = model.device
+        policy.train()
 
-    def step(self, micro_batches: Sequence[MicroBatch], *, loss_tokens: int) -> StepResult:
+    def step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
         """Accumulates the gradient of the whole batch, clips, steps, and moves the schedule on.
 
-        `loss_tokens` is the normaliser: the batch's over all ranks. Raises StepError, with everything as before, when
-        the loss or a gradient is not finite.
+        Raises StepError, with everything as before, when the loss or a gradient is not finite (then on every rank), or
+        when a process on its own runs out of device memory; in a group that ends the group, whose ranks wait for each
+        other in the middle of a pass.
         """
         step = self.step_done + 1
         started = time.perf_counter()
-        self.optimizer.zero_grad(set_to_none=True)
+        counts = count(micro_batches)
         own = self.parallel.own(micro_batches)
+        self.optimizer.zero_grad(set_to_none=True)
         try:
-            records = [self._accumulate(micro_batch, loss_tokens) for micro_batch in own]
+            rows = [self._accumulate(micro_batch, counts) for micro_batch in own]
             grad_norm = clip_gradients(self._parameters, self._optim.max_norm)
             computed = time.perf_counter()
-            tokens = _concatenate(records)
-            loss = float(tokens.losses.sum(dtype=np.float64)) / loss_tokens
+            loss, metrics = self._over_ranks(rows)
             if not (math.isfinite(loss) and math.isfinite(grad_norm)):
                 raise StepError(
                     f"step {step}: loss {loss} with gradient norm {grad_norm} is not finite, so the weights stay as "
@@ -113,19 +126,22 @@ class Learner:
             rate = learning_rate(self._scheduler, peak=self._optim.lr, step=step, max_steps=self._max_steps)
             set_learning_rate(self.optimizer, rate)
             self.optimizer.step()
-        except torch.OutOfMemoryError as error:  # the batch is at fault, not the trainer: the next one may fit
+        except torch.OutOfMemoryError as error:
+            if self.parallel.world_size > 1:
+                raise
             longest = max(len(micro_batch.token_ids) for micro_batch in own)
-            raise StepError(
-                f"step {step}: out of device memory on rows of up to {longest} tokens; lower seq_len or "
-                f"trainer.max_logits_mib, or use a smaller model ({error})"
+            raise StepError(  # the batch is at fault, not the trainer: the next one may fit
+                f"step {step}: out of device memory on rows of up to {longest} tokens; lower seq_len, set "
+                f"trainer.model.ac, lower trainer.max_logits_mib, or use more GPUs ({error})"
             ) from error
         finally:
             self.optimizer.zero_grad(set_to_none=True)
         self.step_done = step
         return StepResult(
             step=step,
-            tokens=tokens,
+            tokens=self._gathered(record_of(rows)),
             loss=loss,
+            metrics=metrics,
             grad_norm=grad_norm,
             zero_grad_ratio=zero_ratio,
             lr=rate,
@@ -135,86 +151,111 @@ class Learner:
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> TokenRecord:
-        """The record of this rank's micro-batches without a gradient; nothing changes."""
-        self.model.eval()
+        """The record of the micro-batches without a gradient (as in StepResult.tokens); nothing changes."""
+        counts = count(micro_batches)
+        self.policy.eval()
         try:
-            own = self.parallel.own(micro_batches)
-            return _concatenate([self._forward(micro_batch)[1] for micro_batch in own])
+            return self._gathered(record_of([self._forward(row, counts) for row in self.parallel.own(micro_batches)]))
         finally:
-            self.model.train()
+            self.policy.train()
 
-    def _accumulate(self, micro_batch: MicroBatch, loss_tokens: int) -> TokenRecord:
-        loss_sum, record = self._forward(micro_batch)
-        if loss_sum is not None:
-            torch.autograd.backward(loss_sum / loss_tokens)
-        return record
+    def _accumulate(self, micro_batch: MicroBatch, counts: BatchCounts) -> RowRecord:
+        row = self._forward(micro_batch, counts)
+        # Sharded gradients are averaged over the ranks, and the rows' losses already add up to the batch's.
+        scale = 1 if self.parallel.mesh is None else self.parallel.dp_size
+        torch.autograd.backward(row.loss.total * scale)
+        return replace(row, loss=replace(row.loss, total=row.loss.total.detach()))
 
-    def _forward(self, micro_batch: MicroBatch) -> tuple[torch.Tensor | None, TokenRecord]:
-        """Sum of the token losses and their record. A row without loss is skipped: it has no gradient."""
-        mask = micro_batch.loss_mask
-        samples = np.repeat(np.arange(len(micro_batch.temperatures)), np.diff(micro_batch.sample_offsets))[mask]
-        env_index = micro_batch.env_index[samples]
-        if not mask.any():
-            return None, _empty_record()
-        row = to_row(micro_batch, self.device)
-        scored = self.policy(row)
-        inputs = LossInputs(
-            logprobs=scored.logprobs,
-            inference_logprobs=_on(micro_batch.inference_logprobs[mask], self.device),
-            advantages=_on(micro_batch.advantages[mask], self.device),
-            sequence_ids=_on(samples, self.device),
-            num_sequences=len(micro_batch.temperatures),
+    def _forward(self, micro_batch: MicroBatch, counts: BatchCounts) -> RowRecord:
+        """A rank runs a row without any token too: the others wait for it in the collectives of the pass."""
+        row = to_row(micro_batch, self.device, self.policy.kernels)
+        logprobs, entropies = self.policy(row)
+        tokens = to_tokens(micro_batch, row, logprobs)
+        return RowRecord(
+            loss=objective_loss(self.objective, tokens, counts),
+            tokens=replace(tokens, logprobs=logprobs.detach()),
+            entropies=entropies,
+            env_index=np.repeat(micro_batch.env_index, np.diff(micro_batch.sample_offsets))[micro_batch.loss_mask],
         )
-        output = self._loss(inputs)
-        record = TokenRecord(
-            losses=_numpy(output.per_token),
-            logprobs=_numpy(scored.logprobs),
-            inference_logprobs=micro_batch.inference_logprobs[mask],
-            entropies=_numpy(scored.entropy),
-            advantages=micro_batch.advantages[mask],
-            masked=_numpy(output.masked),
-            env_index=env_index,
+
+    def _over_ranks(self, rows: Iterable[RowRecord]) -> tuple[float, dict[str, float]]:
+        """The loss and the objective's metrics, summed over rows and ranks."""
+        sums: dict[str, float] = {}
+        for row in rows:
+            for name, value in {"total": row.loss.total, **row.loss.metrics}.items():
+                sums[name] = sums.get(name, 0.0) + float(value)
+        sums = self.parallel.sum_named(sums)
+        return sums.pop("total", 0.0), sums
+
+    def _gathered(self, own: TokenRecord) -> TokenRecord:
+        """Rank 0: the record of all ranks, in their order; elsewhere the rank's own."""
+        if self.parallel.world_size == 1:
+            return own
+        parts = {name: self.parallel.gather(getattr(own, name)) for name in TokenRecord.__dataclass_fields__}
+        return (
+            own if self.parallel.rank else TokenRecord(**{n: np.concatenate(part or []) for n, part in parts.items()})
         )
-        return output.per_token.sum(), record
 
 
-def to_row(micro_batch: MicroBatch, device: torch.device) -> PackedRow:
-    """Moves a micro-batch to the device and lays it out for packed attention."""
-    predicted = np.flatnonzero(micro_batch.loss_mask)
+def to_row(micro_batch: MicroBatch, device: torch.device, kernels: Kernels | None = None) -> PackedRow:
+    """Moves a micro-batch to the device and lays it out for packed attention; predicts every term's tokens."""
+    wanted = micro_batch.loss_mask.copy()
+    for weights in (micro_batch.ce_weights, micro_batch.ref_kl_weights):
+        if weights is not None:
+            wanted |= weights != 0
+    predicted = np.flatnonzero(wanted)
     temperatures = np.repeat(micro_batch.temperatures, np.diff(micro_batch.sample_offsets))[predicted]
     return PackedRow(
         token_ids=_on(micro_batch.token_ids.astype(np.int64), device),
         position_ids=_on(micro_batch.position_ids.astype(np.int64), device),
-        layout=PackedLayout.from_offsets(micro_batch.sample_offsets, device),
+        layout=PackedLayout.from_offsets(micro_batch.sample_offsets, device, kernels),
         predicted=_on(predicted, device),
         temperatures=_on(temperatures, device),
+    )
+
+
+def to_tokens(micro_batch: MicroBatch, row: PackedRow, logprobs: torch.Tensor) -> RowTokens:
+    """What the objective looks at, of the row's predicted tokens."""
+    predicted = row.predicted.cpu().numpy()
+    lengths = np.diff(micro_batch.sample_offsets)
+    sequence_ids = np.repeat(np.arange(len(lengths)), lengths)[predicted]
+
+    def at_predicted(values: NDArray[Any] | None) -> torch.Tensor | None:
+        return None if values is None else _on(values[predicted], logprobs.device)
+
+    return RowTokens(
+        logprobs=logprobs,
+        inference_logprobs=_on(micro_batch.inference_logprobs[predicted], logprobs.device),
+        advantages=_on(micro_batch.advantages[predicted], logprobs.device),
+        rl_mask=_on(micro_batch.loss_mask[predicted], logprobs.device),
+        sequence_ids=_on(sequence_ids, logprobs.device),
+        num_sequences=len(lengths),
+        rl_weights=at_predicted(micro_batch.rl_weights),
+        ce_weights=at_predicted(micro_batch.ce_weights),
+        ref_kl_weights=at_predicted(micro_batch.ref_kl_weights),
+        ref_logprobs=at_predicted(micro_batch.ref_logprobs),
+    )
+
+
+def record_of(rows: Sequence[RowRecord]) -> TokenRecord:
+    """Copies the rl tokens' record of a step's rows to the CPU, in one go a quantity."""
+
+    def joined(values: Sequence[torch.Tensor], dtype: torch.dtype) -> NDArray[Any]:
+        chosen = [value[row.tokens.rl_mask] for value, row in zip(values, rows, strict=True)]
+        array: NDArray[Any] = torch.cat(chosen).to("cpu", dtype).numpy() if chosen else torch.zeros(0).to(dtype).numpy()
+        return array
+
+    return TokenRecord(
+        losses=joined([row.loss.per_token for row in rows], torch.float32),
+        logprobs=joined([row.tokens.logprobs for row in rows], torch.float32),
+        inference_logprobs=joined([row.tokens.inference_logprobs for row in rows], torch.float32),
+        entropies=joined([row.entropies for row in rows], torch.float32),
+        advantages=joined([row.tokens.advantages for row in rows], torch.float32),
+        masked=joined([row.loss.masked for row in rows], torch.bool),
+        env_index=np.concatenate([row.env_index for row in rows] or [np.zeros(0, np.int32)]),
     )
 
 
 def _on(array: NDArray[Any], device: torch.device) -> torch.Tensor:
     # Arrays decoded from a message are read-only views, which torch must not alias.
     return torch.from_numpy(array if array.flags.writeable else array.copy()).to(device)
-
-
-def _numpy(tensor: torch.Tensor) -> NDArray[Any]:
-    array: NDArray[Any] = tensor.detach().cpu().numpy()
-    return array
-
-
-def _empty_record() -> TokenRecord:
-    nothing = np.zeros(0, dtype=np.float32)
-    return TokenRecord(
-        losses=nothing,
-        logprobs=nothing,
-        inference_logprobs=nothing,
-        entropies=nothing,
-        advantages=nothing,
-        masked=np.zeros(0, dtype=np.bool_),
-        env_index=np.zeros(0, dtype=np.int32),
-    )
-
-
-def _concatenate(records: Sequence[TokenRecord]) -> TokenRecord:
-    records = records or [_empty_record()]
-    names = TokenRecord.__dataclass_fields__
-    return TokenRecord(**{name: np.concatenate([getattr(record, name) for record in records]) for name in names})

@@ -98,9 +98,7 @@ class ParallelContext:
             names, shape = (REPLICATE, SHARD), (dp_replicate, world_size // dp_replicate)
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
         control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)) if world_size > 1 else None
-        return cls(
-            rank=rank, world_size=world_size, local_rank=local_rank, device=device, mesh=mesh, control=control
-        )
+        return cls(rank=rank, world_size=world_size, local_rank=local_rank, device=device, mesh=mesh, control=control)
 
     def own(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """The micro-batches of this rank, in order."""
@@ -150,6 +148,19 @@ class ParallelContext:
         dist.all_reduce(total, group=self.control)
         summed: NDArray[Any] = total.numpy()
         return summed
+
+    def sum_named(self, values: Mapping[str, float]) -> dict[str, float]:
+        """The sums over ranks by name, on every rank; a rank without a name counts as 0 there."""
+        if self.control is None:
+            return dict(values)
+        own = "\n".join(sorted(values)).encode()
+        parts = self.gather(np.frombuffer(own, dtype=np.uint8))
+        names: set[str] = set()
+        for part in parts or ():
+            names.update(part.tobytes().decode().split("\n"))
+        everybody = self.broadcast("\n".join(sorted(names)).encode() if self.rank == 0 else None).decode().split("\n")
+        total = self.sum(np.array([values.get(name, 0.0) for name in everybody], dtype=np.float64))
+        return {name: float(value) for name, value in zip(everybody, total, strict=True) if name}
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank."""

@@ -102,7 +102,7 @@ def test_packed_row_equals_samples_one_by_one(name: str) -> None:
     expected = gradients(model)
 
     policy = PackedPolicy(model)
-    together = policy(row_of(samples, temperatures)).logprobs
+    together = policy(row_of(samples, temperatures))[0]
     (together * weights).sum().backward()
 
     torch.testing.assert_close(together, alone, atol=1e-5, rtol=0)
@@ -120,13 +120,13 @@ def test_models_with_capped_scores_run_as_padded_rows(name: str, packed: bool) -
 def test_logits_in_pieces_give_the_same_numbers_and_gradients() -> None:
     model = build("qwen3").train()
     row = row_of(tokens(np.random.default_rng(2)), [1.0] * len(LENGTHS))
-    whole = PackedPolicy(model)(row)
-    whole.logprobs.sum().backward()
+    whole, whole_entropy = PackedPolicy(model)(row)
+    whole.sum().backward()
     expected = gradients(model)
-    pieces = PackedPolicy(model, max_logits_bytes=10 * VOCAB * 4)(row)
-    pieces.logprobs.sum().backward()
-    torch.testing.assert_close(pieces.logprobs, whole.logprobs, atol=1e-6, rtol=0)
-    torch.testing.assert_close(pieces.entropy, whole.entropy, atol=1e-6, rtol=0)
+    pieces, pieces_entropy = PackedPolicy(model, max_logits_bytes=10 * VOCAB * 4)(row)
+    pieces.sum().backward()
+    torch.testing.assert_close(pieces, whole, atol=1e-6, rtol=0)
+    torch.testing.assert_close(pieces_entropy, whole_entropy, atol=1e-6, rtol=0)
     for parameter, gradient in gradients(model).items():
         torch.testing.assert_close(gradient, expected[parameter], atol=1e-5, rtol=1e-4)
 
@@ -138,7 +138,7 @@ def test_a_sample_is_deaf_to_its_neighbours() -> None:
     second[1] = first[1]
     own = slice(LENGTHS[0] - 1, LENGTHS[0] - 1 + LENGTHS[1] - 1)
     with torch.no_grad():
-        one, other = (policy(row_of(samples, [1.0] * len(LENGTHS))).logprobs[own] for samples in (first, second))
+        one, other = (policy(row_of(samples, [1.0] * len(LENGTHS)))[0][own] for samples in (first, second))
     torch.testing.assert_close(one, other, atol=1e-6, rtol=0)
 
 
@@ -152,6 +152,6 @@ def test_blocks_pad_no_sample_beyond_the_growth_bound() -> None:
 
 
 def test_entropy_and_logprob_of_a_uniform_distribution() -> None:
-    stats = token_logprobs(torch.zeros(2, 8), torch.tensor([0, 7]), torch.tensor([1.0, 0.3]))
-    assert stats.entropy.tolist() == pytest.approx([np.log(8)] * 2, rel=1e-6)
-    assert stats.logprobs.tolist() == pytest.approx([-np.log(8)] * 2, rel=1e-6)
+    logprobs, entropy = token_logprobs(torch.zeros(2, 8), torch.tensor([0, 7]), torch.tensor([1.0, 0.3]))
+    assert entropy.tolist() == pytest.approx([np.log(8)] * 2, rel=1e-6)
+    assert logprobs.tolist() == pytest.approx([-np.log(8)] * 2, rel=1e-6)

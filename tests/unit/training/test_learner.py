@@ -1,14 +1,17 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from meshrl.algorithms.losses import Loss, aipo_loss, cross_entropy_loss
+from meshrl.algorithms.objective import Objective
 from meshrl.algorithms.packing import Packing, TrainSample, pack_samples
+from meshrl.models.logprobs import PackedPolicy
 from meshrl.models.state import snapshot
 from meshrl.training.config import OptimConfig, SchedulerConfig
 from meshrl.training.learner import Learner, StepError
-from meshrl.training.parallel import ParallelContext
 from meshrl.training.throughput import matmul_parameters, peak_flops, step_flops
 
 VOCAB = 16
@@ -31,7 +34,11 @@ def build() -> Qwen3ForCausalLM:
 
 def learner(loss: Loss = cross_entropy_loss, **optim: float) -> Learner:
     return Learner(
-        build(), loss=loss, optim=OptimConfig(**{"lr": 1e-2, **optim}), scheduler=SchedulerConfig(), max_steps=None
+        PackedPolicy(build()),
+        objective=Objective(loss=loss),
+        optim=OptimConfig(**{"lr": 1e-2, **optim}),
+        scheduler=SchedulerConfig(),
+        max_steps=None,
     )
 
 
@@ -57,7 +64,7 @@ def test_accumulated_micro_batches_equal_one_big_batch() -> None:
     for seq_len in (12, 25, 1000):
         trained = learner(lambda inputs: aipo_loss(inputs, delta=2.0))
         packing = packed(seq_len=seq_len)
-        result = trained.step(packing.micro_batches, loss_tokens=packing.loss_tokens)
+        result = trained.step(packing.micro_batches)
         results.append((len(packing.micro_batches), result, snapshot(trained.model)))
     assert len({count for count, _, _ in results}) == 3
     _, first, weights = results[0]
@@ -68,33 +75,16 @@ def test_accumulated_micro_batches_equal_one_big_batch() -> None:
             torch.testing.assert_close(other[name], tensor, atol=1e-5, rtol=1e-4)
 
 
-def test_ranks_sum_to_the_whole_gradient() -> None:
-    whole, parts = packed(seq_len=25), packed(seq_len=25, dp_size=2)
-    expected = learner(max_norm=1e9).step(whole.micro_batches, loss_tokens=whole.loss_tokens)
-    losses = []
-    for rank in range(2):
-        one = Learner(
-            build(),
-            loss=cross_entropy_loss,
-            optim=OptimConfig(),
-            scheduler=SchedulerConfig(),
-            max_steps=None,
-            parallel=ParallelContext(rank=rank, world_size=2),
-        )
-        losses.append(one.step(parts.micro_batches, loss_tokens=parts.loss_tokens).loss)
-    assert sum(losses) == pytest.approx(expected.loss, rel=1e-5)
-
-
 def test_loss_falls_on_repeated_data() -> None:
     trained, packing = learner(), packed(seq_len=64)
-    losses = [trained.step(packing.micro_batches, loss_tokens=packing.loss_tokens).loss for _ in range(12)]
+    losses = [trained.step(packing.micro_batches).loss for _ in range(12)]
     assert losses[-1] < losses[0] - 0.3
     assert trained.step_done == 12
 
 
 def test_record_holds_every_loss_token_with_its_environment() -> None:
     packing = packed(seq_len=64)
-    tokens = learner().step(packing.micro_batches, loss_tokens=packing.loss_tokens).tokens
+    tokens = learner().step(packing.micro_batches).tokens
     assert len(tokens.logprobs) == packing.loss_tokens
     assert set(tokens.env_index.tolist()) == {0, 1}
     assert (tokens.entropies > 0).all()
@@ -103,16 +93,12 @@ def test_record_holds_every_loss_token_with_its_environment() -> None:
 
 def test_step_that_is_not_finite_leaves_weights_and_optimizer_unchanged() -> None:
     trained, packing = learner(), packed(seq_len=64)
-    trained.step(packing.micro_batches, loss_tokens=packing.loss_tokens)
+    trained.step(packing.micro_batches)
     before, moments = snapshot(trained.model), repr(trained.optimizer.state_dict())
-    trained._loss = lambda inputs: aipo_loss(
-        type(inputs)(
-            logprobs=inputs.logprobs, inference_logprobs=inputs.logprobs * float("nan"), advantages=inputs.advantages
-        ),
-        delta=2.0,
-    )
+    broken = lambda inputs: aipo_loss(replace(inputs, inference_logprobs=inputs.logprobs * float("nan")), delta=2.0)
+    trained.objective = Objective(loss=broken)
     with pytest.raises(StepError, match=r"step 2.*not finite"):
-        trained.step(packing.micro_batches, loss_tokens=packing.loss_tokens)
+        trained.step(packing.micro_batches)
     assert trained.step_done == 1
     assert repr(trained.optimizer.state_dict()) == moments
     assert all(torch.equal(tensor, before[name]) for name, tensor in snapshot(trained.model).items())
@@ -121,8 +107,8 @@ def test_step_that_is_not_finite_leaves_weights_and_optimizer_unchanged() -> Non
 
 def test_gradient_norm_is_measured_before_clipping() -> None:
     packing = packed(seq_len=64)
-    free = learner(max_norm=1e9).step(packing.micro_batches, loss_tokens=packing.loss_tokens)
-    clipped = learner(max_norm=0.01).step(packing.micro_batches, loss_tokens=packing.loss_tokens)
+    free = learner(max_norm=1e9).step(packing.micro_batches)
+    clipped = learner(max_norm=0.01).step(packing.micro_batches)
     assert clipped.grad_norm == pytest.approx(free.grad_norm, rel=1e-6)
     assert free.grad_norm > 0.01
 
@@ -133,14 +119,11 @@ def test_zero_gradient_ratio_counts_unused_vocabulary() -> None:
     packing = pack_samples([sample], seq_len=8)
     nothing = learner(
         lambda inputs: aipo_loss(
-            type(inputs)(
-                logprobs=inputs.logprobs, inference_logprobs=inputs.logprobs.detach(), advantages=inputs.advantages * 0
-            ),
-            delta=1.0,
+            replace(inputs, inference_logprobs=inputs.logprobs.detach(), advantages=inputs.advantages * 0), delta=1.0
         )
     )
-    assert nothing.step(packing.micro_batches, loss_tokens=2).zero_grad_ratio == 1.0
-    assert learner().step(packing.micro_batches, loss_tokens=2).zero_grad_ratio < 0.5
+    assert nothing.step(packing.micro_batches).zero_grad_ratio == 1.0
+    assert learner().step(packing.micro_batches).zero_grad_ratio < 0.5
 
 
 def test_evaluation_changes_nothing_and_matches_the_step() -> None:
@@ -148,7 +131,7 @@ def test_evaluation_changes_nothing_and_matches_the_step() -> None:
     before = snapshot(trained.model)
     seen = trained.evaluate(packing.micro_batches)
     assert all(torch.equal(tensor, before[name]) for name, tensor in snapshot(trained.model).items())
-    result = trained.step(packing.micro_batches, loss_tokens=packing.loss_tokens)
+    result = trained.step(packing.micro_batches)
     np.testing.assert_allclose(result.tokens.logprobs, seen.logprobs, atol=1e-6)
 
 
@@ -164,9 +147,3 @@ def test_flops_count_parameters_and_attention_within_samples() -> None:
     assert step_flops(model, packing.micro_batches) == pytest.approx(float(expected))
     assert matmul_parameters(model) == sum(parameter.numel() for parameter in model.parameters())
     assert peak_flops(torch.device("cpu"), seconds=0.01) > 1e8
-
-
-def test_a_group_of_processes_is_refused() -> None:
-    assert ParallelContext.from_environment({}) == ParallelContext(rank=0, world_size=1)
-    with pytest.raises(ValueError, match="WORLD_SIZE is 2"):
-        ParallelContext.from_environment({"WORLD_SIZE": "2", "RANK": "1"})

@@ -1,0 +1,87 @@
+"""Builds the learner that the RL trainer and the SFT trainer step: model, adapters, sharding, optimizer; once a start.
+
+One process on a CPU trains the model as it is loaded. Anything else, one GPU included, is sharded over the group: the
+model is made without storage, prepared, sharded, and only then filled, so no rank ever holds it whole.
+"""
+
+from __future__ import annotations
+
+import torch
+from meshrl.models.lora import apply_lora, base_names, reset_lora
+
+from meshrl.algorithms.objective import Objective
+from meshrl.models.load import empty_model, fill_at_random, fill_model, load_model, resolve_dtype
+from meshrl.models.logprobs import PackedPolicy
+from meshrl.training.config import OptimConfig, SchedulerConfig
+from meshrl.training.learner import Learner
+from meshrl.training.model_config import TrainerModelConfig
+from meshrl.training.parallel import ParallelContext
+from meshrl.training.parallelize import prepare_blocks, shard
+
+LOGITS_BYTES_CPU, LOGITS_BYTES_GPU = 2**28, 2**31
+
+
+def build_learner(
+    config: TrainerModelConfig,
+    *,
+    objective: Objective,
+    optim: OptimConfig,
+    scheduler: SchedulerConfig,
+    max_steps: int | None,
+    parallel: ParallelContext,
+    seed: int = 0,
+    max_logits_bytes: int | None = None,
+    random_weights: bool = False,
+) -> Learner:
+    """A learner on `parallel.device`; every rank of the group calls this with the same arguments.
+
+    `max_logits_bytes` None takes what suits the device; `random_weights` reads the model's configuration only. Raises
+    ModelError, and ValueError for settings that do not fit the model or the group.
+    """
+    compute_dtype = resolve_dtype(config)
+    on_gpu = parallel.device.type == "cuda"
+    logits_bytes = max_logits_bytes or (LOGITS_BYTES_GPU if on_gpu else LOGITS_BYTES_CPU)
+    # Master weights are float32, since small updates drown in bfloat16; weights that adapters leave alone need none.
+    stored_dtype = torch.float32 if config.lora is None else compute_dtype
+    sharded = parallel.mesh is not None
+    model = (
+        empty_model(config, dtype=stored_dtype) if sharded or random_weights else load_model(config, dtype=stored_dtype)
+    )
+    if config.lora is not None:
+        apply_lora(
+            model,
+            rank=config.lora.rank,
+            alpha=config.lora.alpha,
+            dropout=config.lora.dropout,
+            target_modules=config.lora.target_modules,
+        )
+    policy = PackedPolicy(
+        model,
+        compute_dtype=compute_dtype,
+        max_logits_bytes=logits_bytes,
+        attn=config.attn,
+        device=parallel.device,
+        autocast=not sharded,
+        compile_head=config.compile is not None and on_gpu,
+    )
+    prepare_blocks(policy, config)
+    if parallel.mesh is not None:
+        shard(policy, config, parallel.mesh, compute_dtype)
+    if sharded or random_weights:
+        torch.manual_seed(seed)
+        policy.to_empty(device="cpu" if config.fsdp_cpu_offload else parallel.device)
+        if random_weights:
+            fill_at_random(model)
+        else:
+            fill_model(model, config, base_names(model))
+    if config.lora is not None:
+        reset_lora(model, seed)
+    return Learner(
+        policy,
+        objective=objective,
+        optim=optim,
+        scheduler=scheduler,
+        max_steps=max_steps,
+        parallel=parallel,
+        optim_cpu_offload=config.optim_cpu_offload,
+    )

@@ -1,0 +1,122 @@
+"""Prepares a policy's blocks for training: checkpointed, compiled, then sharded over the mesh (FSDP2); before a step.
+
+The order matters and is kept here: activation checkpointing inside torch.compile inside `fully_shard`. Checkpointing
+and compilation replace a block's `forward`, not the block, so that every parameter keeps its Hugging Face name.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from transformers import PreTrainedModel
+
+from meshrl.models.fused_attention import OPERATOR
+from meshrl.models.load import DTYPES
+from meshrl.models.logprobs import PackedPolicy
+from meshrl.training.model_config import ActivationCheckpointConfig, ActivationOffloadConfig, TrainerModelConfig
+
+_aten = torch.ops.aten
+_PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default})
+_ATTENTION = frozenset(
+    {
+        _aten._scaled_dot_product_flash_attention.default,
+        _aten._scaled_dot_product_flash_attention_for_cpu.default,
+        _aten._scaled_dot_product_efficient_attention.default,
+        _aten._scaled_dot_product_cudnn_attention.default,
+    }
+)
+
+
+def transformer_blocks(model: PreTrainedModel) -> list[nn.Module]:
+    """The repeated layers of a model: its longest list of modules. Raises ValueError when it has none."""
+    lists = [module for module in model.base_model.modules() if isinstance(module, nn.ModuleList) and len(module)]
+    if not lists:
+        raise ValueError(f"{type(model).__name__} has no list of layers to shard or checkpoint; train it unsharded")
+    return list(max(lists, key=len))
+
+
+def prepare_blocks(policy: PackedPolicy, config: TrainerModelConfig) -> None:
+    """Checkpoints and compiles the blocks as configured."""
+    blocks = transformer_blocks(policy.model)
+    if config.ac is not None:
+        for block in blocks[:: config.ac.freq]:
+            _set_forward(block, _checkpointed(block.forward, config.ac, config.ac_offloading))
+    if config.compile is not None:
+        for block in blocks:
+            _set_forward(block, torch.compile(block.forward, fullgraph=config.compile.fullgraph))
+
+
+def shard(policy: PackedPolicy, config: TrainerModelConfig, mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
+    """Shards each block, and then what is left (embeddings, last norm, head), over the mesh.
+
+    Parameters are gathered in `compute_dtype`, gradients are summed in `reduce_dtype` and averaged over the ranks.
+    """
+    precision = MixedPrecisionPolicy(
+        param_dtype=compute_dtype, reduce_dtype=DTYPES[config.reduce_dtype], cast_forward_inputs=False
+    )
+    offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if config.fsdp_cpu_offload else OffloadPolicy()
+    apply = functools.partial(fully_shard, mesh=mesh, mp_policy=precision, offload_policy=offload)
+    for block in transformer_blocks(policy.model):
+        apply(block, reshard_after_forward=config.reshard_after_forward)
+    apply(policy, reshard_after_forward=False)  # its backward pass begins where its forward pass ends
+
+
+def _set_forward(block: nn.Module, forward: Callable[..., Any]) -> None:
+    block.forward = forward  # type: ignore[method-assign]  # the block, and so its parameters' names, stays
+
+
+def _checkpointed(
+    forward: Callable[..., Any], config: ActivationCheckpointConfig, offload: ActivationOffloadConfig | None
+) -> Callable[..., Any]:
+    selective = {} if config.mode == "full" else {"context_fn": _selective_contexts}
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=True, **selective, **kwargs)
+
+    if offload is None:
+        return run
+    smallest = int(offload.min_mib * 2**20)
+
+    def run_offloaded(*args: Any, **kwargs: Any) -> Any:
+        with torch.autograd.graph.saved_tensors_hooks(functools.partial(_to_host, smallest), _from_host):
+            return run(*args, **kwargs)
+
+    return run_offloaded
+
+
+def _selective_contexts() -> tuple[Any, Any]:
+    """Keeps attention and every second matrix product, as torchtitan does: slow to repeat, cheap to keep."""
+    products = {True: 0, False: 0}
+
+    def decide(context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+        if operator in _ATTENTION or operator.name() == OPERATOR:
+            return CheckpointPolicy.MUST_SAVE
+        if operator in _PRODUCTS:
+            products[context.is_recompute] += 1
+            if products[context.is_recompute] % 2:
+                return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(decide)
+    return contexts
+
+
+def _to_host(smallest: int, tensor: torch.Tensor) -> tuple[torch.device, torch.Tensor]:
+    """Copies a large saved activation to pinned memory; the stream's order keeps the copy before any reuse."""
+    if not tensor.is_cuda or tensor.is_leaf or tensor.nbytes < smallest:
+        return tensor.device, tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host.copy_(tensor, non_blocking=True)
+    return tensor.device, host
+
+
+def _from_host(kept: tuple[torch.device, torch.Tensor]) -> torch.Tensor:
+    device, tensor = kept
+    return tensor if tensor.device == device else tensor.to(device, non_blocking=True)
