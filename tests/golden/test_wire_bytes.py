@@ -3,6 +3,7 @@
 A difference here is a change of the contract. Only fields may be added; then add a case, never edit one.
 """
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -66,6 +67,19 @@ BATCH = Batch(
     environments=("reverse_text",),
 )
 
+WEIGHTED_BATCH = dataclasses.replace(
+    BATCH,
+    micro_batches=(
+        dataclasses.replace(
+            BATCH.micro_batches[0],
+            rl_weights=np.array([0.0, 2.0, 1.0], dtype=np.float32),
+            ce_weights=np.array([0.0, 0.5, 0.0], dtype=np.float32),
+            ref_kl_weights=np.array([0.0, 1.0, 0.0], dtype=np.float32),
+            ref_logprobs=np.array([0.0, -1.5, 0.0], dtype=np.float32),
+        ),
+    ),
+)
+
 
 def messages():
     """Name and bytes of every case; maps hold one entry, since protobuf does not order them."""
@@ -120,6 +134,13 @@ def messages():
     yield "micro_batch", upload[1].SerializeToString()
     event = StepEvent(revision=4, step=3, state=StepState.DONE, version=0, metrics={"loss/mean": 0.5})
     yield "step_event", convert.step_event_to_proto(event).SerializeToString()
+    yield "micro_batch_with_weights", list(convert.batch_to_messages(WEIGHTED_BATCH))[1].SerializeToString()
+    yield (
+        "step_event_durable",
+        convert.step_event_to_proto(
+            StepEvent(revision=5, step=3, state=StepState.DONE, durable_step=2)
+        ).SerializeToString(),
+    )
     yield "manifest", convert.manifest_to_proto(manifest).SerializeToString()
     yield "upload_chunk", frames.frame_upload_chunk(Chunk(offset=8, data=b"bytes", crc32c=0x01020304))
     yield "fetch_chunk", frames.frame_fetch_chunk(Chunk(offset=8, data=b"bytes", crc32c=0x01020304))
@@ -144,3 +165,4 @@ def test_every_stored_message_is_still_written():
 
 def test_the_digest_of_a_batch_is_what_it_was():
     assert convert.batch_digest(BATCH) == "81e94ef9feaf623a05c73752eb1a2d5d1fd42a705851f7b5236bfc0bfe753650"
+    assert convert.batch_digest(WEIGHTED_BATCH) == "40fbdf2d95eeae1692b689333e1f393ac599bb1ac51f94ea6f4ba0f43537e965"

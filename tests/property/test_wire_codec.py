@@ -10,7 +10,7 @@ from meshrl.v1 import tensor_pb2, trainer_pb2
 from meshrl.v1 import weights_pb2 as pb
 from meshrl.wire import convert, frames, tensors
 from meshrl.wire.errors import FieldViolation, MeshError, Reason, from_rpc_status, to_rpc_status
-from meshrl.wire.types import Chunk, Sample, VersionSpan
+from meshrl.wire.types import Batch, Chunk, MicroBatch, Sample, VersionSpan
 
 ARRAYS = st.sampled_from(sorted(tensors.DTYPES)).flatmap(
     lambda name: st.tuples(
@@ -104,6 +104,62 @@ def test_samples_come_back_to_the_bit(sample):
     assert back.loss_mask.tobytes() == sample.loss_mask.tobytes()
     assert back.logprobs.tobytes() == sample.logprobs.tobytes()
     assert (back.version_spans, back.temperature) == (sample.version_spans, sample.temperature)
+
+
+FINITE = st.floats(-100.0, 0.0, width=32)
+
+
+@st.composite
+def micro_batches(draw):
+    num_tokens = draw(st.integers(1, 12))
+    starts = sorted(draw(st.sets(st.integers(1, num_tokens), max_size=3)) - {num_tokens} | {0})
+    num_samples = len(starts)
+
+    def per_token(dtype=np.float32, **how):
+        return draw(hnp.arrays(dtype, num_tokens, **how))
+
+    def weights():
+        values = per_token(elements=st.sampled_from([0.0, 0.25, -1.0, 3.5]))
+        values[starts] = 0.0
+        return values
+
+    with_ref = draw(st.booleans())
+    return MicroBatch(
+        dp_rank=0,
+        token_ids=per_token(np.int32),
+        position_ids=per_token(np.int32),
+        loss_mask=per_token(np.bool_),
+        advantages=per_token(elements=FINITE),
+        inference_logprobs=per_token(elements=FINITE),
+        sample_offsets=np.array([*starts, num_tokens], dtype=np.int64),
+        temperatures=np.ones(num_samples, dtype=np.float32),
+        env_index=np.zeros(num_samples, dtype=np.int32),
+        rollout_ids=tuple(str(index) for index in range(num_samples)),
+        rl_weights=per_token(elements=FINITE) if draw(st.booleans()) else None,
+        ce_weights=weights() if draw(st.booleans()) else None,
+        ref_kl_weights=weights() if with_ref else None,
+        ref_logprobs=per_token(elements=FINITE) if with_ref else None,
+    )
+
+
+@given(st.lists(micro_batches(), min_size=1, max_size=3))
+def test_batches_come_back_to_the_bit_or_are_refused_for_having_nothing_to_train(rows):
+    loss_tokens = sum(int(row.loss_mask.sum()) for row in rows)
+    batch = Batch(run_id="r", step=1, micro_batches=tuple(rows), loss_tokens=loss_tokens, environments=("e",))
+    reader = convert.BatchReader(seq_len=16)
+    for message in convert.batch_to_messages(batch):
+        reader.feed(trainer_pb2.SubmitBatchRequest.FromString(message.SerializeToString()))
+    outcome = outcome_of(reader.finish)
+    trained = [row.loss_mask for row in rows] + [w for row in rows for w in (row.ce_weights, row.ref_kl_weights)]
+    if not any(tokens is not None and tokens.any() for tokens in trained):
+        assert [violation.field for violation in outcome.violations] == ["loss_mask"]
+        return
+    assert convert.batch_digest(outcome) == convert.batch_digest(batch)
+    for sent, got in zip(rows, outcome.micro_batches, strict=True):
+        for name in MicroBatch.__dataclass_fields__:
+            before, after = getattr(sent, name), getattr(got, name)
+            same = before.tobytes() == after.tobytes() if isinstance(before, np.ndarray) else before == after
+            assert same, name
 
 
 @given(st.binary(max_size=200))

@@ -133,6 +133,73 @@ def test_loss_tokens_must_be_what_the_masks_say():
     assert [(v.field, v.description) for v in error.violations] == [("loss_tokens", "is 7, 3 came")]
 
 
+WEIGHTED = {
+    "rl_weights": np.array([0, 2, 1, 0, 1], dtype=np.float32),
+    "ce_weights": np.array([0, 0, 0.5, 0, 0], dtype=np.float32),
+    "ref_kl_weights": np.array([0, 1, 0, 0, 1], dtype=np.float32),
+    "ref_logprobs": np.array([0, -1, 0, 0, -2], dtype=np.float32),
+}
+
+
+def test_weights_arrive_as_they_were_sent_and_absent_ones_stay_absent():
+    one, other = upload(
+        convert.batch_to_messages(make_batch(make_micro_batch(**WEIGHTED), make_micro_batch()))
+    ).micro_batches
+    for name, sent in WEIGHTED.items():
+        np.testing.assert_array_equal(getattr(one, name), sent)
+        assert getattr(one, name).dtype == np.float32
+        assert getattr(other, name) is None
+
+
+def test_the_digest_tells_which_weights_are_set_and_what_they_are():
+    zeros = np.zeros(5, dtype=np.float32)
+    rows = [{}, *({name: zeros} for name in WEIGHTED), WEIGHTED, WEIGHTED | {"ce_weights": zeros}]
+    assert len({convert.batch_digest(make_batch(make_micro_batch(**row))) for row in rows}) == len(rows)
+
+
+@pytest.mark.parametrize(
+    ("changes", "violation"),
+    [
+        ({"ce_weights": np.zeros(4, np.float32)}, ("ce_weights", "must have 5 elements like token_ids, got 4")),
+        ({"rl_weights": np.full(5, np.inf, np.float32)}, ("rl_weights", "must be finite")),
+        ({"ref_logprobs": np.full(5, np.nan, np.float32)}, ("ref_logprobs", "must be finite")),
+        (
+            {"ce_weights": np.ones(5, np.float32)},
+            ("ce_weights", "must be 0 at the first token of a sample, which nothing predicts"),
+        ),
+        (
+            {"ref_logprobs": None},
+            ("ref_logprobs", "must be set: ref_kl_weights and ref_logprobs come together or not at all"),
+        ),
+        (
+            {"ref_kl_weights": None},
+            ("ref_kl_weights", "must be set: ref_kl_weights and ref_logprobs come together or not at all"),
+        ),
+    ],
+)
+def test_weights_that_make_no_sense_are_named(changes, violation):
+    error = refusal(convert.batch_to_messages(make_batch(make_micro_batch(**WEIGHTED | changes))))
+    assert error.reason is Reason.INVALID_REQUEST
+    assert [(v.field.removeprefix("micro_batches[0]."), v.description) for v in error.violations] == [violation]
+
+
+def test_weights_of_another_type_are_named():
+    message = convert.micro_batch_to_proto(make_micro_batch(**WEIGHTED))
+    message.ce_weights.CopyFrom(message.loss_mask)
+    with pytest.raises(MeshError) as refused:
+        convert.micro_batch_from_proto(message)
+    assert [v.field for v in refused.value.violations] == ["micro_batch.ce_weights.dtype"]
+
+
+def test_a_batch_may_have_no_sampled_token_when_another_term_has_one():
+    unsampled = {"loss_mask": np.zeros(5, dtype=np.bool_)}
+    arrived = upload(convert.batch_to_messages(make_batch(make_micro_batch(**unsampled, **WEIGHTED))))
+    assert arrived.loss_tokens == 0
+    for weights in ({}, {"ce_weights": np.zeros(5, np.float32)}, {"rl_weights": np.ones(5, np.float32)}):
+        error = refusal(convert.batch_to_messages(make_batch(make_micro_batch(**unsampled, **weights))))
+        assert [v.field for v in error.violations] == ["loss_mask"]
+
+
 def test_ranks_take_equal_shares():
     both_on_one = convert.batch_to_messages(make_batch(make_micro_batch(), make_micro_batch()))
     assert [v.field for v in refusal(both_on_one, dp_size=2).violations] == ["dp_rank"]
@@ -181,6 +248,5 @@ def test_a_bad_header_names_every_field():
         "header.step",
         "header.digest",
         "header.num_micro_batches",
-        "header.loss_tokens",
         "header.environments",
     ]

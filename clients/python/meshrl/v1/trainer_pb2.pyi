@@ -50,18 +50,20 @@ class GetTrainerResponse(_message.Message):
     def __init__(self, contract_version: _Optional[str] = ..., world_size: _Optional[int] = ..., dp_size: _Optional[int] = ..., seq_len: _Optional[int] = ..., pad_multiple: _Optional[int] = ..., objective: _Optional[str] = ..., model: _Optional[str] = ..., runs: _Optional[_Iterable[_Union[Run, _Mapping]]] = ..., max_queued_batches: _Optional[int] = ...) -> None: ...
 
 class Run(_message.Message):
-    __slots__ = ("run_id", "step", "version", "epoch", "revision")
+    __slots__ = ("run_id", "step", "version", "epoch", "revision", "durable_step")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
+    DURABLE_STEP_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     step: int
     version: int
     epoch: int
     revision: int
-    def __init__(self, run_id: _Optional[str] = ..., step: _Optional[int] = ..., version: _Optional[int] = ..., epoch: _Optional[int] = ..., revision: _Optional[int] = ...) -> None: ...
+    durable_step: int
+    def __init__(self, run_id: _Optional[str] = ..., step: _Optional[int] = ..., version: _Optional[int] = ..., epoch: _Optional[int] = ..., revision: _Optional[int] = ..., durable_step: _Optional[int] = ...) -> None: ...
 
 class SubmitBatchRequest(_message.Message):
     __slots__ = ("header", "micro_batch")
@@ -90,7 +92,7 @@ class BatchHeader(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., step: _Optional[int] = ..., digest: _Optional[str] = ..., num_micro_batches: _Optional[int] = ..., loss_tokens: _Optional[int] = ..., environments: _Optional[_Iterable[str]] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class MicroBatch(_message.Message):
-    __slots__ = ("dp_rank", "token_ids", "position_ids", "loss_mask", "advantages", "inference_logprobs", "sample_offsets", "temperatures", "env_index", "rollout_ids", "traceparents")
+    __slots__ = ("dp_rank", "token_ids", "position_ids", "loss_mask", "advantages", "inference_logprobs", "sample_offsets", "temperatures", "env_index", "rollout_ids", "traceparents", "rl_weights", "ce_weights", "ref_kl_weights", "ref_logprobs")
     DP_RANK_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     POSITION_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -102,6 +104,10 @@ class MicroBatch(_message.Message):
     ENV_INDEX_FIELD_NUMBER: _ClassVar[int]
     ROLLOUT_IDS_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENTS_FIELD_NUMBER: _ClassVar[int]
+    RL_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    CE_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    REF_KL_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    REF_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     dp_rank: int
     token_ids: _tensor_pb2.Tensor
     position_ids: _tensor_pb2.Tensor
@@ -113,7 +119,11 @@ class MicroBatch(_message.Message):
     env_index: _tensor_pb2.Tensor
     rollout_ids: _containers.RepeatedScalarFieldContainer[str]
     traceparents: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, dp_rank: _Optional[int] = ..., token_ids: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., position_ids: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., loss_mask: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., advantages: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., inference_logprobs: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., sample_offsets: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., temperatures: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., env_index: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., rollout_ids: _Optional[_Iterable[str]] = ..., traceparents: _Optional[_Iterable[str]] = ...) -> None: ...
+    rl_weights: _tensor_pb2.Tensor
+    ce_weights: _tensor_pb2.Tensor
+    ref_kl_weights: _tensor_pb2.Tensor
+    ref_logprobs: _tensor_pb2.Tensor
+    def __init__(self, dp_rank: _Optional[int] = ..., token_ids: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., position_ids: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., loss_mask: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., advantages: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., inference_logprobs: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., sample_offsets: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., temperatures: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., env_index: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., rollout_ids: _Optional[_Iterable[str]] = ..., traceparents: _Optional[_Iterable[str]] = ..., rl_weights: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., ce_weights: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., ref_kl_weights: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., ref_logprobs: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ...) -> None: ...
 
 class SubmitBatchResponse(_message.Message):
     __slots__ = ("revision", "queue_position")
@@ -132,7 +142,7 @@ class WatchStepsRequest(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., after_revision: _Optional[int] = ...) -> None: ...
 
 class WatchStepsResponse(_message.Message):
-    __slots__ = ("revision", "step", "state", "version", "metrics", "timings_s", "reason", "message", "traceparent")
+    __slots__ = ("revision", "step", "state", "version", "metrics", "timings_s", "reason", "message", "traceparent", "durable_step")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -156,6 +166,7 @@ class WatchStepsResponse(_message.Message):
     REASON_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    DURABLE_STEP_FIELD_NUMBER: _ClassVar[int]
     revision: int
     step: int
     state: StepState
@@ -165,7 +176,8 @@ class WatchStepsResponse(_message.Message):
     reason: str
     message: str
     traceparent: str
-    def __init__(self, revision: _Optional[int] = ..., step: _Optional[int] = ..., state: _Optional[_Union[StepState, str]] = ..., version: _Optional[int] = ..., metrics: _Optional[_Mapping[str, float]] = ..., timings_s: _Optional[_Mapping[str, float]] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    durable_step: int
+    def __init__(self, revision: _Optional[int] = ..., step: _Optional[int] = ..., state: _Optional[_Union[StepState, str]] = ..., version: _Optional[int] = ..., metrics: _Optional[_Mapping[str, float]] = ..., timings_s: _Optional[_Mapping[str, float]] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ..., traceparent: _Optional[str] = ..., durable_step: _Optional[int] = ...) -> None: ...
 
 class SaveCheckpointRequest(_message.Message):
     __slots__ = ("request_id", "run_id", "weights_only")

@@ -96,7 +96,6 @@ def validate_batch_header(message: trainer_pb2.BatchHeader, *, dp_size: int = 1)
         "header.num_micro_batches",
         f"must be a positive multiple of dp_size ({dp_size}), got {count}",
     )
-    violations.check(message.loss_tokens >= 1, "header.loss_tokens", "must be at least 1")
     violations.check(len(message.environments) >= 1, "header.environments", "must name at least one environment")
     violations.done("the batch header")
 

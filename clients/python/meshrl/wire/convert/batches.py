@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from blake3 import blake3
+from numpy.typing import NDArray
 
 from meshrl.v1 import trainer_pb2 as pb
 from meshrl.wire import tensors, validate
@@ -28,6 +29,8 @@ _TENSORS: Mapping[str, str] = {
     "env_index": "int32",
 }
 _PER_TOKEN = ("position_ids", "loss_mask", "advantages", "inference_logprobs")
+# float32 (T,) tensors that may be unset, in the order of the digest.
+_OPTIONAL = ("rl_weights", "ce_weights", "ref_kl_weights", "ref_logprobs")
 
 _STATE_TO_PROTO: Mapping[StepState, pb.StepState] = {
     StepState.QUEUED: pb.STEP_STATE_QUEUED,
@@ -55,17 +58,26 @@ def batch_digest(batch: Batch) -> str:
     """Returns the BLAKE3 (64 hexadecimal digits) over the tensors of all micro-batches, in order.
 
     Hashed are, per tensor in the order of the MicroBatch message: its type name, its number of dimensions, its shape
-    (int64) and its little-endian bytes; strings and bytes are preceded by their length (uint64).
+    (int64) and its little-endian bytes; strings and bytes are preceded by their length (uint64). A tensor that may be
+    unset is preceded by its field's name, and adds nothing where it is unset.
     """
     state = blake3(b"meshrl.batch.v1")
     state.update(struct.pack("<Q", len(batch.micro_batches)))
     for micro_batch in batch.micro_batches:
         for name, dtype in _TENSORS.items():
-            array = np.asarray(getattr(micro_batch, name), dtype=tensors.DTYPES[dtype].storage, order="C")
-            header = struct.pack(f"<Q{len(dtype)}sQ{array.ndim}q", len(dtype), dtype.encode(), array.ndim, *array.shape)
-            state.update(header + struct.pack("<Q", array.nbytes))
-            state.update(array.reshape(-1).view(np.uint8).data if array.size else b"")
+            _hash_tensor(state, getattr(micro_batch, name), dtype)
+        for name in _OPTIONAL:
+            if (array := getattr(micro_batch, name)) is not None:
+                state.update(struct.pack(f"<Q{len(name)}s", len(name), name.encode()))
+                _hash_tensor(state, array, "float32")
     return state.hexdigest()
+
+
+def _hash_tensor(state: blake3, values: NDArray[Any], dtype: str) -> None:
+    array = np.asarray(values, dtype=tensors.DTYPES[dtype].storage, order="C")
+    header = struct.pack(f"<Q{len(dtype)}sQ{array.ndim}q", len(dtype), dtype.encode(), array.ndim, *array.shape)
+    state.update(header + struct.pack("<Q", array.nbytes))
+    state.update(array.reshape(-1).view(np.uint8).data if array.size else b"")
 
 
 def batch_header_to_proto(header: BatchHeader) -> pb.BatchHeader:
@@ -95,8 +107,10 @@ def batch_header_from_proto(message: pb.BatchHeader) -> BatchHeader:
 def micro_batch_to_proto(micro_batch: MicroBatch) -> pb.MicroBatch:
     """Returns the message; raises ValueError if an array has not the type that MicroBatch declares."""
     encoded: dict[str, Any] = {}
-    for name, dtype in _TENSORS.items():
+    for name, dtype in {**_TENSORS, **dict.fromkeys(_OPTIONAL, "float32")}.items():
         array = getattr(micro_batch, name)
+        if array is None and name in _OPTIONAL:
+            continue
         if array.dtype.name != dtype:
             raise ValueError(f"MicroBatch.{name} must be {dtype}, got {array.dtype.name}")
         encoded[name] = tensors.encode(array)
@@ -114,18 +128,24 @@ def micro_batch_from_proto(
     """Returns the micro-batch; its arrays are read-only views.
 
     Raises MeshError INVALID_REQUEST that names every tensor of the wrong type or length, offsets that are not
-    increasing from 0 to T, and an env_index outside `num_environments` if that is given.
+    increasing from 0 to T, a number that is not finite, ce or ref_kl weights at a token that nothing predicts, only
+    one of ref_kl_weights and ref_logprobs, and an env_index outside `num_environments` if that is given.
     """
     reader = FieldReader("the micro-batch", field)
     arrays = {name: reader.vector(getattr(message, name), name, dtype) for name, dtype in _TENSORS.items()}
+    weights = {
+        name: reader.vector(getattr(message, name), name, "float32") for name in _OPTIONAL if message.HasField(name)
+    }
     if reader.ok:
         _check_lengths(reader, arrays, len(message.rollout_ids), num_environments)
+        _check_weights(reader, weights, arrays)
     reader.done()
     return MicroBatch(
         dp_rank=message.dp_rank,
         rollout_ids=tuple(message.rollout_ids),
         traceparents=tuple(message.traceparents),
         **arrays,
+        **weights,
     )
 
 
@@ -149,6 +169,22 @@ def _check_lengths(
     if num_environments is not None and len(arrays["env_index"]):
         known = arrays["env_index"].min() >= 0 and arrays["env_index"].max() < num_environments
         reader.check(bool(known), "env_index", f"must point into the header's {num_environments} environments")
+
+
+def _check_weights(reader: FieldReader, weights: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
+    num_tokens, offsets = len(arrays["token_ids"]), arrays["sample_offsets"]
+    for name, array in weights.items():
+        reader.length(array, name, num_tokens, "token_ids")
+        reader.check(bool(np.isfinite(array).all()), name, "must be finite")
+    together = ("ref_kl_weights" in weights) == ("ref_logprobs" in weights)
+    missing = "ref_logprobs" if "ref_kl_weights" in weights else "ref_kl_weights"
+    reader.check(together, missing, "must be set: ref_kl_weights and ref_logprobs come together or not at all")
+    if not reader.ok:  # offsets may point anywhere
+        return
+    for name in ("ce_weights", "ref_kl_weights"):
+        if name in weights:
+            first = weights[name][offsets[:-1]]
+            reader.check(not first.any(), name, "must be 0 at the first token of a sample, which nothing predicts")
 
 
 def batch_to_messages(batch: Batch) -> Iterator[pb.SubmitBatchRequest]:
@@ -211,8 +247,8 @@ class BatchReader:
     def finish(self) -> Batch:
         """Returns the whole batch.
 
-        Raises INVALID_REQUEST when messages are missing or loss_tokens is wrong and BATCH_DIGEST_MISMATCH when the
-        tensors are not those of the header.
+        Raises INVALID_REQUEST when messages are missing, loss_tokens is not what the masks say or no token is trained
+        at all, and BATCH_DIGEST_MISMATCH when the tensors are not those of the header.
         """
         header = self._header
         if header is None:
@@ -224,6 +260,11 @@ class BatchReader:
         )
         loss_tokens = sum(int(micro_batch.loss_mask.sum()) for micro_batch in self._micro_batches)
         reader.check(loss_tokens == header.loss_tokens, "loss_tokens", f"is {header.loss_tokens}, {loss_tokens} came")
+        reader.check(
+            loss_tokens > 0 or any(map(_has_weights, self._micro_batches)),
+            "loss_mask",
+            "marks no token and no ce_weights or ref_kl_weights does: there is nothing to train on",
+        )
         shares = {sum(m.dp_rank == rank for m in self._micro_batches) for rank in range(self._dp_size)}
         reader.check(len(shares) == 1, "dp_rank", "every rank takes an equal number of micro-batches")
         reader.done()
@@ -244,8 +285,22 @@ class BatchReader:
         return batch
 
 
+def _has_weights(micro_batch: MicroBatch) -> bool:
+    """Whether a token belongs to the ce or the ref_kl term."""
+    return any(
+        weights is not None and bool(weights.any()) for weights in (micro_batch.ce_weights, micro_batch.ref_kl_weights)
+    )
+
+
 def run_to_proto(run: RunInfo) -> pb.Run:
-    return pb.Run(run_id=run.run_id, step=run.step, version=run.version, epoch=run.epoch, revision=run.revision)
+    return pb.Run(
+        run_id=run.run_id,
+        step=run.step,
+        version=run.version,
+        epoch=run.epoch,
+        revision=run.revision,
+        durable_step=run.durable_step,
+    )
 
 
 def run_from_proto(message: pb.Run) -> RunInfo:
@@ -255,6 +310,7 @@ def run_from_proto(message: pb.Run) -> RunInfo:
         version=message.version,
         epoch=message.epoch,
         revision=message.revision,
+        durable_step=message.durable_step,
     )
 
 
@@ -296,6 +352,7 @@ def step_event_to_proto(event: StepEvent) -> pb.WatchStepsResponse:
         reason=event.reason,
         message=event.message,
         traceparent=event.traceparent,
+        durable_step=event.durable_step,
     )
 
 
@@ -314,4 +371,5 @@ def step_event_from_proto(message: pb.WatchStepsResponse) -> StepEvent | None:
         reason=message.reason,
         message=message.message,
         traceparent=message.traceparent,
+        durable_step=message.durable_step,
     )

@@ -15,7 +15,11 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MicroBatch:
-    """Samples packed into one row; attention never crosses `sample_offsets`."""
+    """Samples packed into one row; attention never crosses `sample_offsets`.
+
+    `loss_mask` marks the tokens of the rl term. The weights after it are None where no token has one: rl then weighs
+    each of its tokens 1, ce and ref_kl have no tokens. A token of ce or ref_kl is one whose weight is not 0.
+    """
 
     dp_rank: int
     token_ids: NDArray[np.int32]  # (T,)
@@ -28,11 +32,15 @@ class MicroBatch:
     env_index: NDArray[np.int32]  # (S,) index into Batch.environments
     rollout_ids: tuple[str, ...]  # (S,)
     traceparents: tuple[str, ...] = ()
+    rl_weights: NDArray[np.float32] | None = None  # (T,) read where loss_mask is true
+    ce_weights: NDArray[np.float32] | None = None  # (T,)
+    ref_kl_weights: NDArray[np.float32] | None = None  # (T,)
+    ref_logprobs: NDArray[np.float32] | None = None  # (T,) with ref_kl_weights; read where those are not 0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Batch:
-    """One step's data. `loss_tokens` counts loss_mask over all micro-batches."""
+    """One step's data. `loss_tokens` counts loss_mask over all micro-batches: the tokens of the rl term."""
 
     run_id: str
     step: int
@@ -44,13 +52,17 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class RunInfo:
-    """One run of a trainer; `epoch` grows each time the trainer of this run restarts."""
+    """One run of a trainer; `epoch` grows each time the trainer of this run restarts.
+
+    `durable_step` is the last step that a checkpoint on the trainer's disk holds: where it goes on after a crash.
+    """
 
     run_id: str
     step: int
     version: int
     epoch: int
     revision: int
+    durable_step: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,3 +99,4 @@ class StepEvent:
     reason: str = ""
     message: str = ""
     traceparent: str = ""
+    durable_step: int = 0  # of the run, when this event was made
