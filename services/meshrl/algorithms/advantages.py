@@ -2,36 +2,51 @@
 
 Every function takes the rewards and the sampled lengths of one group and returns float32 advantages, one a rollout. A
 group of equal rewards has no signal: all zeros. All raise ValueError for an empty group, arrays that differ in length
-or a reward that is not finite.
+or a reward that is not finite. An advantage holds for each token of its rollout; its normaliser is the group (each
+docstring's divisor), while that of the loss is chosen in `objective`. A length penalty comes off the rewards first, so
+it goes with any of them.
 
-Shapes: G rollouts of one task.
+Notation: R_i the reward of rollout i, l_i its sampled tokens. Shapes: G rollouts of one task.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from meshrl.algorithms.imports import load_function
 
 Advantage = Callable[[Sequence[float], Sequence[int]], NDArray[np.float32]]
 
 
 def mean_baseline_advantages(rewards_G: Sequence[float], lengths_G: Sequence[int]) -> NDArray[np.float32]:
-    """Reward minus the group's mean: the baseline of GRPO without its division (Dr. GRPO, arXiv 2503.20783)."""
+    """A_i = R_i - sum_j R_j / G: the baseline of GRPO without its division (Dr. GRPO, arXiv 2503.20783).
+
+    The division by the standard deviation weighs a group up the more, the more its rollouts agree: tasks that are
+    almost always or almost never solved would count most.
+    """
     rewards = _checked(rewards_G, lengths_G)
     return _relative_to(rewards, np.full_like(rewards, rewards.mean()))
 
 
 def grpo_advantages(rewards_G: Sequence[float], lengths_G: Sequence[int]) -> NDArray[np.float32]:
-    """Reward minus the group's mean, over its standard deviation (GRPO, arXiv 2402.03300)."""
+    """A_i = (R_i - mean) / (std + 1e-6) with mean and std of the group (GRPO, arXiv 2402.03300, outcome supervision).
+
+    std is the population's: sqrt(sum_j (R_j - mean)^2 / G).
+    """
     rewards = _checked(rewards_G, lengths_G)
     centred = _relative_to(rewards, np.full_like(rewards, rewards.mean()))
     return (centred / np.float32(rewards.std() + 1e-6)).astype(np.float32)
 
 
 def rloo_advantages(rewards_G: Sequence[float], lengths_G: Sequence[int]) -> NDArray[np.float32]:
-    """Reward minus the mean of the other rollouts (RLOO, arXiv 2402.14740); a group of one has none: zero."""
+    """A_i = R_i - sum_{j != i} R_j / (G - 1): the mean of the other rollouts as baseline (RLOO, arXiv 2402.14740).
+
+    A group of one has no others: zero.
+    """
     rewards = _checked(rewards_G, lengths_G)
     if rewards.size == 1:
         return np.zeros(1, dtype=np.float32)
@@ -39,7 +54,10 @@ def rloo_advantages(rewards_G: Sequence[float], lengths_G: Sequence[int]) -> NDA
 
 
 def opo_advantages(rewards_G: Sequence[float], lengths_G: Sequence[int]) -> NDArray[np.float32]:
-    """Reward minus the length-weighted mean, the baseline of least gradient variance (OPO, arXiv 2505.23585)."""
+    """A_i = R_i - sum_j l_j R_j / sum_j l_j: the baseline of least gradient variance (OPO, arXiv 2505.23585).
+
+    It is the optimal one when the gradients of different tokens are about orthogonal and alike in norm.
+    """
     rewards = _checked(rewards_G, lengths_G)
     weights = np.asarray(lengths_G, dtype=np.float64)
     if weights.min() < 0 or weights.sum() == 0:
@@ -53,6 +71,65 @@ ADVANTAGES: Mapping[str, Advantage] = {
     "rloo": rloo_advantages,
     "opo": opo_advantages,
 }
+
+
+Penalty = Callable[[Sequence[int]], NDArray[np.float64]]
+"""From the sampled lengths of a group to what comes off each reward."""
+
+
+def soft_overlong_penalty(
+    lengths_G: Sequence[int], *, max_length: int, buffer_length: int, weight: float = 1.0
+) -> NDArray[np.float64]:
+    """DAPO's soft overlong punishment (arXiv 2503.14476, equation 13), as a positive penalty.
+
+    0 up to max_length - buffer_length tokens, then linear in the length up to `weight` at max_length, and `weight`
+    beyond. Raises ValueError unless 0 < buffer_length <= max_length.
+    """
+    if not 0 < buffer_length <= max_length:
+        raise ValueError(
+            f"buffer_length must be positive and at most max_length, got {buffer_length} and {max_length}: the penalty "
+            "grows over the last buffer_length tokens of max_length"
+        )
+    excess = np.asarray(lengths_G, dtype=np.float64) - (max_length - buffer_length)
+    return weight * np.clip(excess / buffer_length, 0.0, 1.0)
+
+
+def per_token_penalty(lengths_G: Sequence[int], *, coefficient: float) -> NDArray[np.float64]:
+    """coefficient * l_i: each sampled token costs the same."""
+    return coefficient * np.asarray(lengths_G, dtype=np.float64)
+
+
+def penalise_length(advantage: Advantage, *penalties: Penalty) -> Advantage:
+    """`advantage` of the rewards less the penalties; rollouts of equal reward then differ by their length."""
+
+    def penalised(rewards_G: Sequence[float], lengths_G: Sequence[int]) -> NDArray[np.float32]:
+        rewards = _checked(rewards_G, lengths_G)
+        for penalty in penalties:
+            rewards = rewards - penalty(lengths_G)
+        return advantage(rewards.tolist(), lengths_G)
+
+    return penalised
+
+
+def load_custom_advantage(import_path: str, kwargs: Mapping[str, Any], *, key: str = "advantage") -> Advantage:
+    """A user's function `fn(rewards_G, lengths_G, **kwargs) -> array (G,)` as an advantage.
+
+    It gets float64 and int64 arrays. `key` is the config section that errors name. Raises ValueError here for a
+    function that cannot be imported or called so, and from the advantage for a result that is not G finite numbers.
+    """
+    function = load_function(import_path, kwargs, key=key, positional=("rewards_G", "lengths_G"))
+
+    def custom_advantages(rewards_G: Sequence[float], lengths_G: Sequence[int]) -> NDArray[np.float32]:
+        rewards = _checked(rewards_G, lengths_G)
+        advantages = np.asarray(function(rewards, np.asarray(lengths_G, dtype=np.int64), **kwargs), dtype=np.float32)
+        if advantages.shape != rewards.shape or not np.isfinite(advantages).all():
+            raise ValueError(
+                f"{key}.import_path {import_path!r} returned {advantages.tolist()} for the rewards {rewards.tolist()}; "
+                f"return a finite number for each of the {rewards.size} rollouts"
+            )
+        return advantages
+
+    return custom_advantages
 
 
 def _checked(rewards_G: Sequence[float], lengths_G: Sequence[int]) -> NDArray[np.float64]:

@@ -15,11 +15,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
+from meshrl.algorithms.imports import load_function
+
 LOG_RATIO_LIMIT = 20.0
 """Nats; a ratio of 5e8."""
+
+RESERVED_METRICS = frozenset({"rl", "ce", "ref_kl"})
+"""Names under which the objective reports its terms, beside the metrics of its loss."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -58,7 +64,7 @@ def dppo_kl_loss(inputs: LossInputs, *, mask_low: float, mask_high: float, adv_t
     Kimi K2.5 (arXiv 2602.02276); it holds for masked tokens too, so they are pulled back.
     Normaliser: sampled tokens of the whole batch (TOKEN).
     """
-    log_ratio_N = inputs.logprobs - inputs.inference_logprobs
+    log_ratio_N = _log_ratio(inputs)
     change_N = inputs.logprobs.detach().exp() - inputs.inference_logprobs.exp()
     masked_N = torch.where(
         inputs.advantages > 0, change_N > mask_high, (inputs.advantages < 0) & (change_N < -mask_low)
@@ -79,11 +85,65 @@ def aipo_loss(inputs: LossInputs, *, delta: float) -> LossOutput:
     the gradient is that of -A * r. No token is masked.
     Normaliser: sampled tokens of the whole batch (TOKEN).
     """
-    ratio_N = saturated_ratio(inputs.logprobs - inputs.inference_logprobs).detach()
+    ratio_N = saturated_ratio(_log_ratio(inputs)).detach()
     return LossOutput(
         per_token=-ratio_N.clamp(max=delta) * inputs.advantages * inputs.logprobs,
         masked=_none(inputs),
         metrics={"ratio": ratio_N, "clip_high_fraction": _as_share(ratio_N > delta, inputs)},
+    )
+
+
+def grpo_loss(inputs: LossInputs, *, clip_low: float, clip_high: float) -> LossOutput:
+    """PPO's clipped surrogate as in GRPO (arXiv 2402.03300), with the two bounds of clip-higher (DAPO, 2503.14476).
+
+        loss = -min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A)
+
+    A clipped token (A > 0 and r > 1 + clip_high, or A < 0 and r < 1 - clip_low) has no gradient and counts as masked.
+    For A < 0 there is no upper bound on r, as in the papers. GRPO's KL term to a reference is the objective's ref_kl.
+    Normaliser: GRPO averages over each sequence, then over sequences (SEQUENCE); DAPO over the tokens of the batch
+    (TOKEN); Dr. GRPO (2503.20783) divides each sequence by one constant length (FIXED).
+    """
+    return _clipped_surrogate(inputs, saturated_ratio(_log_ratio(inputs)), clip_low, clip_high)
+
+
+def gspo_loss(inputs: LossInputs, *, clip_low: float, clip_high: float) -> LossOutput:
+    """GSPO (arXiv 2507.18071): the clipped surrogate with one ratio a sequence.
+
+        s = exp(mean over the sequence's tokens of log r)
+        loss = -min(s * A, clip(s, 1 - clip_low, 1 + clip_high) * A)   for each token of the sequence
+
+    The gradient flows through s to all its tokens, so that a token's is -s * A / len where the sequence is kept; the
+    tokens of a clipped sequence count as masked. Advantages that differ within a sequence are weighed by the same s.
+    The mean is taken in float64: the clip bounds of the paper (3e-4 and 4e-4) are small.
+    Normaliser: the paper's objective is the mean over sequences (SEQUENCE, which cancels the repetition).
+    """
+    ids_N = inputs.sequence_ids
+    lengths_S = torch.bincount(ids_N, minlength=inputs.num_sequences).clamp(min=1)
+    log_ratio_N = _log_ratio(inputs)
+    sums_S = torch.zeros(inputs.num_sequences, dtype=torch.float64, device=log_ratio_N.device)
+    means_S = sums_S.index_add(0, ids_N, log_ratio_N.double()) / lengths_S
+    return _clipped_surrogate(inputs, saturated_ratio(means_S)[ids_N].to(log_ratio_N.dtype), clip_low, clip_high)
+
+
+def cispo_loss(inputs: LossInputs, *, clip_high: float, clip_low: float | None = None) -> LossOutput:
+    """CISPO (MiniMax-M1, arXiv 2506.13585): REINFORCE with a clipped, detached importance ratio.
+
+        loss = -sg(clip(r, 1 - clip_low, 1 + clip_high)) * A * log p
+
+    Unlike PPO's, the clip bounds a weight and stops no gradient, so no token is masked. The paper tunes the upper
+    bound and leaves the lower one open: clip_low None.
+    Normaliser: sampled tokens of the group in the paper, of the whole batch here (TOKEN).
+    """
+    ratio_N = saturated_ratio(_log_ratio(inputs)).detach()
+    floor = 0.0 if clip_low is None else 1.0 - clip_low
+    return LossOutput(
+        per_token=-ratio_N.clamp(floor, 1.0 + clip_high) * inputs.advantages * inputs.logprobs,
+        masked=_none(inputs),
+        metrics={
+            "ratio": ratio_N,
+            "clip_low_fraction": _as_share(ratio_N < floor, inputs),
+            "clip_high_fraction": _as_share(ratio_N > 1.0 + clip_high, inputs),
+        },
     )
 
 
@@ -93,6 +153,96 @@ def cross_entropy_loss(inputs: LossInputs) -> LossOutput:
     Normaliser: loss tokens of the whole batch (TOKEN).
     """
     return LossOutput(per_token=-inputs.logprobs, masked=_none(inputs))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SequenceInputs:
+    """What a custom loss sees: the sampled tokens of one sequence, float32 (L,) each."""
+
+    logprobs: torch.Tensor  # log p; carries the gradient
+    inference_logprobs: torch.Tensor  # log q
+    advantages: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SequenceLoss:
+    """What a custom loss returns: a scalar, the sum over the sequence's tokens, and scalars to report."""
+
+    loss: torch.Tensor
+    metrics: Mapping[str, torch.Tensor | float] = field(default_factory=dict)
+
+
+def load_custom_loss(import_path: str, kwargs: Mapping[str, Any], *, key: str = "loss") -> Loss:
+    """A user's function `fn(SequenceInputs, **kwargs) -> SequenceLoss` as a loss; it is called once a sequence.
+
+    A sequence's loss is spread evenly over its tokens, so that every normaliser means what it says: TOKEN divides the
+    sum of all losses by the tokens of the batch, SEQUENCE takes the mean of loss / L. So do metrics, whose step value
+    is the mean over tokens. No token counts as masked. `key` is the config section that errors name. Raises
+    ValueError here for a function that cannot be imported or called so, and from the loss for what is no SequenceLoss.
+    """
+    function = load_function(import_path, kwargs, key=key, positional=("sequence",))
+
+    def custom_loss(inputs: LossInputs) -> LossOutput:
+        _, lengths = torch.unique_consecutive(inputs.sequence_ids, return_counts=True)
+        sizes: list[int] = lengths.tolist()
+        tensors = (inputs.logprobs, inputs.inference_logprobs, inputs.advantages)
+        results = [
+            _checked(
+                function(SequenceInputs(logprobs=own, inference_logprobs=sampled, advantages=advantages), **kwargs),
+                f"{key}.import_path {import_path!r}",
+            )
+            for own, sampled, advantages in zip(*(torch.split(tensor, sizes) for tensor in tensors), strict=True)
+        ]
+        spread = [(result.loss / size).expand(size) for result, size in zip(results, sizes, strict=True)]
+        names = dict.fromkeys(name for result in results for name in result.metrics)
+        return LossOutput(
+            per_token=torch.cat([inputs.logprobs[:0], *spread]),
+            masked=_none(inputs),
+            metrics={
+                name: torch.cat(
+                    [
+                        inputs.logprobs.new_full((size,), float(result.metrics.get(name, 0.0)))
+                        for result, size in zip(results, sizes, strict=True)
+                    ]
+                )
+                for name in names
+            },
+        )
+
+    return custom_loss
+
+
+def _checked(result: object, where: str) -> SequenceLoss:
+    if not isinstance(result, SequenceLoss):
+        raise ValueError(f"{where} returned {type(result).__name__}; return a meshrl.algorithms.losses.SequenceLoss")
+    if not isinstance(result.loss, torch.Tensor) or result.loss.ndim != 0:
+        raise ValueError(
+            f"{where} returned a loss that is no scalar tensor ({result.loss!r:.80}); sum it over the sequence's tokens"
+        )
+    reserved = sorted(RESERVED_METRICS & set(result.metrics))
+    if reserved:
+        raise ValueError(f"{where} reports {', '.join(reserved)}, which the objective's terms are called; rename it")
+    return result
+
+
+def _log_ratio(inputs: LossInputs) -> torch.Tensor:
+    return inputs.logprobs - inputs.inference_logprobs
+
+
+def _clipped_surrogate(inputs: LossInputs, ratio_N: torch.Tensor, clip_low: float, clip_high: float) -> LossOutput:
+    """-min(ratio * A, clip(ratio) * A), written so that a clipped token's ratio is out of the graph."""
+    high_N = (inputs.advantages > 0) & (ratio_N > 1.0 + clip_high)
+    low_N = (inputs.advantages < 0) & (ratio_N < 1.0 - clip_low)
+    bounded_N = torch.where(high_N, 1.0 + clip_high, torch.where(low_N, 1.0 - clip_low, ratio_N))
+    return LossOutput(
+        per_token=-bounded_N * inputs.advantages,
+        masked=high_N | low_N,
+        metrics={
+            "ratio": ratio_N.detach(),
+            "clip_low_fraction": _as_share(low_N, inputs),
+            "clip_high_fraction": _as_share(high_N, inputs),
+        },
+    )
 
 
 def saturated_ratio(log_ratio: torch.Tensor) -> torch.Tensor:

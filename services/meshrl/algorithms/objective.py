@@ -110,9 +110,9 @@ class RowLoss:
 
     `total` is a scalar ready for backward, even when it is 0. The rest has no gradient. `per_token` (P,) is what each
     token adds to the rl sum before its division by D, and `masked` bool (P,) which tokens the rl loss masked; both are
-    0 outside the rl term. `metrics` holds scalars, each the row's share of the step's value: "rl", "ce" and "ref_kl"
-    (terms as they enter the total, absent where the batch has no token of one) and the rl loss's own (means over the
-    rl tokens). Add a metric up over rows and ranks; one that a row does not name is 0 there.
+    0 (False) outside the rl term. `metrics` holds scalars, each the row's share of the step's value: "rl", "ce" and
+    "ref_kl" (terms as they enter the total, absent where the batch has no token of one) and the rl loss's own (means
+    over the rl tokens). Add a metric up over rows and ranks; one that a row does not name is 0 there.
     """
 
     total: torch.Tensor
