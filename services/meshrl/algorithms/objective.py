@@ -129,8 +129,8 @@ def count(micro_batches: Iterable[MicroBatch]) -> BatchCounts:
         ids = np.repeat(np.arange(len(lengths)), lengths)[micro_batch.loss_mask]
         rl_tokens += len(ids)
         rl_sequences += len(np.unique(ids))
-        ce_tokens += _weighted(getattr(micro_batch, "ce_weights", None))
-        ref_kl_tokens += _weighted(getattr(micro_batch, "ref_kl_weights", None))
+        ce_tokens += _weighted(micro_batch.ce_weights)
+        ref_kl_tokens += _weighted(micro_batch.ref_kl_weights)
     return BatchCounts(rl_tokens=rl_tokens, rl_sequences=rl_sequences, ce_tokens=ce_tokens, ref_kl_tokens=ref_kl_tokens)
 
 
