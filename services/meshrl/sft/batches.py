@@ -20,9 +20,10 @@ class SFTBatch:
 
 
 def training_batches(
-    samples: Sequence[TrainSample], *, batch_tokens: int, seq_len: int, seed: int, skip: int = 0
+    samples: Sequence[TrainSample], *, batch_tokens: int, seq_len: int, seed: int, skip: int = 0, dp_size: int = 1
 ) -> Iterator[SFTBatch]:
-    """Endless steps; each epoch sees every sample once, in an order of its own. `skip` leaves out the first steps.
+    """Endless steps; each epoch sees every sample once, in an order of its own. `skip` leaves out the first steps;
+    each is divided among `dp_size` ranks.
 
     A step takes samples until one more would exceed `batch_tokens`, and at least one. `samples` must not be empty.
     """
@@ -39,7 +40,7 @@ def training_batches(
         if skip:
             skip -= 1
             continue
-        packing = pack_samples(chosen, seq_len=seq_len)
+        packing = pack_samples(chosen, seq_len=seq_len, dp_size=dp_size)
         yield SFTBatch(packing=packing, samples=len(chosen), tokens=tokens, epoch=taken / len(samples))
 
 

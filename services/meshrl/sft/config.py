@@ -8,8 +8,10 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from meshrl.core.config import BaseConfig
-from meshrl.core.config.shared import LogConfig, ModelConfig, WandbConfig
+from meshrl.core.config.shared import LogConfig, WandbConfig
 from meshrl.training.config import CheckpointConfig, OptimConfig, SchedulerConfig
+from meshrl.training.deployment import DeploymentConfig
+from meshrl.training.model_config import TrainerModelConfig
 
 
 class DataConfig(BaseConfig):
@@ -70,7 +72,7 @@ class ValConfig(BaseConfig):
 class SFTConfig(BaseConfig):
     """Fine-tunes a model on conversations."""
 
-    model: ModelConfig = ModelConfig()
+    model: TrainerModelConfig = TrainerModelConfig()
     """The model to start from. Master weights are float32; dtype is what it computes in."""
 
     data: DataConfig = DataConfig()
@@ -88,14 +90,18 @@ class SFTConfig(BaseConfig):
     scheduler: SchedulerConfig = SchedulerConfig()
     """The learning rate over the steps."""
 
+    deployment: DeploymentConfig = DeploymentConfig()
+    """The processes that train together."""
+
     max_steps: int = Field(default=100, ge=1)
     """Steps to train."""
 
     ckpt: CheckpointConfig | None = None
     """Checkpoints to resume from; without it only the weights after the last step are written."""
 
-    max_logits_mib: int = Field(default=256, ge=1)
-    """Largest block of float32 logits kept at once, in MiB; more are made in pieces and again in backward."""
+    max_logits_mib: int | None = Field(default=None, ge=1)
+    """Largest block of logits kept at once, in MiB; more are made in pieces and again in backward. None means what
+    suits the device."""
 
     torch_threads: int | None = Field(default=None, ge=1)
     """Threads for torch kernels; None means torch's own choice."""

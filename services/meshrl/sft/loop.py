@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from meshrl.algorithms.packing import Packing
 from meshrl.core.monitor import Monitor
@@ -21,7 +22,7 @@ from meshrl.training.throughput import peak_flops, peak_memory_gib, step_flops
 
 
 class SFTLoop:
-    """Trains until `max_steps` or until told to stop, whichever is first."""
+    """Trains until `max_steps` or until any rank is told to stop, whichever is first; every rank runs the same loop."""
 
     def __init__(
         self,
@@ -50,24 +51,24 @@ class SFTLoop:
     def run(self, stopped: Callable[[], bool]) -> Path:
         """Returns the folder of the final weights. Raises StepError when a step cannot be made."""
         save_s = 0.0
-        while self._learner.step_done < self._max_steps and not stopped():
+        while self._learner.step_done < self._max_steps and not self._learner.parallel.any(stopped()):
             started = time.perf_counter()
             batch = next(self._batches)
-            result = self._learner.step(batch.packing.micro_batches, loss_tokens=batch.packing.loss_tokens)
-            metrics = self._metrics(batch, result, time.perf_counter() - started) | {"time/save_ckpt": save_s}
+            result = self._learner.step(batch.packing.micro_batches)
+            step_s = time.perf_counter() - started
+            validated: dict[str, float] = {}
             if self._is_due(self._validation_interval) and self._validation is not None:
-                metrics["val/loss"] = self._validate(self._validation)
-            self._monitor.log(result.step, metrics)
+                record = self._learner.evaluate(self._validation.micro_batches)  # every rank takes part
+                validated["val/loss"] = -_mean(record.logprobs)
+            if self._learner.parallel.rank == 0:  # which has the tokens of all ranks
+                self._monitor.log(
+                    result.step, self._metrics(batch, result, step_s) | validated | {"time/save_ckpt": save_s}
+                )
             save_s = self._checkpoint()
         return self._save_last()
 
     def _is_due(self, interval: int) -> bool:
         return self._learner.step_done % interval == 0 or self._learner.step_done == self._max_steps
-
-    def _validate(self, packing: Packing) -> float:
-        """Mean cross-entropy over the loss tokens of the validation data, in nats."""
-        record = self._learner.evaluate(packing.micro_batches)
-        return -float(record.logprobs.mean(dtype=np.float64))
 
     def _checkpoint(self) -> float:
         """Saves when an interval is over; returns the seconds it took."""
@@ -83,9 +84,10 @@ class SFTLoop:
             self._checkpointer.save()
             self._checkpointer.prune(self._ckpt)
         folder = self._checkpointer.save(weights_only=True)
-        final = folder.with_name("final")  # a name for what comes next that does not depend on the number of steps
-        final.unlink(missing_ok=True)
-        final.symlink_to(folder.name, target_is_directory=True)
+        if self._learner.parallel.rank == 0:
+            final = folder.with_name("final")  # a name for what comes next that does not depend on the number of steps
+            final.unlink(missing_ok=True)
+            final.symlink_to(folder.name, target_is_directory=True)
         return folder
 
     def _metrics(self, batch: SFTBatch, result: StepResult, step_s: float) -> dict[str, float]:
@@ -95,7 +97,7 @@ class SFTLoop:
         flops = step_flops(self._learner.model, batch.packing.micro_batches)
         return {
             "loss/mean": result.loss,
-            "entropy/all/mean": float(result.tokens.entropies.mean(dtype=np.float64)),
+            "entropy/all/mean": _mean(result.tokens.entropies),
             "optim/grad_norm": result.grad_norm,
             "optim/lr": result.lr,
             "optim/zero_grad_ratio": result.zero_grad_ratio,
@@ -109,3 +111,7 @@ class SFTLoop:
             "time/step": step_s,
             "time/forward_backward": result.forward_backward_s,
         }
+
+
+def _mean(values: NDArray[np.float32]) -> float:
+    return float(values.mean(dtype=np.float64)) if len(values) else 0.0

@@ -11,9 +11,11 @@ from loguru import logger
 from transformers import PreTrainedTokenizerBase
 
 from meshrl.algorithms.losses import Loss, aipo_loss, dppo_kl_loss
+from meshrl.algorithms.objective import Objective
 from meshrl.core.config import ConfigError
-from meshrl.models.load import ModelError, load_model, load_tokenizer, resolve_device, resolve_dtype
+from meshrl.models.load import ModelError, load_tokenizer, resolve_device, resolve_dtype
 from meshrl.trainer.config import LossConfig, TrainerConfig
+from meshrl.training.build import build_learner
 from meshrl.training.checkpoint import Checkpointer, CheckpointError
 from meshrl.training.learner import Learner
 from meshrl.training.lifeline import Lifeline
@@ -37,8 +39,8 @@ class TrainerParts:
         self.parallel.close()
 
 
-def build_loss(config: LossConfig) -> Loss:
-    """The configured loss as a function of its inputs."""
+def build_objective(config: LossConfig) -> Objective:
+    """The configured objective."""
     losses: Mapping[str, Loss] = {
         "default": partial(
             dppo_kl_loss,
@@ -49,7 +51,7 @@ def build_loss(config: LossConfig) -> Loss:
         ),
         "aipo": partial(aipo_loss, delta=config.delta),
     }
-    return losses[config.type]
+    return Objective(loss=losses[config.type], name=config.type)
 
 
 def build_parts(config: TrainerConfig, environment: Mapping[str, str]) -> TrainerParts:
@@ -58,18 +60,18 @@ def build_parts(config: TrainerConfig, environment: Mapping[str, str]) -> Traine
         torch.set_num_threads(config.torch_threads)
     torch.manual_seed(config.seed)
     try:
-        parallel = ParallelContext.start(environment, device=resolve_device(config.model.device))
+        device, compute_dtype = resolve_device(config.model.device), resolve_dtype(config.model)
+        parallel = ParallelContext.start(environment, device=device, dp_replicate=config.model.dp_replicate)
         lifeline = Lifeline.tie(parallel, environment)
-        compute_dtype = resolve_dtype(config.model)
-        learner = Learner(
-            load_model(config.model, dtype=torch.float32),  # master weights; small updates drown in bfloat16
-            loss=build_loss(config.loss),
+        learner = build_learner(
+            config.model,
+            objective=build_objective(config.loss),
             optim=config.optim,
             scheduler=config.scheduler,
             max_steps=config.max_steps,
-            compute_dtype=compute_dtype,
-            max_logits_bytes=config.max_logits_mib * 2**20,
             parallel=parallel,
+            seed=config.seed,
+            max_logits_bytes=config.max_logits_mib and config.max_logits_mib * 2**20,
         )
         checkpointer = Checkpointer(learner, config.output_dir, tokenizer=_tokenizer(config))
         if config.ckpt is not None and config.ckpt.resume_step is not None:

@@ -8,9 +8,10 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from meshrl.core.config import BaseConfig
-from meshrl.core.config.shared import LogConfig, ModelConfig, ServerConfig, WeightBroadcastConfig
+from meshrl.core.config.shared import LogConfig, ServerConfig, WeightBroadcastConfig
 from meshrl.training.config import CheckpointConfig, OptimConfig, SchedulerConfig
 from meshrl.training.deployment import DeploymentConfig
+from meshrl.training.model_config import TrainerModelConfig
 
 
 class LossConfig(BaseConfig):
@@ -38,7 +39,7 @@ class LossConfig(BaseConfig):
 class TrainerConfig(BaseConfig):
     """The trainer: turns batches into weight versions."""
 
-    model: ModelConfig = ModelConfig()
+    model: TrainerModelConfig = TrainerModelConfig()
     """The model to train. Master weights are float32; dtype is what it computes in and publishes."""
 
     server: ServerConfig = ServerConfig(port=50052)
@@ -80,8 +81,9 @@ class TrainerConfig(BaseConfig):
     history_events: int = Field(default=10_000, ge=16)
     """Step events kept for watchers that reconnect."""
 
-    max_logits_mib: int = Field(default=256, ge=1)
-    """Largest block of float32 logits kept at once, in MiB; more are made in pieces and again in backward."""
+    max_logits_mib: int | None = Field(default=None, ge=1)
+    """Largest block of logits kept at once, in MiB; more are made in pieces and again in backward. None means what
+    suits the device."""
 
     torch_threads: int | None = Field(default=None, ge=1)
     """Threads for torch kernels; None means torch's own choice."""

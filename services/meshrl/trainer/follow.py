@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from loguru import logger
 
-from meshrl.models.state import snapshot
+from meshrl.models.state import gather_state
 from meshrl.trainer.orders import Gather, Save, Train, follow
 from meshrl.training.checkpoint import Checkpointer
 from meshrl.training.config import CheckpointConfig
@@ -36,11 +36,11 @@ class Follower:
     def _carry_out(self, order: Train | Gather | Save) -> None:
         if isinstance(order, Train):
             try:
-                self._learner.step(order.batch.micro_batches, loss_tokens=order.batch.loss_tokens)
+                self._learner.step(order.batch.micro_batches)
             except StepError as error:  # all ranks raised it, and rank 0 reports it
                 logger.error("{}", error)
         elif isinstance(order, Gather):
-            snapshot(self._learner.model, self._publish_dtype)
+            gather_state(self._learner.model, self._publish_dtype, keep=False)
         else:
             self._save(order)
 

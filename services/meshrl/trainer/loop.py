@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from loguru import logger
 
-from meshrl.models.state import snapshot
+from meshrl.models.state import gather_state
 from meshrl.trainer.desk import SaveRequest, TrainerDesk
 from meshrl.trainer.metrics import step_metrics
 from meshrl.trainer.orders import Gather, Orders, Save, Stop, Train
@@ -98,7 +98,7 @@ class TrainLoop:
         span = self._spans.start(batch)
         self._orders.give(Train(batch=batch))
         try:
-            result = self._learner.step(batch.micro_batches, loss_tokens=batch.loss_tokens)
+            result = self._learner.step(batch.micro_batches)
         except StepError as error:  # the batch's fault: the run goes on with the weights as they are
             logger.error("{}", error)
             span.fail(str(error))
@@ -109,7 +109,7 @@ class TrainLoop:
 
         self._settle_publication()  # versions are sealed in order
         self._orders.give(Gather())
-        weights = snapshot(self._learner.model, self._publish_dtype)  # the next step changes the live ones
+        weights = gather_state(self._learner.model, self._publish_dtype)  # the next step changes the live ones
         train_s = time.perf_counter() - started
         timings_s = {
             "wait_for_batch": wait_s,
@@ -147,7 +147,7 @@ class TrainLoop:
             result.step,
             result.loss,
             result.grad_norm,
-            metrics["mismatch_kl/all/mean"],
+            metrics.get("mismatch_kl/all/mean", 0.0),  # a batch may have no rl tokens
             metrics["perf/throughput"],
             train_s,
             wait_s,

@@ -15,12 +15,13 @@ def step_metrics(result: StepResult, environments: Sequence[str]) -> dict[str, f
 
     `mismatch_kl` is the estimator r - log r - 1 (http://joschu.net/blog/kl-approx.html) of each loss token, with
     log r = trainer logprob - inference logprob: an unbiased, never negative estimate of KL(inference || trainer).
-    `mismatch_abs` is |log r|. `masked_advantage_*` are shares of all loss tokens.
+    `mismatch_abs` is |log r|. `loss/mean` is the whole objective, `loss/rl`, `loss/ce` and `loss/ref_kl` are its terms,
+    another `loss/<name>` is what the rl term's loss measured. `masked_advantage_*` are shares of all loss tokens.
     """
     tokens = result.tokens
     log_ratio = tokens.logprobs.astype(np.float64) - tokens.inference_logprobs
     mismatch_kl = np.exp(log_ratio) - log_ratio - 1.0
-    metrics = {
+    metrics = {f"loss/{name}": value for name, value in result.metrics.items()} | {
         "loss/mean": result.loss,
         "optim/grad_norm": result.grad_norm,
         "optim/lr": result.lr,

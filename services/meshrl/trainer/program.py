@@ -22,7 +22,7 @@ from meshrl.core.config import ConfigError
 from meshrl.core.paths import Layout
 from meshrl.core.serve import GrpcServer, run
 from meshrl.core.telemetry import setup_tracing
-from meshrl.models.state import snapshot
+from meshrl.models.state import gather_state
 from meshrl.trainer.build import TrainerParts, build_parts
 from meshrl.trainer.config import TrainerConfig
 from meshrl.trainer.desk import TrainerDesk
@@ -109,7 +109,7 @@ async def serve(config: TrainerConfig, stop: asyncio.Event, tracer: trace.Tracer
             broadcast_dir=broadcast_dir(config),
             chunk_bytes=config.weight_broadcast.chunk_bytes,
         )
-        initial = await thread.call(lambda: snapshot(learner.model, parts.compute_dtype))
+        initial = await thread.call(lambda: gather_state(learner.model, parts.compute_dtype))
         training = thread.call(train_loop(config, parts, desk, publisher, tracer).run)
         try:
             publication = asyncio.ensure_future(_publish_when_hub_is_up(publisher, learner.step_done, initial, config))

@@ -15,11 +15,12 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from meshrl.algorithms.packing import TrainSample, pack_samples
 from meshrl.client import TrainerClient, WeightSyncClient
 from meshrl.core.config import ConfigError
-from meshrl.core.config.shared import ModelConfig, ServerConfig, WeightBroadcastConfig
-from meshrl.trainer.build import build_loss, build_parts
-from meshrl.trainer.config import LossConfig, TrainerConfig
+from meshrl.core.config.shared import ServerConfig, WeightBroadcastConfig
+from meshrl.trainer.build import build_parts
+from meshrl.trainer.config import TrainerConfig
 from meshrl.trainer.program import serve
 from meshrl.training.config import CheckpointConfig, OptimConfig, SchedulerConfig
+from meshrl.training.model_config import TrainerModelConfig
 from meshrl.weights.config import WeightsConfig
 from meshrl.weights.main import serve as serve_hub
 from meshrl.wire.errors import MeshError
@@ -61,7 +62,7 @@ async def hub(tmp_path: Path) -> AsyncIterator[str]:
 
 def configure(tmp_path: Path, model: str, hub: str, ckpt: CheckpointConfig | None = None) -> TrainerConfig:
     return TrainerConfig(
-        model=ModelConfig(name=model),
+        model=TrainerModelConfig(name=model),
         server=ServerConfig(port=free_port()),
         optim=OptimConfig(lr=1e-2),
         scheduler=SchedulerConfig(type="linear"),
@@ -174,11 +175,6 @@ async def test_stop_before_the_hub_is_up_ends_the_program(tmp_path: Path, model:
 def test_what_a_configuration_mends_is_a_config_error(tmp_path: Path, model: str) -> None:
     config = configure(tmp_path, model, "127.0.0.1:1")
     with pytest.raises(ConfigError, match=r"cannot load AutoConfig from model\.name"):
-        build_parts(config.model_copy(update={"model": ModelConfig(name=str(tmp_path / "nothing"))}), {})
+        build_parts(config.model_copy(update={"model": TrainerModelConfig(name=str(tmp_path / "nothing"))}), {})
     with pytest.raises(ConfigError, match="cannot resume from step 3"):
         build_parts(config.model_copy(update={"ckpt": CheckpointConfig(resume_step=3)}), {})
-
-
-def test_losses_are_chosen_by_name() -> None:
-    assert build_loss(LossConfig(type="aipo", delta=2.0)).keywords == {"delta": 2.0}  # type: ignore[attr-defined] # a partial
-    assert build_loss(LossConfig()).keywords["kl_tau"] == 1e-3  # type: ignore[attr-defined] # a partial

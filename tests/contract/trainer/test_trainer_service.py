@@ -6,6 +6,7 @@ import uuid
 from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,16 @@ from opentelemetry import trace
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from meshrl.algorithms.losses import aipo_loss
+from meshrl.algorithms.objective import Objective
 from meshrl.algorithms.packing import TrainSample, pack_samples
 from meshrl.client import ChannelOptions, TrainerClient
 from meshrl.core.config.shared import ServerConfig
 from meshrl.core.serve import GrpcServer
+from meshrl.models.logprobs import PackedPolicy
 from meshrl.trainer.desk import TrainerDesk
 from meshrl.trainer.loop import TrainLoop
-from meshrl.trainer.service import TrainerFacts, TrainerServicer
 from meshrl.trainer.orders import Orders
+from meshrl.trainer.service import TrainerFacts, TrainerServicer
 from meshrl.trainer.spans import StepSpans
 from meshrl.trainer.steps import StepBook
 from meshrl.training.checkpoint import Checkpointer
@@ -77,8 +80,8 @@ def build() -> Learner:
         tie_word_embeddings=True,
     )
     return Learner(
-        Qwen3ForCausalLM(config),
-        loss=lambda inputs: aipo_loss(inputs, delta=4.0),
+        PackedPolicy(Qwen3ForCausalLM(config)),
+        objective=Objective(loss=partial(aipo_loss, delta=4.0), name="aipo"),
         optim=OptimConfig(lr=1e-2),
         scheduler=SchedulerConfig(),
         max_steps=None,

@@ -18,8 +18,9 @@ from meshrl.environments.reverse_text.sentences import sentences
 from meshrl.models.load import load_model, load_tokenizer
 from meshrl.sft.config import DataConfig, LossMaskConfig, SFTConfig, ValConfig
 from meshrl.sft.data import DataError
-from meshrl.sft.main import train
+from meshrl.sft.program import train
 from meshrl.training.config import CheckpointConfig, OptimConfig
+from meshrl.training.model_config import TrainerModelConfig
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def config(folder: Path, output_dir: Path, **changes: Any) -> SFTConfig:
     values: dict[str, Any] = {
-        "model": ModelConfig(name=str(folder / "model"), device="cpu"),
+        "model": TrainerModelConfig(name=str(folder / "model"), device="cpu"),
         "data": DataConfig(name=str(folder / "train.jsonl"), batch_size=512, seq_len=256),
         "val": ValConfig(interval=3, data=DataConfig(name=str(folder / "val.jsonl"), seq_len=1024)),
         "optim": OptimConfig(lr=1e-2),
@@ -50,7 +51,7 @@ def records(output_dir: Path) -> list[dict[str, Any]]:
 
 
 def test_training_lowers_the_loss_and_leaves_a_model_that_loads(folder: Path, tmp_path: Path) -> None:
-    train(config(folder, tmp_path), threading.Event())
+    train(config(folder, tmp_path), threading.Event(), {})
     steps = records(tmp_path)
     assert [record["step"] for record in steps] == [1, 2, 3, 4, 5, 6]
     assert steps[-1]["loss/mean"] < steps[0]["loss/mean"] - 1.0
@@ -69,10 +70,10 @@ def test_training_lowers_the_loss_and_leaves_a_model_that_loads(folder: Path, tm
 
 
 def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(folder: Path, tmp_path: Path) -> None:
-    train(config(folder, tmp_path / "whole"), threading.Event())
+    train(config(folder, tmp_path / "whole"), threading.Event(), {})
     first = config(folder, tmp_path / "parts", max_steps=4, ckpt=CheckpointConfig())
-    train(first, threading.Event())
-    train(config(folder, tmp_path / "parts", ckpt=CheckpointConfig(resume_step=-1)), threading.Event())
+    train(first, threading.Event(), {})
+    train(config(folder, tmp_path / "parts", ckpt=CheckpointConfig(resume_step=-1)), threading.Event(), {})
     whole, parts = (
         (tmp_path / name / "weights" / "step_6" / "model.safetensors").read_bytes() for name in ("whole", "parts")
     )
@@ -82,14 +83,14 @@ def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(folder: Pat
 def test_a_stopped_run_saves_what_it_has(folder: Path, tmp_path: Path) -> None:
     stop = threading.Event()
     stop.set()
-    train(config(folder, tmp_path), stop)
+    train(config(folder, tmp_path), stop, {})
     assert (tmp_path / "weights" / "step_0" / "model.safetensors").is_file()
 
 
 def test_data_without_anything_to_learn_is_refused(folder: Path, tmp_path: Path) -> None:
     short = DataConfig(name=str(folder / "train.jsonl"), batch_size=512, seq_len=8)
     with pytest.raises(DataError, match=r"none of its 64 rows has a token to learn within seq_len 8"):
-        train(config(folder, tmp_path, data=short), threading.Event())
+        train(config(folder, tmp_path, data=short), threading.Event(), {})
 
 
 def test_a_mask_without_roles_is_refused() -> None:

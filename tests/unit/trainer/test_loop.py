@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from meshrl.algorithms.losses import aipo_loss
+from meshrl.algorithms.objective import Objective
 from meshrl.algorithms.packing import TrainSample, pack_samples
+from meshrl.models.logprobs import PackedPolicy
 from meshrl.models.state import snapshot
 from meshrl.trainer.desk import TrainerDesk
 from meshrl.trainer.loop import TrainLoop
@@ -48,8 +51,8 @@ def build() -> Learner:
         tie_word_embeddings=True,
     )
     return Learner(
-        Qwen3ForCausalLM(config),
-        loss=lambda inputs: aipo_loss(inputs, delta=4.0),
+        PackedPolicy(Qwen3ForCausalLM(config)),
+        objective=Objective(loss=partial(aipo_loss, delta=4.0), name="aipo"),
         optim=OptimConfig(lr=1e-2),
         scheduler=SchedulerConfig(),
         max_steps=None,

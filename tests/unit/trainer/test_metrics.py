@@ -19,6 +19,7 @@ def result() -> StepResult:
         step=3,
         tokens=tokens,
         loss=2.5,
+        metrics={"rl": 2.0, "ce": 0.5, "ratio": 1.25},
         grad_norm=0.5,
         zero_grad_ratio=0.0,
         lr=1e-3,
@@ -48,3 +49,8 @@ def test_entropy_loss_and_optimizer_metrics() -> None:
     assert metrics["entropy/all/mean"] == pytest.approx(0.25)
     assert metrics["entropy/b/mean"] == pytest.approx(0.35)
     assert (metrics["loss/mean"], metrics["optim/grad_norm"], metrics["optim/lr"]) == (2.5, 0.5, 1e-3)
+
+
+def test_what_the_objective_measured_is_logged_beside_the_loss() -> None:
+    metrics = step_metrics(result(), ())
+    assert (metrics["loss/rl"], metrics["loss/ce"], metrics["loss/ratio"]) == (2.0, 0.5, 1.25)

@@ -1,0 +1,161 @@
+"""One rank of `sft`: reads the data, fine-tunes with the other ranks, and leaves a Hugging Face folder."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Mapping
+
+import torch
+from loguru import logger
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
+
+from meshrl.algorithms.losses import cross_entropy_loss
+from meshrl.algorithms.objective import Objective
+from meshrl.algorithms.packing import Packing, TrainSample, pack_samples
+from meshrl.core.config import dump_toml
+from meshrl.core.monitor import ConsoleSink, JsonlSink, Monitor, Sink, WandbSink
+from meshrl.core.paths import Layout
+from meshrl.models.load import ModelError, load_tokenizer, resolve_device
+from meshrl.sft.batches import training_batches
+from meshrl.sft.config import DataConfig, SFTConfig
+from meshrl.sft.data import DataError, load_conversations
+from meshrl.sft.loop import SFTLoop
+from meshrl.sft.tokenization import tokenize
+from meshrl.training.build import build_learner
+from meshrl.training.checkpoint import Checkpointer, CheckpointError
+from meshrl.training.learner import Learner, StepError
+from meshrl.training.lifeline import Lifeline
+from meshrl.training.parallel import ParallelContext
+
+
+def run_rank(config: SFTConfig, layout: Layout, rank: int) -> None:
+    """Runs this rank to its end and leaves the process with its exit code."""
+    disable_progress_bar()  # a log has no use for it
+    if rank == 0:
+        dump_toml(config, layout.config("sft"))
+    stop = threading.Event()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, lambda *_: stop.set())
+    code = 0
+    try:
+        train(config, stop, os.environ)
+    except (ModelError, DataError, CheckpointError, StepError) as error:
+        logger.error("{}", error)
+        code = 1
+    except Exception:  # noqa: BLE001  # last stop of the process: its log has the traceback, the group ends with it
+        logger.exception("sft failed")
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # not sys.exit: a group that is half gone must not hold this process up in its destructors
+
+
+def train(config: SFTConfig, stop: threading.Event, environment: Mapping[str, str]) -> None:
+    """The whole program after its configuration; every rank runs the same.
+
+    Raises ModelError, DataError, CheckpointError or StepError.
+    """
+    layout = Layout(config.output_dir)
+    torch.manual_seed(config.seed)
+    if config.torch_threads is not None:
+        torch.set_num_threads(config.torch_threads)
+    parallel = _join(config, environment)
+    lifeline = Lifeline.tie(parallel, environment)
+    tokenizer = load_tokenizer(config.model)
+    samples = _samples(config.data, config, tokenizer)
+    validation: Packing | None = None
+    if config.val is not None:
+        validation = pack_samples(
+            _samples(config.val.data, config, tokenizer), seq_len=config.val.data.seq_len, dp_size=parallel.dp_size
+        )
+    learner = _build(config, parallel)
+    checkpointer = Checkpointer(learner, config.output_dir, tokenizer=tokenizer)
+    if config.ckpt is not None and config.ckpt.resume_step is not None:
+        logger.info("resumed from step {}", checkpointer.restore(config.ckpt.resume_step))
+    batches = training_batches(
+        samples,
+        batch_tokens=config.data.batch_size,
+        seq_len=config.data.seq_len,
+        seed=config.data.seed,
+        skip=learner.step_done,
+        dp_size=parallel.dp_size,
+    )
+    monitor = Monitor([]) if parallel.rank else _open_monitor(config, layout)
+    try:
+        loop = SFTLoop(
+            learner,
+            batches,
+            monitor,
+            checkpointer,
+            max_steps=config.max_steps,
+            ckpt=config.ckpt,
+            validation=validation,
+            validation_interval=config.val.interval if config.val else config.max_steps,
+        )
+        folder = loop.run(stop.is_set)
+        logger.success("weights after step {} are in {}", learner.step_done, folder)
+    finally:
+        monitor.close()
+    parallel.barrier()
+    lifeline.release()
+    parallel.close()
+
+
+def _join(config: SFTConfig, environment: Mapping[str, str]) -> ParallelContext:
+    device = resolve_device(config.model.device)
+    try:
+        return ParallelContext.start(environment, device=device, dp_replicate=config.model.dp_replicate)
+    except ValueError as error:
+        raise ModelError(str(error)) from error
+
+
+def _build(config: SFTConfig, parallel: ParallelContext) -> Learner:
+    try:
+        return build_learner(
+            config.model,
+            objective=Objective(loss=cross_entropy_loss, name="cross_entropy"),
+            optim=config.optim,
+            scheduler=config.scheduler,
+            max_steps=config.max_steps,
+            parallel=parallel,
+            seed=config.seed,
+            max_logits_bytes=config.max_logits_mib and config.max_logits_mib * 2**20,
+        )
+    except ValueError as error:  # settings that do not fit the model
+        raise ModelError(str(error)) from error
+
+
+def _samples(data: DataConfig, config: SFTConfig, tokenizer: PreTrainedTokenizerBase) -> list[TrainSample]:
+    roles = config.loss_mask.roles()
+    conversations = load_conversations(data)
+    samples = [tokenize(conversation, tokenizer, learned_roles=roles) for conversation in conversations]
+    usable = [sample for sample in samples if sample.loss_mask[1 : data.seq_len].any()]
+    if not usable:
+        raise DataError(
+            f"data.name {data.name!r}: none of its {len(samples)} rows has a token to learn within seq_len "
+            f"{data.seq_len}; see loss_mask, or raise data.seq_len"
+        )
+    if len(usable) < len(samples):
+        logger.warning("{}: {} of {} rows have nothing to learn", data.name, len(samples) - len(usable), len(samples))
+    return usable
+
+
+def _open_monitor(config: SFTConfig, layout: Layout) -> Monitor:
+    sinks: list[Sink] = [ConsoleSink(), JsonlSink(layout.metrics_jsonl)]
+    if config.wandb is not None:
+        sinks.append(
+            WandbSink(
+                project=config.wandb.project,
+                name=config.wandb.name,
+                group=config.wandb.group,
+                tags=config.wandb.tags,
+                offline=config.wandb.offline,
+                folder=config.output_dir,
+                settings=config.model_dump(mode="json"),
+            )
+        )
+    return Monitor(sinks)
