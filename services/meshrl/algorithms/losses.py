@@ -13,7 +13,7 @@ Shapes: N sampled tokens of a row, S sequences in it, L tokens of one sequence.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -185,27 +185,26 @@ def load_custom_loss(import_path: str, kwargs: Mapping[str, Any], *, key: str = 
     def custom_loss(inputs: LossInputs) -> LossOutput:
         _, lengths = torch.unique_consecutive(inputs.sequence_ids, return_counts=True)
         sizes: list[int] = lengths.tolist()
-        tensors = (inputs.logprobs, inputs.inference_logprobs, inputs.advantages)
+        own = inputs.logprobs
+        columns = (torch.split(tensor, sizes) for tensor in (own, inputs.inference_logprobs, inputs.advantages))
         results = [
             _checked(
-                function(SequenceInputs(logprobs=own, inference_logprobs=sampled, advantages=advantages), **kwargs),
+                function(SequenceInputs(logprobs=logp_L, inference_logprobs=logq_L, advantages=adv_L), **kwargs),
                 f"{key}.import_path {import_path!r}",
             )
-            for own, sampled, advantages in zip(*(torch.split(tensor, sizes) for tensor in tensors), strict=True)
+            for logp_L, logq_L, adv_L in zip(*columns, strict=True)
         ]
-        spread = [(result.loss / size).expand(size) for result, size in zip(results, sizes, strict=True)]
         names = dict.fromkeys(name for result in results for name in result.metrics)
+
+        def over_tokens(scalars: Sequence[torch.Tensor | float]) -> torch.Tensor:
+            spread = [torch.as_tensor(scalar).to(own).expand(size) for scalar, size in zip(scalars, sizes, strict=True)]
+            return torch.cat([own[:0], *spread])
+
         return LossOutput(
-            per_token=torch.cat([inputs.logprobs[:0], *spread]),
+            per_token=over_tokens([result.loss / size for result, size in zip(results, sizes, strict=True)]),
             masked=_none(inputs),
             metrics={
-                name: torch.cat(
-                    [
-                        inputs.logprobs.new_full((size,), float(result.metrics.get(name, 0.0)))
-                        for result, size in zip(results, sizes, strict=True)
-                    ]
-                )
-                for name in names
+                name: over_tokens([result.metrics.get(name, 0.0) for result in results]).detach() for name in names
             },
         )
 

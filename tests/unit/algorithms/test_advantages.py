@@ -1,12 +1,18 @@
+import functools
+
 import numpy as np
 import pytest
 
 from meshrl.algorithms.advantages import (
     ADVANTAGES,
     grpo_advantages,
+    load_custom_advantage,
     mean_baseline_advantages,
     opo_advantages,
+    penalise_length,
+    per_token_penalty,
     rloo_advantages,
+    soft_overlong_penalty,
 )
 
 
@@ -46,3 +52,37 @@ def test_bad_groups_are_refused(kind: str, rewards: list[float], lengths: list[i
 def test_opo_refuses_a_group_without_sampled_tokens() -> None:
     with pytest.raises(ValueError, match="lengths"):
         opo_advantages([1.0, 0.0], [0, 0])
+
+
+def test_length_penalty_comes_off_the_reward_before_the_baseline() -> None:
+    cost = functools.partial(per_token_penalty, coefficient=0.1)
+    overlong = functools.partial(soft_overlong_penalty, max_length=10, buffer_length=4, weight=2.0)
+    assert overlong([6, 8, 10, 11]).tolist() == [0.0, 1.0, 2.0, 2.0]
+    advantage = penalise_length(mean_baseline_advantages, cost, overlong)
+    assert advantage([1.0, 1.0], [6, 8]).tolist() == pytest.approx([0.6, -0.6])  # 0.4 and -0.8, less their mean
+    with pytest.raises(ValueError, match="reward"):
+        advantage([], [])
+
+
+@pytest.mark.parametrize("lengths", [{"max_length": 10, "buffer_length": 0}, {"max_length": 10, "buffer_length": 11}])
+def test_overlong_penalty_needs_a_buffer_within_the_length(lengths: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="buffer_length"):
+        soft_overlong_penalty([1], **lengths)
+
+
+def test_custom_advantage_gets_rewards_and_lengths_and_its_keywords() -> None:
+    advantage = load_custom_advantage("custom_functions.best_of_group", {"scale": 0.5})
+    advantages = advantage([1.0, 3.0, 3.0], [4, 5, 0])
+    assert advantages.dtype == np.float32
+    assert advantages.tolist() == [0.0, 0.5, 0.0]
+    with pytest.raises(ValueError, match="finite"):
+        advantage([float("inf")], [1])
+
+
+def test_custom_advantage_errors_name_the_key() -> None:
+    with pytest.raises(ValueError, match=r"orchestrator\.advantage\.import_path 'custom_functions\.nothing'"):
+        load_custom_advantage("custom_functions.nothing", {}, key="orchestrator.advantage")
+    with pytest.raises(ValueError, match=r"advantage\.kwargs"):
+        load_custom_advantage("custom_functions.best_of_group", {"size": 1})
+    with pytest.raises(ValueError, match="each of the 2 rollouts"):
+        load_custom_advantage("custom_functions.one_for_all", {})([1.0, 2.0], [1, 1])
