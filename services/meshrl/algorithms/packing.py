@@ -1,22 +1,29 @@
 """Packs the samples of a step into rows of at most `seq_len` tokens; last thing the orchestrator does to a batch.
 
+A sample is packed when a term of the objective has a token of it: loss_mask marks those of rl, ce and ref_kl have those
+whose weight is not 0. Which row a sample goes to is for `balance` to say.
+
 Shapes: T tokens of a sample or row, S samples of a row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from meshrl.algorithms.balance import SampleCost, divide
 from meshrl.wire.types import MicroBatch
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrainSample:
-    """One token sequence to train on; `advantage` holds for each of its loss tokens."""
+    """One token sequence to train on; `advantage` holds for each of its loss tokens.
+
+    Weights are None where no token has one: rl then weighs each of its tokens 1, ce and ref_kl have no tokens.
+    """
 
     token_ids: NDArray[np.int32]  # (T,)
     loss_mask: NDArray[np.bool_]  # (T,) tokens the policy sampled; the first of a sample has nothing to predict it
@@ -26,25 +33,46 @@ class TrainSample:
     env_index: int = 0
     rollout_id: str = ""
     traceparent: str = ""
+    rl_weights: NDArray[np.float32] | None = None  # (T,) read where loss_mask is true
+    ce_weights: NDArray[np.float32] | None = None  # (T,)
+    ref_kl_weights: NDArray[np.float32] | None = None  # (T,)
+    ref_logprobs: NDArray[np.float32] | None = None  # (T,) with ref_kl_weights
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether a term of the objective has a token of this sample."""
+        return any(
+            tokens is not None and bool(tokens.any())
+            for tokens in (self.loss_mask, self.ce_weights, self.ref_kl_weights)
+        )
+
+
+_WEIGHTS = {"rl_weights": 1.0, "ce_weights": 0.0, "ref_kl_weights": 0.0, "ref_logprobs": 0.0}
+"""What a sample without weights has in a row where another has them."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Packing:
-    """The rows of a step. `loss_tokens` normalises its loss."""
+    """The rows of a step. `loss_tokens` counts the tokens of the rl term."""
 
     micro_batches: tuple[MicroBatch, ...]
     loss_tokens: int
     truncated_samples: int  # lost tokens at their end
-    dropped_samples: int  # had no loss token, or none left after truncation
+    dropped_samples: int  # had no token to train on, or none left after truncation
 
 
-def pack_samples(samples: Sequence[TrainSample], *, seq_len: int, dp_size: int = 1) -> Packing:
-    """Packs samples into rows by first-fit decreasing, whose rows number at most 11/9 of the fewest plus one.
+_DEFAULT_COST = SampleCost()
 
-    The number of rows is a multiple of dp_size and each rank gets as many: rows are split while one holds several
-    samples, then filled up with rows without loss. A sample longer than seq_len is truncated at its tail; one without
-    any loss token is left out. The same input gives the same output. Raises ValueError for a sample whose arrays
-    differ in length, and when nothing is left to train on.
+
+def pack_samples(
+    samples: Sequence[TrainSample], *, seq_len: int, dp_size: int = 1, cost: SampleCost = _DEFAULT_COST
+) -> Packing:
+    """Packs samples into about as few rows as can hold them, of like cost across ranks at each micro-step.
+
+    Rows come micro-step by micro-step, one a rank; there are a multiple of dp_size, if need be by rows without loss. A
+    sample longer than seq_len is truncated at its tail; one without any token to train on is left out. The same input
+    gives the same output. Raises ValueError for a sample whose arrays differ in length, with only one of ref_kl_weights
+    and ref_logprobs, and when nothing is left to train on.
     """
     if seq_len < 2 or dp_size < 1:
         raise ValueError(f"seq_len must be at least 2 and dp_size at least 1, got {seq_len} and {dp_size}")
@@ -52,15 +80,13 @@ def pack_samples(samples: Sequence[TrainSample], *, seq_len: int, dp_size: int =
     truncated = 0
     for sample in samples:
         fitted = _fit(sample, seq_len)
-        if fitted.loss_mask.any():
+        if fitted.has_tokens:
             kept.append(fitted)
             truncated += len(fitted.token_ids) < len(sample.token_ids)
     if not kept:
         raise ValueError(f"none of the {len(samples)} samples has a loss token within seq_len {seq_len}")
 
-    lengths = [len(sample.token_ids) for sample in kept]
-    rows = _split_for_ranks(_first_fit_decreasing(lengths, seq_len), dp_size)
-    rows.sort(key=lambda row: (-sum(lengths[index] for index in row), row))  # neighbours, one a rank, are alike
+    rows = divide([len(sample.token_ids) for sample in kept], seq_len=seq_len, dp_size=dp_size, cost=cost)
     micro_batches = [_micro_batch([kept[index] for index in row], rank % dp_size) for rank, row in enumerate(rows)]
     while len(micro_batches) % dp_size:
         micro_batches.append(_without_loss(micro_batches[-1], len(micro_batches) % dp_size))
@@ -73,50 +99,32 @@ def pack_samples(samples: Sequence[TrainSample], *, seq_len: int, dp_size: int =
 
 
 def _fit(sample: TrainSample, seq_len: int) -> TrainSample:
-    """The sample's first seq_len tokens, with the mask of a first token cleared."""
-    length = len(sample.token_ids)
-    if len(sample.loss_mask) != length or len(sample.logprobs) != length:
-        raise ValueError(
-            f"sample of rollout {sample.rollout_id!r}: {length} token ids, {len(sample.loss_mask)} mask values "
-            f"and {len(sample.logprobs)} logprobs; they must be as many"
-        )
+    """The sample's first seq_len tokens, the first of which belongs to no term: nothing predicts it."""
+    _check(sample)
+    weights = {name: getattr(sample, name) for name in _WEIGHTS}
+    cut = {name: array[:seq_len].copy() for name, array in weights.items() if array is not None}
     mask = sample.loss_mask[:seq_len].copy()
-    mask[:1] = False
-    return TrainSample(
-        token_ids=sample.token_ids[:seq_len],
-        loss_mask=mask,
-        logprobs=sample.logprobs[:seq_len],
-        advantage=sample.advantage,
-        temperature=sample.temperature,
-        env_index=sample.env_index,
-        rollout_id=sample.rollout_id,
-        traceparent=sample.traceparent,
+    for tokens in (mask, cut.get("ce_weights"), cut.get("ref_kl_weights")):
+        if tokens is not None:
+            tokens[:1] = 0
+    return replace(
+        sample, token_ids=sample.token_ids[:seq_len], loss_mask=mask, logprobs=sample.logprobs[:seq_len], **cut
     )
 
 
-def _first_fit_decreasing(lengths: Sequence[int], seq_len: int) -> list[list[int]]:
-    rows: list[list[int]] = []
-    room: list[int] = []
-    for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
-        row = next((row for row, free in enumerate(room) if lengths[index] <= free), len(rows))
-        if row == len(rows):
-            rows.append([])
-            room.append(seq_len)
-        rows[row].append(index)
-        room[row] -= lengths[index]
-    return rows
-
-
-def _split_for_ranks(rows: list[list[int]], dp_size: int) -> list[list[int]]:
-    """Halves the fullest row until the ranks share the rows evenly or each row holds one sample."""
-    rows = [sorted(row) for row in rows]
-    while len(rows) % dp_size:
-        fullest = max(range(len(rows)), key=lambda row: (len(rows[row]), -row))
-        row = rows[fullest]
-        if len(row) == 1:
-            break
-        rows[fullest : fullest + 1] = [row[::2], row[1::2]]
-    return rows
+def _check(sample: TrainSample) -> None:
+    length, what = len(sample.token_ids), f"sample of rollout {sample.rollout_id!r}"
+    if len(sample.loss_mask) != length or len(sample.logprobs) != length:
+        raise ValueError(
+            f"{what}: {length} token ids, {len(sample.loss_mask)} mask values "
+            f"and {len(sample.logprobs)} logprobs; they must be as many"
+        )
+    for name in _WEIGHTS:
+        array = getattr(sample, name)
+        if array is not None and len(array) != length:
+            raise ValueError(f"{what}: {length} token ids and {len(array)} {name}; they must be as many")
+    if (sample.ref_kl_weights is None) != (sample.ref_logprobs is None):
+        raise ValueError(f"{what}: ref_kl_weights and ref_logprobs go together; give both or neither")
 
 
 def _micro_batch(samples: Sequence[TrainSample], dp_rank: int) -> MicroBatch:
@@ -136,7 +144,19 @@ def _micro_batch(samples: Sequence[TrainSample], dp_rank: int) -> MicroBatch:
         env_index=np.array([sample.env_index for sample in samples], dtype=np.int32),
         rollout_ids=tuple(sample.rollout_id for sample in samples),
         traceparents=tuple(dict.fromkeys(sample.traceparent for sample in samples if sample.traceparent)),
+        **{name: _weights(samples, name) for name in _WEIGHTS},
     )
+
+
+def _weights(samples: Sequence[TrainSample], name: str) -> NDArray[np.float32] | None:
+    arrays = [getattr(sample, name) for sample in samples]
+    if all(array is None for array in arrays):
+        return None
+    filled: list[NDArray[np.float32]] = [
+        np.full(len(sample.token_ids), _WEIGHTS[name], dtype=np.float32) if array is None else array
+        for sample, array in zip(samples, arrays, strict=True)
+    ]
+    return np.concatenate(filled).astype(np.float32, copy=False)
 
 
 def _without_loss(row: MicroBatch, dp_rank: int) -> MicroBatch:

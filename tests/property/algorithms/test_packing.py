@@ -25,6 +25,8 @@ def samples(draw: st.DrawFn) -> list[TrainSample]:
                 temperature=1.0 + index,
                 env_index=index % 3,
                 rollout_id=str(index),
+                rl_weights=0.5 + ids.astype(np.float32) if index % 2 else None,
+                ce_weights=(~mask).astype(np.float32) if index % 5 == 0 else None,
             )
         )
     return made
@@ -56,6 +58,14 @@ def test_every_token_is_packed_once_in_order_beside_what_belongs_to_it(made: lis
             np.testing.assert_array_equal(row.loss_mask[part], mask)
             np.testing.assert_array_equal(row.inference_logprobs[part], np.where(mask, source.logprobs[:length], 0))
             np.testing.assert_array_equal(row.advantages[part], np.where(mask, source.advantage, 0))
+            if source.rl_weights is not None:
+                np.testing.assert_array_equal(row.rl_weights[part], source.rl_weights[:length])
+            elif row.rl_weights is not None:
+                assert (row.rl_weights[part] == 1.0).all()
+            if source.ce_weights is not None:
+                np.testing.assert_array_equal(row.ce_weights[part][1:], source.ce_weights[1:length])
+            elif row.ce_weights is not None:
+                assert not row.ce_weights[part].any()
             assert row.temperatures[place] == source.temperature
             assert row.env_index[place] == source.env_index
     assert seen == {sample.rollout_id for sample in made}

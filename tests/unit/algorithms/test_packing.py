@@ -60,6 +60,61 @@ def test_distinct_traceparents_of_rollouts_travel_with_the_row() -> None:
     assert rows[0].traceparents == ("a",)
 
 
+def weights(*values: float) -> np.ndarray:
+    return np.array(values, dtype=np.float32)
+
+
+def test_weights_travel_with_their_sample_and_others_get_what_changes_nothing() -> None:
+    weighted = sample(
+        4,
+        rollout_id="w",
+        rl_weights=weights(9, 2, 3, 4),
+        ce_weights=weights(9, 0, 1, 0),
+        ref_kl_weights=weights(9, 1, 0, 0),
+        ref_logprobs=weights(-9, -1, -2, -3),
+    )
+    (row,) = pack_samples([weighted, sample(3)], seq_len=8).micro_batches
+    assert row.rl_weights.tolist() == [9, 2, 3, 4, 1, 1, 1]
+    assert row.ce_weights.tolist() == [0, 0, 1, 0, 0, 0, 0]  # nothing predicts the first token
+    assert row.ref_kl_weights.tolist() == [0, 1, 0, 0, 0, 0, 0]
+    assert row.ref_logprobs.tolist() == [-9, -1, -2, -3, 0, 0, 0]
+    assert {row.rl_weights.dtype, row.ce_weights.dtype, row.ref_logprobs.dtype} == {np.dtype(np.float32)}
+
+
+def test_rows_without_weights_have_none() -> None:
+    weighted = sample(4, ce_weights=weights(0, 0, 1, 0))
+    plain, other = pack_samples([weighted, sample(6)], seq_len=8).micro_batches
+    assert [plain.ce_weights, plain.rl_weights, plain.ref_kl_weights, plain.ref_logprobs] == [None] * 4
+    assert other.ce_weights is not None
+
+
+def test_a_sample_with_tokens_of_another_term_only_is_kept() -> None:
+    observed = sample(4, loss_from=4, rollout_id="o", ce_weights=weights(0, 1, 0, 0))
+    nothing = sample(4, loss_from=4, rl_weights=weights(1, 1, 1, 1), ce_weights=weights(1, 0, 0, 0))
+    packing = pack_samples([observed, nothing], seq_len=8)
+    assert [row.rollout_ids for row in packing.micro_batches] == [("o",)]
+    assert (packing.loss_tokens, packing.dropped_samples) == (0, 1)
+
+
+def test_weights_are_cut_with_their_sample() -> None:
+    cut = sample(6, loss_from=6, ce_weights=weights(0, 0, 1, 0, 0, 1))
+    (row,) = pack_samples([cut], seq_len=4).micro_batches
+    assert row.ce_weights.tolist() == [0, 0, 1, 0]
+
+
+def test_fillers_have_no_weights() -> None:
+    filler = pack_samples([sample(3, ce_weights=weights(0, 1, 1))], seq_len=8, dp_size=2).micro_batches[1]
+    assert filler.ce_weights is None
+    assert not filler.loss_mask.any()
+
+
+def test_weights_that_do_not_fit_their_sample_are_refused() -> None:
+    with pytest.raises(ValueError, match="3 token ids and 2 ce_weights"):
+        pack_samples([sample(3, ce_weights=weights(0, 1))], seq_len=8)
+    with pytest.raises(ValueError, match="ref_kl_weights and ref_logprobs go together"):
+        pack_samples([sample(3, ref_kl_weights=weights(0, 1, 1))], seq_len=8)
+
+
 def test_arrays_of_different_length_are_refused() -> None:
     bad = TrainSample(token_ids=np.zeros(3, np.int32), loss_mask=np.ones(2, np.bool_), logprobs=np.zeros(3, np.float32))
     with pytest.raises(ValueError, match="3 token ids, 2 mask values"):
