@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from meshrl.core.config import BaseConfig
 from meshrl.core.config.shared import LogConfig, WandbConfig
+from meshrl.training.bench_config import BenchConfig
 from meshrl.training.config import CheckpointConfig, OptimConfig, SchedulerConfig
 from meshrl.training.deployment import DeploymentConfig
 from meshrl.training.model_config import TrainerModelConfig
@@ -92,6 +93,9 @@ class SFTConfig(BaseConfig):
 
     deployment: DeploymentConfig = DeploymentConfig()
     """The processes that train together."""
+
+    bench: BenchConfig | None = None
+    """Measure steps on fake data and end; off unless given."""
 
     max_steps: int = Field(default=100, ge=1)
     """Steps to train."""

@@ -9,31 +9,11 @@ from pydantic import Field, model_validator
 
 from meshrl.core.config import BaseConfig
 from meshrl.core.config.shared import LogConfig, ServerConfig, WeightBroadcastConfig
+from meshrl.training.bench_config import BenchConfig
+from meshrl.trainer.loss_config import LossConfig
 from meshrl.training.config import CheckpointConfig, OptimConfig, SchedulerConfig
 from meshrl.training.deployment import DeploymentConfig
 from meshrl.training.model_config import TrainerModelConfig
-
-
-class LossConfig(BaseConfig):
-    """The policy loss; each loss reads the keys that belong to it."""
-
-    type: Literal["default", "aipo"] = "default"
-    """default: DPPO-masked importance-weighted policy gradient with a KL term; aipo: token-level AIPO, no KL term."""
-
-    dppo_mask_low: float = Field(default=0.2, gt=0.0)
-    """default: a token of negative advantage is masked when its probability fell by more than this."""
-
-    dppo_mask_high: float = Field(default=0.2, gt=0.0)
-    """default: a token of positive advantage is masked when its probability rose by more than this."""
-
-    adv_tau: float = Field(default=1.0, ge=0.0)
-    """default: weight of the advantages."""
-
-    kl_tau: float = Field(default=1e-3, ge=0.0)
-    """default: weight of the squared log-ratio to the sampling policy."""
-
-    delta: float = Field(default=4.0, gt=0.0)
-    """aipo: importance ratios are cut off above this."""
 
 
 class TrainerConfig(BaseConfig):
@@ -62,6 +42,9 @@ class TrainerConfig(BaseConfig):
 
     deployment: DeploymentConfig = DeploymentConfig()
     """The processes that the trainer runs as."""
+
+    bench: BenchConfig | None = None
+    """Measure steps on fake data and end; off unless given."""
 
     run_id: str = Field(default="main", min_length=1)
     """Name of the trainer's own run."""

@@ -21,7 +21,9 @@ def main() -> None:
 
         setup_logging("trainer", config.log.level, json_logging=config.log.json_logging)
         sys.exit(run_ranks("meshrl.trainer.main", "trainer", config.deployment, layout, os.environ))
-    from meshrl.trainer.program import run_rank  # an agent has no use for all of this, which takes seconds
+    # An agent has no use for all of this, which takes seconds.
+    from meshrl.trainer.bench import run_bench
+    from meshrl.trainer.program import run_rank
 
     rank = own_rank(os.environ)
     setup_logging(
@@ -30,7 +32,10 @@ def main() -> None:
         None if rank else layout.log("trainer"),
         json_logging=config.log.json_logging,
     )
-    run_rank(config, layout, rank)
+    if config.bench is not None:
+        run_bench(config, config.bench)
+    else:
+        run_rank(config, layout, rank)
 
 
 if __name__ == "__main__":

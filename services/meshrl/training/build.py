@@ -7,7 +7,6 @@ model is made without storage, prepared, sharded, and only then filled, so no ra
 from __future__ import annotations
 
 import torch
-from meshrl.models.lora import apply_lora, base_names, reset_lora
 
 from meshrl.algorithms.objective import Objective
 from meshrl.models.load import empty_model, fill_at_random, fill_model, load_model, resolve_dtype
@@ -48,6 +47,8 @@ def build_learner(
         empty_model(config, dtype=stored_dtype) if sharded or random_weights else load_model(config, dtype=stored_dtype)
     )
     if config.lora is not None:
+        from meshrl.models.lora import apply_lora
+
         apply_lora(
             model,
             rank=config.lora.rank,
@@ -73,8 +74,10 @@ def build_learner(
         if random_weights:
             fill_at_random(model)
         else:
-            fill_model(model, config, base_names(model))
+            fill_model(model, config)
     if config.lora is not None:
+        from meshrl.models.lora import reset_lora
+
         reset_lora(model, seed)
     return Learner(
         policy,

@@ -17,26 +17,32 @@ from meshrl.wire.types import MicroBatch
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}
 
 
-def matmul_parameters(model: PreTrainedModel) -> int:
+def matmul_parameters(model: PreTrainedModel, *, trainable_only: bool = False) -> int:
     """Parameters that multiply each token: all but an input embedding that is not also the output head."""
-    total = sum(parameter.numel() for parameter in model.parameters())
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if head is None or embedding.weight is not head.weight:
-        total -= embedding.weight.numel()
-    return int(total)
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings()
+    tied = head is not None and any(parameter is embedding for parameter in head.parameters())
+    return sum(
+        parameter.numel()
+        for parameter in model.parameters()
+        if (tied or parameter is not embedding) and (parameter.requires_grad or not trainable_only)
+    )
 
 
 def step_flops(model: PreTrainedModel, micro_batches: Sequence[MicroBatch]) -> float:
-    """Floating-point operations of forward and backward: 6 a parameter and token, and causal attention's products.
+    """Floating-point operations that forward and backward need, over all micro-batches.
 
-    The estimate of PaLM (arXiv 2204.02311, appendix B) with attention counted within samples, halved for the mask.
+    A token costs 2 a parameter forward, 2 for the gradient of what came in, and 2 for the parameter's own gradient
+    where it is trained (so 6 in full training and 4 for a frozen one; PaLM, arXiv 2204.02311, appendix B). Attention
+    costs 12 * layers * heads * head size a pair of tokens, within samples, counted once for the causal half: a factor
+    of 6 on length squared. What is computed twice, such as checkpointed activations, counts once.
     """
     config = model.config.get_text_config()
     heads = int(getattr(config, "num_attention_heads", 0))
     head_dim = int(getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0))
     lengths = np.concatenate([np.diff(row.sample_offsets) for row in micro_batches]).astype(np.float64)
     attention = 6.0 * int(config.num_hidden_layers) * heads * head_dim * float((lengths**2).sum())
-    return 6.0 * matmul_parameters(model) * float(lengths.sum()) + attention
+    a_token = 4.0 * matmul_parameters(model) + 2.0 * matmul_parameters(model, trainable_only=True)
+    return a_token * float(lengths.sum()) + attention
 
 
 def peak_flops(device: torch.device, *, size: int = 512, seconds: float = 0.05) -> float:

@@ -1,0 +1,38 @@
+"""`sft --bench`: the learner that this configuration builds, measured on fake data instead of trained."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch
+from loguru import logger
+
+from meshrl.algorithms.losses import cross_entropy_loss
+from meshrl.algorithms.objective import Objective
+from meshrl.core.config import ConfigError
+from meshrl.models.load import ModelError
+from meshrl.sft.config import SFTConfig
+from meshrl.training.bench import bench_rank
+from meshrl.training.bench_config import BenchConfig
+
+
+def run_bench(config: SFTConfig, bench: BenchConfig) -> None:
+    """Measures as one rank of the group. Exits with 2 where a changed configuration would help."""
+    if config.torch_threads is not None:
+        torch.set_num_threads(config.torch_threads)
+    try:
+        bench_rank(
+            bench,
+            config.model,
+            objective=Objective(loss=cross_entropy_loss, name="cross_entropy"),
+            optim=config.optim,
+            seq_len=config.data.seq_len,
+            output_dir=config.output_dir,
+            seed=config.seed,
+            max_logits_bytes=config.max_logits_mib and config.max_logits_mib * 2**20,
+            environment=os.environ,
+        )
+    except (ModelError, ConfigError, ValueError) as error:  # what a changed configuration mends
+        logger.error("{}", error)
+        sys.exit(2)
