@@ -140,14 +140,14 @@ def objective_loss(objective: Objective, row: RowTokens, counts: BatchCounts) ->
     per_token_P = torch.zeros_like(row.logprobs, requires_grad=False)
     masked_P = torch.zeros_like(row.rl_mask)
     metrics: dict[str, torch.Tensor] = {}
+    terms: dict[str, torch.Tensor] = {}
     if counts.rl_tokens > 0:
-        output, value_N = _rl_values(objective, row)
-        terms = {"rl": value_N.sum() / objective.rl_divisor(counts)}
-        per_token_P[row.rl_mask] = value_N.detach()
-        masked_P[row.rl_mask] = output.masked
+        at_N = _indexes(row.rl_mask)
+        output, value_N = _rl_values(objective, row, at_N)
+        terms["rl"] = value_N.sum() / objective.rl_divisor(counts)
+        per_token_P[at_N] = value_N.detach()
+        masked_P[at_N] = output.masked
         metrics |= {name: values.detach().sum() / counts.rl_tokens for name, values in output.metrics.items()}
-    else:
-        terms = {}
     if counts.ce_tokens > 0 and row.ce_weights is not None:
         terms["ce"] = _ce_sum(row, row.ce_weights) / counts.ce_tokens
     if counts.ref_kl_tokens > 0 and row.ref_kl_weights is not None:
@@ -158,13 +158,13 @@ def objective_loss(objective: Objective, row: RowTokens, counts: BatchCounts) ->
     return RowLoss(total=total, per_token=per_token_P, masked=masked_P, metrics=metrics)
 
 
-def _rl_values(objective: Objective, row: RowTokens) -> tuple[LossOutput, torch.Tensor]:
+def _rl_values(objective: Objective, row: RowTokens, at_N: torch.Tensor) -> tuple[LossOutput, torch.Tensor]:
     """The loss's output and rl_weight * w * loss, (N,)."""
-    ids_N = row.sequence_ids[row.rl_mask]
+    ids_N = row.sequence_ids[at_N]
     inputs = LossInputs(
-        logprobs=row.logprobs[row.rl_mask],
-        inference_logprobs=row.inference_logprobs[row.rl_mask],
-        advantages=row.advantages[row.rl_mask],
+        logprobs=row.logprobs.index_select(0, at_N),
+        inference_logprobs=row.inference_logprobs[at_N],
+        advantages=row.advantages[at_N],
         sequence_ids=ids_N,
         num_sequences=row.num_sequences,
     )
@@ -175,24 +175,29 @@ def _rl_values(objective: Objective, row: RowTokens) -> tuple[LossOutput, torch.
     elif objective.fixed_length is not None:
         value_N = value_N / objective.fixed_length
     if row.rl_weights is not None:
-        value_N = value_N * row.rl_weights[row.rl_mask]
+        value_N = value_N * row.rl_weights[at_N]
     return output, value_N
 
 
 def _ce_sum(row: RowTokens, weights_P: torch.Tensor) -> torch.Tensor:
-    of = weights_P != 0
-    return -(weights_P[of] * row.logprobs[of]).sum()
+    at = _indexes(weights_P != 0)
+    return -(weights_P[at] * row.logprobs.index_select(0, at)).sum()
 
 
 def _ref_kl_sum(objective: Objective, row: RowTokens, weights_P: torch.Tensor) -> torch.Tensor:
-    of = weights_P != 0
+    at = _indexes(weights_P != 0)
     if row.ref_logprobs is None:
         raise ValueError("ref_kl_weights need ref_logprobs: the reference's logprobs of the same tokens")
-    logprobs = row.logprobs[of]
-    ratio = saturated_ratio(logprobs - row.inference_logprobs[of]).detach().clamp(max=objective.ref_kl_delta)
-    ratio = torch.where(row.rl_mask[of], ratio, 1.0)
-    divergence = (logprobs - row.ref_logprobs[of]).square() / 2
-    return objective.ref_kl_tau * (weights_P[of] * ratio * divergence).sum()
+    logprobs = row.logprobs.index_select(0, at)
+    ratio = saturated_ratio(logprobs - row.inference_logprobs[at]).detach().clamp(max=objective.ref_kl_delta)
+    ratio = torch.where(row.rl_mask[at], ratio, 1.0)
+    divergence = (logprobs - row.ref_logprobs[at]).square() / 2
+    return objective.ref_kl_tau * (weights_P[at] * ratio * divergence).sum()
+
+
+def _indexes(mask_P: torch.Tensor) -> torch.Tensor:
+    """Where the mask is true: found once for several columns, for a device waits for the host to learn how many."""
+    return mask_P.nonzero().squeeze(1)
 
 
 def _weighted(weights_T: NDArray[np.float32] | None) -> int:
