@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from loguru import logger
 from transformers import PreTrainedTokenizerBase
 
-from meshrl.algorithms.losses import Loss, aipo_loss, dppo_kl_loss
-from meshrl.algorithms.objective import Objective
 from meshrl.core.config import ConfigError
 from meshrl.models.load import ModelError, load_tokenizer, resolve_device, resolve_dtype
-from meshrl.trainer.config import LossConfig, TrainerConfig
+from meshrl.trainer.config import TrainerConfig
+from meshrl.trainer.objectives import build_objective
 from meshrl.training.build import build_learner
 from meshrl.training.checkpoint import Checkpointer, CheckpointError
 from meshrl.training.learner import Learner
@@ -37,21 +35,6 @@ class TrainerParts:
         self.parallel.barrier()
         self.lifeline.release()
         self.parallel.close()
-
-
-def build_objective(config: LossConfig) -> Objective:
-    """The configured objective."""
-    losses: Mapping[str, Loss] = {
-        "default": partial(
-            dppo_kl_loss,
-            mask_low=config.dppo_mask_low,
-            mask_high=config.dppo_mask_high,
-            adv_tau=config.adv_tau,
-            kl_tau=config.kl_tau,
-        ),
-        "aipo": partial(aipo_loss, delta=config.delta),
-    }
-    return Objective(loss=losses[config.type], name=config.type)
 
 
 def build_parts(config: TrainerConfig, environment: Mapping[str, str]) -> TrainerParts:

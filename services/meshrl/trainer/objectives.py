@@ -1,0 +1,49 @@
+"""Builds the objective that the trainer's configuration describes; the learner minimises it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from meshrl.algorithms.losses import (
+    Loss,
+    LossOutput,
+    aipo_loss,
+    cispo_loss,
+    dppo_kl_loss,
+    grpo_loss,
+    gspo_loss,
+    load_custom_loss,
+)
+from meshrl.algorithms.objective import Normaliser, Objective
+from meshrl.trainer.loss_config import LossConfig
+
+_LOSSES: Mapping[str, Callable[..., LossOutput]] = {
+    "default": dppo_kl_loss,
+    "aipo": aipo_loss,
+    "grpo": grpo_loss,
+    "gspo": gspo_loss,
+    "cispo": cispo_loss,
+}
+_ARGUMENTS = {"dppo_mask_low": "mask_low", "dppo_mask_high": "mask_high"}
+"""Keys whose argument has another name."""
+
+
+def build_objective(config: LossConfig) -> Objective:
+    """The configured objective. Raises ValueError, which names the key, for a custom loss that cannot be called."""
+    return Objective(
+        loss=_loss(config),
+        normaliser=Normaliser(config.resolved_normaliser),
+        fixed_length=config.fixed_length,
+        name=config.type if config.import_path is None else config.import_path,
+        ref_kl_tau=config.ref_kl_tau,
+        ref_kl_delta=config.ref_kl_delta,
+    )
+
+
+def _loss(config: LossConfig) -> Loss:
+    if config.import_path is not None:
+        return load_custom_loss(config.import_path, config.kwargs, key="loss")
+    constants: dict[str, Any] = {_ARGUMENTS.get(name, name): value for name, value in config.constants.items()}
+    return partial(_LOSSES[config.type], **constants)
