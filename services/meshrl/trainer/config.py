@@ -9,8 +9,8 @@ from pydantic import Field, model_validator
 
 from meshrl.core.config import BaseConfig
 from meshrl.core.config.shared import LogConfig, ServerConfig, WeightBroadcastConfig
-from meshrl.training.bench_config import BenchConfig
 from meshrl.trainer.loss_config import LossConfig
+from meshrl.training.bench_config import BenchConfig
 from meshrl.training.config import CheckpointConfig, OptimConfig, SchedulerConfig
 from meshrl.training.deployment import DeploymentConfig
 from meshrl.training.model_config import TrainerModelConfig
