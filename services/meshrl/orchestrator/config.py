@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import AliasChoices, Field, model_validator
 
@@ -64,12 +64,69 @@ class EvalConfig(BaseConfig):
         return self
 
 
+class LengthPenaltyConfig(BaseConfig):
+    """What long rollouts lose of their reward before advantages are made.
+
+    It does not count for filters.zero_signal: a group of equal rewards is dropped, although its lengths differ.
+    """
+
+    type: Literal["overlong", "per_token"]
+    """overlong: nothing up to max_length - buffer_length sampled tokens, then in proportion, weight from max_length on
+    (the soft overlong punishment of DAPO, arXiv 2503.14476); per_token: weight for each sampled token."""
+
+    weight: float = Field(ge=0.0)
+    """overlong: the most that comes off, 1 in DAPO; per_token: what comes off for each token, 1e-4 for example."""
+
+    max_length: int | None = Field(default=None, ge=1)
+    """overlong: sampled tokens at which the whole weight comes off; usually sampling.max_tokens."""
+
+    buffer_length: int | None = Field(default=None, ge=1)
+    """overlong: the last so many tokens before max_length over which the penalty grows."""
+
+    @model_validator(mode="after")
+    def _lengths_of_this_type(self) -> Self:
+        where = "orchestrator.advantage.length_penalty"
+        lengths = (self.max_length, self.buffer_length)
+        if self.type == "overlong":
+            if self.max_length is None or self.buffer_length is None or self.buffer_length > self.max_length:
+                raise ValueError(
+                    f"{where}: type overlong needs max_length and a buffer_length of at most that, got {lengths[0]} and"
+                    f" {lengths[1]}; 20480 and 4096 are those of DAPO"
+                )
+        elif lengths != (None, None):
+            raise ValueError(f"{where}: max_length and buffer_length belong to type overlong; leave them out")
+        return self
+
+
 class AdvantageConfig(BaseConfig):
     """How rewards of a group become advantages."""
 
-    type: Literal["default", "grpo", "rloo", "opo"] = "default"
+    type: Literal["default", "grpo", "rloo", "opo", "custom"] = "default"
     """default: reward minus the group's mean; grpo: that over the group's standard deviation; rloo: reward minus the
-    mean of the others; opo: reward minus the length-weighted mean."""
+    mean of the others; opo: reward minus the length-weighted mean; custom: a function of yours."""
+
+    length_penalty: LengthPenaltyConfig | None = None
+    """What long rollouts lose of their reward; None means nothing."""
+
+    import_path: str | None = None
+    """custom: `package.module.function`, called with the rewards and sampled lengths of a group, arrays (G,)."""
+
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """custom: keyword arguments of the function."""
+
+    @model_validator(mode="after")
+    def _keys_of_this_type(self) -> Self:
+        if self.type == "custom" and self.import_path is None:
+            raise ValueError(
+                "orchestrator.advantage.type custom needs orchestrator.advantage.import_path: the"
+                " package.module.function that makes the advantages"
+            )
+        if self.type != "custom" and (self.import_path is not None or self.kwargs):
+            raise ValueError(
+                "orchestrator.advantage.import_path and kwargs belong to type custom, not to"
+                f" {self.type}; leave them out, or set orchestrator.advantage.type to custom"
+            )
+        return self
 
 
 class FilterConfig(BaseConfig):

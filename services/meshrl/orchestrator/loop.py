@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from loguru import logger
 from opentelemetry import trace
 
-from meshrl.algorithms.advantages import ADVANTAGES
 from meshrl.core.monitor import Monitor
 from meshrl.orchestrator import metrics as record
 from meshrl.orchestrator.activation import Activator
+from meshrl.orchestrator.advantage import build_advantage
 from meshrl.orchestrator.batches import Assembled, assemble
 from meshrl.orchestrator.config import OrchestratorConfig
 from meshrl.orchestrator.evals import Evaluator
@@ -87,6 +87,7 @@ class TrainLoop:
             sleep=sleep,
         )
         self._sampling = sampling_by_environment(config)
+        self._advantage = build_advantage(config.advantage)
         self._activator = Activator(services.weights, config=config, run_id=mesh.run.run_id, clock=clock, sleep=sleep)
         self._evaluator: Evaluator | None = make_evaluator(config, mesh, self._sampler, clock)
         self._watch = StepWatch(
@@ -272,7 +273,7 @@ class TrainLoop:
                 [ready.kept for ready in groups],
                 run_id=self._mesh.run.run_id,
                 step=step,
-                advantage=ADVANTAGES[self.config.advantage.type],
+                advantage=self._advantage,
                 environments=[env.resolved_name for env in self.config.train.env],
                 seq_len=self.config.seq_len,
                 dp_size=self._mesh.trainer.dp_size,
