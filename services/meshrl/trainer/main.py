@@ -21,10 +21,6 @@ def main() -> None:
 
         setup_logging("trainer", config.log.level, json_logging=config.log.json_logging)
         sys.exit(run_ranks("meshrl.trainer.main", "trainer", config.deployment, layout, os.environ))
-    # An agent has no use for all of this, which takes seconds.
-    from meshrl.trainer.bench import run_bench
-    from meshrl.trainer.program import run_rank
-
     rank = own_rank(os.environ)
     setup_logging(
         f"trainer:{rank}" if rank else "trainer",
@@ -33,8 +29,12 @@ def main() -> None:
         json_logging=config.log.json_logging,
     )
     if config.bench is not None:
+        from meshrl.trainer.bench import run_bench
+
         run_bench(config, config.bench)
     else:
+        from meshrl.trainer.program import run_rank  # each way takes seconds to import, and an agent needs none
+
         run_rank(config, layout, rank)
 
 

@@ -1,7 +1,6 @@
 """The trainer program beside a real hub, both in this process: from start to drain, and again from a checkpoint."""
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from opentelemetry import trace
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM
 
 from meshrl.algorithms.packing import TrainSample, pack_samples
 from meshrl.client import TrainerClient, WeightSyncClient
@@ -21,43 +20,9 @@ from meshrl.trainer.config import TrainerConfig
 from meshrl.trainer.program import serve
 from meshrl.training.config import CheckpointConfig, OptimConfig, SchedulerConfig
 from meshrl.training.model_config import TrainerModelConfig
-from meshrl.weights.config import WeightsConfig
-from meshrl.weights.main import serve as serve_hub
 from meshrl.wire.errors import MeshError
-from meshrl.wire.types import Batch, StepEvent, StepState
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> str:
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=16,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        tie_word_embeddings=True,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(tmp_path / "model")
-    return str(tmp_path / "model")
-
-
-@pytest.fixture
-async def hub(tmp_path: Path) -> AsyncIterator[str]:
-    port, stop = free_port(), asyncio.Event()
-    config = WeightsConfig(server=ServerConfig(port=port), output_dir=tmp_path / "hub")
-    serving = asyncio.create_task(serve_hub(config, trace.NoOpTracer(), stop))
-    yield f"127.0.0.1:{port}"
-    stop.set()
-    assert await serving == 0
+from meshrl.wire.types import Batch, StepState
+from trainer_kit import free_port, until, up
 
 
 def configure(tmp_path: Path, model: str, hub: str, ckpt: CheckpointConfig | None = None) -> TrainerConfig:
@@ -91,14 +56,6 @@ def batch(step: int) -> Batch:
     )
 
 
-async def until(client: TrainerClient, state: StepState, step: int) -> StepEvent:
-    async with asyncio.timeout(30):
-        async for event in client.watch_steps():
-            if (event.step, event.state) == (step, state):
-                return event
-    raise AssertionError(f"no {state} for step {step}")
-
-
 @asynccontextmanager
 async def trainer(config: TrainerConfig) -> AsyncIterator[tuple[TrainerClient, asyncio.Task[int], asyncio.Event]]:
     stop = asyncio.Event()
@@ -109,17 +66,6 @@ async def trainer(config: TrainerConfig) -> AsyncIterator[tuple[TrainerClient, a
     finally:
         stop.set()
         await asyncio.wait_for(running, 30)
-
-
-async def up(client: TrainerClient) -> None:
-    async with asyncio.timeout(30):
-        while True:
-            try:
-                await client.get_trainer()
-            except MeshError:  # still loading
-                await asyncio.sleep(0.05)
-            else:
-                return
 
 
 async def manifest_root(hub: str, version: int) -> bytes:

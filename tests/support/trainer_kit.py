@@ -1,0 +1,90 @@
+"""What tests of the trainer program share: a tiny model, free ports, and a version's tensors as a hub holds them."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from opentelemetry import trace
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from meshrl.client import TrainerClient, WeightSyncClient
+from meshrl.core.config.shared import ServerConfig
+from meshrl.weights.config import WeightsConfig
+from meshrl.weights.main import serve as serve_hub
+from meshrl.wire.errors import MeshError
+from meshrl.wire.types import StepEvent, StepState
+
+VOCAB = 16
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def save_tiny_model(folder: Path) -> str:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        tie_word_embeddings=True,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    return str(folder)
+
+
+@asynccontextmanager
+async def running_hub(output_dir: Path) -> AsyncIterator[str]:
+    """A real hub in this process; gives its address."""
+    port, stop = free_port(), asyncio.Event()
+    config = WeightsConfig(server=ServerConfig(port=port), output_dir=output_dir)
+    serving = asyncio.create_task(serve_hub(config, trace.NoOpTracer(), stop))
+    yield f"127.0.0.1:{port}"
+    stop.set()
+    assert await serving == 0
+
+
+async def up(client: TrainerClient, alive: Callable[[], bool] = lambda: True, deadline_s: float = 60.0) -> None:
+    """Until the trainer answers; fails at once when it is not alive any more."""
+    async with asyncio.timeout(deadline_s):
+        while True:
+            try:
+                await client.get_trainer()
+            except MeshError:  # still loading
+                assert alive(), "the trainer ended early"
+                await asyncio.sleep(0.05)
+            else:
+                return
+
+
+async def until(client: TrainerClient, state: StepState, step: int, *, after_revision: int = 0) -> StepEvent:
+    """Waits for an event of a step."""
+    async with asyncio.timeout(60):
+        async for event in client.watch_steps(after_revision=after_revision):
+            if (event.step, event.state) == (step, state):
+                return event
+    raise AssertionError(f"no {state} for step {step}")
+
+
+async def published(hub: str, version: int) -> dict[str, NDArray[np.float32]]:
+    """A version's float32 tensors, by name."""
+    async with WeightSyncClient(hub) as client:
+        manifest, artifact_id = await client.get_manifest("main", version)
+        data = b"".join([bytes(chunk.data) async for chunk in client.fetch(artifact_id)])
+    return {
+        entry.name: np.frombuffer(data, np.float32, entry.num_bytes // 4, entry.offset).reshape(entry.shape)
+        for entry in manifest.tensors
+    }
