@@ -24,8 +24,8 @@ from meshrl.algorithms.imports import load_function
 LOG_RATIO_LIMIT = 20.0
 """Nats; a ratio of 5e8."""
 
-RESERVED_METRICS = frozenset({"rl", "ce", "ref_kl"})
-"""Names under which the objective reports its terms, beside the metrics of its loss."""
+RESERVED_METRICS = frozenset({"rl", "ce", "ref_kl", "total", "mean"})
+"""Names under which the objective and its terms are reported, beside the metrics of its loss."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -220,7 +220,7 @@ def _checked(result: object, where: str) -> SequenceLoss:
         )
     reserved = sorted(RESERVED_METRICS & set(result.metrics))
     if reserved:
-        raise ValueError(f"{where} reports {', '.join(reserved)}, which the objective's terms are called; rename it")
+        raise ValueError(f"{where} reports {', '.join(reserved)}, which name the objective and its terms; rename it")
     return result
 
 
