@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from meshrl.core.config import BaseConfig, ConfigError
 from meshrl.core.config.shared import LogConfig, LogLevel, ModelConfig, WandbConfig, WeightBroadcastConfig
 from meshrl.inference.config import InferenceConfig
+from meshrl.launch.presets import AlgorithmName, settle_preset, spread_preset
 from meshrl.launch.shared_keys import COMPONENTS, hand_down, hosted_environments, settle_inference
 from meshrl.orchestrator.config import OrchestratorConfig
 from meshrl.rollout.config import ClientConfig, RolloutConfig
@@ -66,6 +67,10 @@ class RLConfig(BaseConfig):
 
     max_steps: int | None = Field(default=None, ge=1)
     """Training steps, for trainer and orchestrator."""
+
+    algorithm: AlgorithmName | None = None
+    """Advantage and loss of an algorithm (see meshrl.launch.presets), for orchestrator and trainer; within one file or
+    on the command line, their own keys win. None leaves both to orchestrator.advantage and trainer.loss."""
 
     max_async_level: int | None = Field(default=None, ge=0)
     """Most steps that generation may be ahead of training, for the orchestrator."""
@@ -136,7 +141,7 @@ class RLConfig(BaseConfig):
     @classmethod
     def spread(cls, layer: Mapping[str, Any]) -> dict[str, Any]:
         """Hands the shared keys of one layer down to the components."""
-        return hand_down(layer)
+        return hand_down(spread_preset(layer))
 
     @classmethod
     def settle(cls, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -144,7 +149,7 @@ class RLConfig(BaseConfig):
 
         Without an engine of its own the hub keeps its usual port, so that a running engine can know it.
         """
-        settled = dict(values)
+        settled = settle_preset(values)
         starts_engine = settle_inference(settled)
         ports = ["trainer", "rollout", *(["weights", "inference"] if starts_engine else [])]
         for name in ports:

@@ -1,0 +1,123 @@
+"""Algorithms by the names that users know: what the `algorithm` key of `rl` sets in orchestrator and trainer.
+
+    name      advantage                    loss                             divided by
+    default   default: minus group mean    default: DPPO mask, KL term      tokens of the batch
+    grpo      grpo: over the group's std   grpo: clip 0.2, 0.2              each sequence, then their number
+    dr_grpo   default                      grpo: clip 0.2, 0.2              the most tokens of a reply, sequences
+    dapo      grpo                         grpo: clip 0.2, 0.28             tokens of the batch
+    gspo      grpo                         gspo: clip 3e-4, 4e-4            each sequence, then their number
+    opo       opo: length-weighted mean    default, without its KL term     tokens of the batch
+    rloo      rloo: minus mean of others   default, without its KL term     tokens of the batch
+    cispo     grpo                         cispo: ratios up to 5            tokens of the batch
+    aipo      default                      aipo: ratios up to 4             tokens of the batch
+
+Papers: grpo arXiv 2402.03300 (without its KL to a reference policy), dr_grpo 2503.20783, dapo 2503.14476 (its overlong
+penalty is orchestrator.advantage.length_penalty, its dynamic sampling orchestrator.filters.zero_signal, which is on),
+gspo 2507.18071, opo 2505.23585, rloo 2402.14740, cispo 2506.13585 (upper bound of ScaleRL, 2510.13786), aipo
+2505.24034. opo and rloo are defined for tokens of the policy itself; where those are a few versions old, the ratio and
+the mask of the default loss correct for it, and where they are not, both do nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from meshrl.orchestrator.config import OrchestratorConfig
+from meshrl.trainer.loss_config import CONSTANTS, LossName, NormaliserName
+
+AlgorithmName = Literal["default", "grpo", "dr_grpo", "dapo", "gspo", "opo", "rloo", "cispo", "aipo"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preset:
+    """An advantage and a loss; `constants` are keys of the loss that differ from its own values."""
+
+    advantage: Literal["default", "grpo", "rloo", "opo"]
+    loss: LossName
+    normaliser: NormaliserName
+    constants: Mapping[str, float] = field(default_factory=dict)
+
+
+PRESETS: Mapping[str, Preset] = {
+    "default": Preset(advantage="default", loss="default", normaliser="token"),
+    "grpo": Preset(advantage="grpo", loss="grpo", normaliser="sequence"),
+    "dr_grpo": Preset(advantage="default", loss="grpo", normaliser="fixed"),
+    "dapo": Preset(advantage="grpo", loss="grpo", normaliser="token", constants={"clip_high": 0.28}),
+    "gspo": Preset(advantage="grpo", loss="gspo", normaliser="sequence"),
+    "opo": Preset(advantage="opo", loss="default", normaliser="token", constants={"kl_tau": 0.0}),
+    "rloo": Preset(advantage="rloo", loss="default", normaliser="token", constants={"kl_tau": 0.0}),
+    "cispo": Preset(advantage="grpo", loss="cispo", normaliser="token"),
+    "aipo": Preset(advantage="default", loss="aipo", normaliser="token"),
+}
+
+
+def spread_preset(layer: Mapping[str, Any]) -> dict[str, Any]:
+    """One layer of configuration with its `algorithm` put where it belongs; a component's own key wins.
+
+    What lower layers say of the same loss is unset, so that an algorithm on the command line replaces the whole loss of
+    a file. A loss whose type the same layer chooses itself is left alone, and so is its advantage.
+    """
+    preset, spread = _preset(layer), dict(layer)
+    if preset is None:
+        return spread
+    trainer, orchestrator = _section(spread, "trainer"), _section(spread, "orchestrator")
+    loss = None if trainer is None else _section(trainer, "loss")
+    if trainer is not None and loss is not None and loss.get("type", preset.loss) == preset.loss:
+        unset = dict.fromkeys(("fixed_length", "import_path", *_constants()))
+        trainer["loss"] = {**unset, "type": preset.loss, "normaliser": preset.normaliser, **preset.constants, **loss}
+    advantage = None if orchestrator is None else _section(orchestrator, "advantage")
+    if orchestrator is not None and advantage is not None and "type" not in advantage:
+        orchestrator["advantage"] = {"import_path": None, "type": preset.advantage, **advantage}
+    return spread
+
+
+def settle_preset(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Merged values in which the preset fits what the layers above it chose.
+
+    Where those chose another loss, the preset's keys go; and a loss that is divided by a fixed length gets that length:
+    the most tokens that are sampled, or that a rollout may have.
+    """
+    settled = dict(values)
+    preset = _preset(values)
+    trainer = _section(settled, "trainer")
+    loss = None if trainer is None else _section(trainer, "loss")
+    if preset is None or loss is None:
+        return settled
+    if loss.get("type", preset.loss) != preset.loss:
+        for name, value in {"normaliser": preset.normaliser, **preset.constants}.items():
+            if loss.get(name) == value:
+                del loss[name]
+    elif loss.get("normaliser") == "fixed" and loss.get("fixed_length") is None:
+        loss["fixed_length"] = _longest_reply(settled)
+    return settled
+
+
+def _preset(values: Mapping[str, Any]) -> Preset | None:
+    """The preset that `values` name; an unknown name is for validation to report."""
+    name = values.get("algorithm")
+    return PRESETS.get(name) if isinstance(name, str) else None
+
+
+def _constants() -> list[str]:
+    return list(dict.fromkeys(name for constants in CONSTANTS.values() for name in constants))
+
+
+def _longest_reply(values: Mapping[str, Any]) -> Any:
+    for path in (("orchestrator", "sampling", "max_tokens"), ("rollout", "seq_len"), ("orchestrator", "seq_len")):
+        found: Any = values
+        for key in path:
+            found = found.get(key) if isinstance(found, Mapping) else None
+        if found is not None:
+            return found
+    return OrchestratorConfig.model_fields["seq_len"].default
+
+
+def _section(values: dict[str, Any], name: str) -> dict[str, Any] | None:
+    """A section of `values`, copied in place so that it may be changed; None for one that is no section."""
+    found = values.get(name, {})
+    if not isinstance(found, Mapping):
+        return None
+    section = values[name] = dict(found)
+    return section
