@@ -57,6 +57,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *argv: str, bare: bool = False) 
         (["--run-id", "r"], {"trainer.run_id": "r", "orchestrator.run_id": "r"}),
         (["--max-async-level", "0"], {"orchestrator.max_async_level": 0}),
         (["--ckpt.interval", "5"], {"trainer.ckpt.interval": 5}),
+        (["--deployment.num-train-gpus", "4"], {"trainer.deployment.num_train_gpus": 4}),
         (["--wandb.project", "p"], {"orchestrator.wandb.project": "p"}),
         (["--bench"], {"orchestrator.bench": True}),
         (
@@ -254,3 +255,17 @@ def test_every_part_loads_from_its_own_file(tmp_path: Path) -> None:
         dump_toml(part.config, path)
         environ = {"PRIME_WANDB__PROJECT": "leaks", "PRIME_MAX_STEPS": "1", "PRIME_CKPT__INTERVAL": "1"}
         assert load_config(type(part.config), ["@", str(path)], prog=part.name, environ=environ) == part.config
+
+
+def test_the_trainer_runs_a_process_on_each_of_its_gpus() -> None:
+    trainer = parts_of(load("--trainer-gpu-ids", "6,7"))["trainer"]
+    assert trainer.config.deployment.num_train_gpus == 2
+    assert trainer.environ == {"CUDA_VISIBLE_DEVICES": "6,7"}
+    assert parts_of(load("--trainer-gpu-ids", "6"))["trainer"].config.deployment.num_train_gpus == 1
+    fewer = load("--trainer-gpu-ids", "6,7", "--deployment.num-train-gpus", "1")
+    assert parts_of(fewer)["trainer"].config.deployment.num_train_gpus == 1
+
+
+def test_more_training_processes_than_gpus_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    message = refusal(capsys, "--trainer-gpu-ids", "6", "--deployment.num-train-gpus", "2")
+    assert "deployment.num_train_gpus is 2 but trainer_gpu_ids lists 1 GPU(s); list as many" in message
