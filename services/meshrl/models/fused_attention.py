@@ -141,7 +141,8 @@ def _attention_backward(
         parts = _flash_backward(*rows, lse, short_offsets, longest_short, scale, window_left)
         for gradient, part in zip(gradients, parts, strict=True):
             gradient.index_copy_(0, short_index, part)
-    nothing = torch.empty(0, dtype=torch.int64)  # the state of the random generator, which is read for dropout only
+    # The state of the random generator, which is read for dropout only.
+    nothing = torch.zeros((), dtype=torch.int64, device=query_THD.device)
     for start, end in zip(spans[::2], spans[1::2], strict=True):
         grad, query, key, value, out = (_one_sample(tensor, start, end) for tensor in (grad_THD, *inputs, out_THD))
         lse = F.pad(lse_HT[:, start:end], (0, query.shape[2] - (end - start)))[None, :, :, None].contiguous()

@@ -41,8 +41,8 @@ class PackedPolicy(nn.Module):
     """A causal LM as a function from packed rows to token logprobs.
 
     Any Hugging Face causal LM works: one whose attention cannot be replaced runs on padded rows of one sample each,
-    which costs padding and gives the same numbers. `max_logits_bytes` bounds the float32 logits there are at once; above
-    it they are made in pieces, and made again in the backward pass. `kernels` is what rows must be laid out for.
+    which costs padding and gives the same numbers. `max_logits_bytes` bounds the float32 logits there are at once; they
+    are made a piece at a time, and again in the backward pass. `kernels` is what rows must be laid out for.
     """
 
     def __init__(

@@ -13,9 +13,9 @@ from meshrl.core.config.shared import ModelConfig
 class ActivationCheckpointConfig(BaseConfig):
     """Activations that are computed again in the backward pass instead of kept."""
 
-    mode: Literal["full", "selective"] = "full"
-    """full: a block keeps its input only; selective: it keeps matrix products and attention too, which are slow to
-    repeat."""
+    mode: Literal["full", "attention", "selective"] = "full"
+    """What a block keeps. full: its input only; attention: attention's output too, most of the work of long rows;
+    selective: attention's output and every second matrix product."""
 
     freq: int = Field(default=1, ge=1)
     """Every so many blocks; 1 means all, 2 every second."""
@@ -33,6 +33,9 @@ class CompileConfig(BaseConfig):
 
     fullgraph: bool = False
     """Fail where a block does not compile as one graph."""
+
+    backend: str = "inductor"
+    """Compiler, by the name that torch knows it under."""
 
 
 class LoraConfig(BaseConfig):

@@ -50,7 +50,9 @@ def prepare_blocks(policy: PackedPolicy, config: TrainerModelConfig) -> None:
             _set_forward(block, _checkpointed(block.forward, config.ac, config.ac_offloading))
     if config.compile is not None:
         for block in blocks:
-            _set_forward(block, torch.compile(block.forward, fullgraph=config.compile.fullgraph))
+            _set_forward(
+                block, torch.compile(block.forward, fullgraph=config.compile.fullgraph, backend=config.compile.backend)
+            )
 
 
 def shard(policy: PackedPolicy, config: TrainerModelConfig, mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
@@ -75,7 +77,9 @@ def _set_forward(block: nn.Module, forward: Callable[..., Any]) -> None:
 def _checkpointed(
     forward: Callable[..., Any], config: ActivationCheckpointConfig, offload: ActivationOffloadConfig | None
 ) -> Callable[..., Any]:
-    selective = {} if config.mode == "full" else {"context_fn": _selective_contexts}
+    selective: dict[str, Any] = {}
+    if config.mode != "full":
+        selective["context_fn"] = functools.partial(_selective_contexts, products=config.mode == "selective")
 
     def run(*args: Any, **kwargs: Any) -> Any:
         return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=True, **selective, **kwargs)
@@ -91,16 +95,16 @@ def _checkpointed(
     return run_offloaded
 
 
-def _selective_contexts() -> tuple[Any, Any]:
-    """Keeps attention and every second matrix product, as torchtitan does: slow to repeat, cheap to keep."""
-    products = {True: 0, False: 0}
+def _selective_contexts(*, products: bool) -> tuple[Any, Any]:
+    """Keeps attention's output and, with `products`, every second matrix product: slow to repeat, cheap to keep."""
+    seen = {True: 0, False: 0}
 
     def decide(context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
         if operator in _ATTENTION or operator.name() == OPERATOR:
             return CheckpointPolicy.MUST_SAVE
-        if operator in _PRODUCTS:
-            products[context.is_recompute] += 1
-            if products[context.is_recompute] % 2:
+        if products and operator in _PRODUCTS:
+            seen[context.is_recompute] += 1
+            if seen[context.is_recompute] % 2:
                 return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 

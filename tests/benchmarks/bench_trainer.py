@@ -1,0 +1,74 @@
+"""Trainer throughput on GPUs for Qwen3 shapes with random weights: full training and LoRA, long rows. Prints a table.
+
+    python tests/benchmarks/bench_trainer.py [--only NAME ...] [--gpus N] [--json-dir DIR] [-- trainer flags]
+
+Each row is one `trainer --bench` in a process of its own; what follows `--` goes to every one of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+SHAPES = Path(__file__).parent / "shapes"
+LORA = ["--model.lora.rank", "16", "--model.lora.alpha", "32"]
+ROWS: dict[str, list[str]] = {
+    "0.6b-full-16k": ["--model.name", str(SHAPES / "qwen3-0.6b"), "--seq-len", "16384", "--model.compile"],
+    "0.6b-full-64k": ["--model.name", str(SHAPES / "qwen3-0.6b"), "--seq-len", "65536", "--model.compile"],
+    "0.6b-lora-16k": ["--model.name", str(SHAPES / "qwen3-0.6b"), "--seq-len", "16384", "--model.compile", *LORA],
+    "4b-full-16k": ["--model.name", str(SHAPES / "qwen3-4b"), "--seq-len", "16384", "--model.compile"],
+    "4b-full-64k": ["--model.name", str(SHAPES / "qwen3-4b"), "--seq-len", "65536", "--model.compile"],
+    "4b-lora-16k": ["--model.name", str(SHAPES / "qwen3-4b"), "--seq-len", "16384", "--model.compile", *LORA],
+    "4b-lora-64k": ["--model.name", str(SHAPES / "qwen3-4b"), "--seq-len", "65536", "--model.compile", *LORA],
+}
+
+
+def measure(name: str, flags: list[str], folder: Path, gpus: int, deadline_s: float) -> dict[str, Any]:
+    """Runs one row; what it measured, or the end of its log under "error"."""
+    path = folder / f"{name}.json"
+    command = [sys.executable, "-m", "meshrl.trainer.main", "--bench.random-weights", "--bench.json-path", str(path)]
+    command += ["--output-dir", str(folder / name), "--deployment.num-train-gpus", str(gpus), *flags]
+    began = time.perf_counter()
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=deadline_s)
+    except subprocess.TimeoutExpired:
+        return {"error": f"not done in {deadline_s:g} s"}
+    if done.returncode:
+        return {"error": (done.stdout + done.stderr)[-1500:]}
+    return {**json.loads(path.read_text()), "wall_s": time.perf_counter() - began}
+
+
+def line(name: str, row: dict[str, Any]) -> str:
+    if "error" in row:
+        return f"{name:<16} failed: {row['error']}"
+    kernels = "  ".join(f"{kernel} {seconds * 1e3:.0f}" for kernel, seconds in row["kernel_s"].items())
+    return (
+        f"{name:<16}{row['tokens_per_s_per_gpu']:>10,.0f}{row['mfu']:>8.1%}{row['mfu_6n']:>8.1%}"
+        f"{row['peak_memory_gib']:>9.1f}{row['step_s']:>8.3f}{row['optimizer_s']:>8.3f}{row['wall_s']:>7.0f}   {kernels}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", default=list(ROWS), choices=list(ROWS))
+    parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--json-dir", type=Path, default=Path("outputs/bench_trainer"))
+    parser.add_argument("--deadline-s", type=float, default=300.0)
+    parser.add_argument("flags", nargs="*")
+    arguments = parser.parse_args()
+    arguments.json_dir.mkdir(parents=True, exist_ok=True)
+    print(
+        f"{'row':<16}{'tok/s/GPU':>10}{'MFU':>8}{'MFU 6N':>8}{'GiB':>9}{'step s':>8}{'opt s':>8}{'wall':>7}   kernels, ms"
+    )
+    for name in arguments.only:
+        flags = [*ROWS[name], *arguments.flags]
+        print(line(name, measure(name, flags, arguments.json_dir, arguments.gpus, arguments.deadline_s)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""On a GPU: packed rows through each kernel, and sharded steps in bfloat16 with float32 weights."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from meshrl.algorithms.losses import cross_entropy_loss
+from meshrl.algorithms.objective import Objective
+from meshrl.models.attention import AttentionName, Kernels, PackedLayout
+from meshrl.models.logprobs import PackedPolicy, PackedRow
+from meshrl.training.bench_config import BenchConfig
+from meshrl.training.build import build_learner
+from meshrl.training.config import OptimConfig, SchedulerConfig
+from meshrl.training.fake_data import fake_batch
+from meshrl.training.model_config import TrainerModelConfig
+from meshrl.training.parallel import ParallelContext
+from meshrl.wire.types import MicroBatch
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+LENGTHS = (7, 1300, 2, 64, 1, 1024, 300)  # some short, some through cuDNN, padded and not
+VOCAB = 64
+
+
+def build(**settings: object) -> Qwen3ForCausalLM:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        **settings,
+    )
+    return Qwen3ForCausalLM(config).cuda()
+
+
+def row(device: torch.device, kernels: Kernels) -> tuple[list[torch.Tensor], PackedRow]:
+    rng = np.random.default_rng(0)
+    samples = [torch.from_numpy(rng.integers(0, VOCAB, length)).to(device) for length in LENGTHS]
+    positions = torch.cat([torch.arange(length, device=device) for length in LENGTHS])
+    predicted = (positions > 0).nonzero().squeeze(1)
+    offsets = np.concatenate([[0], np.cumsum(LENGTHS)]).astype(np.int64)
+    packed = PackedRow(
+        token_ids=torch.cat(samples),
+        position_ids=positions,
+        layout=PackedLayout.from_offsets(offsets, device, kernels),
+        predicted=predicted,
+        temperatures=torch.ones(len(predicted), device=device),
+    )
+    return samples, packed
+
+
+def one_by_one(model: Qwen3ForCausalLM, samples: list[torch.Tensor]) -> torch.Tensor:
+    parts = []
+    for sample in samples:
+        logits = model(input_ids=sample[None], use_cache=False).logits[0, :-1].float()
+        parts.append(torch.log_softmax(logits, -1).gather(1, sample[1:, None]).squeeze(1))
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("window", [None, 16])
+@pytest.mark.parametrize(
+    ("dtype", "attn", "tolerance"),
+    [
+        (torch.float32, "auto", 1e-4),
+        (torch.bfloat16, "auto", 3e-2),
+        (torch.bfloat16, "varlen", 3e-2),
+        (torch.bfloat16, "cudnn", 3e-2),
+        (torch.bfloat16, "sdpa", 3e-2),
+    ],
+)
+def test_packed_row_equals_samples_one_by_one(
+    dtype: torch.dtype, attn: AttentionName, tolerance: float, window: int | None
+) -> None:
+    sliding = {} if window is None else {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 0}
+    model = build(**sliding).to(dtype)
+    policy = PackedPolicy(build(**sliding).to(dtype), attn=attn, compute_dtype=dtype, autocast=False)
+    samples, packed = row(model.device, policy.kernels)
+    alone = one_by_one(model, samples)
+    alone.sum().backward()
+    together, _ = policy(packed)
+    together.sum().backward()
+    torch.testing.assert_close(together, alone, atol=tolerance, rtol=0)
+    for name, parameter in model.named_parameters():
+        expected, gradient = parameter.grad.float(), policy.model.get_parameter(name).grad.float()
+        assert (gradient - expected).norm() < 0.05 * expected.norm(), name
+
+
+def batch(dp_size: int = 1) -> tuple[MicroBatch, ...]:
+    bench = BenchConfig(rows=2, lengths="variable", median_length=900)
+    return fake_batch(bench, seq_len=4096, vocab_size=VOCAB, dp_size=dp_size, seed=0)
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[ParallelContext]:
+    parallel = ParallelContext.start({}, device=torch.device("cuda"))
+    yield parallel
+    parallel.close()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"ac": {}},
+        {"ac": {"mode": "selective"}},
+        {"ac": {"freq": 2}, "ac_offloading": {"min_mib": 0.001}},
+        {"compile": {"fullgraph": True}},
+        {"compile": {"fullgraph": True}, "ac": {"mode": "selective"}},
+        {"reshard_after_forward": False},
+        {"optim_cpu_offload": True},
+        {"fsdp_cpu_offload": True},
+    ],
+    ids=str,
+)
+def test_what_saves_memory_or_time_changes_no_number(
+    settings: dict[str, object], group: ParallelContext, tmp_path: Path
+) -> None:
+    build().cpu().save_pretrained(tmp_path)
+    losses = []
+    for config in (TrainerModelConfig(name=str(tmp_path), dtype="bfloat16"), None):
+        config = config or TrainerModelConfig.model_validate({"name": str(tmp_path), "dtype": "bfloat16", **settings})
+        learner = build_learner(
+            config,
+            objective=Objective(loss=cross_entropy_loss),
+            optim=OptimConfig(lr=1e-3),
+            scheduler=SchedulerConfig(),
+            max_steps=None,
+            parallel=group,
+        )
+        losses.append([learner.step(batch()).loss for _ in range(4)])
+        assert {parameter.dtype for parameter in learner.model.parameters()} == {torch.float32}
+    assert losses[0][-1] < losses[0][0] - 0.02
+    assert losses[1] == pytest.approx(losses[0], rel=2e-3)
