@@ -27,6 +27,7 @@ from meshrl.sft.loop import SFTLoop
 from meshrl.sft.tokenization import tokenize
 from meshrl.training.build import build_learner
 from meshrl.training.checkpoint import Checkpointer, CheckpointError
+from meshrl.training.fit import check_fits
 from meshrl.training.learner import Learner, StepError
 from meshrl.training.lifeline import Lifeline
 from meshrl.training.parallel import ParallelContext
@@ -114,6 +115,7 @@ def _join(config: SFTConfig, environment: Mapping[str, str]) -> ParallelContext:
 
 
 def _build(config: SFTConfig, parallel: ParallelContext) -> Learner:
+    check_fits(config.model, config.optim, parallel)
     try:
         return build_learner(
             config.model,
@@ -125,7 +127,7 @@ def _build(config: SFTConfig, parallel: ParallelContext) -> Learner:
             seed=config.seed,
             max_logits_bytes=config.max_logits_mib and config.max_logits_mib * 2**20,
         )
-    except ValueError as error:  # settings that do not fit the model
+    except (ValueError, torch.OutOfMemoryError) as error:  # what other settings mend
         raise ModelError(str(error)) from error
 
 

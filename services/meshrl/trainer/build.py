@@ -15,6 +15,7 @@ from meshrl.trainer.config import TrainerConfig
 from meshrl.trainer.objectives import build_objective
 from meshrl.training.build import build_learner
 from meshrl.training.checkpoint import Checkpointer, CheckpointError
+from meshrl.training.fit import check_fits
 from meshrl.training.learner import Learner
 from meshrl.training.lifeline import Lifeline
 from meshrl.training.parallel import ParallelContext
@@ -46,6 +47,7 @@ def build_parts(config: TrainerConfig, environment: Mapping[str, str]) -> Traine
         device, compute_dtype = resolve_device(config.model.device), resolve_dtype(config.model)
         parallel = ParallelContext.start(environment, device=device, dp_replicate=config.model.dp_replicate)
         lifeline = Lifeline.tie(parallel, environment)
+        check_fits(config.model, config.optim, parallel)
         learner = build_learner(
             config.model,
             objective=build_objective(config.loss),
@@ -59,7 +61,8 @@ def build_parts(config: TrainerConfig, environment: Mapping[str, str]) -> Traine
         checkpointer = Checkpointer(learner, config.output_dir, tokenizer=_tokenizer(config))
         if config.ckpt is not None and config.ckpt.resume_step is not None:
             logger.info("resumed from the checkpoint of step {}", checkpointer.restore(config.ckpt.resume_step))
-    except (ModelError, CheckpointError, ValueError) as error:  # what a changed configuration mends
+    # What a changed configuration mends.
+    except (ModelError, CheckpointError, ValueError, torch.OutOfMemoryError) as error:
         raise ConfigError(str(error)) from error
     return TrainerParts(
         learner=learner,

@@ -20,7 +20,8 @@ def step_metrics(result: StepResult, environments: Sequence[str]) -> dict[str, f
     """
     tokens = result.tokens
     log_ratio = tokens.logprobs.astype(np.float64) - tokens.inference_logprobs
-    mismatch_kl = np.exp(log_ratio) - log_ratio - 1.0
+    with np.errstate(over="ignore"):  # a token that the sampler thought impossible counts as infinitely far off
+        mismatch_kl = np.exp(log_ratio) - log_ratio - 1.0
     metrics = {f"loss/{name}": value for name, value in result.metrics.items()} | {
         "loss/mean": result.loss,
         "optim/grad_norm": result.grad_norm,

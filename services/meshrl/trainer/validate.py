@@ -35,5 +35,7 @@ def _problems(row: MicroBatch, vocab_size: int) -> Iterator[tuple[str, str]]:
         yield "loss_mask", "must be false at the first token of a sample, which nothing predicts"
     if (row.inference_logprobs[row.loss_mask] > LOGPROB_ROUNDING).any():
         yield "inference_logprobs", "must be logprobs, so not above 0"
+    if row.ref_logprobs is not None and (row.ref_logprobs[row.ref_kl_weights != 0] > LOGPROB_ROUNDING).any():
+        yield "ref_logprobs", "must be logprobs, so not above 0"
     if not (np.isfinite(row.temperatures).all() and (row.temperatures > 0).all()):
         yield "temperatures", "must be above 0: a greedy sample has no distribution to correct for"

@@ -126,12 +126,12 @@ class Learner:
             rate = learning_rate(self._scheduler, peak=self._optim.lr, step=step, max_steps=self._max_steps)
             set_learning_rate(self.optimizer, rate)
             self.optimizer.step()
-        except torch.OutOfMemoryError as error:
-            if self.parallel.world_size > 1:
+        except RuntimeError as error:
+            if self.parallel.world_size > 1 or not _is_out_of_memory(error):
                 raise
             longest = max(len(micro_batch.token_ids) for micro_batch in own)
             raise StepError(  # the batch is at fault, not the trainer: the next one may fit
-                f"step {step}: out of device memory on rows of up to {longest} tokens; lower seq_len, set "
+                f"step {step}: out of memory on rows of up to {longest} tokens; lower seq_len, set "
                 f"trainer.model.ac, lower trainer.max_logits_mib, or use more GPUs ({error})"
             ) from error
         finally:
@@ -195,6 +195,11 @@ class Learner:
         return (
             own if self.parallel.rank else TokenRecord(**{n: np.concatenate(part or []) for n, part in parts.items()})
         )
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    """True for a failed allocation; torch has an error type of its own for GPUs only."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def to_row(micro_batch: MicroBatch, device: torch.device, kernels: Kernels | None = None) -> PackedRow:

@@ -1,157 +1,21 @@
 """TrainerService through a real channel: a real server, client, training thread and model."""
 
 import asyncio
-import threading
 import uuid
-from collections.abc import AsyncIterator, Mapping
-from concurrent.futures import Future
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import grpc
 import numpy as np
 import pytest
-import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from opentelemetry import trace
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from meshrl.algorithms.losses import aipo_loss
-from meshrl.algorithms.objective import Objective
-from meshrl.algorithms.packing import TrainSample, pack_samples
-from meshrl.client import ChannelOptions, TrainerClient
-from meshrl.core.config.shared import ServerConfig
-from meshrl.core.serve import GrpcServer
-from meshrl.models.logprobs import PackedPolicy
-from meshrl.trainer.desk import TrainerDesk
-from meshrl.trainer.loop import TrainLoop
-from meshrl.trainer.orders import Orders
-from meshrl.trainer.service import TrainerFacts, TrainerServicer
-from meshrl.trainer.spans import StepSpans
-from meshrl.trainer.steps import StepBook
-from meshrl.training.checkpoint import Checkpointer
-from meshrl.training.config import OptimConfig, SchedulerConfig
-from meshrl.training.learner import Learner
 from meshrl.v1 import trainer_pb2 as pb
 from meshrl.v1 import trainer_pb2_grpc as pb_grpc
-from meshrl.wire.convert import batch_to_messages
 from meshrl.wire.errors import MeshError, Reason, from_rpc_error
-from meshrl.wire.types import Batch, StepEvent, StepState
-
-VOCAB = 16
-
-
-@dataclass(kw_only=True)
-class Mesh:
-    """A trainer behind its server; versions are published when `gate` is open."""
-
-    client: TrainerClient
-    server: GrpcServer
-    desk: TrainerDesk
-    address: str
-    gate: threading.Event
-    drained: asyncio.Event
-
-    async def until(self, state: StepState, step: int) -> StepEvent:
-        async with asyncio.timeout(20):
-            async for event in self.client.watch_steps():
-                if (event.step, event.state) == (step, state):
-                    return event
-        raise AssertionError(f"the stream ended without {state} of step {step}")
-
-    async def refused(self, batch: Batch) -> MeshError:
-        with pytest.raises(MeshError) as caught:
-            await self.client.submit_batch(batch)
-        return caught.value
-
-
-def build() -> Learner:
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        tie_word_embeddings=True,
-    )
-    return Learner(
-        PackedPolicy(Qwen3ForCausalLM(config)),
-        objective=Objective(loss=partial(aipo_loss, delta=4.0), name="aipo"),
-        optim=OptimConfig(lr=1e-2),
-        scheduler=SchedulerConfig(),
-        max_steps=None,
-    )
-
-
-@pytest.fixture
-async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
-    gate, drained, learner = threading.Event(), asyncio.Event(), build()
-    gate.set()
-
-    def publish(version: int, weights: Mapping[str, torch.Tensor], traceparent: str) -> Future[Any]:
-        done: Future[Any] = Future()
-        gate.wait(20)
-        done.set_result(None)
-        return done
-
-    desk = TrainerDesk(StepBook(run_id="main", epoch=7, max_queued=1))
-    loop = TrainLoop(
-        learner,
-        desk,
-        publish,
-        Checkpointer(learner, tmp_path, tokenizer=None),
-        StepSpans(trace.NoOpTracer()),
-        Orders(learner.parallel),
-        publish_dtype=torch.float32,
-        ckpt=None,
-        publish_deadline_s=20,
-    )
-    facts = TrainerFacts(
-        world_size=1,
-        dp_size=1,
-        seq_len=32,
-        vocab_size=VOCAB,
-        objective="aipo",
-        model="tiny",
-        max_queued_batches=1,
-        max_concurrent_runs=1,
-    )
-    server = GrpcServer(ServerConfig(port=0))
-    servicer = TrainerServicer(desk, facts, on_drained=drained.set)
-    server.add("meshrl.v1.TrainerService", pb_grpc.add_TrainerServiceServicer_to_server, servicer)
-    address = f"127.0.0.1:{await server.start()}"
-    thread = threading.Thread(target=loop.run)
-    thread.start()
-    server.set_serving()
-    async with TrainerClient(address, ChannelOptions(reconnect_s=1.0)) as client:
-        yield Mesh(client=client, server=server, desk=desk, address=address, gate=gate, drained=drained)
-    gate.set()
-    desk.close()
-    await asyncio.to_thread(thread.join, 20)
-    await server.drain(1.0)
-
-
-def batch(step: int, *, advantage: float = 1.0, run_id: str = "", token: int = 3) -> Batch:
-    sample = TrainSample(
-        token_ids=np.array([1, 2, token, 4, 5], np.int32),
-        loss_mask=np.arange(5) >= 2,
-        logprobs=np.full(5, -2.0, np.float32),
-        advantage=advantage,
-        rollout_id="r",
-    )
-    packing = pack_samples([sample, sample], seq_len=32)
-    return Batch(
-        run_id=run_id,
-        step=step,
-        micro_batches=packing.micro_batches,
-        loss_tokens=packing.loss_tokens,
-        environments=("env",),
-    )
+from meshrl.wire.types import StepState
+from served_trainer import VOCAB, Mesh, batch
 
 
 async def test_trainer_says_what_it_is(mesh: Mesh) -> None:
@@ -229,21 +93,6 @@ async def test_bad_batch_is_refused_with_every_field(mesh: Mesh) -> None:
     fields = {violation.field for violation in error.violations}
     assert fields == {"micro_batches[0].temperatures", "micro_batches[0].token_ids"}
     assert (await mesh.client.get_trainer()).runs[0].revision == 0
-
-
-async def test_batch_whose_tensors_do_not_match_its_digest_is_data_loss(mesh: Mesh) -> None:
-    messages = [*batch_to_messages(batch(1))]
-    messages[0].header.digest = "0" * 64
-
-    async def upload() -> AsyncIterator[pb.SubmitBatchRequest]:
-        for message in messages:
-            yield message
-
-    async with grpc.aio.insecure_channel(mesh.address) as channel:
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await pb_grpc.TrainerServiceStub(channel).SubmitBatch(upload())  # type: ignore[no-untyped-call] # generated
-    assert caught.value.code() is grpc.StatusCode.DATA_LOSS
-    assert from_rpc_error(caught.value).reason is Reason.BATCH_DIGEST_MISMATCH
 
 
 async def test_failed_step_is_an_event_and_may_be_submitted_anew(mesh: Mesh) -> None:

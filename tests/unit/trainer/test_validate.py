@@ -53,3 +53,11 @@ def test_all_violations_come_in_one_answer() -> None:
         check_batch(batch(bad), vocab_size=3)
     fields = {violation.field.rpartition(".")[2] for violation in caught.value.violations}
     assert fields == {"temperatures", "position_ids", "token_ids"}
+
+
+def test_reference_logprobs_are_held_to_the_same_where_they_count() -> None:
+    weights = np.array([0, 0, 1, 1, 0, 0, 1, 0], np.float32)
+    reference = np.array([9, 9, -1, -1, 9, 9, -1, 9], np.float32)
+    check_batch(batch(replace(row(), ref_kl_weights=weights, ref_logprobs=reference)), vocab_size=4)
+    with pytest.raises(MeshError, match=r"ref_logprobs: must be logprobs"):
+        check_batch(batch(replace(row(), ref_kl_weights=weights, ref_logprobs=-reference)), vocab_size=4)

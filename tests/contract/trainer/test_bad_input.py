@@ -1,0 +1,234 @@
+"""Bad input at the trainer's door: each has its reason, and afterwards weights, optimizer and step are as they were."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from blake3 import blake3
+from torch import nn
+
+from meshrl.models.state import hf_state
+from meshrl.training.learner import Learner
+from meshrl.v1 import trainer_pb2 as pb
+from meshrl.wire import tensors
+from meshrl.wire.convert import batch_digest, batch_to_messages
+from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.types import Batch, MicroBatch, StepState
+from served_trainer import VOCAB, Mesh, batch
+
+NAN, INF = float("nan"), float("inf")
+
+
+def fingerprint(learner: Learner) -> str:
+    """Digest of the weights, the optimizer's state and the step."""
+    digest = blake3(str(learner.step_done).encode())
+    for name, tensor in hf_state(learner.model).items():
+        digest.update(name.encode() + tensor.numpy().tobytes())
+    for state in learner.optimizer.state_dict()["state"].values():
+        for name, value in sorted(state.items()):
+            digest.update(name.encode() + np.asarray(value).tobytes())
+    return digest.hexdigest()
+
+
+def changed(row: MicroBatch, **changes: object) -> Batch:
+    """The batch of step 1 with another row, signed anew: only the content is wrong."""
+    return replace(batch(1), micro_batches=(replace(row, **changes),))  # type: ignore[arg-type] # names of fields
+
+
+def with_value(row: MicroBatch, name: str, value: float) -> Batch:
+    array = getattr(row, name).copy()
+    array[-1] = value
+    return changed(row, **{name: array})
+
+
+def wrong(row: MicroBatch, name: str, array: object) -> Batch:
+    return changed(row, **{name: array})
+
+
+ONES = np.ones(10, np.float32)
+CASES: dict[str, tuple[Callable[[MicroBatch], Batch], str]] = {
+    "nan-logprobs": (lambda row: with_value(row, "inference_logprobs", NAN), "inference_logprobs"),
+    "infinite-logprobs": (lambda row: with_value(row, "inference_logprobs", -INF), "inference_logprobs"),
+    "positive-logprobs": (lambda row: with_value(row, "inference_logprobs", 1.0), "inference_logprobs"),
+    "nan-advantages": (lambda row: with_value(row, "advantages", NAN), "advantages"),
+    "infinite-advantages": (lambda row: with_value(row, "advantages", INF), "advantages"),
+    "nan-rl-weights": (lambda row: wrong(row, "rl_weights", ONES * NAN), "rl_weights"),
+    "nan-ce-weights": (lambda row: wrong(row, "ce_weights", ONES * NAN), "ce_weights"),
+    "kl-weights-alone": (lambda row: wrong(row, "ref_kl_weights", ONES), "ref_logprobs"),
+    "negative-token": (lambda row: with_value(row, "token_ids", -1), "token_ids"),
+    "token-beyond-the-vocabulary": (lambda row: with_value(row, "token_ids", VOCAB), "token_ids"),
+    "zero-temperature": (lambda row: with_value(row, "temperatures", 0.0), "temperatures"),
+    "nan-temperature": (lambda row: with_value(row, "temperatures", NAN), "temperatures"),
+    "positions-that-do-not-restart": (
+        lambda row: wrong(row, "position_ids", np.arange(10, dtype=np.int32)),
+        "position_ids",
+    ),
+    "offsets-out-of-order": (
+        lambda row: wrong(row, "sample_offsets", np.array([0, 7, 5], np.int64)),
+        "sample_offsets",
+    ),
+    "offsets-beyond-the-row": (
+        lambda row: wrong(row, "sample_offsets", np.array([0, 5, 1 << 40], np.int64)),
+        "sample_offsets",
+    ),
+    "an-environment-that-is-not-there": (
+        lambda row: wrong(row, "env_index", np.array([0, 7], np.int32)),
+        "env_index",
+    ),
+    "a-rank-that-is-not-there": (lambda row: changed(row, dp_rank=3), "dp_rank"),
+}
+
+
+async def refusal(mesh: Mesh, bad: Batch) -> MeshError:
+    """Submits a bad batch to a trainer that has made a step; nothing of it may stay, and the next step works."""
+    await mesh.client.submit_batch(batch(1))
+    await mesh.until(StepState.DONE, 1)
+    before, revision = fingerprint(mesh.learner), (await mesh.client.list_runs())[0].revision
+    error = await mesh.refused(replace(bad, step=2))
+    assert fingerprint(mesh.learner) == before
+    assert (await mesh.client.list_runs())[0].revision == revision
+    await mesh.client.submit_batch(batch(2))
+    assert (await mesh.until(StepState.DONE, 2)).version == 2
+    assert fingerprint(mesh.learner) != before
+    return error
+
+
+@pytest.mark.parametrize("case", CASES)
+async def test_a_bad_row_is_refused_by_the_name_of_its_field(mesh: Mesh, case: str) -> None:
+    make, field = CASES[case]
+    (row,) = batch(1).micro_batches
+    error = await refusal(mesh, make(row))
+    assert error.reason is Reason.INVALID_REQUEST
+    assert f"micro_batches[0].{field}" in {violation.field for violation in error.violations}
+
+
+async def test_a_row_longer_than_seq_len_is_refused_with_both_lengths(mesh: Mesh) -> None:
+    long = batch(1, length=40)
+    error = await refusal(mesh, long)
+    assert error.reason is Reason.INVALID_REQUEST
+    assert [(v.field, v.description) for v in error.violations] == [
+        ("micro_batches[0].token_ids", "takes at most 32, got 40")
+    ]
+
+
+async def test_a_batch_that_does_not_divide_over_the_ranks_is_refused(two_ranks: Mesh) -> None:
+    (row,) = batch(1).micro_batches
+    error = await two_ranks.refused(batch(1))
+    assert "header.num_micro_batches" in {violation.field for violation in error.violations}
+    error = await two_ranks.refused(replace(batch(1), micro_batches=(row, row), loss_tokens=2 * batch(1).loss_tokens))
+    assert [violation.field for violation in error.violations] == ["dp_rank"]
+    assert (await two_ranks.client.list_runs())[0].revision == 0
+
+
+@pytest.mark.parametrize(
+    ("step", "run_id", "reason"),
+    [(1, "", Reason.BATCH_CONFLICT), (5, "", Reason.STEP_OUT_OF_ORDER), (2, "other", Reason.UNKNOWN_RUN)],
+    ids=["a step that is done", "a gap", "a run that is not there"],
+)
+async def test_a_batch_at_the_wrong_place_changes_nothing(mesh: Mesh, step: int, run_id: str, reason: Reason) -> None:
+    await mesh.client.submit_batch(batch(1))
+    await mesh.until(StepState.DONE, 1)
+    before = fingerprint(mesh.learner)
+    assert (await mesh.refused(batch(step, run_id=run_id, token=7))).reason is reason
+    assert fingerprint(mesh.learner) == before
+
+
+async def test_a_step_that_is_done_is_not_trained_again_when_its_batch_is_repeated(mesh: Mesh) -> None:
+    first = await mesh.client.submit_batch(batch(1))
+    await mesh.until(StepState.DONE, 1)
+    before = fingerprint(mesh.learner)
+    assert await mesh.client.submit_batch(batch(1)) == first
+    assert (await mesh.client.list_runs())[0].step == 1
+    assert fingerprint(mesh.learner) == before
+
+
+def _other_digest(messages: list[pb.SubmitBatchRequest]) -> None:
+    messages[0].header.digest = "0" * 64
+
+
+def _other_token(messages: list[pb.SubmitBatchRequest]) -> None:
+    messages[1].micro_batch.token_ids.CopyFrom(tensors.encode(np.full(10, 3, np.int32)))
+
+
+def _fewer_loss_tokens(messages: list[pb.SubmitBatchRequest]) -> None:
+    messages[0].header.loss_tokens = 1
+
+
+def _half_a_tensor(messages: list[pb.SubmitBatchRequest]) -> None:
+    messages[1].micro_batch.advantages.data = messages[1].micro_batch.advantages.data[:-3]
+
+
+def _no_row(messages: list[pb.SubmitBatchRequest]) -> None:
+    del messages[1]
+
+
+def _no_header(messages: list[pb.SubmitBatchRequest]) -> None:
+    del messages[0]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (_other_digest, Reason.BATCH_DIGEST_MISMATCH),
+        (_other_token, Reason.BATCH_DIGEST_MISMATCH),
+        (_fewer_loss_tokens, Reason.INVALID_REQUEST),
+        (_half_a_tensor, Reason.INVALID_REQUEST),
+        (_no_row, Reason.INVALID_REQUEST),
+        (_no_header, Reason.INVALID_REQUEST),
+    ],
+)
+async def test_an_upload_that_broke_on_its_way_leaves_nothing_and_may_be_sent_again(
+    mesh: Mesh, spoil: Callable[[list[pb.SubmitBatchRequest]], None], reason: Reason
+) -> None:
+    before = fingerprint(mesh.learner)
+    messages = [*batch_to_messages(batch(1))]
+    spoil(messages)
+    assert (await mesh.upload(messages)).reason is reason
+    assert fingerprint(mesh.learner) == before
+    assert (await mesh.client.list_runs())[0].revision == 0
+    await mesh.client.submit_batch(batch(1))
+    await mesh.until(StepState.DONE, 1)
+
+
+async def failure(mesh: Mesh, bad: Batch) -> str:
+    """Has a step fail between two good ones; returns its message."""
+    await mesh.client.submit_batch(batch(1))
+    await mesh.until(StepState.DONE, 1)
+    before = fingerprint(mesh.learner)
+    await mesh.client.submit_batch(replace(bad, step=2))
+    event = await mesh.until(StepState.FAILED, 2)
+    assert event.reason == "STEP_FAILED"
+    assert fingerprint(mesh.learner) == before
+    assert mesh.thread.is_alive()
+    return event.message
+
+
+async def test_finite_numbers_whose_gradient_is_not_finite_fail_the_step_alone(mesh: Mesh) -> None:
+    assert "is not finite" in await failure(mesh, batch(2, advantage=3e38))
+    await mesh.client.submit_batch(batch(2))
+    assert (await mesh.until(StepState.DONE, 2)).version == 2
+
+
+async def test_a_batch_that_takes_more_memory_than_there_is_fails_alone_and_says_what_to_lower(mesh: Mesh) -> None:
+    norm = mesh.learner.model.get_submodule("model.norm")
+    hook = norm.register_forward_hook(_too_large_for_a_row_of(14))
+    message = await failure(mesh, batch(2, length=14))
+    hook.remove()
+    assert "out of memory on rows of up to 14 tokens; lower seq_len" in message
+    await mesh.client.submit_batch(batch(2))
+    assert (await mesh.until(StepState.DONE, 2)).version == 2
+
+
+def _too_large_for_a_row_of(tokens: int) -> Callable[[nn.Module, object, torch.Tensor], None]:
+    def allocate(module: nn.Module, inputs: object, output: torch.Tensor) -> None:
+        if output.shape[-2] == tokens:
+            torch.empty(1 << 60)  # what the allocator says is real
+
+    return allocate
+
+
+def test_batches_of_these_tests_are_signed() -> None:
+    (row,) = batch(1).micro_batches
+    assert batch_digest(with_value(row, "advantages", 2.0)) != batch_digest(batch(1))

@@ -1,0 +1,85 @@
+"""Trains one small model on one stream of batches under several settings; a program, alone or as a rank of torchrun.
+
+    python loss_curves.py MODEL RESULT.json STEPS '{"name": {model settings}, ...}'
+
+Rank 0 writes, for each name, the loss and gradient norm of every step and a digest-like sum of the final weights.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from meshrl.algorithms.losses import dppo_kl_loss
+from meshrl.algorithms.objective import Objective
+from meshrl.algorithms.packing import TrainSample, pack_samples
+from meshrl.models.state import gather_state
+from meshrl.training.build import build_learner
+from meshrl.training.config import OptimConfig, SchedulerConfig
+from meshrl.training.model_config import TrainerModelConfig
+from meshrl.training.parallel import ParallelContext
+from meshrl.wire.types import MicroBatch
+
+
+def stream_batch(step: int, *, dp_size: int, vocab_size: int) -> tuple[MicroBatch, ...]:
+    """The batch of a step: the same samples whatever the number of ranks, packed for it."""
+    source = np.random.default_rng(step)
+    samples = [
+        TrainSample(
+            token_ids=source.integers(0, vocab_size, length).astype(np.int32),
+            loss_mask=np.arange(length) >= 2,
+            logprobs=-source.exponential(2.0, size=length).astype(np.float32),
+            advantage=float(source.normal()),
+            temperature=float(source.uniform(0.7, 1.3)),
+        )
+        for length in source.integers(4, 40, 11)
+    ]
+    return pack_samples(samples, seq_len=96, dp_size=dp_size).micro_batches
+
+
+def curve(settings: dict[str, Any], model: str, steps: int) -> dict[str, Any]:
+    """One training. `max_logits_bytes` among the settings belongs to the learner, the rest to the model section."""
+    logits_bytes = settings.pop("max_logits_bytes", None)
+    config = TrainerModelConfig.model_validate({"name": model, "device": "cpu", **settings})
+    parallel = ParallelContext.start(os.environ, device=torch.device("cpu"), dp_replicate=config.dp_replicate)
+    learner = build_learner(
+        config,
+        objective=Objective(loss=partial(dppo_kl_loss, mask_low=0.2, mask_high=0.2, adv_tau=1.0, kl_tau=1e-3)),
+        optim=OptimConfig(lr=1e-3),
+        scheduler=SchedulerConfig(),
+        max_steps=None,
+        parallel=parallel,
+        max_logits_bytes=logits_bytes,
+    )
+    vocab_size = int(learner.model.config.vocab_size)
+    results = [
+        learner.step(stream_batch(step, dp_size=parallel.dp_size, vocab_size=vocab_size)) for step in range(steps)
+    ]
+    weights = gather_state(learner.model)
+    parallel.close()
+    return {
+        "loss": [result.loss for result in results],
+        "grad_norm": [result.grad_norm for result in results],
+        "zero_grad_ratio": [result.zero_grad_ratio for result in results],
+        "tokens": [len(result.tokens.losses) for result in results],
+        "weights": {name: float(tensor.double().norm()) for name, tensor in weights.items()},
+    }
+
+
+def main() -> None:
+    model, result, steps, wanted = sys.argv[1:]
+    torch.set_num_threads(1)
+    curves = {name: curve(settings, model, int(steps)) for name, settings in json.loads(wanted).items()}
+    if os.environ.get("RANK", "0") == "0":
+        Path(result).write_text(json.dumps(curves))
+
+
+if __name__ == "__main__":
+    main()

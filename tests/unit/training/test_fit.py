@@ -1,0 +1,86 @@
+"""What a model takes to be trained, and what is said when it does not fit."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Qwen3Config
+
+from meshrl.models.load import ModelError
+from meshrl.training import fit
+from meshrl.training.config import OptimConfig
+from meshrl.training.fit import available_bytes, check_fits, memory_need
+from meshrl.training.model_config import TrainerModelConfig
+from meshrl.training.parallel import ParallelContext
+
+HIDDEN, LAYERS, VOCAB = 64, 2, 128
+KV = HEADS = HIDDEN // 16
+# Embeddings (tied), and per layer: q, k, v, o with 16 numbers a head, three of the MLP, two norms and those of q and k.
+PER_LAYER = 4 * HIDDEN * HIDDEN + 3 * HIDDEN * 2 * HIDDEN + 2 * HIDDEN + 2 * 16
+PARAMETERS = VOCAB * HIDDEN + LAYERS * PER_LAYER + HIDDEN
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    """A configuration without weights: nothing of the model is ever made."""
+    save(tmp_path, hidden=HIDDEN)
+    return str(tmp_path)
+
+
+def save(folder: Path, *, hidden: int) -> None:
+    Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=hidden // 16,
+        num_key_value_heads=hidden // 16,
+        head_dim=16,
+        tie_word_embeddings=True,
+        architectures=["Qwen3ForCausalLM"],
+    ).save_pretrained(folder)
+
+
+def test_full_training_takes_sixteen_bytes_a_parameter(folder: str) -> None:
+    need = memory_need(TrainerModelConfig(name=folder, device="cpu"), OptimConfig(), ParallelContext())
+    assert need.parameters == PARAMETERS
+    assert (need.weights, need.gradients, need.optimizer) == (4 * PARAMETERS, 4 * PARAMETERS, 8 * PARAMETERS)
+
+
+def test_state_on_the_host_does_not_count(folder: str) -> None:
+    config = TrainerModelConfig(name=folder, device="cpu", optim_cpu_offload=True)
+    assert memory_need(config, OptimConfig(), ParallelContext()).total == 8 * PARAMETERS
+    config = TrainerModelConfig(name=folder, device="cpu", fsdp_cpu_offload=True)
+    assert memory_need(config, OptimConfig(), ParallelContext()).total == 0
+
+
+def test_this_machine_has_some_memory() -> None:
+    there = available_bytes(torch.device("cpu"))
+    assert there is not None
+    assert there > 2**20
+
+
+def test_a_model_that_fits_passes(folder: str) -> None:
+    check_fits(TrainerModelConfig(name=folder, device="cpu"), OptimConfig(), ParallelContext())
+
+
+def test_a_model_that_does_not_fit_is_refused_with_both_sizes_before_it_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, hidden=8192)
+    monkeypatch.setattr(fit, "available_bytes", lambda device: 2**30)
+    with pytest.raises(ModelError) as caught:
+        check_fits(TrainerModelConfig(name=str(tmp_path), device="cpu"), OptimConfig(), ParallelContext())
+    message = str(caught.value)
+    assert "to train its 1.34 billion parameters takes 20 GiB of memory on cpu" in message
+    assert "(weights 5 GiB, gradients 5 GiB, optimizer 10 GiB; activations not counted), and 1 GiB" in message
+    assert "deployment.num_train_gpus" in message
+
+
+def test_a_container_limit_below_the_machine_is_what_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = tmp_path / "memory.max"
+    limit.write_text("123456\n")
+    monkeypatch.setattr(fit, "_CGROUP_LIMITS", (str(limit), str(tmp_path / "absent")))
+    assert available_bytes(torch.device("cpu")) == 123456
+    limit.write_text("max\n")
+    assert available_bytes(torch.device("cpu")) != 123456
