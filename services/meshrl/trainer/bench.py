@@ -10,8 +10,8 @@ from loguru import logger
 
 from meshrl.core.config import ConfigError
 from meshrl.models.load import ModelError
-from meshrl.trainer.build import build_objective
 from meshrl.trainer.config import TrainerConfig
+from meshrl.trainer.objectives import build_objective
 from meshrl.training.bench import bench_rank
 from meshrl.training.bench_config import BenchConfig
 
