@@ -123,6 +123,10 @@ class TrainerDesk:
         """Reports a step as FAILED."""
         self._report(lambda: self.book.fail(step, reason, message, traceparent=traceparent))
 
+    def saved(self, step: int) -> None:
+        """Reports that a checkpoint of the step is on disk."""
+        self._report(lambda: self.book.saved(step))
+
     def crashed(self, message: str) -> None:
         """Fails every unfinished step and closes the desk: the training thread cannot go on."""
         self._report(lambda: self.book.fail_all(Reason.STEP_FAILED, message))

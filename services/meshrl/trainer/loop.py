@@ -196,6 +196,8 @@ class TrainLoop:
         path = self._checkpointer.save(weights_only=config.weights_only)
         self._checkpointer.prune(config)
         self._saved_step = self._learner.step_done
+        if not config.weights_only:
+            self._desk.saved(self._saved_step)
         self._save_ckpt_s += time.perf_counter() - started
         logger.info("checkpoint of step {} in {}", self._saved_step, path)
 
@@ -209,4 +211,6 @@ class TrainLoop:
             return
         finally:
             self._save_ckpt_s += time.perf_counter() - started
+        if not request.weights_only:
+            self._desk.saved(self._learner.step_done)
         request.saved.set_result((self._learner.step_done, path))

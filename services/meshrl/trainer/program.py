@@ -89,6 +89,7 @@ async def serve(config: TrainerConfig, stop: asyncio.Event, tracer: trace.Tracer
             run_id=config.run_id,
             epoch=epoch,
             start_step=learner.step_done,
+            durable_step=learner.step_done,  # above 0 only when it came from a checkpoint
             max_queued=config.max_queued_batches,
             max_steps=config.max_steps,
             history_events=config.history_events,

@@ -42,6 +42,7 @@ class StepBook:
     run_id: str
     epoch: int
     start_step: int = 0  # the step that made the weights this process started with
+    durable_step: int = 0  # the last step that a checkpoint on disk holds
     max_queued: int = 2
     max_steps: int | None = None
     history_events: int = 10_000
@@ -131,7 +132,14 @@ class StepBook:
 
     def info(self) -> RunInfo:
         """The run as GetTrainer tells it; step n made version n."""
-        return RunInfo(run_id=self.run_id, step=self.step, version=self.step, epoch=self.epoch, revision=self._revision)
+        return RunInfo(
+            run_id=self.run_id,
+            step=self.step,
+            version=self.step,
+            epoch=self.epoch,
+            revision=self._revision,
+            durable_step=self.durable_step,
+        )
 
     def drain(self) -> None:
         """Takes no more batches from here on; those queued still train."""
@@ -190,6 +198,10 @@ class StepBook:
             )
         self._next_step = step
 
+    def saved(self, step: int) -> None:
+        """A checkpoint of the step is on disk; the next event says so."""
+        self.durable_step = max(self.durable_step, step)
+
     def fail_all(self, reason: Reason, message: str) -> None:
         """The trainer cannot go on: whatever runs or waits fails."""
         for step in sorted(self._unfinished, reverse=True):
@@ -202,6 +214,6 @@ class StepBook:
     def _record(self, step: int, state: StepState, **filled: Any) -> StepEvent:
         """Appends an event; `filled` are the fields of StepEvent that belong to the state."""
         self._revision += 1
-        event = StepEvent(revision=self._revision, step=step, state=state, **filled)
+        event = StepEvent(revision=self._revision, step=step, state=state, durable_step=self.durable_step, **filled)
         self._events.append(event)
         return event

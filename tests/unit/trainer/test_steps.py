@@ -183,3 +183,15 @@ def test_revisions_that_are_gone_or_not_yet_made_are_expired() -> None:
         with pytest.raises(MeshError) as caught:
             steps.events_after(revision)
         assert caught.value.reason is Reason.REVISION_EXPIRED
+
+
+def test_events_and_the_run_name_the_last_step_on_disk() -> None:
+    steps = book(start_step=4, durable_step=4)
+    submit(steps, 5)
+    run(steps)
+    done(steps, 5)
+    steps.saved(5)
+    steps.saved(3)  # an older checkpoint, written late, takes nothing back
+    assert steps.info().durable_step == 5
+    submit(steps, 6)
+    assert [event.durable_step for event in steps.events_after(0)] == [4, 4, 4, 5]
