@@ -58,7 +58,7 @@ def build_parts(config: TrainerConfig, environment: Mapping[str, str]) -> Traine
             seed=config.seed,
             max_logits_bytes=config.max_logits_mib and config.max_logits_mib * 2**20,
         )
-        checkpointer = Checkpointer(learner, config.output_dir, tokenizer=_tokenizer(config))
+        checkpointer = Checkpointer(learner, config.output_dir, tokenizer=None if parallel.rank else _tokenizer(config))
         if config.ckpt is not None and config.ckpt.resume_step is not None:
             logger.info("resumed from the checkpoint of step {}", checkpointer.restore(config.ckpt.resume_step))
     # What a changed configuration mends.

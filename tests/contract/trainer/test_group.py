@@ -184,6 +184,26 @@ async def test_two_ranks_train_as_one_survive_a_bad_batch_and_drain(tmp_path: Pa
         assert event.metrics[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
 
 
+async def test_two_nodes_started_by_hand_with_torchrun_are_one_trainer(tmp_path: Path, model: str, hub: str) -> None:
+    config, endpoint = configure(tmp_path / "two", model, hub, ranks=1), f"127.0.0.1:{free_port()}"
+    dump_toml(config, tmp_path / "trainer.toml")
+    nodes = [
+        await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", f"--node-rank={node}",
+            f"--rdzv-endpoint={endpoint}", "-m", "meshrl.trainer.main", "@", str(tmp_path / "trainer.toml"),
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        for node in (0, 1)
+    ]  # fmt: skip
+    async with TrainerClient(config.server.address) as client:
+        await up(client, lambda: all(node.returncode is None for node in nodes))
+        assert (await client.get_trainer()).world_size == 2
+        await client.submit_batch(batch(1, ranks=2))
+        assert (await until(client, StepState.DONE, 1)).version == 1
+        assert await client.drain() == 1
+        assert [await asyncio.wait_for(node.wait(), 30) for node in nodes] == [0, 0]
+
+
 @pytest.mark.parametrize("victim", [0, 1], ids=["first started", "last started"])
 async def test_a_killed_rank_ends_the_whole_trainer_within_seconds(
     tmp_path: Path, model: str, hub: str, victim: int

@@ -1,16 +1,20 @@
 """A rank for the tests of the agent: meets the others over gloo, then lives until rank 0 is told to end.
 
-Arguments: a folder for its pid; "early" makes rank 1 fail before it meets the others.
+Arguments: a folder for its pid; "early" makes rank 1 fail before it meets the others; "idle" has rank 0 wait for longer
+than a collective may take.
 """
 
 import os
 import signal
 import sys
+import threading
 import time
+from concurrent.futures import Future
 from pathlib import Path
 
 import torch
 
+from meshrl.trainer.orders import Orders
 from meshrl.training.lifeline import Lifeline
 from meshrl.training.parallel import ParallelContext
 
@@ -18,12 +22,17 @@ from meshrl.training.parallel import ParallelContext
 def main(folder: Path, mode: str) -> None:
     if mode == "early" and os.environ["RANK"] == "1":
         sys.exit("rank 1 has a problem")
-    group = ParallelContext.start(os.environ, device=torch.device("cpu"), timeout_s=60)
+    group = ParallelContext.start(os.environ, device=torch.device("cpu"), timeout_s=2 if mode == "idle" else 60)
     lifeline = Lifeline.tie(group, os.environ)
     told: list[int] = []
     signal.signal(signal.SIGTERM, lambda signum, frame: told.append(signum))
     (folder / f"{group.rank}.pid").write_text(str(os.getpid()))
-    while group.broadcast((b"stop" if told else b"go") if group.rank == 0 else None) == b"go":
+    if mode == "idle" and group.rank == 0:
+        future: Future[None] = Future()
+        threading.Timer(4, future.set_result, [None]).start()
+        Orders(group, beat_s=0.5).wait(future)
+        told.append(0)
+    while group.broadcast((b"stop" if told else b"go") if group.rank == 0 else None) != b"stop":
         time.sleep(0.02)
     group.barrier()
     lifeline.release()

@@ -122,3 +122,9 @@ def test_a_group_that_is_told_to_end_before_it_is_up_ends_in_order(start: Start)
         time.sleep(0.01)
     group.agent.send_signal(signal.SIGTERM)
     assert group.agent.wait(20) == 0, group.console.read_text()
+
+
+def test_an_idle_rank_0_keeps_the_others_from_giving_up(start: Start) -> None:
+    group = start("idle")
+    assert group.agent.wait(30) == 0, group.console.read_text()
+    assert group.log(1) == "rank 1 left, told 0 times\n"
