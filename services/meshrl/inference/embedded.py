@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -96,6 +96,10 @@ class EmbeddedEngine:
     @property
     def root(self) -> bytes | None:
         return self._root
+
+    @property
+    def logprobs_mode(self) -> Literal["processed_logprobs"]:
+        return "processed_logprobs"  # `sampling.sample`
 
     @property
     def paused(self) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -120,6 +120,10 @@ class Engine(Protocol):
     @property
     def root(self) -> bytes | None:
         """Root hash of the live weights, when known."""
+
+    @property
+    def logprobs_mode(self) -> Literal["processed_logprobs", "raw_logprobs"]:
+        """What the logprobs of chunks are of: the distribution sampled from, or that before temperature and cuts."""
 
     @property
     def paused(self) -> bool: ...

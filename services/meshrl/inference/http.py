@@ -123,6 +123,7 @@ class InferenceServer:
                 "root": root.hex() if root else "",
                 "paused": self._engine.paused,
                 "in_flight": self._engine.in_flight,
+                "logprobs_mode": self._engine.logprobs_mode,
             }
         )
 

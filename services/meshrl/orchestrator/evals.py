@@ -108,4 +108,4 @@ class Evaluator:
             seed=((self._seed % 2**31) << 32) + index * size,
         )
         async with self._slots:
-            return await self._sampler.sample(ticket, sampling=sampling)
+            return await self._sampler.sample(ticket, sampling=sampling, scores_only=True)

@@ -48,9 +48,12 @@ class GroupSampler:
         *,
         sampling: Sampling,
         traceparent: str = "",
+        scores_only: bool = False,
         on_event: Callable[[RolloutEvent], None] = lambda event: None,
     ) -> Group:
         """Returns the group once it is over; what was lost on the way counts as failures of the group.
+
+        With `scores_only` nothing trains on it, so its logprobs may be any.
 
         Raises RunError when the service is gone, or refuses the group for good.
         """
@@ -58,7 +61,7 @@ class GroupSampler:
         group = Group(ticket=ticket)
         began_s = self._clock()
         while True:
-            request = self._request(ticket, sampling, traceparent)
+            request = self._request(ticket, sampling, traceparent, scores_only)
             try:
                 async with asyncio.timeout(self._deadlines.group_s + _GRACE_S):
                     await self._gather(request, group, on_event)
@@ -76,7 +79,7 @@ class GroupSampler:
             else:
                 return self._over(group, began_s, None)
 
-    def _request(self, ticket: GroupTicket, sampling: Sampling, traceparent: str) -> RolloutRequest:
+    def _request(self, ticket: GroupTicket, sampling: Sampling, traceparent: str, scores_only: bool) -> RolloutRequest:
         return RolloutRequest(
             request_id=str(uuid.uuid4()),
             group_id=ticket.group_id,
@@ -88,6 +91,7 @@ class GroupSampler:
             min_version=ticket.min_version,
             deadline_s=self._deadlines.group_s,
             traceparent=traceparent,
+            scores_only=scores_only,
         )
 
     async def _gather(self, request: RolloutRequest, group: Group, on_event: Callable[[RolloutEvent], None]) -> None:

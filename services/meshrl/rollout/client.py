@@ -14,6 +14,7 @@ import json
 import math
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -30,10 +31,17 @@ from verifiers.v1.types import Response, SamplingConfig
 
 from meshrl.core.telemetry import context_from
 from meshrl.rollout.engines import EngineRefusedError, EngineRouter, version_spans
+from meshrl.rollout.pool import Requirement
+from meshrl.rollout.ratios import reshaping
 from meshrl.rollout.sessions import Call, Session, SessionBook
 from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.types import Sampling
 
 T = TypeVar("T")
+
+_NEUTRAL: Mapping[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+"""Sent where nothing else is said: an engine's own defaults (of a generation_config.json) would change the distribution
+without anybody knowing."""
 
 INLINE_CHARACTERS = 16_384
 """Prompts up to this long are tokenized on the event loop: the hop to a thread would cost more than the work."""
@@ -158,7 +166,7 @@ class EngineClient(Client):  # type: ignore[misc]  # verifiers is untyped for th
                 f"Prompt length ({len(prompt_ids)}) exceeds maximum context length ({self._seq_len - 1}).",
                 status_code=400,
             )
-        params = sampling.model_dump(exclude_none=True)
+        params = _NEUTRAL | sampling.model_dump(exclude_none=True)
         cache_salt = params.pop("cache_salt", None)
         if "seed" in params:
             params["seed"] = session.next_seed(params["seed"])
@@ -171,7 +179,9 @@ class EngineClient(Client):  # type: ignore[misc]  # verifiers is untyped for th
         if cache_salt is not None:
             request["cache_salt"] = cache_salt
         try:
-            answer = await self._router.generate(session, session_id, json.dumps(request).encode())
+            answer = await self._router.generate(
+                session, session_id, json.dumps(request).encode(), _need(session, params)
+            )
             payload = json.loads(answer.body)
             choice = payload["choices"][0]
             completion_ids = [int(token) for token in choice["token_ids"]]
@@ -243,6 +253,16 @@ def sampled_logprobs(choice: Mapping[str, Any], num_tokens: int) -> list[float]:
     if not all(math.isfinite(value) and value > -9999.0 for value in values):  # vLLM's word for "missing"
         raise ValueError("a sampled token has no finite logprob")
     return values
+
+
+def _need(session: Session, params: Mapping[str, Any]) -> Requirement:
+    """What a call with these sampling parameters needs; an agent may sample otherwise than its group's request."""
+    if session.scores_only:
+        return session.requirement
+    sampling = Sampling(
+        temperature=params["temperature"], top_p=params["top_p"], top_k=params["top_k"], min_p=params["min_p"]
+    )
+    return replace(session.requirement, reshaped_by=reshaping(sampling))
 
 
 def _is_usable(call: Any) -> bool:

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from meshrl.core.config import BaseConfig
 from meshrl.core.config.shared import EnvConfig, LogConfig, ModelConfig, SamplingConfig, ServerConfig
+from meshrl.rollout.ratios import LogprobsMode
 
 
 class ClientConfig(BaseConfig):
@@ -22,6 +23,12 @@ class ClientConfig(BaseConfig):
 
     pool: str = ""
     """Name of the pool that these engines form; a request names it or leaves it empty."""
+
+    logprobs_mode: LogprobsMode | None = None
+    """What the logprobs of engines that do not say it themselves are of: processed_logprobs, the distribution sampled
+    from, or raw_logprobs, that before temperature and cuts. None means unknown: training rollouts whose sampling
+    changes the distribution (temperature, top_p, top_k, min_p) are then refused. vLLM's --logprobs-mode has these
+    names, and is raw_logprobs unless it is set."""
 
     probe_interval_s: float = Field(default=1.0, gt=0.0)
     """Seconds between two looks at each engine's version and health."""

@@ -20,6 +20,7 @@ from loguru import logger
 
 from meshrl.rollout.config import ClientConfig
 from meshrl.rollout.pool import Engine, EnginePool, Requirement
+from meshrl.rollout.ratios import logprobs_mode_of
 from meshrl.rollout.sessions import Session
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.trace import TRACEPARENT, current_traceparent
@@ -132,32 +133,47 @@ class EngineRouter:
         await asyncio.shield(self._round)
 
     async def require(self, need: Requirement) -> None:
-        """Raises MeshError when no engine can serve `need` now: VERSION_NOT_AVAILABLE, or INVALID_REQUEST for an
-        unknown pool.
+        """Raises MeshError when no engine can serve `need` now: VERSION_NOT_AVAILABLE, LOGPROBS_BIASED, or
+        INVALID_REQUEST for an unknown pool.
 
         While no engine is reachable at all, a request without a version bound is let through: its calls wait for one.
         """
         if need.pool and need.pool not in self._pool.known_pools():
             pools = ", ".join(sorted(repr(pool) for pool in self._pool.known_pools()))
             raise MeshError(Reason.INVALID_REQUEST, f"no engine pool {need.pool!r} here; the pools are {pools}")
-        if self._pool.can_meet(need) or (need.min_version is None and need.exact_version is None):
+        if self._pool.can_meet(need):
             return
-        await self.refresh()
-        if not self._pool.can_meet(need):
+        bound = need.min_version is not None or need.exact_version is not None
+        if bound or need.reshaped_by:
+            await self.refresh()
+        self._refuse_biased(need)
+        if bound and not self._pool.can_meet(need):
             raise self._not_available(need)
 
-    async def generate(self, session: Session, session_id: str, body: bytes) -> Answer:
-        """Has one engine complete `body`, a JSON request of the generate endpoint, and returns its answer.
+    def _refuse_biased(self, need: Requirement) -> None:
+        if engines := self._pool.biased(need):
+            modes = ", ".join(f"{engine.url} ({engine.logprobs_mode or 'unknown'})" for engine in engines)
+            raise MeshError(
+                Reason.LOGPROBS_BIASED,
+                f"sampling with {', '.join(need.reshaped_by)} changes the distribution, and no engine reports logprobs"
+                f" of what it sampled from: {modes}; importance ratios would be biased. Leave that setting out, start"
+                " the engines with --logprobs-mode processed_logprobs, or set rollout.client.logprobs_mode if they are",
+            )
+
+    async def generate(self, session: Session, session_id: str, body: bytes, need: Requirement) -> Answer:
+        """Has one engine that meets `need` complete `body`, a JSON request of the generate endpoint.
 
         Raises MeshError VERSION_NOT_AVAILABLE or ENGINE_FAILED when no engine took the call within `failover_s`, or
-        when one broke off an answer; EngineRefusedError when an engine rejected the request itself.
+        when one broke off an answer, and LOGPROBS_BIASED when none reports logprobs that fit; EngineRefusedError when
+        an engine rejected the request itself.
         """
-        need, give_up_at = session.requirement, time.monotonic() + self._config.failover_s
+        give_up_at = time.monotonic() + self._config.failover_s
         skip: set[str] = set()
         why = "no engine is reachable"
         while True:
             engine = self._pool.select(need, prefer=session.engine, skip=skip)
             if engine is None:
+                self._refuse_biased(need)
                 if time.monotonic() >= give_up_at or self._pool.is_past(need):
                     raise self._no_engine(need, why)
                 skip.clear()
@@ -257,11 +273,13 @@ class EngineRouter:
         try:
             async with self._http.get(engine.url + "/version", timeout=timeout) as reply:
                 if reply.status == 200:
-                    self._pool.observe(engine.url, version_of(await reply.json(content_type=None)))
+                    payload = await reply.json(content_type=None)
+                    mode = logprobs_mode_of(payload) or self._config.logprobs_mode
+                    self._pool.observe(engine.url, version_of(payload), mode)
                 elif reply.status == 404:  # a server without versions: is it up at all?
                     async with self._http.get(engine.url + "/health", timeout=timeout) as health:
                         health.raise_for_status()
-                    self._pool.observe(engine.url, 0)
+                    self._pool.observe(engine.url, 0, self._config.logprobs_mode)
                 else:
                     self._pool.lose(engine.url)
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:

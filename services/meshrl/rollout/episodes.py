@@ -10,7 +10,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from loguru import logger
 from opentelemetry.context import Context
@@ -23,6 +23,7 @@ from meshrl.rollout.engines import EngineRouter
 from meshrl.rollout.groups import Group, GroupTable, Outcome
 from meshrl.rollout.hosting import HostedEnvironment
 from meshrl.rollout.pool import Requirement
+from meshrl.rollout.ratios import reshaping
 from meshrl.rollout.samples import rollouts_of, trace_uuid
 from meshrl.rollout.sessions import Session, SessionBook
 from meshrl.wire.errors import MeshError, Reason
@@ -73,7 +74,8 @@ class Episodes:
         """Plays a group; yields each rollout or failure as it ends, then the summary.
 
         Closing the iterator cancels what still runs. Raises MeshError UNKNOWN_ENVIRONMENT, UNKNOWN_TASK,
-        INVALID_REQUEST, VERSION_NOT_AVAILABLE, DRAINING, DUPLICATE_REQUEST or OVERLOADED before the first event.
+        INVALID_REQUEST, VERSION_NOT_AVAILABLE, LOGPROBS_BIASED, DRAINING, DUPLICATE_REQUEST or OVERLOADED before the
+        first event.
         """
         arrived = self._clock()
         live = await self._admit(request)
@@ -140,7 +142,8 @@ class Episodes:
         need = Requirement(
             pool=request.engine_pool, min_version=request.min_version, exact_version=request.exact_version
         )
-        await self._router.require(need)
+        shaped = () if request.scores_only else reshaping(environment.sampling(request.sampling, 0))
+        await self._router.require(replace(need, reshaped_by=shaped))
         group = self._table.admit(request.request_id, request.group_id, request.group_size, self._clock())
         live = _Live(group, request, environment, task, need)
         self._live[request.request_id] = live
@@ -182,7 +185,13 @@ class Episodes:
         traceparent = traceparent_of(span)
 
         def opened(trace: Trace) -> None:
-            session = Session(live.need, request.sampling.stop_token_ids, traceparent, stream=len(sessions))
+            session = Session(
+                live.need,
+                request.sampling.stop_token_ids,
+                traceparent,
+                stream=len(sessions),
+                scores_only=request.scores_only or not trace.agent.trainable,
+            )
             sessions[trace.id] = session
             self._book.open(trace.id, session)
 

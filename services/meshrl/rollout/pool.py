@@ -8,16 +8,21 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
+from meshrl.rollout.ratios import PROCESSED
 from meshrl.wire.types import EngineEndpoint
 
 
 @dataclass(frozen=True, kw_only=True)
 class Requirement:
-    """Which policy may sample: from `pool`, and at least `min_version` or exactly `exact_version`."""
+    """Which policy may sample: from `pool`, and at least `min_version` or exactly `exact_version`.
+
+    `reshaped_by` names settings that change the distribution; with any, logprobs must be of what was sampled from.
+    """
 
     pool: str = ""
     min_version: int | None = None
     exact_version: int | None = None
+    reshaped_by: tuple[str, ...] = ()
 
     def met_by(self, version: int | None) -> bool:
         """True when a policy of `version` may sample; an unknown version meets no bound."""
@@ -35,13 +40,19 @@ class Requirement:
 
 @dataclass
 class Engine:
-    """One engine as this process knows it. `version` is None while it is not known."""
+    """One engine as this process knows it. `version` and `logprobs_mode` are None while they are not known."""
 
     url: str
     pool: str = ""
     healthy: bool = False
     version: int | None = None
+    logprobs_mode: str | None = None
     in_flight: int = 0
+
+    def fits(self, need: Requirement) -> bool:
+        """True when a call may go to it now."""
+        reports_right = not need.reshaped_by or self.logprobs_mode == PROCESSED
+        return self.healthy and need.met_by(self.version) and reports_right
 
 
 class EnginePool:
@@ -63,10 +74,10 @@ class EnginePool:
         for url in [url for url in self._engines if url not in named and url not in self._fixed]:
             del self._engines[url]
 
-    def observe(self, url: str, version: int | None) -> None:
-        """An engine answered: it is healthy and serves `version`."""
+    def observe(self, url: str, version: int | None, logprobs_mode: str | None = None) -> None:
+        """An engine answered: it is healthy, serves `version`, and says (or not) what its logprobs are of."""
         if (engine := self._engines.get(url)) is not None:
-            engine.healthy, engine.version = True, version
+            engine.healthy, engine.version, engine.logprobs_mode = True, version, logprobs_mode
 
     def lose(self, url: str) -> None:
         """An engine did not answer: it gets no calls until it does; its version is forgotten, it may restart older."""
@@ -81,7 +92,15 @@ class EnginePool:
 
     def can_meet(self, need: Requirement) -> bool:
         """True when an engine that is up can serve the request now."""
-        return any(engine.healthy and need.met_by(engine.version) for engine in self.candidates(need))
+        return any(engine.fits(need) for engine in self.candidates(need))
+
+    def biased(self, need: Requirement) -> tuple[Engine, ...]:
+        """The engines that are up, if `need` wants right logprobs and none of them reports such; waiting will not help.
+
+        An engine without a version yet counts: what its logprobs are of does not change with its weights.
+        """
+        up = tuple(engine for engine in self.candidates(need) if engine.healthy)
+        return up if need.reshaped_by and all(engine.logprobs_mode != PROCESSED for engine in up) else ()
 
     def is_past(self, need: Requirement) -> bool:
         """True when every engine that is up is newer than the exact version asked for: waiting will not help."""
@@ -91,11 +110,7 @@ class EnginePool:
 
     def select(self, need: Requirement, *, prefer: str | None = None, skip: Collection[str] = ()) -> Engine | None:
         """The engine for the next call: the session's own (`prefer`) while it fits, else the least loaded that fits."""
-        fitting = [
-            engine
-            for engine in self.candidates(need)
-            if engine.healthy and engine.url not in skip and need.met_by(engine.version)
-        ]
+        fitting = [engine for engine in self.candidates(need) if engine.url not in skip and engine.fits(need)]
         for engine in fitting:
             if engine.url == prefer:
                 return engine
@@ -107,6 +122,12 @@ class EnginePool:
 
     def endpoints(self) -> tuple[EngineEndpoint, ...]:
         return tuple(
-            EngineEndpoint(url=engine.url, healthy=engine.healthy, version=engine.version, in_flight=engine.in_flight)
+            EngineEndpoint(
+                url=engine.url,
+                healthy=engine.healthy,
+                version=engine.version,
+                in_flight=engine.in_flight,
+                logprobs_mode=engine.logprobs_mode or "",
+            )
             for engine in self._engines.values()
         )

@@ -30,6 +30,7 @@ class Session:
     """One agent's run. `engine` is the URL that answered last; `failure` says why a model call could not be made.
 
     `stream` numbers the agent runs of one rollout and `started` the model calls of this one: each call draws anew.
+    `scores_only`: nothing trains on its tokens, so the logprobs of any engine will do.
     """
 
     requirement: Requirement = field(default_factory=Requirement)
@@ -40,6 +41,7 @@ class Session:
     engine: str | None = None
     calls: list[Call] = field(default_factory=list)
     failure: MeshError | None = None
+    scores_only: bool = False
 
     def next_seed(self, seed: int) -> int:
         """The seed of the next model call of a rollout with `seed`: that itself for the first, others far apart."""

@@ -180,6 +180,10 @@ async def test_evaluations_run_before_between_and_after(mesh, script, make_confi
     scores = {line["step"]: line for line in records(tmp_path) if "eval/held-out/avg@2" in line}
     assert sorted(scores) == [0, 2, 3]
     assert scores[0]["eval/held-out/avg@2"] == 0.25
+    assert {(request.environment == "held-out", request.scores_only) for request in script.requests} == {
+        (True, True),
+        (False, False),
+    }
     assert scores[0]["eval/held-out/pass@2"] == 1.0
     assert scores[0]["eval/held-out/version/max"] == 0
     assert scores[3]["eval/held-out/version/min"] == 3

@@ -75,6 +75,7 @@ class ScriptedEngine:
     """Answers /inference/v1/generate as told. `reply` gets the request and returns the text or tokens to sample."""
 
     version: int | None = 0
+    logprobs_mode: str | None = "processed_logprobs"
     reply: Callable[[dict[str, Any]], str | list[int]] = lambda request: "cat"
     delay_s: float = 0.0
     spans: Callable[[int], list[list[int]]] | None = None
@@ -102,7 +103,8 @@ class ScriptedEngine:
             self.runner = None
 
     async def get_version(self, request: web.Request) -> web.Response:
-        return web.json_response({"version": self.version, "root": "", "paused": False, "in_flight": 0})
+        told = {} if self.logprobs_mode is None else {"logprobs_mode": self.logprobs_mode}
+        return web.json_response({"version": self.version, "root": "", "paused": False, "in_flight": 0, **told})
 
     async def generate(self, request: web.Request) -> web.Response:
         body = await request.json()

@@ -16,6 +16,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from meshrl.inference.embedded import EmbeddedEngine
 from meshrl.inference.http import InferenceServer
 from meshrl.models.state import hf_state
+from meshrl.wire.types import Sampling
 
 VOCABULARY = 99  # of the fixture's tokenizer
 
@@ -62,6 +63,43 @@ def model_logprobs(model: Any, sample: Any) -> np.ndarray:
     return np.where(sample.loss_mask, np.concatenate([[0.0], chosen_T]), 0.0)
 
 
+def kept_tokens(probabilities_V: np.ndarray, *, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0) -> np.ndarray:
+    """bool (V,): the tokens that a cut leaves, by its definition over plain probabilities; one cut at a time."""
+    ranked = np.argsort(-probabilities_V)
+    kept = np.ones(len(probabilities_V), dtype=np.bool_)
+    if min_p:
+        kept &= probabilities_V >= min_p * probabilities_V.max()
+    if top_k:
+        kept[ranked[top_k:]] = False
+    if top_p < 1.0:
+        mass_before = np.cumsum(probabilities_V[ranked]) - probabilities_V[ranked]
+        kept[ranked[mass_before >= top_p]] = False
+    return kept
+
+
+@pytest.mark.parametrize("cut", [{"top_p": 0.8}, {"top_k": 5}, {"min_p": 0.1}], ids=lambda cut: next(iter(cut)))
+async def test_logprobs_of_a_cut_distribution_are_those_of_what_is_left(start_mesh, make_group, embedded, cut):
+    """log of softmax(logits / 0.7), cut and renormalised, by one plain forward pass in float64."""
+    mesh = await start_mesh([embedded], seq_len=256, sampling={"temperature": 0.7, "max_tokens": 24, **cut})
+    *rollouts, _ = await collect(mesh, make_group(group_size=4, sampling=Sampling(seed=3)))
+    assert len(rollouts) == 4
+    raised = []
+    for rollout in rollouts:
+        (sample,) = rollout.samples
+        assert sample.temperature == pytest.approx(0.7)
+        ids_T = torch.from_numpy(sample.token_ids.astype(np.int64))
+        with torch.no_grad():
+            full_TV = (embedded.model(ids_T[None]).logits[0].double() / sample.temperature).softmax(-1).numpy()
+        for place in np.flatnonzero(sample.loss_mask):
+            probabilities_V, token = full_TV[place - 1], sample.token_ids[place]
+            kept_V = kept_tokens(probabilities_V, **cut)
+            assert kept_V[token]
+            wanted = np.log(probabilities_V[token] / probabilities_V[kept_V].sum())
+            assert sample.logprobs[place] == pytest.approx(wanted, abs=1e-4)
+            raised.append(wanted - np.log(probabilities_V[token]))
+    assert np.mean(raised) > 0.05  # the cut took something away: without it the logprobs would be others
+
+
 async def collect(mesh, request):
     return [event async for event in mesh.client.run_rollouts(request)]
 
@@ -83,8 +121,6 @@ async def test_logprobs_and_versions_of_samples_are_those_of_the_model(start_mes
 
 
 async def test_the_same_seed_gives_the_same_rollouts(start_mesh, make_group, embedded):
-    from meshrl.wire.types import Sampling
-
     mesh = await start_mesh([embedded], seq_len=256)
     replies = []
     for _ in range(2):

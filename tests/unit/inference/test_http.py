@@ -239,7 +239,13 @@ async def test_models_health_version_and_metrics(serve: Start) -> None:
     card = (await (await client.get("/v1/models")).json())["data"][0]
     assert (card["id"], card["max_model_len"]) == ("tiny", 96)
     assert (await client.get("/health")).status == 200
-    assert await (await client.get("/version")).json() == {"version": 0, "root": "", "paused": False, "in_flight": 0}
+    assert await (await client.get("/version")).json() == {
+        "version": 0,
+        "root": "",
+        "paused": False,
+        "in_flight": 0,
+        "logprobs_mode": "processed_logprobs",
+    }
     assert "meshrl_engine_slots 8" in await (await client.get("/metrics")).text()
 
 

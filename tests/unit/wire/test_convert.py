@@ -65,6 +65,7 @@ REQUEST = RolloutRequest(
     min_version=0,
     deadline_s=12.5,
     traceparent="t",
+    scores_only=True,
 )
 APPLIED = ApplyReport(version=3, root=b"r", pause_s=0.1, prepare_s=0.2, requests_kept=4)
 VERSION = VersionInfo(
@@ -181,7 +182,7 @@ def rollout(**changes):
                 finished=3,
                 failures={"X": 1},
                 rollouts_per_s=0.5,
-                engines=(EngineEndpoint(url="u", healthy=True, version=0, in_flight=2),),
+                engines=(EngineEndpoint(url="u", healthy=True, version=0, in_flight=2, logprobs_mode="raw_logprobs"),),
                 draining=True,
             ),
             convert.rollout_status_to_proto,

@@ -56,7 +56,7 @@ class Sampling(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., seed: _Optional[int] = ...) -> None: ...
 
 class RunRolloutsRequest(_message.Message):
-    __slots__ = ("request_id", "group_id", "environment", "task_index", "task_payload", "group_size", "sampling", "engine_pool", "min_version", "exact_version", "deadline_s", "traceparent")
+    __slots__ = ("request_id", "group_id", "environment", "task_index", "task_payload", "group_size", "sampling", "engine_pool", "min_version", "exact_version", "deadline_s", "traceparent", "scores_only")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     GROUP_ID_FIELD_NUMBER: _ClassVar[int]
     ENVIRONMENT_FIELD_NUMBER: _ClassVar[int]
@@ -69,6 +69,7 @@ class RunRolloutsRequest(_message.Message):
     EXACT_VERSION_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    SCORES_ONLY_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     group_id: str
     environment: str
@@ -81,7 +82,8 @@ class RunRolloutsRequest(_message.Message):
     exact_version: int
     deadline_s: float
     traceparent: str
-    def __init__(self, request_id: _Optional[str] = ..., group_id: _Optional[str] = ..., environment: _Optional[str] = ..., task_index: _Optional[int] = ..., task_payload: _Optional[str] = ..., group_size: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., engine_pool: _Optional[str] = ..., min_version: _Optional[int] = ..., exact_version: _Optional[int] = ..., deadline_s: _Optional[float] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    scores_only: bool
+    def __init__(self, request_id: _Optional[str] = ..., group_id: _Optional[str] = ..., environment: _Optional[str] = ..., task_index: _Optional[int] = ..., task_payload: _Optional[str] = ..., group_size: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., engine_pool: _Optional[str] = ..., min_version: _Optional[int] = ..., exact_version: _Optional[int] = ..., deadline_s: _Optional[float] = ..., traceparent: _Optional[str] = ..., scores_only: bool = ...) -> None: ...
 
 class RunRolloutsResponse(_message.Message):
     __slots__ = ("rollout", "failure", "summary")
@@ -254,13 +256,15 @@ class GetRolloutStatusResponse(_message.Message):
     def __init__(self, running: _Optional[int] = ..., queued: _Optional[int] = ..., finished: _Optional[int] = ..., failures: _Optional[_Mapping[str, int]] = ..., rollouts_per_s: _Optional[float] = ..., engines: _Optional[_Iterable[_Union[EngineEndpoint, _Mapping]]] = ..., draining: bool = ...) -> None: ...
 
 class EngineEndpoint(_message.Message):
-    __slots__ = ("url", "healthy", "version", "in_flight")
+    __slots__ = ("url", "healthy", "version", "in_flight", "logprobs_mode")
     URL_FIELD_NUMBER: _ClassVar[int]
     HEALTHY_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_MODE_FIELD_NUMBER: _ClassVar[int]
     url: str
     healthy: bool
     version: int
     in_flight: int
-    def __init__(self, url: _Optional[str] = ..., healthy: bool = ..., version: _Optional[int] = ..., in_flight: _Optional[int] = ...) -> None: ...
+    logprobs_mode: str
+    def __init__(self, url: _Optional[str] = ..., healthy: bool = ..., version: _Optional[int] = ..., in_flight: _Optional[int] = ..., logprobs_mode: _Optional[str] = ...) -> None: ...

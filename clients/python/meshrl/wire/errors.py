@@ -40,6 +40,11 @@ class Reason(enum.Enum):
     UNKNOWN_ENVIRONMENT = (_Code.NOT_FOUND, False, "the rollout server does not host this environment")
     UNKNOWN_TASK = (_Code.NOT_FOUND, False, "the environment has no such task")
     VERSION_NOT_AVAILABLE = (_Code.FAILED_PRECONDITION, True, "no engine serves a version that satisfies the request")
+    LOGPROBS_BIASED = (
+        _Code.FAILED_PRECONDITION,
+        False,
+        "no engine reports logprobs of the distribution that the sampling asks for; training on others is biased",
+    )
     OVERLOADED = (_Code.RESOURCE_EXHAUSTED, True, "the server's queue is full")
     DRAINING = (_Code.UNAVAILABLE, True, "the server is shutting down and takes no new work")
     DUPLICATE_REQUEST = (_Code.ALREADY_EXISTS, False, "this request_id was seen before and its answer is not kept")

@@ -91,6 +91,7 @@ def rollout_request_to_proto(request: RolloutRequest) -> pb.RunRolloutsRequest:
         exact_version=request.exact_version,
         deadline_s=request.deadline_s,
         traceparent=request.traceparent,
+        scores_only=request.scores_only,
     )
 
 
@@ -109,6 +110,7 @@ def rollout_request_from_proto(message: pb.RunRolloutsRequest) -> RolloutRequest
         exact_version=optional(message, "exact_version"),
         deadline_s=message.deadline_s,
         traceparent=message.traceparent,
+        scores_only=message.scores_only,
     )
 
 
@@ -255,7 +257,13 @@ def rollout_event_from_proto(message: pb.RunRolloutsResponse) -> RolloutEvent | 
 
 
 def engine_endpoint_to_proto(engine: EngineEndpoint) -> pb.EngineEndpoint:
-    return pb.EngineEndpoint(url=engine.url, healthy=engine.healthy, version=engine.version, in_flight=engine.in_flight)
+    return pb.EngineEndpoint(
+        url=engine.url,
+        healthy=engine.healthy,
+        version=engine.version,
+        in_flight=engine.in_flight,
+        logprobs_mode=engine.logprobs_mode,
+    )
 
 
 def engine_endpoint_from_proto(message: pb.EngineEndpoint) -> EngineEndpoint:
@@ -264,6 +272,7 @@ def engine_endpoint_from_proto(message: pb.EngineEndpoint) -> EngineEndpoint:
         healthy=message.healthy,
         version=optional(message, "version"),
         in_flight=message.in_flight,
+        logprobs_mode=message.logprobs_mode,
     )
 
 

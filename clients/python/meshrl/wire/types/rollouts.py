@@ -51,7 +51,10 @@ class EnvironmentInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutRequest:
-    """One group: `group_size` rollouts of one task. At most one of min_version, exact_version."""
+    """One group: `group_size` rollouts of one task. At most one of min_version, exact_version.
+
+    `scores_only`: only rewards count, as in an evaluation, so that logprobs need not fit training.
+    """
 
     request_id: str
     group_id: str
@@ -65,6 +68,7 @@ class RolloutRequest:
     exact_version: int | None = None
     deadline_s: float
     traceparent: str = ""
+    scores_only: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,12 +157,17 @@ RolloutEvent = Rollout | RolloutFailure | RolloutSummary
 
 @dataclass(frozen=True, kw_only=True)
 class EngineEndpoint:
-    """One engine as the rollout server sees it."""
+    """One engine as the rollout server sees it.
+
+    `logprobs_mode`: processed_logprobs when its logprobs are of the distribution sampled from, raw_logprobs when of
+    that before temperature and cuts; empty while unknown.
+    """
 
     url: str
     healthy: bool
     version: int | None
     in_flight: int
+    logprobs_mode: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
