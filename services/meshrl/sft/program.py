@@ -38,12 +38,17 @@ def run_rank(config: SFTConfig, layout: Layout, rank: int) -> None:
     disable_progress_bar()  # a log has no use for it
     if rank == 0:
         dump_toml(config, layout.config("sft"))
-    stop = threading.Event()
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(signum, lambda *_: stop.set())
     code = 0
     try:
-        train(config, stop, os.environ)
+        parallel = _join(config, os.environ)
+        lifeline = Lifeline.tie(parallel, os.environ)
+        stop = threading.Event()
+        for signum in (signal.SIGTERM, signal.SIGINT):  # only now: a rank that waits for others ends at once
+            signal.signal(signum, lambda *_: stop.set())
+        train(config, stop, parallel)
+        parallel.barrier()
+        lifeline.release()
+        parallel.close()
     except (ModelError, DataError, CheckpointError, StepError) as error:
         logger.error("{}", error)
         code = 1
@@ -55,8 +60,8 @@ def run_rank(config: SFTConfig, layout: Layout, rank: int) -> None:
     os._exit(code)  # not sys.exit: a group that is half gone must not hold this process up in its destructors
 
 
-def train(config: SFTConfig, stop: threading.Event, environment: Mapping[str, str]) -> None:
-    """The whole program after its configuration; every rank runs the same.
+def train(config: SFTConfig, stop: threading.Event, parallel: ParallelContext) -> None:
+    """The whole program between joining the group and leaving it; every rank runs the same.
 
     Raises ModelError, DataError, CheckpointError or StepError.
     """
@@ -64,8 +69,6 @@ def train(config: SFTConfig, stop: threading.Event, environment: Mapping[str, st
     torch.manual_seed(config.seed)
     if config.torch_threads is not None:
         torch.set_num_threads(config.torch_threads)
-    parallel = _join(config, environment)
-    lifeline = Lifeline.tie(parallel, environment)
     tokenizer = load_tokenizer(config.model)
     samples = _samples(config.data, config, tokenizer)
     validation: Packing | None = None
@@ -101,9 +104,6 @@ def train(config: SFTConfig, stop: threading.Event, environment: Mapping[str, st
         logger.success("weights after step {} are in {}", learner.step_done, folder)
     finally:
         monitor.close()
-    parallel.barrier()
-    lifeline.release()
-    parallel.close()
 
 
 def _join(config: SFTConfig, environment: Mapping[str, str]) -> ParallelContext:
