@@ -20,7 +20,7 @@ from meshrl.models.state import gather_state
 from meshrl.trainer.desk import SaveRequest, TrainerDesk
 from meshrl.trainer.metrics import step_metrics
 from meshrl.trainer.orders import Gather, Orders, Save, Stop, Train
-from meshrl.trainer.spans import StepSpans
+from meshrl.trainer.spans import StepSpan, StepSpans
 from meshrl.training.checkpoint import Checkpointer
 from meshrl.training.config import CheckpointConfig
 from meshrl.training.learner import Learner, StepError, StepResult
@@ -97,6 +97,7 @@ class TrainLoop:
         started = time.perf_counter()
         span = self._spans.start(batch)
         self._orders.give(Train(batch=batch))
+        handed_out = time.perf_counter()
         try:
             result = self._learner.step(batch.micro_batches)
         except StepError as error:  # the batch's fault: the run goes on with the weights as they are
@@ -104,44 +105,25 @@ class TrainLoop:
             span.fail(str(error))
             self._desk.failed(batch.step, Reason.STEP_FAILED, str(error), traceparent=span.traceparent)
             return
+        stepped = time.perf_counter()
         span.child("forward_backward", result.forward_backward_s, before_s=result.optimizer_s)
         span.child("optimizer", result.optimizer_s)
-
         self._settle_publication()  # versions are sealed in order
+        settled = time.perf_counter()
         self._orders.give(Gather())
         weights = gather_state(self._learner.model, self._publish_dtype)  # the next step changes the live ones
-        train_s = time.perf_counter() - started
+        ended = time.perf_counter()
         timings_s = {
             "wait_for_batch": wait_s,
+            "broadcast_batch": handed_out - started,
             "forward_backward": result.forward_backward_s,
             "optimizer": result.optimizer_s,
-            "step": wait_s + train_s,
+            "wait_for_publication": settled - stepped,
+            "gather_weights": ended - settled,
+            "step": wait_s + ended - started,
         }
-        metrics = self._metrics(batch, result, timings_s, train_s)
-        publish_started = time.perf_counter()
-        publication = self._publish(result.step, weights, span.traceparent)
-
-        def announce(done: Future[Any]) -> None:
-            if done.cancelled():  # the event loop is gone, and with it whoever would hear of this step
-                return
-            publish_s = time.perf_counter() - publish_started
-            span.child("publish", publish_s)
-            error = done.exception()
-            if error is not None:
-                message = f"version {result.step} could not be published: {error}"
-                span.fail(message)
-                self._desk.crashed(message)
-                return
-            span.end()
-            self._desk.finished(
-                result.step,
-                metrics=metrics | {"time/publish": publish_s},
-                timings_s=timings_s | {"publish": publish_s},
-                traceparent=span.traceparent,
-            )
-
-        self._publishing = publication
-        publication.add_done_callback(announce)
+        metrics = self._metrics(batch, result, timings_s, ended - started)
+        self._hand_over(result.step, weights, metrics, timings_s, span)
         logger.info(
             "step {} | loss {:.4f} | grad norm {:.3f} | mismatch kl {:.2e} | {:.0f} tokens/s | {:.2f} s, wait {:.2f} s",
             result.step,
@@ -149,11 +131,44 @@ class TrainLoop:
             result.grad_norm,
             metrics.get("mismatch_kl/all/mean", 0.0),  # a batch may have no rl tokens
             metrics["perf/throughput"],
-            train_s,
+            ended - started,
             wait_s,
         )
         if self._ckpt is not None and self._ckpt.interval and result.step % self._ckpt.interval == 0:
             self._save(self._ckpt)
+
+    def _hand_over(
+        self,
+        step: int,
+        weights: Mapping[str, torch.Tensor],
+        metrics: Mapping[str, float],
+        timings_s: Mapping[str, float],
+        span: StepSpan,
+    ) -> None:
+        """Starts the publication of a version; the step is DONE when the hub has sealed it."""
+        started = time.perf_counter()
+
+        def announce(done: Future[Any]) -> None:
+            if done.cancelled():  # the event loop is gone, and with it whoever would hear of this step
+                return
+            publish_s = time.perf_counter() - started
+            span.child("publish", publish_s)
+            error = done.exception()
+            if error is not None:
+                message = f"version {step} could not be published: {error}"
+                span.fail(message)
+                self._desk.crashed(message)
+                return
+            span.end()
+            self._desk.finished(
+                step,
+                metrics={**metrics, "time/publish": publish_s},
+                timings_s={**timings_s, "publish": publish_s},
+                traceparent=span.traceparent,
+            )
+
+        self._publishing = self._publish(step, weights, span.traceparent)
+        self._publishing.add_done_callback(announce)
 
     def _metrics(
         self, batch: Batch, result: StepResult, timings_s: Mapping[str, float], train_s: float
@@ -170,10 +185,7 @@ class TrainLoop:
             "perf/throughput_per_gpu": tokens / train_s / self._learner.parallel.world_size,
             "perf/mfu": flops / train_s / self._peak_flops / self._learner.parallel.world_size,
             "perf/peak_memory": peak_memory_gib(self._learner.device),
-            "time/step": timings_s["step"],
-            "time/wait_for_batch": timings_s["wait_for_batch"],
-            "time/forward_backward": timings_s["forward_backward"],
-            "time/optimizer": timings_s["optimizer"],
+            **{f"time/{stage}": length_s for stage, length_s in timings_s.items()},
             "time/save_ckpt": self._save_ckpt_s,
             "progress/step": float(result.step),
             "progress/tokens": float(tokens),

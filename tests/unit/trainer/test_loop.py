@@ -171,7 +171,17 @@ async def test_batch_becomes_a_published_version_with_metrics(tmp_path: Path) ->
         assert event.version == 1
         published = trainer.hub.versions[1]
         assert any(not torch.equal(tensor, before[name]) for name, tensor in published.items())
-        assert set(event.timings_s) == {"wait_for_batch", "forward_backward", "optimizer", "publish", "step"}
+        stages = [
+            "wait_for_batch",
+            "broadcast_batch",
+            "forward_backward",
+            "optimizer",
+            "wait_for_publication",
+            "gather_weights",
+        ]
+        assert set(event.timings_s) == {*stages, "publish", "step"}
+        assert 0 < sum(event.timings_s[stage] for stage in stages) <= event.timings_s["step"] + 1e-6
+        assert all(event.metrics[f"time/{stage}"] == event.timings_s[stage] for stage in stages)
         wanted = """loss/mean mismatch_kl/all/mean mismatch_kl/env/max mismatch_kl/all/std entropy/env/mean
             mismatch_abs/all/mean masked_advantage_positive/mean masked_advantage_negative/mean
             optim/grad_norm optim/lr optim/zero_grad_ratio
