@@ -27,7 +27,7 @@ from meshrl.sft.loop import SFTLoop
 from meshrl.sft.tokenization import tokenize
 from meshrl.training.build import build_learner
 from meshrl.training.checkpoint import Checkpointer, CheckpointError
-from meshrl.training.fit import check_fits
+from meshrl.training.fit import check_fits, check_has_device
 from meshrl.training.learner import Learner, StepError
 from meshrl.training.lifeline import Lifeline
 from meshrl.training.parallel import ParallelContext
@@ -108,6 +108,7 @@ def train(config: SFTConfig, stop: threading.Event, parallel: ParallelContext) -
 
 def _join(config: SFTConfig, environment: Mapping[str, str]) -> ParallelContext:
     device = resolve_device(config.model.device)
+    check_has_device(device, environment)
     try:
         return ParallelContext.start(environment, device=device, dp_replicate=config.model.dp_replicate)
     except ValueError as error:

@@ -15,7 +15,7 @@ from meshrl.trainer.config import TrainerConfig
 from meshrl.trainer.objectives import build_objective
 from meshrl.training.build import build_learner
 from meshrl.training.checkpoint import Checkpointer, CheckpointError
-from meshrl.training.fit import check_fits
+from meshrl.training.fit import check_fits, check_has_device
 from meshrl.training.learner import Learner
 from meshrl.training.lifeline import Lifeline
 from meshrl.training.parallel import ParallelContext
@@ -45,6 +45,7 @@ def build_parts(config: TrainerConfig, environment: Mapping[str, str]) -> Traine
     torch.manual_seed(config.seed)
     try:
         device, compute_dtype = resolve_device(config.model.device), resolve_dtype(config.model)
+        check_has_device(device, environment)
         parallel = ParallelContext.start(environment, device=device, dp_replicate=config.model.dp_replicate)
         lifeline = Lifeline.tie(parallel, environment)
         check_fits(config.model, config.optim, parallel)

@@ -85,6 +85,16 @@ def check_fits(config: TrainerModelConfig, optim: OptimConfig, parallel: Paralle
     )
 
 
+def check_has_device(device: torch.device, environment: Mapping[str, str]) -> None:
+    """Raises ModelError when torchrun has started more ranks on this machine than there are GPUs for."""
+    local_rank, count = int(environment.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if device.type == "cuda" and device.index is None and local_rank >= count:
+        raise ModelError(
+            f"there is no GPU for rank {local_rank} of this machine, which shows {count}; lower "
+            "deployment.num_train_gpus (or torchrun's --nproc-per-node), or show more in CUDA_VISIBLE_DEVICES"
+        )
+
+
 def available_bytes(device: torch.device) -> int | None:
     """Free memory of a GPU, or of this machine (or of the container that limits it); None where nothing tells."""
     if device.type == "cuda":

@@ -9,7 +9,7 @@ from transformers import Qwen3Config
 from meshrl.models.load import ModelError
 from meshrl.training import fit
 from meshrl.training.config import OptimConfig
-from meshrl.training.fit import available_bytes, check_fits, memory_need
+from meshrl.training.fit import available_bytes, check_fits, check_has_device, memory_need
 from meshrl.training.model_config import TrainerModelConfig
 from meshrl.training.parallel import ParallelContext
 
@@ -84,3 +84,11 @@ def test_a_container_limit_below_the_machine_is_what_counts(tmp_path: Path, monk
     assert available_bytes(torch.device("cpu")) == 123456
     limit.write_text("max\n")
     assert available_bytes(torch.device("cpu")) != 123456
+
+
+def test_a_rank_without_a_gpu_of_its_own_says_what_to_lower(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    check_has_device(torch.device("cuda"), {"LOCAL_RANK": "1"})
+    check_has_device(torch.device("cpu"), {"LOCAL_RANK": "7"})
+    with pytest.raises(ModelError, match=r"no GPU for rank 2 of this machine, which shows 2; lower deployment"):
+        check_has_device(torch.device("cuda"), {"LOCAL_RANK": "2"})
