@@ -1,0 +1,162 @@
+"""LoRA adapters on a causal LM (arXiv 2106.09685): put on before sharding, trained by the learner, merged to publish.
+
+    y = x W^T + (alpha / rank) dropout(x) A^T B^T     W (out, in) frozen; A (rank, in) and B (out, rank) trained
+
+An adapted layer keeps `weight` and `bias` of its own, so every parameter of the model keeps its Hugging Face name and
+the adapters' are the only new ones, `<layer>.lora_A` and `<layer>.lora_B`. They are float32 whatever the frozen weights
+are. FSDP2 takes both in one group: it wants one dtype of the trained parameters only, gathers all of them in
+`param_dtype`, and reduces the adapters' gradients alone.
+
+Names by module: "layer" is a linear layer's full name, such as model.layers.0.self_attn.q_proj.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+
+A, B = "lora_A", "lora_B"
+
+
+class LoraLinear(nn.Linear):
+    """A frozen linear layer with an adapter beside it. Made by `apply_lora`; its base parameters are the layer's."""
+
+    def __init__(self, base: nn.Linear, *, rank: int, alpha: float, dropout: float) -> None:
+        nn.Module.__init__(self)  # nn.Linear's own would allocate a second weight
+        self.in_features = base.in_features
+        self.out_features = base.out_features
+        self.weight = base.weight
+        self.bias = base.bias
+        self.rank = rank
+        self.alpha = alpha
+        self.dropout = dropout
+        self.scale = alpha / rank
+        device = base.weight.device
+        self.lora_A = nn.Parameter(torch.zeros(rank, base.in_features, dtype=torch.float32, device=device))
+        self.lora_B = nn.Parameter(torch.zeros(base.out_features, rank, dtype=torch.float32, device=device))
+        self.train(base.training)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  # nn.Linear's name for it
+        kept = F.dropout(input, self.dropout) if self.training and self.dropout else input
+        low = F.linear(kept, self.lora_A.to(input.dtype))
+        return torch.add(super().forward(input), F.linear(low, self.lora_B.to(low.dtype)), alpha=self.scale)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, rank={self.rank}, alpha={self.alpha}, dropout={self.dropout}"
+
+    def merged(self) -> torch.Tensor:
+        """W + (alpha / rank) B A in float32, sharded as W is; collective where it is sharded."""
+        low: torch.Tensor = self.lora_A.detach()
+        if isinstance(low, DTensor):  # B's rows lie where W's do, so each rank merges its own rows
+            low = low.redistribute(placements=[Replicate()] * low.device_mesh.ndim)
+        return torch.add(self.weight.detach().float(), self.lora_B.detach() @ low, alpha=self.scale)
+
+
+def apply_lora(
+    model: nn.Module, *, rank: int, alpha: float, dropout: float, target_modules: Iterable[str]
+) -> dict[str, LoraLinear]:
+    """Freezes the model and puts an adapter on each target; `reset_lora` gives them their first values.
+
+    A target names every linear layer whose name is it or ends in "." and it, as PEFT reads it. Works on the meta device
+    and must come before sharding. Returns the adapted layers. Raises ValueError, with the model as it was, when a
+    target names no linear layer or one that shares its weight with another module.
+    """
+    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    chosen: dict[str, nn.Linear] = {}
+    for target in target_modules:
+        found = {name: module for name, module in linear.items() if name == target or name.endswith("." + target)}
+        if not found:
+            raise ValueError(
+                f"model.lora.target_modules: {target!r} names no linear layer; this model has "
+                f"{', '.join(sorted({name.rpartition('.')[2] for name in linear})) or 'none'}"
+            )
+        chosen.update(found)
+    if not chosen:
+        raise ValueError("model.lora.target_modules is empty; name at least one linear layer, such as q_proj")
+    _refuse_tied(model, chosen)
+    model.requires_grad_(False)
+    adapted: dict[str, LoraLinear] = {}
+    for name, base in linear.items():
+        if name in chosen:
+            adapted[name] = LoraLinear(base, rank=rank, alpha=alpha, dropout=dropout)
+            model.set_submodule(name, adapted[name])
+    return adapted
+
+
+def _refuse_tied(model: nn.Module, chosen: Mapping[str, nn.Linear]) -> None:
+    """A merged copy of a shared weight would have to differ from the weight it is tied to."""
+    owners: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(id(parameter), []).append(name)
+    for layer, module in chosen.items():
+        others = [name for name in owners[id(module.weight)] if name != f"{layer}.weight"]
+        if others:
+            raise ValueError(
+                f"model.lora.target_modules: {layer!r} shares its weight with {others[0]!r}, and an adapter on one of "
+                "the two could not be merged, since the model's configuration ties them; leave it out"
+            )
+
+
+def adapted_layers(model: nn.Module) -> dict[str, LoraLinear]:
+    """The adapted layers by name, in the model's order; empty for a model without adapters."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
+
+
+def is_adapter(parameter_name: str) -> bool:
+    """Whether a parameter belongs to an adapter, not to the base model."""
+    return parameter_name.rpartition(".")[2] in (A, B)
+
+
+@torch.no_grad()
+def reset_lora(model: nn.Module, seed: int) -> None:
+    """First values: A is Kaiming-uniform with a = sqrt(5) as in PEFT, that is U(-1/sqrt(in), 1/sqrt(in)); B is zero.
+
+    Call it once parameters have storage. Every rank draws whole matrices on its CPU and keeps its shard, so that the
+    values depend on the seed alone.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for layer in adapted_layers(model).values():
+        whole = torch.empty(layer.rank, layer.in_features)
+        nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
+        _assign(layer.lora_A, whole)
+        layer.lora_B.zero_()
+
+
+def _assign(parameter: torch.Tensor, whole: torch.Tensor) -> None:
+    """Copies a whole CPU tensor that every rank has into a parameter that may be sharded."""
+    if isinstance(parameter, DTensor):
+        mesh = parameter.device_mesh
+        part = distribute_tensor(whole.to(mesh.device_type), mesh, parameter.placements, src_data_rank=None)
+        parameter.to_local().copy_(part.to_local())
+    else:
+        parameter.copy_(whole)
+
+
+@torch.no_grad()
+def merge_lora(state: Mapping[str, torch.Tensor], scales: Mapping[str, float]) -> dict[str, torch.Tensor]:
+    """A full state with adapters as the state of a plain model: Hugging Face names, merged weights.
+
+    `scales` is alpha / rank by layer. Merged in float32 and then cast to the weight's dtype; other tensors are shared.
+    Raises ValueError when an adapter lacks a part.
+    """
+    merged = {name: tensor for name, tensor in state.items() if not is_adapter(name)}
+    for layer, scale in scales.items():
+        parts = [f"{layer}.weight", f"{layer}.{A}", f"{layer}.{B}"]
+        if missing := [name for name in parts if name not in state]:
+            raise ValueError(f"the adapter of {layer} cannot be merged: {', '.join(missing)} is not in the state")
+        weight, low, up = (state[name] for name in parts)
+        merged[parts[0]] = torch.add(weight.float(), up.float() @ low.float(), alpha=scale).to(weight.dtype)
+    left = {name.rpartition(".")[0] for name in state if is_adapter(name)} - scales.keys()
+    if left:
+        raise ValueError(f"no scale was given for the adapters of {', '.join(sorted(left)[:3])}")
+    return merged
+
+
+def lora_scales(model: nn.Module) -> dict[str, float]:
+    """alpha / rank of each adapted layer."""
+    return {name: layer.scale for name, layer in adapted_layers(model).items()}
