@@ -26,7 +26,7 @@ def fingerprint(learner: Learner) -> str:
     digest = blake3(str(learner.step_done).encode())
     for name, tensor in hf_state(learner.model).items():
         digest.update(name.encode() + tensor.numpy().tobytes())
-    for state in learner.optimizer.state_dict()["state"].values():
+    for state in (state for part in learner.optimizer.parts for state in part.state_dict()["state"].values()):
         for name, value in sorted(state.items()):
             digest.update(name.encode() + np.asarray(value).tobytes())
     return digest.hexdigest()
