@@ -47,10 +47,11 @@ def line(name: str, row: dict[str, Any]) -> str:
     if "error" in row:
         return f"{name:<16} failed: {row['error']}"
     kernels = "  ".join(f"{kernel} {seconds * 1e3:.0f}" for kernel, seconds in row["kernel_s"].items())
-    return (
-        f"{name:<16}{row['tokens_per_s_per_gpu']:>10,.0f}{row['mfu']:>8.1%}{row['mfu_6n']:>8.1%}"
-        f"{row['peak_memory_gib']:>9.1f}{row['step_s']:>8.3f}{row['optimizer_s']:>8.3f}{row['wall_s']:>7.0f}   {kernels}"
+    numbers = (
+        f"{row['tokens_per_s_per_gpu']:>10,.0f}{row['mfu']:>8.1%}{row['mfu_6n']:>8.1%}{row['peak_memory_gib']:>9.1f}"
+        f"{row['step_s']:>8.3f}{row['optimizer_s']:>8.3f}{row['wall_s']:>7.0f}"
     )
+    return f"{name:<16}{numbers}   {kernels}"
 
 
 def main() -> None:
@@ -62,8 +63,9 @@ def main() -> None:
     parser.add_argument("flags", nargs="*")
     arguments = parser.parse_args()
     arguments.json_dir.mkdir(parents=True, exist_ok=True)
+    header = "{:<16}{:>10}{:>8}{:>8}{:>9}{:>8}{:>8}{:>7}   {}"
     print(
-        f"{'row':<16}{'tok/s/GPU':>10}{'MFU':>8}{'MFU 6N':>8}{'GiB':>9}{'step s':>8}{'opt s':>8}{'wall':>7}   kernels, ms"
+        header.format("row", "tok/s/GPU", "MFU", "MFU 6N", "GiB", "step s", "opt s", "wall s", "kernels of a step, ms")
     )
     for name in arguments.only:
         flags = [*ROWS[name], *arguments.flags]

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from meshrl.algorithms.losses import dppo_kl_loss
 from meshrl.algorithms.objective import Objective
@@ -35,7 +36,7 @@ def stream_batch(step: int, *, dp_size: int, vocab_size: int) -> tuple[MicroBatc
         TrainSample(
             token_ids=source.integers(0, vocab_size, length).astype(np.int32),
             loss_mask=np.arange(length) >= 2,
-            logprobs=-source.exponential(2.0, size=length).astype(np.float32),
+            logprobs=(source.normal(scale=0.3, size=length) - np.log(vocab_size)).astype(np.float32),
             advantage=float(source.normal()),
             temperature=float(source.uniform(0.7, 1.3)),
         )
@@ -63,7 +64,6 @@ def curve(settings: dict[str, Any], model: str, steps: int) -> dict[str, Any]:
         learner.step(stream_batch(step, dp_size=parallel.dp_size, vocab_size=vocab_size)) for step in range(steps)
     ]
     weights = gather_state(learner.model)
-    parallel.close()
     return {
         "loss": [result.loss for result in results],
         "grad_norm": [result.grad_norm for result in results],
@@ -79,6 +79,9 @@ def main() -> None:
     curves = {name: curve(settings, model, int(steps)) for name, settings in json.loads(wanted).items()}
     if os.environ.get("RANK", "0") == "0":
         Path(result).write_text(json.dumps(curves))
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

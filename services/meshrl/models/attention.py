@@ -170,12 +170,26 @@ def packed_attention(
         )
         return out_THD.unsqueeze(0), None
 
+    out_THD = _attention_by_blocks(query_THD, key_TKD, value_TKD, packed_layout, scaling, dropout, sliding_window)
+    return out_THD.unsqueeze(0), None
+
+
+@torch.compiler.disable  # every row has blocks of other shapes, and would be compiled anew
+def _attention_by_blocks(
+    query_THD: torch.Tensor,
+    key_TKD: torch.Tensor,
+    value_TKD: torch.Tensor,
+    layout: PackedLayout,
+    scaling: float | None,
+    dropout: float,
+    sliding_window: int | None,
+) -> torch.Tensor:
     outputs = [
         _block_attention(query_THD, key_TKD, value_TKD, block, scaling, dropout, sliding_window)
-        for block in packed_layout.blocks
+        for block in layout.blocks
     ]
     flat = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    return flat.index_select(0, packed_layout.scatter).unsqueeze(0), None
+    return flat.index_select(0, layout.scatter)
 
 
 def _block_attention(

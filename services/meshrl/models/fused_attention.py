@@ -29,9 +29,10 @@ class FusedPlan:
     """Which kernel takes which samples of a row; the operator's arguments besides queries, keys and values."""
 
     offsets: torch.Tensor  # int32 (S + 1,) on the device
-    short_index: torch.Tensor  # int64 on the device: tokens of the short samples; empty when all are short
+    short_index: torch.Tensor  # int64 on the device: tokens of the short samples, where there are long ones too
     short_offsets: torch.Tensor  # int32 on the device
     host: torch.Tensor  # int64 on the CPU: longest sample, longest short one, then start and end of each long one
+    # No tensor has fewer than two elements, for which torch.compile would make a graph of their own.
 
     @classmethod
     def from_offsets(
@@ -43,11 +44,12 @@ class FusedPlan:
         short = lengths[~is_long]
         spans = np.stack([starts, starts + lengths], axis=1)[is_long]
         host = np.concatenate([[lengths.max(), short.max(initial=0)], spans.ravel()])
-        index = np.flatnonzero(np.repeat(~is_long, lengths)) if is_long.any() else np.zeros(0)
+        index = np.flatnonzero(np.repeat(~is_long, lengths)) if is_long.any() and len(short) else np.zeros(2)
+        short_offsets = np.concatenate([[0], np.cumsum(short)]) if len(short) else np.zeros(2)
         return cls(
             offsets=torch.from_numpy(sample_offsets.astype(np.int32)).to(device),
             short_index=torch.from_numpy(index.astype(np.int64)).to(device),
-            short_offsets=torch.from_numpy(np.concatenate([[0], np.cumsum(short)]).astype(np.int32)).to(device),
+            short_offsets=torch.from_numpy(short_offsets.astype(np.int32)).to(device),
             host=torch.from_numpy(host.astype(np.int64)),
         )
 

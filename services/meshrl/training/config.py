@@ -12,8 +12,8 @@ from meshrl.core.config import BaseConfig
 class OptimConfig(BaseConfig):
     """The optimizer."""
 
-    type: Literal["adamw"] = "adamw"
-    """Optimizer."""
+    type: Literal["adamw", "muon", "sgd"] = "adamw"
+    """Optimizer; muon is for matrices, and everything else then has adamw."""
 
     lr: float = Field(default=1e-6, gt=0.0)
     """Peak learning rate."""
@@ -30,6 +30,9 @@ class OptimConfig(BaseConfig):
     eps: float = Field(default=1e-8, gt=0.0)
     """Term that keeps the update finite."""
 
+    momentum: float = Field(default=0.95, ge=0.0, lt=1.0)
+    """muon, sgd: decay of the momentum."""
+
     max_norm: float | None = Field(default=1.0, gt=0.0)
     """Gradients are scaled down to this global norm; None means never."""
 
@@ -37,14 +40,14 @@ class OptimConfig(BaseConfig):
 class SchedulerConfig(BaseConfig):
     """The learning rate over the steps: warm-up, plateau, decay."""
 
-    type: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape of the decay; constant has none."""
+    type: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    """Shape of the decay; constant has none, wsd stays at the peak and then falls by one minus a square root."""
 
     warmup_steps: int = Field(default=0, ge=0)
     """Steps over which the rate rises linearly to its peak; step 1 already has a rate above zero."""
 
     decay_steps: int | None = Field(default=None, ge=1)
-    """Length of the decay, which ends at max_steps; None means everything after the warm-up.
+    """Length of the decay, which ends at max_steps; None means everything after the warm-up, or for wsd a tenth of it.
 
     Without max_steps it starts right after the warm-up.
     """

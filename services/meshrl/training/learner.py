@@ -21,7 +21,7 @@ from meshrl.algorithms.objective import BatchCounts, Objective, RowLoss, RowToke
 from meshrl.models.attention import Kernels, PackedLayout
 from meshrl.models.logprobs import PackedPolicy, PackedRow
 from meshrl.training.config import OptimConfig, SchedulerConfig
-from meshrl.training.optim import build_optimizer, clip_gradients, set_learning_rate, zero_gradient_ratio
+from meshrl.training.optim import build_optimizer, clip_gradients, gradient_zeros
 from meshrl.training.parallel import ParallelContext
 from meshrl.training.scheduler import learning_rate
 from meshrl.wire.types import MicroBatch
@@ -111,7 +111,7 @@ class Learner:
         started = time.perf_counter()
         counts = count(micro_batches)
         own = self.parallel.own(micro_batches)
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad()
         try:
             rows = [self._accumulate(micro_batch, counts) for micro_batch in own]
             grad_norm = clip_gradients(self._parameters, self._optim.max_norm)
@@ -122,10 +122,9 @@ class Learner:
                     f"step {step}: loss {loss} with gradient norm {grad_norm} is not finite, so the weights stay as "
                     "they are; look at the batch's logprobs and advantages, or lower optim.lr"
                 )
-            zero_ratio = zero_gradient_ratio(self._parameters)
+            zeros, all_of_them = self.parallel.sum(gradient_zeros(self._parameters))
             rate = learning_rate(self._scheduler, peak=self._optim.lr, step=step, max_steps=self._max_steps)
-            set_learning_rate(self.optimizer, rate)
-            self.optimizer.step()
+            self.optimizer.step(rate)
         except RuntimeError as error:
             if self.parallel.world_size > 1 or not _is_out_of_memory(error):
                 raise
@@ -135,7 +134,7 @@ class Learner:
                 f"trainer.model.ac, lower trainer.max_logits_mib, or use more GPUs ({error})"
             ) from error
         finally:
-            self.optimizer.zero_grad(set_to_none=True)
+            self.optimizer.zero_grad()
         self.step_done = step
         return StepResult(
             step=step,
@@ -143,7 +142,7 @@ class Learner:
             loss=loss,
             metrics=metrics,
             grad_norm=grad_norm,
-            zero_grad_ratio=zero_ratio,
+            zero_grad_ratio=float(zeros / all_of_them),
             lr=rate,
             forward_backward_s=computed - started,
             optimizer_s=time.perf_counter() - computed,

@@ -7,7 +7,6 @@ behind a kernel.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -85,13 +84,13 @@ class ParallelContext:
         if on_gpu:
             device = torch.device("cuda", local_rank if device.index is None else device.index)
             torch.cuda.set_device(device)
-        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
-        options: dict[str, Any] = {"timeout": timedelta(seconds=timeout_s)}
-        if world_size == 1:
-            options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-        if on_gpu:
-            options["device_id"] = device
-        dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", **options)
+        if not dist.is_initialized():  # one group a process, whatever meshes are laid over it
+            options: dict[str, Any] = {"timeout": timedelta(seconds=timeout_s)}
+            if world_size == 1:
+                options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+            if on_gpu:
+                options["device_id"] = device
+            dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", **options)
         names: tuple[str, ...] = (SHARD,)
         shape: tuple[int, ...] = (world_size,)
         if dp_replicate > 1:

@@ -30,3 +30,13 @@ def test_without_an_end_decay_follows_the_warmup() -> None:
 def test_decay_without_any_end_is_refused() -> None:
     with pytest.raises(ValueError, match=r"scheduler\.decay_steps or max_steps"):
         SchedulerConfig(type="cosine").check_horizon(None)
+
+
+def test_wsd_stays_at_the_peak_and_falls_by_a_square_root() -> None:
+    config = SchedulerConfig(type="wsd", warmup_steps=2, decay_steps=4)
+    assert rates(config, 10, 11) == pytest.approx([0.5, 1, 1, 1, 1, 1, 0.5, 0.292893, 0.133975, 0, 0], abs=1e-6)
+
+
+def test_wsd_decays_over_the_last_tenth_unless_told() -> None:
+    falls = [step for step, rate in enumerate(rates(SchedulerConfig(type="wsd"), 40, 40), start=1) if rate < 1.0]
+    assert falls == [37, 38, 39, 40]

@@ -1,0 +1,100 @@
+"""The same training on one rank and on two, sharded, replicated, checkpointed, compiled: the same numbers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+import loss_curves
+
+STEPS = 20
+ON_TWO_RANKS: dict[str, dict[str, Any]] = {
+    "fsdp": {},
+    "hsdp": {"dp_replicate": 2},
+    "fsdp without reshard": {"reshard_after_forward": False},
+    "fsdp with checkpointing": {"ac": {}},
+    "fsdp on the host": {"fsdp_cpu_offload": True},
+}
+ALONE: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "checkpointing": {"ac": {}},
+    "every second block": {"ac": {"freq": 2}},
+    "all but attention": {"ac": {"mode": "attention"}},
+    "selective checkpointing": {"ac": {"mode": "selective"}},
+    "compiled": {"compile": {"backend": "aot_eager"}},
+    "compiled and checkpointed": {"compile": {"backend": "aot_eager"}, "ac": {"mode": "selective"}},
+    "head in pieces": {"max_logits_bytes": 4096},
+    "optimizer state on the host": {"optim_cpu_offload": True},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=48,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        tie_word_embeddings=True,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run([], model, tmp_path_factory.mktemp("alone") / "curves.json", ALONE)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    return run(torchrun, model, tmp_path_factory.mktemp("ranks") / "curves.json", ON_TWO_RANKS)
+
+
+def run(launcher: list[str], model: Path, result: Path, wanted: dict[str, Any]) -> dict[str, Any]:
+    """Trains in processes of their own: compilers warn, and ranks need them anyway."""
+    arguments = [loss_curves.__file__, str(model), str(result), str(STEPS), json.dumps(wanted)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *launcher, *arguments], env=environment, capture_output=True, text=True, timeout=115
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    curves: dict[str, Any] = json.loads(result.read_text())
+    return curves
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_what_saves_memory_or_time_changes_no_number(name: str, alone: dict[str, Any]) -> None:
+    plain, other = alone["plain"], alone[name]
+    assert other["loss"] == pytest.approx(plain["loss"], abs=1e-5)
+    assert other["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-4)
+    assert other["weights"] == pytest.approx(plain["weights"], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ON_TWO_RANKS)
+def test_two_ranks_train_as_one(name: str, alone: dict[str, Any], two_ranks: dict[str, Any]) -> None:
+    plain, other = alone["plain"], two_ranks[name]
+    assert other["tokens"] == plain["tokens"]
+    assert other["loss"] == pytest.approx(plain["loss"], abs=1e-5)
+    assert other["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-4)
+    assert other["zero_grad_ratio"] == pytest.approx(plain["zero_grad_ratio"], abs=1e-4)
+    assert other["weights"] == pytest.approx(plain["weights"], rel=1e-5)
+
+
+def test_the_curve_is_one_of_training(alone: dict[str, Any]) -> None:
+    assert len(alone["plain"]["weights"]) > 10
+    assert len(set(alone["plain"]["loss"])) == STEPS
