@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from meshrl.core.config.shared import ModelConfig
+from meshrl.models.lora import is_adapter
 
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -87,10 +88,13 @@ def fill_model(model: PreTrainedModel, config: ModelConfig, names: dict[str, str
     """Reads the checkpoint into a model whose parameters have storage, sharded or not; every rank reads its shards.
 
     `names` says which parameter goes by another name in the checkpoint. A checkpoint whose names are not the model's
-    is loaded whole by transformers, which knows how to convert it, and then divided. Raises ModelError.
+    is loaded whole by transformers, which knows how to convert it, and then divided. LoRA adapters are left as they
+    are. Raises ModelError.
     """
     _reset_buffers(model)
-    own = {(names or {}).get(name, name): parameter for name, parameter in model.named_parameters()}
+    own = {
+        (names or {}).get(name, name): parameter for name, parameter in model.named_parameters() if not is_adapter(name)
+    }
     folder = _weights_folder(config)
     if folder is not None and own.keys() <= _stored_names(folder):
         with warnings.catch_warnings():

@@ -8,18 +8,23 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from meshrl.models.lora import adapted_layers, is_adapter
+
 
 def hf_state(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
     """Parameters and persistent buffers in Hugging Face names, sorted by name.
 
     A tied tensor appears once, under the first of its names. Tensors share memory with the model unless `dtype`
-    asks for another floating-point type; the caller clones what must outlive the next optimizer step.
+    asks for another floating-point type; the caller clones what must outlive the next optimizer step. LoRA adapters are
+    merged into their weights in float32, which is collective where those are sharded.
     """
     every_parameter = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    tensors = {name: parameter.detach() for name, parameter in model.named_parameters() if not is_adapter(name)}
     for name, tensor in model.state_dict().items():
         if name not in every_parameter:
             tensors[name] = tensor.detach()
+    for layer, adapted in adapted_layers(model).items():
+        tensors[f"{layer}.weight"] = adapted.merged().to(dtype or adapted.weight.dtype)
     if dtype is not None:
         tensors = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
     return dict(sorted(tensors.items()))
@@ -55,8 +60,10 @@ def _whole(state: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tenso
 def load_hf_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
     """Copies `state` (as made by `hf_state`) into the model in place.
 
-    Raises ValueError when names or shapes differ; then nothing has been copied.
+    Raises ValueError when names or shapes differ, or the model has adapters; then nothing has been copied.
     """
+    if adapted_layers(model):
+        raise ValueError("a model with LoRA adapters cannot take merged weights; load them before apply_lora")
     own = hf_state(model)
     if own.keys() != state.keys():
         missing = sorted(own.keys() - state.keys())[:3]
