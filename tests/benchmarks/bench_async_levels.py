@@ -33,8 +33,8 @@ def warm_up(folder: Path) -> Path:
     """The demo's own model and warm-up."""
     options = demo.parse(["--output-dir", str(folder)])
     prepare, sft, _ = demo.stages(options)
-    demo.run(prepare)
-    demo.run(sft)
+    for stage in (prepare, sft):
+        demo.run(stage, lambda line: None)
     return folder / "sft" / "weights" / "final"
 
 
