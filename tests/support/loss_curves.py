@@ -46,14 +46,15 @@ def stream_batch(step: int, *, dp_size: int, vocab_size: int) -> tuple[MicroBatc
 
 
 def curve(settings: dict[str, Any], model: str, steps: int) -> dict[str, Any]:
-    """One training. `max_logits_bytes` among the settings belongs to the learner, the rest to the model section."""
+    """One training. `max_logits_bytes` and `optim` among the settings are the learner's, the rest the model's."""
     logits_bytes = settings.pop("max_logits_bytes", None)
+    optim = OptimConfig.model_validate({"lr": 1e-3, **settings.pop("optim", {})})
     config = TrainerModelConfig.model_validate({"name": model, "device": "cpu", **settings})
     parallel = ParallelContext.start(os.environ, device=torch.device("cpu"), dp_replicate=config.dp_replicate)
     learner = build_learner(
         config,
         objective=Objective(loss=partial(dppo_kl_loss, mask_low=0.2, mask_high=0.2, adv_tau=1.0, kl_tau=1e-3)),
-        optim=OptimConfig(lr=1e-3),
+        optim=optim,
         scheduler=SchedulerConfig(),
         max_steps=None,
         parallel=parallel,

@@ -22,6 +22,7 @@ ON_TWO_RANKS: dict[str, dict[str, Any]] = {
     "fsdp without reshard": {"reshard_after_forward": False},
     "fsdp with checkpointing": {"ac": {}},
     "fsdp on the host": {"fsdp_cpu_offload": True},
+    "muon": {"optim": {"type": "muon"}},
 }
 ALONE: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -34,6 +35,7 @@ ALONE: dict[str, dict[str, Any]] = {
     "head in pieces": {"max_logits_bytes": 4096},
     "optimizer state on the host": {"optim_cpu_offload": True},
 }
+OF_THEIR_OWN = {"muon": {"optim": {"type": "muon"}}}
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +58,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run([], model, tmp_path_factory.mktemp("alone") / "curves.json", ALONE)
+    return run([], model, tmp_path_factory.mktemp("alone") / "curves.json", ALONE | OF_THEIR_OWN)
 
 
 @pytest.fixture(scope="module")
@@ -87,10 +89,11 @@ def test_what_saves_memory_or_time_changes_no_number(name: str, alone: dict[str,
 
 @pytest.mark.parametrize("name", ON_TWO_RANKS)
 def test_two_ranks_train_as_one(name: str, alone: dict[str, Any], two_ranks: dict[str, Any]) -> None:
-    plain, other = alone["plain"], two_ranks[name]
+    plain, other = alone[name if name in OF_THEIR_OWN else "plain"], two_ranks[name]
     assert other["tokens"] == plain["tokens"]
-    assert other["loss"] == pytest.approx(plain["loss"], abs=1e-5)
-    assert other["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-4)
+    tolerance = 1e-4 if name == "muon" else 1e-5  # muon makes matrices orthogonal in bfloat16
+    assert other["loss"] == pytest.approx(plain["loss"], abs=tolerance)
+    assert other["grad_norm"] == pytest.approx(plain["grad_norm"], rel=10 * tolerance)
     assert other["zero_grad_ratio"] == pytest.approx(plain["zero_grad_ratio"], abs=1e-4)
     assert other["weights"] == pytest.approx(plain["weights"], rel=1e-5)
 
