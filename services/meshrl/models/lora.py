@@ -12,15 +12,20 @@ Names by module: "layer" is a linear layer's full name, such as model.layers.0.s
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 A, B = "lora_A", "lora_B"
+ADAPTER_CONFIG, ADAPTER_WEIGHTS, PEFT_PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
 
 
 class LoraLinear(nn.Linear):
@@ -138,25 +143,88 @@ def _assign(parameter: torch.Tensor, whole: torch.Tensor) -> None:
 
 
 @torch.no_grad()
-def merge_lora(state: Mapping[str, torch.Tensor], scales: Mapping[str, float]) -> dict[str, torch.Tensor]:
-    """A full state with adapters as the state of a plain model: Hugging Face names, merged weights.
+def adapter_state(model: nn.Module, *, keep: bool = True) -> dict[str, torch.Tensor]:
+    """Every adapter's whole matrices, float32 copies on the CPU, as `<layer>.lora_A` and `<layer>.lora_B`.
 
-    `scales` is alpha / rank by layer. Merged in float32 and then cast to the weight's dtype; other tensors are shared.
-    Raises ValueError when an adapter lacks a part.
+    Every rank calls it; only a rank that asks to `keep` the state gets it, the others get an empty one.
     """
-    merged = {name: tensor for name, tensor in state.items() if not is_adapter(name)}
-    for layer, scale in scales.items():
-        parts = [f"{layer}.weight", f"{layer}.{A}", f"{layer}.{B}"]
-        if missing := [name for name in parts if name not in state]:
-            raise ValueError(f"the adapter of {layer} cannot be merged: {', '.join(missing)} is not in the state")
-        weight, low, up = (state[name] for name in parts)
-        merged[parts[0]] = torch.add(weight.float(), up.float() @ low.float(), alpha=scale).to(weight.dtype)
-    left = {name.rpartition(".")[0] for name in state if is_adapter(name)} - scales.keys()
-    if left:
-        raise ValueError(f"no scale was given for the adapters of {', '.join(sorted(left)[:3])}")
-    return merged
+    state: dict[str, torch.Tensor] = {}
+    for name, layer in adapted_layers(model).items():
+        for part, parameter in ((A, layer.lora_A), (B, layer.lora_B)):
+            tensor = parameter.detach()
+            if isinstance(tensor, DTensor):
+                on_mesh = tensor.to(tensor.device_mesh.device_type)
+                assert isinstance(on_mesh, DTensor)
+                tensor = on_mesh.full_tensor()
+            if keep:
+                state[f"{name}.{part}"] = tensor.to("cpu", copy=True)
+    return state
 
 
-def lora_scales(model: nn.Module) -> dict[str, float]:
-    """alpha / rank of each adapted layer."""
-    return {name: layer.scale for name, layer in adapted_layers(model).items()}
+def adapter_config(model: nn.Module, base_name: str) -> dict[str, Any]:
+    """What PEFT keeps in adapter_config.json, for the adapters of this model over the model named `base_name`."""
+    adapted = adapted_layers(model)
+    plain = {name.rpartition(".")[2] for name, m in model.named_modules() if type(m) is nn.Linear}
+    leaves = {name: name.rpartition(".")[2] for name in adapted}
+    first = next(iter(adapted.values()))
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_name,
+        "r": first.rank,
+        "lora_alpha": first.alpha,
+        "lora_dropout": first.dropout,
+        "target_modules": sorted({name if leaf in plain else leaf for name, leaf in leaves.items()}),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "modules_to_save": None,
+        "use_dora": False,
+        "use_rslora": False,
+    }
+
+
+def save_adapter(folder: Path, state: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> None:
+    """Writes an `adapter_state` and its `adapter_config` as a folder that PEFT and vLLM load. Raises OSError.
+
+    Format: https://huggingface.co/docs/peft/developer_guides/checkpoint; a name is
+    base_model.model.<layer>.lora_A.weight.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {f"{PEFT_PREFIX}{name}.weight": tensor.contiguous() for name, tensor in state.items()}
+    save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+
+
+@torch.no_grad()
+def load_adapter(model: nn.Module, folder: Path) -> None:
+    """Reads a folder in PEFT's format into the adapters of a model with storage; every rank calls it.
+
+    Raises ValueError, with the model as it was, when the folder's adapters are not those of the model, and OSError.
+    """
+    config = json.loads((folder / ADAPTER_CONFIG).read_text())
+    adapted = adapted_layers(model)
+    for layer in adapted.values():
+        if (config.get("r"), config.get("lora_alpha")) != (layer.rank, layer.alpha) or config.get("use_rslora"):
+            raise ValueError(
+                f"{folder} has adapters of rank {config.get('r')} and alpha {config.get('lora_alpha')}, this model of "
+                f"rank {layer.rank} and alpha {layer.alpha}; set model.lora.rank and model.lora.alpha to the folder's"
+            )
+    stored = {
+        name.removeprefix(PEFT_PREFIX).removesuffix(".weight"): tensor
+        for name, tensor in load_file(folder / ADAPTER_WEIGHTS).items()
+    }
+    own = {f"{name}.{part}": getattr(layer, part) for name, layer in adapted.items() for part in (A, B)}
+    if strange := sorted(own.keys() ^ stored.keys()):
+        raise ValueError(
+            f"{folder} does not fit model.lora.target_modules: only one of the two has {strange[0]} "
+            f"({len(strange)} differ); the folder's are {config.get('target_modules')}"
+        )
+    for name, parameter in own.items():
+        if stored[name].shape != parameter.shape:
+            raise ValueError(
+                f"{folder}: {name} has shape {tuple(stored[name].shape)}, in this model {tuple(parameter.shape)}"
+            )
+    for name, parameter in own.items():
+        _assign(parameter, stored[name])
