@@ -38,6 +38,10 @@ class Part:
     restarts: int = 0
 
 
+RESTART_DEADLINE_S = 180.0
+"""How long the others wait for a program that is started again: it imports torch and loads a model first."""
+
+
 def compose(config: RLConfig, free_port: Callable[[str], int]) -> tuple[Part, ...]:
     """The programs of a run, servers first; `free_port(host)` gives a port for every server that has none.
 
@@ -55,12 +59,20 @@ def compose(config: RLConfig, free_port: Callable[[str], int]) -> tuple[Part, ..
         if "min_engines" not in config.weights.model_fields_set:
             weights_values["min_engines"] = len(engines)
     rollout = with_values(rollout, rollout_values)
-    orchestrator = with_values(
-        _plain_orchestrator(config),
-        {"services": {"rollout": reach(rollout.server), "trainer": reach(trainer.server), "weights": hub}},
-    )
+    orchestrator_values: dict[str, Any] = {
+        "services": {"rollout": reach(rollout.server), "trainer": reach(trainer.server), "weights": hub}
+    }
+    if config.restarts and "unreachable_s" not in config.orchestrator.deadlines.model_fields_set:
+        orchestrator_values["deadlines.unreachable_s"] = RESTART_DEADLINE_S
+    orchestrator = with_values(_plain_orchestrator(config), orchestrator_values)
     return (
-        Part(name="weights", module="meshrl.weights.main", config=with_values(weights, weights_values), end_stage=HUB),
+        Part(
+            name="weights",
+            module="meshrl.weights.main",
+            config=with_values(weights, weights_values),
+            end_stage=HUB,
+            restarts=config.restarts,
+        ),
         *_engine_parts(config, engines),
         Part(
             name="trainer",
@@ -68,9 +80,16 @@ def compose(config: RLConfig, free_port: Callable[[str], int]) -> tuple[Part, ..
             config=with_values(trainer, {"weight_broadcast.address": hub}),
             end_stage=CLIENTS,
             environ=visible_gpus(config.trainer_gpu_ids),
+            restarts=config.restarts,
         ),
-        Part(name="rollout", module="meshrl.rollout.main", config=rollout, end_stage=CLIENTS),
-        Part(name="orchestrator", module="meshrl.orchestrator.main", config=orchestrator, end_stage=0),
+        Part(name="rollout", module="meshrl.rollout.main", config=rollout, end_stage=CLIENTS, restarts=config.restarts),
+        Part(
+            name="orchestrator",
+            module="meshrl.orchestrator.main",
+            config=orchestrator,
+            end_stage=0,
+            restarts=config.restarts,
+        ),
     )
 
 
@@ -139,7 +158,7 @@ def _engine_parts(config: RLConfig, engines: Sequence[InferenceConfig]) -> list[
                 config=engine,
                 end_stage=ENGINES,
                 environ=visible_gpus(_share(config.inference_gpu_ids, place, len(engines))),
-                restarts=config.engine_restarts,
+                restarts=max(config.engine_restarts, config.restarts),
             )
         )
     return parts

@@ -114,8 +114,14 @@ class RLConfig(BaseConfig):
     num_engines: int = Field(default=1, ge=1)
     """Inference programs to start, each with an engine of its own."""
 
+    restarts: int = Field(default=0, ge=0)
+    """How many times each program is started again when it dies; beyond it its death ends the run.
+
+    A trainer goes on from its last checkpoint, so ckpt.interval is needed, and the others wait for whoever restarts.
+    """
+
     engine_restarts: int = Field(default=0, ge=0)
-    """How many times a dead inference program is started again; beyond it its death ends the run."""
+    """The same for inference programs alone; the larger number counts."""
 
     shutdown_grace_s: float = Field(default=60.0, gt=0.0)
     """Once the run is over or interrupted, how long the programs may take to drain before they are killed."""
@@ -198,6 +204,13 @@ class RLConfig(BaseConfig):
                 f"inference.weight_broadcast.type is {broadcast.type!r} but trainer.weight_broadcast.type is"
                 f" {self.trainer.weight_broadcast.type!r}; set weight_broadcast.type once"
             )
+        if self.restarts and (self.trainer.ckpt is None or self.trainer.ckpt.interval is None):
+            problems.append(
+                f"restarts is {self.restarts} but trainer.ckpt.interval is not set: a trainer that dies would lose"
+                " every step; set ckpt.interval, or engine_restarts alone"
+            )
+        if self.restarts and self.trainer.ckpt is not None and self.trainer.ckpt.weights_only:
+            problems.append("restarts needs whole checkpoints to go on from; leave ckpt.weights_only out")
         if self.inference is None and self.num_engines > 1:
             problems.append(f"num_engines is {self.num_engines} but inference is off; add [inference] or leave it out")
         return problems

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -66,19 +67,40 @@ def prepare(config: RLConfig, free_port: Callable[[str], int]) -> tuple[Part, ..
 
 
 def programs(parts: Sequence[Part], layout: Layout) -> list[Program]:
-    """What to start: each part as a process that reads its own configuration file."""
+    """What to start: each part as a process that reads its own configuration file.
+
+    A trainer that is started again goes on from the newest checkpoint that this run has written.
+    """
+    commands = {part.name: [sys.executable, "-m", part.module, "@", str(layout.config(part.name))] for part in parts}
+    began_s = time.time()
+
+    def trainer_again() -> list[str]:
+        step = newest_checkpoint(layout.output_dir, since_s=began_s)
+        return commands["trainer"] + ([] if step is None else ["--ckpt.resume-step", str(step)])
+
     return [
         Program(
             name=part.name,
-            command=[sys.executable, "-m", part.module, "@", str(layout.config(part.name))],
+            command=commands[part.name],
             log=layout.log(part.name),
             environ=part.environ,
             end_stage=part.end_stage,
             leader=part.name == "orchestrator",
             restarts=part.restarts,
+            again=trainer_again if part.name == "trainer" else None,
         )
         for part in parts
     ]
+
+
+def newest_checkpoint(output_dir: Path, *, since_s: float) -> int | None:
+    """Step of the newest trainer checkpoint that was written after a point in time (seconds of the epoch)."""
+    written = (
+        int(folder.parent.name.removeprefix("step_"))
+        for folder in (output_dir / "checkpoints").glob("step_*/trainer")
+        if folder.stat().st_mtime >= since_s
+    )
+    return max(written, default=None)
 
 
 def launch(config: RLConfig) -> int:

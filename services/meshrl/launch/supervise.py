@@ -17,6 +17,7 @@ from meshrl.launch import guardian
 from meshrl.launch.logtail import LogTail, last_lines
 
 RESTART_PAUSE_S = 0.5
+BAD_CONFIGURATION = 2  # exit code of a program that would fail again in the same way
 KILL_WAIT_S = 2.0
 TAIL_POLL_S = 0.2
 
@@ -37,6 +38,9 @@ class Program:
 
     restarts: int = 0
     """How many times it is started again when it dies."""
+
+    again: Callable[[], Sequence[str]] | None = None
+    """The command of a restart, made when it is needed; None means the same command."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +84,7 @@ class Supervisor:
         try:
             await self._start_guardian()
             for program in self._programs:
-                await self._start(program, program.restarts)
+                await self._start(program, program.command, program.restarts)
             return await self._watch(stop)
         except OSError as error:
             logger.error("a program cannot be started: {}", error)
@@ -111,12 +115,12 @@ class Supervisor:
         except TimeoutError:  # it holds nothing that matters
             self._guardian.kill()
 
-    async def _start(self, program: Program, restarts_left: int) -> None:
+    async def _start(self, program: Program, command: Sequence[str], restarts_left: int) -> None:
         program.log.parent.mkdir(parents=True, exist_ok=True)
         with program.log.open("ab") as log:
             start = log.tell()
             process = await asyncio.create_subprocess_exec(
-                *program.command,
+                *command,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=asyncio.subprocess.STDOUT,
@@ -144,7 +148,7 @@ class Supervisor:
                     if child.program.leader and child.process.returncode == 0:
                         logger.info("{} is done; ending the other programs", child.program.name)
                         return await self._end_in_order()
-                    if child.restarts_left == 0:
+                    if child.restarts_left == 0 or child.process.returncode == BAD_CONFIGURATION:
                         self._report(child)
                         return 1  # the caller's way out ends the others
                     await self._restart(child)
@@ -160,7 +164,8 @@ class Supervisor:
         name, left = child.program.name, child.restarts_left - 1
         logger.warning("{} {}; starting it again ({} more times)", name, how_it_ended(child.process.returncode), left)
         await asyncio.sleep(RESTART_PAUSE_S)
-        await self._start(child.program, left)
+        again = child.program.again
+        await self._start(child.program, child.program.command if again is None else again(), left)
 
     def _report(self, child: _Child) -> None:
         lines = last_lines(child.program.log, child.log_start)

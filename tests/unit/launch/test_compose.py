@@ -269,3 +269,17 @@ def test_the_trainer_runs_a_process_on_each_of_its_gpus() -> None:
 def test_more_training_processes_than_gpus_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     message = refusal(capsys, "--trainer-gpu-ids", "6", "--deployment.num-train-gpus", "2")
     assert "deployment.num_train_gpus is 2 but trainer_gpu_ids lists 1 GPU(s); list as many" in message
+
+
+def test_restarts_are_everybodys_and_the_orchestrator_waits_for_them() -> None:
+    parts = parts_of(load("--restarts", "3", "--ckpt.interval", "2", "--inference.max-model-len", "4096"))
+    assert {name: part.restarts for name, part in parts.items()} == dict.fromkeys(COMPONENTS, 3)
+    assert parts["orchestrator"].config.deadlines.unreachable_s == 180.0
+    assert parts_of(load())["orchestrator"].config.deadlines.unreachable_s == 8.0
+    own = load("--restarts", "3", "--ckpt.interval", "2", "--orchestrator.deadlines.unreachable-s", "9")
+    assert parts_of(own)["orchestrator"].config.deadlines.unreachable_s == 9.0
+
+
+@pytest.mark.parametrize("ckpt", [(), ("--ckpt",), ("--ckpt.interval", "2", "--ckpt.weights-only")])
+def test_restarts_need_checkpoints_to_go_on_from(ckpt: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert "ckpt" in refusal(capsys, "--restarts", "1", *ckpt)

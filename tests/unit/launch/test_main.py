@@ -1,7 +1,9 @@
 """What `rl` does before and after the programs run."""
 
 import importlib.util
+import os
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ import pytest
 from meshrl.core.config import load_config
 from meshrl.core.paths import Layout
 from meshrl.launch.config import RLConfig
-from meshrl.launch.main import FreePorts, main, prepare, programs
+from meshrl.launch.main import FreePorts, main, newest_checkpoint, prepare, programs
 
 FILES = ["inference.toml", "orchestrator.toml", "rl.toml", "rollout.toml", "trainer.toml", "weights.toml"]
 
@@ -90,3 +92,13 @@ def test_ports_are_free_and_different() -> None:
 def test_host_of_another_machine_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     argv = ["--output-dir", str(tmp_path), "--trainer.server.host", "192.0.2.1", "--trainer.server.insecure"]
     assert run_main(monkeypatch, *argv) == 2
+
+
+def test_a_trainer_goes_on_from_what_this_run_has_written(tmp_path: Path) -> None:
+    assert newest_checkpoint(tmp_path, since_s=0.0) is None
+    for step, age_s in ((9, 100.0), (2, 10.0), (4, 0.0)):
+        folder = tmp_path / "checkpoints" / f"step_{step}" / "trainer"
+        folder.mkdir(parents=True)
+        os.utime(folder, (time.time() - age_s, time.time() - age_s))
+    assert newest_checkpoint(tmp_path, since_s=time.time() - 50.0) == 4
+    assert newest_checkpoint(tmp_path, since_s=0.0) == 9

@@ -8,6 +8,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -238,6 +239,31 @@ async def test_engine_that_may_restart_is_started_again(programs: Programs, mess
     assert await running == 1
     assert programs.alive() == []
     assert "WARNING engine was killed by SIGKILL (9); starting it again (0 more times)\n" in messages
+
+
+async def test_restart_may_have_a_command_of_its_own(programs: Programs) -> None:
+    programs.add("trainer", SLEEP, restarts=1)
+    programs.add("leader", SLEEP, leader=True)
+    first = programs.listed[0]
+    resumed = programs.folder / "resumed"
+    programs.listed[0] = replace(first, again=lambda: [*PYTHON, UP + SLEEP, str(resumed)])
+    stop = asyncio.Event()
+    running = asyncio.create_task(supervise(programs, stop))
+    await programs.up("trainer", "leader")
+    pid = programs.pid("trainer")
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    await programs.up("resumed")
+    stop.set()
+    assert await running == 0
+
+
+async def test_bad_configuration_is_not_tried_again(programs: Programs, messages: list[str]) -> None:
+    programs.add("trainer", "raise SystemExit(2)", restarts=5)
+    programs.add("leader", SLEEP, leader=True)
+    assert await supervise(programs) == 1
+    assert any("trainer died: ended with exit code 2" in message for message in messages)
+    assert not any("starting it again" in message for message in messages)
 
 
 async def test_program_that_cannot_be_started_ends_the_run(programs: Programs, messages: list[str]) -> None:
