@@ -19,7 +19,7 @@ from meshrl.algorithms.packing import Packing, TrainSample, pack_samples
 from meshrl.core.config import dump_toml
 from meshrl.core.monitor import ConsoleSink, JsonlSink, Monitor, Sink, WandbSink
 from meshrl.core.paths import Layout
-from meshrl.models.load import ModelError, load_tokenizer, resolve_device
+from meshrl.models.load import ModelError, load_tokenizer, resolve_device, resolve_dtype
 from meshrl.sft.batches import training_batches
 from meshrl.sft.config import DataConfig, SFTConfig
 from meshrl.sft.data import DataError, load_conversations
@@ -31,6 +31,7 @@ from meshrl.training.fit import check_fits, check_has_device
 from meshrl.training.learner import Learner, StepError
 from meshrl.training.lifeline import Lifeline
 from meshrl.training.parallel import ParallelContext
+from meshrl.training.weights_folder import separate_adapters
 
 
 def run_rank(config: SFTConfig, layout: Layout, rank: int) -> None:
@@ -77,7 +78,14 @@ def train(config: SFTConfig, stop: threading.Event, parallel: ParallelContext) -
             _samples(config.val.data, config, tokenizer), seq_len=config.val.data.seq_len, dp_size=parallel.dp_size
         )
     learner = _build(config, parallel)
-    checkpointer = Checkpointer(learner, config.output_dir, tokenizer=tokenizer)
+    checkpointer = Checkpointer(
+        learner,
+        config.output_dir,
+        tokenizer=tokenizer,
+        seed=config.seed,
+        snapshot_dtype=resolve_dtype(config.model),
+        adapters_of=separate_adapters(config.ckpt, config.model),
+    )
     if config.ckpt is not None and config.ckpt.resume_step is not None:
         logger.info("resumed from step {}", checkpointer.restore(config.ckpt.resume_step))
     batches = training_batches(
@@ -116,8 +124,8 @@ def _join(config: SFTConfig, environment: Mapping[str, str]) -> ParallelContext:
 
 
 def _build(config: SFTConfig, parallel: ParallelContext) -> Learner:
-    check_fits(config.model, config.optim, parallel)
     try:
+        check_fits(config.model, config.optim, parallel)
         return build_learner(
             config.model,
             objective=Objective(loss=cross_entropy_loss, name="cross_entropy"),

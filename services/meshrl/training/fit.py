@@ -20,8 +20,8 @@ from meshrl.training.config import OptimConfig
 from meshrl.training.model_config import TrainerModelConfig
 from meshrl.training.parallel import ParallelContext
 
-MASTER_BYTES = GRADIENT_BYTES = 4  # float32
-OPTIMIZER_BYTES: Mapping[str, int] = {"adamw": 8, "muon": 4}  # a parameter: two float32 moments, or one
+GRADIENT_BYTES = 4  # float32
+OPTIMIZER_BYTES: Mapping[str, int] = {"adamw": 8, "muon": 4, "sgd": 4}  # a parameter: two float32 moments, or one
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
@@ -40,7 +40,10 @@ class MemoryNeed:
 
 
 def memory_need(config: TrainerModelConfig, optim: OptimConfig, parallel: ParallelContext) -> MemoryNeed:
-    """What a rank of this group needs for this model. Raises ModelError when there is no such model."""
+    """What a rank of this group needs for this model.
+
+    Raises ModelError when there is no such model, and ValueError for adapters that do not fit it.
+    """
     stored_dtype = torch.float32 if config.lora is None else resolve_dtype(config)
     model = empty_model(config, dtype=stored_dtype)
     if config.lora is not None:
@@ -54,20 +57,20 @@ def memory_need(config: TrainerModelConfig, optim: OptimConfig, parallel: Parall
     parameters = list(model.parameters())
     trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
     shards = 1 if parallel.mesh is None else max(1, parallel.world_size // config.dp_replicate)
-    on_device = not config.fsdp_cpu_offload
+    state_bytes = 0 if optim.type == "sgd" and not optim.momentum else OPTIMIZER_BYTES[optim.type]
     return MemoryNeed(
         parameters=sum(parameter.numel() for parameter in parameters),
-        weights=on_device * sum(parameter.numel() * parameter.itemsize for parameter in parameters) // shards,
-        gradients=on_device * trained * GRADIENT_BYTES // shards,
-        optimizer=(on_device and not config.optim_cpu_offload)
-        * trained
-        * OPTIMIZER_BYTES.get(optim.type, MASTER_BYTES)
-        // shards,
+        weights=0 if config.fsdp_cpu_offload else sum(p.numel() * p.itemsize for p in parameters) // shards,
+        gradients=0 if config.fsdp_cpu_offload else trained * GRADIENT_BYTES // shards,
+        optimizer=0 if config.fsdp_cpu_offload or config.optim_cpu_offload else trained * state_bytes // shards,
     )
 
 
 def check_fits(config: TrainerModelConfig, optim: OptimConfig, parallel: ParallelContext) -> None:
-    """Raises ModelError, on every rank, when the model cannot be trained on some rank's device. Collective."""
+    """Raises ModelError, on every rank, when the model cannot be trained on some rank's device. Collective.
+
+    Raises ValueError for adapters that do not fit the model.
+    """
     need = memory_need(config, optim, parallel)
     device = parallel.device
     there = available_bytes(device)

@@ -10,7 +10,7 @@ from meshrl.models.load import ModelError
 from meshrl.training import fit
 from meshrl.training.config import OptimConfig
 from meshrl.training.fit import available_bytes, check_fits, check_has_device, memory_need
-from meshrl.training.model_config import TrainerModelConfig
+from meshrl.training.model_config import LoraConfig, TrainerModelConfig
 from meshrl.training.parallel import ParallelContext
 
 HIDDEN, LAYERS, VOCAB = 64, 2, 128
@@ -45,6 +45,28 @@ def test_full_training_takes_sixteen_bytes_a_parameter(folder: str) -> None:
     need = memory_need(TrainerModelConfig(name=folder, device="cpu"), OptimConfig(), ParallelContext())
     assert need.parameters == PARAMETERS
     assert (need.weights, need.gradients, need.optimizer) == (4 * PARAMETERS, 4 * PARAMETERS, 8 * PARAMETERS)
+
+
+@pytest.mark.parametrize(
+    ("optim", "expected"),
+    [
+        (OptimConfig(type="muon"), 4),
+        (OptimConfig(type="sgd"), 4),
+        (OptimConfig(type="sgd", momentum=0.0), 0),
+    ],
+)
+def test_optimizers_with_less_state_take_less(folder: str, optim: OptimConfig, expected: int) -> None:
+    need = memory_need(TrainerModelConfig(name=folder, device="cpu"), optim, ParallelContext())
+    assert need.optimizer == expected * PARAMETERS
+
+
+def test_adapters_leave_the_model_without_gradients_and_optimizer_state(folder: str) -> None:
+    lora = LoraConfig(rank=2, target_modules=["q_proj"])
+    config = TrainerModelConfig(name=folder, device="cpu", lora=lora)
+    need = memory_need(config, OptimConfig(), ParallelContext())
+    adapters = LAYERS * 2 * (HIDDEN + HIDDEN)
+    assert need.parameters == PARAMETERS + adapters
+    assert (need.gradients, need.optimizer) == (4 * adapters, 8 * adapters)
 
 
 def test_state_on_the_host_does_not_count(folder: str) -> None:
