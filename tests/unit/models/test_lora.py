@@ -1,0 +1,252 @@
+"""Adapters: nothing changes at first, only they learn, and merged or brought back from files they compute the same."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from meshrl.models.lora import (
+    LoraLinear,
+    adapted_layers,
+    adapter_config,
+    adapter_state,
+    apply_lora,
+    is_adapter,
+    load_adapter,
+    reset_lora,
+    save_adapter,
+)
+from meshrl.models.state import gather_state, hf_state, load_hf_state
+
+TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
+TARGETS = ["q_proj", "down_proj"]
+
+
+def build(*, tied: bool = True, dtype: torch.dtype = torch.float32) -> Qwen3ForCausalLM:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=16,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        tie_word_embeddings=tied,
+    )
+    return Qwen3ForCausalLM(config).to(dtype)
+
+
+def adapted(
+    *, tied: bool = True, targets: list[str] = TARGETS, dropout: float = 0.0, trained: bool = True, seed: int = 1
+) -> Qwen3ForCausalLM:
+    model = build(tied=tied)
+    apply_lora(model, rank=4, alpha=6.0, dropout=dropout, target_modules=targets)
+    reset_lora(model, seed)
+    if trained:
+        source = torch.Generator().manual_seed(seed)
+        for layer in adapted_layers(model).values():
+            nn.init.normal_(layer.lora_B, generator=source)
+    return model.eval()
+
+
+def logits(model: nn.Module) -> torch.Tensor:
+    result: torch.Tensor = model(TOKENS).logits
+    return result if model.training else result.detach()
+
+
+def test_adapted_model_starts_as_its_base() -> None:
+    assert torch.equal(logits(adapted(trained=False)), logits(build().eval()))
+
+
+def test_output_is_the_base_plus_the_scaled_product() -> None:
+    base = nn.Linear(5, 3)
+    layer = LoraLinear(base, rank=2, alpha=3.0, dropout=0.0)
+    nn.init.normal_(layer.lora_A)
+    nn.init.normal_(layer.lora_B)
+    inputs = torch.randn(7, 5)
+    expected = inputs @ base.weight.T + base.bias + 1.5 * inputs @ layer.lora_A.T @ layer.lora_B.T
+    torch.testing.assert_close(layer(inputs), expected)
+
+
+def test_only_adapters_get_gradients() -> None:
+    model = adapted().train()
+    logits(model).square().sum().backward()
+    trained = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert trained == {name for name, _ in model.named_parameters() if is_adapter(name)}
+    assert trained == {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert len(trained) == 2 * 2 * 2
+
+
+def test_base_parameters_keep_their_names_and_adapters_are_float32() -> None:
+    model = build(dtype=torch.bfloat16)
+    names = list(dict(model.named_parameters()))
+    apply_lora(model, rank=4, alpha=6.0, dropout=0.0, target_modules=TARGETS)
+    assert [name for name, _ in model.named_parameters() if not is_adapter(name)] == names
+    dtypes = {is_adapter(name): parameter.dtype for name, parameter in model.named_parameters()}
+    assert dtypes == {True: torch.float32, False: torch.bfloat16}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_merged_weights_compute_what_the_adapters_do(tied: bool) -> None:
+    targets = TARGETS if tied else [*TARGETS, "lm_head"]
+    model, plain = adapted(tied=tied, targets=targets), build(tied=tied).eval()
+    merged = gather_state(model)
+    assert merged.keys() == hf_state(plain).keys()
+    changed = {name for name, tensor in hf_state(plain).items() if not torch.equal(tensor, merged[name])}
+    assert changed == {f"{name}.weight" for name in adapted_layers(model)}
+    load_hf_state(plain, merged)
+    torch.testing.assert_close(logits(plain), logits(model), atol=1e-5, rtol=1e-5)
+
+
+def test_merging_rounds_once() -> None:
+    model = adapted()
+    for layer in adapted_layers(model).values():
+        layer.weight.data = layer.weight.data.bfloat16()
+    merged = hf_state(model, torch.bfloat16)
+    for name, layer in adapted_layers(model).items():
+        exact = layer.weight.double() + 1.5 * layer.lora_B.double() @ layer.lora_A.double()
+        assert torch.equal(merged[f"{name}.weight"], exact.float().bfloat16())
+    assert {tensor.dtype for tensor in merged.values()} == {torch.bfloat16}
+
+
+def test_merging_leaves_the_model_alone() -> None:
+    model = adapted()
+    before = logits(model)
+    for tensor in gather_state(model).values():
+        tensor.zero_()
+    assert torch.equal(logits(model), before)
+
+
+def test_merged_weights_cannot_be_loaded_back_onto_adapters() -> None:
+    model = adapted()
+    with pytest.raises(ValueError, match="adapters cannot take merged weights"):
+        load_hf_state(model, gather_state(model))
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+def test_half_precision_follows_float32(autocast: bool) -> None:
+    model, exact = adapted(), logits(adapted())
+    if autocast:
+        with torch.autocast("cpu", torch.bfloat16):
+            half = logits(model)
+    else:
+        for name, parameter in model.named_parameters():
+            parameter.data = parameter.data if is_adapter(name) else parameter.data.bfloat16()
+        half = logits(model)
+    assert half.dtype == torch.bfloat16
+    assert float((half.float() - exact).abs().max()) < 0.05 * float(exact.abs().max())
+
+
+@torch.no_grad()
+def test_dropout_spares_the_base_and_evaluation() -> None:
+    layer = LoraLinear(nn.Linear(400, 2), rank=1, alpha=1.0, dropout=0.25)
+    nn.init.ones_(layer.lora_A)
+    nn.init.ones_(layer.lora_B)
+    inputs = torch.ones(50, 400)
+    base = nn.functional.linear(inputs, layer.weight, layer.bias)
+    kept = (layer(inputs) - base)[:, 0] * 0.75  # inputs that are kept are scaled by 1 / (1 - dropout)
+    assert len(set(kept.round().tolist())) > 5
+    assert float(kept.mean()) == pytest.approx(300, rel=0.02)
+    torch.testing.assert_close(layer.eval()(inputs) - base, torch.full((50, 2), 400.0))
+
+
+def test_first_values_depend_on_the_seed_alone_and_have_the_published_bound() -> None:
+    one, same, other = adapted(trained=False), adapted(trained=False), adapted(trained=False, seed=2)
+    for name, layer in adapted_layers(one).items():
+        bound = 1 / math.sqrt(layer.in_features)
+        assert 0.8 * bound < float(layer.lora_A.abs().max()) <= bound
+        assert torch.equal(layer.lora_A, adapted_layers(same)[name].lora_A)
+        assert not torch.equal(layer.lora_A, adapted_layers(other)[name].lora_A)
+        assert not layer.lora_B.any()
+    first, second = list(adapted_layers(one).values())[:2]
+    assert not torch.equal(first.lora_A[:, :8], second.lora_A[:, :8])
+
+
+def test_model_without_storage_can_be_adapted() -> None:
+    with torch.device("meta"):
+        model = Qwen3ForCausalLM(build().config)
+    apply_lora(model, rank=4, alpha=6.0, dropout=0.0, target_modules=["model.layers.1.self_attn.v_proj"])
+    assert list(adapted_layers(model)) == ["model.layers.1.self_attn.v_proj"]
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+
+
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        (["q_proj", "wo"], r"'wo' names no linear layer; this model has down_proj, gate_proj, k_proj, lm_head, o_proj"),
+        (["embed_tokens"], "'embed_tokens' names no linear layer"),
+        ([], "is empty"),
+        (["q_proj", "lm_head"], r"'lm_head' shares its weight with 'model\.embed_tokens\.weight'.*leave it out"),
+    ],
+)
+def test_target_that_cannot_be_adapted_is_refused_and_changes_nothing(targets: list[str], message: str) -> None:
+    model = build(tied=True)
+    with pytest.raises(ValueError, match=message):
+        apply_lora(model, rank=4, alpha=6.0, dropout=0.0, target_modules=targets)
+    assert not adapted_layers(model)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_files_have_the_names_and_the_configuration_that_peft_reads(tmp_path: Path) -> None:
+    model = adapted(targets=["q_proj", "model.layers.1.mlp.up_proj"])
+    save_adapter(tmp_path, adapter_state(model), adapter_config(model, "org/base"))
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    prefix = "base_model.model.model.layers"
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {
+        f"{prefix}.0.self_attn.q_proj.lora_A.weight": (4, 16),
+        f"{prefix}.0.self_attn.q_proj.lora_B.weight": (16, 4),
+        f"{prefix}.1.self_attn.q_proj.lora_A.weight": (4, 16),
+        f"{prefix}.1.self_attn.q_proj.lora_B.weight": (16, 4),
+        f"{prefix}.1.mlp.up_proj.lora_A.weight": (4, 16),
+        f"{prefix}.1.mlp.up_proj.lora_B.weight": (24, 4),
+    }
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert config["target_modules"] == ["model.layers.1.mlp.up_proj", "q_proj"]
+    expected = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 6.0, "bias": "none"}
+    assert {key: config[key] for key in expected} == expected
+    assert config["base_model_name_or_path"] == "org/base"
+
+
+def test_files_bring_the_adapters_back(tmp_path: Path) -> None:
+    model, other = adapted(), adapted(seed=2)
+    save_adapter(tmp_path, adapter_state(model), adapter_config(model, "base"))
+    assert not torch.equal(logits(other), logits(model))
+    load_adapter(other, tmp_path)
+    assert torch.equal(logits(other), logits(model))
+
+
+def test_files_of_other_adapters_are_refused_and_change_nothing(tmp_path: Path) -> None:
+    model = adapted()
+    before = adapter_state(model)
+    save_adapter(tmp_path, before, adapter_config(model, "base"))
+    elsewhere = adapted(targets=["k_proj"])
+    with pytest.raises(ValueError, match=r"target_modules.*the folder's are \['down_proj', 'q_proj'\]"):
+        load_adapter(elsewhere, tmp_path)
+    larger = build()
+    apply_lora(larger, rank=8, alpha=6.0, dropout=0.0, target_modules=TARGETS)
+    with pytest.raises(ValueError, match=r"rank 4 and alpha 6\.0, this model of rank 8"):
+        load_adapter(larger, tmp_path)
+    torn = {name: tensor[:, :3] if name.endswith("lora_A") else tensor for name, tensor in before.items()}
+    save_adapter(tmp_path, torn, adapter_config(model, "base"))
+    with pytest.raises(ValueError, match=r"shape \(4, 3\), in this model \(4, 16\)"):
+        load_adapter(model, tmp_path)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in adapter_state(model).items())
+
+
+def test_only_ranks_that_ask_keep_the_state() -> None:
+    model = adapted()
+    assert adapter_state(model, keep=False) == {}
+    state = adapter_state(model)
+    assert len(state) == 8
+    for tensor in state.values():
+        tensor.zero_()
+    assert all(layer.lora_A.any() for layer in adapted_layers(model).values())
