@@ -158,6 +158,7 @@ def test_dropout_spares_the_base_and_evaluation() -> None:
     torch.testing.assert_close(layer.eval()(inputs) - base, torch.full((50, 2), 400.0))
 
 
+@torch.no_grad()
 def test_first_values_depend_on_the_seed_alone_and_have_the_published_bound() -> None:
     one, same, other = adapted(trained=False), adapted(trained=False), adapted(trained=False, seed=2)
     for name, layer in adapted_layers(one).items():
