@@ -44,8 +44,6 @@ class SFTLoop:
         self._ckpt = ckpt
         self._validation = validation
         self._validation_interval = validation_interval
-        self._samples = 0
-        self._tokens = 0
         self._peak_flops = peak_flops(learner.device)
 
     def run(self, stopped: Callable[[], bool]) -> Path:
@@ -53,6 +51,7 @@ class SFTLoop:
         save_s = 0.0
         while self._learner.step_done < self._max_steps and not self._learner.parallel.any(stopped()):
             started = time.perf_counter()
+            self._checkpointer.check()
             batch = next(self._batches)
             result = self._learner.step(batch.packing.micro_batches)
             step_s = time.perf_counter() - started
@@ -75,8 +74,7 @@ class SFTLoop:
         if self._ckpt is None or not self._ckpt.interval or self._learner.step_done % self._ckpt.interval:
             return 0.0
         started = time.perf_counter()
-        self._checkpointer.save(weights_only=self._ckpt.weights_only)
-        self._checkpointer.prune(self._ckpt)
+        self._checkpointer.save_as(self._ckpt)
         return time.perf_counter() - started
 
     def _save_last(self) -> Path:
@@ -91,8 +89,9 @@ class SFTLoop:
         return folder
 
     def _metrics(self, batch: SFTBatch, result: StepResult, step_s: float) -> dict[str, float]:
-        self._samples += batch.samples
-        self._tokens += batch.tokens
+        progress = self._checkpointer.progress
+        progress.samples += batch.samples
+        progress.tokens += batch.tokens
         rate = batch.tokens / step_s
         flops = step_flops(self._learner.model, batch.packing.micro_batches)
         return {
@@ -102,8 +101,8 @@ class SFTLoop:
             "optim/lr": result.lr,
             "optim/zero_grad_ratio": result.zero_grad_ratio,
             "progress/epoch": batch.epoch,
-            "progress/num_samples": float(self._samples),
-            "progress/num_tokens": float(self._tokens),
+            "progress/num_samples": float(progress.samples),
+            "progress/num_tokens": float(progress.tokens),
             "perf/throughput": rate,
             "perf/throughput_per_gpu": rate / self._learner.parallel.world_size,
             "perf/mfu": flops / step_s / self._peak_flops / self._learner.parallel.world_size,

@@ -19,6 +19,7 @@ from meshrl.training.fit import check_fits, check_has_device
 from meshrl.training.learner import Learner
 from meshrl.training.lifeline import Lifeline
 from meshrl.training.parallel import ParallelContext
+from meshrl.training.weights_folder import separate_adapters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +60,14 @@ def build_parts(config: TrainerConfig, environment: Mapping[str, str]) -> Traine
             seed=config.seed,
             max_logits_bytes=config.max_logits_mib and config.max_logits_mib * 2**20,
         )
-        checkpointer = Checkpointer(learner, config.output_dir, tokenizer=None if parallel.rank else _tokenizer(config))
+        checkpointer = Checkpointer(
+            learner,
+            config.output_dir,
+            tokenizer=None if parallel.rank else _tokenizer(config),
+            seed=config.seed,
+            snapshot_dtype=compute_dtype,
+            adapters_of=separate_adapters(config.ckpt, config.model),
+        )
         if config.ckpt is not None and config.ckpt.resume_step is not None:
             logger.info("resumed from the checkpoint of step {}", checkpointer.restore(config.ckpt.resume_step))
     # What a changed configuration mends.

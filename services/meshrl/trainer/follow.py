@@ -7,7 +7,7 @@ from loguru import logger
 
 from meshrl.models.state import gather_state
 from meshrl.trainer.orders import Gather, Save, Train, follow
-from meshrl.training.checkpoint import Checkpointer
+from meshrl.training.checkpoint import Checkpointer, CheckpointError
 from meshrl.training.config import CheckpointConfig
 from meshrl.training.learner import Learner, StepError
 
@@ -32,6 +32,7 @@ class Follower:
         """Gathers the first version with the others, then follows to the end."""
         self._carry_out(Gather())
         follow(self._learner.parallel, self._carry_out)
+        self._checkpointer.settle()
 
     def _carry_out(self, order: Train | Gather | Save) -> None:
         if isinstance(order, Train):
@@ -46,6 +47,9 @@ class Follower:
 
     def _save(self, order: Save) -> None:
         try:
-            self._checkpointer.save(weights_only=order.weights_only)
-        except OSError as error:  # rank 0 reports it
+            if order.in_background:
+                self._checkpointer.save_async(weights_only=order.weights_only)
+            else:
+                self._checkpointer.save(weights_only=order.weights_only)
+        except CheckpointError as error:  # all ranks raised it, and rank 0 reports it
             logger.error("no checkpoint of step {}: {}", self._learner.step_done, error)

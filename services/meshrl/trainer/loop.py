@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from meshrl.trainer.desk import SaveRequest, TrainerDesk
 from meshrl.trainer.metrics import step_metrics
 from meshrl.trainer.orders import Gather, Orders, Save, Stop, Train
 from meshrl.trainer.spans import StepSpan, StepSpans
-from meshrl.training.checkpoint import Checkpointer
+from meshrl.training.checkpoint import Checkpointer, CheckpointError
 from meshrl.training.config import CheckpointConfig
 from meshrl.training.learner import Learner, StepError, StepResult
 from meshrl.training.throughput import peak_flops, peak_memory_gib, step_flops
@@ -30,14 +30,6 @@ from meshrl.wire.types import Batch
 
 # (version, weights by name, traceparent) -> a future that is done when the hub has sealed the version.
 Publish = Callable[[int, Mapping[str, torch.Tensor], str], "Future[Any]"]
-
-
-@dataclass(kw_only=True)
-class Progress:
-    """What was trained since the trainer started."""
-
-    tokens: int = 0
-    samples: int = 0
 
 
 class TrainLoop:
@@ -70,7 +62,6 @@ class TrainLoop:
         self._publishing: Future[Any] | None = None
         self._save_ckpt_s = 0.0  # since the last DONE
         self._saved_step = learner.step_done  # a step that is on disk, or needs no checkpoint
-        self._progress = Progress()
         self._peak_flops = peak_flops(learner.device)
 
     def run(self) -> None:
@@ -87,6 +78,7 @@ class TrainLoop:
             if self._ckpt is not None and self._learner.step_done != self._saved_step:
                 self._save(self._ckpt)
             self._orders.give(Stop())
+            self._checkpointer.settle()  # as every rank does
             self._on_end()
         except BaseException as error:  # reported to every watcher, then raised: the process ends and says why
             self._desk.crashed(f"the trainer stopped: {error}")
@@ -94,6 +86,7 @@ class TrainLoop:
 
     def _train(self, batch: Batch, *, wait_s: float) -> None:
         """One step, from a batch to a publication under way."""
+        self._checkpointer.check()
         started = time.perf_counter()
         span = self._spans.start(batch)
         self._orders.give(Train(batch=batch))
@@ -176,8 +169,9 @@ class TrainLoop:
         """All metrics of a step. Throughput counts every packed token over the time not spent waiting for a batch."""
         tokens = sum(len(row.token_ids) for row in batch.micro_batches)
         samples = sum(len(row.rollout_ids) for row in batch.micro_batches)
-        self._progress.tokens += tokens
-        self._progress.samples += samples
+        progress = self._checkpointer.progress
+        progress.tokens += tokens
+        progress.samples += samples
         flops = step_flops(self._learner.model, batch.micro_batches)
         metrics = step_metrics(result, batch.environments)
         metrics |= {
@@ -190,8 +184,8 @@ class TrainLoop:
             "progress/step": float(result.step),
             "progress/tokens": float(tokens),
             "progress/samples": float(samples),
-            "progress/total_tokens": float(self._progress.tokens),
-            "progress/total_samples": float(self._progress.samples),
+            "progress/total_tokens": float(progress.tokens),
+            "progress/total_samples": float(progress.samples),
         }
         self._save_ckpt_s = 0.0
         return metrics
@@ -203,22 +197,25 @@ class TrainLoop:
             self._publishing = None
 
     def _save(self, config: CheckpointConfig) -> None:
+        """A checkpoint as configured; one in the background costs the time to copy the state."""
         started = time.perf_counter()
-        self._orders.give(Save(weights_only=config.weights_only))
-        path = self._checkpointer.save(weights_only=config.weights_only)
-        self._checkpointer.prune(config)
+        self._orders.give(Save(weights_only=config.weights_only, in_background=config.save_async))
+
+        def durable(step: int, folder: Path) -> None:
+            if not config.weights_only:
+                self._desk.saved(step)
+            logger.info("checkpoint of step {} in {}", step, folder)
+
+        self._checkpointer.save_as(config, durable)
         self._saved_step = self._learner.step_done
-        if not config.weights_only:
-            self._desk.saved(self._saved_step)
         self._save_ckpt_s += time.perf_counter() - started
-        logger.info("checkpoint of step {} in {}", self._saved_step, path)
 
     def _save_on_request(self, request: SaveRequest) -> None:
         started = time.perf_counter()
         self._orders.give(Save(weights_only=request.weights_only))
         try:
             path = self._checkpointer.save(weights_only=request.weights_only)
-        except OSError as error:  # a full or read-only disk is the caller's news; training goes on
+        except CheckpointError as error:  # a full or read-only disk is the caller's news; training goes on
             request.saved.set_exception(MeshError(Reason.CHECKPOINT_FAILED, f"cannot write the checkpoint: {error}"))
             return
         finally:

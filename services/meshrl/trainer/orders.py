@@ -49,6 +49,7 @@ class Save:
     """Write a checkpoint of the last step."""
 
     weights_only: bool
+    in_background: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +68,8 @@ _PLAIN: dict[bytes, Order] = {
     b"G": Gather(),
     b"W": Save(weights_only=True),
     b"C": Save(weights_only=False),
+    b"w": Save(weights_only=True, in_background=True),
+    b"c": Save(weights_only=False, in_background=True),
     b"B": Beat(),
     b"S": Stop(),
 }

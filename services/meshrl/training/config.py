@@ -63,11 +63,24 @@ class SchedulerConfig(BaseConfig):
             )
 
 
+class SnapshotConfig(BaseConfig):
+    """The Hugging Face folders that are written along with checkpoints."""
+
+    save_adapter_separately: bool = False
+    """With model.lora, also write the adapters on their own, into lora_adapters/ in the folder of merged weights."""
+
+
 class CheckpointConfig(BaseConfig):
     """When to write checkpoints; the section is off unless it is given."""
 
     interval: int | None = Field(default=None, ge=1)
     """Save every so many steps; None saves at the end only."""
+
+    save_async: bool = False
+    """Copy the state to the host's memory and write it in the background while training goes on."""
+
+    weights: SnapshotConfig = SnapshotConfig()
+    """The Hugging Face folders."""
 
     keep_last: int | None = Field(default=None, ge=1)
     """Keep only the newest so many checkpoints; None keeps all."""

@@ -1,0 +1,215 @@
+"""Folders that are whole or not there, on disk: what checkpoints are made of; below the checkpointer, above the disk.
+
+A folder is written as `NAME.partial`, flushed, and renamed into place, so that neither a kill nor a power cut leaves a
+half of it under its name. A folder is deleted by way of `NAME.deleted`. Both kinds of leftover are nobody's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+MANIFEST = "checkpoint.json"
+FORMAT = "meshrl-checkpoint-1"
+PARTIAL, DELETED, SUPERSEDED = ".partial", ".deleted", ".superseded"
+_BLOCK_BYTES = 2**24
+
+
+class CheckpointError(Exception):
+    """A checkpoint could not be written, found or read; the message says what to change."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileMark:
+    """What a file must look like when it is read again."""
+
+    num_bytes: int
+    crc32: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a checkpoint says about itself; the last file that is written into it."""
+
+    step: int
+    ranks: int
+    model: str  # class of the model
+    optimizer: str  # class of the optimizer
+    tokens: int  # trained up to the step
+    samples: int
+    files: Mapping[str, FileMark]
+
+    def write(self, folder: Path) -> None:
+        """Writes it, and flushes the names that the folder holds."""
+        path = folder / MANIFEST
+        path.write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=1), encoding="utf-8")
+        flush(path)
+        flush(folder)
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """Raises CheckpointError for a folder that this program did not write, or that somebody changed."""
+        try:
+            text = (folder / MANIFEST).read_text(encoding="utf-8")
+        except FileNotFoundError as error:
+            raise CheckpointError(
+                f"{folder} has no {MANIFEST}, so it is not a checkpoint of this program; delete it, or resume another "
+                "step with ckpt.resume_step"
+            ) from error
+        except (OSError, ValueError) as error:
+            raise damaged(folder, f"{MANIFEST} cannot be read ({error})") from error
+        try:
+            values: dict[str, Any] = json.loads(text)
+            written_as = values.pop("format", None)
+            if written_as == FORMAT:
+                files = {name: FileMark(**mark) for name, mark in values.pop("files").items()}
+                return cls(files=files, **values)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise damaged(folder, f"{MANIFEST} cannot be read ({error})") from error
+        raise CheckpointError(
+            f"{folder} was written in format {written_as!r}, this program reads {FORMAT!r}; resume it with the version "
+            "that wrote it, or start from its snapshot under weights/"
+        )
+
+
+def damaged(folder: Path, what: str) -> CheckpointError:
+    """The error for a checkpoint that is not as it was written."""
+    return CheckpointError(
+        f"{folder} is damaged: {what}; delete it and resume an earlier step (ckpt.resume_step), or -1 for the newest"
+    )
+
+
+def mark(path: Path) -> FileMark:
+    """Size and checksum of a file."""
+    checksum, size = 0, 0
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            checksum, size = zlib.crc32(block, checksum), size + len(block)
+    return FileMark(num_bytes=size, crc32=checksum)
+
+
+def verify(folder: Path, files: Iterable[tuple[str, FileMark]]) -> None:
+    """Raises CheckpointError unless the files are there as they were written."""
+    for name, wanted in files:
+        try:
+            found = mark(folder / name)
+        except OSError as error:
+            raise damaged(folder, f"{name} cannot be read ({error})") from error
+        if found.num_bytes != wanted.num_bytes:
+            raise damaged(folder, f"{name} has {found.num_bytes} bytes instead of {wanted.num_bytes}")
+        if found != wanted:
+            raise damaged(folder, f"{name} does not have the checksum it was written with")
+
+
+def flush(path: Path) -> None:
+    """Has the disk take what was written to a file, or the names in a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def flush_tree(folder: Path) -> None:
+    """Flushes a folder with all that is in it."""
+    for parent, _, names in os.walk(folder, topdown=False):
+        for name in names:
+            flush(Path(parent, name))
+        flush(Path(parent))
+
+
+def make_partial(folder: Path) -> Path:
+    """An empty folder to write what will be `folder`; what an earlier attempt left is gone."""
+    partial = folder.with_name(folder.name + PARTIAL)
+    _remove_tree(partial)
+    missing = [parent for parent in partial.parents if not parent.exists()]
+    partial.mkdir(parents=True)
+    for parent in missing:
+        flush(parent.parent)
+    return partial
+
+
+def reveal(folder: Path) -> None:
+    """Gives a flushed partial folder its name, in place of what an earlier run left there; on disk on return."""
+    if folder.exists():
+        _set_aside_to_delete(folder)
+    folder.with_name(folder.name + PARTIAL).rename(folder)
+    flush(folder.parent)
+    _remove_tree(folder.with_name(folder.name + DELETED))
+
+
+def remove(folder: Path) -> None:
+    """Deletes a folder; however that ends, no half of it keeps the name."""
+    if folder.is_dir():
+        _set_aside_to_delete(folder)
+        flush(folder.parent)
+        _remove_tree(folder.with_name(folder.name + DELETED))
+
+
+def discard_partial(folder: Path) -> None:
+    """Deletes what a failed attempt at `folder` left."""
+    _remove_tree(folder.with_name(folder.name + PARTIAL))
+
+
+def supersede(folder: Path) -> Path:
+    """Renames a folder whose continuation is given up, so that nobody takes it for the newest. Returns its new path."""
+    aside = folder.with_name(folder.name + SUPERSEDED)
+    _remove_tree(aside)
+    folder.rename(aside)
+    flush(folder.parent)
+    return aside
+
+
+def sweep(root: Path, part: str | None) -> None:
+    """Deletes the leftovers of a process that was killed among the steps under `root`, or among parts of steps."""
+    for step in steps_in(root):
+        if part is not None:
+            for suffix in (PARTIAL, DELETED):
+                _remove_tree(step_folder(root, step) / (part + suffix))
+            with suppress(OSError):  # other programs keep their part of the step here
+                step_folder(root, step).rmdir()
+    for suffix in (PARTIAL, DELETED):
+        for leftover in root.glob(f"step_*{suffix}"):
+            _remove_tree(leftover)
+
+
+def step_folder(root: Path, step: int) -> Path:
+    """The folder of a step."""
+    return root / f"step_{step}"
+
+
+def steps_in(root: Path) -> list[int]:
+    """The steps that have a folder, in order."""
+    return sorted(_steps_in(root))
+
+
+def _steps_in(root: Path) -> Iterator[int]:
+    for folder in root.glob("step_*") if root.is_dir() else ():
+        number = folder.name.removeprefix("step_")
+        if number.isdigit() and folder.is_dir():
+            yield int(number)
+
+
+def surplus(steps: Iterable[int], *, keep_last: int | None, keep_interval: int | None) -> set[int]:
+    """The steps to delete: all but the newest `keep_last` and the multiples of `keep_interval`; None is no limit."""
+    if keep_last is None:
+        return set()
+    return {step for step in sorted(steps)[:-keep_last] if keep_interval is None or step % keep_interval}
+
+
+def _set_aside_to_delete(folder: Path) -> None:
+    doomed = folder.with_name(folder.name + DELETED)
+    _remove_tree(doomed)
+    folder.rename(doomed)
+
+
+def _remove_tree(folder: Path) -> None:
+    if folder.exists():
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,345 @@
+"""Checkpoints of one process: resuming is exact, folders are whole or absent, old ones go, wrong ones are refused."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import checkpoint_kit as kit
+from meshrl.models.lora import load_adapter
+from meshrl.models.state import gather_state
+from meshrl.training import checkpoint_files as files
+from meshrl.training.checkpoint import Checkpointer, CheckpointError
+from meshrl.training.config import CheckpointConfig, SnapshotConfig
+from meshrl.training.weights_folder import separate_adapters
+
+ON_HOST = {"optim_cpu_offload": True}
+EVERY = [1, 2, 3, 4, 5, 6]
+LORA = {"lora": {"rank": 4, "dropout": 0.2}}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return kit.save_model(tmp_path_factory.mktemp("model"))
+
+
+def saved_steps(output_dir: Path) -> list[int]:
+    return files.steps_in(output_dir / "checkpoints")
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+@pytest.mark.parametrize(
+    ("settings", "optim"),
+    [
+        ({}, {}),
+        (LORA, {}),
+        ({}, {"type": "muon"}),
+        ({}, {"type": "sgd", "momentum": 0.9}),
+        (ON_HOST, {}),
+    ],
+    ids=["adamw", "lora with dropout", "muon", "sgd", "state on the host"],
+)
+def test_ten_steps_resumed_for_ten_are_twenty_bit_for_bit(
+    model: str, tmp_path: Path, settings: dict[str, Any], optim: dict[str, Any], in_background: bool
+) -> None:
+    straight = kit.build(model, settings, optim)
+    whole = kit.train(straight, 20)
+
+    first = kit.build(model, settings, optim)
+    begun = kit.train(first, 10)
+    checkpointer = Checkpointer(first, tmp_path, tokenizer=None)
+    checkpointer.progress.tokens = 77
+    checkpointer.save_as(CheckpointConfig(save_async=in_background))
+    kit.train(first, 12)  # what is saved must not change any more
+    checkpointer.settle()
+    assert checkpointer.durable_step == 10
+
+    torch.manual_seed(99)  # a new process has drawn other numbers until it restores
+    later = kit.build(model, settings, optim)
+    resumed = Checkpointer(later, tmp_path, tokenizer=None)
+    assert resumed.restore(-1) == 10
+    assert (resumed.progress.tokens, resumed.durable_step) == (77, 10)
+    ended = kit.train(later, 20)
+
+    assert begun + ended == whole
+    assert whole[-1]["lr"] != whole[9]["lr"]
+    kit.assert_same(kit.state(later), kit.state(straight))
+
+
+def test_a_save_changes_nothing_in_training(model: str, tmp_path: Path) -> None:
+    expected = kit.train(kit.build(model, LORA), 6)
+    saving = kit.build(model, LORA)
+    checkpointer = Checkpointer(saving, tmp_path, tokenizer=None)
+    got = []
+    for step in range(1, 7):
+        got += kit.train(saving, step)
+        checkpointer.save_as(CheckpointConfig(save_async=step % 2 == 0))
+    checkpointer.settle()
+    assert got == expected
+    assert saved_steps(tmp_path) == [1, 2, 3, 4, 5, 6]
+
+
+def test_saving_in_the_background_writes_the_same_as_saving(model: str, tmp_path: Path) -> None:
+    learner = kit.build(model)
+    kit.train(learner, 3)
+    for name, in_background in (("now", False), ("later", True)):
+        checkpointer = Checkpointer(learner, tmp_path / name, tokenizer=None)
+        checkpointer.save_as(CheckpointConfig(save_async=in_background))
+        checkpointer.settle()
+    now, later = (load_file(tmp_path / name / "weights/step_3/model.safetensors") for name in ("now", "later"))
+    kit.assert_same(now, later)
+    states = []
+    for name in ("now", "later"):
+        fresh = kit.build(model)
+        Checkpointer(fresh, tmp_path / name, tokenizer=None).restore(3)
+        states.append(kit.state(fresh))
+    kit.assert_same(*states)
+
+
+def test_the_snapshot_is_a_hugging_face_folder_of_the_trained_weights(model: str, tmp_path: Path) -> None:
+    learner = kit.build(model)
+    kit.train(learner, 2)
+    folder = Checkpointer(learner, tmp_path, tokenizer=None, snapshot_dtype=torch.bfloat16).save(weights_only=True)
+    assert folder == tmp_path / "weights" / "step_2"
+    assert not (tmp_path / "checkpoints").exists()
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    assert loaded.dtype == torch.bfloat16
+    kit.assert_same(gather_state(loaded), gather_state(learner.model, torch.bfloat16))
+
+
+def test_adapters_are_merged_and_also_written_on_their_own(model: str, tmp_path: Path) -> None:
+    learner = kit.build(model, LORA)
+    kit.train(learner, 2)
+    ckpt = CheckpointConfig(weights=SnapshotConfig(save_adapter_separately=True))
+    base = separate_adapters(ckpt, kit.model_config(model, LORA))
+    assert base == model
+    assert separate_adapters(ckpt, kit.model_config(model, {})) is None
+    folder = Checkpointer(learner, tmp_path, tokenizer=None, adapters_of=base).save(weights_only=True)
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    kit.assert_same(gather_state(loaded), gather_state(learner.model))
+    other = kit.build(model, LORA)
+    load_adapter(other.model, folder / "lora_adapters")
+    kit.assert_same(gather_state(other.model), gather_state(learner.model))
+
+
+def test_a_big_snapshot_is_split_into_files(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshrl.training.weights_folder.MAX_FILE_SIZE", "20KB")
+    learner = kit.build(model)
+    folder = Checkpointer(learner, tmp_path, tokenizer=None).save(weights_only=True)
+    assert len(list(folder.glob("model-*.safetensors"))) > 1
+    kit.assert_same(gather_state(AutoModelForCausalLM.from_pretrained(folder)), gather_state(learner.model))
+
+
+# --- whose folder a checkpoint is -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weights_only", [True, False])
+def test_a_new_run_replaces_what_an_earlier_one_left_at_the_same_step(
+    model: str, tmp_path: Path, weights_only: bool
+) -> None:
+    for steps in (1, 2):
+        learner = kit.build(model)
+        kit.train(learner, steps)
+        learner.step_done = 5
+        Checkpointer(learner, tmp_path, tokenizer=None).save(weights_only=weights_only)
+    kit.assert_same(load_file(tmp_path / "weights/step_5/model.safetensors"), gather_state(learner.model))
+    if not weights_only:
+        resumed = kit.build(model)
+        Checkpointer(resumed, tmp_path, tokenizer=None).restore(5)
+        kit.assert_same(kit.state(resumed), kit.state(learner))
+
+
+def test_the_same_step_of_a_run_is_written_once(model: str, tmp_path: Path) -> None:
+    checkpointer = Checkpointer(kit.build(model), tmp_path, tokenizer=None)
+    folder = checkpointer.save()
+    written = (folder / files.MANIFEST).stat().st_mtime_ns
+    assert checkpointer.save() == folder
+    assert (folder / files.MANIFEST).stat().st_mtime_ns == written
+
+
+def test_going_back_sets_later_checkpoints_aside(model: str, tmp_path: Path) -> None:
+    learner = kit.build(model)
+    checkpointer = Checkpointer(learner, tmp_path, tokenizer=None)
+    for step in (2, 4, 6):
+        kit.train(learner, step)
+        checkpointer.save()
+    back = kit.build(model)
+    Checkpointer(back, tmp_path, tokenizer=None).restore(2)
+    assert Checkpointer(kit.build(model), tmp_path, tokenizer=None).restore(-1) == 2, "or a crash would bring back 6"
+    assert (tmp_path / "checkpoints" / "step_6.superseded" / "trainer" / files.MANIFEST).is_file()
+
+
+# --- pruning ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("keep_last", "keep_interval", "left"),
+    [
+        (None, None, EVERY),
+        (2, None, [5, 6]),
+        (1, 2, [2, 4, 6]),
+        (2, 3, [3, 5, 6]),
+        (9, 2, EVERY),
+    ],
+)
+@pytest.mark.parametrize("in_background", [False, True])
+def test_old_checkpoints_go(
+    model: str, tmp_path: Path, keep_last: int | None, keep_interval: int | None, left: list[int], in_background: bool
+) -> None:
+    learner = kit.build(model)
+    checkpointer = Checkpointer(learner, tmp_path, tokenizer=None)
+    config = CheckpointConfig(keep_last=keep_last, keep_interval=keep_interval, save_async=in_background)
+    for step in range(1, 7):
+        learner.step_done = step
+        (tmp_path / f"checkpoints/step_{step}/orchestrator").mkdir(parents=True)
+        checkpointer.save_as(config)
+    checkpointer.settle()
+    assert saved_steps(tmp_path) == files.steps_in(tmp_path / "weights") == left
+    assert [step for step in left if not (tmp_path / f"checkpoints/step_{step}/orchestrator").is_dir()] == []
+
+
+def test_snapshots_do_not_push_out_the_newest_checkpoint(model: str, tmp_path: Path) -> None:
+    learner = kit.build(model)
+    checkpointer = Checkpointer(learner, tmp_path, tokenizer=None)
+    learner.step_done = 1
+    checkpointer.save()
+    for learner.step_done in (2, 3):
+        checkpointer.save(weights_only=True)
+        checkpointer.prune(CheckpointConfig(keep_last=1))
+    assert saved_steps(tmp_path) == [1]
+    assert files.steps_in(tmp_path / "weights") == [1, 3]
+
+
+def test_another_programs_part_of_a_step_is_left_alone(model: str, tmp_path: Path) -> None:
+    (tmp_path / "checkpoints/step_1/orchestrator").mkdir(parents=True)
+    learner = kit.build(model)
+    learner.step_done = 2
+    Checkpointer(learner, tmp_path, tokenizer=None).save_as(CheckpointConfig(keep_last=1))
+    assert (tmp_path / "checkpoints/step_1/orchestrator").is_dir()
+
+
+# --- what cannot be resumed -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def saved(model: str, tmp_path: Path) -> Path:
+    learner = kit.build(model)
+    for step in (3, 6):
+        kit.train(learner, step)
+        Checkpointer(learner, tmp_path, tokenizer=None).save()
+    return tmp_path
+
+
+@pytest.mark.parametrize("step", [-1, 3])
+def test_without_a_checkpoint_the_error_says_what_to_set(model: str, tmp_path: Path, step: int) -> None:
+    with pytest.raises(CheckpointError, match=r"holds steps none; set ckpt.resume_step"):
+        Checkpointer(kit.build(model), tmp_path, tokenizer=None).restore(step)
+
+
+def test_a_missing_step_is_told_with_those_there_are(model: str, saved: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"step 5.*holds steps \[3, 6\]"):
+        Checkpointer(kit.build(model), saved, tokenizer=None).restore(5)
+
+
+def _cut(folder: Path) -> None:
+    shard = folder / "__0_0.distcp"
+    shard.write_bytes(shard.read_bytes()[:-100])
+
+
+def _flip(folder: Path) -> None:
+    shard = folder / "__0_0.distcp"
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (_cut, r"__0_0.distcp has \d+ bytes instead of"),
+        (_flip, r"__0_0.distcp does not have the checksum"),
+        (lambda folder: (folder / ".metadata").unlink(), r"\.metadata cannot be read"),
+        (lambda folder: (folder / "random_00000.safetensors").unlink(), r"random_00000.* cannot be read"),
+        (lambda folder: (folder / files.MANIFEST).write_text("{"), r"checkpoint.json cannot be read"),
+        (lambda folder: (folder / files.MANIFEST).write_text("[]"), r"checkpoint.json cannot be read"),
+        (lambda folder: (folder / files.MANIFEST).write_text('{"format": "other-3"}'), r"written in format 'other-3'"),
+        (lambda folder: (folder / files.MANIFEST).unlink(), r"has no checkpoint.json, so it is not a checkpoint"),
+    ],
+)
+def test_a_damaged_or_foreign_checkpoint_is_refused_and_an_earlier_one_resumes(
+    model: str, saved: Path, damage: Callable[[Path], object], said: str
+) -> None:
+    damage(saved / "checkpoints/step_6/trainer")
+    learner = kit.build(model)
+    before = kit.state(learner)
+    with pytest.raises(CheckpointError, match=said):
+        Checkpointer(learner, saved, tokenizer=None).restore(-1)
+    kit.assert_same(kit.state(learner), before)
+    assert Checkpointer(learner, saved, tokenizer=None).restore(3) == 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "optim", "changed", "said"),
+    [
+        (LORA, {}, {}, r"is for a model without .*lora_A.*model.lora"),
+        ({"dtype": "float32"}, {"type": "muon"}, {}, r"optimizer AdamW, this run has AdamW\+Muon; set optim.type"),
+        ({}, {}, {"intermediate_size": 64}, r"gate_proj.weight is torch.float32 \(48, 32\) there, and .*\(64, 32\)"),
+        ({}, {}, {"num_hidden_layers": 1}, r"holds model.layers.1.*which this model has not.*model.name"),
+        ({}, {}, {"num_hidden_layers": 3}, r"is for a model without model.layers.2"),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_refused(
+    saved: Path, tmp_path: Path, settings: dict[str, Any], optim: dict[str, Any], changed: dict[str, Any], said: str
+) -> None:
+    learner = kit.build(kit.save_model(tmp_path / "other", **changed), settings, optim)
+    before = kit.state(learner)
+    with pytest.raises(CheckpointError, match=said):
+        Checkpointer(learner, saved, tokenizer=None).restore(-1)
+    kit.assert_same(kit.state(learner), before)
+
+
+# --- disks and processes that fail ------------------------------------------------------------------
+
+
+def test_a_disk_that_cannot_be_written_is_an_error_and_leaves_nothing(model: str, tmp_path: Path) -> None:
+    learner = kit.build(model)
+    checkpointer = Checkpointer(learner, tmp_path, tokenizer=None)
+    (tmp_path / "checkpoints").write_text("a file where a folder should be")
+    with pytest.raises(CheckpointError, match=r"could not start a checkpoint .*a disk with room"):
+        checkpointer.save()
+    (tmp_path / "checkpoints").unlink()
+    assert list(tmp_path.glob("weights/*")) == []
+    checkpointer.save()
+    assert saved_steps(tmp_path) == [0]
+
+
+def test_a_failure_in_the_background_is_raised_at_the_next_look(model: str, tmp_path: Path) -> None:
+    learner = kit.build(model)
+    checkpointer = Checkpointer(learner, tmp_path, tokenizer=None)
+    learner.step_done = 1
+    checkpointer.save()
+    learner.step_done = 2
+    (tmp_path / "checkpoints/step_2").write_text("a file where a folder should be")
+    heard: list[int] = []
+    checkpointer.save_async(on_durable=lambda step, folder: heard.append(step))
+    with pytest.raises(CheckpointError, match="could not start a checkpoint"):
+        checkpointer.settle()
+    checkpointer.check()
+    assert (heard, checkpointer.durable_step) == ([], 1)
+    assert list((tmp_path / "checkpoints").glob("*/*")) == [tmp_path / "checkpoints/step_1/trainer"]
+
+
+def test_leftovers_are_not_taken_for_checkpoints(model: str, saved: Path) -> None:
+    shutil.copytree(saved / "checkpoints/step_6/trainer", saved / "checkpoints/step_8/trainer.partial")
+    shutil.copytree(saved / "checkpoints/step_6/trainer", saved / "checkpoints/step_9/trainer.deleted")
+    shutil.copytree(saved / "weights/step_6", saved / "weights/step_8.partial")
+    assert Checkpointer(kit.build(model), saved, tokenizer=None).restore(-1) == 6
+    assert saved_steps(saved) == [3, 6]
+    assert sorted(path.name for path in (saved / "weights").iterdir()) == ["step_3", "step_6"]
