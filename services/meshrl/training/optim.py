@@ -17,19 +17,23 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
 from meshrl.training.config import OptimConfig
+from meshrl.training.muon import Muon
 
+CPU = torch.device("cpu")
 OFFLOAD_PART_NUMEL = 64 * 2**20  # parameters whose state is on the device at once, with optim_cpu_offload
 
 
 class Optimizer:
-    """One or several torch optimizers that step as one; `parts` are what a checkpoint saves.
+    """One or several torch optimizers that step as one; each parameter belongs to one of the `parts`.
 
-    With `offload` their state waits in the host's memory between steps, and is on the device a part at a time.
+    A checkpoint saves the state of the parts (`get_state_dict` and `set_state_dict` of torch.distributed.checkpoint
+    take them together), within `on_device`. With `offload` that state lies in the host's memory, pinned where there is
+    a GPU; a step has one part's on the device at a time.
     """
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer], *, offload: bool = False) -> None:
         self.parts = tuple(parts)
-        self._host = HostCopies() if offload else None
+        self._offload = offload
 
     @property
     def param_groups(self) -> list[dict[str, object]]:
@@ -45,81 +49,81 @@ class Optimizer:
         for part in self.parts:
             for group in part.param_groups:
                 group["lr"] = rate
-            if self._host is None:
+            if not self._offload:
                 part.step()
                 continue
-            self._host.restore(_state_tensors(part))
-            part.step()
-            self._host.take(_state_tensors(part))
+            waiting = _to_device(part)
+            try:
+                part.step()
+            finally:
+                _to_host(part, waiting)
+        if self._offload:
+            _wait_for_copies()
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """Holds all state on the device, where it can be read and written, such as for a checkpoint."""
-        if self._host is None:
-            yield
-            return
-        tensors = [tensor for part in self.parts for tensor in _state_tensors(part)]
-        self._host.restore(tensors)
-        try:
-            yield
-        finally:
-            self._host.take([tensor for part in self.parts for tensor in _state_tensors(part)])
+        """Here the parts' state may be read and replaced; what is put in its place moves to where it belongs."""
+        yield
+        if self._offload:
+            for part in self.parts:
+                _to_host(part, {})
+            _wait_for_copies()
 
 
-class HostCopies:
-    """Moves tensors' contents to pinned host memory and back. A tensor keeps its identity; its storage is emptied."""
+HostState = dict[torch.Tensor, dict[str, torch.Tensor]]  # by parameter and name; sharded as the parameter is
 
-    def __init__(self) -> None:
-        self._copies: dict[int, torch.Tensor] = {}  # by the tensor's id; optimizer state lives as long as its optimizer
 
-    def take(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Empties the storages; their contents are on the host afterwards."""
-        taken = list(tensors)
-        for tensor in taken:
-            host = self._copies.get(id(tensor))
-            if host is None:
-                host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-                self._copies[id(tensor)] = host
-            host.copy_(tensor, non_blocking=True)
-        if any(tensor.is_cuda for tensor in taken):
-            torch.cuda.current_stream().synchronize()
-        for tensor in taken:
-            tensor.untyped_storage().resize_(0)
+@torch.no_grad()
+def _to_device(part: torch.optim.Optimizer) -> HostState:
+    """Replaces the state by copies beside its parameters; gives what it was. Scalars stay where they are."""
+    waiting: HostState = {}
+    for parameter, state in part.state.items():
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and value.ndim:
+                waiting.setdefault(parameter, {})[name] = value
+                state[name] = torch.empty_like(value, device=parameter.device).copy_(value, non_blocking=True)
+    return waiting
 
-    def restore(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Fills emptied storages again; a tensor that was never taken is as it was."""
-        for tensor in tensors:
-            host = self._copies.get(id(tensor))
-            if host is not None and tensor.untyped_storage().nbytes() == 0:
-                tensor.untyped_storage().resize_(host.nbytes)
-                tensor.copy_(host, non_blocking=True)
+
+@torch.no_grad()
+def _to_host(part: torch.optim.Optimizer, waiting: HostState) -> None:
+    """Writes the state back into the host's tensors, or into new ones where there are none."""
+    for parameter, state in part.state.items():
+        for name, value in state.items():
+            if not isinstance(value, torch.Tensor) or not value.ndim:
+                continue
+            host = waiting.get(parameter, {}).get(name)
+            if host is not None:
+                state[name] = host.copy_(value, non_blocking=True)
+            elif value.device != CPU:
+                host = torch.empty_like(value, device=CPU, pin_memory=value.is_cuda)
+                state[name] = host.copy_(value, non_blocking=True)
+
+
+def _wait_for_copies() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.current_stream().synchronize()
 
 
 def build_optimizer(model: PreTrainedModel, config: OptimConfig, *, cpu_offload: bool = False) -> Optimizer:
     """The configured optimizer over the model's trainable parameters.
 
     adamw (arXiv 1711.05101), sgd: vectors have no weight decay. muon (https://kellerjordan.github.io/posts/muon/): for
-    the matrices between embedding and head, its steps scaled to the size of AdamW's (arXiv 2502.16982), so that one
-    rate serves both; the rest has AdamW. Muon needs whole matrices: sharded ones are gathered for the step.
+    the matrices between embeddings and head, its steps scaled to the size of AdamW's (arXiv 2502.16982), so that one
+    rate serves both; the rest has AdamW.
     Raises ValueError when nothing is trainable.
     """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trainable:
         raise ValueError("the model has no trainable parameter; see trainer.model.lora")
     if config.type == "muon":
-        ends = {id(p) for end in (model.get_input_embeddings(), model.get_output_embeddings()) for p in _of(end)}
-        hidden = [p for p in trainable if p.ndim == 2 and id(p) not in ends]
+        kept = {id(p) for p in _embeddings(model)}
+        hidden = [p for p in trainable if p.ndim == 2 and id(p) not in kept]
         chosen = {id(p) for p in hidden}
         rest = [p for p in trainable if id(p) not in chosen]
-        parts: list[torch.optim.Optimizer] = [_adamw(part, config) for part in _divided(rest, cpu_offload)]
+        parts = [_adamw(part, config) for part in _divided(rest, cpu_offload)]
         parts += [
-            torch.optim.Muon(
-                part,
-                lr=config.lr,
-                weight_decay=config.weight_decay,
-                momentum=config.momentum,
-                adjust_lr_fn="match_rms_adamw",
-            )
+            Muon(part, lr=config.lr, weight_decay=config.weight_decay, momentum=config.momentum)
             for part in _divided(hidden, cpu_offload)
         ]
     else:
@@ -136,13 +140,13 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None) -
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     own = [_local(gradient) for gradient in gradients if _local(gradient).numel()]
-    square = torch.zeros((), dtype=torch.float64, device=own[0].device if own else None)
+    square = torch.zeros((), dtype=torch.float64, device=gradients[0].device if gradients else None)
     if own:
         square = torch.stack(torch._foreach_norm(own)).double().square().sum()
     for group in _shard_groups(gradients):
         square = _summed(square, group)
     value = float(square.sqrt())
-    if max_norm is not None and value > max_norm and value != float("inf"):
+    if own and max_norm is not None and value > max_norm and value != float("inf"):
         torch._foreach_mul_(own, max_norm / (value + 1e-6))
     return value
 
@@ -194,19 +198,11 @@ def _divided(parameters: Sequence[nn.Parameter], divide: bool) -> Iterator[Seque
         yield part
 
 
-@torch.no_grad()  # with gradients, to_local would give a new tensor each time
-def _state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """This rank's part of every state tensor but the scalars."""
-    return [
-        _local(value)
-        for state in optimizer.state.values()
-        for value in state.values()
-        if isinstance(value, torch.Tensor) and value.ndim
-    ]
-
-
-def _of(module: nn.Module | None) -> Iterable[nn.Parameter]:
-    return () if module is None else module.parameters()
+def _embeddings(model: PreTrainedModel) -> Iterator[nn.Parameter]:
+    """The matrices at the ends of the model, whose rows or columns are tokens or positions."""
+    for module in model.modules():
+        if isinstance(module, nn.Embedding) or module is model.get_output_embeddings():
+            yield from module.parameters()
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

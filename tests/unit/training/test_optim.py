@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterable
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from meshrl.training import optim
 from meshrl.training.config import OptimConfig
-from meshrl.training.optim import HostCopies, Optimizer, build_optimizer, clip_gradients, gradient_zeros
+from meshrl.training.muon import Muon, orthogonal
+from meshrl.training.optim import Optimizer, build_optimizer, clip_gradients, gradient_zeros
 
 
 def model() -> Qwen3ForCausalLM:
@@ -24,13 +29,22 @@ def model() -> Qwen3ForCausalLM:
 def trained(config: OptimConfig, *, cpu_offload: bool = False, steps: int = 3) -> tuple[Qwen3ForCausalLM, Optimizer]:
     net = model()
     optimizer = build_optimizer(net, config, cpu_offload=cpu_offload)
-    for step in range(steps):
+    train(net, optimizer, config, range(steps))
+    return net, optimizer
+
+
+def train(net: nn.Module, optimizer: Optimizer, config: OptimConfig, steps: Iterable[int]) -> None:
+    for step in steps:
         source = torch.Generator().manual_seed(step)
         for parameter in net.parameters():
             parameter.grad = torch.randn(parameter.shape, generator=source)
         optimizer.step(config.lr)
         optimizer.zero_grad()
-    return net, optimizer
+
+
+def moments(optimizer: Optimizer) -> list[torch.Tensor]:
+    states = [state for part in optimizer.parts for state in part.state.values()]
+    return [tensor for state in states for name, tensor in state.items() if name != "step"]
 
 
 def test_adamw_takes_the_step_of_its_formula() -> None:
@@ -55,7 +69,7 @@ def test_sgd_takes_the_step_of_its_formula() -> None:
 
 def test_muon_makes_the_steps_of_matrices_orthogonal_and_leaves_the_ends_to_adamw() -> None:
     net, optimizer = trained(OptimConfig(type="muon", lr=0.1, weight_decay=0.0), steps=1)
-    muon = [part for part in optimizer.parts if isinstance(part, torch.optim.Muon)]
+    muon = [part for part in optimizer.parts if isinstance(part, Muon)]
     names = {id(parameter): name for name, parameter in net.named_parameters()}
     matrices = {names[id(p)] for part in muon for group in part.param_groups for p in group["params"]}
     assert all("proj" in name for name in matrices)
@@ -66,6 +80,34 @@ def test_muon_makes_the_steps_of_matrices_orthogonal_and_leaves_the_ends_to_adam
         step = (net.get_parameter(name) - old[name]).detach()
         singular = torch.linalg.svdvals(step) / (0.1 * 0.2 * max(step.shape) ** 0.5)
         assert 0.6 < float(singular.min()) <= float(singular.max()) < 1.3  # all alike, of the size of AdamW's steps
+
+
+@pytest.mark.parametrize("shape", [(12, 5), (5, 12), (7, 7)])
+def test_muon_takes_the_steps_of_torchs_own(shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    mine, its = (nn.Parameter(torch.ones(shape)) for _ in range(2))
+    muon = Muon([mine], lr=0.1, weight_decay=0.3, momentum=0.9)
+    other = torch.optim.Muon([its], lr=0.1, weight_decay=0.3, momentum=0.9, adjust_lr_fn="match_rms_adamw")
+    for _ in range(3):
+        mine.grad = torch.randn(shape)
+        its.grad = mine.grad.clone()
+        muon.step()
+        other.step()
+        assert torch.equal(mine, its)
+
+
+def test_newton_schulz_keeps_directions_and_equals_their_lengths() -> None:
+    torch.manual_seed(0)
+    matrix = torch.randn(6, 9)
+    left, _, right = torch.linalg.svd(matrix, full_matrices=False)
+    stretched = left.T @ orthogonal(matrix) @ right.T
+    torch.testing.assert_close(stretched, torch.diag(stretched.diagonal()), atol=1e-4, rtol=0)
+    assert 0.6 < float(stretched.diagonal().min()) <= float(stretched.diagonal().max()) < 1.3
+
+
+def test_muon_is_for_matrices() -> None:
+    with pytest.raises(ValueError, match=r"matrices, got a parameter of shape \(3,\)"):
+        Muon([nn.Parameter(torch.zeros(3))], lr=0.1, weight_decay=0.0, momentum=0.9)
 
 
 def test_state_on_the_host_changes_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,24 +121,36 @@ def test_state_on_the_host_changes_no_number(monkeypatch: pytest.MonkeyPatch) ->
             assert torch.equal(parameter, offloaded.get_parameter(name)), name
 
 
-def test_state_is_gone_from_the_device_between_steps_and_there_when_asked_for() -> None:
-    _, optimizer = trained(OptimConfig(lr=0.01), cpu_offload=True)
-    _, plain = trained(OptimConfig(lr=0.01))
-    moments = [state["exp_avg"] for part in optimizer.parts for state in part.state.values()]
-    assert {moment.untyped_storage().nbytes() for moment in moments} == {0}
+def test_state_that_a_checkpoint_replaces_is_what_training_goes_on_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optim, "OFFLOAD_PART_NUMEL", 600)
+    config = OptimConfig(type="muon", lr=0.01)
+    straight, _ = trained(config, steps=5)
+    net, optimizer = trained(config, cpu_offload=True, steps=3)
     with optimizer.on_device():
-        expected = [state["exp_avg"] for part in plain.parts for state in part.state.values()]
-        assert sum(float(m.double().sum()) for m in moments) == pytest.approx(
-            sum(float(m.double().sum()) for m in expected), rel=1e-12
-        )
-    assert {moment.untyped_storage().nbytes() for moment in moments} == {0}
+        weights, state = get_state_dict(net, optimizer.parts)
+        weights, state = copy.deepcopy(weights), copy.deepcopy(state)
+    other = model()
+    fresh = build_optimizer(other, config, cpu_offload=True)
+    with fresh.on_device():
+        set_state_dict(other, fresh.parts, model_state_dict=weights, optim_state_dict=state)
+    train(other, fresh, config, range(3, 5))
+    for name, parameter in straight.named_parameters():
+        assert torch.equal(parameter, other.get_parameter(name)), name
 
 
-def test_a_tensor_comes_back_as_it_was() -> None:
-    copies, tensor = HostCopies(), torch.arange(6.0)
-    copies.take([tensor])
-    copies.restore([tensor])
-    assert tensor.tolist() == [0, 1, 2, 3, 4, 5]
+def test_a_step_reads_and_writes_the_state_on_the_host_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optim, "OFFLOAD_PART_NUMEL", 600)
+    net, optimizer = trained(OptimConfig(lr=0.01), cpu_offload=True, steps=1)
+    kept = [(tensor, tensor.clone()) for tensor in moments(optimizer)]
+    beside: list[int] = []
+    for part in optimizer.parts:
+        part.register_step_pre_hook(lambda *_: beside.append(len(own & {id(t) for t in moments(optimizer)})))
+    own = {id(tensor) for tensor, _ in kept}
+    train(net, optimizer, OptimConfig(lr=0.01), range(1, 2))
+    sizes = [2 * sum(len(group["params"]) for group in part.param_groups) for part in optimizer.parts]
+    assert beside == [len(kept) - size for size in sizes]  # all but the part's own are where they were
+    assert {id(tensor) for tensor in moments(optimizer)} == own
+    assert not any(torch.equal(tensor, before) for tensor, before in kept)
 
 
 def test_gradients_are_clipped_to_a_global_norm() -> None:
