@@ -16,15 +16,26 @@ from pathlib import Path
 from typing import Any
 
 SHAPES = Path(__file__).parent / "shapes"
-LORA = ["--model.lora.rank", "16", "--model.lora.alpha", "32"]
+LORA = ("--model.lora.rank", "16", "--model.lora.alpha", "32")
+
+
+def row(shape: str, seq_len: int, *flags: str, keep: str | None = None) -> list[str]:
+    """The flags of a row: compiled blocks, and activations kept as `keep` (ac.mode) says; None keeps them all."""
+    checkpointing = [] if keep is None else ["--model.ac.mode", keep]
+    model = ["--model.name", str(SHAPES / shape), "--seq-len", str(seq_len), "--model.compile"]
+    return [*model, *checkpointing, *flags]
+
+
 ROWS: dict[str, list[str]] = {
-    "0.6b-full-16k": ["--model.name", str(SHAPES / "qwen3-0.6b"), "--seq-len", "16384", "--model.compile"],
-    "0.6b-full-64k": ["--model.name", str(SHAPES / "qwen3-0.6b"), "--seq-len", "65536", "--model.compile"],
-    "0.6b-lora-16k": ["--model.name", str(SHAPES / "qwen3-0.6b"), "--seq-len", "16384", "--model.compile", *LORA],
-    "4b-full-16k": ["--model.name", str(SHAPES / "qwen3-4b"), "--seq-len", "16384", "--model.compile"],
-    "4b-full-64k": ["--model.name", str(SHAPES / "qwen3-4b"), "--seq-len", "65536", "--model.compile"],
-    "4b-lora-16k": ["--model.name", str(SHAPES / "qwen3-4b"), "--seq-len", "16384", "--model.compile", *LORA],
-    "4b-lora-64k": ["--model.name", str(SHAPES / "qwen3-4b"), "--seq-len", "65536", "--model.compile", *LORA],
+    "0.6b-full-16k": row("qwen3-0.6b", 16384),
+    "0.6b-full-64k": row("qwen3-0.6b", 65536, keep="selective"),
+    "0.6b-lora-16k": row("qwen3-0.6b", 16384, *LORA),
+    "0.6b-lora-64k": row("qwen3-0.6b", 65536, *LORA, keep="selective"),
+    "4b-full-16k": row("qwen3-4b", 16384, keep="selective"),
+    "4b-full-16k-all": row("qwen3-4b", 16384),
+    "4b-full-64k": row("qwen3-4b", 65536, keep="attention"),
+    "4b-lora-16k": row("qwen3-4b", 16384, *LORA),
+    "4b-lora-64k": row("qwen3-4b", 65536, *LORA, keep="attention"),
 }
 
 
@@ -43,13 +54,14 @@ def measure(name: str, flags: list[str], folder: Path, gpus: int, deadline_s: fl
     return {**json.loads(path.read_text()), "wall_s": time.perf_counter() - began}
 
 
-def line(name: str, row: dict[str, Any]) -> str:
-    if "error" in row:
-        return f"{name:<16} failed: {row['error']}"
-    kernels = "  ".join(f"{kernel} {seconds * 1e3:.0f}" for kernel, seconds in row["kernel_s"].items())
+def line(name: str, found: dict[str, Any]) -> str:
+    """A line of the table."""
+    if "error" in found:
+        return f"{name:<16} failed: {found['error']}"
+    kernels = "  ".join(f"{kernel} {seconds * 1e3:.0f}" for kernel, seconds in found["kernel_s"].items())
     numbers = (
-        f"{row['tokens_per_s_per_gpu']:>10,.0f}{row['mfu']:>8.1%}{row['mfu_6n']:>8.1%}{row['peak_memory_gib']:>9.1f}"
-        f"{row['step_s']:>8.3f}{row['optimizer_s']:>8.3f}{row['wall_s']:>7.0f}"
+        f"{found['tokens_per_s_per_gpu']:>10,.0f}{found['mfu']:>8.1%}{found['mfu_6n']:>8.1%}{found['peak_memory_gib']:>9.1f}"
+        f"{found['step_s']:>8.3f}{found['optimizer_s']:>8.3f}{found['wall_s']:>7.0f}"
     )
     return f"{name:<16}{numbers}   {kernels}"
 

@@ -94,6 +94,9 @@ def _attention(
     longest, longest_short, *spans = host.tolist()
     if not spans or window_left >= 0:
         return _flash(query_THD, key_TKD, value_TKD, offsets, longest, scale, window_left)
+    if len(spans) == 2 and not longest_short and longest % LENGTH_STEP == 0:  # one sample: nothing to put together
+        out, lse = _cudnn(query_THD, key_TKD, value_TKD, 0, longest, scale)
+        return out[0].transpose(0, 1).contiguous(), lse[0, :, :, 0].clone()
     out_THD = torch.empty_like(query_THD)
     lse_HT = query_THD.new_empty(query_THD.shape[1], query_THD.shape[0], dtype=torch.float32)
     if longest_short:
@@ -102,10 +105,7 @@ def _attention(
         out_THD.index_copy_(0, short_index, out)
         lse_HT.index_copy_(1, short_index, lse)
     for start, end in zip(spans[::2], spans[1::2], strict=True):
-        query, key, value = (_one_sample(tensor, start, end) for tensor in (query_THD, key_TKD, value_TKD))
-        out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-            query, key, value, None, True, 0.0, True, False, scale=scale
-        )
+        out, lse = _cudnn(query_THD, key_TKD, value_TKD, start, end, scale)
         out_THD[start:end] = out[0].transpose(0, 1)[: end - start]
         lse_HT[:, start:end] = lse[0, :, : end - start, 0]
     return out_THD, lse_HT
@@ -136,6 +136,10 @@ def _attention_backward(
     inputs = (query_THD, key_TKD, value_TKD)
     if not spans or window_left >= 0:
         return _flash_backward(grad_THD, *inputs, out_THD, lse_HT, offsets, longest, scale, window_left)
+    if len(spans) == 2 and not longest_short and longest % LENGTH_STEP == 0:
+        whole = _cudnn_backward(grad_THD, *inputs, out_THD, lse_HT, 0, longest, scale)
+        query, key, value = (part[0].transpose(0, 1).contiguous() for part in whole)
+        return query, key, value
     gradients = (torch.empty_like(query_THD), torch.empty_like(key_TKD), torch.empty_like(value_TKD))
     if longest_short:
         rows = (tensor.index_select(0, short_index) for tensor in (grad_THD, *inputs, out_THD))
@@ -143,15 +147,8 @@ def _attention_backward(
         parts = _flash_backward(*rows, lse, short_offsets, longest_short, scale, window_left)
         for gradient, part in zip(gradients, parts, strict=True):
             gradient.index_copy_(0, short_index, part)
-    # The state of the random generator, which is read for dropout only.
-    nothing = torch.zeros((), dtype=torch.int64, device=query_THD.device)
     for start, end in zip(spans[::2], spans[1::2], strict=True):
-        grad, query, key, value, out = (_one_sample(tensor, start, end) for tensor in (grad_THD, *inputs, out_THD))
-        lse = F.pad(lse_HT[:, start:end], (0, query.shape[2] - (end - start)))[None, :, :, None].contiguous()
-        parts = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-            grad, query, key, value, out, lse, nothing, nothing, None, None, None,
-            query.shape[2], query.shape[2], 0.0, True, scale=scale,
-        )  # fmt: skip
+        parts = _cudnn_backward(grad_THD, *inputs, out_THD, lse_HT, start, end, scale)
         for gradient, part in zip(gradients, parts, strict=True):
             gradient[start:end] = part[0].transpose(0, 1)[: end - start]
     return gradients
@@ -215,6 +212,41 @@ def _flash_backward(
         grad, query, key, value, out, lse.contiguous(), offsets, offsets, longest, longest, 0.0, True,
         nothing, nothing, scale=scale, **window,
     )  # fmt: skip
+    return gradients
+
+
+def _cudnn(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, start: int, end: int, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output (1, H, L, D) and log-sum-exp (1, H, L, 1) of one sample, L rounded up."""
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        *(_one_sample(tensor, start, end) for tensor in (query, key, value)), None, True, 0.0, True, False, scale=scale
+    )
+    return out, lse
+
+
+def _cudnn_backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    start: int,
+    end: int,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients (1, H, L, D) of one sample, L rounded up."""
+    samples = [_one_sample(tensor, start, end) for tensor in (grad, query, key, value, out)]
+    length = samples[0].shape[2]
+    padded = F.pad(lse[:, start:end], (0, length - (end - start)))[None, :, :, None].contiguous()
+    # The state of the random generator, which is read for dropout only.
+    nothing = torch.zeros((), dtype=torch.int64, device=query.device)
+    gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = (
+        torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            *samples, padded, nothing, nothing, None, None, None, length, length, 0.0, True, scale=scale
+        )
+    )
     return gradients
 
 

@@ -21,7 +21,7 @@ from meshrl.algorithms.objective import BatchCounts, Objective, RowLoss, RowToke
 from meshrl.models.attention import Kernels, PackedLayout
 from meshrl.models.logprobs import PackedPolicy, PackedRow
 from meshrl.training.config import OptimConfig, SchedulerConfig
-from meshrl.training.optim import build_optimizer, clip_gradients, gradient_zeros
+from meshrl.training.optim import build_optimizer, clip_gradients, gradient_zeros, local
 from meshrl.training.parallel import ParallelContext
 from meshrl.training.scheduler import learning_rate
 from meshrl.wire.types import MicroBatch
@@ -122,7 +122,7 @@ class Learner:
                     f"step {step}: loss {loss} with gradient norm {grad_norm} is not finite, so the weights stay as "
                     "they are; look at the batch's logprobs and advantages, or lower optim.lr"
                 )
-            zeros, all_of_them = self.parallel.sum(gradient_zeros(self._parameters))
+            zeros = gradient_zeros(self._parameters)
             rate = learning_rate(self._scheduler, peak=self._optim.lr, step=step, max_steps=self._max_steps)
             self.optimizer.step(rate)
         except RuntimeError as error:
@@ -142,7 +142,7 @@ class Learner:
             loss=loss,
             metrics=metrics,
             grad_norm=grad_norm,
-            zero_grad_ratio=float(zeros / all_of_them),
+            zero_grad_ratio=self._over_all(zeros),
             lr=rate,
             forward_backward_s=computed - started,
             optimizer_s=time.perf_counter() - computed,
@@ -169,7 +169,7 @@ class Learner:
         """A rank runs a row without any token too: the others wait for it in the collectives of the pass."""
         row = to_row(micro_batch, self.device, self.policy.kernels)
         logprobs, entropies = self.policy(row)
-        tokens = to_tokens(micro_batch, row, logprobs)
+        tokens = to_tokens(micro_batch, logprobs)
         return RowRecord(
             loss=objective_loss(self.objective, tokens, counts),
             tokens=replace(tokens, logprobs=logprobs.detach()),
@@ -185,6 +185,12 @@ class Learner:
                 sums[name] = sums.get(name, 0.0) + float(value)
         sums = self.parallel.sum_named(sums)
         return sums.pop("total", 0.0), sums
+
+    def _over_all(self, zeros: torch.Tensor) -> float:
+        """Share of the trainable scalars that `zeros` counts on this rank, over all ranks."""
+        numel = sum(local(parameter).numel() for parameter in self._parameters)
+        found, of = self.parallel.sum(np.array([int(zeros), numel], dtype=np.int64))
+        return float(found / of)
 
     def _gathered(self, own: TokenRecord) -> TokenRecord:
         """Rank 0: the record of all ranks, in their order; elsewhere the rank's own."""
@@ -203,11 +209,7 @@ def _is_out_of_memory(error: RuntimeError) -> bool:
 
 def to_row(micro_batch: MicroBatch, device: torch.device, kernels: Kernels | None = None) -> PackedRow:
     """Moves a micro-batch to the device and lays it out for packed attention; predicts every term's tokens."""
-    wanted = micro_batch.loss_mask.copy()
-    for weights in (micro_batch.ce_weights, micro_batch.ref_kl_weights):
-        if weights is not None:
-            wanted |= weights != 0
-    predicted = np.flatnonzero(wanted)
+    predicted = predicted_tokens(micro_batch)
     temperatures = np.repeat(micro_batch.temperatures, np.diff(micro_batch.sample_offsets))[predicted]
     return PackedRow(
         token_ids=_on(micro_batch.token_ids.astype(np.int64), device),
@@ -218,9 +220,18 @@ def to_row(micro_batch: MicroBatch, device: torch.device, kernels: Kernels | Non
     )
 
 
-def to_tokens(micro_batch: MicroBatch, row: PackedRow, logprobs: torch.Tensor) -> RowTokens:
+def predicted_tokens(micro_batch: MicroBatch) -> NDArray[np.int64]:
+    """Indices of the tokens that some term of the objective looks at."""
+    wanted = micro_batch.loss_mask.copy()
+    for weights in (micro_batch.ce_weights, micro_batch.ref_kl_weights):
+        if weights is not None:
+            wanted |= weights != 0
+    return np.flatnonzero(wanted)
+
+
+def to_tokens(micro_batch: MicroBatch, logprobs: torch.Tensor) -> RowTokens:
     """What the objective looks at, of the row's predicted tokens."""
-    predicted = row.predicted.cpu().numpy()
+    predicted = predicted_tokens(micro_batch)
     lengths = np.diff(micro_batch.sample_offsets)
     sequence_ids = np.repeat(np.arange(len(lengths)), lengths)[predicted]
 

@@ -8,10 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
@@ -139,7 +137,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None) -
     It is not finite when a gradient is not; then gradients are left as they are and the caller must not step.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    own = [_local(gradient) for gradient in gradients if _local(gradient).numel()]
+    own = [local(gradient) for gradient in gradients if local(gradient).numel()]
     square = torch.zeros((), dtype=torch.float64, device=gradients[0].device if gradients else None)
     if own:
         square = torch.stack(torch._foreach_norm(own)).double().square().sum()
@@ -152,18 +150,18 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None) -
 
 
 @torch.no_grad()
-def gradient_zeros(parameters: Iterable[nn.Parameter]) -> NDArray[np.int64]:
-    """Trainable scalars of this rank whose gradient is exactly zero or absent, and all of them; (2,).
+def gradient_zeros(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
+    """How many trainable scalars of this rank have a gradient that is exactly zero or absent, as a scalar there.
 
-    Their sums over ranks divided: a high ratio means a dead path or a wrong mask.
+    A high share of all means a dead path or a wrong mask.
     """
-    numel, nonzero = 0, []
+    count = torch.zeros((), dtype=torch.int64)
+    nonzero = []
     for parameter in parameters:
-        numel += _local(parameter).numel()
+        count += local(parameter).numel()
         if parameter.grad is not None:
-            nonzero.append(torch.count_nonzero(_local(parameter.grad)))
-    found = int(torch.stack(nonzero).sum()) if nonzero else 0
-    return np.array([numel - found, numel], dtype=np.int64)
+            nonzero.append(torch.count_nonzero(local(parameter.grad)))
+    return count.to(nonzero[0].device, non_blocking=True) - torch.stack(nonzero).sum() if nonzero else count
 
 
 def _adamw(parameters: Sequence[nn.Parameter], config: OptimConfig) -> torch.optim.Optimizer:
@@ -189,11 +187,11 @@ def _divided(parameters: Sequence[nn.Parameter], divide: bool) -> Iterator[Seque
     part: list[nn.Parameter] = []
     numel = 0
     for parameter in parameters:
-        if divide and part and numel + _local(parameter).numel() > OFFLOAD_PART_NUMEL:
+        if divide and part and numel + local(parameter).numel() > OFFLOAD_PART_NUMEL:
             yield part
             part, numel = [], 0
         part.append(parameter)
-        numel += _local(parameter).numel()
+        numel += local(parameter).numel()
     if part:
         yield part
 
@@ -205,8 +203,9 @@ def _embeddings(model: PreTrainedModel) -> Iterator[nn.Parameter]:
             yield from module.parameters()
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor that may be sharded."""
+    return tensor.tolocal() if isinstance(tensor, DTensor) else tensor
 
 
 def _shard_groups(tensors: Sequence[torch.Tensor]) -> list[dist.ProcessGroup]:
