@@ -205,7 +205,7 @@ def _embeddings(model: PreTrainedModel) -> Iterator[nn.Parameter]:
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a tensor that may be sharded."""
-    return tensor.tolocal() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _shard_groups(tensors: Sequence[torch.Tensor]) -> list[dist.ProcessGroup]:
