@@ -22,6 +22,7 @@ ON_TWO_RANKS: dict[str, dict[str, Any]] = {
     "fsdp without reshard": {"reshard_after_forward": False},
     "fsdp with checkpointing": {"ac": {}},
     "fsdp on the host": {"fsdp_cpu_offload": True},
+    "fsdp with optimizer state on the host": {"optim_cpu_offload": True},
     "muon": {"optim": {"type": "muon"}},
     "lora": {"lora": {"rank": 4}},
     "lora of half precision": {"lora": {"rank": 4}, "dtype": "bfloat16"},
