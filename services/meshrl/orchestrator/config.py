@@ -230,6 +230,14 @@ class OrchestratorConfig(BaseConfig):
     run_id: str = ""
     """Run of the trainer to feed; empty is the trainer's own run."""
 
+    checkpoint_interval: int | None = Field(default=None, ge=1)
+    """Steps between the trainer's checkpoints: batches are kept until theirs is on disk, so that a trainer that
+    restarts gets them again. None: a step that is done is final. rl takes it from ckpt.interval."""
+
+    session: str = ""
+    """Names one launch: an orchestrator that restarts under the same name goes on with the run of its output_dir even
+    where the trainer has yet to train a step. Empty: the trainer's process decides."""
+
     services: ServicesConfig = ServicesConfig()
     """Addresses of the three services."""
 

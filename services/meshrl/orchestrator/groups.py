@@ -30,6 +30,14 @@ class DropReason(enum.Enum):
     """No sampled token fits into the token budget."""
     RUN_ENDED = "run_ended"
     """The run ended before a step took it."""
+    RESTARTED = "orchestrator_restarted"
+    """Too few of its group had come back when the orchestrator ended."""
+    UNDONE = "step_undone"
+    """Its step was forgotten by the trainer, and it is not kept any more."""
+    REMOVED = "environment_removed"
+    """Its environment is no longer one of the run's."""
+    SUPERSEDED = "superseded"
+    """Another run began in its folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +51,10 @@ class GroupTicket:
     min_version: int
     active_version: int
     seed: int
+    sequence: int = 0
+    """Its place in the order of tasks; a group that is dispatched again keeps it."""
+    replaces: str = ""
+    """The group of an earlier process that this one samples again."""
 
 
 @dataclass(kw_only=True)

@@ -1,13 +1,13 @@
 """The rules of the ledger: each rollout is counted once, from dispatch to its end; told by the loop.
 
-    dispatched -> finished -> batched -> trained
-         |            |          └-----> dropped (the step never trained)
-         |            └----------------> dropped (why)
+    dispatched -> finished <-> batched <-> trained
+         |            └----------┴----------┴-----> dropped (why)
          ├-> failed (why)
-         └-> cancelled
+         └-> cancelled (why)
 
-The balance is exact: dispatched = trained + dropped + failed + cancelled + open. `ledger_store` keeps the entries.
-Payloads are not kept: after a crash of the orchestrator, finished rollouts that no step trained are dropped.
+The ways back are for a trainer that restarts at an earlier step: what it forgot is batched again for the same step, or
+finished again where that batch is gone. A trained rollout is final once its step is durable. The balance is exact:
+dispatched = trained + dropped + failed + cancelled + open. `ledger_store` keeps the entries and what they need.
 """
 
 from __future__ import annotations
@@ -33,12 +33,14 @@ class RolloutState(enum.Enum):
 TRANSITIONS: Mapping[RolloutState, frozenset[RolloutState]] = {
     RolloutState.DISPATCHED: frozenset({RolloutState.FINISHED, RolloutState.FAILED, RolloutState.CANCELLED}),
     RolloutState.FINISHED: frozenset({RolloutState.BATCHED, RolloutState.DROPPED}),
-    RolloutState.BATCHED: frozenset({RolloutState.TRAINED, RolloutState.DROPPED}),
-    RolloutState.TRAINED: frozenset(),
+    RolloutState.BATCHED: frozenset({RolloutState.TRAINED, RolloutState.DROPPED, RolloutState.FINISHED}),
+    RolloutState.TRAINED: frozenset({RolloutState.BATCHED, RolloutState.DROPPED, RolloutState.FINISHED}),
     RolloutState.DROPPED: frozenset(),
     RolloutState.FAILED: frozenset(),
     RolloutState.CANCELLED: frozenset(),
 }
+
+OPEN_STATES = (RolloutState.DISPATCHED, RolloutState.FINISHED, RolloutState.BATCHED)
 
 
 class LedgerError(Exception):
@@ -97,6 +99,7 @@ class Ledger:
         self._unassigned: dict[str, list[str]] = {}
         self._key_of: dict[str, str] = {}
         self._batched: dict[int, list[str]] = {}
+        self._trained: dict[int, dict[str, Entry]] = {}  # of steps that the trainer may still forget
         self._dispatched = 0
         self._ended: Counter[RolloutState] = Counter()
         self._dropped: Counter[str] = Counter()
@@ -126,7 +129,9 @@ class Ledger:
             key = self._unassigned[group_id].pop(0)
             self._move(key, RolloutState.FAILED, rollout_id=rollout_id, reason=reason)
 
-    def close_group(self, group_id: str, *, cancelled: int = 0, reason: str = "") -> int:
+    def close_group(
+        self, group_id: str, *, cancelled: int = 0, cancelled_for: str = "rollout_service", reason: str = ""
+    ) -> int:
         """A group is over: of what has not come back, `cancelled` were cancelled and the others failed for `reason`.
 
         Returns how many had not come back.
@@ -134,7 +139,7 @@ class Ledger:
         missing = self._unassigned.pop(group_id)
         for place, key in enumerate(missing):
             if place < cancelled:
-                self._move(key, RolloutState.CANCELLED)
+                self._move(key, RolloutState.CANCELLED, reason=cancelled_for)
             else:
                 self._move(key, RolloutState.FAILED, reason=reason or "LOST")
         return len(missing)
@@ -154,6 +159,61 @@ class Ledger:
             self._move(key, RolloutState.TRAINED)
         return len(keys)
 
+    def undo(self, step: int) -> int:
+        """The trainer forgot a step: what it took is batched for the same step again. Returns how many rollouts."""
+        forgotten = self._trained.pop(step, {})
+        for key, entry in forgotten.items():
+            self._reopen(entry)
+            self._move(key, RolloutState.BATCHED)
+            self._batched.setdefault(step, []).append(key)
+        return len(forgotten)
+
+    def release(self, step: int) -> int:
+        """A step will not be trained with this batch: what it took is finished, to be taken by another step."""
+        for entry in self._trained.pop(step, {}).values():
+            self._reopen(entry)
+            self._batched.setdefault(step, []).append(entry.key)
+        keys = self._batched.pop(step, [])
+        for key in keys:
+            self._move(key, RolloutState.FINISHED)
+        return len(keys)
+
+    def settle(self, step: int) -> None:
+        """Steps up to this one are durable: what they trained is final."""
+        for done in [known for known in self._trained if known <= step]:
+            del self._trained[done]
+
+    def interrupt(self, group_id: str, reason: str) -> int:
+        """An earlier process dispatched this group: what has not come back never will. Returns how many."""
+        missing = self._unassigned.pop(group_id, [])
+        for key in missing:
+            self._move(key, RolloutState.CANCELLED, reason=reason)
+        return len(missing)
+
+    def restore(self, entries: Iterable[Entry], ended: Mapping[tuple[RolloutState, str], int]) -> None:
+        """Goes on where an earlier process stopped, before any other event.
+
+        `entries` are the open ones and those that a step trained which may still be forgotten; `ended` counts all
+        others by state and reason.
+        """
+        for (state, reason), count in ended.items():
+            self._count(state, reason, count)
+            self._dispatched += count
+        for entry in entries:
+            self._dispatched += 1
+            step = -1 if entry.step is None else entry.step
+            if entry.state is RolloutState.TRAINED:
+                self._ended[RolloutState.TRAINED] += 1
+                self._trained.setdefault(step, {})[entry.key] = entry
+                continue
+            self._open[entry.key] = entry
+            if entry.state is RolloutState.DISPATCHED:
+                self._unassigned.setdefault(entry.group_id, []).append(entry.key)
+            else:
+                self._key_of[entry.rollout_id] = entry.key
+            if entry.state is RolloutState.BATCHED:
+                self._batched.setdefault(step, []).append(entry.key)
+
     def drop(self, rollout_id: str, reason: str) -> None:
         """A finished rollout will not be trained on."""
         self._move(self._key(rollout_id), RolloutState.DROPPED, reason=reason)
@@ -161,6 +221,7 @@ class Ledger:
     def end(self, reason: str) -> None:
         """The run is over: closes every open entry."""
         self._batched.clear()
+        self._trained.clear()
         for key, entry in list(self._open.items()):
             in_flight = entry.state is RolloutState.DISPATCHED
             self._move(key, RolloutState.CANCELLED if in_flight else RolloutState.DROPPED, reason=reason)
@@ -214,17 +275,27 @@ class Ledger:
             state=state,
             rollout_id=entry.rollout_id if rollout_id is None else rollout_id,
             oldest_version=entry.oldest_version if oldest_version is None else oldest_version,
-            step=entry.step if step is None else step,
+            step=None if state is RolloutState.FINISHED else entry.step if step is None else step,
             reason=reason,
         )
-        if TRANSITIONS[state]:
+        if state in OPEN_STATES:
             self._open[key] = entry
         else:
             del self._open[key]
             self._key_of.pop(entry.rollout_id, None)
-            self._ended[state] += 1
-            if state is RolloutState.DROPPED:
-                self._dropped[reason] += 1
-            if state is RolloutState.FAILED:
-                self._failed[reason] += 1
+            self._count(state, reason, 1)
+            if state is RolloutState.TRAINED and entry.step is not None:
+                self._trained.setdefault(entry.step, {})[key] = entry
         self._record(entry)
+
+    def _reopen(self, entry: Entry) -> None:
+        self._ended[RolloutState.TRAINED] -= 1
+        self._open[entry.key] = entry
+        self._key_of[entry.rollout_id] = entry.key
+
+    def _count(self, state: RolloutState, reason: str, count: int) -> None:
+        self._ended[state] += count
+        if state is RolloutState.DROPPED:
+            self._dropped[reason] += count
+        if state is RolloutState.FAILED:
+            self._failed[reason] += count

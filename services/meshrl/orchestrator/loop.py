@@ -1,12 +1,14 @@
 """The loop: groups of rollouts become batches, batches become versions, versions reach the engines.
 
     gather     consumes finished groups, waits until a step has enough; unblocked by the sampling tasks
-    submit     turns them into a batch and hands it to the trainer; waits while two batches are there already
+    record     turns them into a batch and puts it on disk; waits while two batches are at the trainer already
+    feed       uploads what is on disk, in order, again after a restart of the trainer
     finish     waits until the trainer is done with a step, activates its version, writes its record; unblocks sampling
     dispatch   starts a sampling task for every group that the law admits; called whenever that may have changed
 
 Sampling and finishing run beside gathering, so generation goes on while the trainer trains as far as the law allows;
 with max_async_level = 0 the plan admits nothing until the version before is active, and the same loop is synchronous.
+What a restarted orchestrator or trainer finds is in the journal: see `recovery`.
 """
 
 from __future__ import annotations
@@ -27,17 +29,17 @@ from meshrl.orchestrator.advantage import build_advantage
 from meshrl.orchestrator.batches import Assembled, assemble
 from meshrl.orchestrator.config import OrchestratorConfig
 from meshrl.orchestrator.evals import Evaluator
+from meshrl.orchestrator.feed import TrainerFeed
 from meshrl.orchestrator.groups import DropReason, Group, GroupTicket, Screened
-from meshrl.orchestrator.ledger import Ledger
+from meshrl.orchestrator.journal import Journal
 from meshrl.orchestrator.parts import make_evaluator, make_plan, sampling_by_environment
 from meshrl.orchestrator.plan import ReadyGroup
-from meshrl.orchestrator.retry import Patience, RunError, failed, persist
+from meshrl.orchestrator.retry import RunError, first_cause
 from meshrl.orchestrator.sampling import GroupSampler
 from meshrl.orchestrator.spans import StepSpans
 from meshrl.orchestrator.startup import Mesh, Services
-from meshrl.orchestrator.trainer_link import StepWatch
 from meshrl.wire.errors import MeshError
-from meshrl.wire.types import Batch, Rollout, RolloutEvent, RolloutFailure
+from meshrl.wire.types import Batch, StepEvent
 
 BATCHES_AT_TRAINER = 2
 """One that trains and one that waits: the trainer starts the next step at once, and no batch ages longer than that."""
@@ -62,7 +64,7 @@ class TrainLoop:
         services: Services,
         mesh: Mesh,
         *,
-        ledger: Ledger,
+        journal: Journal,
         monitor: Monitor,
         tracer: trace.Tracer,
         clock: Callable[[], float] = time.monotonic,
@@ -73,7 +75,7 @@ class TrainLoop:
         self.records: list[record.Metrics] = []
         self._services = services
         self._mesh = mesh
-        self._ledger = ledger
+        self._journal = journal
         self._monitor = monitor
         self._clock = clock
         self._sleep = sleep
@@ -90,22 +92,36 @@ class TrainLoop:
         self._advantage = build_advantage(config.advantage)
         self._activator = Activator(services.weights, config=config, run_id=mesh.run.run_id, clock=clock, sleep=sleep)
         self._evaluator: Evaluator | None = make_evaluator(config, mesh, self._sampler, clock)
-        self._watch = StepWatch(
-            services.trainer,
-            address=config.services.trainer,
-            run_id=mesh.run.run_id,
-            after_revision=mesh.run.revision,
-        )
         self._tally = record.StepTally()
-        self._progress = record.Progress()
         self._changed = asyncio.Event()
-        self._trainer_places = asyncio.Semaphore(BATCHES_AT_TRAINER)
-        self._unfinished_steps = 0
-        self._submitted: asyncio.Queue[SubmittedStep | None] = asyncio.Queue()
+        self._submitted: dict[int, SubmittedStep] = {}
+        self._finishing = False
         self._cancelling: set[str] = set()
         self._lost_in_a_row = 0
+        self._go_on()
+        self._feed = TrainerFeed(
+            services.trainer,
+            config=config,
+            run=mesh.run,
+            recorded=journal.opening.recorded,
+            trained=journal.opening.unlogged_from - 1,
+            batch_of=self._batch,
+            span_of=self._spans.span,
+            on_back=self._go_back,
+            on_durable=journal.durable,
+            clock=clock,
+            sleep=sleep,
+        )
         self._step_began_s = clock()
         self._tasks: asyncio.TaskGroup
+
+    def _go_on(self) -> None:
+        """Takes up what an earlier process left."""
+        opening = self._journal.opening
+        self.plan.next_step = opening.recorded + 1
+        self.plan.go_on(drawn=opening.drawn, next_sequence=opening.next_sequence, again=opening.redispatch)
+        for group in opening.ready:
+            self._drop(self.plan.readmit(group))
 
     async def run(self) -> None:
         """Until the last step's version is active. Raises RunError when the run cannot go on."""
@@ -125,7 +141,7 @@ class TrainLoop:
     async def _train(self) -> None:
         self._step_began_s = self._clock()
         async with asyncio.TaskGroup() as self._tasks:
-            following = self._tasks.create_task(self._watch.follow())
+            beside = [self._tasks.create_task(work) for work in (self._feed.follow(), self._feed.upload())]
             finishing = self._tasks.create_task(self._finish_steps())
             self._dispatch()
             while not self.plan.exhausted:
@@ -133,16 +149,18 @@ class TrainLoop:
                 await self._wait_for_trainer_place()
                 groups = await self._gather()
                 await self._submit(step, groups)
-            await self._submitted.put(None)
+            self._feed.end()
             await finishing
-            following.cancel()
+            await self._journal.state_checkpoint(last_step=self._feed.recorded)
+            for task in beside:
+                task.cancel()
 
     # --- sampling -----------------------------------------------------------------------------
 
     def _dispatch(self) -> None:
         """Starts what the law admits now."""
         while (ticket := self.plan.dispatch(f"group-{uuid.uuid4()}")) is not None:
-            self._ledger.dispatch(ticket)
+            self._journal.dispatch(ticket)
             self._tasks.create_task(self._sample(ticket))
         self._changed.set()
 
@@ -153,9 +171,10 @@ class TrainLoop:
                 ticket,
                 sampling=self._sampling[ticket.task.environment],
                 traceparent=self._spans.traceparent(ticket.for_step),
-                on_event=lambda event: self._enter(ticket, event),
+                on_event=lambda event: self._journal.enter(ticket, event),
             )
-        self._ledger.close_group(ticket.group_id, cancelled=group.cancelled, reason=group.cut_short)
+        too_old = ticket.group_id in self._cancelling
+        self._journal.close_group(group, cancelled_for=DropReason.STALE.value if too_old else "rollout_service")
         await self._mourn(group)
         screened = self.plan.finish(group)
         self._cancelling.discard(ticket.group_id)
@@ -170,13 +189,6 @@ class TrainLoop:
                 " orchestrator.group_size or orchestrator.sampling.temperature, or set --no-filters.zero-signal"
             )
         self._dispatch()
-
-    def _enter(self, ticket: GroupTicket, event: RolloutEvent) -> None:
-        """Books a rollout the moment it comes back."""
-        if isinstance(event, Rollout):
-            self._ledger.finish(ticket, event.rollout_id, event.oldest_version)
-        elif isinstance(event, RolloutFailure):
-            self._ledger.fail(ticket.group_id, event.rollout_id, event.reason)
 
     async def _mourn(self, group: Group) -> None:
         """After a group lost to failures: waits, longer each time in a row, and ends the run after too many."""
@@ -197,14 +209,14 @@ class TrainLoop:
 
     def _drop(self, screened: Screened) -> None:
         for rollout, reason in screened.dropped:
-            self._ledger.drop(rollout.rollout_id, reason.value)
+            self._journal.drop(rollout.rollout_id, reason)
             self._tally.drop(reason)
 
     # --- one step -----------------------------------------------------------------------------
 
     async def _wait_for_trainer_place(self) -> None:
         began_s = self._clock()
-        await self._trainer_places.acquire()  # bounded by the deadlines of the finishing task
+        await self._feed.place(BATCHES_AT_TRAINER)  # bounded by the deadlines of the finishing task
         self._tally.wait_for_ckpt_s += self._clock() - began_s
 
     async def _gather(self) -> list[ReadyGroup]:
@@ -223,7 +235,7 @@ class TrainLoop:
     async def _wait_for_change(self) -> None:
         """Waits for a group or a version, and books whether generation or the trainer was waited for."""
         idle = self.plan.in_flight == 0
-        if idle and not self._unfinished_steps:
+        if idle and not self._finishing and self._feed.trained >= self._feed.recorded:
             raise RunError(
                 f"step {self.plan.next_step} needs version {self.plan.law.required_version(self.plan.next_step)} on the"
                 f" engines (max_async_level = {self.config.max_async_level}), but they serve version"
@@ -281,54 +293,60 @@ class TrainLoop:
             )
         except ValueError as error:  # no rollout fits: a shorter prompt or a longer row is needed
             raise RunError(f"step {step} has nothing to train on: {error}; raise orchestrator.seq_len") from error
-        for rollout_id in assembled.untrainable:
-            self._ledger.drop(rollout_id, DropReason.UNTRAINABLE.value)
+        for _ in assembled.untrainable:
             tally.drop(DropReason.UNTRAINABLE)
-        taken = [rollout_id for rollout_id in assembled.advantages if rollout_id not in assembled.untrainable]
-        self._ledger.batch(taken, step)
-        with trace.use_span(self._spans.span(step)):
-            await self._upload(assembled.batch)
-        self._unfinished_steps += 1
-        await self._submitted.put(SubmittedStep(step=step, groups=tuple(groups), assembled=assembled, tally=tally))
+        await self._journal.batch(groups, assembled, dp_size=self._mesh.trainer.dp_size, drawn=self.plan.drawn())
+        self._submitted[step] = SubmittedStep(step=step, groups=tuple(groups), assembled=assembled, tally=tally)
+        self._feed.add(step)
 
-    async def _upload(self, batch: Batch) -> None:
-        deadlines = self.config.deadlines
-        patience = Patience(unreachable_s=deadlines.unreachable_s, retry_s=deadlines.step_s)
-        try:
-            await persist(
-                lambda: self._services.trainer.submit_batch(batch), patience, clock=self._clock, sleep=self._sleep
-            )
-        except MeshError as error:
-            raise failed("trainer", self.config.services.trainer, f"taking batch {batch.step}", error) from error
+    async def _batch(self, step: int) -> Batch:
+        submitted = self._submitted.get(step)
+        return submitted.assembled.batch if submitted is not None else await self._journal.load_batch(step)
+
+    def _go_back(self, step: int, done: int) -> None:
+        """The trainer restarted at `step`: those after it, up to `done`, are done again."""
+        self._journal.go_back(step, done)
+        self.plan.rolled_back(step)
 
     # --- finishing ----------------------------------------------------------------------------
 
     async def _finish_steps(self) -> None:
-        """Brings each submitted step to its end, in order."""
-        while (submitted := await self._submitted.get()) is not None:
-            await self._finish(submitted)
-            self._unfinished_steps -= 1
+        """Brings each step to its end, in order."""
+        while (ended := await self._feed.next()) is not None:
+            step, done = ended
+            self._finishing = True
+            await self._finish(step, done)
+            self._finishing = False
             self._changed.set()
 
-    async def _finish(self, submitted: SubmittedStep) -> None:
-        step = submitted.step
-        done = await self._watch.done(step, self.config.deadlines.step_s)
-        self._ledger.train(step)
-        self._trainer_places.release()
+    async def _finish(self, step: int, done: StepEvent) -> None:
+        self._journal.trained(step)
+        if (submitted := self._submitted.pop(step, None)) is None:  # of an earlier process, or done before
+            groups, assembled = await self._journal.load_step(step)
+            submitted = SubmittedStep(step=step, groups=groups, assembled=assembled, tally=record.StepTally())
         version = step if done.version is None else done.version
-        with trace.use_span(self._spans.span(step)):
-            activation = await self._activator.activate(version)
         synchronous = self.config.max_async_level == 0
-        served = {} if activation is None else {"policy/active_version": float(version)}
-        if activation is not None and not synchronous:
-            self._sample_with(version)
-        await self._write(submitted, record.trainer_metrics(done) | record.activation_metrics(activation) | served)
-        if self._evaluator is not None and self._evaluator.due(step):
+        served: record.Metrics = {}
+        activation, epoch = None, self._feed.epoch
+        if version > self.plan.active_version:  # else engines have moved on: it was done before this process began
+            with trace.use_span(self._spans.span(step)):
+                activation = await self._activator.activate(version)
+            served = record.activation_metrics(activation)
+        active = activation is not None and epoch == self._feed.epoch  # else it is made and activated again
+        if active:
+            served["policy/active_version"] = float(version)
+            if not synchronous:
+                self._sample_with(version)
+        if redone := self._journal.redone(step):
+            served["progress/redone"] = 1.0
+        await self._write(submitted, record.trainer_metrics(done) | served)
+        await self._journal.state_checkpoint()
+        if self._evaluator is not None and self._evaluator.due(step) and not redone:
             if synchronous:
-                await self._evaluate(step, version=version if activation is not None else None)
+                await self._evaluate(step, version=version if active else None)
             else:
                 self._tasks.create_task(self._evaluate(step))
-        if activation is not None and synchronous:  # sampling goes on only now, after the evaluation
+        if active and synchronous:  # sampling goes on only now, after the evaluation
             self._sample_with(version)
 
     def _sample_with(self, version: int) -> None:
@@ -339,12 +357,11 @@ class TrainLoop:
         """Writes the one record of a step."""
         now_s = self._clock()
         seconds, self._step_began_s = now_s - self._step_began_s, now_s
-        self._progress = self._progress.plus(submitted.groups)
         metrics = record.step_metrics(
             submitted.groups,
             submitted.assembled,
             submitted.tally,
-            self._progress,
+            self._journal.progress(submitted.step),
             step=submitted.step,
             law=self.plan.law,
             seq_len=self.config.seq_len,
@@ -354,6 +371,7 @@ class TrainLoop:
         metrics |= {f"progress/epoch/{name}": value for name, value in self.plan.epochs().items()}
         self._spans.end(submitted.step, {"rl.rollouts": metrics["batch/rollouts"], "rl.step.seconds": seconds})
         await asyncio.to_thread(self._monitor.log, submitted.step, metrics)
+        self._journal.logged(submitted.step)
         extras = self.config.wandb.log_extras if self.config.wandb is not None else None
         if extras is not None and submitted.step % extras.interval == 0:
             rows = record.sample_rows(submitted.groups, submitted.assembled, ratio=extras.sample_ratio)
@@ -377,16 +395,3 @@ class TrainLoop:
         step = self.plan.next_step - 1
         if self._evaluator is not None and step > 0 and not self._evaluator.due(step):
             await self._evaluate(step)
-
-
-def first_cause(failures: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The error that explains a group of them: a RunError if there is one, else the first."""
-    leaves: list[BaseException] = []
-    todo: list[BaseException] = [failures]
-    while todo:
-        error = todo.pop(0)
-        if isinstance(error, BaseExceptionGroup):
-            todo = [*error.exceptions, *todo]
-        else:
-            leaves.append(error)
-    return next((leaf for leaf in leaves if isinstance(leaf, RunError)), leaves[0])

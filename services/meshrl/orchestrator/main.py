@@ -18,10 +18,8 @@ from meshrl.core.serve import GrpcServer, run
 from meshrl.core.telemetry import setup_tracing
 from meshrl.orchestrator.bench import summary_table
 from meshrl.orchestrator.config import OrchestratorConfig
-from meshrl.orchestrator.groups import DropReason
-from meshrl.orchestrator.ledger import Ledger
-from meshrl.orchestrator.ledger_store import LedgerStore
 from meshrl.orchestrator.loop import TrainLoop
+from meshrl.orchestrator.opening import open_journal
 from meshrl.orchestrator.retry import RunError
 from meshrl.orchestrator.startup import Mesh, Services, connect, meet
 
@@ -77,24 +75,20 @@ async def _train(
     config: OrchestratorConfig, services: Services, mesh: Mesh, tracer: Tracer, stop: asyncio.Event
 ) -> None:
     layout = Layout(config.output_dir)
-    store = LedgerStore(layout.ledger)
-    reopened = await asyncio.to_thread(store.open, trained_step=mesh.run.step)
-    if reopened:
-        logger.warning(f"an earlier orchestrator left {reopened} rollouts open in {layout.ledger}; they are settled")
-    ledger = Ledger(store.record)
+    journal = await asyncio.to_thread(open_journal, config, mesh)
     monitor = await asyncio.to_thread(open_monitor, config, layout)
-    loop = TrainLoop(config, services, mesh, ledger=ledger, monitor=monitor, tracer=tracer)
     try:
+        loop = TrainLoop(config, services, mesh, journal=journal, monitor=monitor, tracer=tracer)
         if await _until(stop, loop.run()) is None:
             logger.info(f"stopped before step {loop.plan.next_step} was complete")
         else:
             logger.success(f"trained up to step {loop.plan.next_step - 1}")
+        journal.end()  # not after an error: whoever is started next goes on with what is open
         if config.bench:
             logger.info("bench:\n" + summary_table(loop.records))
     finally:
-        ledger.end(DropReason.RUN_ENDED.value)
-        logger.info(f"rollouts: {ledger.balance()}")
-        await asyncio.to_thread(store.close)
+        logger.info(f"rollouts: {journal.balance()}")
+        await asyncio.to_thread(journal.close)
         await asyncio.to_thread(monitor.close)
 
 

@@ -23,6 +23,11 @@ from meshrl.wire.types import Activation, Rollout, StepEvent
 
 Metrics = dict[str, float]
 
+OF_NO_STEP = frozenset(
+    {DropReason.RUN_ENDED, DropReason.RESTARTED, DropReason.UNDONE, DropReason.REMOVED, DropReason.SUPERSEDED}
+)
+"""Why rollouts are dropped between two processes or runs."""
+
 
 @dataclass(kw_only=True)
 class StepTally:
@@ -40,7 +45,7 @@ class StepTally:
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """Totals since the start of the process."""
+    """Totals since the start of the run."""
 
     tokens: int = 0
     samples: int = 0
@@ -141,8 +146,9 @@ def batch_metrics(assembled: Assembled, groups: Sequence[ReadyGroup], *, seq_len
 
 def filter_metrics(tally: StepTally, *, judged_groups: int) -> Metrics:
     """Fraction of judged groups without signal, and rollouts dropped by reason."""
-    metrics: Metrics = {f"dropped/{reason.value}": tally.dropped[reason.value] for reason in DropReason}
-    del metrics[f"dropped/{DropReason.RUN_ENDED.value}"]  # no step ever reports it
+    metrics: Metrics = {
+        f"dropped/{reason.value}": tally.dropped[reason.value] for reason in DropReason if reason not in OF_NO_STEP
+    }
     metrics["filters/zero_signal"] = tally.zero_signal_groups / judged_groups if judged_groups else 0.0
     return metrics
 

@@ -7,8 +7,9 @@ the law allows however groups finish, fail or are filtered.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from meshrl.orchestrator.filters import screen_stale
 from meshrl.orchestrator.groups import DropReason, Group, GroupTicket, Screened
@@ -63,6 +64,7 @@ class WorkPlan:
         self._in_flight: dict[str, GroupTicket] = {}
         self._ready: dict[str, ReadyGroup] = {}
         self._order: dict[str, int] = {}
+        self._again: deque[GroupTicket] = deque()
 
     @property
     def in_flight(self) -> int:
@@ -98,19 +100,46 @@ class WorkPlan:
         if self.room() == 0:
             return None
         for_step = self.next_step + self.outstanding // self.limits.groups_per_step
-        ticket = GroupTicket(
+        ticket = replace(
+            self._again.popleft() if self._again else self._draw(group_id),
             group_id=group_id,
-            task=self._schedule.next_task(),
             size=self.limits.group_size,
             for_step=for_step,
             min_version=self.law.required_version(for_step),
             active_version=self.active_version,
-            seed=((self._seed % 2**31) << 32) + self._sequence * self.limits.group_size,
         )
-        self._order[group_id] = self._sequence
-        self._sequence += 1
+        self._order[group_id] = ticket.sequence
         self._in_flight[group_id] = ticket
         return ticket
+
+    def _draw(self, group_id: str) -> GroupTicket:
+        sequence, self._sequence = self._sequence, self._sequence + 1
+        return GroupTicket(
+            group_id=group_id,
+            task=self._schedule.next_task(),
+            size=self.limits.group_size,
+            for_step=0,
+            min_version=0,
+            active_version=0,
+            seed=((self._seed % 2**31) << 32) + sequence * self.limits.group_size,
+            sequence=sequence,
+        )
+
+    def go_on(self, *, drawn: Mapping[str, int], next_sequence: int, again: Sequence[GroupTicket]) -> None:
+        """Goes on behind the tasks that an earlier process drew; those of the tickets `again` come first."""
+        self._schedule.skip(drawn)
+        self._sequence = max(self._sequence, next_sequence)
+        self._again.extend(replace(ticket, replaces=ticket.group_id) for ticket in again)
+
+    def readmit(self, group: Group) -> Screened:
+        """Judges a group that an earlier process finished; what is kept waits for a step as any other."""
+        self._in_flight[group.ticket.group_id] = group.ticket
+        self._order[group.ticket.group_id] = group.ticket.sequence
+        return self.finish(group)
+
+    def drawn(self) -> dict[str, int]:
+        """Tasks drawn so far, by environment."""
+        return self._schedule.drawn()
 
     def finish(self, group: Group) -> Screened:
         """Judges a group that is over; what is kept waits for a step, what is dropped frees its slot."""
@@ -129,6 +158,10 @@ class WorkPlan:
     def activated(self, version: int) -> None:
         """Engines serve `version` now; an older one than known changes nothing."""
         self.active_version = max(self.active_version, version)
+
+    def rolled_back(self, version: int) -> None:
+        """The trainer restarted at `version`: engines come to serve it, or later ones made again."""
+        self.active_version = min(self.active_version, version)
 
     def doomed(self) -> list[str]:
         """Groups in flight that began on a version too old for the next step: finishing them would be for nothing."""

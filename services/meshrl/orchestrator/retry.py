@@ -87,3 +87,16 @@ async def persist(
 def failed(service: str, address: str, doing: str, error: MeshError) -> RunError:
     """The error that ends a run, naming who failed at what."""
     return RunError(f"{service} at {address} failed while {doing}: {error}")
+
+
+def first_cause(failures: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The error that explains a group of them: a RunError if there is one, else the first."""
+    leaves: list[BaseException] = []
+    todo: list[BaseException] = [failures]
+    while todo:
+        error = todo.pop(0)
+        if isinstance(error, BaseExceptionGroup):
+            todo = [*error.exceptions, *todo]
+        else:
+            leaves.append(error)
+    return next((leaf for leaf in leaves if isinstance(leaf, RunError)), leaves[0])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 
@@ -73,6 +73,16 @@ class TaskSchedule:
         lag = [share * self._drawn - stream.drawn for share, stream in zip(self._shares, self._streams, strict=True)]
         stream = self._streams[lag.index(max(lag))]
         return TaskRef(environment=stream.source.environment, index=stream.next_index())
+
+    def drawn(self) -> dict[str, int]:
+        """Tasks drawn so far, by environment."""
+        return {stream.source.environment: stream.drawn for stream in self._streams}
+
+    def skip(self, drawn: Mapping[str, int]) -> None:
+        """Goes on behind the tasks that were drawn before, by environment."""
+        for stream in self._streams:
+            stream.drawn += drawn.get(stream.source.environment, 0)
+        self._drawn = sum(stream.drawn for stream in self._streams)
 
     def epochs(self) -> dict[str, float]:
         """Passes over each finite environment so far."""

@@ -16,8 +16,8 @@ from meshrl.core.config.shared import EnvConfig, ServerConfig, ServicesConfig
 from meshrl.core.monitor import JsonlSink, Monitor
 from meshrl.core.serve import GrpcServer
 from meshrl.orchestrator.config import OrchestratorConfig, TrainEnvsConfig
-from meshrl.orchestrator.ledger import Ledger
 from meshrl.orchestrator.loop import TrainLoop
+from meshrl.orchestrator.opening import open_journal
 from meshrl.orchestrator.startup import connect, meet
 from meshrl.v1 import rollout_pb2, rollout_pb2_grpc, trainer_pb2, trainer_pb2_grpc, weights_pb2, weights_pb2_grpc
 from meshrl.wire import convert
@@ -342,17 +342,14 @@ def start(tmp_path: Path):
     async def start(config: OrchestratorConfig):
         services = connect(config)
         monitor = Monitor([JsonlSink(tmp_path / "metrics.jsonl")])
-        ledger = Ledger(lambda entry: None)
         try:
-            loop = TrainLoop(
-                config,
-                services,
-                await meet(config, services),
-                ledger=ledger,
-                monitor=monitor,
-                tracer=trace.get_tracer("test"),
-            )
-            yield loop, ledger
+            met = await meet(config, services)
+            journal = await asyncio.to_thread(open_journal, config, met, flush_interval_s=0.01)
+            try:
+                tracer = trace.get_tracer("test")
+                yield TrainLoop(config, services, met, journal=journal, monitor=monitor, tracer=tracer), journal
+            finally:
+                await asyncio.to_thread(journal.close)
         finally:
             await services.close()
             monitor.close()

@@ -165,7 +165,7 @@ async def test_stopping_cancels_what_is_in_flight(mesh, script, make_config, sta
             await running
     await until(lambda: not script.in_flight)
     assert script.cancelled == 6
-    ledger.end("run_ended")
+    ledger.end()
     assert ledger.balance().cancelled == 24
 
 

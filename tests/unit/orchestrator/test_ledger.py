@@ -1,10 +1,6 @@
-import sqlite3
-from pathlib import Path
-
 import pytest
 
-from meshrl.orchestrator.ledger import Entry, Ledger, LedgerError
-from meshrl.orchestrator.ledger_store import LedgerStore
+from meshrl.orchestrator.ledger import Entry, Ledger, LedgerError, RolloutState
 
 
 def test_a_rollout_is_followed_from_dispatch_to_training(make_group) -> None:
@@ -85,62 +81,71 @@ def test_more_rollouts_than_dispatched_are_counted_as_dispatched(make_group) -> 
     assert ledger.balance().dispatched == 2
 
 
-def rows(path: Path) -> list[tuple[str, str, str]]:
-    with sqlite3.connect(path) as connection:
-        found = connection.execute("SELECT key, state, reason FROM rollouts ORDER BY key").fetchall()
-    connection.close()
-    return found
-
-
-def test_the_file_holds_the_last_state_of_each_rollout(make_group, tmp_path: Path) -> None:
-    store = LedgerStore(tmp_path / "ledger.sqlite", flush_interval_s=0.01)
-    assert store.open() == 0
-    ledger = Ledger(store.record)
-    ticket = make_group(size=3).ticket
-    ledger.dispatch(ticket)
-    ledger.finish(ticket, "a", 0)
-    ledger.fail("g0", "b", "DEADLINE_PASSED")
-    ledger.close_group("g0", cancelled=1)
-    ledger.batch(["a"], step=1)
-    ledger.train(1)
-    store.close()
-    assert rows(tmp_path / "ledger.sqlite") == [
-        ("g0/0", "trained", ""),
-        ("g0/1", "failed", "DEADLINE_PASSED"),
-        ("g0/2", "cancelled", ""),
-    ]
-
-
-def test_reopening_settles_what_an_earlier_process_left_open(make_group, tmp_path: Path) -> None:
-    path = tmp_path / "ledger.sqlite"
-    store = LedgerStore(path, flush_interval_s=0.01)
-    store.open()
-    ledger = Ledger(store.record)
-    ticket = make_group(size=3).ticket
+def test_a_forgotten_step_is_batched_again_and_counted_once(make_group) -> None:
+    entries: list[Entry] = []
+    ledger = Ledger(entries.append)
+    ticket = make_group(size=2).ticket
     ledger.dispatch(ticket)
     ledger.finish(ticket, "a", 0)
     ledger.finish(ticket, "b", 0)
+    ledger.batch(["a", "b"], step=1)
+    ledger.train(1)
+    assert ledger.undo(1) == 2
+    assert (ledger.balance().trained, ledger.balance().open) == (0, 2)
+    assert (entries[-1].state.value, entries[-1].step) == ("batched", 1)
+    assert ledger.train(1) == 2
+    assert (ledger.balance().trained, ledger.balance().open) == (2, 0)
+    assert ledger.balance().exact
+
+
+def test_a_durable_step_is_final(make_group) -> None:
+    ledger = Ledger(lambda entry: None)
+    ticket = make_group(size=1).ticket
+    ledger.dispatch(ticket)
+    ledger.finish(ticket, "a", 0)
     ledger.batch(["a"], step=1)
+    ledger.train(1)
+    ledger.settle(1)
+    assert ledger.undo(1) == 0
+    assert ledger.balance().trained == 1
+
+
+def test_a_released_step_gives_its_rollouts_back(make_group) -> None:
+    entries: list[Entry] = []
+    ledger = Ledger(entries.append)
+    ticket = make_group(size=3).ticket
+    ledger.dispatch(ticket)
+    for name in "abc":
+        ledger.finish(ticket, name, 0)
+    ledger.batch(["a"], step=1)
+    ledger.train(1)
     ledger.batch(["b"], step=2)
-    store.close()
-
-    again = LedgerStore(path)
-    assert again.open(trained_step=1) == 3
-    again.close()
-    assert rows(path) == [
-        ("g0/0", "trained", ""),
-        ("g0/1", "dropped", "orchestrator_restarted"),
-        ("g0/2", "dropped", "orchestrator_restarted"),
-    ]
+    assert (ledger.release(1), ledger.release(2)) == (1, 1)
+    assert {(entry.rollout_id, entry.state.value, entry.step) for entry in entries[-2:]} == {
+        ("a", "finished", None),
+        ("b", "finished", None),
+    }
+    ledger.batch(["a", "b", "c"], step=1)
+    assert ledger.train(1) == 3
+    assert ledger.balance().exact
 
 
-def test_a_write_that_fails_surfaces(make_group, tmp_path: Path) -> None:
-    path = tmp_path / "ledger.sqlite"
-    store = LedgerStore(path, flush_interval_s=0.0)
-    store.open()
-    with sqlite3.connect(path) as connection:
-        connection.execute("DROP TABLE rollouts")
-    connection.close()
-    Ledger(store.record).dispatch(make_group(size=1).ticket)
-    with pytest.raises(sqlite3.OperationalError, match="no such table"):
-        store.close()
+def test_another_process_goes_on_with_the_same_balance(make_group) -> None:
+    entries: dict[str, Entry] = {}
+    ledger = Ledger(lambda entry: entries.update({entry.key: entry}))
+    ticket = make_group(size=5).ticket
+    ledger.dispatch(ticket)
+    for name in "abc":
+        ledger.finish(ticket, name, 0)
+    ledger.batch(["a"], step=1)
+    ledger.train(1)
+    ledger.drop("c", "stale")
+    again = Ledger(lambda entry: None)
+    left = [entry for entry in entries.values() if entry.state.value != "dropped"]
+    again.restore(left, {(RolloutState.DROPPED, "stale"): 1})
+    assert str(again.balance()) == str(ledger.balance())
+    assert again.interrupt("g0", "orchestrator_restarted") == 2
+    assert again.undo(1) == 1
+    again.batch(["b"], step=2)
+    assert (again.train(1), again.train(2)) == (1, 1)
+    assert str(again.balance()) == ("dispatched 5 = trained 2 + dropped 1 (stale 1) + failed 0 + cancelled 2 + open 0")
