@@ -32,6 +32,7 @@ from meshrl.trainer.steps import StepBook
 from meshrl.training.checkpoint import Checkpointer, CheckpointError
 from meshrl.training.config import CheckpointConfig, OptimConfig, SchedulerConfig
 from meshrl.training.learner import Learner
+from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Batch, StepEvent, StepState
 
 ROLLOUT_TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -256,6 +257,55 @@ async def test_checkpoints_at_interval_and_at_the_end_keep_the_last(tmp_path: Pa
     assert trainer.desk.book.info().durable_step == 3
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step_2", "step_3"]
     assert sorted(path.name for path in (tmp_path / "weights").iterdir()) == ["step_2", "step_3"]
+
+
+async def test_checkpoints_in_the_background_are_all_on_disk_at_the_end(tmp_path: Path) -> None:
+    async with running(tmp_path, CheckpointConfig(interval=1, keep_last=2, save_async=True)) as trainer:
+        for step in (1, 2, 3):
+            trainer.desk.submit(batch(step), str(step))
+            assert (await trainer.until(StepState.DONE, step)).durable_step < step
+        trainer.desk.close()
+        await trainer.ended()
+        assert trainer.error is None
+        await asyncio.sleep(0)  # the last news of the training thread
+    assert trainer.desk.book.info().durable_step == trainer.checkpointer.durable_step == 3
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step_2", "step_3"]
+
+
+async def test_a_checkpoint_that_fails_in_the_background_ends_the_trainer_and_is_never_durable(tmp_path: Path) -> None:
+    async with running(tmp_path, CheckpointConfig(interval=1, save_async=True)) as trainer:
+        (tmp_path / "checkpoints").write_text("a file where a folder should be")
+        trainer.desk.submit(batch(1), "1")
+        await trainer.until(StepState.DONE, 1)
+        trainer.desk.submit(batch(2), "2")
+        await trainer.ended()
+    assert isinstance(trainer.error, CheckpointError)
+    assert "could not start a checkpoint" in str(trainer.error)
+    assert trainer.desk.book.info().durable_step == 0
+
+
+async def test_a_checkpoint_that_was_asked_for_and_fails_is_the_callers_news(tmp_path: Path) -> None:
+    async with running(tmp_path) as trainer:
+        (tmp_path / "checkpoints").write_text("a file where a folder should be")
+        with pytest.raises(MeshError, match="could not start a checkpoint") as raised:
+            await trainer.desk.save_checkpoint(weights_only=False)
+        assert raised.value.reason is Reason.CHECKPOINT_FAILED
+        trainer.desk.submit(batch(1), "1")
+        await trainer.until(StepState.DONE, 1)
+
+
+async def test_totals_go_on_where_a_checkpoint_left_them(tmp_path: Path) -> None:
+    async with running(tmp_path, CheckpointConfig()) as trainer:
+        trainer.desk.submit(batch(1), "1")
+        first = (await trainer.until(StepState.DONE, 1)).metrics
+    resumed = build()
+    async with running(tmp_path, learner=resumed) as trainer:
+        trainer.checkpointer.restore(-1)
+        trainer.desk.book = StepBook(run_id="main", epoch=2, start_step=1)
+        trainer.desk.submit(batch(2), "2")
+        second = (await trainer.until(StepState.DONE, 2)).metrics
+    assert second["progress/total_tokens"] == 2 * first["progress/tokens"] > 0
+    assert second["progress/total_samples"] == 2 * first["progress/samples"] > 0
 
 
 async def test_checkpoint_at_the_end_only_by_default(tmp_path: Path) -> None:

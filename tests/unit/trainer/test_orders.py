@@ -49,7 +49,15 @@ def batch(step: int = 3) -> Batch:
     )
 
 
-@pytest.mark.parametrize("order", [Gather(), Save(weights_only=True), Save(weights_only=False), Beat(), Stop()])
+@pytest.mark.parametrize(
+    "order",
+    [
+        Gather(),
+        *(Save(weights_only=w, in_background=b) for w in (True, False) for b in (True, False)),
+        Beat(),
+        Stop(),
+    ],
+)
 def test_an_order_without_data_is_one_byte_and_comes_back(order: Order) -> None:
     assert len(encode(order)) == 1
     assert decode(encode(order)) == order

@@ -1,0 +1,93 @@
+"""Fine-tuning that stops and goes on: the same steps on the same data, the same weights and optimizer, to the bit."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from meshrl.environments.reverse_text.demonstrations import demonstrations
+from meshrl.environments.reverse_text.model import create_model
+from meshrl.environments.reverse_text.sentences import sentences
+from meshrl.sft.config import DataConfig, SFTConfig, ValConfig
+from meshrl.sft.program import train
+from meshrl.training.config import CheckpointConfig, OptimConfig, SchedulerConfig
+from meshrl.training.model_config import LoraConfig, TrainerModelConfig
+from meshrl.training.parallel import ParallelContext
+
+TIMES = ("time/", "perf/")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sft")
+    create_model(folder / "model", seed=0, hidden_size=32, num_layers=1)
+    rows = demonstrations(sentences("train")[:64], share=1.0, random_source=random.Random(0))
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def run(folder: Path, output_dir: Path, lora: LoraConfig | None, **ckpt: Any) -> None:
+    config = SFTConfig(
+        model=TrainerModelConfig(name=str(folder / "model"), device="cpu", lora=lora),
+        data=DataConfig(name=str(folder / "train.jsonl"), batch_size=512, seq_len=256),
+        val=ValConfig(interval=5, data=DataConfig(name=str(folder / "train.jsonl"), seq_len=256)),
+        optim=OptimConfig(lr=1e-2),
+        scheduler=SchedulerConfig(type="linear", warmup_steps=3),
+        max_steps=20,
+        torch_threads=1,
+        output_dir=output_dir,
+        ckpt=CheckpointConfig(interval=10, **ckpt),
+    )
+    train(config, threading.Event(), ParallelContext())
+
+
+def records(output_dir: Path) -> list[dict[str, float]]:
+    lines = (output_dir / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if not k.startswith(TIMES)} for line in lines]
+
+
+def state(output_dir: Path, step: int) -> dict[str, torch.Tensor]:
+    reader = FileSystemReader(output_dir / f"checkpoints/step_{step}/trainer")
+    tensors = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in reader.read_metadata().state_dict_metadata.items()
+    }
+    load(tensors, storage_reader=reader, no_dist=True)
+    return tensors
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=4, dropout=0.2)], ids=["full", "lora with dropout"])
+@pytest.mark.parametrize("save_async", [False, True], ids=["saved", "saved in the background"])
+def test_ten_steps_resumed_for_ten_are_twenty(
+    folder: Path, tmp_path: Path, lora: LoraConfig | None, save_async: bool
+) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    run(folder, whole, lora, save_async=save_async)
+    shutil.copytree(whole / "checkpoints" / "step_10", parts / "checkpoints" / "step_10")
+    torch.manual_seed(99)  # a new process has drawn other numbers until it restores
+    run(folder, parts, lora, resume_step=-1)
+
+    expected, got = records(whole), records(parts)
+    assert [record["step"] for record in got] == list(range(11, 21))
+    volatile = ("timestamp", "time")
+    for ours, theirs in zip(got, expected[10:], strict=True):
+        assert {k: v for k, v in ours.items() if k not in volatile} == {
+            k: v for k, v in theirs.items() if k not in volatile
+        }
+    assert len({record["optim/lr"] for record in got}) == 10
+    ours, theirs = state(parts, 20), state(whole, 20)
+    assert any(name.startswith("optimizer/exp_avg/") for name in ours)
+    assert ours.keys() == theirs.keys()
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+    assert (parts / "weights/step_20/model.safetensors").read_bytes() == (
+        whole / "weights/step_20/model.safetensors"
+    ).read_bytes()
