@@ -93,7 +93,7 @@ def _digest(values: np.ndarray[Any, Any]) -> float:
 def state(learner: Learner) -> dict[str, torch.Tensor]:
     """Copies of all that a checkpoint must bring back, whole; collective where the learner is sharded."""
     reshard(learner)
-    with learner.optimizer.on_device():
+    with learner.optimizer.state_open():
         tensors = {
             name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
             for name, tensor in learner_tensors(learner).items()

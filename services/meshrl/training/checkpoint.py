@@ -120,7 +120,7 @@ class Checkpointer:
         write, and what an earlier save in the background ran into.
         """
         self.settle()
-        with self._learner.optimizer.on_device():
+        with self._learner.optimizer.state_open():
             job = self._job(weights_only=weights_only)
             self._write(job)
         return self._weights_folder(job.step) if weights_only else self._folder(job.step)
@@ -134,7 +134,7 @@ class Checkpointer:
         `settle` or a save.
         """
         self.settle()
-        with self._learner.optimizer.on_device():
+        with self._learner.optimizer.state_open():
             job = self._job(weights_only=weights_only)
             if job.tensors is not None:
                 stager = BlockingAsyncStager(cache_staged_state_dict=False)
@@ -254,7 +254,7 @@ class Checkpointer:
                 "optim.type as it was"
             )
         reader, control = FileSystemReader(folder), self._group.control
-        with self._learner.optimizer.on_device():
+        with self._learner.optimizer.state_open():
             tensors = train_state.tensors_to_fill(self._learner, reader.read_metadata(), folder)
             try:
                 state_dict_loader.load(tensors, storage_reader=reader, process_group=control, no_dist=not control)

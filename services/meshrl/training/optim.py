@@ -25,7 +25,7 @@ class Optimizer:
     """One or several torch optimizers that step as one; each parameter belongs to one of the `parts`.
 
     A checkpoint saves the state of the parts (`get_state_dict` and `set_state_dict` of torch.distributed.checkpoint
-    take them together), within `on_device`. With `offload` that state lies in the host's memory, pinned where there is
+    take them together), within `state_open`. With `offload` that state lies in the host's memory, pinned where there is
     a GPU; a step has one part's on the device at a time.
     """
 
@@ -58,14 +58,23 @@ class Optimizer:
         if self._offload:
             _wait_for_copies()
 
+    def empty_state(self, parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
+        """Room for state of the parameter's shape and sharding, where its state lies between steps."""
+        like = parameter.detach()
+        return _on_host(like, dtype) if self._offload else torch.empty_like(like, dtype=dtype)
+
     @contextmanager
-    def on_device(self) -> Iterator[None]:
+    def state_open(self) -> Iterator[None]:
         """Here the parts' state may be read and replaced; what is put in its place moves to where it belongs."""
         yield
         if self._offload:
             for part in self.parts:
                 _to_host(part, {})
             _wait_for_copies()
+
+
+def _on_host(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_like(like, dtype=dtype, device=CPU, pin_memory=like.is_cuda)
 
 
 HostState = dict[torch.Tensor, dict[str, torch.Tensor]]  # by parameter and name; sharded as the parameter is
@@ -94,8 +103,7 @@ def _to_host(part: torch.optim.Optimizer, waiting: HostState) -> None:
             if host is not None:
                 state[name] = host.copy_(value, non_blocking=True)
             elif value.device != CPU:
-                host = torch.empty_like(value, device=CPU, pin_memory=value.is_cuda)
-                state[name] = host.copy_(value, non_blocking=True)
+                state[name] = _on_host(value, value.dtype).copy_(value, non_blocking=True)
 
 
 def _wait_for_copies() -> None:

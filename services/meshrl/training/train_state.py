@@ -26,7 +26,7 @@ _MODEL, _OPTIMIZER = "model", "optimizer"
 def learner_tensors(learner: Learner) -> dict[str, torch.Tensor]:
     """Parameters, persistent buffers and optimizer state, sharing memory with the learner; every rank's own shards.
 
-    Keys are `model/NAME` and `optimizer/KEY/NAME`. For use within `learner.optimizer.on_device()`.
+    Keys are `model/NAME` and `optimizer/KEY/NAME`. For use within `learner.optimizer.state_open()`.
     """
     tensors = {f"{_MODEL}/{name}": tensor for name, tensor in _model_tensors(learner)}
     owners = _owners(learner)
@@ -99,7 +99,7 @@ def tensors_to_fill(learner: Learner, saved: Metadata, folder: Path) -> dict[str
         if full_name in present:
             fill[full_name] = present[full_name]
         elif entry.size == parameter.shape:
-            fill[full_name] = torch.empty_like(parameter.detach(), dtype=dtype)
+            fill[full_name] = learner.optimizer.empty_state(parameter, dtype)
         else:  # a count of steps, or the like
             device = parameter.device if parameter in fused else torch.device("cpu")
             fill[full_name] = torch.empty(entry.size, dtype=dtype, device=device)

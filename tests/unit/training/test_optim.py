@@ -126,12 +126,12 @@ def test_state_that_a_checkpoint_replaces_is_what_training_goes_on_with(monkeypa
     config = OptimConfig(type="muon", lr=0.01)
     straight, _ = trained(config, steps=5)
     net, optimizer = trained(config, cpu_offload=True, steps=3)
-    with optimizer.on_device():
+    with optimizer.state_open():
         weights, state = get_state_dict(net, optimizer.parts)
         weights, state = copy.deepcopy(weights), copy.deepcopy(state)
     other = model()
     fresh = build_optimizer(other, config, cpu_offload=True)
-    with fresh.on_device():
+    with fresh.state_open():
         set_state_dict(other, fresh.parts, model_state_dict=weights, optim_state_dict=state)
     train(other, fresh, config, range(3, 5))
     for name, parameter in straight.named_parameters():
