@@ -1,0 +1,82 @@
+"""Trains small models on one stream of batches, from a checkpoint or to one; a program, alone or as a rank of torchrun.
+
+    python resumed_training.py MODEL RESULT.json '{"name": {part of a training}, ...}'
+
+A part has `settings` of the model section, the `folder` of its checkpoints, the step to resume `at`, the last step `to`
+train, the steps to `save` after, and whether to save `in_background`. One that is `alone` is trained by rank 0 without
+a group. Rank 0 writes, for each name, the numbers of every step and digests of the state after loading, at each save,
+and at the end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import checkpoint_kit as kit
+from meshrl.training.checkpoint import Checkpointer
+from meshrl.training.parallel import ParallelContext
+
+
+def digests(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
+    """What only identical bits have in common."""
+    return {
+        name: hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest()[:16] for name, tensor in tensors.items()
+    }
+
+
+def run_part(part: dict[str, Any], model: str) -> dict[str, Any]:
+    """One part of a training; what it found can be written as JSON."""
+    parallel = ParallelContext()
+    if not part.get("alone"):
+        dp_replicate = part["settings"].get("dp_replicate", 1)
+        parallel = ParallelContext.start(os.environ, device=torch.device("cpu"), dp_replicate=dp_replicate)
+    learner = kit.build(model, part["settings"], parallel=parallel)
+    checkpointer = Checkpointer(learner, Path(part["folder"]), tokenizer=None, seed=3)
+    loaded: dict[str, str] = {}
+    if "at" in part:
+        checkpointer.restore(part["at"])
+        loaded = digests(kit.state(learner))
+    steps, saved = [], {}
+    for stop in sorted({*part.get("save", []), part["to"]}):
+        steps += kit.train(learner, stop)
+        if stop in part.get("save", []):
+            saved[str(stop)] = digests(kit.state(learner))
+            checkpointer.progress.samples = 100 * stop
+            if part.get("in_background"):
+                checkpointer.save_async()
+            else:
+                checkpointer.save()
+    checkpointer.settle()
+    return {
+        "steps": steps,
+        "loaded": loaded,
+        "saved": saved,
+        "final": digests(kit.state(learner)),
+        "samples": checkpointer.progress.samples,
+        "durable_step": checkpointer.durable_step,
+    }
+
+
+def main() -> None:
+    model, result, wanted = sys.argv[1:]
+    torch.set_num_threads(1)
+    first = os.environ.get("RANK", "0") == "0"
+    parts = {name: part for name, part in json.loads(wanted).items() if first or not part.get("alone")}
+    done = {name: run_part(part, model) for name, part in parts.items()}
+    if first:
+        Path(result).write_text(json.dumps(done))
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

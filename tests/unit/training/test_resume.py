@@ -1,0 +1,134 @@
+"""Training that goes on in another process, or on another number of them, from where it was saved."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import checkpoint_kit as kit
+import resumed_training
+
+SETTINGS: dict[str, dict[str, Any]] = {"plain": {}, "lora": {"lora": {"rank": 4, "dropout": 0.3}}}
+HALF, WHOLE = 10, 20
+SAVED = str(HALF)
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+Results = dict[str, dict[str, Any]]
+
+
+@contextmanager
+def two_ranks(folder: Path, name: str, parts: dict[str, Any]) -> Iterator[Results]:
+    """Two fresh processes that train the parts; the results are there when the context ends."""
+    result, log = folder / f"{name}.json", folder / f"{name}.log"
+    arguments = [resumed_training.__file__, str(folder / "model"), str(result), json.dumps(parts)]
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [sys.executable, *TORCHRUN, *arguments],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=output,
+            stderr=output,
+        )
+    results: Results = {}
+    try:
+        yield results
+        assert process.wait(115) == 0, log.read_text()[-3000:]
+        results.update(json.loads(result.read_text()))
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Results]:
+    """Whole trainings by one process and by two, saved on the way; then, in fresh processes, their second halves."""
+    folder = tmp_path_factory.mktemp("resume")
+    model = kit.save_model(folder / "model")
+
+    def begun(ranks: str) -> dict[str, Any]:
+        return {
+            name: {"settings": settings, "folder": f"{folder}/{ranks}/{name}", "to": WHOLE, "save": [5, HALF]}
+            | {"in_background": name == "plain"}
+            for name, settings in SETTINGS.items()
+        }
+
+    def resumed(on: str) -> dict[str, Any]:
+        return {
+            f"{name} of {ranks} on {on}": {
+                "settings": settings,
+                "folder": f"{folder}/{ranks}/{name}",
+                "at": -1,
+                "to": WHOLE if on == ranks else HALF + 2,
+                "alone": on == "one",
+            }
+            for name, settings in SETTINGS.items()
+            for ranks in ("one", "two")
+        }
+
+    straight = {"straight": {"settings": {}, "folder": f"{folder}/straight", "to": WHOLE}}
+    with two_ranks(folder, "two", begun("two") | straight) as two:
+        alone = begun("one") | straight
+        one = {name: resumed_training.run_part({**part, "alone": True}, model) for name, part in alone.items()}
+    again = resumed("one") | resumed("two")
+    again |= {
+        f"hsdp of {ranks} on two": {
+            **again[f"plain of {ranks} on two"],
+            "settings": {"dp_replicate": 2},
+            "to": HALF + 2,
+        }
+        for ranks in ("one", "two")
+    }
+    with two_ranks(folder, "again", again) as again_results:
+        pass
+    return {"one": one, "two": two, "again": again_results}
+
+
+@pytest.mark.parametrize("ranks", ["one", "two"])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_fresh_processes_go_on_to_the_bit(name: str, ranks: str, results: dict[str, Results]) -> None:
+    whole, resumed = results[ranks][name], results["again"][f"{name} of {ranks} on {ranks}"]
+    assert resumed["loaded"] == whole["saved"][SAVED]
+    assert resumed["steps"] == whole["steps"][HALF:]
+    assert resumed["final"] == whole["final"]
+    assert (resumed["samples"], resumed["durable_step"]) == (100 * HALF, HALF)
+
+
+@pytest.mark.parametrize("ranks", ["one", "two"])
+def test_saving_in_the_background_changes_nothing(ranks: str, results: dict[str, Results]) -> None:
+    saving, straight = results[ranks]["plain"], results[ranks]["straight"]
+    assert saving["steps"] == straight["steps"]
+    assert saving["final"] == straight["final"]
+    assert (saving["durable_step"], straight["durable_step"]) == (HALF, 0)
+
+
+@pytest.mark.parametrize(("before", "after"), [("one", "two"), ("two", "one")])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_another_number_of_ranks_goes_on_from_the_same_bits(
+    name: str, before: str, after: str, results: dict[str, Results]
+) -> None:
+    whole, resumed = results[before][name], results["again"][f"{name} of {before} on {after}"]
+    assert resumed["loaded"] == whole["saved"][SAVED]
+    if name == "plain":  # dropout draws other numbers on another number of ranks
+        assert_close(resumed["steps"], whole["steps"][HALF : HALF + 2])
+
+
+@pytest.mark.parametrize("before", ["one", "two"])
+def test_hsdp_goes_on_from_what_others_saved(before: str, results: dict[str, Results]) -> None:
+    whole, resumed = results[before]["plain"], results["again"][f"hsdp of {before} on two"]
+    assert resumed["loaded"] == whole["saved"][SAVED]
+    assert_close(resumed["steps"], whole["steps"][HALF : HALF + 2])
+
+
+def assert_close(got: list[dict[str, float]], wanted: list[dict[str, float]]) -> None:
+    """The ranks add in another order, and records come in another one."""
+    assert [step["step"] for step in got] == [step["step"] for step in wanted]
+    for ours, theirs in zip(got, wanted, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-5)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+        assert ours["lr"] == theirs["lr"]
