@@ -18,7 +18,7 @@ from typing import Any
 
 MANIFEST = "checkpoint.json"
 FORMAT = "meshrl-checkpoint-1"
-PARTIAL, DELETED, SUPERSEDED = ".partial", ".deleted", ".superseded"
+PARTIAL, DELETED, SUPERSEDED = ".partial", ".deleted", "superseded_"
 _BLOCK_BYTES = 2**24
 
 
@@ -160,7 +160,7 @@ def discard_partial(folder: Path) -> None:
 
 def supersede(folder: Path) -> Path:
     """Renames a folder whose continuation is given up, so that nobody takes it for the newest. Returns its new path."""
-    aside = folder.with_name(folder.name + SUPERSEDED)
+    aside = folder.with_name(SUPERSEDED + folder.name)  # nobody who looks for steps finds it
     _remove_tree(aside)
     folder.rename(aside)
     flush(folder.parent)
@@ -170,11 +170,13 @@ def supersede(folder: Path) -> Path:
 def sweep(root: Path, part: str | None) -> None:
     """Deletes the leftovers of a process that was killed among the steps under `root`, or among parts of steps."""
     for step in steps_in(root):
-        if part is not None:
-            for suffix in (PARTIAL, DELETED):
-                _remove_tree(step_folder(root, step) / (part + suffix))
-            with suppress(OSError):  # other programs keep their part of the step here
-                step_folder(root, step).rmdir()
+        folder = step_folder(root, step)
+        leftovers = [folder / (part + suffix) for suffix in (PARTIAL, DELETED)] if part is not None else []
+        for leftover in leftovers:
+            if leftover.is_dir():
+                _remove_tree(leftover)
+                with suppress(OSError):  # other programs keep their part of the step here
+                    folder.rmdir()
     for suffix in (PARTIAL, DELETED):
         for leftover in root.glob(f"step_*{suffix}"):
             _remove_tree(leftover)

@@ -173,7 +173,7 @@ def test_going_back_sets_later_checkpoints_aside(model: str, tmp_path: Path) -> 
     back = kit.build(model)
     Checkpointer(back, tmp_path, tokenizer=None).restore(2)
     assert Checkpointer(kit.build(model), tmp_path, tokenizer=None).restore(-1) == 2, "or a crash would bring back 6"
-    assert (tmp_path / "checkpoints" / "step_6.superseded" / "trainer" / files.MANIFEST).is_file()
+    assert (tmp_path / "checkpoints" / "superseded_step_6" / "trainer" / files.MANIFEST).is_file()
 
 
 # --- pruning ----------------------------------------------------------------------------------------
