@@ -16,13 +16,11 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from loguru import logger
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
@@ -37,15 +35,12 @@ from meshrl.training import train_state
 from meshrl.training.checkpoint_files import CheckpointError, FileMark, Manifest
 from meshrl.training.config import CheckpointConfig
 from meshrl.training.learner import Learner
-from meshrl.training.parallel import ParallelContext
+from meshrl.training.saving_group import SavingGroup, reason
 from meshrl.training.weights_folder import WeightsWriter
 
 __all__ = ["CheckpointError", "Checkpointer", "Progress"]
 
 SAVE_DEADLINE_S = 3600.0
-_NEEDED = "output_dir must be on a disk with room that all ranks share"
-
-Result = TypeVar("Result")
 
 
 @dataclass(kw_only=True)
@@ -104,7 +99,7 @@ class Checkpointer:
         self._on_branch = False  # checkpoints of later steps are none of this run's past
         self._saving: Future[None] | None = None
         self._writer: WeightsWriter | None = None
-        self._group = _own_group(learner.parallel, deadline_s)
+        self._group = SavingGroup.beside(learner.parallel, timeout_s=deadline_s)
         # For good, since saves on a thread must not touch the process's filters: no process group is as it should be.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         if self._group.rank == 0:
@@ -160,8 +155,11 @@ class Checkpointer:
         """Saves in the way that is configured, and prunes once the checkpoint is on disk."""
 
         def written(step: int, folder: Path) -> None:
-            self.prune(config)
             on_durable(step, folder)
+            try:
+                self.prune(config)
+            except OSError as error:  # what is new is on disk; the next save tries again
+                logger.warning("old checkpoints could not be deleted: {}", error)
 
         if config.save_async:
             self.save_async(weights_only=config.weights_only, on_durable=written)
@@ -215,7 +213,7 @@ class Checkpointer:
         step, manifest = self._found(step)
         folder, group = self._folder(step), self._group
         names = sorted(manifest.files)[group.rank :: group.world_size]
-        self._together("read", lambda: files.verify(folder, [(name, manifest.files[name]) for name in names]))
+        self._group.together("read", lambda: files.verify(folder, [(name, manifest.files[name]) for name in names]))
         self._load(folder, manifest)
         train_state.seed_rank(self._seed, step, group.rank)
         if manifest.ranks == group.world_size:
@@ -224,7 +222,7 @@ class Checkpointer:
         self._learner.step_done = self.durable_step = step
         self.progress.tokens, self.progress.samples = manifest.tokens, manifest.samples
         self._own |= {folder, self._weights_folder(step)}
-        self._together("set aside later checkpoints", lambda: self._leave_other_branch(step))
+        self._group.together("set aside later checkpoints", lambda: self._leave_other_branch(step))
         return step
 
     def _found(self, step: int) -> tuple[int, Manifest]:
@@ -243,8 +241,8 @@ class Checkpointer:
                 )
             return str(found).encode()
 
-        step = int(self._group.broadcast(self._together("find the checkpoint", find)))
-        return step, self._together("read the checkpoint", lambda: Manifest.read(self._folder(step)))
+        step = int(self._group.broadcast(self._group.together("find the checkpoint", find)))
+        return step, self._group.together("read the checkpoint", lambda: Manifest.read(self._folder(step)))
 
     def _load(self, folder: Path, manifest: Manifest) -> None:
         optimizer = train_state.optimizer_kind(self._learner)
@@ -259,7 +257,7 @@ class Checkpointer:
             try:
                 state_dict_loader.load(tensors, storage_reader=reader, process_group=control, no_dist=not control)
             except CheckpointException as error:  # a BaseException, as torch has it
-                raise files.damaged(folder, str(error)) from error
+                raise files.damaged(folder, reason(error)) from error
             train_state.take_over(self._learner, tensors)
 
     # --- writing, on the training thread or beside it -----------------------------------------------
@@ -268,7 +266,7 @@ class Checkpointer:
         step = self._learner.step_done
         train_state.reshard(self._learner)
         if not self._on_branch:
-            self._together("set aside later checkpoints", lambda: self._leave_other_branch(step))
+            self._group.together("set aside later checkpoints", lambda: self._leave_other_branch(step))
         wanted = [self._weights_folder(step)] + ([] if weights_only else [self._folder(step)])
         needed = bytes(folder not in self._own or not folder.is_dir() for folder in wanted)
         needed = self._group.broadcast(needed if self._group.rank == 0 else None)
@@ -296,13 +294,13 @@ class Checkpointer:
         shards = None if job.tensors is None else self._folder(job.step)
         parts = [folder for folder in (weights, shards) if folder is not None]
         try:
-            self._together("start a checkpoint", lambda: self._first(files.make_partial, parts))
+            self._group.together("start a checkpoint", lambda: self._first(files.make_partial, parts))
             if shards is not None and job.tensors is not None:
                 partial = shards.with_name(shards.name + files.PARTIAL)
                 self._write_shards(job, dict(job.tensors), partial)
             if weights is not None:
-                self._together("write the weights", lambda: self._write_weights(weights, job))
-            self._together("finish a checkpoint", lambda: self._first(files.reveal, parts))
+                self._group.together("write the weights", lambda: self._write_weights(weights, job))
+            self._group.together("finish a checkpoint", lambda: self._first(files.reveal, parts))
         except BaseException:
             self._first(files.discard_partial, parts)
             raise
@@ -325,8 +323,8 @@ class Checkpointer:
             written = [own_random, *partial.glob(f"__{group.rank}_*"), *([] if group.rank else [partial / ".metadata"])]
             return {path.name: vars(files.mark(path)) for path in written}
 
-        self._together("write its shards", write)
-        marks = self._together("write its random state", write_random_state)
+        self._group.together("write its shards", write)
+        marks = self._group.together("write its random state", write_random_state)
         parts = group.gather(np.frombuffer(json.dumps(marks).encode(), dtype=np.uint8)) or []
         manifest = Manifest(
             step=job.step,
@@ -338,7 +336,7 @@ class Checkpointer:
             files={name: FileMark(**mark) for part in parts for name, mark in json.loads(part.tobytes()).items()},
         )
 
-        self._together("write the manifest", lambda: self._first(manifest.write, [partial]))
+        self._group.together("write the manifest", lambda: self._first(manifest.write, [partial]))
 
     def _write_weights(self, folder: Path, job: _Job) -> None:
         if self._writer is None or job.weights is None:  # made with the job, on rank 0
@@ -351,19 +349,6 @@ class Checkpointer:
         """Does it to each of the folders, on rank 0 alone."""
         for folder in folders if self._group.rank == 0 else ():
             action(folder)
-
-    def _together(self, what: str, action: Callable[[], Result]) -> Result:
-        """What `action` returns on this rank. Raises CheckpointError on all ranks when it fails on one."""
-        try:
-            result = action()
-        except (OSError, CheckpointError, CheckpointException) as error:
-            self._group.any(True)
-            if isinstance(error, CheckpointError):
-                raise
-            raise CheckpointError(f"rank {self._group.rank} could not {what} ({error}); {_NEEDED}") from error
-        if self._group.any(False):
-            raise CheckpointError(f"another rank could not {what}, its log says why; {_NEEDED}")
-        return result
 
     # --- folders ------------------------------------------------------------------------------------
 
@@ -385,13 +370,3 @@ class Checkpointer:
 
     def _weights_folder(self, step: int) -> Path:
         return files.step_folder(self._weights, step)
-
-
-def _own_group(parallel: ParallelContext, timeout_s: float) -> ParallelContext:
-    """The same ranks with a control group of their own, so that a save beside training never meets its collectives."""
-    control = None
-    if parallel.control is not None:
-        control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-    return ParallelContext(
-        rank=parallel.rank, world_size=parallel.world_size, local_rank=parallel.local_rank, control=control
-    )
