@@ -20,8 +20,8 @@ LORA = ("--model.lora.rank", "16", "--model.lora.alpha", "32")
 
 
 def row(shape: str, seq_len: int, *flags: str, keep: str | None = None) -> list[str]:
-    """The flags of a row: compiled blocks, and activations kept as `keep` (ac.mode) says; None keeps them all."""
-    checkpointing = [] if keep is None else ["--model.ac.mode", keep]
+    """Flags: compiled blocks, steps of 64k tokens, and what activations to `keep` (ac.mode; None keeps them all)."""
+    checkpointing = ["--bench.rows", str(65536 // seq_len), *([] if keep is None else ["--model.ac.mode", keep])]
     model = ["--model.name", str(SHAPES / shape), "--seq-len", str(seq_len), "--model.compile"]
     return [*model, *checkpointing, *flags]
 
