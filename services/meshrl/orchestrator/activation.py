@@ -9,12 +9,17 @@ from loguru import logger
 
 from meshrl.client import WeightSyncClient
 from meshrl.orchestrator.config import OrchestratorConfig
-from meshrl.orchestrator.retry import Patience, RunError, failed, persist
+from meshrl.orchestrator.retry import AWAY, Patience, RunError, failed, persist
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Activation, ActivationPolicy
 
 _SERVICE = "weight hub"
 _NOT_THERE_YET = frozenset({Reason.UNKNOWN_VERSION, Reason.VERSION_NOT_SEALED, Reason.UNKNOWN_RUN})
+_GONE = frozenset({Reason.UNKNOWN_VERSION, Reason.VERSION_SUPERSEDED, Reason.STALE_EPOCH})
+
+
+class VersionGoneError(Exception):
+    """The hub does not have a sealed version any more: a newer trainer took over."""
 
 
 class Activator:
@@ -76,7 +81,7 @@ class Activator:
     async def activate(self, version: int) -> Activation | None:
         """Commits a version that a step made; None when it could not be and engines keep the one before.
 
-        Raises RunError when the hub is gone.
+        Raises VersionGoneError, and RunError when the hub is gone.
         """
         deadlines = self._config.deadlines
         patience = Patience(unreachable_s=deadlines.unreachable_s, retry_s=0.0)
@@ -85,9 +90,11 @@ class Activator:
                 lambda: self._commit(version, deadlines.activation_s), patience, clock=self._clock, sleep=self._sleep
             )
         except MeshError as error:
-            if error.reason in (Reason.UNREACHABLE, Reason.DRAINING):
+            if error.reason in AWAY:
                 doing = f"activating version {version}"
                 raise failed(_SERVICE, self._config.services.weights, doing, error) from error
+            if error.reason in _GONE:
+                raise VersionGoneError(str(error)) from error
             logger.error(f"version {version} was not activated, engines keep serving the one before: {error}")
             return None
 

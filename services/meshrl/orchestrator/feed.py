@@ -65,6 +65,7 @@ class TrainerFeed:
             history=trained < run.step,
             on_restart=self._go_back,
             on_durable=on_durable,
+            clock=clock,
             sleep=sleep,
         )
 
@@ -72,6 +73,10 @@ class TrainerFeed:
     def epoch(self) -> int:
         """The trainer's process, as far as known."""
         return self._watch.epoch
+
+    async def restarted_at(self, epoch: int) -> int | None:
+        """The step that the trainer came back at after `epoch`; None when it has not, and had the time to."""
+        return self._watch.step if await self._watch.restarts(epoch) else None
 
     def add(self, step: int) -> None:
         """The batch of the next step is on disk."""

@@ -1,17 +1,15 @@
-"""Keeps the ledger in SQLite: one writer thread, many changes a transaction; fed by the ledger's rules and the journal.
+"""Keeps the ledger in SQLite; fed by the ledger's rules and the journal, read when a process goes on.
 
 The file is in WAL mode with synchronous = NORMAL: what is committed outlives the process, whatever ends it.
 """
 
 from __future__ import annotations
 
-import queue
 import sqlite3
-import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +18,7 @@ from meshrl.orchestrator.ledger import Entry, RolloutState
 from meshrl.orchestrator.ledger_rows import LAYOUT, SCHEMA, Past, PastGroup, RunRow, StepRecord, last_run
 from meshrl.orchestrator.ledger_rows import read_groups as rows_of_groups
 from meshrl.orchestrator.ledger_rows import read_past as rows_of_past
+from meshrl.orchestrator.ledger_writer import ThreadedWriter, Writer
 from meshrl.v1 import rollout_pb2, trainer_pb2
 from meshrl.wire import convert
 from meshrl.wire.types import Batch, Rollout
@@ -32,8 +31,6 @@ ON CONFLICT (key) DO UPDATE SET state = excluded.state, rollout_id = excluded.ro
 """
 _ANY_LENGTH = 2**62
 
-Change = Callable[[sqlite3.Connection], object]
-
 
 class LedgerStore:
     """A ledger file. What changes it never blocks; `flush` and `close` tell when everything before is on disk.
@@ -41,13 +38,12 @@ class LedgerStore:
     Reading blocks: call it beside an event loop. Everything raises sqlite3.Error when the file cannot be used.
     """
 
-    def __init__(self, path: Path, *, flush_interval_s: float = 0.2) -> None:
+    def __init__(self, path: Path, writer: Writer | None = None) -> None:
+        """`writer` commits the changes; None is a thread of its own."""
         self._path = path
-        self._flush_interval_s = flush_interval_s
+        self._writer = ThreadedWriter(path) if writer is None else writer
+        self._put = self._writer.put
         self._run = 0
-        self._queue: queue.SimpleQueue[Change | Future[None] | None] = queue.SimpleQueue()
-        self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._write_all, name="ledger", daemon=True)
 
     # --- beginning and end ----------------------------------------------------------------------
 
@@ -83,7 +79,7 @@ class LedgerStore:
                 (run.run_id, run.session, run.epoch, run.first_step, run.metrics_offset, time.time()),
             )
             self._run = int(cursor.lastrowid or 0)
-        self._thread.start()
+        self._writer.start()
         return replace(run, run=self._run)
 
     def resume(self, run: RunRow, *, trainer_step: int) -> Past:
@@ -95,7 +91,7 @@ class LedgerStore:
             )
             past = rows_of_past(connection, run, trainer_step=trainer_step)
         self._run = run.run
-        self._thread.start()
+        self._writer.start()
         return past
 
     def end(self, reason: str) -> None:
@@ -104,14 +100,7 @@ class LedgerStore:
 
     def close(self, deadline_s: float = 30.0) -> None:
         """Writes what is queued and stops. Raises sqlite3.Error when something could not be written."""
-        if not self._thread.is_alive():
-            return
-        self._queue.put(None)
-        self._thread.join(deadline_s)
-        if self._thread.is_alive():
-            raise sqlite3.OperationalError(f"ledger {self._path} was not written within {deadline_s:g} s")
-        if self._error is not None:
-            raise self._error
+        self._writer.close(deadline_s)
 
     # --- changes ----------------------------------------------------------------------------------
 
@@ -192,10 +181,7 @@ class LedgerStore:
 
     def flush(self) -> Future[None]:
         """Done when everything put before is committed."""
-        done: Future[None] = Future()
-        self._check()
-        self._queue.put(done)
-        return done
+        return self._writer.flush()
 
     # --- reading ----------------------------------------------------------------------------------
 
@@ -226,64 +212,6 @@ class LedgerStore:
         """Groups by id, without their rollouts. Blocks."""
         with closing(sqlite3.connect(self._path)) as connection:
             return rows_of_groups(connection, list(group_ids))
-
-    # --- the writer ---------------------------------------------------------------------------------
-
-    def _put(self, change: Change) -> None:
-        self._check()
-        self._queue.put(change)
-
-    def _check(self) -> None:
-        if self._error is not None:
-            raise self._error
-
-    def _write_all(self) -> None:
-        waiting: list[Future[None]] = []
-        connection = sqlite3.connect(self._path, isolation_level=None)
-        try:
-            connection.execute("PRAGMA synchronous = NORMAL")
-            ended = False
-            while not ended:
-                changes, waiting, ended = self._next_changes()
-                connection.execute("BEGIN IMMEDIATE")
-                for change in changes:
-                    change(connection)
-                connection.execute("COMMIT")
-                for done in waiting:
-                    done.set_result(None)
-                waiting = []
-        except Exception as error:  # noqa: BLE001  # surfaces at the next change, flush or close: never on uncounted
-            self._error = error
-            self._fail(waiting, error)
-        finally:
-            connection.close()
-
-    def _fail(self, waiting: list[Future[None]], error: Exception) -> None:
-        with suppress(queue.Empty):
-            while True:
-                item = self._queue.get_nowait()
-                if isinstance(item, Future):
-                    waiting.append(item)
-        for done in waiting:
-            done.set_exception(error)
-
-    def _next_changes(self) -> tuple[list[Change], list[Future[None]], bool]:
-        """Waits for a change, then gathers what comes within the flush interval, or until someone waits for it."""
-        changes: list[Change] = []
-        waiting: list[Future[None]] = []
-        item = self._queue.get()
-        flush_at = time.monotonic() + self._flush_interval_s
-        while item is not None:
-            if isinstance(item, Future):
-                waiting.append(item)
-            else:
-                changes.append(item)
-            left_s = 0.0 if waiting else max(0.0, flush_at - time.monotonic())
-            try:
-                item = self._queue.get(timeout=left_s) if left_s else self._queue.get_nowait()
-            except queue.Empty:  # the interval is over
-                return changes, waiting, False
-        return changes, waiting, True
 
 
 def _row(entry: Entry, run: int, at_s: float) -> tuple[object, ...]:

@@ -24,7 +24,7 @@ from opentelemetry import trace
 
 from meshrl.core.monitor import Monitor
 from meshrl.orchestrator import metrics as record
-from meshrl.orchestrator.activation import Activator
+from meshrl.orchestrator.activation import Activator, VersionGoneError
 from meshrl.orchestrator.advantage import build_advantage
 from meshrl.orchestrator.batches import Assembled, assemble
 from meshrl.orchestrator.config import OrchestratorConfig
@@ -32,6 +32,7 @@ from meshrl.orchestrator.evals import Evaluator
 from meshrl.orchestrator.feed import TrainerFeed
 from meshrl.orchestrator.groups import DropReason, Group, GroupTicket, Screened
 from meshrl.orchestrator.journal import Journal
+from meshrl.orchestrator.losses import LostGroups
 from meshrl.orchestrator.parts import make_evaluator, make_plan, sampling_by_environment
 from meshrl.orchestrator.plan import ReadyGroup
 from meshrl.orchestrator.retry import RunError, first_cause
@@ -39,7 +40,7 @@ from meshrl.orchestrator.sampling import GroupSampler
 from meshrl.orchestrator.spans import StepSpans
 from meshrl.orchestrator.startup import Mesh, Services
 from meshrl.wire.errors import MeshError
-from meshrl.wire.types import Batch, StepEvent
+from meshrl.wire.types import Activation, Batch, StepEvent
 
 BATCHES_AT_TRAINER = 2
 """One that trains and one that waits: the trainer starts the next step at once, and no batch ages longer than that."""
@@ -97,7 +98,7 @@ class TrainLoop:
         self._submitted: dict[int, SubmittedStep] = {}
         self._finishing = False
         self._cancelling: set[str] = set()
-        self._lost_in_a_row = 0
+        self._lost_groups = LostGroups(config, sleep=sleep)
         self._go_on()
         self._feed = TrainerFeed(
             services.trainer,
@@ -175,7 +176,7 @@ class TrainLoop:
             )
         too_old = ticket.group_id in self._cancelling
         self._journal.close_group(group, cancelled_for=DropReason.STALE.value if too_old else "rollout_service")
-        await self._mourn(group)
+        await self._lost_groups.judge(group)
         screened = self.plan.finish(group)
         self._cancelling.discard(ticket.group_id)
         self._drop(screened)
@@ -189,23 +190,6 @@ class TrainLoop:
                 " orchestrator.group_size or orchestrator.sampling.temperature, or set --no-filters.zero-signal"
             )
         self._dispatch()
-
-    async def _mourn(self, group: Group) -> None:
-        """After a group lost to failures: waits, longer each time in a row, and ends the run after too many."""
-        if len(group.rollouts) >= 2 or not group.errors:
-            self._lost_in_a_row = 0
-            return
-        self._lost_in_a_row += 1
-        last = group.failures[-1] if group.failures else None
-        why = f"{last.reason}: {last.message}" if last else group.cut_short
-        if self._lost_in_a_row >= self.config.filters.max_lost_groups:
-            raise RunError(
-                f"{self._lost_in_a_row} groups in a row were lost to failures, last in"
-                f" {group.ticket.task.environment!r} with {why}; see the log of the rollout service at"
-                f" {self.config.services.rollout}"
-            )
-        logger.warning(f"group {group.ticket.group_id} of {group.ticket.task.environment} is lost: {why}")
-        await self._sleep(min(2.0, 0.01 * 2.0**self._lost_in_a_row))
 
     def _drop(self, screened: Screened) -> None:
         for rollout, reason in screened.dropped:
@@ -327,12 +311,12 @@ class TrainLoop:
         version = step if done.version is None else done.version
         synchronous = self.config.max_async_level == 0
         served: record.Metrics = {}
-        activation, epoch = None, self._feed.epoch
+        activation = None
         if version > self.plan.active_version:  # else engines have moved on: it was done before this process began
             with trace.use_span(self._spans.span(step)):
-                activation = await self._activator.activate(version)
+                activation = await self._activate(version)
             served = record.activation_metrics(activation)
-        active = activation is not None and epoch == self._feed.epoch  # else it is made and activated again
+        active = activation is not None and step <= self._feed.trained  # else it is made and activated again
         if active:
             served["policy/active_version"] = float(version)
             if not synchronous:
@@ -348,6 +332,18 @@ class TrainLoop:
                 self._tasks.create_task(self._evaluate(step))
         if active and synchronous:  # sampling goes on only now, after the evaluation
             self._sample_with(version)
+
+    async def _activate(self, version: int) -> Activation | None:
+        """Puts engines on a version; None when they keep the one before, or when the trainer makes it again."""
+        while True:
+            epoch = self._feed.epoch
+            try:
+                return await self._activator.activate(version)
+            except VersionGoneError as error:
+                logger.warning(f"version {version} is gone, so the trainer has restarted: {error}")
+                came_back_at = await self._feed.restarted_at(epoch)
+                if came_back_at is None or came_back_at < version:
+                    return None
 
     def _sample_with(self, version: int) -> None:
         self.plan.activated(version)

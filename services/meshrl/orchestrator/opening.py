@@ -15,15 +15,16 @@ from meshrl.orchestrator.journal import Journal, Opening, read_state
 from meshrl.orchestrator.ledger import Ledger
 from meshrl.orchestrator.ledger_rows import Past, RunRow
 from meshrl.orchestrator.ledger_store import LedgerStore
+from meshrl.orchestrator.ledger_writer import Writer
 from meshrl.orchestrator.recovery import Settlement, goes_on, restore, rows_fit, settle
 from meshrl.orchestrator.startup import Mesh
 
 
-def open_journal(config: OrchestratorConfig, mesh: Mesh, *, flush_interval_s: float = 0.2) -> Journal:
+def open_journal(config: OrchestratorConfig, mesh: Mesh, writer: Writer | None = None) -> Journal:
     """Opens the ledger of `output_dir` for this trainer. Blocks. Raises sqlite3.Error when it cannot be used."""
     layout, run = Layout(config.output_dir), mesh.run
     size = end_whole(layout.metrics_jsonl)
-    store = LedgerStore(layout.ledger, flush_interval_s=flush_interval_s)
+    store = LedgerStore(layout.ledger, writer)
     ledger = Ledger(store.record)
     last = store.open()
     this = RunRow(

@@ -10,7 +10,8 @@ from meshrl.wire.errors import MeshError, Reason
 
 T = TypeVar("T")
 
-_AWAY = frozenset({Reason.UNREACHABLE, Reason.DRAINING})
+AWAY = frozenset({Reason.UNREACHABLE, Reason.DRAINING, Reason.CANCELLED})
+"""A service that is gone, that is going, or that went in the middle of the call."""
 
 
 class RunError(Exception):
@@ -20,7 +21,7 @@ class RunError(Exception):
 class Patience:
     """Decides about one call that is repeated until it is accepted.
 
-    A service that is away (unreachable, draining) may come back for `unreachable_s`, counted anew after it answers;
+    A service that is away (AWAY) may come back for `unreachable_s`, counted anew after it answers;
     other retryable refusals go on for `retry_s` in all. The wait is what the service asked for, else it doubles from
     `base_s` to `most_s`, with jitter so that many callers spread out. `also` names further reasons to try again for.
     """
@@ -47,11 +48,11 @@ class Patience:
 
     def wait_s(self, error: MeshError, now_s: float) -> float | None:
         """Seconds to wait before the next attempt; None to give up."""
-        if not error.retryable and error.reason not in self._also:
+        if not error.retryable and error.reason not in self._also | AWAY:
             return None
         if self._first_s is None:
             self._first_s = now_s
-        if error.reason not in _AWAY:
+        if error.reason not in AWAY:
             self._away_since_s = None
         elif self._away_since_s is None:
             self._away_since_s = now_s

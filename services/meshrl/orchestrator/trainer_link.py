@@ -7,6 +7,7 @@ done after that is forgotten: whoever waits is told, and waits for the same step
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing, suppress
@@ -14,13 +15,16 @@ from contextlib import aclosing, suppress
 from loguru import logger
 
 from meshrl.client import TrainerClient
-from meshrl.orchestrator.retry import RunError, failed
+from meshrl.orchestrator.retry import AWAY, RunError, failed
 from meshrl.orchestrator.startup import find_run
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import RunInfo, StepEvent, StepState
 
 POLL_S = 1.0
 """How often the trainer is asked for its epoch and for what is durable: neither has an event of its own."""
+
+AGAIN_S = 0.2
+"""Between two attempts to reach a trainer that is away."""
 
 CRASH_S = 1.0
 """A trainer that fails a step because it crashes ends its stream within this time."""
@@ -43,6 +47,7 @@ class StepWatch:
         history: bool = False,
         on_restart: Callable[[RunInfo], None] = lambda run: None,
         on_durable: Callable[[int], None] = lambda step: None,
+        clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         poll_s: float = POLL_S,
     ) -> None:
@@ -52,10 +57,12 @@ class StepWatch:
         self._unreachable_s = unreachable_s
         self._on_restart = on_restart
         self._on_durable = on_durable
+        self._clock = clock
         self._sleep = sleep
         self._poll_s = poll_s
         self.epoch_changed = asyncio.Event()
         self._run = run
+        self._heard_s = clock()
         self._seen = 0 if history else run.revision
         self._failed: dict[int, StepEvent] = {}
         self._done: defaultdict[int, asyncio.Future[StepEvent]] = self._waits()
@@ -63,6 +70,11 @@ class StepWatch:
     @property
     def epoch(self) -> int:
         return self._run.epoch
+
+    @property
+    def step(self) -> int:
+        """Where the trainer stood when this epoch was first heard of."""
+        return self._run.step
 
     async def follow(self) -> None:
         """Until cancelled. Raises RunError when a step fails, or the trainer is gone and does not come back."""
@@ -114,16 +126,30 @@ class StepWatch:
 
     async def _stream(self) -> str:
         """Takes events until they end; returns why, or nothing when the trainer merely forgot the earlier ones."""
-        try:
-            async with aclosing(self._client.watch_steps(self._run.run_id, self._seen)) as events:
-                while (event := await self._next(events)) is not None:
-                    logger.debug(f"trainer: step {event.step} {event.state.value}")
-                    self._take(event)
-        except MeshError as error:
-            if error.reason is Reason.REVISION_EXPIRED:
-                return ""
-            raise failed("trainer", self._address, "reporting its steps", error) from error  # away for too long
-        return self._failure() if self._failed else "ended its stream of steps: it is draining"
+        away: MeshError | None = None
+        while True:
+            left_s = self._heard_s + self._unreachable_s - self._clock()
+            try:
+                async with asyncio.timeout(None if away is None else left_s):
+                    await self._take_all()
+                return self._failure() if self._failed else "ended its stream of steps: it is draining"
+            except MeshError as error:
+                if error.reason is Reason.REVISION_EXPIRED:
+                    return ""
+                if error.reason not in AWAY:
+                    raise failed("trainer", self._address, "reporting its steps", error) from error
+                away = error
+            except TimeoutError:  # away for as long as it may be
+                assert away is not None
+                raise failed("trainer", self._address, "reporting its steps", away) from away
+            await self._sleep(min(AGAIN_S, self._unreachable_s))
+
+    async def _take_all(self) -> None:
+        async with aclosing(self._client.watch_steps(self._run.run_id, self._seen)) as events:
+            while (event := await self._next(events)) is not None:
+                logger.debug(f"trainer: step {event.step} {event.state.value}")
+                self._heard_s = self._clock()
+                self._take(event)
 
     async def _next(self, events: AsyncGenerator[StepEvent, None]) -> StepEvent | None:
         """Raises RunError when a step has failed and the trainer goes on: its stream would end if it had crashed."""
@@ -178,20 +204,21 @@ class StepWatch:
 
     async def _next_epoch(self, why: str) -> RunInfo:
         """Where the trainer stands after its stream has ended. Raises RunError when it is not heard of again."""
-        loop = asyncio.get_running_loop()
-        give_up_at_s = loop.time() + self._unreachable_s
+        give_up_at_s = self._clock() + self._unreachable_s
         while True:
             run = await self._ask()
             if run is not None and (run.epoch != self.epoch or not why):
                 return run
-            if loop.time() >= give_up_at_s:
+            if self._clock() >= give_up_at_s:
                 raise RunError(f"trainer at {self._address} {why}")
-            await self._sleep(min(0.2, self._unreachable_s))
+            await self._sleep(min(AGAIN_S, self._unreachable_s))
 
     async def _ask(self) -> RunInfo | None:
         """None while the trainer does not answer; the stream says when that has lasted too long."""
         try:
-            return find_run(self._run.run_id, await self._client.get_trainer())
+            run = find_run(self._run.run_id, await self._client.get_trainer())
+            self._heard_s = self._clock()
+            return run
         except (MeshError, RunError) as error:
             logger.debug(f"trainer: {error}")
             return None

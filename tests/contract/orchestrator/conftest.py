@@ -1,6 +1,7 @@
 """A mesh of three real gRPC servers on loopback whose rollouts, steps and versions follow a script."""
 
 import asyncio
+import socket
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
@@ -19,6 +20,7 @@ from meshrl.orchestrator.config import OrchestratorConfig, TrainEnvsConfig
 from meshrl.orchestrator.loop import TrainLoop
 from meshrl.orchestrator.opening import open_journal
 from meshrl.orchestrator.startup import connect, meet
+from meshrl.trainer.steps import StepBook
 from meshrl.v1 import rollout_pb2, rollout_pb2_grpc, trainer_pb2, trainer_pb2_grpc, weights_pb2, weights_pb2_grpc
 from meshrl.wire import convert
 from meshrl.wire.errors import MeshError, Reason
@@ -34,10 +36,7 @@ from meshrl.wire.types import (
     RolloutFailure,
     RolloutRequest,
     RolloutSummary,
-    RunInfo,
     Sample,
-    StepEvent,
-    StepState,
     TrainerInfo,
     Transport,
     VersionInfo,
@@ -59,6 +58,7 @@ class Script:
     refusals: list[Reason] = field(default_factory=list)
     broken_versions: set[int] = field(default_factory=set)
     failing_steps: set[int] = field(default_factory=set)
+    durable_every: int = 0
 
     engine_version: int = -1
     trained_version: int = 0
@@ -72,6 +72,13 @@ class Script:
     cancelled_groups: set[str] = field(default_factory=set)
     refused: Counter[str] = field(default_factory=Counter)
     engines: int = 1
+    uploads: list[tuple[int, int, str]] = field(default_factory=list)
+    trained: dict[tuple[int, int], str] = field(default_factory=dict)
+
+    def uploads_of(self, epoch: int, step: int) -> str:
+        """The one digest that a process of the trainer was given for a step."""
+        (digest,) = {digest for *where, digest in self.uploads if where == [epoch, step]}
+        return digest
 
 
 class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
@@ -154,14 +161,15 @@ def failure(request: RolloutRequest) -> RolloutFailure:
 
 
 class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
-    def __init__(self, script: Script) -> None:
+    """One process of a trainer: its book of steps is the real one, its steps take `step_s`."""
+
+    def __init__(self, script: Script, *, epoch: int = 1, step: int = 0) -> None:
         self.script = script
-        self.events: list[StepEvent] = []
+        self.book = StepBook(run_id="main", epoch=epoch, start_step=step, durable_step=step)
         self.changed = asyncio.Condition()
-        self.queue: asyncio.Queue[int] = asyncio.Queue()
+        script.trained_version = step
 
     async def GetTrainer(self, request, context):  # noqa: N802 - the name is gRPC's
-        run = RunInfo(run_id="main", step=0, version=0, epoch=1, revision=0)
         info = TrainerInfo(
             world_size=1,
             dp_size=1,
@@ -169,60 +177,56 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             pad_multiple=1,
             objective="scripted",
             model="scripted",
-            runs=(run,),
+            runs=(self.book.info(),),
             max_queued_batches=2,
         )
         return convert.trainer_info_to_proto(info, contract_version=CONTRACT_VERSION)
 
     async def SubmitBatch(self, parts, context):  # noqa: N802 - the name is gRPC's
-        header, rollouts = None, []
+        reader = convert.BatchReader(seq_len=64)
         async for part in parts:
-            if part.HasField("header"):
-                header = part.header
-            else:
-                rollouts += part.micro_batch.rollout_ids
+            reader.feed(part)
+        batch, header = reader.finish(), reader.header
         assert header is not None
-        self.script.headers.append(header)
-        self.script.batches[header.step] = rollouts
-        self.script.log.append(("batch", header.step))
-        await self.emit(StepEvent(revision=0, step=header.step, state=StepState.QUEUED))
-        await self.queue.put(header.step)
-        return trainer_pb2.SubmitBatchResponse(revision=len(self.events), queue_position=0)
-
-    async def emit(self, event: StepEvent) -> None:
+        known = self.book.admit(batch.step, header.digest)
         async with self.changed:
-            numbered = {name: getattr(event, name) for name in event.__dataclass_fields__} | {
-                "revision": len(self.events) + 1
-            }
-            self.events.append(StepEvent(**numbered))
+            answer = self.book.accept(batch, header.digest)
             self.changed.notify_all()
+        self.script.uploads.append((self.book.epoch, batch.step, header.digest))
+        if known is None:
+            self.script.headers.append(header)
+            self.script.batches[batch.step] = [one for row in batch.micro_batches for one in row.rollout_ids]
+            self.script.log.append(("batch", batch.step))
+        return trainer_pb2.SubmitBatchResponse(revision=answer.revision, queue_position=answer.queue_position)
 
     async def train(self) -> None:
+        script = self.script
         while True:
-            step = await self.queue.get()
-            await asyncio.sleep(self.script.step_s)
-            if step in self.script.failing_steps:
-                await self.emit(
-                    StepEvent(
-                        revision=0, step=step, state=StepState.FAILED, reason="STEP_FAILED", message="loss is NaN"
-                    )
-                )
-                continue
-            self.script.trained_version = step
-            self.script.log.append(("trained", step))
-            metrics = {"loss/mean": 0.5, "mismatch_kl/all/mean": 1e-6, "optim/grad_norm": 0.1}
-            timings = {"step": self.script.step_s, "wait_for_batch": 0.0}
-            await self.emit(
-                StepEvent(revision=0, step=step, state=StepState.DONE, version=step, metrics=metrics, timings_s=timings)
-            )
+            async with self.changed:
+                while (batch := self.book.take()) is None:
+                    await self.changed.wait()
+                self.changed.notify_all()
+            await asyncio.sleep(script.step_s)
+            step = batch.step
+            async with self.changed:
+                if step in script.failing_steps:
+                    self.book.fail(step, Reason.STEP_FAILED, "loss is NaN")
+                else:
+                    script.trained_version = step
+                    script.log.append(("trained", step))
+                    script.trained[(self.book.epoch, step)] = script.uploads_of(self.book.epoch, step)
+                    metrics = {"loss/mean": 0.5, "mismatch_kl/all/mean": 1e-6, "optim/grad_norm": 0.1}
+                    self.book.finish(step, metrics=metrics, timings_s={"step": script.step_s, "wait_for_batch": 0.0})
+                    if script.durable_every and step % script.durable_every == 0:
+                        self.book.saved(step)
+                self.changed.notify_all()
 
     async def WatchSteps(self, request, context):  # noqa: N802 - the name is gRPC's
         seen = request.after_revision
         while True:
             async with self.changed:
-                while len(self.events) <= seen:
+                while not (fresh := self.book.events_after(seen)):
                     await self.changed.wait()
-                fresh = self.events[seen:]
             for event in fresh:
                 seen = event.revision
                 yield convert.step_event_to_proto(event)
@@ -272,18 +276,37 @@ class RunningMesh:
     script: Script
     services: ServicesConfig
     servers: dict[str, GrpcServer]
+    trainer: TrainerServicer
+    training: asyncio.Task[None]
+
+    async def kill_trainer(self) -> None:
+        self.training.cancel()
+        await self.servers["trainer"].drain(grace_s=0.0)
+
+    async def start_trainer(self, step: int) -> None:
+        """Another process of the trainer, at the same address, from the checkpoint of `step`."""
+        host, _, port = self.services.trainer.rpartition(":")
+        self.trainer = TrainerServicer(self.script, epoch=self.trainer.book.epoch + 1, step=step)
+        self.servers["trainer"] = await serve_trainer(self.trainer, ServerConfig(host=host, port=int(port)))
+        self.training = asyncio.create_task(self.trainer.train())
+
+
+async def serve_trainer(trainer: TrainerServicer, config: ServerConfig) -> GrpcServer:
+    server = GrpcServer(config)
+    server.add("meshrl.v1.TrainerService", trainer_pb2_grpc.add_TrainerServiceServicer_to_server, trainer)
+    await server.start()
+    server.set_serving()
+    return server
 
 
 @asynccontextmanager
 async def serve(script: Script) -> AsyncIterator[RunningMesh]:
-    trainer = TrainerServicer(script)
     parts = {
         "rollout": (
             "meshrl.v1.RolloutService",
             rollout_pb2_grpc.add_RolloutServiceServicer_to_server,
             RolloutServicer(script),
         ),
-        "trainer": ("meshrl.v1.TrainerService", trainer_pb2_grpc.add_TrainerServiceServicer_to_server, trainer),
         "weights": (
             "meshrl.v1.WeightSync",
             weights_pb2_grpc.add_WeightSyncServicer_to_server,
@@ -296,11 +319,20 @@ async def serve(script: Script) -> AsyncIterator[RunningMesh]:
         servers[name].add(service, adder, servicer)
         addresses[name] = f"127.0.0.1:{await servers[name].start()}"
         servers[name].set_serving()
+    trainer = TrainerServicer(script)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        addresses["trainer"] = f"127.0.0.1:{free.getsockname()[1]}"
+    port = int(addresses["trainer"].rpartition(":")[2])
+    servers["trainer"] = await serve_trainer(trainer, ServerConfig(port=port))
     training = asyncio.create_task(trainer.train())
+    running = RunningMesh(
+        script=script, services=ServicesConfig(**addresses), servers=servers, trainer=trainer, training=training
+    )
     try:
-        yield RunningMesh(script=script, services=ServicesConfig(**addresses), servers=servers)
+        yield running
     finally:
-        training.cancel()
+        running.training.cancel()
         for server in servers.values():
             await server.drain(grace_s=0.0)
 
@@ -344,7 +376,7 @@ def start(tmp_path: Path):
         monitor = Monitor([JsonlSink(tmp_path / "metrics.jsonl")])
         try:
             met = await meet(config, services)
-            journal = await asyncio.to_thread(open_journal, config, met, flush_interval_s=0.01)
+            journal = await asyncio.to_thread(open_journal, config, met)
             try:
                 tracer = trace.get_tracer("test")
                 yield TrainLoop(config, services, met, journal=journal, monitor=monitor, tracer=tracer), journal

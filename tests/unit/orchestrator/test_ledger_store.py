@@ -33,14 +33,14 @@ def path(tmp_path: Path) -> Path:
 
 
 def fresh(path: Path) -> LedgerStore:
-    store = LedgerStore(path, flush_interval_s=0.01)
+    store = LedgerStore(path)
     store.open()
     store.begin(RUN)
     return store
 
 
 def resumed(path: Path, trainer_step: int) -> tuple[LedgerStore, Past]:
-    store = LedgerStore(path, flush_interval_s=0.01)
+    store = LedgerStore(path)
     last = store.open()
     assert last is not None
     return store, store.resume(last, trainer_step=trainer_step)
@@ -207,7 +207,7 @@ def test_a_file_of_an_older_layout_is_set_aside(path: Path) -> None:
 
 
 def test_a_write_that_fails_surfaces(make_group, path: Path) -> None:
-    store = LedgerStore(path, flush_interval_s=0.0)
+    store = LedgerStore(path)
     store.open()
     store.begin(RUN)
     with closing(sqlite3.connect(path)) as connection, connection:

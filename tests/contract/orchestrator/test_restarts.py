@@ -1,0 +1,271 @@
+"""Orchestrators that are killed anywhere and trainers that come back at an earlier step: every rollout counts once."""
+
+import asyncio
+import json
+import queue
+import random
+import sqlite3
+from contextlib import closing, suppress
+from pathlib import Path
+
+import pytest
+from opentelemetry import trace
+
+from meshrl.core.monitor import JsonlSink, Monitor
+from meshrl.orchestrator.audit import audit
+from meshrl.orchestrator.ledger_writer import ThreadedWriter
+from meshrl.orchestrator.loop import TrainLoop
+from meshrl.orchestrator.opening import open_journal
+from meshrl.orchestrator.parts import make_plan
+from meshrl.orchestrator.retry import RunError
+from meshrl.orchestrator.startup import connect, meet
+
+
+class LosesTheRest(ThreadedWriter):
+    """What is not committed when its process is killed is lost."""
+
+    killed = False
+
+    def put(self, change) -> None:
+        if not self.killed:
+            super().put(change)
+
+    def close(self, deadline_s: float) -> None:
+        while self.killed and not self._queue.empty():
+            with suppress(queue.Empty):  # its own thread may have been quicker
+                self._queue.get_nowait()
+        super().close(deadline_s)
+
+
+class Orchestrator:
+    """One process: `run` to the end, or `kill` it after a while."""
+
+    def __init__(self, config) -> None:
+        self.config = config
+
+    async def run(self, kill_when=None) -> bool:
+        """True when it came to the end of the run."""
+        services = connect(self.config)
+        monitor = Monitor([JsonlSink(self.config.output_dir / "metrics.jsonl")])
+        met = await meet(self.config, services)
+        writer = LosesTheRest(self.config.output_dir / "ledger.sqlite", flush_interval_s=0.02)
+        journal = await asyncio.to_thread(open_journal, self.config, met, writer)
+        loop = TrainLoop(self.config, services, met, journal=journal, monitor=monitor, tracer=trace.get_tracer("test"))
+        running = asyncio.create_task(loop.run())
+        killing = asyncio.create_task(kill_when() if kill_when is not None else asyncio.Event().wait())
+        try:
+            await asyncio.wait({running, killing}, return_when=asyncio.FIRST_COMPLETED, timeout=30.0)
+            if running.done():
+                running.result()
+                journal.end()
+            else:
+                writer.killed = True
+            return running.done()
+        finally:
+            for task in (running, killing):
+                task.cancel()
+            await asyncio.wait({running, killing}, timeout=5.0)
+            await asyncio.to_thread(journal.close)
+            await services.close()
+            monitor.close()
+
+
+def query(folder: Path, sql: str) -> list[tuple]:
+    with closing(sqlite3.connect(folder / "ledger.sqlite")) as connection:
+        return connection.execute(sql).fetchall()
+
+
+def step_lines(folder: Path) -> list[dict[str, float]]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "time/step" in line]
+
+
+def assert_exact(folder: Path, steps: int) -> None:
+    report = audit(folder)
+    assert report.violations == (), report.table()
+    assert (report.first_step, report.last_step) == (1, steps)
+
+
+async def until(condition) -> None:
+    async with asyncio.timeout(20.0):
+        while not condition():  # noqa: ASYNC110  # what is watched are plain fields of the script
+            await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("level", [0, 2])
+async def test_an_orchestrator_killed_anywhere_goes_on_and_counts_once(
+    mesh, script, make_config, tmp_path, seed, level
+) -> None:
+    chance = random.Random(seed)
+    script.reward = lambda request, place: float(place % 2) if request.task_index % 4 else 1.0
+    script.fails = lambda request, place: request.task_index % 5 == 1 and place == 0
+    config = make_config(mesh.services, max_steps=8, max_async_level=level)
+    script.step_s = 0.04
+
+    async def soon() -> None:
+        await asyncio.sleep(chance.uniform(0.01, 0.12))
+
+    lives = 1
+    while not await Orchestrator(config).run(soon if lives < 8 else None):
+        lives += 1
+    assert lives > 2
+    assert_exact(tmp_path, 8)
+    trained = [one for step in range(1, 9) for one in script.batches[step]]
+    assert len(set(trained)) == len(trained)
+    assert [line["step"] for line in step_lines(tmp_path)] == list(range(1, 9))
+    assert sorted(script.trained) == [(1, step) for step in range(1, 9)]
+    totals = [line["progress/samples"] for line in step_lines(tmp_path)]
+    assert totals == [sum(len(script.batches[one]) for one in range(1, step + 1)) for step in range(1, 9)]
+    drawn = query(tmp_path, "SELECT DISTINCT sequence, environment, task_index FROM groups ORDER BY sequence")
+    plan = make_plan(config, await met(config))
+    in_order = [plan._schedule.next_task() for _ in drawn]
+    assert drawn == [(place, task.environment, task.index) for place, task in enumerate(in_order)]
+    again = query(tmp_path, "SELECT COUNT(*) - COUNT(DISTINCT sequence) FROM groups")[0][0]
+    cut_off = query(tmp_path, "SELECT COUNT(DISTINCT group_id) FROM rollouts WHERE reason = 'orchestrator_restarted'")
+    assert again <= cut_off[0][0]
+    assert query(tmp_path, "SELECT COUNT(*) FROM payloads") == [(0,)]
+
+
+async def met(config):
+    services = connect(config)
+    try:
+        return await meet(config, services)
+    finally:
+        await services.close()
+
+
+@pytest.mark.parametrize("level", [0, 2])
+async def test_a_trainer_that_comes_back_earlier_trains_the_same_batches_again(
+    mesh, script, make_config, tmp_path, level
+) -> None:
+    script.durable_every = 3
+    config = make_config(
+        mesh.services,
+        max_steps=10,
+        max_async_level=level,
+        checkpoint_interval=3,
+        deadlines={"startup_s": 5.0, "unreachable_s": 5.0, "step_s": 10.0, "batch_s": 10.0, "activation_s": 5.0},
+    )
+    running = asyncio.create_task(Orchestrator(config).run())
+    await until(lambda: (1, 5) in script.trained or running.done())
+    await mesh.kill_trainer()
+    await asyncio.sleep(0.1)
+    await mesh.start_trainer(3)
+    await until(lambda: (2, 7) in script.trained or running.done())
+    await mesh.kill_trainer()
+    await mesh.start_trainer(6)
+    assert await running
+    assert_exact(tmp_path, 10)
+    assert [step for epoch, step in script.trained if epoch == 2][:2] == [4, 5]
+    assert [step for epoch, step in sorted(script.trained) if epoch == 3] == [7, 8, 9, 10]
+    for step in range(1, 11):
+        assert len({digest for (_, known), digest in script.trained.items() if known == step}) == 1
+    lines = step_lines(tmp_path)
+    first = [line["step"] for line in lines if "progress/redone" not in line]
+    assert first == list(range(1, 11))
+    assert {4, 5} <= {line["step"] for line in lines if "progress/redone" in line}
+    assert lines[-1]["progress/samples"] == 80
+    assert script.engine_version == 10
+    assert query(tmp_path, "SELECT state, COUNT(*) FROM rollouts WHERE state = 'trained'") == [("trained", 80)]
+    state = json.loads((tmp_path / "checkpoints/step_3/orchestrator/progress.json").read_text())
+    assert (state["step"], state["samples"], state["problems"]) == (3, 24, 6)
+    assert (tmp_path / "checkpoints/step_10/orchestrator/progress.json").exists()
+
+
+async def test_both_may_die(mesh, script, make_config, tmp_path) -> None:
+    script.durable_every = 2
+    config = make_config(mesh.services, max_steps=8, checkpoint_interval=2)
+
+    async def five_steps() -> None:
+        await until(lambda: (1, 5) in script.trained)
+
+    assert not await Orchestrator(config).run(five_steps)
+    await mesh.kill_trainer()
+    await mesh.start_trainer(4)
+    assert await Orchestrator(config).run()
+    assert_exact(tmp_path, 8)
+    assert script.trained[(1, 5)] == script.trained[(2, 5)]
+
+
+async def test_a_new_run_resumes_from_an_earlier_checkpoint(mesh, script, make_config, tmp_path) -> None:
+    script.durable_every = 2
+    config = make_config(mesh.services, max_steps=5, checkpoint_interval=2)
+    assert await Orchestrator(config).run()
+    before = dict(script.trained)
+    await mesh.kill_trainer()
+    await mesh.start_trainer(4)
+    assert await Orchestrator(make_config(mesh.services, max_steps=7, checkpoint_interval=2)).run()
+    assert_exact(tmp_path, 7)
+    assert script.trained[(2, 5)] == before[(1, 5)]
+    assert [line["step"] for line in step_lines(tmp_path)] == [1, 2, 3, 4, 5, 5, 6, 7]
+    assert step_lines(tmp_path)[-1]["progress/samples"] == 56
+
+
+async def test_a_resumed_trainer_of_another_size_trains_the_same_rollouts_in_new_batches(
+    mesh, script, make_config, tmp_path
+) -> None:
+    script.durable_every = 2
+    config = make_config(mesh.services, max_steps=5, checkpoint_interval=2)
+    assert await Orchestrator(config).run()
+    with closing(sqlite3.connect(tmp_path / "ledger.sqlite")) as connection, connection:
+        connection.execute("UPDATE steps SET record = json_set(record, '$.dp_size', 2)")
+    fifth = set(script.batches[5])
+    await mesh.kill_trainer()
+    await mesh.start_trainer(4)
+    assert await Orchestrator(make_config(mesh.services, max_steps=6, checkpoint_interval=2)).run()
+    assert_exact(tmp_path, 6)
+    assert set(script.batches[5]) == fifth
+
+
+async def test_a_fresh_start_in_a_used_folder_begins_a_run_of_its_own(mesh, script, make_config, tmp_path) -> None:
+    config = make_config(mesh.services, max_steps=3)
+
+    async def two_steps() -> None:
+        await until(lambda: (1, 2) in script.trained)
+
+    assert not await Orchestrator(config).run(two_steps)
+    await mesh.kill_trainer()
+    await mesh.start_trainer(0)
+    assert await Orchestrator(config).run()
+    assert_exact(tmp_path, 3)
+    assert [run for (run,) in query(tmp_path, "SELECT DISTINCT run FROM rollouts ORDER BY 1")] == [1, 2]
+    assert query(tmp_path, "SELECT COUNT(*) FROM rollouts WHERE run = 1 AND reason = 'superseded'")[0][0] > 0
+    assert step_lines(tmp_path)[-1]["progress/samples"] == 24
+
+
+async def test_a_launch_goes_on_even_before_the_first_checkpoint(mesh, script, make_config, tmp_path) -> None:
+    config = make_config(mesh.services, max_steps=4, checkpoint_interval=100, session="s1")
+
+    async def two_steps() -> None:
+        await until(lambda: (1, 2) in script.trained)
+
+    assert not await Orchestrator(config).run(two_steps)
+    await mesh.kill_trainer()
+    await mesh.start_trainer(0)
+    assert await Orchestrator(config).run()
+    assert_exact(tmp_path, 4)
+    assert script.trained[(1, 1)] == script.trained[(2, 1)]
+    assert query(tmp_path, "SELECT DISTINCT run FROM rollouts") == [(1,)]
+
+
+async def test_a_trainer_without_checkpoints_that_restarts_ends_the_run(mesh, script, make_config) -> None:
+    config = make_config(mesh.services, max_steps=None, deadlines={"unreachable_s": 5.0, "step_s": 10.0})
+    running = asyncio.create_task(Orchestrator(config).run())
+    await until(lambda: (1, 4) in script.trained)
+    await asyncio.sleep(0.1)
+    await mesh.kill_trainer()
+    await mesh.start_trainer(0)
+    with pytest.raises(RunError, match=r"restarted at step 0, but the batch of step 1 is no longer kept.*ckpt.interv"):
+        await running
+
+
+async def test_a_trainer_that_stays_away_ends_the_run_only_after_its_time(mesh, script, make_config) -> None:
+    config = make_config(mesh.services, max_steps=None, deadlines={"unreachable_s": 1.5, "step_s": 10.0})
+    running = asyncio.create_task(Orchestrator(config).run())
+    await until(lambda: (1, 2) in script.trained)
+    await mesh.kill_trainer()
+    await asyncio.sleep(1.0)
+    assert not running.done()
+    with pytest.raises(RunError, match=f"trainer at {mesh.services.trainer}"):
+        await asyncio.wait_for(running, 8.0)
