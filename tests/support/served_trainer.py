@@ -140,7 +140,7 @@ async def serving(output_dir: Path, *, dp_size: int = 1) -> AsyncIterator[Mesh]:
     servicer = TrainerServicer(desk, facts, on_drained=drained.set)
     server.add("meshrl.v1.TrainerService", pb_grpc.add_TrainerServiceServicer_to_server, servicer)
     address = f"127.0.0.1:{await server.start()}"
-    thread = threading.Thread(target=loop.run)
+    thread = threading.Thread(target=loop.run, daemon=True)  # a test that fails must not hang the others
     thread.start()
     server.set_serving()
     async with TrainerClient(address, ChannelOptions(reconnect_s=1.0)) as client:

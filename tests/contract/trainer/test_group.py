@@ -57,6 +57,10 @@ async def test_two_ranks_train_as_one_survive_a_bad_batch_and_drain(tmp_path: Pa
         for step in range(1, STEPS + 1):
             await client.submit_batch(batch(step, ranks=2))
             event = await until(client, StepState.DONE, step, after_revision=failed.revision)
+        step, folder = await client.save_checkpoint()
+        assert step == STEPS
+        assert [f"random_{rank:05d}.safetensors" in os.listdir(folder) for rank in (0, 1, 2)] == [True, True, False]
+        assert (await client.list_runs())[0].durable_step == STEPS
         pids = program.rank_pids()
         assert len(pids) == 2
         program.process.send_signal(signal.SIGTERM)

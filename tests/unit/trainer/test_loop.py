@@ -125,7 +125,7 @@ class Running:
             ckpt=ckpt,
             publish_deadline_s=10.0,
         )
-        self.thread = threading.Thread(target=self._run)
+        self.thread = threading.Thread(target=self._run, daemon=True)  # a test that fails must not hang the others
 
     def _run(self) -> None:
         try:

@@ -1,0 +1,96 @@
+"""`sft` as two processes that it starts itself: the same training as one, and an orderly end."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from meshrl.core.config import dump_toml
+from meshrl.environments.reverse_text.demonstrations import demonstrations
+from meshrl.environments.reverse_text.model import create_model
+from meshrl.environments.reverse_text.sentences import sentences
+from meshrl.sft.config import DataConfig, SFTConfig, ValConfig
+from meshrl.sft.program import train
+from meshrl.training.config import OptimConfig
+from meshrl.training.deployment import DeploymentConfig
+from meshrl.training.model_config import TrainerModelConfig
+from meshrl.training.parallel import ParallelContext
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sft")
+    create_model(folder / "model", seed=0, hidden_size=32, num_layers=1)
+    rows = demonstrations(sentences("train")[:64], share=1.0, random_source=random.Random(0))
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def configure(folder: Path, output_dir: Path, **changes: Any) -> SFTConfig:
+    values: dict[str, Any] = {
+        "model": TrainerModelConfig(name=str(folder / "model"), device="cpu"),
+        "data": DataConfig(name=str(folder / "train.jsonl"), batch_size=512, seq_len=256),
+        "val": ValConfig(interval=3, data=DataConfig(name=str(folder / "train.jsonl"), seq_len=1024)),
+        "optim": OptimConfig(lr=1e-2),
+        "max_steps": 6,
+        "torch_threads": 1,
+        "deployment": DeploymentConfig(num_train_gpus=2),
+        "output_dir": output_dir,
+    }
+    return SFTConfig(**(values | changes))
+
+
+def start(config: SFTConfig) -> subprocess.Popen[bytes]:
+    config.output_dir.mkdir(exist_ok=True)
+    dump_toml(config, config.output_dir / "sft.toml")
+    with (config.output_dir / "console.txt").open("wb") as out:
+        return subprocess.Popen(
+            [sys.executable, "-m", "meshrl.sft.main", "@", str(config.output_dir / "sft.toml")],
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+
+
+def records(output_dir: Path) -> list[dict[str, Any]]:
+    path = output_dir / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_two_processes_train_as_one(folder: Path, tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    process = start(configure(folder, two))
+    train(configure(folder, one), threading.Event(), ParallelContext())
+    assert process.wait(60) == 0, (two / "console.txt").read_text()
+    for ours, theirs in zip(records(two), records(one), strict=True):
+        assert ours["step"] == theirs["step"]
+        for name in ("loss/mean", "optim/grad_norm", "entropy/all/mean", "progress/num_tokens"):
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-4), (ours["step"], name)
+    assert records(two)[-1]["val/loss"] == pytest.approx(records(one)[-1]["val/loss"], rel=1e-4)
+    ours, theirs = (load_file(path / "weights" / "final" / "model.safetensors") for path in (two, one))
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        np.testing.assert_allclose(tensor, theirs[name], atol=1e-5, err_msg=name)
+    assert sorted(path.name for path in two.glob("logs/sft/torchrun/*/attempt_0/*")) == ["0", "1"]
+
+
+def test_sigterm_saves_what_there_is_and_ends_in_order(folder: Path, tmp_path: Path) -> None:
+    process = start(configure(folder, tmp_path, max_steps=100_000))
+    end = time.monotonic() + 60
+    while not records(tmp_path):
+        assert process.poll() is None, (tmp_path / "console.txt").read_text()
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 0, (tmp_path / "console.txt").read_text()
+    assert (tmp_path / "weights" / "final" / "model.safetensors").is_file()
