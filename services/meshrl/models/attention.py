@@ -174,7 +174,7 @@ def packed_attention(
     return out_THD.unsqueeze(0), None
 
 
-@torch.compiler.disable  # every row has blocks of other shapes, and would be compiled anew
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # every row's blocks have other shapes: never compiled
 def _attention_by_blocks(
     query_THD: torch.Tensor,
     key_TKD: torch.Tensor,

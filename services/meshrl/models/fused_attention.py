@@ -100,8 +100,8 @@ def _attention(
     out_THD = torch.empty_like(query_THD)
     lse_HT = query_THD.new_empty(query_THD.shape[1], query_THD.shape[0], dtype=torch.float32)
     if longest_short:
-        rows = (tensor.index_select(0, short_index) for tensor in (query_THD, key_TKD, value_TKD))
-        out, lse = _flash(*rows, short_offsets, longest_short, scale, window_left)
+        query, key, value = (tensor.index_select(0, short_index) for tensor in (query_THD, key_TKD, value_TKD))
+        out, lse = _flash(query, key, value, short_offsets, longest_short, scale, window_left)
         out_THD.index_copy_(0, short_index, out)
         lse_HT.index_copy_(1, short_index, lse)
     for start, end in zip(spans[::2], spans[1::2], strict=True):
@@ -142,9 +142,9 @@ def _attention_backward(
         return query, key, value
     gradients = (torch.empty_like(query_THD), torch.empty_like(key_TKD), torch.empty_like(value_TKD))
     if longest_short:
-        rows = (tensor.index_select(0, short_index) for tensor in (grad_THD, *inputs, out_THD))
+        grad, query, key, value, out = (tensor.index_select(0, short_index) for tensor in (grad_THD, *inputs, out_THD))
         lse = lse_HT.index_select(1, short_index)
-        parts = _flash_backward(*rows, lse, short_offsets, longest_short, scale, window_left)
+        parts = _flash_backward(grad, query, key, value, out, lse, short_offsets, longest_short, scale, window_left)
         for gradient, part in zip(gradients, parts, strict=True):
             gradient.index_copy_(0, short_index, part)
     for start, end in zip(spans[::2], spans[1::2], strict=True):

@@ -35,7 +35,7 @@ def head_logprobs(
 
     `max_logits_bytes` bounds the float32 logits that are there at once; `compiled` fuses the passes over them.
     """
-    logprobs_N, entropy_N = _HeadLogprobs.apply(
+    logprobs_N, entropy_N = _HeadLogprobs.apply(  # type: ignore[no-untyped-call]  # torch's way to call a Function
         hidden_NE, weight_VE, bias_V, targets_N, temperatures_N, max_logits_bytes, compiled
     )
     return logprobs_N, entropy_N

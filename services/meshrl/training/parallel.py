@@ -87,7 +87,8 @@ class ParallelContext:
         if not dist.is_initialized():  # one group a process, whatever meshes are laid over it
             options: dict[str, Any] = {"timeout": timedelta(seconds=timeout_s)}
             if world_size == 1:
-                options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+                store = dist.HashStore()  # type: ignore[attr-defined]  # documented, but not in torch's __all__
+                options |= {"store": store, "rank": 0, "world_size": 1}
             if on_gpu:
                 options["device_id"] = device
             dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", **options)

@@ -36,10 +36,11 @@ _ATTENTION = frozenset(
 
 def transformer_blocks(model: PreTrainedModel) -> list[nn.Module]:
     """The repeated layers of a model: its longest list of modules. Raises ValueError when it has none."""
-    lists = [module for module in model.base_model.modules() if isinstance(module, nn.ModuleList) and len(module)]
-    if not lists:
+    lists = [list(module) for module in model.base_model.modules() if isinstance(module, nn.ModuleList)]
+    longest = max(lists, key=len, default=[])
+    if not longest:
         raise ValueError(f"{type(model).__name__} has no list of layers to shard or checkpoint; train it unsharded")
-    return list(max(lists, key=len))
+    return longest
 
 
 def prepare_blocks(policy: PackedPolicy, config: TrainerModelConfig) -> None:
@@ -71,7 +72,7 @@ def shard(policy: PackedPolicy, config: TrainerModelConfig, mesh: DeviceMesh, co
 
 
 def _set_forward(block: nn.Module, forward: Callable[..., Any]) -> None:
-    block.forward = forward  # type: ignore[method-assign]  # the block, and so its parameters' names, stays
+    block.forward = forward  # the block, and so its parameters' names, stays
 
 
 def _checkpointed(
@@ -108,7 +109,7 @@ def _selective_contexts(*, products: bool) -> tuple[Any, Any]:
                 return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 
-    contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(decide)
+    contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(decide)  # type: ignore[no-untyped-call]  # torch's
     return contexts
 
 

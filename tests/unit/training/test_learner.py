@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from meshrl.algorithms.losses import Loss, aipo_loss, cross_entropy_loss
+from meshrl.algorithms.losses import Loss, LossInputs, LossOutput, aipo_loss, cross_entropy_loss
 from meshrl.algorithms.objective import Objective
 from meshrl.algorithms.packing import Packing, TrainSample, pack_samples
 from meshrl.models.logprobs import PackedPolicy
@@ -95,7 +95,10 @@ def test_step_that_is_not_finite_leaves_weights_and_optimizer_unchanged() -> Non
     trained, packing = learner(), packed(seq_len=64)
     trained.step(packing.micro_batches)
     before, moments = snapshot(trained.model), repr([part.state_dict() for part in trained.optimizer.parts])
-    broken = lambda inputs: aipo_loss(replace(inputs, inference_logprobs=inputs.logprobs * float("nan")), delta=2.0)
+
+    def broken(inputs: LossInputs) -> LossOutput:
+        return aipo_loss(replace(inputs, inference_logprobs=inputs.logprobs * float("nan")), delta=2.0)
+
     trained.objective = Objective(loss=broken)
     with pytest.raises(StepError, match=r"step 2.*not finite"):
         trained.step(packing.micro_batches)
