@@ -216,7 +216,7 @@ class WeightAgent:
         self._perform(self.machine.fetched(artifact_id))
 
     async def _stage(self, version: int, artifact_id: str) -> tuple[Manifest, bool]:
-        manifest, found = await self._client.get_manifest(version=version)
+        manifest, found = await self._client.get_manifest(version=version, artifact_id=artifact_id)
         if found != artifact_id:
             raise MeshError(Reason.VERSION_SUPERSEDED, f"version {version} is now artifact {found}, not {artifact_id}")
         if await asyncio.to_thread(manifests.artifact_id, manifest) != artifact_id:

@@ -331,9 +331,13 @@ class Hub:
                 raise invalid([FieldViolation("lease_id", "must be the same in every report of a session")])
             await self._enqueue(self.coordinator.report(report, self._now()))
 
-    async def get_manifest(self, run_id: str, version: int | None) -> tuple[Manifest, str]:
-        """Returns a sealed version's manifest and its artifact_id. Raises UNKNOWN_VERSION, VERSION_NOT_SEALED."""
-        record = self.coordinator.find(run_id, version)
+    async def get_manifest(self, run_id: str, version: int | None, artifact_id: str = "") -> tuple[Manifest, str]:
+        """Returns a sealed version's manifest and its artifact_id; `artifact_id` names one of several epochs.
+
+        Raises UNKNOWN_VERSION, VERSION_NOT_SEALED.
+        """
+        coordinator = self.coordinator
+        record = coordinator.by_artifact(artifact_id) if artifact_id else coordinator.find(run_id, version)
         if record.state is VersionState.STAGING:
             raise MeshError(Reason.VERSION_NOT_SEALED, f"version {record.version} is still being staged")
         return self._store.manifest(record.artifact_id), record.artifact_id

@@ -120,7 +120,7 @@ class WeightSyncService(weights_pb2_grpc.WeightSyncServicer):
         self, request: pb.GetManifestRequest, context: grpc.aio.ServicerContext
     ) -> pb.GetManifestResponse:
         version = request.version if request.HasField("version") else None
-        manifest, artifact_id = await self._hub.get_manifest(request.run_id, version)
+        manifest, artifact_id = await self._hub.get_manifest(request.run_id, version, request.artifact_id)
         return pb.GetManifestResponse(manifest=convert.manifest_to_proto(manifest), artifact_id=artifact_id)
 
     async def Fetch(self, request: pb.FetchRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:

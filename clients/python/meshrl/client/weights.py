@@ -153,9 +153,14 @@ class WeightSyncClient(ServiceClient):
             convert.version_event_from_proto,
         )
 
-    async def get_manifest(self, run_id: str = "", version: int | None = None) -> tuple[Manifest, str]:
-        """Returns (manifest, artifact_id) of a version, by default the newest committed one."""
-        request = pb.GetManifestRequest(run_id=run_id, version=version)
+    async def get_manifest(
+        self, run_id: str = "", version: int | None = None, *, artifact_id: str = ""
+    ) -> tuple[Manifest, str]:
+        """Returns (manifest, artifact_id) of a version, by default the newest committed one.
+
+        With `artifact_id` it is that content's, also where a later epoch has published the same version anew.
+        """
+        request = pb.GetManifestRequest(run_id=run_id, version=version, artifact_id=artifact_id)
         response = await self._unary(self._stub.GetManifest, "GetManifest", request)
         return convert.manifest_from_proto(response.manifest), str(response.artifact_id)
 

@@ -404,12 +404,14 @@ class VersionInfo(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., version: _Optional[int] = ..., artifact_id: _Optional[str] = ..., state: _Optional[_Union[VersionState, str]] = ..., num_bytes: _Optional[int] = ..., transport: _Optional[_Union[Transport, str]] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class GetManifestRequest(_message.Message):
-    __slots__ = ("run_id", "version")
+    __slots__ = ("run_id", "version", "artifact_id")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    ARTIFACT_ID_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     version: int
-    def __init__(self, run_id: _Optional[str] = ..., version: _Optional[int] = ...) -> None: ...
+    artifact_id: str
+    def __init__(self, run_id: _Optional[str] = ..., version: _Optional[int] = ..., artifact_id: _Optional[str] = ...) -> None: ...
 
 class GetManifestResponse(_message.Message):
     __slots__ = ("manifest", "artifact_id")
