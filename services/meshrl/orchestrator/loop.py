@@ -30,7 +30,7 @@ from meshrl.orchestrator.batches import Assembled, assemble
 from meshrl.orchestrator.config import OrchestratorConfig
 from meshrl.orchestrator.evals import Evaluator
 from meshrl.orchestrator.feed import TrainerFeed
-from meshrl.orchestrator.groups import DropReason, Group, GroupTicket, Screened
+from meshrl.orchestrator.groups import DropReason, GroupTicket, Screened
 from meshrl.orchestrator.journal import Journal
 from meshrl.orchestrator.losses import LostGroups
 from meshrl.orchestrator.parts import make_evaluator, make_plan, sampling_by_environment

@@ -1,4 +1,4 @@
-"""Groups lost to failures: how long the loop waits after one, and when it gives up; told of every group that is over."""
+"""Groups lost to failures: how long the loop waits after one, and when it gives up; told of every group."""
 
 from __future__ import annotations
 
