@@ -93,13 +93,18 @@ async def test_two_nodes_started_by_hand_with_torchrun_are_one_trainer(tmp_path:
         )
         for node in (0, 1)
     ]  # fmt: skip
-    async with TrainerClient(config.server.address) as client:
-        await up(client, lambda: all(node.returncode is None for node in nodes))
-        assert (await client.get_trainer()).world_size == 2
-        await client.submit_batch(batch(1, ranks=2))
-        assert (await until(client, StepState.DONE, 1)).version == 1
-        assert await client.drain() == 1
-        assert [await asyncio.wait_for(node.wait(), 30) for node in nodes] == [0, 0]
+    try:
+        async with TrainerClient(config.server.address) as client:
+            await up(client, lambda: all(node.returncode is None for node in nodes))
+            assert (await client.get_trainer()).world_size == 2
+            await client.submit_batch(batch(1, ranks=2))
+            assert (await until(client, StepState.DONE, 1)).version == 1
+            assert await client.drain() == 1
+            assert [await asyncio.wait_for(node.wait(), 30) for node in nodes] == [0, 0]
+    finally:
+        for node in nodes:
+            if node.returncode is None:
+                node.kill()
 
 
 @pytest.mark.parametrize("victim", [0, 1], ids=["first started", "last started"])
