@@ -55,11 +55,13 @@ class LoraLinear(nn.Linear):
         return f"{super().extra_repr()}, rank={self.rank}, alpha={self.alpha}, dropout={self.dropout}"
 
     def merged(self) -> torch.Tensor:
-        """W + (alpha / rank) B A in float32, sharded as W is; collective where it is sharded."""
-        low: torch.Tensor = self.lora_A.detach()
-        if isinstance(low, DTensor):  # B's rows lie where W's do, so each rank merges its own rows
-            low = low.redistribute(placements=[Replicate()] * low.device_mesh.ndim)
-        return torch.add(self.weight.detach().float(), self.lora_B.detach() @ low, alpha=self.scale)
+        """W + (alpha / rank) B A in float32; where W is sharded so is this, collective and on the mesh's device."""
+        weight, low, high = self.weight.detach(), self.lora_A.detach(), self.lora_B.detach()
+        if isinstance(low, DTensor):
+            device = low.device_mesh.device_type  # shards kept on the host are merged where they will be gathered
+            weight, low, high = weight.to(device), low.to(device), high.to(device)
+            low = low.redistribute(placements=[Replicate()] * low.device_mesh.ndim)  # type: ignore[attr-defined]  # a DTensor
+        return torch.add(weight.float(), high @ low, alpha=self.scale)  # B's rows lie where W's do
 
 
 def apply_lora(
@@ -214,6 +216,7 @@ def load_adapter(model: nn.Module, folder: Path) -> None:
     stored = {
         name.removeprefix(PEFT_PREFIX).removesuffix(".weight"): tensor
         for name, tensor in load_file(folder / ADAPTER_WEIGHTS).items()
+        if not name.endswith(".base_layer.weight")  # PEFT's copy of an adapted head's frozen weight
     }
     own = {f"{name}.{part}": getattr(layer, part) for name, layer in adapted.items() for part in (A, B)}
     if strange := sorted(own.keys() ^ stored.keys()):

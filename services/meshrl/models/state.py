@@ -18,16 +18,20 @@ def hf_state(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, to
     asks for another floating-point type; the caller clones what must outlive the next optimizer step. LoRA adapters are
     merged into their weights in float32, which is collective where those are sharded.
     """
+    return dict(_tensors(model, dtype))
+
+
+def _tensors(model: nn.Module, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
+    """What `hf_state` gives, a tensor at a time, so that a merged weight need not outlive its turn."""
     every_parameter = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     tensors = {name: parameter.detach() for name, parameter in model.named_parameters() if not is_adapter(name)}
     for name, tensor in model.state_dict().items():
         if name not in every_parameter:
             tensors[name] = tensor.detach()
-    for layer, adapted in adapted_layers(model).items():
-        tensors[f"{layer}.weight"] = adapted.merged().to(dtype or adapted.weight.dtype)
-    if dtype is not None:
-        tensors = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
-    return dict(sorted(tensors.items()))
+    adapted = {f"{layer}.weight": module for layer, module in adapted_layers(model).items()}
+    for name, tensor in sorted(tensors.items()):
+        wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        yield name, (adapted[name].merged() if name in adapted else tensor).to(wanted)
 
 
 def snapshot(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
@@ -43,17 +47,19 @@ def gather_state(model: nn.Module, dtype: torch.dtype | None = None, *, keep: bo
     it; the others get an empty one.
     """
     gathered: dict[str, torch.Tensor] = {}
-    for name, tensor in _whole(hf_state(model, dtype)):
+    for name, tensor in _tensors(model, dtype):
+        whole = _whole(tensor)
         if keep:
-            gathered[name] = tensor.to("cpu", copy=True).contiguous()
+            gathered[name] = whole.to("cpu", copy=True).contiguous()
     return gathered
 
 
-def _whole(state: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, tensor in state.items():
-        if isinstance(tensor, DTensor):
-            tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()
-        yield name, tensor
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    if not isinstance(tensor, DTensor):
+        return tensor
+    on_mesh = tensor.to(tensor.device_mesh.device_type)
+    assert isinstance(on_mesh, DTensor)
+    return on_mesh.full_tensor()
 
 
 @torch.no_grad()
