@@ -11,6 +11,7 @@ import torch
 from meshrl.algorithms.objective import Objective
 from meshrl.models.load import empty_model, fill_at_random, fill_model, load_model, resolve_dtype
 from meshrl.models.logprobs import PackedPolicy
+from meshrl.models.lora import apply_lora, reset_lora
 from meshrl.training.config import OptimConfig, SchedulerConfig
 from meshrl.training.learner import Learner
 from meshrl.training.model_config import TrainerModelConfig
@@ -47,8 +48,6 @@ def build_learner(
         empty_model(config, dtype=stored_dtype) if sharded or random_weights else load_model(config, dtype=stored_dtype)
     )
     if config.lora is not None:
-        from meshrl.models.lora import apply_lora
-
         apply_lora(
             model,
             rank=config.lora.rank,
@@ -76,8 +75,6 @@ def build_learner(
         else:
             fill_model(model, config)
     if config.lora is not None:
-        from meshrl.models.lora import reset_lora
-
         reset_lora(model, seed)
     return Learner(
         policy,
