@@ -6,12 +6,19 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from meshrl.algorithms.losses import cross_entropy_loss
+from meshrl.algorithms.objective import Objective
+from meshrl.algorithms.packing import TrainSample, pack_samples
+from meshrl.core.config.shared import ModelConfig
+from meshrl.models.load import fill_at_random, fill_model
+from meshrl.models.logprobs import PackedPolicy
 from meshrl.models.lora import (
     LoraLinear,
     adapted_layers,
@@ -24,6 +31,9 @@ from meshrl.models.lora import (
     save_adapter,
 )
 from meshrl.models.state import gather_state, hf_state, load_hf_state
+from meshrl.training.config import OptimConfig, SchedulerConfig
+from meshrl.training.learner import Learner, to_row
+from meshrl.wire.types import MicroBatch
 
 TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
 TARGETS = ["q_proj", "down_proj"]
@@ -62,6 +72,27 @@ def logits(model: nn.Module) -> torch.Tensor:
     return result if model.training else result.detach()
 
 
+def rows() -> tuple[MicroBatch, ...]:
+    source = np.random.default_rng(0)
+    samples = [
+        TrainSample(
+            token_ids=source.integers(0, 16, length).astype(np.int32),
+            loss_mask=np.arange(length) >= 1,
+            logprobs=np.zeros(length, np.float32),
+            advantage=0.0,
+        )
+        for length in (5, 9, 7)
+    ]
+    return pack_samples(samples, seq_len=32, dp_size=1).micro_batches
+
+
+def empty() -> Qwen3ForCausalLM:
+    with torch.device("meta"):
+        model = Qwen3ForCausalLM(build(tied=False).config)
+    apply_lora(model, rank=4, alpha=6.0, dropout=0.0, target_modules=TARGETS)
+    return model
+
+
 def test_adapted_model_starts_as_its_base() -> None:
     assert torch.equal(logits(adapted(trained=False)), logits(build().eval()))
 
@@ -78,7 +109,7 @@ def test_output_is_the_base_plus_the_scaled_product() -> None:
 
 def test_only_adapters_get_gradients() -> None:
     model = adapted().train()
-    logits(model).square().sum().backward()
+    torch.autograd.backward(logits(model).square().sum())
     trained = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
     assert trained == {name for name, _ in model.named_parameters() if is_adapter(name)}
     assert trained == {name for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -251,3 +282,69 @@ def test_only_ranks_that_ask_keep_the_state() -> None:
     for tensor in state.values():
         tensor.zero_()
     assert all(layer.lora_A.any() for layer in adapted_layers(model).values())
+
+
+def test_files_that_peft_wrote_with_a_frozen_head_are_read(tmp_path: Path) -> None:
+    model = adapted(tied=False, targets=["lm_head"])
+    save_adapter(tmp_path, adapter_state(model), adapter_config(model, "base"))
+    weights = tmp_path / "adapter_model.safetensors"
+    frozen = {"base_model.model.lm_head.base_layer.weight": torch.zeros(16, 16)}
+    save_file(load_file(weights) | frozen, weights)
+    other = adapted(tied=False, targets=["lm_head"], seed=2)
+    load_adapter(other, tmp_path)
+    assert torch.equal(logits(other), logits(model))
+
+
+def test_checkpoint_fills_an_adapted_model_that_had_no_storage(tmp_path: Path) -> None:
+    base = build(tied=False).eval()
+    base.save_pretrained(tmp_path)
+    model = empty().to_empty(device="cpu").eval()
+    fill_model(model, ModelConfig(name=str(tmp_path), device="cpu"))
+    reset_lora(model, 0)
+    assert torch.equal(logits(model), logits(base))
+
+
+def test_random_weights_fill_an_adapted_model_that_had_no_storage() -> None:
+    model = empty().to_empty(device="cpu").eval()
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, float("nan"))
+    fill_at_random(model)
+    reset_lora(model, 0)
+    assert bool(logits(model).isfinite().all())
+    assert float(adapted_layers(model)["model.layers.0.self_attn.q_proj"].weight.detach().std()) > 0
+
+
+@pytest.mark.parametrize("max_logits_bytes", [1 << 20, 5 * 16 * 4])
+def test_policy_with_an_adapted_head_follows_the_merged_one(max_logits_bytes: int) -> None:
+    model, plain = adapted(tied=False, targets=["q_proj", "lm_head"]), build(tied=False).eval()
+    load_hf_state(plain, gather_state(model))
+    (micro_batch,) = rows()
+    row = to_row(micro_batch, torch.device("cpu"))
+    logprobs, entropies = PackedPolicy(model, max_logits_bytes=max_logits_bytes)(row)
+    expected, expected_entropies = PackedPolicy(plain)(row)
+    torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(entropies, expected_entropies, atol=1e-5, rtol=0)
+    torch.autograd.backward(-logprobs.sum())
+    torch.autograd.backward(-expected.sum())
+    head, merged = adapted_layers(model)["lm_head"], plain.lm_head.weight.grad
+    assert head.weight.grad is None
+    assert head.lora_B.grad is not None
+    assert merged is not None
+    torch.testing.assert_close(head.lora_B.grad, 1.5 * merged @ head.lora_A.T, atol=1e-4, rtol=1e-4)
+
+
+def test_learner_lowers_the_loss_with_adapters_alone() -> None:
+    model = adapted(tied=False, targets=["o_proj", "down_proj", "lm_head"], dropout=0.05, trained=False)
+    frozen = {name: p.detach().clone() for name, p in model.named_parameters() if not is_adapter(name)}
+    learner = Learner(
+        PackedPolicy(model),
+        objective=Objective(loss=cross_entropy_loss),
+        optim=OptimConfig(lr=2e-2),
+        scheduler=SchedulerConfig(),
+        max_steps=None,
+    )
+    losses = [learner.step(rows()).loss for _ in range(30)]
+    assert losses[-1] < 0.8 * losses[0]
+    parameters = dict(model.named_parameters())
+    assert all(torch.equal(parameters[name], tensor) for name, tensor in frozen.items())
+    assert all(bool(layer.lora_B.any()) for layer in adapted_layers(model).values())
