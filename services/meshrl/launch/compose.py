@@ -62,6 +62,8 @@ def compose(config: RLConfig, free_port: Callable[[str], int]) -> tuple[Part, ..
     orchestrator_values: dict[str, Any] = {
         "services": {"rollout": reach(rollout.server), "trainer": reach(trainer.server), "weights": hub}
     }
+    if config.trainer.ckpt is not None and not config.trainer.ckpt.weights_only:
+        orchestrator_values["checkpoint_interval"] = config.trainer.ckpt.interval
     if config.restarts and "unreachable_s" not in config.orchestrator.deadlines.model_fields_set:
         orchestrator_values["deadlines.unreachable_s"] = RESTART_DEADLINE_S
     orchestrator = with_values(_plain_orchestrator(config), orchestrator_values)

@@ -68,9 +68,9 @@ class Journal:
     # --- rollouts ---------------------------------------------------------------------------------
 
     def dispatch(self, ticket: GroupTicket) -> None:
-        """A group was admitted."""
-        self._store.dispatched(ticket)
+        """A group was admitted. Its own row comes last: a group that is known has all its rollouts."""
         self._ledger.dispatch(ticket)
+        self._store.dispatched(ticket)
 
     def enter(self, ticket: GroupTicket, event: RolloutEvent) -> None:
         """Books a rollout the moment it comes back."""

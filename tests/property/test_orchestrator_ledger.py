@@ -1,0 +1,314 @@
+"""Random runs against the real ledger file, cut off anywhere: nothing is trained twice or lost without a reason.
+
+A crash drops everything in memory and whatever was not committed; the next process opens the file again and goes on.
+The trainer is a model that outlives the orchestrator, or restarts at its last checkpoint.
+"""
+
+import asyncio
+import sqlite3
+import tempfile
+from collections import Counter
+from concurrent.futures import Future
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshrl.core.config.shared import EnvConfig
+from meshrl.core.monitor import JsonlSink
+from meshrl.orchestrator.audit import audit
+from meshrl.orchestrator.batches import assemble
+from meshrl.orchestrator.config import OrchestratorConfig, TrainEnvsConfig
+from meshrl.orchestrator.groups import Group, GroupTicket
+from meshrl.orchestrator.ledger import OPEN_STATES
+from meshrl.orchestrator.opening import open_journal
+from meshrl.orchestrator.parts import make_plan
+from meshrl.orchestrator.startup import Mesh
+from meshrl.wire.convert import batch_digest
+from meshrl.wire.types import (
+    EnvironmentInfo,
+    Rollout,
+    RolloutFailure,
+    RunInfo,
+    Sample,
+    TrainerInfo,
+    VersionSpan,
+)
+
+MASK = np.array([False, True])
+GROUPS, SIZE = 2, 3
+
+
+class LateWriter:
+    """Commits a prefix of the changes whenever it is told to; a crash loses the rest."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.changes: list = []
+
+    def start(self) -> None:
+        """Nothing to start."""
+
+    def put(self, change) -> None:
+        self.changes.append(change)
+
+    def commit(self, count: int) -> None:
+        now, self.changes = self.changes[:count], self.changes[count:]
+        with closing(sqlite3.connect(self.path)) as connection, connection:
+            for change in now:
+                change(connection)
+
+    def flush(self) -> Future:
+        self.commit(len(self.changes))
+        done: Future = Future()
+        done.set_result(None)
+        return done
+
+    def close(self, deadline_s: float) -> None:
+        self.commit(len(self.changes))
+
+
+def rollout(ticket: GroupTicket, place: int, reward: float, version: int) -> Rollout:
+    sample = Sample(
+        token_ids=np.array([1, 2], dtype=np.int32),
+        loss_mask=MASK,
+        logprobs=np.zeros(2, dtype=np.float32),
+        version_spans=(VersionSpan(start=1, end=2, version=version),),
+    )
+    return Rollout(
+        rollout_id=f"{ticket.group_id}:{place}",
+        group_id=ticket.group_id,
+        task_key="t",
+        environment="e",
+        samples=(sample,),
+        reward=reward,
+    )
+
+
+class World:
+    """A trainer and an orchestrator, moved one event at a time."""
+
+    def __init__(self, folder: Path, *, checkpoints: bool) -> None:
+        self.config = OrchestratorConfig(
+            train=TrainEnvsConfig(env=[EnvConfig(id="e")]),
+            batch_size=GROUPS * SIZE,
+            group_size=SIZE,
+            max_async_level=2,
+            max_off_policy_steps=2,
+            output_dir=folder,
+            checkpoint_interval=1 if checkpoints else None,
+            session="one",
+        )
+        self.epoch, self.step, self.durable = 1, 0, 0
+        self.queue: list[tuple[int, str, list[str]]] = []
+        self.trained: dict[int, tuple[str, list[str]]] = {}  # what the weights are made of
+        self.finished: set[str] = set()
+        self.count = 0
+        self.start()
+
+    # --- the orchestrator ---------------------------------------------------------------------------
+
+    def start(self) -> None:
+        run = RunInfo(
+            run_id="main", step=self.step, version=self.step, epoch=self.epoch, revision=0, durable_step=self.durable
+        )
+        trainer = TrainerInfo(
+            world_size=1, dp_size=1, seq_len=2048, pad_multiple=1, objective="", model="", runs=(run,),
+            max_queued_batches=2,
+        )  # fmt: skip
+        environment = EnvironmentInfo(name="e", taskset="e", num_tasks=5)
+        mesh = Mesh(environments={"e": environment}, trainer=trainer, run=run)
+        self.writer = LateWriter(self.config.output_dir / "ledger.sqlite")
+        self.journal = open_journal(self.config, mesh, self.writer)
+        self.plan = make_plan(self.config, mesh)
+        self.in_flight: list[tuple[GroupTicket, Group]] = []
+        opening = self.journal.opening
+        self.recorded, self.told = opening.recorded, opening.unlogged_from - 1
+        self.uploaded = self.step
+        self.batches: dict[int, tuple] = {}
+        self.plan.next_step = opening.recorded + 1
+        self.plan.go_on(drawn=opening.drawn, next_sequence=opening.next_sequence, again=opening.redispatch)
+        for group in opening.ready:
+            self.drop(self.plan.readmit(group))
+
+    def drop(self, screened) -> None:
+        for one, reason in screened.dropped:
+            self.journal.drop(one.rollout_id, reason)
+
+    def crash(self, committed: int) -> None:
+        self.writer.commit(committed)
+        self.start()
+
+    def dispatch(self) -> None:
+        ticket = self.plan.dispatch(f"g{self.count}")
+        if ticket is not None:
+            self.count += 1
+            self.journal.dispatch(ticket)
+            self.in_flight.append((ticket, Group(ticket=ticket)))
+
+    def comes_back(self, which: int, fate: str) -> None:
+        if not self.in_flight:
+            return
+        ticket, group = self.in_flight[which % len(self.in_flight)]
+        place = len(group.rollouts) + len(group.failures)
+        if fate == "fail":
+            failure = RolloutFailure(
+                rollout_id=f"{ticket.group_id}:{place}",
+                group_id=ticket.group_id,
+                reason="X",
+                message="",
+                retryable=True,
+            )
+            group.failures.append(failure)
+            self.journal.enter(ticket, failure)
+        else:
+            one = rollout(ticket, place, float(fate == "win"), self.plan.active_version)
+            group.rollouts.append(one)
+            self.journal.enter(ticket, one)
+            self.finished.add(one.rollout_id)
+        if place + 1 == SIZE:
+            self.in_flight.remove((ticket, group))
+            self.journal.close_group(group, cancelled_for="stale")
+            self.drop(self.plan.finish(group))
+
+    def take(self) -> None:
+        if self.recorded - self.told >= 2:
+            return
+        for _, screened in self.plan.drop_stale():
+            self.drop(screened)
+        if (groups := self.plan.take()) is None:
+            return
+        assembled = assemble(
+            [ready.kept for ready in groups],
+            run_id="main",
+            step=self.recorded + 1,
+            advantage=lambda rewards, lengths: np.asarray(rewards) - np.mean(rewards),
+            environments=["e"],
+            seq_len=64,
+            dp_size=1,
+        )
+        asyncio.run(self.journal.batch(groups, assembled, dp_size=1, drawn=self.plan.drawn()))
+        self.recorded += 1
+
+    def upload(self) -> None:
+        if self.uploaded >= self.recorded:
+            return
+        step = self.uploaded + 1
+        batch = asyncio.run(self.journal.load_batch(step))
+        if step > self.step and step not in {known for known, _, _ in self.queue}:
+            assert step == self.step + len(self.queue) + 1
+            rollouts = sorted({one for row in batch.micro_batches for one in row.rollout_ids})
+            self.queue.append((step, batch_digest(batch), rollouts))
+        self.uploaded = step
+
+    def hear(self, record: bool) -> None:
+        """The loop hears that a step is done, activates it and writes its record."""
+        if self.told >= min(self.step, self.recorded):
+            return
+        self.told += 1
+        self.journal.trained(self.told)
+        if not record:
+            return  # the record comes with the next process, if this one is cut off now
+        asyncio.run(self.journal.load_step(self.told))
+        self.plan.activated(self.told)
+        sink = JsonlSink(self.config.output_dir / "metrics.jsonl")
+        redone = {"progress/redone": 1.0} if self.journal.redone(self.told) else {}
+        samples = float(self.journal.progress(self.told).samples)
+        sink.write(self.told, {"time/step": 1.0, "progress/samples": samples, **redone})
+        sink.close()
+        self.journal.logged(self.told)
+        self.journal.durable(self.durable)
+
+    # --- the trainer --------------------------------------------------------------------------------
+
+    def train(self) -> None:
+        if self.queue:
+            step, digest, rollouts = self.queue.pop(0)
+            self.step = step
+            known = self.trained.get(step)
+            assert known is None or known[0] == digest, "a step was made again of something else"
+            self.trained[step] = (digest, rollouts)
+
+    def trainer_restarts(self) -> None:
+        self.queue.clear()
+        self.epoch, self.step = self.epoch + 1, self.durable
+        done, self.told = self.told, min(self.told, self.step)
+        self.uploaded = self.step
+        self.journal.go_back(self.step, done)
+        self.plan.rolled_back(self.step)
+
+    # --- what holds ---------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        counted = Counter(one for step in range(1, self.step + 1) for one in self.trained[step][1])
+        assert not [one for one, times in counted.items() if times > 1]
+        assert self.journal.balance().exact
+
+    def end(self) -> None:
+        """Plays the run to a quiet end and closes the books."""
+        for _ in range(20):
+            self.upload()
+            self.train()
+            self.hear(True)
+        self.check()
+        self.journal.end()
+        self.journal.close()
+        report = audit(self.config.output_dir)
+        assert report.ok, report.table()
+        with closing(sqlite3.connect(self.config.output_dir / "ledger.sqlite")) as connection:
+            rows = connection.execute("SELECT rollout_id, state, reason, step FROM rollouts").fetchall()
+            sequences = connection.execute(
+                "SELECT sequence, COUNT(DISTINCT task_index) FROM groups GROUP BY sequence ORDER BY sequence"
+            ).fetchall()
+        open_states = {state.value for state in OPEN_STATES}
+        for rollout_id, state, reason, step in rows:
+            assert state not in open_states
+            assert (state == "trained") == (step is not None and rollout_id in self.trained.get(step, ("", []))[1])
+            assert state == "trained" or reason
+        trained = {rollout_id for rollout_id, state, _, _ in rows if state == "trained"}
+        assert trained == {one for step in range(1, self.step + 1) for one in self.trained[step][1]}
+        assert [sequence for sequence, _ in sequences] == list(range(len(sequences)))
+        assert all(tasks == 1 for _, tasks in sequences)
+
+
+EVENTS = st.sampled_from(
+    ["dispatch"] * 4 + ["comes_back"] * 12 + ["take"] * 4 + ["upload"] * 3 + ["train"] * 3 + ["hear"] * 4
+    + ["crash"] * 2 + ["commit", "checkpoint", "trainer_restarts", "both_die"]
+)  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None)
+@given(checkpoints=st.booleans(), events=st.lists(EVENTS, min_size=20, max_size=150), data=st.data())
+def test_a_run_cut_off_anywhere_counts_every_rollout_once(
+    checkpoints: bool, events: list[str], data: st.DataObject
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        world = World(Path(folder), checkpoints=checkpoints)
+        for event in events:
+            if event == "comes_back":
+                fate = data.draw(st.sampled_from(["win", "win", "lose", "fail"]), label="fate")
+                world.comes_back(data.draw(st.integers(0, 5), label="group"), fate)
+            elif event == "hear":
+                world.hear(data.draw(st.booleans() | st.just(True), label="record"))
+                if world.told > 0 and not world.journal.redone(world.told):
+                    world.crash(data.draw(st.integers(0, len(world.writer.changes)), label="committed"))
+            elif event in ("crash", "both_die"):
+                if event == "both_die" and checkpoints:
+                    world.queue.clear()
+                    world.epoch, world.step = world.epoch + 1, world.durable
+                world.crash(data.draw(st.integers(0, len(world.writer.changes)), label="committed"))
+            elif event == "commit":
+                world.writer.commit(data.draw(st.integers(0, len(world.writer.changes)), label="committed"))
+            elif event == "checkpoint":
+                if checkpoints:
+                    world.durable = world.step
+                    world.journal.durable(world.durable)
+            elif event == "trainer_restarts":
+                if checkpoints:
+                    world.trainer_restarts()
+            else:
+                getattr(world, event)()
+            world.check()
+        world.end()

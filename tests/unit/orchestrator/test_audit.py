@@ -1,0 +1,146 @@
+"""Each rule of the audit is broken once, in a copy of a run that keeps to all of them."""
+
+import json
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from meshrl.core.paths import Layout
+from meshrl.orchestrator.audit import audit, main
+from meshrl.orchestrator.batches import assemble
+from meshrl.orchestrator.groups import Group
+from meshrl.orchestrator.journal import Journal, Opening
+from meshrl.orchestrator.ledger import Ledger
+from meshrl.orchestrator.ledger_rows import RunRow
+from meshrl.orchestrator.ledger_store import LedgerStore
+from meshrl.orchestrator.plan import ReadyGroup
+
+
+@pytest.fixture
+async def run(tmp_path: Path, make_group, make_rollout) -> Path:
+    """Two steps of one group each, a group without signal and one that was cancelled; ended."""
+    layout = Layout(tmp_path)
+    store = LedgerStore(layout.ledger)
+    store.open()
+    store.begin(RunRow(run=0, run_id="main", session="", epoch=1, first_step=1, metrics_offset=0))
+    opening = Opening(recorded=0, logged=0, unlogged_from=1, records={}, drawn={}, next_sequence=0)
+    journal = Journal(Ledger(store.record), store, opening, layout=layout, durable=0, checkpoints=False)
+
+    def finished(name: str) -> Group:
+        rollouts = tuple(make_rollout(f"{name}{place}", reward=float(place), group_id=name) for place in range(2))
+        group = make_group(name, rollouts, size=3)
+        journal.dispatch(group.ticket)
+        for rollout in rollouts:
+            journal.enter(group.ticket, rollout)
+        journal.close_group(group, cancelled_for="stale")
+        return group
+
+    lines = []
+    for step in (1, 2):
+        group = finished(f"g{step}")
+        assembled = assemble(
+            [group.rollouts], run_id="main", step=step, advantage=lambda rewards, lengths: np.asarray(rewards),
+            environments=["echo"], seq_len=64, dp_size=1,
+        )  # fmt: skip
+        ready = ReadyGroup(group=group, kept=tuple(group.rollouts))
+        await journal.batch([ready], assembled, dp_size=1, drawn={"echo": step})
+        journal.trained(step)
+        journal.logged(step)
+        lines.append({"step": step, "time/step": 1.0})
+    for rollout in finished("g3").rollouts:
+        journal._ledger.drop(rollout.rollout_id, "zero_signal")
+    lines.append({"step": 2, "eval/echo/avg@1": 0.5})
+    layout.metrics_jsonl.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    journal.end()
+    journal.close()
+    return tmp_path
+
+
+def sql(statement: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        with closing(sqlite3.connect(folder / "ledger.sqlite")) as connection, connection:
+            assert connection.execute(statement).rowcount > 0
+
+    return change
+
+
+def lines(change: Callable[[list[str]], list[str]]) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        path = folder / "metrics.jsonl"
+        path.write_text("".join(change(path.read_text().splitlines(keepends=True))))
+
+    return apply
+
+
+def test_a_run_that_keeps_to_the_rules_is_exact(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = audit(run)
+    assert report.violations == ()
+    assert dict(report.counts) == {
+        ("trained", ""): 4,
+        ("dropped", "zero_signal"): 2,
+        ("failed", "LOST"): 3,
+    }
+    assert (report.first_step, report.last_step, report.ended) == (1, 2, "run_ended")
+    assert main([str(run)]) == 0
+    assert "zero_signal" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("breaks", "says"),
+    [
+        (sql("UPDATE rollouts SET reason = '' WHERE state = 'dropped'"), "g3/0: dropped without a reason"),
+        (sql("UPDATE rollouts SET reason = '' WHERE state = 'failed'"), "g1/2: failed without a reason"),
+        (sql("UPDATE rollouts SET state = 'batched' WHERE step = 2"), "g2/0: batched although its run has ended"),
+        (sql("UPDATE rollouts SET state = 'lost' WHERE key = 'g3/0'"), "g3/0: 'lost' is no state"),
+        (
+            sql("UPDATE rollouts SET rollout_id = 'g10' WHERE key = 'g2/0'"),
+            "rollout g10: 2 rows, counted more than once",
+        ),
+        (sql("DELETE FROM rollouts WHERE key = 'g3/1'"), "group g3: 2 rows for 3 rollouts, some are lost"),
+        (
+            sql("UPDATE steps SET record = replace(record, '\"g21\"', '\"g11\"') WHERE step = 2"),
+            "rollout g11: trained by steps 1, 2",
+        ),
+        (
+            sql("UPDATE steps SET record = replace(record, '\"g21\"', '\"other\"') WHERE step = 2"),
+            "rollout g21: trained by step 2, but no step names it",
+        ),
+        (
+            sql("UPDATE rollouts SET step = 1 WHERE key = 'g2/0'"),
+            "rollout g20: trained by step 1, but step 2 names it",
+        ),
+        (
+            sql("UPDATE rollouts SET state = 'dropped', reason = 'x' WHERE step = 1"),
+            "steps 1: not trained, but later ones are",
+        ),
+        (lines(lambda kept: kept[:1] + kept[2:]), "step 2: trained, but without a record in metrics.jsonl"),
+        (lines(lambda kept: kept[:2] + kept[1:]), "step 2: 2 records in metrics.jsonl that do not say it was done"),
+    ],
+)
+def test_each_broken_rule_is_named(
+    run: Path, breaks: Callable[[Path], None], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    breaks(run)
+    report = audit(run)
+    assert any(text.startswith(says) for text in report.violations), report.violations
+    assert main([str(run)]) == 1
+    assert f"VIOLATION {says}" in capsys.readouterr().out
+
+
+def test_steps_done_again_and_runs_under_way_break_no_rule(run: Path) -> None:
+    lines(lambda kept: [*kept, json.dumps({"step": 2, "time/step": 1.0, "progress/redone": 1.0}) + "\n"])(run)
+    report = audit(run)
+    assert (report.violations, report.redone) == ((), 1)
+    sql("UPDATE runs SET ended = ''")(run)
+    sql("UPDATE rollouts SET state = 'batched' WHERE step = 2")(run)
+    assert audit(run).ok
+
+
+def test_a_folder_without_a_ledger_is_said_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path)]) == 2
+    assert "does not exist; give the output_dir of a run" in capsys.readouterr().err
+    assert main([]) == 2

@@ -1,0 +1,122 @@
+import pytest
+
+from meshrl.orchestrator.groups import DropReason
+from meshrl.orchestrator.ledger import Entry, RolloutState
+from meshrl.orchestrator.ledger_rows import Past, PastGroup, RunRow, StepRecord
+from meshrl.orchestrator.metrics import Progress
+from meshrl.orchestrator.recovery import goes_on, rows_fit, settle
+
+RUN = RunRow(run=1, run_id="main", session="s", epoch=3, first_step=1, metrics_offset=0)
+
+
+def entry(name: str, state: str, step: int | None = None) -> Entry:
+    group, _, _ = name.partition("/")
+    return Entry(
+        key=name,
+        group_id=group,
+        environment="echo",
+        task_index=0,
+        for_step=1,
+        state=RolloutState(state),
+        rollout_id="" if state == "dispatched" else name,
+        step=step,
+    )
+
+
+def step_record(step: int) -> StepRecord:
+    return StepRecord(
+        step=step,
+        digest="",
+        groups=(),
+        advantages={},
+        untrainable=(),
+        truncated_samples=0,
+        dropped_samples=0,
+        micro_batches=1,
+        longest_row=48,
+        dp_size=2,
+        progress=Progress(),
+        drawn={},
+    )
+
+
+@pytest.fixture
+def past(make_group):
+    def make(entries: list[Entry], *, over: str = "", kept: tuple[int, ...] = (), lost: str = "") -> Past:
+        names = sorted({one.group_id for one in entries})
+        return Past(
+            run=RUN,
+            entries=tuple(entries),
+            groups={name: PastGroup(group=make_group(name), over=name in over.split()) for name in names},
+            steps={step: step_record(step) for step in kept},
+            kept=frozenset(kept),
+            payloads=frozenset(one.rollout_id for one in entries) - set(lost.split()),
+        )
+
+    return make
+
+
+def settled(past: Past, step: int, *, logged: int = 0, fits: bool = True):
+    return settle(past, trainer_step=step, logged_step=logged, fits=lambda record: fits, environments={"echo"})
+
+
+def test_what_the_trainer_did_is_trained_and_what_it_did_not_is_submitted_again(past) -> None:
+    left = [entry(f"g{step}/0", "batched", step) for step in (1, 2, 3)]
+    settlement = settled(past(left, over="g1 g2 g3", kept=(1, 2, 3)), 1)
+    assert (settlement.trained, settlement.again, settlement.released, settlement.unlogged) == ((1,), (2, 3), (), (1,))
+
+
+def test_a_batch_after_a_gap_or_too_large_gives_its_rollouts_back(past) -> None:
+    left = [entry(f"g{step}/{place}", "trained", step) for step in (2, 4) for place in (0, 1)]
+    gap = settled(past(left, over="g2 g4", kept=(2, 4)), 1)
+    assert (gap.again, gap.released) == ((2,), (4,))
+    assert gap.ready == (("g4", ("g4/0", "g4/1")),)
+    unfit = settled(past(left, over="g2 g4", kept=(2, 4)), 1, fits=False)
+    assert (unfit.again, unfit.released) == ((), (2, 4))
+    assert {group for group, _ in unfit.ready} == {"g2", "g4"}
+
+
+def test_a_cut_off_group_lives_on_with_two_rollouts_and_is_sampled_again_with_fewer(past) -> None:
+    left = [entry("g1/0", "finished"), entry("g1/1", "finished"), entry("g1/2", "dispatched")]
+    left += [entry("g2/0", "finished"), entry("g2/1", "dispatched"), entry("g3/0", "dispatched")]
+    settlement = settled(past(left), 0)
+    assert settlement.interrupted == ("g1", "g2", "g3")
+    assert settlement.ready == (("g1", ("g1/0", "g1/1")),)
+    assert settlement.dropped == (("g2/0", DropReason.RESTARTED),)
+    assert [ticket.group_id for ticket in settlement.redispatch] == ["g2", "g3"]
+
+
+def test_rollouts_without_payload_or_environment_are_dropped_with_a_reason(past) -> None:
+    left = [entry("g1/0", "trained", 2), entry("g1/1", "trained", 2), entry("g2/0", "finished")]
+    settlement = settled(past(left, over="g1 g2", lost="g1/0 g1/1"), 1)
+    assert set(settlement.dropped) == {
+        ("g1/0", DropReason.UNDONE),
+        ("g1/1", DropReason.UNDONE),
+        ("g2/0", DropReason.GROUP_LOST),
+    }
+    elsewhere = settle(
+        past(left, over="g1 g2"), trainer_step=1, logged_step=0, fits=lambda record: True, environments={"math"}
+    )
+    assert {reason for _, reason in elsewhere.dropped} == {DropReason.REMOVED}
+
+
+@pytest.mark.parametrize(
+    ("told", "goes"),
+    [
+        ({"epoch": 3}, True),
+        ({"epoch": 4}, False),
+        ({"epoch": 4, "trainer_step": 2}, True),
+        ({"epoch": 4, "session": "s"}, True),
+        ({"epoch": 3, "run_id": "other"}, False),
+    ],
+)
+def test_a_run_goes_on_with_a_trainer_that_knows_it(told: dict, goes: bool) -> None:
+    known = {"run_id": "main", "session": "", "trainer_step": 0} | told
+    assert goes_on(RUN, **known) is goes
+
+
+def test_a_batch_fits_a_trainer_of_the_same_size() -> None:
+    record = step_record(1)
+    assert rows_fit(record, dp_size=2, seq_len=48)
+    assert not rows_fit(record, dp_size=1, seq_len=48)
+    assert not rows_fit(record, dp_size=2, seq_len=47)
