@@ -77,7 +77,7 @@ def state(learner: Learner) -> list[torch.Tensor]:
 def test_adapters_train_and_the_half_precision_base_stays(
     settings: dict[str, Any], group: ParallelContext, model: str
 ) -> None:
-    learner = build(model, group, lora={"rank": 8}, **settings)
+    learner = build(model, group, lora={"rank": 8, "alpha": 16}, **settings)
     before, base = adapter_state(learner.model), gather_state(learner.model)
     curve = losses(learner)
     assert curve[-1] < curve[0] - 0.01
