@@ -60,7 +60,8 @@ class LoraLinear(nn.Linear):
         if isinstance(low, DTensor):
             device = low.device_mesh.device_type  # shards kept on the host are merged where they will be gathered
             weight, low, high = weight.to(device), low.to(device), high.to(device)
-            low = low.redistribute(placements=[Replicate()] * low.device_mesh.ndim)  # type: ignore[attr-defined]  # a DTensor
+            assert isinstance(low, DTensor)
+            low = low.redistribute(placements=[Replicate()] * low.device_mesh.ndim)
         return torch.add(weight.float(), high @ low, alpha=self.scale)  # B's rows lie where W's do
 
 
