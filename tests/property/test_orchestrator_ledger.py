@@ -5,14 +5,17 @@ The trainer is a model that outlives the orchestrator, or restarts at its last c
 """
 
 import asyncio
+import random
 import sqlite3
 import tempfile
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import closing
 from pathlib import Path
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -101,6 +104,7 @@ class World:
             checkpoint_interval=1 if checkpoints else None,
             session="one",
         )
+        self.checkpoints = checkpoints
         self.epoch, self.step, self.durable = 1, 0, 0
         self.queue: list[tuple[int, str, list[str]]] = []
         self.trained: dict[int, tuple[str, list[str]]] = {}  # what the weights are made of
@@ -272,43 +276,58 @@ class World:
         assert [sequence for sequence, _ in sequences] == list(range(len(sequences)))
         assert all(tasks == 1 for _, tasks in sequences)
 
+    def event(self, name: str, draw: Callable[[int], int]) -> None:
+        """One event; `draw(n)` chooses from 0 to n."""
+        if name == "comes_back":
+            self.comes_back(draw(5), ("win", "win", "lose", "fail")[draw(3)])
+        elif name == "hear":
+            self.hear(record=draw(5) > 0)
+            if self.told > 0 and not self.journal.redone(self.told):  # done, and cut off before its record
+                self.crash(draw(len(self.writer.changes)))
+        elif name == "commit":
+            self.writer.commit(draw(len(self.writer.changes)))
+        elif name == "crash":
+            self.crash(draw(len(self.writer.changes)))
+        elif not self.checkpoints and name in ("checkpoint", "trainer_restarts", "both_die"):
+            return
+        elif name == "checkpoint":
+            self.durable = self.step
+            self.journal.durable(self.durable)
+        elif name == "both_die":
+            self.queue.clear()
+            self.epoch, self.step = self.epoch + 1, self.durable
+            self.crash(draw(len(self.writer.changes)))
+        else:
+            getattr(self, name)()
+        self.check()
 
-EVENTS = st.sampled_from(
-    ["dispatch"] * 4 + ["comes_back"] * 12 + ["take"] * 4 + ["upload"] * 3 + ["train"] * 3 + ["hear"] * 4
-    + ["crash"] * 2 + ["commit", "checkpoint", "trainer_restarts", "both_die"]
-)  # fmt: skip
+
+WORK = ["dispatch"] * 4 + ["comes_back"] * 12 + ["take"] * 4 + ["upload"] * 3 + ["train"] * 3 + ["hear"] * 4
+FAULTS = ["crash", "crash", "commit", "checkpoint", "trainer_restarts", "both_die"]
 
 
-@settings(max_examples=60, deadline=None)
-@given(checkpoints=st.booleans(), events=st.lists(EVENTS, min_size=20, max_size=150), data=st.data())
+@settings(max_examples=15, deadline=None)
+@given(
+    checkpoints=st.booleans(),
+    events=st.lists(st.sampled_from(WORK + FAULTS), min_size=20, max_size=150),
+    data=st.data(),
+)
 def test_a_run_cut_off_anywhere_counts_every_rollout_once(
     checkpoints: bool, events: list[str], data: st.DataObject
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
         world = World(Path(folder), checkpoints=checkpoints)
-        for event in events:
-            if event == "comes_back":
-                fate = data.draw(st.sampled_from(["win", "win", "lose", "fail"]), label="fate")
-                world.comes_back(data.draw(st.integers(0, 5), label="group"), fate)
-            elif event == "hear":
-                world.hear(data.draw(st.booleans() | st.just(True), label="record"))
-                if world.told > 0 and not world.journal.redone(world.told):
-                    world.crash(data.draw(st.integers(0, len(world.writer.changes)), label="committed"))
-            elif event in ("crash", "both_die"):
-                if event == "both_die" and checkpoints:
-                    world.queue.clear()
-                    world.epoch, world.step = world.epoch + 1, world.durable
-                world.crash(data.draw(st.integers(0, len(world.writer.changes)), label="committed"))
-            elif event == "commit":
-                world.writer.commit(data.draw(st.integers(0, len(world.writer.changes)), label="committed"))
-            elif event == "checkpoint":
-                if checkpoints:
-                    world.durable = world.step
-                    world.journal.durable(world.durable)
-            elif event == "trainer_restarts":
-                if checkpoints:
-                    world.trainer_restarts()
-            else:
-                getattr(world, event)()
-            world.check()
+        for name in events:
+            world.event(name, lambda most: data.draw(st.integers(0, most)))
         world.end()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_long_runs_with_rare_faults_count_every_rollout_once(tmp_path: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    world = World(tmp_path, checkpoints=seed % 4 > 0)
+    events = WORK * 3 + FAULTS[: 1 + seed % len(FAULTS)] + ["checkpoint"]
+    for _ in range(300):
+        world.event(chance.choice(events), lambda most: chance.randint(0, most))
+    world.end()
+    assert world.step > 0

@@ -62,6 +62,7 @@ class Journal:
         self._durable = durable
         self._stated = durable
         self._logged = opening.logged
+        self._finished = opening.unlogged_from - 1  # goes back with the trainer, as the last record does not
         self._forgotten = 0
         self._records = dict(opening.records)
 
@@ -133,9 +134,11 @@ class Journal:
         """Whether the step has a record from before."""
         return step <= self._logged
 
-    def logged(self, step: int) -> None:
-        """The record of a step is written."""
+    def logged(self, step: int, *, forgotten: bool = False) -> None:
+        """The record of a step is written; `forgotten` when the trainer restarted before it meanwhile."""
         self._logged = max(self._logged, step)
+        if not forgotten:
+            self._finished = step
         self._forget()
 
     def durable(self, step: int) -> None:
@@ -153,13 +156,14 @@ class Journal:
                 " and no checkpoint was expected; set ckpt.interval (orchestrator.checkpoint_interval where the"
                 " orchestrator is started on its own)"
             )
+        self._finished = min(self._finished, step)
         for again in range(step + 1, done + 1):
             self._ledger.undo(again)
 
     def _forget(self) -> None:
         """Lets go of what no restart needs any more."""
         waits_for_checkpoints = self._checkpoints or self._durable > self._began_durable
-        upto = min(self._logged, self._durable) if waits_for_checkpoints else self._logged
+        upto = min(self._finished, self._durable) if waits_for_checkpoints else self._finished
         if upto > self._forgotten:
             self._store.forget(upto)
             self._ledger.settle(upto)

@@ -367,7 +367,7 @@ class TrainLoop:
         metrics |= {f"progress/epoch/{name}": value for name, value in self.plan.epochs().items()}
         self._spans.end(submitted.step, {"rl.rollouts": metrics["batch/rollouts"], "rl.step.seconds": seconds})
         await asyncio.to_thread(self._monitor.log, submitted.step, metrics)
-        self._journal.logged(submitted.step)
+        self._journal.logged(submitted.step, forgotten=submitted.step > self._feed.trained)
         extras = self.config.wandb.log_extras if self.config.wandb is not None else None
         if extras is not None and submitted.step % extras.interval == 0:
             rows = record.sample_rows(submitted.groups, submitted.assembled, ratio=extras.sample_ratio)

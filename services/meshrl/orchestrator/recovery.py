@@ -112,7 +112,11 @@ def _groups(
     tickets = (past.groups[group_id].group.ticket for group_id in in_flight - alive if group_id in past.groups)
     redispatch = [ticket for ticket in tickets if ticket.task.environment in environments]
     ready.sort(key=lambda item: past.groups[item[0]].group.ticket.sequence)
-    return tuple(dropped), tuple(ready), tuple(sorted(redispatch, key=lambda ticket: ticket.sequence))
+    return (
+        tuple(dropped),
+        tuple(ready),
+        tuple(sorted(redispatch, key=lambda ticket: (ticket.sequence, ticket.group_id))),
+    )
 
 
 def restore(ledger: Ledger, past: Past, settlement: Settlement) -> None:
