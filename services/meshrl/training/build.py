@@ -17,6 +17,7 @@ from meshrl.training.learner import Learner
 from meshrl.training.model_config import TrainerModelConfig
 from meshrl.training.parallel import ParallelContext
 from meshrl.training.parallelize import prepare_blocks, shard
+from meshrl.training.train_state import seed_rank
 
 LOGITS_BYTES_CPU, LOGITS_BYTES_GPU = 2**28, 2**31
 
@@ -70,12 +71,15 @@ def build_learner(
     if sharded or random_weights:
         torch.manual_seed(seed)
         policy.to_empty(device="cpu" if config.fsdp_cpu_offload else parallel.device)
+        if not sharded:
+            model.tie_weights()  # which to_empty undoes, but for what is sharded
         if random_weights:
             fill_at_random(model)
         else:
             fill_model(model, config)
     if config.lora is not None:
         reset_lora(model, seed)
+    seed_rank(seed, 0, parallel.rank)  # dropout must not fall alike on every rank
     return Learner(
         policy,
         objective=objective,
