@@ -42,10 +42,11 @@ RESTART_DEADLINE_S = 180.0
 """How long the others wait for a program that is started again: it imports torch and loads a model first."""
 
 
-def compose(config: RLConfig, free_port: Callable[[str], int]) -> tuple[Part, ...]:
+def compose(config: RLConfig, free_port: Callable[[str], int], *, session: str = "") -> tuple[Part, ...]:
     """The programs of a run, servers first; `free_port(host)` gives a port for every server that has none.
 
-    Addresses of programs that are started here replace whatever the configuration says about them.
+    Addresses of programs that are started here replace whatever the configuration says about them. `session` names this
+    launch, so that a program that is started again knows that it goes on.
     """
     rollout = _with_port(config.rollout, config.rollout.server, free_port)
     trainer = _with_port(_plain_trainer(config), config.trainer.server, free_port)
@@ -62,6 +63,8 @@ def compose(config: RLConfig, free_port: Callable[[str], int]) -> tuple[Part, ..
     orchestrator_values: dict[str, Any] = {
         "services": {"rollout": reach(rollout.server), "trainer": reach(trainer.server), "weights": hub}
     }
+    if session and not config.orchestrator.session:
+        orchestrator_values["session"] = session
     if config.trainer.ckpt is not None and not config.trainer.ckpt.weights_only:
         orchestrator_values["checkpoint_interval"] = config.trainer.ckpt.interval
     if config.restarts and "unreachable_s" not in config.orchestrator.deadlines.model_fields_set:

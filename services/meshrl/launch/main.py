@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import sys
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -51,7 +52,7 @@ def prepare(config: RLConfig, free_port: Callable[[str], int]) -> tuple[Part, ..
     Raises ConfigError when the folder cannot be used.
     """
     layout = Layout(config.output_dir)
-    parts = compose(config, free_port)
+    parts = compose(config, free_port, session=uuid.uuid4().hex)
     if config.clean_output_dir and not config.dry_run:
         empty_folder(config.output_dir, keep=Path(config.trainer.model.name))
     try:

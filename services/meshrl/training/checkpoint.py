@@ -301,7 +301,7 @@ class Checkpointer:
             if weights is not None:
                 self._group.together("write the weights", lambda: self._write_weights(weights, job))
             self._group.together("finish a checkpoint", lambda: self._first(files.reveal, parts))
-        except BaseException:
+        except BaseException:  # whatever it was, nothing half written stays
             self._first(files.discard_partial, parts)
             raise
         self._own |= set(parts)

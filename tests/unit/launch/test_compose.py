@@ -283,3 +283,12 @@ def test_restarts_are_everybodys_and_the_orchestrator_waits_for_them() -> None:
 @pytest.mark.parametrize("ckpt", [(), ("--ckpt",), ("--ckpt.interval", "2", "--ckpt.weights-only")])
 def test_restarts_need_checkpoints_to_go_on_from(ckpt: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     assert "ckpt" in refusal(capsys, "--restarts", "1", *ckpt)
+
+
+def test_each_launch_has_a_name_of_its_own() -> None:
+    def named(*argv: str, session: str) -> str:
+        parts = compose(load(*argv), lambda host: 40001, session=session)
+        return next(part.config.session for part in parts if part.name == "orchestrator")
+
+    assert named(session="a") == "a"
+    assert named("--orchestrator.session", "mine", session="a") == "mine"
