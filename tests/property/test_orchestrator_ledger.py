@@ -172,7 +172,7 @@ class World:
             group.rollouts.append(one)
             self.journal.enter(ticket, one)
             self.finished.add(one.rollout_id)
-        if place + 1 == SIZE:
+        if place + 1 == ticket.size:
             self.in_flight.remove((ticket, group))
             self.journal.close_group(group, cancelled_for="stale")
             self.drop(self.plan.finish(group))
@@ -266,6 +266,10 @@ class World:
             sequences = connection.execute(
                 "SELECT sequence, COUNT(DISTINCT task_index) FROM groups GROUP BY sequence ORDER BY sequence"
             ).fetchall()
+            came_back = connection.execute(
+                "SELECT COUNT(*) FROM rollouts JOIN groups USING (group_id)"
+                " WHERE state IN ('trained', 'dropped') GROUP BY sequence"
+            ).fetchall()
         open_states = {state.value for state in OPEN_STATES}
         for rollout_id, state, reason, step in rows:
             assert state not in open_states
@@ -275,6 +279,7 @@ class World:
         assert trained == {one for step in range(1, self.step + 1) for one in self.trained[step][1]}
         assert [sequence for sequence, _ in sequences] == list(range(len(sequences)))
         assert all(tasks == 1 for _, tasks in sequences)
+        assert all(count <= SIZE for (count,) in came_back), "a group has more than was asked for"
 
     def event(self, name: str, draw: Callable[[int], int]) -> None:
         """One event; `draw(n)` chooses from 0 to n."""

@@ -66,7 +66,7 @@ class TrainerModelConfig(ModelConfig):
     """Activation checkpointing; off unless given."""
 
     ac_offloading: ActivationOffloadConfig | None = None
-    """Activation offloading to the host; off unless given."""
+    """What checkpointed blocks keep waits on the host; needs ac, off unless given."""
 
     compile: CompileConfig | None = None
     """torch.compile of each block; off unless given."""
@@ -90,7 +90,9 @@ class TrainerModelConfig(ModelConfig):
     """Train adapters instead of the model; off unless given."""
 
     @model_validator(mode="after")
-    def _one_offload(self) -> Self:
+    def _fits_together(self) -> Self:
+        if self.ac_offloading is not None and self.ac is None:
+            raise ValueError("model.ac_offloading moves what model.ac keeps of a block; set model.ac as well")
         if self.fsdp_cpu_offload and self.optim_cpu_offload:
             raise ValueError(
                 "model.fsdp_cpu_offload keeps the optimizer state on the host too; leave model.optim_cpu_offload out"

@@ -122,8 +122,15 @@ async def test_an_orchestrator_killed_anywhere_goes_on_and_counts_once(
     in_order = [plan._schedule.next_task() for _ in drawn]
     assert drawn == [(place, task.environment, task.index) for place, task in enumerate(in_order)]
     again = query(tmp_path, "SELECT COUNT(*) - COUNT(DISTINCT sequence) FROM groups")[0][0]
-    cut_off = query(tmp_path, "SELECT COUNT(DISTINCT group_id) FROM rollouts WHERE reason = 'orchestrator_restarted'")
-    assert again <= cut_off[0][0]
+    assert query(tmp_path, "SELECT COUNT(*), COUNT(DISTINCT replaces) FROM groups WHERE replaces != ''") == [
+        (again, again)
+    ]
+    whole = query(
+        tmp_path,
+        "SELECT COUNT(*), task_index % 5 = 1 FROM rollouts JOIN groups USING (group_id, task_index)"
+        " WHERE state IN ('trained', 'dropped') AND reason != 'run_ended' GROUP BY sequence",
+    )
+    assert {(size, bool(one_fails)) for size, one_fails in whole} <= {(4, False), (3, True)}
     assert query(tmp_path, "SELECT COUNT(*) FROM payloads") == [(0,)]
 
 

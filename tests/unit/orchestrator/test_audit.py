@@ -94,6 +94,10 @@ def test_a_run_that_keeps_to_the_rules_is_exact(run: Path, capsys: pytest.Captur
     [
         (sql("UPDATE rollouts SET reason = '' WHERE state = 'dropped'"), "g3/0: dropped without a reason"),
         (sql("UPDATE rollouts SET reason = '' WHERE state = 'failed'"), "g1/2: failed without a reason"),
+        (
+            sql("UPDATE rollouts SET reason = 'orchestrator_restarted' WHERE key = 'g3/1'"),
+            "g3/1: dropped for 'orchestrator_restarted', which is neither",
+        ),
         (sql("UPDATE rollouts SET state = 'batched' WHERE step = 2"), "g2/0: batched although its run has ended"),
         (sql("UPDATE rollouts SET state = 'lost' WHERE key = 'g3/0'"), "g3/0: 'lost' is no state"),
         (
@@ -114,7 +118,7 @@ def test_a_run_that_keeps_to_the_rules_is_exact(run: Path, capsys: pytest.Captur
             "rollout g20: trained by step 1, but step 2 names it",
         ),
         (
-            sql("UPDATE rollouts SET state = 'dropped', reason = 'x' WHERE step = 1"),
+            sql("UPDATE rollouts SET state = 'dropped', reason = 'stale' WHERE step = 1"),
             "steps 1: not trained, but later ones are",
         ),
         (lines(lambda kept: kept[:1] + kept[2:]), "step 2: trained, but without a record in metrics.jsonl"),

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from meshrl.orchestrator.groups import DropReason
@@ -76,14 +78,41 @@ def test_a_batch_after_a_gap_or_too_large_gives_its_rollouts_back(past) -> None:
     assert {group for group, _ in unfit.ready} == {"g2", "g4"}
 
 
-def test_a_cut_off_group_lives_on_with_two_rollouts_and_is_sampled_again_with_fewer(past) -> None:
-    left = [entry("g1/0", "finished"), entry("g1/1", "finished"), entry("g1/2", "dispatched")]
-    left += [entry("g2/0", "finished"), entry("g2/1", "dispatched"), entry("g3/0", "dispatched")]
+def test_of_a_cut_off_group_what_has_not_come_back_is_sampled_with_other_seeds_and_nothing_is_dropped(past) -> None:
+    left = [entry(f"g1/{place}", "finished") for place in range(3)] + [entry("g1/3", "dispatched")]
+    left += [entry("g2/0", "finished"), *(entry(f"g2/{place}", "dispatched") for place in (1, 2, 3))]
+    left += [entry(f"g3/{place}", "dispatched") for place in range(4)]
+    left += [entry(f"g4/{place}", "finished") for place in range(4)]  # whole, but not closed
     settlement = settled(past(left), 0)
-    assert settlement.interrupted == ("g1", "g2", "g3")
-    assert settlement.ready == (("g1", ("g1/0", "g1/1")),)
-    assert settlement.dropped == (("g2/0", DropReason.RESTARTED),)
-    assert [ticket.group_id for ticket in settlement.redispatch] == ["g2", "g3"]
+    assert settlement.interrupted == ("g1", "g2", "g3", "g4")
+    assert settlement.dropped == ()
+    assert settlement.ready == (("g4", ("g4/0", "g4/1", "g4/2", "g4/3")),)
+    assert [(one.group_id, one.size, one.seed) for one in settlement.redispatch] == [
+        ("g1", 1, 2**31),
+        ("g2", 3, 2**31),
+        ("g3", 4, 0),
+    ]
+    assert dict(settlement.carried) == {"g1": ("g1/0", "g1/1", "g1/2"), "g2": ("g2/0",)}
+
+
+def test_a_group_that_was_being_completed_is_completed_with_all_that_came_back_before(past) -> None:
+    left = [
+        entry("g1/0", "finished"),
+        *(entry(f"g2/{place}", "finished") for place in (0, 1)),
+        entry("g2/2", "dispatched"),
+    ]
+    twice = replace(past(left, over="g1"), successors={"g1": "g2"})
+    settlement = settled(twice, 0)
+    assert [(one.group_id, one.size) for one in settlement.redispatch] == [("g2", 2)]
+    assert dict(settlement.carried) == {"g2": ("g1/0", "g2/0", "g2/1")}
+    whole = settled(replace(past(left[:3], over="g1 g2"), successors={"g1": "g2"}), 0)
+    assert (whole.ready, whole.redispatch) == ((("g2", ("g1/0", "g2/0", "g2/1")),), ())
+
+
+def test_what_an_undone_step_took_of_a_completed_group_is_one_group_again(past) -> None:
+    left = [entry("g1/0", "trained", 2), entry("g2/0", "trained", 2)]
+    settlement = settled(replace(past(left, over="g1 g2"), successors={"g1": "g2"}), 1)
+    assert (settlement.released, settlement.ready) == ((2,), (("g2", ("g1/0", "g2/0")),))
 
 
 def test_rollouts_without_payload_or_environment_are_dropped_with_a_reason(past) -> None:
