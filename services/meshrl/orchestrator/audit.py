@@ -4,7 +4,7 @@
 
 prints a table of the last run and exits with 1 when a rule is broken:
 
-    state     each rollout has one row and one state; lost ones say why
+    state     each rollout has one row and one state; lost ones say why, and a restart is no reason to drop one
     trained   a step trains what its record names, no rollout is named by two steps
     steps     trained steps follow one another without a gap, and each has its record in metrics.jsonl, once but for
               those that were done again
@@ -23,11 +23,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshrl.core.paths import Layout
+from meshrl.orchestrator.groups import DropReason
 from meshrl.orchestrator.ledger import OPEN_STATES, RolloutState
 from meshrl.orchestrator.ledger_rows import RunRow, StepRecord, last_run
 
 _LOST = (RolloutState.DROPPED, RolloutState.FAILED, RolloutState.CANCELLED)
 _STATES = frozenset(state.value for state in RolloutState)
+_REASONS = frozenset(reason.value for reason in DropReason if reason is not DropReason.RESTARTED)
 SHOWN = 20
 
 
@@ -132,6 +134,8 @@ def _states(rows: Sequence[Row], run: RunRow) -> Iterator[str]:
             yield f"{row.key}: {row.state!r} is no state"
         if row.state in lost and not row.reason:
             yield f"{row.key}: {row.state} without a reason"
+        if row.state == RolloutState.DROPPED.value and row.reason and row.reason not in _REASONS:
+            yield f"{row.key}: dropped for {row.reason!r}, which is neither the law nor a filter nor the run's end"
         if row.state in open_states and (run.ended or row.run != run.run):
             yield f"{row.key}: {row.state} although its run has ended"
     for rollout_id, count in Counter(row.rollout_id for row in rows if row.rollout_id).items():

@@ -31,7 +31,7 @@ class DropReason(enum.Enum):
     RUN_ENDED = "run_ended"
     """The run ended before a step took it."""
     RESTARTED = "orchestrator_restarted"
-    """Too few of its group had come back when the orchestrator ended."""
+    """It was in flight when the orchestrator ended; nothing that had come back is dropped for it."""
     UNDONE = "step_undone"
     """Its step was forgotten by the trainer, and it is not kept any more."""
     REMOVED = "environment_removed"
@@ -54,7 +54,7 @@ class GroupTicket:
     sequence: int = 0
     """Its place in the order of tasks; a group that is dispatched again keeps it."""
     replaces: str = ""
-    """The group of an earlier process that this one samples again."""
+    """The group of an earlier process that this one completes."""
 
 
 @dataclass(kw_only=True)
@@ -68,16 +68,22 @@ class Group:
     sampled_tokens: int = 0
     seconds: float = 0.0
     cut_short: str = ""  # reason of the error that ended the stream early
+    carried: int = 0  # rollouts that came back in an earlier process, beside those of the ticket
 
     @property
     def lost(self) -> int:
         """Rollouts that never came back, neither finished nor failed nor cancelled."""
-        return max(0, self.ticket.size - len(self.rollouts) - len(self.failures) - self.cancelled)
+        return max(0, self.ticket.size + self.carried - len(self.rollouts) - len(self.failures) - self.cancelled)
 
     @property
     def errors(self) -> int:
         """Rollouts that failed or never came back."""
         return len(self.failures) + self.lost
+
+    def carry(self, rollouts: Sequence[Rollout]) -> None:
+        """Adds what came back of the same task in an earlier process."""
+        self.rollouts[:0] = rollouts
+        self.carried += len(rollouts)
 
 
 @dataclass(frozen=True, kw_only=True)

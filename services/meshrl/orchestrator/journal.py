@@ -43,6 +43,8 @@ class Opening:
     records: Mapping[int, StepRecord]
     ready: tuple[Group, ...] = ()
     redispatch: tuple[GroupTicket, ...] = ()
+    carried: Mapping[str, tuple[Rollout, ...]] = field(default_factory=dict)
+    """What is finished of the groups to dispatch again, by the group that was cut off."""
     drawn: Mapping[str, int]
     next_sequence: int = 0
 
@@ -82,11 +84,12 @@ class Journal:
             self._ledger.fail(ticket.group_id, event.rollout_id, event.reason)
 
     def close_group(self, group: Group, *, cancelled_for: str) -> None:
-        """A group is over."""
+        """A group is over; what an earlier process has of it joins it."""
         self._ledger.close_group(
             group.ticket.group_id, cancelled=group.cancelled, cancelled_for=cancelled_for, reason=group.cut_short
         )
         self._store.over(group)
+        group.carry(self.opening.carried.get(group.ticket.replaces, ()))
 
     def drop(self, rollout_id: str, reason: DropReason) -> None:
         """A finished rollout will not be trained on."""

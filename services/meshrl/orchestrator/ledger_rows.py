@@ -14,7 +14,7 @@ import json
 import sqlite3
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 from meshrl.orchestrator.groups import DropReason, Group, GroupTicket
 from meshrl.orchestrator.ledger import Entry, RolloutState
@@ -30,7 +30,8 @@ CREATE TABLE IF NOT EXISTS runs (
 CREATE TABLE IF NOT EXISTS groups (
   group_id TEXT PRIMARY KEY, run INTEGER NOT NULL, sequence INTEGER NOT NULL, environment TEXT NOT NULL,
   task_index INTEGER NOT NULL, size INTEGER NOT NULL, for_step INTEGER NOT NULL, min_version INTEGER NOT NULL,
-  active_version INTEGER NOT NULL, seed INTEGER NOT NULL, over INTEGER NOT NULL DEFAULT 0,
+  active_version INTEGER NOT NULL, seed INTEGER NOT NULL, replaces TEXT NOT NULL DEFAULT '',
+  over INTEGER NOT NULL DEFAULT 0,
   cancelled INTEGER NOT NULL DEFAULT 0, sampled_tokens INTEGER NOT NULL DEFAULT 0, seconds REAL NOT NULL DEFAULT 0
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS rollouts (
@@ -106,11 +107,18 @@ class Past:
     entries: tuple[Entry, ...] = ()
     ended: Mapping[tuple[RolloutState, str], int] = field(default_factory=dict)
     groups: Mapping[str, PastGroup] = field(default_factory=dict)  # those of `entries` and those in flight
+    successors: Mapping[str, str] = field(default_factory=dict)  # group that was cut off -> the one that completes it
     steps: Mapping[int, StepRecord] = field(default_factory=dict)
     kept: frozenset[int] = frozenset()  # steps whose batch is here
     payloads: frozenset[str] = frozenset()
     drawn: Mapping[str, int] = field(default_factory=dict)  # tasks by environment
     next_sequence: int = 0
+
+    def latest(self, group_id: str) -> str:
+        """The group that has the rollouts of this one: itself, or the last that completes it."""
+        while group_id in self.successors:
+            group_id = self.successors[group_id]
+        return group_id
 
 
 def last_run(connection: sqlite3.Connection) -> RunRow | None:
@@ -146,22 +154,26 @@ def read_past(connection: sqlite3.Connection, run: RunRow, *, trainer_step: int)
     payloads = {entry.rollout_id for entry in entries}
     payloads &= {rollout_id for (rollout_id,) in connection.execute("SELECT rollout_id FROM payloads")}
     in_flight = connection.execute("SELECT group_id FROM groups WHERE run = ? AND NOT over", (run.run,)).fetchall()
-    group_ids = {entry.group_id for entry in entries} | {group_id for (group_id,) in in_flight}
+    replaced = connection.execute(
+        "SELECT replaces, group_id FROM groups WHERE run = ? AND replaces != ''", (run.run,)
+    ).fetchall()
     drawn = connection.execute(
         "SELECT environment, COUNT(DISTINCT sequence) FROM groups WHERE run = ? GROUP BY environment", (run.run,)
     ).fetchall()
     next_sequence = connection.execute("SELECT MAX(sequence) + 1 FROM groups WHERE run = ?", (run.run,)).fetchone()[0]
-    return Past(
+    past = Past(
         run=run,
         entries=entries,
         ended=Counter({(RolloutState(state), reason): count for state, reason, count in ended}),
-        groups=read_groups(connection, sorted(group_ids)),
+        successors=dict(replaced),
         steps={step: StepRecord.from_json(text) for step, text in steps},
         kept=frozenset(step for (step,) in kept),
         payloads=frozenset(payloads),
         drawn=dict(drawn),
         next_sequence=next_sequence or 0,
     )
+    group_ids = {past.latest(entry.group_id) for entry in entries} | {group_id for (group_id,) in in_flight}
+    return replace(past, groups=read_groups(connection, sorted(group_ids)))
 
 
 def read_groups(connection: sqlite3.Connection, group_ids: list[str]) -> dict[str, PastGroup]:

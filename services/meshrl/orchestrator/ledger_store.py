@@ -129,11 +129,11 @@ class LedgerStore:
         """What a group is dispatched with."""
         row = (
             ticket.group_id, self._run, ticket.sequence, ticket.task.environment, ticket.task.index, ticket.size,
-            ticket.for_step, ticket.min_version, ticket.active_version, ticket.seed,
+            ticket.for_step, ticket.min_version, ticket.active_version, ticket.seed, ticket.replaces,
         )  # fmt: skip
         sql = (
             "INSERT INTO groups (group_id, run, sequence, environment, task_index, size, for_step, min_version,"
-            " active_version, seed) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+            " active_version, seed, replaces) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
         )
         replaced = ticket.replaces
 

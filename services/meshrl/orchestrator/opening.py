@@ -75,6 +75,7 @@ def _go_on(config: OrchestratorConfig, mesh: Mesh, ledger: Ledger, store: Ledger
     )
     restore(ledger, past, settlement)
     ready = _ready_groups(store, past, settlement)
+    carried = {group_id: tuple(store.rollouts(rollouts).values()) for group_id, rollouts in settlement.carried}
     renewed = {ticket.group_id for ticket in settlement.redispatch}
     for group_id in settlement.interrupted:
         if group_id in past.groups and group_id not in renewed:
@@ -82,7 +83,7 @@ def _go_on(config: OrchestratorConfig, mesh: Mesh, ledger: Ledger, store: Ledger
     logger.warning(
         f"going on with run {past.run.run_id!r} from {layout.ledger}: the trainer is at step {step};"
         f" {len(settlement.again)} batches are submitted again, {len(ready)} groups wait for a step,"
-        f" {len(settlement.redispatch)} are sampled again"
+        f" {len(settlement.redispatch)} are completed"
     )
     record = past.steps.get(step)
     return Opening(
@@ -93,6 +94,7 @@ def _go_on(config: OrchestratorConfig, mesh: Mesh, ledger: Ledger, store: Ledger
         records={known: one for known, one in past.steps.items() if known in past.kept or known == step},
         ready=ready,
         redispatch=settlement.redispatch,
+        carried=carried,
         drawn=past.drawn,
         next_sequence=past.next_sequence,
     )

@@ -103,7 +103,6 @@ class WorkPlan:
         ticket = replace(
             self._again.popleft() if self._again else self._draw(group_id),
             group_id=group_id,
-            size=self.limits.group_size,
             for_step=for_step,
             min_version=self.law.required_version(for_step),
             active_version=self.active_version,

@@ -2,17 +2,23 @@
 
 A trainer at step k has trained every step up to k and nothing after. So what a step up to k took is trained; the
 batches of k + 1 and after are submitted again, unchanged and in order, as far as they are kept and the trainer can
-take them; what later steps took is finished again. Finished rollouts become groups again, in flight ones are over.
+take them; what later steps took is finished again. Finished rollouts become groups again, in flight ones are over. A
+group that was cut off is completed: what has not come back is sampled again, so nothing that is finished is lost.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, replace
 
 from meshrl.orchestrator.groups import MIN_SURVIVORS, DropReason, GroupTicket
 from meshrl.orchestrator.ledger import Entry, Ledger, RolloutState
 from meshrl.orchestrator.ledger_rows import Past, RunRow, StepRecord
+
+RESEED = 2**31
+"""Between the seeds of a group and of its completion: the same seeds would sample the same rollouts again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +38,9 @@ class Settlement:
     ready: tuple[tuple[str, tuple[str, ...]], ...] = ()
     """Groups with the rollouts that are left of them, in order of dispatch."""
     redispatch: tuple[GroupTicket, ...] = ()
-    """Tickets of groups in flight of which too little came back: their tasks are sampled again."""
+    """Tickets of groups that were cut off, for as many rollouts as have not come back."""
+    carried: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    """What has come back of those groups: it joins the group that is dispatched again."""
     unlogged: tuple[int, ...] = ()
     """Steps that are trained and have no record yet."""
 
@@ -74,49 +82,54 @@ def settle(
     loose += [entry for step in released for entry in taken[step]]
     in_flight = {entry.group_id for entry in past.entries if entry.state is RolloutState.DISPATCHED}
     in_flight |= {group_id for group_id, known in past.groups.items() if not known.over}
-    dropped, ready, redispatch = _groups(past, loose, in_flight, environments)
+    members, dropped = _members(past, loose, environments)
+    tickets = _unfinished(past, loose, in_flight, environments)
+    carried = tuple((group_id, members.pop(group_id)) for group_id in tickets if group_id in members)
+    ready = {group_id: rollouts for group_id, rollouts in members.items() if len(rollouts) >= MIN_SURVIVORS}
+    dropped += [(one, DropReason.GROUP_LOST) for known in members.keys() - ready for one in members[known]]
     return Settlement(
         trained=tuple(sorted(step for step in taken if step <= trainer_step)),
         again=tuple(again),
         released=released,
         interrupted=tuple(sorted(in_flight)),
-        dropped=dropped,
-        ready=ready,
-        redispatch=redispatch,
+        dropped=tuple(dropped),
+        ready=tuple(sorted(ready.items(), key=lambda item: past.groups[item[0]].group.ticket.sequence)),
+        redispatch=tuple(sorted(tickets.values(), key=lambda ticket: (ticket.sequence, ticket.group_id))),
+        carried=carried,
         unlogged=tuple(sorted(step for step in past.kept & set(past.steps) if logged_step < step <= trainer_step)),
     )
 
 
-def _groups(
-    past: Past, loose: list[Entry], in_flight: set[str], environments: Collection[str]
-) -> tuple[tuple[tuple[str, DropReason], ...], tuple[tuple[str, tuple[str, ...]], ...], tuple[GroupTicket, ...]]:
-    """Finished rollouts by group: those to drop, the groups that are left, the tickets to sample again."""
+def _members(
+    past: Past, loose: Sequence[Entry], environments: Collection[str]
+) -> tuple[dict[str, tuple[str, ...]], list[tuple[str, DropReason]]]:
+    """Finished rollouts by the group that has them, and those that no group can have."""
+    members: dict[str, tuple[str, ...]] = {}
     dropped: list[tuple[str, DropReason]] = []
-    members: dict[str, list[str]] = {}
     for entry in loose:
+        group_id = past.latest(entry.group_id)
         if entry.environment not in environments:
             dropped.append((entry.rollout_id, DropReason.REMOVED))
-        elif entry.rollout_id in past.payloads and entry.group_id in past.groups:
-            members.setdefault(entry.group_id, []).append(entry.rollout_id)
+        elif entry.rollout_id in past.payloads and group_id in past.groups:
+            members[group_id] = (*members.get(group_id, ()), entry.rollout_id)
         else:
             dropped.append((entry.rollout_id, DropReason.UNDONE))
-    ready: list[tuple[str, tuple[str, ...]]] = []
-    for group_id, rollout_ids in members.items():
-        if len(rollout_ids) >= MIN_SURVIVORS:
-            ready.append((group_id, tuple(rollout_ids)))
-        else:
-            cut_off = group_id in in_flight
-            reason = DropReason.RESTARTED if cut_off else DropReason.GROUP_LOST
-            dropped += [(rollout_id, reason) for rollout_id in rollout_ids]
-    alive = {group_id for group_id, _ in ready}
-    tickets = (past.groups[group_id].group.ticket for group_id in in_flight - alive if group_id in past.groups)
-    redispatch = [ticket for ticket in tickets if ticket.task.environment in environments]
-    ready.sort(key=lambda item: past.groups[item[0]].group.ticket.sequence)
-    return (
-        tuple(dropped),
-        tuple(ready),
-        tuple(sorted(redispatch, key=lambda ticket: (ticket.sequence, ticket.group_id))),
-    )
+    return members, dropped
+
+
+def _unfinished(
+    past: Past, loose: Sequence[Entry], in_flight: AbstractSet[str], environments: Collection[str]
+) -> dict[str, GroupTicket]:
+    """Tickets for what has not come back of the groups in flight; those that failed are tried once more."""
+    came_back = Counter(entry.group_id for entry in loose)
+    tickets = {}
+    for group_id in in_flight & past.groups.keys():
+        ticket = past.groups[group_id].group.ticket
+        missing = ticket.size - came_back[group_id]
+        if missing > 0 and ticket.task.environment in environments:
+            reseed = RESEED if came_back[group_id] else 0
+            tickets[group_id] = replace(ticket, size=missing, seed=(ticket.seed + reseed) % 2**63)
+    return tickets
 
 
 def restore(ledger: Ledger, past: Past, settlement: Settlement) -> None:
