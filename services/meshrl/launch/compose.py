@@ -67,7 +67,8 @@ def compose(config: RLConfig, free_port: Callable[[str], int], *, session: str =
         orchestrator_values["session"] = session
     if config.trainer.ckpt is not None and not config.trainer.ckpt.weights_only:
         orchestrator_values["checkpoint_interval"] = config.trainer.ckpt.interval
-    if config.restarts and "unreachable_s" not in config.orchestrator.deadlines.model_fields_set:
+    others_restart = config.restarts or config.restarts_of("trainer")
+    if others_restart and "unreachable_s" not in config.orchestrator.deadlines.model_fields_set:
         orchestrator_values["deadlines.unreachable_s"] = RESTART_DEADLINE_S
     orchestrator = with_values(_plain_orchestrator(config), orchestrator_values)
     return (
@@ -85,7 +86,7 @@ def compose(config: RLConfig, free_port: Callable[[str], int], *, session: str =
             config=with_values(trainer, {"weight_broadcast.address": hub}),
             end_stage=CLIENTS,
             environ=visible_gpus(config.trainer_gpu_ids),
-            restarts=config.restarts,
+            restarts=config.restarts_of("trainer"),
         ),
         Part(name="rollout", module="meshrl.rollout.main", config=rollout, end_stage=CLIENTS, restarts=config.restarts),
         Part(
@@ -93,7 +94,7 @@ def compose(config: RLConfig, free_port: Callable[[str], int], *, session: str =
             module="meshrl.orchestrator.main",
             config=orchestrator,
             end_stage=0,
-            restarts=config.restarts,
+            restarts=config.restarts_of("orchestrator"),
         ),
     )
 
@@ -163,7 +164,7 @@ def _engine_parts(config: RLConfig, engines: Sequence[InferenceConfig]) -> list[
                 config=engine,
                 end_stage=ENGINES,
                 environ=visible_gpus(_share(config.inference_gpu_ids, place, len(engines))),
-                restarts=max(config.engine_restarts, config.restarts),
+                restarts=config.restarts_of("inference"),
             )
         )
     return parts

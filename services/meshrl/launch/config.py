@@ -120,6 +120,12 @@ class RLConfig(BaseConfig):
     A trainer goes on from its last checkpoint, so ckpt.interval is needed, and the others wait for whoever restarts.
     """
 
+    trainer_restarts: int | None = Field(default=None, ge=0)
+    """The same for the trainer alone; None is as many as `restarts`."""
+
+    orchestrator_restarts: int | None = Field(default=None, ge=0)
+    """The same for the orchestrator alone, which needs no checkpoint; None is as many as `restarts`."""
+
     engine_restarts: int = Field(default=0, ge=0)
     """The same for inference programs alone; the larger number counts."""
 
@@ -143,6 +149,13 @@ class RLConfig(BaseConfig):
 
     weights: WeightsConfig = WeightsConfig()
     """The weight hub."""
+
+    def restarts_of(self, program: str) -> int:
+        """How many times a program is started again."""
+        own = {"trainer": self.trainer_restarts, "orchestrator": self.orchestrator_restarts}.get(program)
+        if program == "inference":
+            own = max(self.engine_restarts, self.restarts)
+        return self.restarts if own is None else own
 
     @classmethod
     def spread(cls, layer: Mapping[str, Any]) -> dict[str, Any]:
@@ -204,16 +217,25 @@ class RLConfig(BaseConfig):
                 f"inference.weight_broadcast.type is {broadcast.type!r} but trainer.weight_broadcast.type is"
                 f" {self.trainer.weight_broadcast.type!r}; set weight_broadcast.type once"
             )
-        if self.restarts and (self.trainer.ckpt is None or self.trainer.ckpt.interval is None):
-            problems.append(
-                f"restarts is {self.restarts} but trainer.ckpt.interval is not set: a trainer that dies would lose"
-                " every step; set ckpt.interval, or engine_restarts alone"
-            )
-        if self.restarts and self.trainer.ckpt is not None and self.trainer.ckpt.weights_only:
-            problems.append("restarts needs whole checkpoints to go on from; leave ckpt.weights_only out")
+        problems += self._restarts()
         if self.inference is None and self.num_engines > 1:
             problems.append(f"num_engines is {self.num_engines} but inference is off; add [inference] or leave it out")
         return problems
+
+    def _restarts(self) -> list[str]:
+        """What a trainer that is started again cannot do without."""
+        ckpt, count = self.trainer.ckpt, self.restarts_of("trainer")
+        if not count:
+            return []
+        key = "restarts" if self.trainer_restarts is None else "trainer_restarts"
+        if ckpt is None or ckpt.interval is None:
+            return [
+                f"{key} is {count} but trainer.ckpt.interval is not set: a trainer that dies would lose every step;"
+                " set ckpt.interval, or trainer_restarts to 0"
+            ]
+        if ckpt.weights_only:
+            return [f"{key} is {count} and needs whole checkpoints to go on from; leave ckpt.weights_only out"]
+        return []
 
     def _processes(self) -> list[str]:
         wanted, gpus = self.trainer.deployment.num_train_gpus, self.trainer_gpu_ids

@@ -280,9 +280,29 @@ def test_restarts_are_everybodys_and_the_orchestrator_waits_for_them() -> None:
     assert parts_of(own)["orchestrator"].config.deadlines.unreachable_s == 9.0
 
 
+def test_a_program_may_restart_more_or_less_often_than_the_others() -> None:
+    argv = ["--inference.max-model-len", "4096", "--engine-restarts", "7", "--orchestrator-restarts", "5"]
+    alone = parts_of(load(*argv))
+    assert {name: part.restarts for name, part in alone.items()} == dict.fromkeys(COMPONENTS, 0) | {
+        "inference": 7,
+        "orchestrator": 5,
+    }
+    assert alone["orchestrator"].config.deadlines.unreachable_s == 8.0
+    trainer = parts_of(load("--ckpt.interval", "2", "--trainer-restarts", "1"))
+    assert (trainer["trainer"].restarts, trainer["rollout"].restarts) == (1, 0)
+    assert trainer["orchestrator"].config.deadlines.unreachable_s == 180.0
+    spared = parts_of(load("--restarts", "3", "--trainer-restarts", "0"))
+    assert (spared["trainer"].restarts, spared["orchestrator"].restarts) == (0, 3)
+
+
+@pytest.mark.parametrize("key", ["restarts", "trainer-restarts"])
 @pytest.mark.parametrize("ckpt", [(), ("--ckpt",), ("--ckpt.interval", "2", "--ckpt.weights-only")])
-def test_restarts_need_checkpoints_to_go_on_from(ckpt: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
-    assert "ckpt" in refusal(capsys, "--restarts", "1", *ckpt)
+def test_restarts_need_checkpoints_to_go_on_from(
+    key: str, ckpt: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    message = refusal(capsys, f"--{key}", "1", *ckpt)
+    assert f"{key.replace('-', '_')} is 1" in message
+    assert "ckpt" in message
 
 
 def test_each_launch_has_a_name_of_its_own() -> None:
