@@ -72,6 +72,14 @@ class Run:
         return "\n".join(self.console.read_text(errors="replace").splitlines()[-25:])
 
 
+def killed(pid: int) -> bool:
+    """False when it is dead already: it is being started again just now."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+        return True
+    return False
+
+
 def kill_at_random(run: Run, kills: int, source: random.Random) -> None:
     """Kills a victim after a random pause, so often; prints where the run stood."""
     for number in range(1, kills + 1):
@@ -79,8 +87,8 @@ def kill_at_random(run: Run, kills: int, source: random.Random) -> None:
         if run.process.poll() is not None:
             sys.exit(f"the run ended after {number - 1} kills; raise --steps:\n{run.tail()}")
         victim = source.choice(VICTIMS)
-        with suppress(ProcessLookupError):  # it is being started again just now
-            os.kill(run.pid(victim), signal.SIGKILL)
+        while not killed(run.pid(victim)):
+            time.sleep(0.1)
         print(f"kill {number:3d}  {victim:<14} at step {run.step()}", flush=True)
 
 
