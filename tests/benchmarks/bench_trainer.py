@@ -15,6 +15,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
+
 SHAPES = Path(__file__).parent / "shapes"
 LORA = ("--model.lora.rank", "16", "--model.lora.alpha", "32")
 
@@ -74,6 +76,8 @@ def main() -> None:
     parser.add_argument("--deadline-s", type=float, default=300.0)
     parser.add_argument("flags", nargs="*")
     arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("these shapes need a GPU; on a CPU measure a small model with `trainer --bench`")
     arguments.json_dir.mkdir(parents=True, exist_ok=True)
     header = "{:<16}{:>10}{:>8}{:>8}{:>9}{:>8}{:>8}{:>7}   {}"
     print(
