@@ -1,7 +1,7 @@
 """A run on reverse_text whose trainer and orchestrator are killed (-9) at random moments: it goes on, learns, and its
 ledger adds up.
 
-Usage: bench_kills.py [--model FOLDER] [--steps N] [--kills N] [--seed N] [--output-dir FOLDER]
+Usage: bench_kills.py [--model FOLDER] [--steps N] [--kills N] [--seed N] [--pause FROM TO] [--output-dir FOLDER]
 The run checkpoints every second step and may restart each program. Prints a line a kill, then the reward curve and
 the audit of the ledger; exits with 1 when the run fails, the audit finds a violation or the reward has not risen.
 """
@@ -25,7 +25,6 @@ from bench_objectives import RECIPE, warm_up
 from meshrl.launch.demo_report import EDGE_STEPS, curves, read_records
 
 VICTIMS = ("trainer", "orchestrator")
-PAUSE_S = (4.0, 20.0)
 READY_S = 240.0
 FINISH_S = 1800.0
 
@@ -80,10 +79,10 @@ def killed(pid: int) -> bool:
     return False
 
 
-def kill_at_random(run: Run, kills: int, source: random.Random) -> None:
+def kill_at_random(run: Run, kills: int, pause_s: list[float], source: random.Random) -> None:
     """Kills a victim after a random pause, so often; prints where the run stood."""
     for number in range(1, kills + 1):
-        time.sleep(source.uniform(*PAUSE_S))
+        time.sleep(source.uniform(*pause_s))
         if run.process.poll() is not None:
             sys.exit(f"the run ended after {number - 1} kills; raise --steps:\n{run.tail()}")
         victim = source.choice(VICTIMS)
@@ -98,6 +97,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--pause", type=float, nargs=2, default=[4.0, 20.0], help="seconds between kills, from and to")
     parser.add_argument("--output-dir", type=Path, help="keep the run here")
     read = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -105,7 +105,7 @@ def main() -> None:
         run = Run(model, (read.output_dir or Path(folder) / "run").resolve(), steps=read.steps, kills=read.kills)
         try:
             run.wait_for_first_step()
-            kill_at_random(run, read.kills, random.Random(read.seed))
+            kill_at_random(run, read.kills, read.pause, random.Random(read.seed))
             code = run.finish()
         finally:
             if run.process.poll() is None:
