@@ -197,6 +197,7 @@ class World:
         self.recorded += 1
 
     def upload(self) -> None:
+        self.uploaded = max(self.uploaded, self.told)
         if self.uploaded >= self.recorded:
             return
         step = self.uploaded + 1

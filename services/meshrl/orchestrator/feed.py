@@ -17,7 +17,7 @@ from opentelemetry import trace
 
 from meshrl.client import TrainerClient
 from meshrl.orchestrator.config import OrchestratorConfig
-from meshrl.orchestrator.retry import Patience, failed, persist
+from meshrl.orchestrator.retry import Patience, RunError, failed, persist
 from meshrl.orchestrator.trainer_link import StepWatch, TrainerRestartedError
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Batch, RunInfo, StepEvent
@@ -26,7 +26,10 @@ _OUT_OF_STEP = frozenset({Reason.STEP_OUT_OF_ORDER, Reason.BATCH_CONFLICT})
 
 
 class TrainerFeed:
-    """The steps of one run at the trainer. `on_back(k, n)`: steps k + 1 to n, which were done, are done again."""
+    """The steps of one run at the trainer. `on_back(k, n)`: steps k + 1 to n, which were done, are done again.
+
+    `batch_of` raises RunError for a batch that is not kept.
+    """
 
     def __init__(
         self,
@@ -117,11 +120,17 @@ class TrainerFeed:
     async def upload(self) -> None:
         """Until cancelled. Raises RunError when the trainer does not take a batch."""
         while True:
+            self.uploaded = max(self.uploaded, self.trained)  # done meanwhile: the trainer had it from before
             if self.uploaded >= self.recorded:
                 await self._change()
                 continue
             step, epoch = self.uploaded + 1, self._watch.epoch
-            batch = await self._batch_of(step)
+            try:
+                batch = await self._batch_of(step)
+            except RunError:
+                if step > self.trained:
+                    raise
+                continue  # done while it was read, so that it was kept no longer
             try:
                 with trace.use_span(self._span_of(step)):
                     await self._submit(batch)
