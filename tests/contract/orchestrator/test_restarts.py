@@ -180,6 +180,31 @@ async def test_a_trainer_that_comes_back_earlier_trains_the_same_batches_again(
     assert (tmp_path / "checkpoints/step_10/orchestrator/progress.json").exists()
 
 
+async def test_a_batch_that_is_done_while_it_is_read_for_its_upload_is_not_missed(
+    mesh, script, make_config, tmp_path, monkeypatch
+) -> None:
+    script.step_s = 0.15
+    config = make_config(mesh.services, max_steps=4)
+
+    async def two_batches() -> None:
+        await until(lambda: len(script.uploads) == 2)
+
+    assert not await Orchestrator(config).run(two_batches)
+    read, late = TrainLoop._batch, []
+
+    async def read_late(loop: TrainLoop, step: int):
+        if step not in loop._submitted:
+            late.append(step)
+            await until(lambda: loop._journal._forgotten >= step)
+            await asyncio.sleep(0.1)  # the ledger is written
+        return await read(loop, step)
+
+    monkeypatch.setattr(TrainLoop, "_batch", read_late)
+    assert await Orchestrator(config).run()
+    assert late
+    assert_exact(tmp_path, 4)
+
+
 async def test_both_may_die(mesh, script, make_config, tmp_path) -> None:
     script.durable_every = 2
     config = make_config(mesh.services, max_steps=8, checkpoint_interval=2)
