@@ -34,17 +34,12 @@ def _tensors(model: nn.Module, dtype: torch.dtype | None) -> Iterator[tuple[str,
         yield name, (adapted[name].merged() if name in adapted else tensor).to(wanted)
 
 
-def snapshot(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-    """A copy of `hf_state` on the CPU, contiguous, that later optimizer steps do not touch."""
-    return {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in hf_state(model, dtype).items()}
-
-
 @torch.no_grad()
 def gather_state(model: nn.Module, dtype: torch.dtype | None = None, *, keep: bool = True) -> dict[str, torch.Tensor]:
-    """What `snapshot` gives, of a model that may be sharded: every rank calls it, one parameter after another.
+    """A copy of `hf_state` on the CPU, contiguous, that later optimizer steps do not touch; of a sharded model too.
 
-    Shards are cast to `dtype` first, so that no more than that moves. Only a rank that asks to `keep` the state gets
-    it; the others get an empty one.
+    Every rank calls it, and it works one parameter after another. Shards are cast to `dtype` first, so that no more
+    than that moves. Only a rank that asks to `keep` the state gets it; the others get an empty one.
     """
     gathered: dict[str, torch.Tensor] = {}
     for name, tensor in _tensors(model, dtype):

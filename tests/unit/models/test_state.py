@@ -2,7 +2,7 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from meshrl.models.state import hf_state, load_hf_state, snapshot
+from meshrl.models.state import gather_state, hf_state, load_hf_state
 
 
 def build(*, tied: bool, seed: int = 0) -> Qwen3ForCausalLM:
@@ -34,7 +34,7 @@ def test_tied_head_appears_once() -> None:
 
 def test_state_shares_memory_and_snapshot_does_not() -> None:
     model = build(tied=True)
-    live, copy = hf_state(model), snapshot(model)
+    live, copy = hf_state(model), gather_state(model)
     with torch.no_grad():
         model.model.norm.weight.fill_(7.0)
     assert live["model.norm.weight"].tolist() == [7.0] * 8
@@ -42,7 +42,7 @@ def test_state_shares_memory_and_snapshot_does_not() -> None:
 
 
 def test_snapshot_converts_floats() -> None:
-    assert {tensor.dtype for tensor in snapshot(build(tied=True), torch.bfloat16).values()} == {torch.bfloat16}
+    assert {tensor.dtype for tensor in gather_state(build(tied=True), torch.bfloat16).values()} == {torch.bfloat16}
 
 
 def test_loaded_state_makes_models_equal() -> None:
@@ -55,8 +55,8 @@ def test_loaded_state_makes_models_equal() -> None:
 @pytest.mark.parametrize("damage", ["missing", "shape"])
 def test_state_that_does_not_fit_changes_nothing(damage: str) -> None:
     model = build(tied=True)
-    before = snapshot(model)
-    state = snapshot(build(tied=True, seed=3))
+    before = gather_state(model)
+    state = gather_state(build(tied=True, seed=3))
     if damage == "missing":
         del state["model.norm.weight"]
     else:

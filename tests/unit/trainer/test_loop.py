@@ -23,7 +23,7 @@ from meshrl.algorithms.losses import aipo_loss
 from meshrl.algorithms.objective import Objective
 from meshrl.algorithms.packing import TrainSample, pack_samples
 from meshrl.models.logprobs import PackedPolicy
-from meshrl.models.state import snapshot
+from meshrl.models.state import gather_state
 from meshrl.trainer.desk import TrainerDesk
 from meshrl.trainer.loop import TrainLoop
 from meshrl.trainer.orders import Orders
@@ -166,7 +166,7 @@ async def running(
 
 async def test_batch_becomes_a_published_version_with_metrics(tmp_path: Path) -> None:
     async with running(tmp_path) as trainer:
-        before = snapshot(trainer.learner.model)
+        before = gather_state(trainer.learner.model)
         trainer.desk.submit(batch(1), "a")
         event = await trainer.until(StepState.DONE, 1)
         assert event.version == 1
@@ -208,12 +208,12 @@ async def test_next_step_trains_while_a_version_is_published_and_done_waits_for_
 
 async def test_failed_step_leaves_weights_and_the_trainer_goes_on(tmp_path: Path) -> None:
     async with running(tmp_path) as trainer:
-        before = snapshot(trainer.learner.model)
+        before = gather_state(trainer.learner.model)
         trainer.desk.submit(batch(1, advantage=float("inf")), "a")
         event = await trainer.until(StepState.FAILED, 1)
         assert event.reason == "STEP_FAILED"
         assert "not finite" in event.message
-        assert all(torch.equal(tensor, before[name]) for name, tensor in snapshot(trainer.learner.model).items())
+        assert all(torch.equal(tensor, before[name]) for name, tensor in gather_state(trainer.learner.model).items())
         assert trainer.hub.versions == {}
         trainer.desk.submit(batch(1), "b")
         assert (await trainer.until(StepState.DONE, 1)).version == 1
@@ -338,7 +338,9 @@ async def test_snapshot_is_a_model_that_transformers_loads(tmp_path: Path) -> No
         _, path = await trainer.desk.save_checkpoint(weights_only=True)
         loaded = Qwen3ForCausalLM.from_pretrained(path)
         assert path == tmp_path / "weights" / "step_0"
-        assert all(torch.equal(t, snapshot(loaded)[name]) for name, t in snapshot(trainer.learner.model).items())
+        assert all(
+            torch.equal(t, gather_state(loaded)[name]) for name, t in gather_state(trainer.learner.model).items()
+        )
         assert not (tmp_path / "checkpoints").exists()
 
 

@@ -9,7 +9,7 @@ from meshrl.algorithms.losses import Loss, LossInputs, LossOutput, aipo_loss, cr
 from meshrl.algorithms.objective import Objective
 from meshrl.algorithms.packing import Packing, TrainSample, pack_samples
 from meshrl.models.logprobs import PackedPolicy
-from meshrl.models.state import snapshot
+from meshrl.models.state import gather_state
 from meshrl.training.config import OptimConfig, SchedulerConfig
 from meshrl.training.learner import Learner, StepError
 from meshrl.training.throughput import matmul_parameters, peak_flops, step_flops
@@ -65,7 +65,7 @@ def test_accumulated_micro_batches_equal_one_big_batch() -> None:
         trained = learner(lambda inputs: aipo_loss(inputs, delta=2.0))
         packing = packed(seq_len=seq_len)
         result = trained.step(packing.micro_batches)
-        results.append((len(packing.micro_batches), result, snapshot(trained.model)))
+        results.append((len(packing.micro_batches), result, gather_state(trained.model)))
     assert len({count for count, _, _ in results}) == 3
     _, first, weights = results[0]
     for _, result, other in results[1:]:
@@ -94,7 +94,7 @@ def test_record_holds_every_loss_token_with_its_environment() -> None:
 def test_step_that_is_not_finite_leaves_weights_and_optimizer_unchanged() -> None:
     trained, packing = learner(), packed(seq_len=64)
     trained.step(packing.micro_batches)
-    before, moments = snapshot(trained.model), repr([part.state_dict() for part in trained.optimizer.parts])
+    before, moments = gather_state(trained.model), repr([part.state_dict() for part in trained.optimizer.parts])
 
     def broken(inputs: LossInputs) -> LossOutput:
         return aipo_loss(replace(inputs, inference_logprobs=inputs.logprobs * float("nan")), delta=2.0)
@@ -104,7 +104,7 @@ def test_step_that_is_not_finite_leaves_weights_and_optimizer_unchanged() -> Non
         trained.step(packing.micro_batches)
     assert trained.step_done == 1
     assert repr([part.state_dict() for part in trained.optimizer.parts]) == moments
-    assert all(torch.equal(tensor, before[name]) for name, tensor in snapshot(trained.model).items())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in gather_state(trained.model).items())
     assert all(parameter.grad is None for parameter in trained.model.parameters())
 
 
@@ -131,9 +131,9 @@ def test_zero_gradient_ratio_counts_unused_vocabulary() -> None:
 
 def test_evaluation_changes_nothing_and_matches_the_step() -> None:
     trained, packing = learner(), packed(seq_len=64)
-    before = snapshot(trained.model)
+    before = gather_state(trained.model)
     seen = trained.evaluate(packing.micro_batches)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in snapshot(trained.model).items())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in gather_state(trained.model).items())
     result = trained.step(packing.micro_batches)
     np.testing.assert_allclose(result.tokens.logprobs, seen.logprobs, atol=1e-6)
 
