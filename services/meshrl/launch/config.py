@@ -218,6 +218,8 @@ class RLConfig(BaseConfig):
                 f" {self.trainer.weight_broadcast.type!r}; set weight_broadcast.type once"
             )
         problems += self._restarts()
+        if self.trainer.bench is not None:
+            problems.append("trainer.bench measures the trainer without a run; start `trainer --bench`, or set bench")
         if self.inference is None and self.num_engines > 1:
             problems.append(f"num_engines is {self.num_engines} but inference is off; add [inference] or leave it out")
         return problems

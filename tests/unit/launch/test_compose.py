@@ -218,6 +218,7 @@ def test_clients_end_before_the_programs_that_they_use() -> None:
             ["--trainer.max-steps", "5", "--orchestrator.max-steps", "6"],
             "orchestrator.max_steps (6) is more than trainer.max_steps (5); set max_steps once",
         ),
+        (["--trainer.bench"], "trainer.bench measures the trainer without a run; start `trainer --bench`"),
         (["--num-engines", "2"], "num_engines is 2 but inference is off; add [inference] or leave it out"),
         (["--orchestrator.batch-size", "100"], "orchestrator.batch_size must be a multiple of group_size (8), got 100"),
         (["--trainer.optim.lrr", "1"], "unknown option --trainer.optim.lrr; did you mean --trainer.optim.lr?"),
