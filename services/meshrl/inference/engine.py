@@ -10,12 +10,13 @@ from __future__ import annotations
 import enum
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshrl.wire.types import VersionSpan
+from meshrl.wire.types import AdapterConfig, JoinGroup, Manifest, VersionSpan
 
 if TYPE_CHECKING:
     import torch
@@ -107,6 +108,28 @@ class EngineStats:
     extra: Mapping[str, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class HostVersion:
+    """A version in this host's memory, every digest checked, ready to be staged.
+
+    `tensors` has Hugging Face names, or PEFT's where `adapter` says that they are a LoRA adapter of the served base
+    model. `files` are safetensors files that hold the same tensors, for engines that `stages_from_files`.
+    """
+
+    version: int
+    tensors: Mapping[str, torch.Tensor]
+    adapter: AdapterConfig | None = None
+    files: tuple[Path, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveSeat:
+    """What an engine brings into a group for the nccl transport: one rank a device, and how they talk."""
+
+    ranks: int
+    backend: Literal["nccl", "gloo"]
+
+
 class Engine(Protocol):
     """What the HTTP server and the weight agent need of an engine.
 
@@ -124,6 +147,22 @@ class Engine(Protocol):
     @property
     def logprobs_mode(self) -> Literal["processed_logprobs", "raw_logprobs"]:
         """What the logprobs of chunks are of: the distribution sampled from, or that before temperature and cuts."""
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest sequence in tokens, prompt and completion together."""
+
+    @property
+    def draining(self) -> bool:
+        """Whether new requests are refused because the engine is going to stop."""
+
+    @property
+    def stages_from_files(self) -> bool:
+        """Whether `stage` reads `HostVersion.files`, since the model lives in other processes of this host."""
+
+    @property
+    def collective(self) -> CollectiveSeat | None:
+        """What the engine brings into a group; None when it cannot take part."""
 
     @property
     def paused(self) -> bool: ...
@@ -145,12 +184,34 @@ class Engine(Protocol):
     async def pause(self) -> int:
         """Stops between two steps, keeping requests; returns how many are in flight. Pausing twice is fine."""
 
-    async def stage(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Builds the shadow of a version from tensors under Hugging Face names, while generation goes on.
+    def stats(self) -> EngineStats:
+        """Counters, read without stopping the engine."""
 
-        A shadow staged before is dropped. Raises: MeshError LAYOUT_MISMATCH naming what differs; the live version
-        stays.
+    def begin_drain(self) -> None:
+        """Refuses new requests from now on; those in flight go on."""
+
+    async def close(self, deadline_s: float = 0.0) -> None:
+        """Drains for at most `deadline_s`, aborts what is left and frees the model."""
+
+    async def stage(self, host: HostVersion) -> None:
+        """Builds the shadow of a version while generation goes on; one staged before is dropped.
+
+        Raises: MeshError LAYOUT_MISMATCH naming what differs, NOT_SUPPORTED for an adapter that it cannot serve; the
+        live version stays.
         """
+
+    async def join_group(self, group: JoinGroup) -> None:
+        """Meets the senders and leaves the group before; raises MeshError GROUP_BROKEN when they do not all come."""
+
+    async def receive(self, manifest: Manifest) -> None:
+        """Builds the shadow of a version from the bytes that its senders broadcast, while generation goes on.
+
+        Every digest is checked. Cancelling it breaks the group. Raises: MeshError GROUP_BROKEN when the group is gone
+        or nothing came in time, DIGEST_MISMATCH, LAYOUT_MISMATCH; the live version stays.
+        """
+
+    async def leave_group(self) -> None:
+        """Ends the group, a receive under way included; without one it does nothing."""
 
     async def apply(self, version: int, root: bytes) -> None:
         """Makes the staged shadow live; only while paused. A failure leaves the engine unfit and raises ENGINE_FAILED.
@@ -167,4 +228,4 @@ class Engine(Protocol):
         """(name, dtype, shape) of every weight, sorted by Hugging Face name, tied duplicates left out."""
 
     async def weights_root(self) -> bytes:
-        """Root hash of the live weights, computed from their bytes."""
+        """Root hash of the live weights, computed from their bytes; empty where the engine cannot read them back."""

@@ -23,6 +23,7 @@ from meshrl.wire.types import (
     EngineInfo,
     Lease,
     Manifest,
+    OpenedGroup,
     StagedVersion,
     VersionEvent,
     VersionInfo,
@@ -41,6 +42,7 @@ class WeightSyncClient(ServiceClient):
         "ActivateVersion",
         "GetManifest",
         "ListEngines",
+        "OpenGroup",
     )
 
     def __init__(self, address: str, options: ChannelOptions | None = None, *, tracer: Tracer | None = None) -> None:
@@ -182,6 +184,35 @@ class WeightSyncClient(ServiceClient):
         async with aclosing(self._stream(self._fetch, "Fetch", request, limit_s, with_span=True)) as stream:
             async for message in stream:
                 yield frames.parse_fetch(message)
+
+    async def open_group(
+        self,
+        *,
+        run_id: str,
+        epoch: int,
+        store_address: str,
+        backend: str,
+        num_senders: int,
+        engine_ids: Sequence[str] = (),
+        without: Sequence[str] = (),
+        deadline_s: float,
+    ) -> OpenedGroup:
+        """Has engines join a new group for the nccl transport; returns at once with its generation and members.
+
+        Everybody then meets at `store_address` within `deadline_s`. Raises GROUP_BROKEN while no engine can take part.
+        """
+        request = pb.OpenGroupRequest(
+            request_id=str(uuid.uuid4()),
+            run_id=run_id,
+            epoch=epoch,
+            store_address=store_address,
+            backend=backend,
+            num_senders=num_senders,
+            engine_ids=engine_ids,
+            without=without,
+            deadline_s=deadline_s,
+        )
+        return convert.opened_group_from_proto(await self._unary(self._stub.OpenGroup, "OpenGroup", request))
 
     async def list_engines(self, engine_pool: str = "") -> tuple[EngineInfo, ...]:
         """Returns the engines that the hub knows, in order of registration."""

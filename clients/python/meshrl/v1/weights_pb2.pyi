@@ -112,7 +112,7 @@ class FileEntry(_message.Message):
     def __init__(self, path: _Optional[str] = ..., offset: _Optional[int] = ..., num_bytes: _Optional[int] = ...) -> None: ...
 
 class Manifest(_message.Message):
-    __slots__ = ("run_id", "epoch", "version", "kind", "transport", "base_version", "base_root", "result_root", "layout_signature", "codec", "tensors", "chunks", "files")
+    __slots__ = ("run_id", "epoch", "version", "kind", "transport", "base_version", "base_root", "result_root", "layout_signature", "codec", "tensors", "chunks", "files", "digest_algorithm", "collective", "adapter")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -126,6 +126,9 @@ class Manifest(_message.Message):
     TENSORS_FIELD_NUMBER: _ClassVar[int]
     CHUNKS_FIELD_NUMBER: _ClassVar[int]
     FILES_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_ALGORITHM_FIELD_NUMBER: _ClassVar[int]
+    COLLECTIVE_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     epoch: int
     version: int
@@ -139,10 +142,35 @@ class Manifest(_message.Message):
     tensors: _containers.RepeatedCompositeFieldContainer[TensorEntry]
     chunks: _containers.RepeatedCompositeFieldContainer[ChunkEntry]
     files: _containers.RepeatedCompositeFieldContainer[FileEntry]
-    def __init__(self, run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., version: _Optional[int] = ..., kind: _Optional[_Union[VersionKind, str]] = ..., transport: _Optional[_Union[Transport, str]] = ..., base_version: _Optional[int] = ..., base_root: _Optional[bytes] = ..., result_root: _Optional[bytes] = ..., layout_signature: _Optional[bytes] = ..., codec: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[TensorEntry, _Mapping]]] = ..., chunks: _Optional[_Iterable[_Union[ChunkEntry, _Mapping]]] = ..., files: _Optional[_Iterable[_Union[FileEntry, _Mapping]]] = ...) -> None: ...
+    digest_algorithm: str
+    collective: CollectivePlan
+    adapter: AdapterConfig
+    def __init__(self, run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., version: _Optional[int] = ..., kind: _Optional[_Union[VersionKind, str]] = ..., transport: _Optional[_Union[Transport, str]] = ..., base_version: _Optional[int] = ..., base_root: _Optional[bytes] = ..., result_root: _Optional[bytes] = ..., layout_signature: _Optional[bytes] = ..., codec: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[TensorEntry, _Mapping]]] = ..., chunks: _Optional[_Iterable[_Union[ChunkEntry, _Mapping]]] = ..., files: _Optional[_Iterable[_Union[FileEntry, _Mapping]]] = ..., digest_algorithm: _Optional[str] = ..., collective: _Optional[_Union[CollectivePlan, _Mapping]] = ..., adapter: _Optional[_Union[AdapterConfig, _Mapping]] = ...) -> None: ...
+
+class CollectivePlan(_message.Message):
+    __slots__ = ("num_senders", "bucket_bytes", "whole_tensors")
+    NUM_SENDERS_FIELD_NUMBER: _ClassVar[int]
+    BUCKET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WHOLE_TENSORS_FIELD_NUMBER: _ClassVar[int]
+    num_senders: int
+    bucket_bytes: int
+    whole_tensors: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, num_senders: _Optional[int] = ..., bucket_bytes: _Optional[int] = ..., whole_tensors: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class AdapterConfig(_message.Message):
+    __slots__ = ("rank", "lora_alpha", "target_modules", "base_model")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    LORA_ALPHA_FIELD_NUMBER: _ClassVar[int]
+    TARGET_MODULES_FIELD_NUMBER: _ClassVar[int]
+    BASE_MODEL_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    lora_alpha: float
+    target_modules: _containers.RepeatedScalarFieldContainer[str]
+    base_model: str
+    def __init__(self, rank: _Optional[int] = ..., lora_alpha: _Optional[float] = ..., target_modules: _Optional[_Iterable[str]] = ..., base_model: _Optional[str] = ...) -> None: ...
 
 class RegisterRequest(_message.Message):
-    __slots__ = ("contract_version", "engine_id", "url", "engine_pool", "transports", "layout_signature", "held_version", "held_root")
+    __slots__ = ("contract_version", "engine_id", "url", "engine_pool", "transports", "layout_signature", "held_version", "held_root", "collective_ranks", "collective_backend", "host")
     CONTRACT_VERSION_FIELD_NUMBER: _ClassVar[int]
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     URL_FIELD_NUMBER: _ClassVar[int]
@@ -151,6 +179,9 @@ class RegisterRequest(_message.Message):
     LAYOUT_SIGNATURE_FIELD_NUMBER: _ClassVar[int]
     HELD_VERSION_FIELD_NUMBER: _ClassVar[int]
     HELD_ROOT_FIELD_NUMBER: _ClassVar[int]
+    COLLECTIVE_RANKS_FIELD_NUMBER: _ClassVar[int]
+    COLLECTIVE_BACKEND_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
     contract_version: str
     engine_id: str
     url: str
@@ -159,7 +190,10 @@ class RegisterRequest(_message.Message):
     layout_signature: bytes
     held_version: int
     held_root: bytes
-    def __init__(self, contract_version: _Optional[str] = ..., engine_id: _Optional[str] = ..., url: _Optional[str] = ..., engine_pool: _Optional[str] = ..., transports: _Optional[_Iterable[_Union[Transport, str]]] = ..., layout_signature: _Optional[bytes] = ..., held_version: _Optional[int] = ..., held_root: _Optional[bytes] = ...) -> None: ...
+    collective_ranks: int
+    collective_backend: str
+    host: str
+    def __init__(self, contract_version: _Optional[str] = ..., engine_id: _Optional[str] = ..., url: _Optional[str] = ..., engine_pool: _Optional[str] = ..., transports: _Optional[_Iterable[_Union[Transport, str]]] = ..., layout_signature: _Optional[bytes] = ..., held_version: _Optional[int] = ..., held_root: _Optional[bytes] = ..., collective_ranks: _Optional[int] = ..., collective_backend: _Optional[str] = ..., host: _Optional[str] = ...) -> None: ...
 
 class RegisterResponse(_message.Message):
     __slots__ = ("contract_version", "lease_id", "lease_s", "max_chunk_bytes", "committed_version")
@@ -176,20 +210,22 @@ class RegisterResponse(_message.Message):
     def __init__(self, contract_version: _Optional[str] = ..., lease_id: _Optional[str] = ..., lease_s: _Optional[float] = ..., max_chunk_bytes: _Optional[int] = ..., committed_version: _Optional[int] = ...) -> None: ...
 
 class SessionRequest(_message.Message):
-    __slots__ = ("lease_id", "state", "serving_version", "target_version", "fault", "applied")
+    __slots__ = ("lease_id", "state", "serving_version", "target_version", "fault", "applied", "group_generation")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     SERVING_VERSION_FIELD_NUMBER: _ClassVar[int]
     TARGET_VERSION_FIELD_NUMBER: _ClassVar[int]
     FAULT_FIELD_NUMBER: _ClassVar[int]
     APPLIED_FIELD_NUMBER: _ClassVar[int]
+    GROUP_GENERATION_FIELD_NUMBER: _ClassVar[int]
     lease_id: str
     state: AgentState
     serving_version: int
     target_version: int
     fault: AgentFault
     applied: ApplyReport
-    def __init__(self, lease_id: _Optional[str] = ..., state: _Optional[_Union[AgentState, str]] = ..., serving_version: _Optional[int] = ..., target_version: _Optional[int] = ..., fault: _Optional[_Union[AgentFault, _Mapping]] = ..., applied: _Optional[_Union[ApplyReport, _Mapping]] = ...) -> None: ...
+    group_generation: int
+    def __init__(self, lease_id: _Optional[str] = ..., state: _Optional[_Union[AgentState, str]] = ..., serving_version: _Optional[int] = ..., target_version: _Optional[int] = ..., fault: _Optional[_Union[AgentFault, _Mapping]] = ..., applied: _Optional[_Union[ApplyReport, _Mapping]] = ..., group_generation: _Optional[int] = ...) -> None: ...
 
 class AgentFault(_message.Message):
     __slots__ = ("reason", "message")
@@ -214,18 +250,20 @@ class ApplyReport(_message.Message):
     def __init__(self, version: _Optional[int] = ..., root: _Optional[bytes] = ..., pause_s: _Optional[float] = ..., prepare_s: _Optional[float] = ..., requests_kept: _Optional[int] = ...) -> None: ...
 
 class SessionResponse(_message.Message):
-    __slots__ = ("prepare", "commit", "abort", "resume", "drain")
+    __slots__ = ("prepare", "commit", "abort", "resume", "drain", "join_group")
     PREPARE_FIELD_NUMBER: _ClassVar[int]
     COMMIT_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
     RESUME_FIELD_NUMBER: _ClassVar[int]
     DRAIN_FIELD_NUMBER: _ClassVar[int]
+    JOIN_GROUP_FIELD_NUMBER: _ClassVar[int]
     prepare: Prepare
     commit: Commit
     abort: Abort
     resume: Resume
     drain: DrainAgent
-    def __init__(self, prepare: _Optional[_Union[Prepare, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., drain: _Optional[_Union[DrainAgent, _Mapping]] = ...) -> None: ...
+    join_group: JoinGroup
+    def __init__(self, prepare: _Optional[_Union[Prepare, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., drain: _Optional[_Union[DrainAgent, _Mapping]] = ..., join_group: _Optional[_Union[JoinGroup, _Mapping]] = ...) -> None: ...
 
 class Prepare(_message.Message):
     __slots__ = ("version", "artifact_id")
@@ -260,6 +298,24 @@ class Resume(_message.Message):
 class DrainAgent(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class JoinGroup(_message.Message):
+    __slots__ = ("generation", "store_address", "backend", "num_senders", "num_receivers", "first_receiver", "deadline_s")
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    STORE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    BACKEND_FIELD_NUMBER: _ClassVar[int]
+    NUM_SENDERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_RECEIVERS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_RECEIVER_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
+    generation: int
+    store_address: str
+    backend: str
+    num_senders: int
+    num_receivers: int
+    first_receiver: int
+    deadline_s: float
+    def __init__(self, generation: _Optional[int] = ..., store_address: _Optional[str] = ..., backend: _Optional[str] = ..., num_senders: _Optional[int] = ..., num_receivers: _Optional[int] = ..., first_receiver: _Optional[int] = ..., deadline_s: _Optional[float] = ...) -> None: ...
 
 class CreateVersionRequest(_message.Message):
     __slots__ = ("manifest", "chunk")
@@ -445,6 +501,46 @@ class FetchResponse(_message.Message):
     chunk: Chunk
     def __init__(self, chunk: _Optional[_Union[Chunk, _Mapping]] = ...) -> None: ...
 
+class OpenGroupRequest(_message.Message):
+    __slots__ = ("request_id", "run_id", "epoch", "store_address", "backend", "num_senders", "engine_ids", "without", "deadline_s")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    STORE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    BACKEND_FIELD_NUMBER: _ClassVar[int]
+    NUM_SENDERS_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_IDS_FIELD_NUMBER: _ClassVar[int]
+    WITHOUT_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    run_id: str
+    epoch: int
+    store_address: str
+    backend: str
+    num_senders: int
+    engine_ids: _containers.RepeatedScalarFieldContainer[str]
+    without: _containers.RepeatedScalarFieldContainer[str]
+    deadline_s: float
+    def __init__(self, request_id: _Optional[str] = ..., run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., store_address: _Optional[str] = ..., backend: _Optional[str] = ..., num_senders: _Optional[int] = ..., engine_ids: _Optional[_Iterable[str]] = ..., without: _Optional[_Iterable[str]] = ..., deadline_s: _Optional[float] = ...) -> None: ...
+
+class OpenGroupResponse(_message.Message):
+    __slots__ = ("generation", "members")
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    generation: int
+    members: _containers.RepeatedCompositeFieldContainer[GroupMember]
+    def __init__(self, generation: _Optional[int] = ..., members: _Optional[_Iterable[_Union[GroupMember, _Mapping]]] = ...) -> None: ...
+
+class GroupMember(_message.Message):
+    __slots__ = ("engine_id", "first_receiver", "num_ranks")
+    ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    FIRST_RECEIVER_FIELD_NUMBER: _ClassVar[int]
+    NUM_RANKS_FIELD_NUMBER: _ClassVar[int]
+    engine_id: str
+    first_receiver: int
+    num_ranks: int
+    def __init__(self, engine_id: _Optional[str] = ..., first_receiver: _Optional[int] = ..., num_ranks: _Optional[int] = ...) -> None: ...
+
 class ListEnginesRequest(_message.Message):
     __slots__ = ("engine_pool",)
     ENGINE_POOL_FIELD_NUMBER: _ClassVar[int]
@@ -458,7 +554,7 @@ class ListEnginesResponse(_message.Message):
     def __init__(self, engines: _Optional[_Iterable[_Union[EngineInfo, _Mapping]]] = ...) -> None: ...
 
 class EngineInfo(_message.Message):
-    __slots__ = ("engine_id", "url", "engine_pool", "state", "serving_version", "routable", "last_seen_s", "last_fault")
+    __slots__ = ("engine_id", "url", "engine_pool", "state", "serving_version", "routable", "last_seen_s", "last_fault", "transports", "collective_ranks", "collective_backend", "group_generation", "host")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     URL_FIELD_NUMBER: _ClassVar[int]
     ENGINE_POOL_FIELD_NUMBER: _ClassVar[int]
@@ -467,6 +563,11 @@ class EngineInfo(_message.Message):
     ROUTABLE_FIELD_NUMBER: _ClassVar[int]
     LAST_SEEN_S_FIELD_NUMBER: _ClassVar[int]
     LAST_FAULT_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
+    COLLECTIVE_RANKS_FIELD_NUMBER: _ClassVar[int]
+    COLLECTIVE_BACKEND_FIELD_NUMBER: _ClassVar[int]
+    GROUP_GENERATION_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
     engine_id: str
     url: str
     engine_pool: str
@@ -475,4 +576,9 @@ class EngineInfo(_message.Message):
     routable: bool
     last_seen_s: float
     last_fault: AgentFault
-    def __init__(self, engine_id: _Optional[str] = ..., url: _Optional[str] = ..., engine_pool: _Optional[str] = ..., state: _Optional[_Union[AgentState, str]] = ..., serving_version: _Optional[int] = ..., routable: bool = ..., last_seen_s: _Optional[float] = ..., last_fault: _Optional[_Union[AgentFault, _Mapping]] = ...) -> None: ...
+    transports: _containers.RepeatedScalarFieldContainer[Transport]
+    collective_ranks: int
+    collective_backend: str
+    group_generation: int
+    host: str
+    def __init__(self, engine_id: _Optional[str] = ..., url: _Optional[str] = ..., engine_pool: _Optional[str] = ..., state: _Optional[_Union[AgentState, str]] = ..., serving_version: _Optional[int] = ..., routable: bool = ..., last_seen_s: _Optional[float] = ..., last_fault: _Optional[_Union[AgentFault, _Mapping]] = ..., transports: _Optional[_Iterable[_Union[Transport, str]]] = ..., collective_ranks: _Optional[int] = ..., collective_backend: _Optional[str] = ..., group_generation: _Optional[int] = ..., host: _Optional[str] = ...) -> None: ...

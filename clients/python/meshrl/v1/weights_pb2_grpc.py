@@ -85,6 +85,11 @@ class WeightSyncStub(object):
                 request_serializer=meshrl_dot_v1_dot_weights__pb2.FetchRequest.SerializeToString,
                 response_deserializer=meshrl_dot_v1_dot_weights__pb2.FetchResponse.FromString,
                 _registered_method=True)
+        self.OpenGroup = channel.unary_unary(
+                '/meshrl.v1.WeightSync/OpenGroup',
+                request_serializer=meshrl_dot_v1_dot_weights__pb2.OpenGroupRequest.SerializeToString,
+                response_deserializer=meshrl_dot_v1_dot_weights__pb2.OpenGroupResponse.FromString,
+                _registered_method=True)
         self.ListEngines = channel.unary_unary(
                 '/meshrl.v1.WeightSync/ListEngines',
                 request_serializer=meshrl_dot_v1_dot_weights__pb2.ListEnginesRequest.SerializeToString,
@@ -180,6 +185,17 @@ class WeightSyncServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def OpenGroup(self, request, context):
+        """Forms a group for the nccl transport: the hub picks the engines that can take part, numbers their
+        ranks behind the senders', tells each over its session (JoinGroup) and answers at once. Both
+        sides then meet at the publisher's store. A new generation ends the one before it; engines of an
+        older one are sent no version until they are in the new one. Idempotent by request_id. Errors:
+        FAILED_PRECONDITION for a stale epoch; UNAVAILABLE with RetryInfo while no engine can take part.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListEngines(self, request, context):
         """The engines the hub knows, with the version each serves. Idempotent.
         """
@@ -234,6 +250,11 @@ def add_WeightSyncServicer_to_server(servicer, server):
                     servicer.Fetch,
                     request_deserializer=meshrl_dot_v1_dot_weights__pb2.FetchRequest.FromString,
                     response_serializer=meshrl_dot_v1_dot_weights__pb2.FetchResponse.SerializeToString,
+            ),
+            'OpenGroup': grpc.unary_unary_rpc_method_handler(
+                    servicer.OpenGroup,
+                    request_deserializer=meshrl_dot_v1_dot_weights__pb2.OpenGroupRequest.FromString,
+                    response_serializer=meshrl_dot_v1_dot_weights__pb2.OpenGroupResponse.SerializeToString,
             ),
             'ListEngines': grpc.unary_unary_rpc_method_handler(
                     servicer.ListEngines,
@@ -490,6 +511,33 @@ class WeightSync(object):
             '/meshrl.v1.WeightSync/Fetch',
             meshrl_dot_v1_dot_weights__pb2.FetchRequest.SerializeToString,
             meshrl_dot_v1_dot_weights__pb2.FetchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def OpenGroup(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/meshrl.v1.WeightSync/OpenGroup',
+            meshrl_dot_v1_dot_weights__pb2.OpenGroupRequest.SerializeToString,
+            meshrl_dot_v1_dot_weights__pb2.OpenGroupResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -17,11 +17,23 @@ from dataclasses import dataclass
 
 from blake3 import blake3
 
-from meshrl.wire.types import ChunkEntry, FileEntry, Manifest, TensorEntry, Transport, VersionKind
+from meshrl.wire.types import (
+    AdapterConfig,
+    ChunkEntry,
+    CollectivePlan,
+    FileEntry,
+    Manifest,
+    TensorEntry,
+    Transport,
+    VersionKind,
+)
 
 DEFAULT_CHUNK_BYTES = 2 * 2**20
 MIN_CHUNK_BYTES = 4096
 DIGEST_BYTES = 32
+SUM128 = "sum128"
+DIGEST_BYTES_OF: Mapping[str, int] = {"": DIGEST_BYTES, "blake3": DIGEST_BYTES, SUM128: 16}
+"""Bytes of a tensor's digest by the manifest's digest_algorithm."""
 CODEC_RAW = "raw"
 
 # Bytes an element takes, for every name of `tensors.DTYPES`.
@@ -116,6 +128,14 @@ def artifact_id(manifest: Manifest) -> str:
     fields.append(len(manifest.files))
     for file in manifest.files:
         fields += [file.path, file.offset, file.num_bytes]
+    # Younger fields count only where they are set, so that artifacts without them keep their names.
+    if manifest.digest_algorithm:
+        fields += ["digest_algorithm", manifest.digest_algorithm]
+    if (plan := manifest.collective) is not None:
+        fields += ["collective", plan.num_senders, plan.bucket_bytes, _shape(plan.whole_tensors)]
+    if (adapter := manifest.adapter) is not None:
+        fields += ["adapter", adapter.rank, struct.pack("<d", adapter.lora_alpha), adapter.base_model]
+        fields += [len(adapter.target_modules), *adapter.target_modules]
     return _hash_fields("meshrl.manifest.v1", fields).hexdigest()
 
 
@@ -242,20 +262,31 @@ def build_manifest(
     tensors: tuple[TensorEntry, ...],
     chunks: tuple[ChunkEntry, ...],
     files: tuple[FileEntry, ...] = (),
+    digest_algorithm: str = "",
+    collective: CollectivePlan | None = None,
+    adapter: AdapterConfig | None = None,
+    base_layout: bytes = b"",
 ) -> Manifest:
-    """Returns the manifest of a full version; its root and layout follow from the tensors."""
+    """Returns the manifest of a version; its root, and a full version's layout, follow from the tensors.
+
+    With `adapter` it is a LoRA version, whose layout is `base_layout`: the signature of the model it belongs to.
+    """
+    own_layout = layout_signature((entry.name, entry.dtype, entry.shape) for entry in tensors)
     return Manifest(
         run_id=run_id,
         epoch=epoch,
         version=version,
-        kind=VersionKind.FULL,
+        kind=VersionKind.FULL if adapter is None else VersionKind.LORA,
         transport=transport,
         result_root=result_root(tensors),
-        layout_signature=layout_signature((entry.name, entry.dtype, entry.shape) for entry in tensors),
+        layout_signature=own_layout if adapter is None else base_layout,
         codec=CODEC_RAW,
         tensors=tensors,
         chunks=chunks,
         files=files,
+        digest_algorithm=digest_algorithm,
+        collective=collective,
+        adapter=adapter,
     )
 
 
@@ -266,15 +297,34 @@ def violations(manifest: Manifest, *, max_chunk_bytes: int) -> list[tuple[str, s
         found.append(("run_id", "must not be empty"))
     if manifest.epoch < 1:
         found.append(("epoch", f"must be at least 1, got {manifest.epoch}"))
-    if manifest.kind is not VersionKind.FULL:
-        found.append(("kind", f"only full versions are supported, got {manifest.kind.value}"))
+    if manifest.kind is VersionKind.DELTA:
+        found.append(("kind", "deltas are not supported by this hub; publish full versions or adapters"))
+    if (manifest.kind is VersionKind.LORA) != (manifest.adapter is not None):
+        found.append(("adapter", "must be set for kind lora, and only there"))
+    elif manifest.adapter is not None and manifest.adapter.rank < 1:
+        found.append(("adapter.rank", f"must be at least 1, got {manifest.adapter.rank}"))
     if manifest.codec != CODEC_RAW:
         found.append(("codec", f"only {CODEC_RAW!r} is supported, got {manifest.codec!r}"))
-    if manifest.transport is Transport.NCCL:
-        found.append(("transport", "nccl is not supported by this hub; use filesystem or stream"))
-    found += _tensor_violations(manifest.tensors)
+    if manifest.digest_algorithm not in DIGEST_BYTES_OF:
+        known = ", ".join(sorted(filter(None, DIGEST_BYTES_OF)))
+        found.append(("digest_algorithm", f"must be one of {known}, got {manifest.digest_algorithm!r}"))
+        return found
+    found += _tensor_violations(manifest.tensors, DIGEST_BYTES_OF[manifest.digest_algorithm])
     if found:
         return found
+    if manifest.result_root != result_root(manifest.tensors):
+        found.append(("result_root", "is not the root of the tensors listed"))
+    own_layout = layout_signature((t.name, t.dtype, t.shape) for t in manifest.tensors)
+    if manifest.kind is VersionKind.FULL and manifest.layout_signature != own_layout:
+        found.append(("layout_signature", "is not the signature of the tensors listed"))
+    elif len(manifest.layout_signature) != DIGEST_BYTES:
+        found.append(("layout_signature", f"must have {DIGEST_BYTES} bytes, got {len(manifest.layout_signature)}"))
+    if manifest.transport is Transport.NCCL:
+        return found + _collective_violations(manifest)
+    if manifest.collective is not None:
+        found.append(("collective", "must be unset unless transport is nccl"))
+    if manifest.digest_algorithm not in ("", "blake3"):
+        found.append(("digest_algorithm", f"{manifest.digest_algorithm} is for transport nccl only; use blake3"))
     num_bytes = manifest.num_bytes
     found += _span_violations("chunks", [(chunk.offset, chunk.length) for chunk in manifest.chunks], num_bytes)
     found += [
@@ -291,14 +341,26 @@ def violations(manifest: Manifest, *, max_chunk_bytes: int) -> list[tuple[str, s
         found += _span_violations("files", [(file.offset, file.num_bytes) for file in manifest.files], num_bytes)
     elif manifest.files:
         found.append(("files", "must be empty unless transport is filesystem"))
-    if manifest.result_root != result_root(manifest.tensors):
-        found.append(("result_root", "is not the root of the tensors listed"))
-    if manifest.layout_signature != layout_signature((t.name, t.dtype, t.shape) for t in manifest.tensors):
-        found.append(("layout_signature", "is not the signature of the tensors listed"))
     return found
 
 
-def _tensor_violations(tensors: Sequence[TensorEntry]) -> list[tuple[str, str]]:
+def _collective_violations(manifest: Manifest) -> list[tuple[str, str]]:
+    plan = manifest.collective
+    if plan is None:
+        return [("collective", "must be set for transport nccl")]
+    found: list[tuple[str, str]] = []
+    if manifest.chunks or manifest.files:
+        found.append(("chunks", "and files must be empty for transport nccl: the bytes travel in a group"))
+    if plan.num_senders < 1:
+        found.append(("collective.num_senders", f"must be at least 1, got {plan.num_senders}"))
+    if plan.bucket_bytes < 1:
+        found.append(("collective.bucket_bytes", f"must be at least 1, got {plan.bucket_bytes}"))
+    if any(not 0 <= index < len(manifest.tensors) for index in plan.whole_tensors):
+        found.append(("collective.whole_tensors", f"must be indices of the {len(manifest.tensors)} tensors"))
+    return found
+
+
+def _tensor_violations(tensors: Sequence[TensorEntry], digest_bytes: int) -> list[tuple[str, str]]:
     found: list[tuple[str, str]] = []
     if not tensors:
         found.append(("tensors", "must not be empty"))
@@ -315,8 +377,8 @@ def _tensor_violations(tensors: Sequence[TensorEntry]) -> list[tuple[str, str]]:
             found.append((f"{where}.num_bytes", f"does not match dtype and shape, got {tensor.num_bytes}"))
         elif tensor.offset != offset:
             found.append((f"{where}.offset", f"must be {offset}, got {tensor.offset}: tensors follow without gaps"))
-        elif len(tensor.digest) != DIGEST_BYTES:
-            found.append((f"{where}.digest", f"must have {DIGEST_BYTES} bytes, got {len(tensor.digest)}"))
+        elif len(tensor.digest) != digest_bytes:
+            found.append((f"{where}.digest", f"must have {digest_bytes} bytes, got {len(tensor.digest)}"))
         offset = tensor.offset + tensor.num_bytes
         if found:
             break  # what follows a wrong entry is only noise

@@ -12,9 +12,19 @@ import os
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from meshrl.wire.manifest import TensorPlan, artifact_id
-from meshrl.wire.types import ChunkEntry, FileEntry, Manifest, TensorEntry, Transport, VersionKind
+from meshrl.wire.types import (
+    AdapterConfig,
+    ChunkEntry,
+    CollectivePlan,
+    FileEntry,
+    Manifest,
+    TensorEntry,
+    Transport,
+    VersionKind,
+)
 
 
 def payload_name(epoch: int) -> str:
@@ -63,6 +73,7 @@ def safetensors_header(plans: Sequence[TensorPlan], metadata: Mapping[str, str] 
 
 def to_json(manifest: Manifest) -> bytes:
     """Returns the manifest as JSON text, for the file beside a version's bytes."""
+    plan, adapter = manifest.collective, manifest.adapter
     return json.dumps(
         {
             "format": "meshrl.manifest.v1",
@@ -82,6 +93,9 @@ def to_json(manifest: Manifest) -> bytes:
             ],
             "chunks": [[c.offset, c.length, c.digest.hex()] for c in manifest.chunks],
             "files": [[f.path, f.offset, f.num_bytes] for f in manifest.files],
+            "digest_algorithm": manifest.digest_algorithm,
+            "collective": plan and [plan.num_senders, plan.bucket_bytes, list(plan.whole_tensors)],
+            "adapter": adapter and [adapter.rank, adapter.lora_alpha, list(adapter.target_modules), adapter.base_model],
         },
         separators=(",", ":"),
     ).encode()
@@ -118,12 +132,29 @@ def from_json(text: bytes) -> Manifest:
                 for offset, length, hexed in table["chunks"]
             ),
             files=tuple(FileEntry(path=path, offset=offset, num_bytes=size) for path, offset, size in table["files"]),
+            digest_algorithm=table.get("digest_algorithm", ""),
+            collective=_plan(table.get("collective")),
+            adapter=_adapter(table.get("adapter")),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"not a manifest: {error!r}") from error
     if artifact_id(manifest) != table.get("artifact_id"):
         raise ValueError("the manifest does not match its artifact_id: it was damaged")
     return manifest
+
+
+def _plan(fields: Sequence[Any] | None) -> CollectivePlan | None:
+    if fields is None:
+        return None
+    num_senders, bucket_bytes, whole = fields
+    return CollectivePlan(num_senders=num_senders, bucket_bytes=bucket_bytes, whole_tensors=tuple(whole))
+
+
+def _adapter(fields: Sequence[Any] | None) -> AdapterConfig | None:
+    if fields is None:
+        return None
+    rank, alpha, targets, base = fields
+    return AdapterConfig(rank=rank, lora_alpha=alpha, target_modules=tuple(targets), base_model=base)
 
 
 class PayloadReader:

@@ -156,6 +156,18 @@ def validate_activate_request(message: weights_pb2.ActivateVersionRequest) -> No
     violations.done("the activation request")
 
 
+def validate_open_group_request(message: weights_pb2.OpenGroupRequest) -> None:
+    """Raises INVALID_REQUEST unless the publisher, its store and its senders are named and the wait has an end."""
+    violations = _Violations()
+    violations.identifier(message.request_id, "request_id")
+    violations.identifier(message.run_id, "run_id")
+    violations.identifier(message.store_address, "store_address")
+    violations.check(message.backend in ("nccl", "gloo"), "backend", f"must be nccl or gloo, got {message.backend!r}")
+    violations.check(message.num_senders >= 1, "num_senders", "must be at least 1")
+    violations.positive_s(message.deadline_s, "deadline_s")
+    violations.done("the group request")
+
+
 def validate_fetch_request(message: weights_pb2.FetchRequest) -> None:
     """Raises INVALID_REQUEST unless an artifact is named and no range is empty."""
     violations = _Violations()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from meshrl.v1 import weights_pb2 as pb
 from meshrl.wire import tensors
@@ -12,6 +12,7 @@ from meshrl.wire.types import (
     Abort,
     Activation,
     ActivationPolicy,
+    AdapterConfig,
     AgentCommand,
     AgentFault,
     AgentRegistration,
@@ -20,13 +21,17 @@ from meshrl.wire.types import (
     ApplyReport,
     Chunk,
     ChunkEntry,
+    CollectivePlan,
     Commit,
     DrainAgent,
     EngineInfo,
     EngineReport,
     FileEntry,
+    GroupMember,
+    JoinGroup,
     Lease,
     Manifest,
+    OpenedGroup,
     Prepare,
     Resume,
     StagedVersion,
@@ -101,6 +106,9 @@ def manifest_to_proto(manifest: Manifest) -> pb.Manifest:
         ],
         chunks=[pb.ChunkEntry(offset=c.offset, length=c.length, digest=c.digest) for c in manifest.chunks],
         files=[pb.FileEntry(path=f.path, offset=f.offset, num_bytes=f.num_bytes) for f in manifest.files],
+        digest_algorithm=manifest.digest_algorithm,
+        collective=_plan_to_proto(manifest.collective),
+        adapter=_adapter_to_proto(manifest.adapter),
     )
 
 
@@ -138,6 +146,45 @@ def manifest_from_proto(message: pb.Manifest) -> Manifest:
         ),
         chunks=tuple(ChunkEntry(offset=c.offset, length=c.length, digest=c.digest) for c in message.chunks),
         files=tuple(FileEntry(path=f.path, offset=f.offset, num_bytes=f.num_bytes) for f in message.files),
+        digest_algorithm=message.digest_algorithm,
+        collective=_plan_from_proto(message.collective) if message.HasField("collective") else None,
+        adapter=_adapter_from_proto(message.adapter) if message.HasField("adapter") else None,
+    )
+
+
+def _plan_to_proto(plan: CollectivePlan | None) -> pb.CollectivePlan | None:
+    if plan is None:
+        return None
+    return pb.CollectivePlan(
+        num_senders=plan.num_senders, bucket_bytes=plan.bucket_bytes, whole_tensors=plan.whole_tensors
+    )
+
+
+def _plan_from_proto(message: pb.CollectivePlan) -> CollectivePlan:
+    return CollectivePlan(
+        num_senders=message.num_senders,
+        bucket_bytes=message.bucket_bytes,
+        whole_tensors=tuple(message.whole_tensors),
+    )
+
+
+def _adapter_to_proto(adapter: AdapterConfig | None) -> pb.AdapterConfig | None:
+    if adapter is None:
+        return None
+    return pb.AdapterConfig(
+        rank=adapter.rank,
+        lora_alpha=adapter.lora_alpha,
+        target_modules=adapter.target_modules,
+        base_model=adapter.base_model,
+    )
+
+
+def _adapter_from_proto(message: pb.AdapterConfig) -> AdapterConfig:
+    return AdapterConfig(
+        rank=message.rank,
+        lora_alpha=message.lora_alpha,
+        target_modules=tuple(message.target_modules),
+        base_model=message.base_model,
     )
 
 
@@ -165,6 +212,10 @@ def staged_version_from_proto(message: pb.CreateVersionResponse) -> StagedVersio
     )
 
 
+def _known_transports(numbers: Iterable[int]) -> tuple[Transport, ...]:
+    return tuple(_TRANSPORT_OF[number] for number in numbers if number in _TRANSPORT_OF)
+
+
 def registration_to_proto(registration: AgentRegistration, *, contract_version: str = "") -> pb.RegisterRequest:
     return pb.RegisterRequest(
         contract_version=contract_version,
@@ -175,6 +226,9 @@ def registration_to_proto(registration: AgentRegistration, *, contract_version: 
         layout_signature=registration.layout_signature,
         held_version=registration.held_version,
         held_root=registration.held_root,
+        collective_ranks=registration.collective_ranks,
+        collective_backend=registration.collective_backend,
+        host=registration.host,
     )
 
 
@@ -184,10 +238,13 @@ def registration_from_proto(message: pb.RegisterRequest) -> AgentRegistration:
         engine_id=message.engine_id,
         url=message.url,
         engine_pool=message.engine_pool,
-        transports=tuple(_TRANSPORT_OF[number] for number in message.transports if number in _TRANSPORT_OF),
+        transports=_known_transports(message.transports),
         layout_signature=message.layout_signature,
         held_version=optional(message, "held_version"),
         held_root=message.held_root,
+        collective_ranks=message.collective_ranks,
+        collective_backend=message.collective_backend,
+        host=message.host,
     )
 
 
@@ -246,6 +303,7 @@ def agent_report_to_proto(report: AgentReport) -> pb.SessionRequest:
         target_version=report.target_version,
         fault=_fault_to_proto(report.fault),
         applied=None if report.applied is None else _apply_to_proto(report.applied),
+        group_generation=report.group_generation,
     )
 
 
@@ -258,6 +316,7 @@ def agent_report_from_proto(message: pb.SessionRequest) -> AgentReport:
         target_version=optional(message, "target_version"),
         fault=_fault_from_proto(optional(message, "fault")),
         applied=_apply_from_proto(message.applied) if message.HasField("applied") else None,
+        group_generation=optional(message, "group_generation"),
     )
 
 
@@ -273,6 +332,18 @@ def agent_command_to_proto(command: AgentCommand) -> pb.SessionResponse:
             return pb.SessionResponse(resume=pb.Resume(version=version))
         case DrainAgent():
             return pb.SessionResponse(drain=pb.DrainAgent())
+        case JoinGroup():
+            return pb.SessionResponse(
+                join_group=pb.JoinGroup(
+                    generation=command.generation,
+                    store_address=command.store_address,
+                    backend=command.backend,
+                    num_senders=command.num_senders,
+                    num_receivers=command.num_receivers,
+                    first_receiver=command.first_receiver,
+                    deadline_s=command.deadline_s,
+                )
+            )
 
 
 def agent_command_from_proto(message: pb.SessionResponse) -> AgentCommand | None:
@@ -289,6 +360,17 @@ def agent_command_from_proto(message: pb.SessionResponse) -> AgentCommand | None
             return Resume(version=message.resume.version)
         case "drain":
             return DrainAgent()
+        case "join_group":
+            group = message.join_group
+            return JoinGroup(
+                generation=group.generation,
+                store_address=group.store_address,
+                backend=group.backend,
+                num_senders=group.num_senders,
+                num_receivers=group.num_receivers,
+                first_receiver=group.first_receiver,
+                deadline_s=group.deadline_s,
+            )
         case _:
             return None
 
@@ -303,6 +385,11 @@ def engine_info_to_proto(engine: EngineInfo) -> pb.EngineInfo:
         routable=engine.routable,
         last_seen_s=engine.last_seen_s,
         last_fault=_fault_to_proto(engine.last_fault),
+        transports=[_TRANSPORTS[transport] for transport in engine.transports],
+        collective_ranks=engine.collective_ranks,
+        collective_backend=engine.collective_backend,
+        group_generation=engine.group_generation,
+        host=engine.host,
     )
 
 
@@ -317,6 +404,31 @@ def engine_info_from_proto(message: pb.EngineInfo) -> EngineInfo:
         routable=message.routable,
         last_seen_s=message.last_seen_s,
         last_fault=_fault_from_proto(optional(message, "last_fault")),
+        transports=_known_transports(message.transports),
+        collective_ranks=message.collective_ranks,
+        collective_backend=message.collective_backend,
+        group_generation=optional(message, "group_generation"),
+        host=message.host,
+    )
+
+
+def opened_group_to_proto(group: OpenedGroup) -> pb.OpenGroupResponse:
+    return pb.OpenGroupResponse(
+        generation=group.generation,
+        members=[
+            pb.GroupMember(engine_id=m.engine_id, first_receiver=m.first_receiver, num_ranks=m.num_ranks)
+            for m in group.members
+        ],
+    )
+
+
+def opened_group_from_proto(message: pb.OpenGroupResponse) -> OpenedGroup:
+    return OpenedGroup(
+        generation=message.generation,
+        members=tuple(
+            GroupMember(engine_id=m.engine_id, first_receiver=m.first_receiver, num_ranks=m.num_ranks)
+            for m in message.members
+        ),
     )
 
 

@@ -73,6 +73,25 @@ class FileEntry:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CollectivePlan:
+    """How senders share the tensors of an nccl version; see CollectivePlan in weights.proto for the rules."""
+
+    num_senders: int
+    bucket_bytes: int
+    whole_tensors: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterConfig:
+    """A LoRA adapter: a layer computes base(x) + lora_alpha / rank * B(A(x))."""
+
+    rank: int
+    lora_alpha: float
+    target_modules: tuple[str, ...]
+    base_model: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Manifest:
     """Everything that identifies the content of a version; `manifest.artifact_id` hashes it."""
 
@@ -89,6 +108,9 @@ class Manifest:
     tensors: tuple[TensorEntry, ...]
     chunks: tuple[ChunkEntry, ...]
     files: tuple[FileEntry, ...] = ()
+    digest_algorithm: str = ""
+    collective: CollectivePlan | None = None
+    adapter: AdapterConfig | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -106,6 +128,9 @@ class AgentRegistration:
     layout_signature: bytes
     held_version: int | None = None
     held_root: bytes = b""
+    collective_ranks: int = 0
+    collective_backend: str = ""
+    host: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +170,7 @@ class AgentReport:
     target_version: int | None = None
     fault: AgentFault | None = None
     applied: ApplyReport | None = None
+    group_generation: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +203,37 @@ class DrainAgent:
     pass
 
 
-AgentCommand = Prepare | Commit | Abort | Resume | DrainAgent
+@dataclass(frozen=True, kw_only=True)
+class JoinGroup:
+    """Meet the senders at `store_address`: in each sender's communicator it is rank 0, receiver i is rank 1 + i."""
+
+    generation: int
+    store_address: str
+    backend: str
+    num_senders: int
+    num_receivers: int
+    first_receiver: int
+    deadline_s: float
+
+
+AgentCommand = Prepare | Commit | Abort | Resume | DrainAgent | JoinGroup
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupMember:
+    """An engine's ranks in a group: receivers [first_receiver, first_receiver + num_ranks)."""
+
+    engine_id: str
+    first_receiver: int
+    num_ranks: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenedGroup:
+    """A group that the hub has told its engines to join."""
+
+    generation: int
+    members: tuple[GroupMember, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,3 +302,8 @@ class EngineInfo:
     routable: bool
     last_seen_s: float
     last_fault: AgentFault | None = None
+    transports: tuple[Transport, ...] = ()
+    collective_ranks: int = 0
+    collective_backend: str = ""
+    group_generation: int | None = None
+    host: str = ""
