@@ -11,7 +11,7 @@ import enum
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,7 +50,9 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     seed: int | None = None  # None takes one from the engine's own stream
+    logprobs: bool = True  # False: nobody reads them, so they may be left out (NaN)
     top_logprobs: int = 0  # alternatives to report for each token
+    prompt_logprobs: int | None = None  # report logprobs of the prompt's tokens; where the engine can
     raw_logprobs: bool = False  # report the logprob at temperature 1 without cuts, too
 
     @property
@@ -77,7 +79,7 @@ class GenerateRequest:
 class TokenChunk:
     """Tokens [start, start + T) of a completion; K alternatives a token, most likely first.
 
-    Version spans count from the start of the completion. A candidate that the cuts removed has logprob -inf.
+    Version spans count from the start of the completion; an engine may give all of them with the last chunk. A candidate that the cuts removed has logprob -inf.
     """
 
     start: int
@@ -89,6 +91,8 @@ class TokenChunk:
     version_spans: tuple[VersionSpan, ...] = ()
     finish_reason: FinishReason | None = None  # None: more chunks follow
     stop_token_id: int | None = None
+    prompt_logprobs: NDArray[np.float32] | None = None  # (P,) of each prompt token after those before it; first NaN
+    routed_experts: NDArray[Any] | None = None  # (T, layers, experts) of a mixture of experts
 
 
 @dataclass(frozen=True, kw_only=True)
