@@ -210,7 +210,7 @@ class RegisterResponse(_message.Message):
     def __init__(self, contract_version: _Optional[str] = ..., lease_id: _Optional[str] = ..., lease_s: _Optional[float] = ..., max_chunk_bytes: _Optional[int] = ..., committed_version: _Optional[int] = ...) -> None: ...
 
 class SessionRequest(_message.Message):
-    __slots__ = ("lease_id", "state", "serving_version", "target_version", "fault", "applied", "group_generation")
+    __slots__ = ("lease_id", "state", "serving_version", "target_version", "fault", "applied", "group_generation", "target_artifact_id")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     SERVING_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -218,6 +218,7 @@ class SessionRequest(_message.Message):
     FAULT_FIELD_NUMBER: _ClassVar[int]
     APPLIED_FIELD_NUMBER: _ClassVar[int]
     GROUP_GENERATION_FIELD_NUMBER: _ClassVar[int]
+    TARGET_ARTIFACT_ID_FIELD_NUMBER: _ClassVar[int]
     lease_id: str
     state: AgentState
     serving_version: int
@@ -225,7 +226,8 @@ class SessionRequest(_message.Message):
     fault: AgentFault
     applied: ApplyReport
     group_generation: int
-    def __init__(self, lease_id: _Optional[str] = ..., state: _Optional[_Union[AgentState, str]] = ..., serving_version: _Optional[int] = ..., target_version: _Optional[int] = ..., fault: _Optional[_Union[AgentFault, _Mapping]] = ..., applied: _Optional[_Union[ApplyReport, _Mapping]] = ..., group_generation: _Optional[int] = ...) -> None: ...
+    target_artifact_id: str
+    def __init__(self, lease_id: _Optional[str] = ..., state: _Optional[_Union[AgentState, str]] = ..., serving_version: _Optional[int] = ..., target_version: _Optional[int] = ..., fault: _Optional[_Union[AgentFault, _Mapping]] = ..., applied: _Optional[_Union[ApplyReport, _Mapping]] = ..., group_generation: _Optional[int] = ..., target_artifact_id: _Optional[str] = ...) -> None: ...
 
 class AgentFault(_message.Message):
     __slots__ = ("reason", "message")

@@ -304,6 +304,7 @@ def agent_report_to_proto(report: AgentReport) -> pb.SessionRequest:
         fault=_fault_to_proto(report.fault),
         applied=None if report.applied is None else _apply_to_proto(report.applied),
         group_generation=report.group_generation,
+        target_artifact_id=report.target_artifact_id,
     )
 
 
@@ -317,6 +318,7 @@ def agent_report_from_proto(message: pb.SessionRequest) -> AgentReport:
         fault=_fault_from_proto(optional(message, "fault")),
         applied=_apply_from_proto(message.applied) if message.HasField("applied") else None,
         group_generation=optional(message, "group_generation"),
+        target_artifact_id=message.target_artifact_id,
     )
 
 

@@ -162,7 +162,7 @@ class ApplyReport:
 
 @dataclass(frozen=True, kw_only=True)
 class AgentReport:
-    """One message from an agent; doubles as a heartbeat."""
+    """One message from an agent; doubles as a heartbeat. `target_artifact_id` is the content of `target_version`."""
 
     lease_id: str
     state: AgentState
@@ -171,6 +171,7 @@ class AgentReport:
     fault: AgentFault | None = None
     applied: ApplyReport | None = None
     group_generation: int | None = None
+    target_artifact_id: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
