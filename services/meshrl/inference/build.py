@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from typing import Any
 
@@ -10,9 +11,26 @@ from transformers import PreTrainedModel
 
 from meshrl.inference.config import InferenceConfig
 from meshrl.inference.embedded import EmbeddedEngine
+from meshrl.inference.engine import Engine
 from meshrl.models.load import load_model
 
+SLOTS = 128
+PREFILL_TOKENS = 2048
 CACHE_SHARE = 0.5  # of the memory that is free once the model is loaded
+
+
+async def open_engine(config: InferenceConfig) -> Engine:
+    """The engine that the configuration asks for, started on this loop.
+
+    Raises: ModelError when the model cannot be loaded, ValueError for what a changed configuration mends.
+    """
+    if config.resolved_engine() == "vllm":
+        from meshrl.inference.vllm.build import open_vllm_engine  # vLLM is an extra, and takes seconds to import
+
+        return await open_vllm_engine(config)
+    engine = await asyncio.to_thread(build_engine, config)
+    engine.start()
+    return engine
 
 
 def build_engine(config: InferenceConfig) -> EmbeddedEngine:
@@ -26,9 +44,9 @@ def build_engine(config: InferenceConfig) -> EmbeddedEngine:
     return EmbeddedEngine(
         model,
         max_model_len=_max_model_len(config, model),
-        num_slots=config.max_num_seqs,
+        num_slots=config.max_num_seqs or SLOTS,
         max_queue=config.max_queue,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_batched_tokens=config.max_num_batched_tokens or PREFILL_TOKENS,
         kv_cache_bytes=config.kv_cache_bytes or int(CACHE_SHARE * _free_bytes(model.device)),
         eos_token_ids=eos_token_ids(model),
         seed=config.seed,

@@ -2,13 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from meshrl.core.config import BaseConfig
 from meshrl.core.config.shared import LogConfig, ModelConfig, ServerConfig, WeightBroadcastConfig
+
+VLLM_KEYS = (
+    "tensor_parallel_size", "data_parallel_size", "data_parallel_size_local", "data_parallel_address",
+    "data_parallel_rpc_port", "data_parallel_start_rank", "gpu_memory_utilization", "enforce_eager",
+)  # fmt: skip
+"""Keys that only the vLLM engine has, under vLLM's own names."""
+
+BOTH_ENGINES = ("max_num_seqs", "max_num_batched_tokens")
+"""Keys of both engines that are passed to vLLM when they are set, under vLLM's own names."""
+
+ELSEWHERE = {
+    "model": "model.name",
+    "dtype": "model.dtype",
+    "trust_remote_code": "model.trust_remote_code",
+    "served_model_name": "served_model_name",
+    "max_model_len": "max_model_len",
+    "seed": "seed",
+    "kv_cache_memory_bytes": "kv_cache_bytes",
+    "headless": "headless",
+}
+"""Arguments of vLLM that have a key of their own here, which both engines read, or none in vLLM's arguments."""
+
+SHARED_GPU_UTILIZATION = 0.5
 
 
 class InferenceConfig(BaseConfig):
@@ -24,22 +48,62 @@ class InferenceConfig(BaseConfig):
     """Where to listen. Admin routes answer loopback peers only."""
 
     engine: Literal["auto", "embedded", "vllm"] = "auto"
-    """Which engine runs the model; auto takes the embedded one."""
+    """Which engine runs the model; auto takes vLLM where it is installed and there is a GPU, else the embedded one."""
+
+    vllm: dict[str, Any] = Field(default_factory=dict)
+    """Any other engine arguments of vLLM, under its own names with underscores; checked against the installed vLLM."""
+
+    python: Path | None = None
+    """Interpreter that `rl` starts this program with, such as that of an environment with vLLM; meshrl need not be
+    installed in it. None means the one that runs `rl`."""
 
     max_model_len: int = Field(default=2048, ge=2)
     """Longest sequence in tokens, prompt and completion together."""
 
-    max_num_seqs: int = Field(default=128, ge=1)
-    """Most sequences decoded at once; the KV cache has one slot of max_model_len tokens for each."""
+    max_num_seqs: int | None = Field(default=None, ge=1)
+    """Most sequences decoded at once. None means vLLM's own default, and 128 for the embedded engine, whose KV cache
+    has one slot of max_model_len tokens for each."""
 
-    max_num_batched_tokens: int = Field(default=2048, ge=1)
-    """Most prompt tokens prefilled in one step; longer prompts are spread over several steps beside the decoding."""
+    max_num_batched_tokens: int | None = Field(default=None, ge=1)
+    """Most tokens computed in one step; longer prompts are spread over several steps beside the decoding. None means
+    vLLM's own default, and 2048 prompt tokens for the embedded engine."""
 
     max_queue: int = Field(default=4096, ge=0)
     """Most requests waiting for a slot; one more is answered with 429."""
 
     kv_cache_bytes: int | None = Field(default=None, ge=1)
-    """Bound on the KV cache in bytes: it lowers the number of slots. None means half of the memory that is free."""
+    """Size of the KV cache in bytes. None means what gpu_memory_utilization leaves for it; for the embedded engine,
+    whose number of slots it bounds, half of the memory that is free."""
+
+    tensor_parallel_size: int | None = Field(default=None, ge=1)
+    """vLLM: GPUs that one copy of the model is split over."""
+
+    data_parallel_size: int | None = Field(default=None, ge=1)
+    """vLLM: copies of the model, over all nodes."""
+
+    data_parallel_size_local: int | None = Field(default=None, ge=0)
+    """vLLM: copies of the model on this node; None means all of them."""
+
+    data_parallel_address: str | None = None
+    """vLLM: address of the node with the first copy, for copies on several nodes."""
+
+    data_parallel_rpc_port: int | None = Field(default=None, ge=1, le=65535)
+    """vLLM: port at data_parallel_address where the nodes meet."""
+
+    data_parallel_start_rank: int | None = Field(default=None, ge=0)
+    """vLLM: number of this node's first copy."""
+
+    headless: bool = False
+    """vLLM: only run this node's copies for the node at data_parallel_address, which serves the requests."""
+
+    gpu_memory_utilization: float | None = Field(default=None, gt=0.0, le=1.0)
+    """vLLM: share of the GPU's memory for weights, activations and KV cache."""
+
+    enforce_eager: bool | None = None
+    """vLLM: run without CUDA graphs and compilation: slower, and up sooner."""
+
+    share_gpu: bool = False
+    """A trainer works on the same GPU: gpu_memory_utilization is 0.5 unless it is given. `rl` sets it."""
 
     torch_threads: int | None = Field(default=None, ge=1)
     """Threads for torch kernels; None means torch's own choice."""
@@ -71,8 +135,69 @@ class InferenceConfig(BaseConfig):
     log: LogConfig = LogConfig()
     """Logging."""
 
+    @field_validator("vllm", mode="before")
+    @classmethod
+    def _underscores(cls, given: Any) -> Any:
+        return {str(key).replace("-", "_"): value for key, value in given.items()} if isinstance(given, dict) else given
+
     @model_validator(mode="after")
-    def _implemented(self) -> Self:
-        if self.engine == "vllm":
-            raise ValueError("inference.engine 'vllm' is not available in this version; use 'embedded' or 'auto'")
+    def _each_key_once(self) -> Self:
+        problems = [
+            f"inference.vllm.{key} is spelled inference.{ELSEWHERE[key]} here; set that one"
+            for key in self.vllm
+            if key in ELSEWHERE
+        ]
+        problems += [
+            f"inference.{key} and inference.vllm.{key} are both set; keep only inference.{key}"
+            for key in self.vllm
+            if key in (*VLLM_KEYS, *BOTH_ENGINES) and getattr(self, key) is not None
+        ]
+        if self.engine == "embedded" and self.vllm_only:
+            problems.append(only_vllm(self.vllm_only))
+        if problems:
+            raise ValueError("\n".join(problems))
         return self
+
+    @property
+    def vllm_only(self) -> tuple[str, ...]:
+        """The keys that are set and that only vLLM knows."""
+        own = [key for key in VLLM_KEYS if getattr(self, key) is not None]
+        return (*own, *(["headless"] if self.headless else []), *(f"vllm.{key}" for key in self.vllm))
+
+    def vllm_arguments(self) -> dict[str, Any]:
+        """vLLM's engine arguments: what is set here and in the `vllm` table, and the model."""
+        given = {key: getattr(self, key) for key in (*VLLM_KEYS, *BOTH_ENGINES)}
+        if self.share_gpu and "gpu_memory_utilization" not in self.vllm and given["gpu_memory_utilization"] is None:
+            given["gpu_memory_utilization"] = SHARED_GPU_UTILIZATION
+        given |= {
+            "model": self.model.name,
+            "dtype": self.model.dtype,
+            "trust_remote_code": self.model.trust_remote_code,
+            "served_model_name": self.served_model_name,
+            "max_model_len": self.max_model_len,
+            "kv_cache_memory_bytes": self.kv_cache_bytes,
+            "seed": self.seed,
+        }
+        return {**{key: value for key, value in given.items() if value is not None}, **self.vllm}
+
+    def gpus_per_engine(self) -> int:
+        """GPUs of this node that one program with this configuration takes."""
+        sizes = [self._size("tensor_parallel_size"), self._size("pipeline_parallel_size")]
+        local = self.vllm_argument("data_parallel_size_local")
+        copies = self._size("data_parallel_size") if local is None else int(local)
+        return max(1, copies) * sizes[0] * sizes[1]
+
+    def vllm_argument(self, key: str) -> Any:
+        """One argument of vLLM, wherever it is set; None where it is not."""
+        own = getattr(self, key, None)
+        return self.vllm.get(key) if own is None else own
+
+    def _size(self, key: str) -> int:
+        return int(self.vllm_argument(key) or 1)
+
+
+def only_vllm(keys: Sequence[str]) -> str:
+    """Says that the embedded engine does not know some keys, and what to change."""
+    named = ", ".join(f"inference.{key}" for key in keys)
+    out = "it" if len(keys) == 1 else "them"
+    return f"the embedded engine has no {named}; leave {out} out, or set inference.engine = 'vllm'"

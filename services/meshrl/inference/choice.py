@@ -1,0 +1,40 @@
+"""Which engine an `inference` program runs, and why; settled at its start, in the interpreter that will run it."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from meshrl.inference.config import InferenceConfig, only_vllm
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """An engine and the reason for it, for the log."""
+
+    engine: Literal["embedded", "vllm"]
+    reason: str
+
+
+def choose_engine(config: InferenceConfig) -> Choice:
+    """What `engine` says, or what `auto` comes to here. Raises ValueError for keys that the engine does not have."""
+    choice = decide(config, has_vllm=importlib.util.find_spec("vllm") is not None, has_gpu=torch.cuda.is_available())
+    if choice.engine == "embedded" and config.vllm_only:
+        raise ValueError(f"{only_vllm(config.vllm_only)} (engine = '{config.engine}': {choice.reason})")
+    return choice
+
+
+def decide(config: InferenceConfig, *, has_vllm: bool, has_gpu: bool) -> Choice:
+    """The choice for an interpreter with or without vLLM and a machine with or without a GPU."""
+    if config.engine != "auto":
+        return Choice(engine=config.engine, reason="as configured")
+    if not has_vllm:
+        return Choice(engine="embedded", reason="vLLM is not installed here (uv sync --extra vllm installs it)")
+    if not has_gpu:
+        return Choice(engine="embedded", reason="there is no GPU; inference.engine = 'vllm' runs vLLM on a CPU as well")
+    if config.model.device.startswith("cpu"):
+        return Choice(engine="embedded", reason=f"model.device is {config.model.device!r}")
+    return Choice(engine="vllm", reason="vLLM is installed and there is a GPU")

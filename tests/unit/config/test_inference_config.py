@@ -1,0 +1,140 @@
+"""What the inference program's configuration says about its engine, and which engine `auto` comes to."""
+
+from pathlib import Path
+
+import pytest
+
+from meshrl.core.config import dump_toml, load_config
+from meshrl.inference.choice import Choice, choose_engine, decide
+from meshrl.inference.config import InferenceConfig
+
+
+def load(*argv: str) -> InferenceConfig:
+    return load_config(InferenceConfig, list(argv), prog="inference", environ={})
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    with pytest.raises(SystemExit):
+        load(*argv)
+    return capsys.readouterr().err
+
+
+def test_arguments_of_vllm_are_what_is_set_and_the_model() -> None:
+    config = load(
+        "--model.name", "m", "--model.dtype", "bfloat16", "--max-model-len", "64", "--seed", "3",
+        "--tensor-parallel-size", "2", "--enforce-eager", "--max-num-seqs", "8", "--kv-cache-bytes", "1024",
+        "--vllm.block-size", "32", "--vllm.enable_prefix_caching", "false", "--vllm.hf-overrides.rope_theta", "1e4",
+    )  # fmt: skip
+    assert config.vllm_arguments() == {
+        "model": "m",
+        "dtype": "bfloat16",
+        "trust_remote_code": False,
+        "max_model_len": 64,
+        "seed": 3,
+        "tensor_parallel_size": 2,
+        "enforce_eager": True,
+        "max_num_seqs": 8,
+        "kv_cache_memory_bytes": 1024,
+        "block_size": 32,
+        "enable_prefix_caching": False,
+        "hf_overrides": {"rope_theta": 1e4},
+    }
+
+
+def test_untouched_configuration_leaves_vllm_its_defaults() -> None:
+    assert sorted(load().vllm_arguments()) == ["dtype", "max_model_len", "model", "trust_remote_code"]
+
+
+def test_nodes_of_a_data_parallel_engine_are_configured_with_vllms_own_flags() -> None:
+    node = load(
+        "--data-parallel-size", "4", "--tensor-parallel-size", "4", "--data-parallel-size-local", "2",
+        "--data-parallel-address", "10.0.0.1", "--data-parallel-rpc-port", "13345", "--data-parallel-start-rank", "2",
+        "--headless",
+    )  # fmt: skip
+    arguments = node.vllm_arguments()
+    assert {key: value for key, value in arguments.items() if "parallel" in key} == {
+        "data_parallel_size": 4,
+        "tensor_parallel_size": 4,
+        "data_parallel_size_local": 2,
+        "data_parallel_address": "10.0.0.1",
+        "data_parallel_rpc_port": 13345,
+        "data_parallel_start_rank": 2,
+    }
+    assert "headless" not in arguments
+    assert node.headless
+    assert node.gpus_per_engine() == 8
+
+
+@pytest.mark.parametrize(
+    ("argv", "gpus"),
+    [
+        ([], 1),
+        (["--tensor-parallel-size", "4"], 4),
+        (["--vllm.tensor_parallel_size", "4", "--vllm.pipeline_parallel_size", "2"], 8),
+        (["--tensor-parallel-size", "2", "--data-parallel-size", "2"], 4),
+    ],
+)
+def test_an_engine_takes_a_gpu_for_each_shard_of_each_copy(argv: list[str], gpus: int) -> None:
+    assert load(*argv).gpus_per_engine() == gpus
+
+
+def test_an_engine_that_shares_its_gpu_takes_half_of_it_unless_told_otherwise() -> None:
+    def share(*argv: str) -> object:
+        return load(*argv).vllm_arguments().get("gpu_memory_utilization")
+
+    assert share() is None
+    assert share("--share-gpu") == 0.5
+    assert share("--share-gpu", "--gpu-memory-utilization", "0.3") == 0.3
+    assert share("--share-gpu", "--vllm.gpu_memory_utilization", "0.3") == 0.3
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (
+            ["--max-num-seqs", "8", "--vllm.max-num-seqs", "9"],
+            "inference.max_num_seqs and inference.vllm.max_num_seqs are both set; keep only inference.max_num_seqs",
+        ),
+        (["--vllm.model", "m"], "inference.vllm.model is spelled inference.model.name here; set that one"),
+        (["--vllm.headless", "true"], "inference.vllm.headless is spelled inference.headless here"),
+        (
+            ["--engine", "embedded", "--tensor-parallel-size", "2", "--vllm.block_size", "8"],
+            "the embedded engine has no inference.tensor_parallel_size, inference.vllm.block_size; leave them out,"
+            " or set inference.engine = 'vllm'",
+        ),
+    ],
+)
+def test_what_cannot_be_passed_on_is_refused(capsys: pytest.CaptureFixture[str], argv: list[str], message: str) -> None:
+    assert message in refusal(capsys, *argv)
+
+
+def test_free_arguments_survive_the_resolved_file(tmp_path: Path) -> None:
+    config = load("--vllm.hf_overrides.text_config.x", "[1, 2]", "--vllm.swap", "None", "--vllm.spec", "a b")
+    dump_toml(config, tmp_path / "inference.toml")
+    assert load("@", str(tmp_path / "inference.toml")) == config
+
+
+@pytest.mark.parametrize(
+    ("argv", "has_vllm", "has_gpu", "engine", "reason"),
+    [
+        ([], True, True, "vllm", "vLLM is installed and there is a GPU"),
+        ([], False, True, "embedded", "vLLM is not installed"),
+        ([], True, False, "embedded", "there is no GPU"),
+        (["--model.device", "cpu"], True, True, "embedded", "model.device is 'cpu'"),
+        (["--engine", "vllm"], True, False, "vllm", "as configured"),
+        (["--engine", "embedded"], True, True, "embedded", "as configured"),
+    ],
+)
+def test_auto_takes_vllm_where_it_can_run_on_a_gpu(
+    argv: list[str], has_vllm: bool, has_gpu: bool, engine: str, reason: str
+) -> None:
+    choice = decide(load(*argv), has_vllm=has_vllm, has_gpu=has_gpu)
+    assert choice.engine == engine
+    assert reason in choice.reason
+
+
+def test_keys_of_vllm_are_refused_when_auto_comes_to_the_embedded_engine() -> None:
+    with pytest.raises(ValueError, match=r"has no inference.headless; leave it out"):
+        choose_engine(load("--headless", "--model.device", "cpu"))
+    chosen = choose_engine(load("--engine", "embedded"))
+    assert chosen == Choice(engine="embedded", reason="as configured")
