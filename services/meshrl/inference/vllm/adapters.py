@@ -1,0 +1,100 @@
+"""LoRA adapters of a vLLM engine: writes each version as a PEFT folder, which vLLM loads over the one before."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors.torch import save_file
+from vllm.lora.request import LoRARequest
+
+from meshrl.inference.engine import HostVersion
+from meshrl.inference.live_weights import Layout
+from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.types import AdapterConfig
+
+ADAPTER_NAME, ADAPTER_ID = "policy", 1
+PREFIX = "base_model.model."
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagedAdapter:
+    """An adapter on disk, not served yet."""
+
+    version: int
+    folder: Path
+
+    @property
+    def request(self) -> LoRARequest:
+        """Loads the folder in place of the adapter that is served."""
+        return LoRARequest(ADAPTER_NAME, ADAPTER_ID, str(self.folder), load_inplace=True)
+
+
+class AdapterStore:
+    """The adapter folders of one engine; blocking, so use `write` off the event loop."""
+
+    def __init__(self, max_rank: int) -> None:
+        self._max_rank = max_rank
+        shared = Path("/dev/shm")
+        self._root = Path(tempfile.mkdtemp(prefix="meshrl-lora-", dir=shared if shared.is_dir() else None))
+        self._served: StagedAdapter | None = None
+
+    @property
+    def request(self) -> LoRARequest | None:
+        """What requests name; None while only the base model is served."""
+        if self._served is None:
+            return None
+        return LoRARequest(ADAPTER_NAME, ADAPTER_ID, str(self._served.folder))
+
+    def write(self, host: HostVersion, layout: Layout) -> StagedAdapter:
+        """Writes an adapter. Raises MeshError LAYOUT_MISMATCH when it does not fit the base model or vLLM's limit."""
+        assert host.adapter is not None
+        self._check(host, host.adapter, layout)
+        folder = self._root / f"version_{host.version}"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        save_file({name: tensor.contiguous() for name, tensor in host.tensors.items()}, folder / "adapter_model.safetensors")
+        described = {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "r": host.adapter.rank,
+            "lora_alpha": host.adapter.lora_alpha,
+            "target_modules": list(host.adapter.target_modules),
+            "base_model_name_or_path": host.adapter.base_model,
+            "bias": "none",
+            "use_rslora": False,
+            "use_dora": False,
+        }
+        (folder / "adapter_config.json").write_text(json.dumps(described))
+        return StagedAdapter(version=host.version, folder=folder)
+
+    def serve(self, staged: StagedAdapter) -> None:
+        """vLLM has loaded it: the folder of the one before goes."""
+        before, self._served = self._served, staged
+        if before is not None and before.folder != staged.folder:
+            shutil.rmtree(before.folder, ignore_errors=True)
+
+    def close(self) -> None:
+        shutil.rmtree(self._root, ignore_errors=True)
+
+    def _check(self, host: HostVersion, adapter: AdapterConfig, layout: Layout) -> None:
+        if adapter.rank > self._max_rank:
+            raise MeshError(
+                Reason.LAYOUT_MISMATCH,
+                f"the adapter has rank {adapter.rank}, vLLM was started for at most {self._max_rank};"
+                " raise inference.vllm.max_lora_rank",
+            )
+        shapes = {name: shape for name, _, shape in layout}
+        for name, tensor in host.tensors.items():
+            layer, _, part = name.removeprefix(PREFIX).rpartition(".lora_")
+            weight = shapes.get(f"{layer}.weight")
+            expected = weight and ((adapter.rank, weight[1]) if part.startswith("A") else (weight[0], adapter.rank))
+            if tuple(tensor.shape) != expected:
+                raise MeshError(
+                    Reason.LAYOUT_MISMATCH,
+                    f"version {host.version} does not fit the served model: {name} is {tuple(tensor.shape)}, expected "
+                    f"{expected or 'no such layer'}",
+                )

@@ -1,0 +1,62 @@
+"""Turns the configuration into vLLM's engine arguments, checked against the vLLM that is installed."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from meshrl.inference.vllm.installed import VllmError, check_supported
+
+WORKER_EXTENSION = "meshrl.inference.vllm.worker.WeightsExtension"
+MAX_ALTERNATIVES = 64
+
+# Ours to set: the engine relies on them.
+RESERVED: Mapping[str, str] = {
+    "worker_extension_cls": "the weight updates live there",
+    "scheduler_cls": "whole completions and version spans come from it",
+    "logprobs_mode": "importance ratios need the logprobs of the distribution sampled from",
+    "weight_transfer_config": "weights come through the weight hub",
+}
+
+
+def engine_arguments(given: Mapping[str, Any]) -> Any:
+    """vLLM's AsyncEngineArgs from snake_case keys. Raises VllmError naming every key that is wrong."""
+    check_supported()
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+    problems = [f"{key}: set by meshrl itself, since {RESERVED[key]}; leave it out" for key in given if key in RESERVED]
+    for key in given:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            problems.append(f"{key}: no such engine argument{f'; did you mean {near[0]}?' if near else ''}")
+    if problems:
+        raise VllmError("inference.vllm: " + "; ".join(problems))
+    values = {
+        "skip_tokenizer_init": True,  # text routes have their own tokenizer, and engines speak token ids
+        "disable_log_stats": True,
+        "max_logprobs": MAX_ALTERNATIVES,
+        **given,
+        "worker_extension_cls": WORKER_EXTENSION,
+        "logprobs_mode": "processed_logprobs",
+    }
+    try:
+        return AsyncEngineArgs(**values)
+    except (TypeError, ValueError) as error:
+        raise VllmError(f"inference.vllm: {error}") from error
+
+
+def engine_config(arguments: Any, *, headless: bool = False) -> Any:
+    """vLLM's whole configuration, with the scheduler that hands over whole completions. Raises VllmError."""
+    from vllm.usage.usage_lib import UsageContext
+
+    try:
+        config = arguments.create_engine_config(usage_context=UsageContext.ENGINE_CONTEXT, headless=headless)
+    except (ValueError, RuntimeError, OSError) as error:
+        raise VllmError(f"vLLM refuses its arguments: {error}") from error
+    asynchronous = bool(config.scheduler_config.async_scheduling)
+    name = "OverlappedScheduler" if asynchronous else "SerialScheduler"
+    config.scheduler_config.scheduler_cls = f"meshrl.inference.vllm.scheduler.{name}"
+    return config

@@ -1,0 +1,101 @@
+"""Starts vLLM from the configuration of `inference`, with an engine in front of it or, headless, none."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from contextlib import suppress
+from typing import Any
+
+import torch
+from loguru import logger
+from transformers import GenerationConfig
+
+from meshrl.core.config.shared import ModelConfig
+from meshrl.inference.config import InferenceConfig
+from meshrl.inference.live_weights import Layout, dtype_name
+from meshrl.inference.vllm.arguments import engine_arguments, engine_config
+from meshrl.models.load import empty_model
+from meshrl.models.state import hf_state
+
+_QUIET = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+
+
+async def open_vllm_engine(config: InferenceConfig) -> Any:
+    """A running `VllmEngine`. Raises VllmError (a ValueError) for arguments that vLLM refuses."""
+    _prepare_environment()
+    vllm_config = await asyncio.to_thread(_vllm_config, config)
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from meshrl.inference.vllm.adapters import AdapterStore
+    from meshrl.inference.vllm.engine import VllmEngine
+
+    layout, eos_token_ids = await asyncio.to_thread(_describe, config.model, vllm_config.model_config.dtype)
+    lora = vllm_config.lora_config
+    llm = AsyncLLM.from_vllm_config(vllm_config, disable_log_stats=True)  # here, since it takes this loop
+    engine = VllmEngine(
+        llm,
+        layout=layout,
+        vocab_size=vllm_config.model_config.get_vocab_size(),
+        eos_token_ids=eos_token_ids,
+        max_queue=config.max_queue,
+        adapters=None if lora is None else AdapterStore(lora.max_lora_rank),
+        version=0 if config.weight_broadcast is None else None,
+    )
+    await engine.start()
+    return engine
+
+
+def run_headless(config: InferenceConfig) -> None:
+    """Runs this node's share of a data-parallel engine whose front end is on another node; returns when that ends."""
+    _prepare_environment()
+    vllm_config = _vllm_config(config, headless=True)
+    from vllm.v1.engine.utils import CoreEngineProcManager
+    from vllm.v1.executor import Executor
+
+    parallel = vllm_config.parallel_config
+    address = f"tcp://{parallel.data_parallel_master_ip}:{parallel.data_parallel_rpc_port}"
+    logger.info(
+        "{} data-parallel part(s) of the engine at {}, from rank {}",
+        parallel.data_parallel_size_local, address, parallel.data_parallel_rank,
+    )  # fmt: skip
+    manager = CoreEngineProcManager(
+        local_engine_count=parallel.data_parallel_size_local,
+        start_index=parallel.data_parallel_rank,
+        local_start_index=0,
+        vllm_config=vllm_config,
+        local_client=False,
+        handshake_address=address,
+        executor_class=Executor.get_class(vllm_config),
+        log_stats=False,
+    )
+    try:
+        manager.monitor_engine_liveness()
+    finally:
+        manager.shutdown()
+
+
+def _vllm_config(config: InferenceConfig, *, headless: bool = False) -> Any:
+    return engine_config(engine_arguments(config.vllm_arguments()), headless=headless)
+
+
+def _prepare_environment() -> None:
+    """vLLM's processes are spawned: they must find this package, and start quietly."""
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    roots = [path for path in sys.path if path.endswith(("services", "clients/python"))]
+    known = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*roots, *filter(None, known)]))
+
+
+def _describe(model: ModelConfig, dtype: torch.dtype) -> tuple[Layout, tuple[int, ...]]:
+    """(name, dtype, shape) of every weight under Hugging Face names, and the tokens that end a completion."""
+    from meshrl.inference.build import eos_token_ids
+
+    skeleton = empty_model(model, dtype=dtype)
+    with suppress(OSError):  # many checkpoints have none: then the model's own configuration says it
+        skeleton.generation_config = GenerationConfig.from_pretrained(model.name)
+    layout = tuple((name, dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in hf_state(skeleton).items())
+    return layout, eos_token_ids(skeleton)

