@@ -7,8 +7,10 @@ import os
 from typing import Any
 
 import torch
+from loguru import logger
 from transformers import PreTrainedModel
 
+from meshrl.inference.choice import choose_engine
 from meshrl.inference.config import InferenceConfig
 from meshrl.inference.embedded import EmbeddedEngine
 from meshrl.inference.engine import Engine
@@ -24,7 +26,9 @@ async def open_engine(config: InferenceConfig) -> Engine:
 
     Raises: ModelError when the model cannot be loaded, ValueError for what a changed configuration mends.
     """
-    if config.resolved_engine() == "vllm":
+    choice = choose_engine(config)
+    logger.info("the engine is {}: {}", choice.engine, choice.reason)
+    if choice.engine == "vllm":
         from meshrl.inference.vllm.build import open_vllm_engine  # vLLM is an extra, and takes seconds to import
 
         return await open_vllm_engine(config)
