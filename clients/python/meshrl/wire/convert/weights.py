@@ -1,58 +1,39 @@
-"""Messages of WeightSync to dataclasses and back."""
+"""Messages of WeightSync to dataclasses and back; manifests and chunks are in `manifests`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
 from meshrl.v1 import weights_pb2 as pb
-from meshrl.wire import tensors
-from meshrl.wire.convert.fields import FieldReader, optional
+from meshrl.wire.convert.fields import optional
+from meshrl.wire.convert.manifests import TRANSPORT_OF, TRANSPORTS
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import (
     Abort,
     Activation,
     ActivationPolicy,
-    AdapterConfig,
     AgentCommand,
     AgentFault,
     AgentRegistration,
     AgentReport,
     AgentState,
     ApplyReport,
-    Chunk,
-    ChunkEntry,
-    CollectivePlan,
     Commit,
     DrainAgent,
     EngineInfo,
     EngineReport,
-    FileEntry,
     GroupMember,
     JoinGroup,
     Lease,
-    Manifest,
     OpenedGroup,
     Prepare,
     Resume,
-    StagedVersion,
-    TensorEntry,
     Transport,
     VersionEvent,
     VersionInfo,
-    VersionKind,
     VersionState,
 )
 
-_TRANSPORTS: Mapping[Transport, pb.Transport] = {
-    Transport.FILESYSTEM: pb.TRANSPORT_FILESYSTEM,
-    Transport.STREAM: pb.TRANSPORT_STREAM,
-    Transport.NCCL: pb.TRANSPORT_NCCL,
-}
-_KINDS: Mapping[VersionKind, pb.VersionKind] = {
-    VersionKind.FULL: pb.VERSION_KIND_FULL,
-    VersionKind.DELTA: pb.VERSION_KIND_DELTA,
-    VersionKind.LORA: pb.VERSION_KIND_LORA,
-}
 _VERSION_STATES: Mapping[VersionState, pb.VersionState] = {
     VersionState.STAGING: pb.VERSION_STATE_STAGING,
     VersionState.SEALED: pb.VERSION_STATE_SEALED,
@@ -74,146 +55,13 @@ _POLICIES: Mapping[ActivationPolicy, pb.ActivationPolicy] = {
     ActivationPolicy.GANG: pb.ACTIVATION_POLICY_GANG,
     ActivationPolicy.ROLLING: pb.ACTIVATION_POLICY_ROLLING,
 }
-_TRANSPORT_OF: Mapping[int, Transport] = {number: value for value, number in _TRANSPORTS.items()}
-_KIND_OF: Mapping[int, VersionKind] = {number: value for value, number in _KINDS.items()}
 _VERSION_STATE_OF: Mapping[int, VersionState] = {number: value for value, number in _VERSION_STATES.items()}
 _AGENT_STATE_OF: Mapping[int, AgentState] = {number: value for value, number in _AGENT_STATES.items()}
 _POLICY_OF: Mapping[int, ActivationPolicy] = {number: value for value, number in _POLICIES.items()}
 
 
-def manifest_to_proto(manifest: Manifest) -> pb.Manifest:
-    return pb.Manifest(
-        run_id=manifest.run_id,
-        epoch=manifest.epoch,
-        version=manifest.version,
-        kind=_KINDS[manifest.kind],
-        transport=_TRANSPORTS[manifest.transport],
-        base_version=manifest.base_version,
-        base_root=manifest.base_root,
-        result_root=manifest.result_root,
-        layout_signature=manifest.layout_signature,
-        codec=manifest.codec,
-        tensors=[
-            pb.TensorEntry(
-                name=entry.name,
-                dtype=tensors.dtype_number(entry.dtype),
-                shape=entry.shape,
-                offset=entry.offset,
-                num_bytes=entry.num_bytes,
-                digest=entry.digest,
-            )
-            for entry in manifest.tensors
-        ],
-        chunks=[pb.ChunkEntry(offset=c.offset, length=c.length, digest=c.digest) for c in manifest.chunks],
-        files=[pb.FileEntry(path=f.path, offset=f.offset, num_bytes=f.num_bytes) for f in manifest.files],
-        digest_algorithm=manifest.digest_algorithm,
-        collective=_plan_to_proto(manifest.collective),
-        adapter=_adapter_to_proto(manifest.adapter),
-    )
-
-
-def manifest_from_proto(message: pb.Manifest) -> Manifest:
-    """Returns the manifest; raises INVALID_REQUEST for a kind, transport or element type not known here."""
-    reader = FieldReader("the manifest", "manifest")
-    kind, transport = _KIND_OF.get(message.kind), _TRANSPORT_OF.get(message.transport)
-    reader.check(kind is not None, "kind", f"{message.kind} is not known here")
-    reader.check(transport is not None, "transport", f"{message.transport} is not known here")
-    dtypes = [tensors.dtype_name(entry.dtype) for entry in message.tensors]
-    for index, dtype in enumerate(dtypes):
-        reader.check(dtype is not None, f"tensors[{index}].dtype", f"{message.tensors[index].dtype} is not known here")
-    reader.done()
-    return Manifest(
-        run_id=message.run_id,
-        epoch=message.epoch,
-        version=message.version,
-        kind=kind or VersionKind.FULL,
-        transport=transport or Transport.STREAM,
-        base_version=optional(message, "base_version"),
-        base_root=message.base_root,
-        result_root=message.result_root,
-        layout_signature=message.layout_signature,
-        codec=message.codec,
-        tensors=tuple(
-            TensorEntry(
-                name=entry.name,
-                dtype=dtype or "",
-                shape=tuple(entry.shape),
-                offset=entry.offset,
-                num_bytes=entry.num_bytes,
-                digest=entry.digest,
-            )
-            for entry, dtype in zip(message.tensors, dtypes, strict=True)
-        ),
-        chunks=tuple(ChunkEntry(offset=c.offset, length=c.length, digest=c.digest) for c in message.chunks),
-        files=tuple(FileEntry(path=f.path, offset=f.offset, num_bytes=f.num_bytes) for f in message.files),
-        digest_algorithm=message.digest_algorithm,
-        collective=_plan_from_proto(message.collective) if message.HasField("collective") else None,
-        adapter=_adapter_from_proto(message.adapter) if message.HasField("adapter") else None,
-    )
-
-
-def _plan_to_proto(plan: CollectivePlan | None) -> pb.CollectivePlan | None:
-    if plan is None:
-        return None
-    return pb.CollectivePlan(
-        num_senders=plan.num_senders, bucket_bytes=plan.bucket_bytes, whole_tensors=plan.whole_tensors
-    )
-
-
-def _plan_from_proto(message: pb.CollectivePlan) -> CollectivePlan:
-    return CollectivePlan(
-        num_senders=message.num_senders,
-        bucket_bytes=message.bucket_bytes,
-        whole_tensors=tuple(message.whole_tensors),
-    )
-
-
-def _adapter_to_proto(adapter: AdapterConfig | None) -> pb.AdapterConfig | None:
-    if adapter is None:
-        return None
-    return pb.AdapterConfig(
-        rank=adapter.rank,
-        lora_alpha=adapter.lora_alpha,
-        target_modules=adapter.target_modules,
-        base_model=adapter.base_model,
-    )
-
-
-def _adapter_from_proto(message: pb.AdapterConfig) -> AdapterConfig:
-    return AdapterConfig(
-        rank=message.rank,
-        lora_alpha=message.lora_alpha,
-        target_modules=tuple(message.target_modules),
-        base_model=message.base_model,
-    )
-
-
-def chunk_to_proto(chunk: Chunk) -> pb.Chunk:
-    return pb.Chunk(offset=chunk.offset, data=bytes(chunk.data), crc32c=chunk.crc32c)
-
-
-def chunk_from_proto(message: pb.Chunk) -> Chunk:
-    return Chunk(offset=message.offset, data=message.data, crc32c=message.crc32c)
-
-
-def staged_version_to_proto(staged: StagedVersion) -> pb.CreateVersionResponse:
-    return pb.CreateVersionResponse(
-        artifact_id=staged.artifact_id,
-        missing_offsets=staged.missing_offsets,
-        max_chunk_bytes=staged.max_chunk_bytes,
-    )
-
-
-def staged_version_from_proto(message: pb.CreateVersionResponse) -> StagedVersion:
-    return StagedVersion(
-        artifact_id=message.artifact_id,
-        missing_offsets=tuple(message.missing_offsets),
-        max_chunk_bytes=message.max_chunk_bytes,
-    )
-
-
 def _known_transports(numbers: Iterable[int]) -> tuple[Transport, ...]:
-    return tuple(_TRANSPORT_OF[number] for number in numbers if number in _TRANSPORT_OF)
+    return tuple(TRANSPORT_OF[number] for number in numbers if number in TRANSPORT_OF)
 
 
 def registration_to_proto(registration: AgentRegistration, *, contract_version: str = "") -> pb.RegisterRequest:
@@ -222,7 +70,7 @@ def registration_to_proto(registration: AgentRegistration, *, contract_version: 
         engine_id=registration.engine_id,
         url=registration.url,
         engine_pool=registration.engine_pool,
-        transports=[_TRANSPORTS[transport] for transport in registration.transports],
+        transports=[TRANSPORTS[transport] for transport in registration.transports],
         layout_signature=registration.layout_signature,
         held_version=registration.held_version,
         held_root=registration.held_root,
@@ -387,7 +235,7 @@ def engine_info_to_proto(engine: EngineInfo) -> pb.EngineInfo:
         routable=engine.routable,
         last_seen_s=engine.last_seen_s,
         last_fault=_fault_to_proto(engine.last_fault),
-        transports=[_TRANSPORTS[transport] for transport in engine.transports],
+        transports=[TRANSPORTS[transport] for transport in engine.transports],
         collective_ranks=engine.collective_ranks,
         collective_backend=engine.collective_backend,
         group_generation=engine.group_generation,
@@ -451,14 +299,14 @@ def version_info_to_proto(info: VersionInfo) -> pb.VersionInfo:
         artifact_id=info.artifact_id,
         state=_VERSION_STATES[info.state],
         num_bytes=info.num_bytes,
-        transport=_TRANSPORTS[info.transport],
+        transport=TRANSPORTS[info.transport],
         traceparent=info.traceparent,
     )
 
 
 def version_info_from_proto(message: pb.VersionInfo) -> VersionInfo:
     """Returns the version; raises CONTRACT_MISMATCH for a state or transport that this program does not know."""
-    state, transport = _VERSION_STATE_OF.get(message.state), _TRANSPORT_OF.get(message.transport)
+    state, transport = _VERSION_STATE_OF.get(message.state), TRANSPORT_OF.get(message.transport)
     if state is None or transport is None:
         raise MeshError(
             Reason.CONTRACT_MISMATCH,
@@ -483,7 +331,7 @@ def version_event_to_proto(event: VersionEvent) -> pb.WatchVersionsResponse:
 
 def version_event_from_proto(message: pb.WatchVersionsResponse) -> VersionEvent | None:
     """Returns the event, or None for a state or transport that this program does not know."""
-    if message.version.state not in _VERSION_STATE_OF or message.version.transport not in _TRANSPORT_OF:
+    if message.version.state not in _VERSION_STATE_OF or message.version.transport not in TRANSPORT_OF:
         return None
     return VersionEvent(revision=message.revision, version=version_info_from_proto(message.version))
 
