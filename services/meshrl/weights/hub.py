@@ -24,6 +24,7 @@ from meshrl.weights.spans import record_sync
 from meshrl.weights.states import LIVE, Action, Answer, Append, DeleteBytes, EndSession, Key, Notify, Send
 from meshrl.weights.store import VersionStore
 from meshrl.wire import manifest as manifests
+from meshrl.wire import manifest_checks
 from meshrl.wire.errors import FieldViolation, MeshError, Reason, invalid
 from meshrl.wire.types import (
     Activation,
@@ -196,7 +197,7 @@ class Hub:
 
     async def create_version(self, manifest: Manifest, chunks: AsyncIterator[Chunk]) -> StagedVersion:
         """Stages a manifest and whatever chunks follow. Raises as `Coordinator.stage` and `VersionStore.write`."""
-        found = manifests.violations(manifest, max_chunk_bytes=self._max_chunk_bytes)
+        found = manifest_checks.violations(manifest, max_chunk_bytes=self._max_chunk_bytes)
         if found:
             raise invalid([FieldViolation(f"manifest.{field}", text) for field, text in found], "the manifest")
         artifact = await asyncio.to_thread(manifests.artifact_id, manifest)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import struct
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import blake3
 import hypothesis.strategies as st
@@ -15,9 +17,10 @@ import safetensors.numpy
 from hypothesis import given, settings
 
 from meshrl.wire import manifest as manifests
+from meshrl.wire import manifest_checks
 from meshrl.wire.manifest_file import PayloadReader, from_json, safetensors_header, to_json
 from meshrl.wire.tensors import DTYPES
-from meshrl.wire.types import FileEntry, Manifest, Transport
+from meshrl.wire.types import AdapterConfig, CollectivePlan, FileEntry, Manifest, TensorEntry, Transport, VersionKind
 
 SPECS = (("b", "float32", (3, 5)), ("a", "bfloat16", (7,)), ("empty", "float32", (0, 4)), ("s", "int64", ()))
 
@@ -125,15 +128,110 @@ def test_json_round_trip_and_damage_is_noticed() -> None:
 
 def test_manifest_that_disagrees_with_itself_is_told_every_field() -> None:
     good = build(STREAM)
-    assert manifests.violations(good, max_chunk_bytes=4096) == []
+    assert manifest_checks.violations(good, max_chunk_bytes=4096) == []
     bad = dataclasses.replace(good, result_root=b"x", layout_signature=b"y", chunks=())
-    fields = [field for field, _ in manifests.violations(bad, max_chunk_bytes=4096)]
-    assert fields == ["chunks", "result_root", "layout_signature"]
+    fields = [field for field, _ in manifest_checks.violations(bad, max_chunk_bytes=4096)]
+    assert fields == ["result_root", "layout_signature", "chunks"]
     gap = (dataclasses.replace(good.tensors[0], offset=8), *good.tensors[1:])
-    assert manifests.violations(dataclasses.replace(good, tensors=gap), max_chunk_bytes=4096) == [
+    assert manifest_checks.violations(dataclasses.replace(good, tensors=gap), max_chunk_bytes=4096) == [
         ("tensors[0].offset", "must be 0, got 8: tensors follow without gaps")
     ]
-    assert manifests.violations(good, max_chunk_bytes=50)[0][0] == "chunks[0].length"
+    assert manifest_checks.violations(good, max_chunk_bytes=50)[0][0] == "chunks[0].length"
+
+
+SUMS = tuple(
+    TensorEntry(name=p.name, dtype=p.dtype, shape=p.shape, offset=p.offset, num_bytes=p.num_bytes, digest=b"s" * 16)
+    for p in manifests.plan_tensors((*SPECS, ("flags", "uint8", (3,))))
+)
+
+
+def collective(**changes: Any) -> Manifest:
+    made = manifests.build_manifest(
+        run_id="run",
+        epoch=1,
+        version=2,
+        transport=Transport.NCCL,
+        tensors=SUMS,
+        chunks=(),
+        digest_algorithm=manifests.SUM128,
+        collective=CollectivePlan(num_senders=2, bucket_bytes=64, whole_tensors=(4,)),
+    )
+    return dataclasses.replace(made, **changes)
+
+
+def plan(**changes: Any) -> CollectivePlan:
+    return dataclasses.replace(CollectivePlan(num_senders=2, bucket_bytes=64, whole_tensors=(4,)), **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"collective": None}, "collective"),
+        ({"digest_algorithm": "blake3"}, "tensors[0].digest"),
+        ({"digest_algorithm": "md5"}, "digest_algorithm"),
+        ({"chunks": build(STREAM).chunks}, "chunks"),
+        ({"collective": plan(num_senders=0)}, "collective.num_senders"),
+        ({"collective": plan(bucket_bytes=0)}, "collective.bucket_bytes"),
+        ({"collective": plan(whole_tensors=(4, 5))}, "collective.whole_tensors"),
+        ({"collective": plan(whole_tensors=(4, 4))}, "collective.whole_tensors"),
+        ({"collective": plan(whole_tensors=())}, "collective.whole_tensors"),
+    ],
+)
+def test_collective_manifest_must_say_how_it_is_sent(changes: Mapping[str, Any], field: str) -> None:
+    assert manifest_checks.violations(collective(), max_chunk_bytes=4096) == []
+    found = manifest_checks.violations(collective(**changes), max_chunk_bytes=4096)
+    assert [name for name, _ in found] == [field]
+
+
+def test_one_sender_may_send_any_type_in_pieces() -> None:
+    alone = collective(collective=plan(num_senders=1, whole_tensors=()))
+    assert manifest_checks.violations(alone, max_chunk_bytes=4096) == []
+
+
+def test_only_nccl_has_senders_and_additive_digests() -> None:
+    stream = collective(transport=Transport.STREAM)
+    fields = [field for field, _ in manifest_checks.violations(stream, max_chunk_bytes=4096)]
+    assert fields == ["collective", "digest_algorithm", "chunks"]
+
+
+def test_adapter_version_carries_its_own_tensors_and_the_layout_of_its_base() -> None:
+    base = build(STREAM)
+    adapter = AdapterConfig(rank=4, lora_alpha=8.0, target_modules=("q_proj",))
+    lora = manifests.build_manifest(
+        run_id="run",
+        epoch=1,
+        version=2,
+        transport=Transport.STREAM,
+        tensors=base.tensors,
+        chunks=base.chunks,
+        adapter=adapter,
+        base_layout=b"l" * 32,
+    )
+    assert (lora.kind, lora.layout_signature) == (VersionKind.LORA, b"l" * 32)
+    assert manifest_checks.violations(lora, max_chunk_bytes=4096) == []
+    assert from_json(to_json(lora)) == lora
+    for changes, field in (
+        ({"adapter": None}, "adapter"),
+        ({"kind": VersionKind.FULL}, "adapter"),
+        ({"adapter": dataclasses.replace(adapter, rank=0)}, "adapter.rank"),
+        ({"layout_signature": b"short"}, "layout_signature"),
+    ):
+        found = manifest_checks.violations(dataclasses.replace(lora, **changes), max_chunk_bytes=4096)
+        assert [name for name, _ in found] == [field]
+
+
+def test_collective_plans_and_adapters_count_for_the_identity() -> None:
+    one = collective()
+    assert from_json(to_json(one)) == one
+    changed = [
+        collective(collective=plan(num_senders=3)),
+        collective(collective=plan(bucket_bytes=65)),
+        collective(collective=plan(whole_tensors=(3, 4))),
+        collective(digest_algorithm=""),
+        collective(adapter=AdapterConfig(rank=4, lora_alpha=8.0, target_modules=("q_proj",))),
+        collective(adapter=AdapterConfig(rank=4, lora_alpha=8.0, target_modules=("q_proj", "v_proj"))),
+    ]
+    assert len({manifests.artifact_id(m) for m in [one, *changed]}) == 7
 
 
 def test_files_are_safetensors_that_others_can_read(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from meshrl.client import WeightSyncClient
 from meshrl.trainer.publisher import Publisher, next_epoch
 from meshrl.wire import manifest as manifests
+from meshrl.wire import manifest_checks
 from meshrl.wire.manifest_file import from_json, manifest_path
 from meshrl.wire.types import StagedVersion, Transport
 
@@ -54,7 +55,7 @@ async def test_files_are_safetensors_with_the_manifest_beside_them(tmp_path: Pat
     loaded = load_file(payload)
     assert all(torch.equal(loaded[name], STATE[name]) for name in STATE)
     assert from_json(manifest_path(payload).read_bytes()) == hub.manifest
-    assert manifests.violations(hub.manifest, max_chunk_bytes=4096) == []
+    assert manifest_checks.violations(hub.manifest, max_chunk_bytes=4096) == []
     assert (report.num_bytes, report.root) == (50 * 40 * 4 + 18 + 8 + 48, hub.manifest.result_root)
 
 

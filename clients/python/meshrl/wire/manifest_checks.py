@@ -1,0 +1,149 @@
+"""Checks that a manifest agrees with itself: what the hub refuses before it takes a version's bytes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from meshrl.wire.manifest import (
+    CODEC_RAW,
+    DIGEST_BYTES,
+    DIGEST_BYTES_OF,
+    ITEM_BYTES,
+    SUM128,
+    layout_signature,
+    result_root,
+)
+from meshrl.wire.types import Manifest, TensorEntry, Transport, VersionKind
+
+
+def violations(manifest: Manifest, *, max_chunk_bytes: int) -> list[tuple[str, str]]:
+    """Checks that a manifest agrees with itself; returns (field, what to change) for everything that does not."""
+    found = _kind_violations(manifest)
+    if manifest.digest_algorithm not in DIGEST_BYTES_OF:
+        known = ", ".join(sorted(filter(None, DIGEST_BYTES_OF)))
+        return [*found, ("digest_algorithm", f"must be one of {known}, got {manifest.digest_algorithm!r}")]
+    found += _tensor_violations(manifest.tensors, DIGEST_BYTES_OF[manifest.digest_algorithm])
+    if found:
+        return found
+    found += _root_violations(manifest)
+    if manifest.transport is Transport.NCCL:
+        return found + _collective_violations(manifest)
+    return found + _byte_violations(manifest, max_chunk_bytes)
+
+
+def _kind_violations(manifest: Manifest) -> list[tuple[str, str]]:
+    found: list[tuple[str, str]] = []
+    if not manifest.run_id:
+        found.append(("run_id", "must not be empty"))
+    if manifest.epoch < 1:
+        found.append(("epoch", f"must be at least 1, got {manifest.epoch}"))
+    if manifest.kind is VersionKind.DELTA:
+        found.append(("kind", "deltas are not supported by this hub; publish full versions or adapters"))
+    if (manifest.kind is VersionKind.LORA) != (manifest.adapter is not None):
+        found.append(("adapter", "must be set for kind lora, and only there"))
+    elif manifest.adapter is not None and manifest.adapter.rank < 1:
+        found.append(("adapter.rank", f"must be at least 1, got {manifest.adapter.rank}"))
+    if manifest.codec != CODEC_RAW:
+        found.append(("codec", f"only {CODEC_RAW!r} is supported, got {manifest.codec!r}"))
+    return found
+
+
+def _root_violations(manifest: Manifest) -> list[tuple[str, str]]:
+    found: list[tuple[str, str]] = []
+    if manifest.result_root != result_root(manifest.tensors):
+        found.append(("result_root", "is not the root of the tensors listed"))
+    own_layout = layout_signature((t.name, t.dtype, t.shape) for t in manifest.tensors)
+    if manifest.kind is VersionKind.FULL and manifest.layout_signature != own_layout:
+        found.append(("layout_signature", "is not the signature of the tensors listed"))
+    elif len(manifest.layout_signature) != DIGEST_BYTES:
+        found.append(("layout_signature", f"must have {DIGEST_BYTES} bytes, got {len(manifest.layout_signature)}"))
+    return found
+
+
+def _byte_violations(manifest: Manifest, max_chunk_bytes: int) -> list[tuple[str, str]]:
+    """Checks the chunks and files of a version whose bytes can be fetched."""
+    found: list[tuple[str, str]] = []
+    if manifest.collective is not None:
+        found.append(("collective", "must be unset unless transport is nccl"))
+    if manifest.digest_algorithm not in ("", "blake3"):
+        found.append(("digest_algorithm", f"{manifest.digest_algorithm} is for transport nccl only; use blake3"))
+    num_bytes = manifest.num_bytes
+    found += _span_violations("chunks", [(chunk.offset, chunk.length) for chunk in manifest.chunks], num_bytes)
+    found += [
+        (f"chunks[{index}].length", f"must be at most {max_chunk_bytes} bytes, got {chunk.length}")
+        for index, chunk in enumerate(manifest.chunks)
+        if chunk.length > max_chunk_bytes
+    ][:1]
+    found += [
+        (f"chunks[{index}].digest", f"must have {DIGEST_BYTES} bytes, got {len(chunk.digest)}")
+        for index, chunk in enumerate(manifest.chunks)
+        if len(chunk.digest) != DIGEST_BYTES
+    ][:1]
+    if manifest.transport is Transport.FILESYSTEM:
+        found += _span_violations("files", [(file.offset, file.num_bytes) for file in manifest.files], num_bytes)
+    elif manifest.files:
+        found.append(("files", "must be empty unless transport is filesystem"))
+    return found
+
+
+def _collective_violations(manifest: Manifest) -> list[tuple[str, str]]:
+    """Checks what an nccl version says about its senders; its bytes are nowhere to be fetched."""
+    plan = manifest.collective
+    if plan is None:
+        return [("collective", "must be set for transport nccl")]
+    found: list[tuple[str, str]] = []
+    if manifest.chunks or manifest.files:
+        found.append(("chunks", "and files must be empty for transport nccl: the bytes travel in a group"))
+    if manifest.digest_algorithm != SUM128:
+        found.append(("digest_algorithm", f"must be {SUM128} for transport nccl, got {manifest.digest_algorithm!r}"))
+    if plan.num_senders < 1:
+        found.append(("collective.num_senders", f"must be at least 1, got {plan.num_senders}"))
+    if plan.bucket_bytes < 1:
+        found.append(("collective.bucket_bytes", f"must be at least 1, got {plan.bucket_bytes}"))
+    whole = set(plan.whole_tensors)
+    if len(whole) != len(plan.whole_tensors) or any(not 0 <= index < len(manifest.tensors) for index in whole):
+        found.append(("collective.whole_tensors", f"must be distinct indices of the {len(manifest.tensors)} tensors"))
+    elif plan.num_senders > 1:
+        odd = [i for i, t in enumerate(manifest.tensors) if i not in whole and ITEM_BYTES[t.dtype] % 2]
+        if odd:
+            name = manifest.tensors[odd[0]].name
+            text = f"must list {name!r}: {SUM128} adds up 16-bit words, so tensors of 1-byte elements go whole"
+            found.append(("collective.whole_tensors", text))
+    return found
+
+
+def _tensor_violations(tensors: Sequence[TensorEntry], digest_bytes: int) -> list[tuple[str, str]]:
+    found: list[tuple[str, str]] = []
+    if not tensors:
+        found.append(("tensors", "must not be empty"))
+    if len({tensor.name for tensor in tensors}) != len(tensors):
+        found.append(("tensors", "must have distinct names"))
+    offset = 0
+    for index, tensor in enumerate(tensors):
+        where = f"tensors[{index}]"
+        if tensor.dtype not in ITEM_BYTES:
+            found.append((f"{where}.dtype", f"is unknown: {tensor.dtype!r}"))
+        elif any(length < 0 for length in tensor.shape):
+            found.append((f"{where}.shape", f"must not be negative, got {tensor.shape}"))
+        elif tensor.num_bytes != math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype]:
+            found.append((f"{where}.num_bytes", f"does not match dtype and shape, got {tensor.num_bytes}"))
+        elif tensor.offset != offset:
+            found.append((f"{where}.offset", f"must be {offset}, got {tensor.offset}: tensors follow without gaps"))
+        elif len(tensor.digest) != digest_bytes:
+            found.append((f"{where}.digest", f"must have {digest_bytes} bytes, got {len(tensor.digest)}"))
+        offset = tensor.offset + tensor.num_bytes
+        if found:
+            break  # what follows a wrong entry is only noise
+    return found
+
+
+def _span_violations(name: str, spans: Sequence[tuple[int, int]], num_bytes: int) -> list[tuple[str, str]]:
+    end = 0
+    for index, (offset, length) in enumerate(spans):
+        if offset != end or length <= 0:
+            return [(f"{name}[{index}]", f"must start at {end} and not be empty, got offset {offset} length {length}")]
+        end = offset + length
+    if end != num_bytes:
+        return [(name, f"must cover all {num_bytes} bytes, cover {end}")]
+    return []
