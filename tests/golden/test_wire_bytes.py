@@ -10,19 +10,27 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from meshrl.v1 import weights_pb2
 from meshrl.wire import convert, frames, tensors
 from meshrl.wire.errors import FieldViolation, MeshError, Reason, to_rpc_status
 from meshrl.wire.types import (
+    AdapterConfig,
+    AgentRegistration,
     AgentReport,
     AgentState,
     ApplyReport,
     Batch,
     Chunk,
     ChunkEntry,
+    CollectivePlan,
     Commit,
+    EngineInfo,
+    GroupMember,
+    JoinGroup,
     Manifest,
     MessageSpan,
     MicroBatch,
+    OpenedGroup,
     Rollout,
     RolloutRequest,
     Sample,
@@ -32,6 +40,7 @@ from meshrl.wire.types import (
     TensorEntry,
     Transport,
     VersionInfo,
+    VersionKind,
     VersionSpan,
     VersionState,
 )
@@ -150,8 +159,70 @@ def messages():
         "agent_command",
         convert.agent_command_to_proto(Commit(version=2, artifact_id="a", hold=True)).SerializeToString(),
     )
+    yield from group_messages(manifest)
     yield "version_info", convert.version_info_to_proto(version).SerializeToString()
     yield "error_status", to_rpc_status(error).SerializeToString()
+
+
+def group_messages(manifest):
+    """What came with groups for the nccl transport, and with adapters."""
+    collective = dataclasses.replace(
+        manifest,
+        transport=Transport.NCCL,
+        chunks=(),
+        digest_algorithm="sum128",
+        collective=CollectivePlan(num_senders=2, bucket_bytes=64, whole_tensors=(0,)),
+    )
+    adapter = AdapterConfig(rank=4, lora_alpha=8.0, target_modules=("q_proj",), base_model="m")
+    lora = dataclasses.replace(manifest, kind=VersionKind.LORA, adapter=adapter)
+    yield "manifest_nccl", convert.manifest_to_proto(collective).SerializeToString()
+    yield "manifest_lora", convert.manifest_to_proto(lora).SerializeToString()
+    seat = {"collective_ranks": 2, "collective_backend": "nccl", "host": "h"}
+    registration = AgentRegistration(
+        engine_id="e", url="http://e", transports=(Transport.NCCL,), layout_signature=b"layout", **seat
+    )
+    yield "registration_nccl", convert.registration_to_proto(registration).SerializeToString()
+    report = AgentReport(
+        lease_id="l", state=AgentState.PREPARED, target_version=2, group_generation=3, target_artifact_id="a"
+    )
+    yield "agent_report_in_group", convert.agent_report_to_proto(report).SerializeToString()
+    join = JoinGroup(
+        generation=3,
+        store_address="h:1",
+        backend="nccl",
+        num_senders=2,
+        num_receivers=4,
+        first_receiver=2,
+        deadline_s=30.0,
+    )
+    yield "agent_command_join_group", convert.agent_command_to_proto(join).SerializeToString()
+    opened = OpenedGroup(generation=3, members=(GroupMember(engine_id="e", first_receiver=2, num_ranks=2),))
+    yield "opened_group", convert.opened_group_to_proto(opened).SerializeToString()
+    engine = EngineInfo(
+        engine_id="e",
+        url="http://e",
+        engine_pool="",
+        state=AgentState.READY,
+        serving_version=2,
+        routable=True,
+        last_seen_s=0.5,
+        transports=(Transport.NCCL,),
+        group_generation=3,
+        **seat,
+    )
+    yield "engine_info_nccl", convert.engine_info_to_proto(engine).SerializeToString()
+    asked = weights_pb2.OpenGroupRequest(
+        request_id="id",
+        run_id="run",
+        epoch=1,
+        store_address="h:1",
+        backend="nccl",
+        num_senders=2,
+        engine_ids=["e"],
+        without=["f"],
+        deadline_s=30.0,
+    )
+    yield "open_group_request", asked.SerializeToString()
 
 
 @pytest.mark.parametrize(("name", "data"), list(messages()), ids=lambda value: value if isinstance(value, str) else "")

@@ -54,6 +54,12 @@ def rollout_request(**changes):
             weights_pb2.ActivateVersionRequest(request_id="q", run_id="r", prepare_deadline_s=1),
         ),
         (
+            validate.validate_open_group_request,
+            weights_pb2.OpenGroupRequest(
+                request_id="q", run_id="r", epoch=1, store_address="h:1", backend="gloo", num_senders=1, deadline_s=1
+            ),
+        ),
+        (
             validate.validate_fetch_request,
             weights_pb2.FetchRequest(artifact_id=ID, ranges=[weights_pb2.ByteRange(offset=0, length=1)]),
         ),
@@ -89,6 +95,18 @@ def test_well_formed_requests_pass(check, message):
             validate.validate_activate_request,
             weights_pb2.ActivateVersionRequest(prepare_deadline_s=float("inf")),
             ["request_id", "run_id", "prepare_deadline_s"],
+        ),
+        (
+            validate.validate_register_request,
+            weights_pb2.RegisterRequest(
+                engine_id="e", url="http://x", transports=[3], layout_signature=b"s", collective_ranks=1
+            ),
+            ["collective_backend"],
+        ),
+        (
+            validate.validate_open_group_request,
+            weights_pb2.OpenGroupRequest(backend="mpi"),
+            ["request_id", "run_id", "store_address", "epoch", "backend", "num_senders", "deadline_s"],
         ),
         (
             validate.validate_fetch_request,

@@ -14,6 +14,7 @@ from meshrl.wire.types import CONTRACT_VERSION
 
 MAX_ID_CHARS = 256
 _BLAKE3_HEX_CHARS = 64
+COLLECTIVE_BACKENDS = frozenset({"nccl", "gloo"})
 
 
 class _Violations:
@@ -125,6 +126,11 @@ def validate_register_request(message: weights_pb2.RegisterRequest) -> None:
     known = {weights_pb2.TRANSPORT_FILESYSTEM, weights_pb2.TRANSPORT_STREAM, weights_pb2.TRANSPORT_NCCL}
     violations.check(bool(known.intersection(message.transports)), "transports", "must name one that this hub knows")
     violations.check(len(message.layout_signature) > 0, "layout_signature", "must not be empty")
+    backend = message.collective_backend
+    known_backend = backend in COLLECTIVE_BACKENDS or not message.collective_ranks
+    violations.check(
+        known_backend, "collective_backend", f"must be nccl or gloo with collective_ranks, got {backend!r}"
+    )
     violations.done("the registration")
 
 
@@ -157,12 +163,15 @@ def validate_activate_request(message: weights_pb2.ActivateVersionRequest) -> No
 
 
 def validate_open_group_request(message: weights_pb2.OpenGroupRequest) -> None:
-    """Raises INVALID_REQUEST unless the publisher, its store and its senders are named and the wait has an end."""
+    """Raises INVALID_REQUEST unless publisher, store, backend and senders are named and the wait has an end."""
     violations = _Violations()
     violations.identifier(message.request_id, "request_id")
     violations.identifier(message.run_id, "run_id")
     violations.identifier(message.store_address, "store_address")
-    violations.check(message.backend in ("nccl", "gloo"), "backend", f"must be nccl or gloo, got {message.backend!r}")
+    violations.check(message.epoch >= 1, "epoch", "must be at least 1")
+    violations.check(
+        message.backend in COLLECTIVE_BACKENDS, "backend", f"must be nccl or gloo, got {message.backend!r}"
+    )
     violations.check(message.num_senders >= 1, "num_senders", "must be at least 1")
     violations.positive_s(message.deadline_s, "deadline_s")
     violations.done("the group request")
