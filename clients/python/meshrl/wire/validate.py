@@ -35,6 +35,9 @@ class _Violations:
     def positive_s(self, value: float, field: str) -> None:
         self.check(math.isfinite(value) and value > 0, field, f"must be a positive number of seconds, got {value:g}")
 
+    def backend(self, value: str, field: str) -> None:
+        self.check(value in COLLECTIVE_BACKENDS, field, f"must be nccl or gloo, got {value!r}")
+
     def done(self, what: str) -> None:
         if self.found:
             raise invalid(self.found, what)
