@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from vllm.config import set_current_vllm_config
-from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
+from vllm.model_executor.model_loader.utils import initialize_model
 
 Named = Sequence[tuple[str, torch.Tensor]]
 
@@ -42,15 +42,19 @@ class ParameterShadow:
     """The parameters of a second model instance; `apply` copies them into the live ones, whose addresses stay."""
 
     def __init__(self, live: nn.Module, vllm_config: Any, device: torch.device) -> None:
-        """Builds the second instance. Raises torch.OutOfMemoryError when its parameters do not fit."""
+        """Builds the second instance. Raises ValueError when its parameters have another form than the live ones."""
         config = _config_of_its_own(vllm_config)
-        with set_current_vllm_config(config), torch.device("meta"):
-            self._model = initialize_model(vllm_config=config)
-        self._vllm_config, self._device = config, device
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(config.model_config.dtype)
+        try:
+            with set_current_vllm_config(config), device:
+                self._model = initialize_model(vllm_config=config).eval()
+        finally:
+            torch.set_default_dtype(before)
         self._live = dict(live.named_parameters())
-        for name, parameter in self._model.named_parameters():
-            parameter.data = torch.empty_like(self._live[name], device=device)
-        self._model.eval()
+        ours = {name: (tuple(p.shape), p.dtype) for name, p in self._model.named_parameters()}
+        if ours != {name: (tuple(p.shape), p.dtype) for name, p in self._live.items()}:
+            raise ValueError("vLLM has changed the form of some weights after loading them")
         self._loaded: set[str] | None = set()
 
     @staticmethod
@@ -109,14 +113,12 @@ def build_shadow(worker: Any) -> Shadow:
     if device.type != "cuda":
         return CheckpointShadow(runner)
     free_bytes, _ = torch.cuda.mem_get_info(device)
-    if ParameterShadow.bytes_of(live) + HEADROOM_BYTES > free_bytes or _repacks(live):
+    if ParameterShadow.bytes_of(live) + HEADROOM_BYTES > free_bytes:
         return CheckpointShadow(runner)
-    return ParameterShadow(live, worker.vllm_config, device)
-
-
-def _repacks(live: nn.Module) -> bool:
-    """Whether weights were turned into another form after loading: quantised ones are."""
-    return any(not parameter.is_floating_point() or parameter.element_size() < 2 for parameter in live.parameters())
+    try:
+        return ParameterShadow(live, worker.vllm_config, device)
+    except ValueError:  # quantised, for one
+        return CheckpointShadow(runner)
 
 
 def _config_of_its_own(vllm_config: Any) -> Any:
