@@ -24,14 +24,24 @@ from meshrl.inference.agent_states import (
     ResumeEngine,
     StartApply,
     StartFetch,
+    StartJoin,
     Tell,
 )
 from meshrl.inference.config import InferenceConfig
-from meshrl.inference.engine import Engine
+from meshrl.inference.engine import Engine, HostVersion
 from meshrl.inference.fetching import VersionFetcher
 from meshrl.wire import manifest as manifests
 from meshrl.wire.errors import MeshError, Reason
-from meshrl.wire.types import AgentFault, AgentRegistration, AgentReport, ApplyReport, Lease, Manifest, Transport
+from meshrl.wire.types import (
+    AgentFault,
+    AgentRegistration,
+    AgentReport,
+    ApplyReport,
+    JoinGroup,
+    Lease,
+    Manifest,
+    Transport,
+)
 
 _PERMANENT = frozenset({Reason.CONTRACT_MISMATCH, Reason.INVALID_REQUEST, Reason.NOT_SUPPORTED})
 APPLY_DEADLINE_S = 60.0
@@ -78,6 +88,7 @@ class WeightAgent:
         self._outbox: asyncio.Queue[AgentReport] = asyncio.Queue()
         self._leave = asyncio.Event()
         self._fetch_task: asyncio.Task[None] | None = None
+        self._join_task: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._hold_timer: asyncio.Task[None] | None = None
         self._prepared: _Prepared | None = None
@@ -119,6 +130,7 @@ class WeightAgent:
     async def _wind_down(self) -> None:
         """Ends the fetch, lets a swap come to its end, and never leaves a held engine paused."""
         self._cancel_fetch()
+        self._cancel_join()
         if self._tasks:
             await asyncio.wait(set(self._tasks), timeout=APPLY_DEADLINE_S)
         if self.machine.held:
@@ -164,6 +176,8 @@ class WeightAgent:
             target_version=tell.target_version if tell.target_version is not None else target,
             fault=tell.fault,
             applied=tell.applied,
+            group_generation=machine.group,
+            target_artifact_id=machine.target.artifact_id if machine.target is not None else "",
         )
 
     # --- actions --------------------------------------------------------------------------------
@@ -182,6 +196,9 @@ class WeightAgent:
                     self._spawn(self._apply(action))
                 case ResumeEngine():
                     self._spawn(self._resume())
+                case StartJoin():
+                    self._cancel_join()
+                    self._join_task = self._spawn(self._join(action.group))
                 case Leave():
                     self._leave.set()
 
@@ -195,6 +212,22 @@ class WeightAgent:
         if self._fetch_task is not None:
             self._fetch_task.cancel()
         self._fetch_task, self._prepared = None, None
+
+    def _cancel_join(self) -> None:
+        if self._join_task is not None:
+            self._join_task.cancel()
+        self._join_task = None
+
+    async def _join(self, group: JoinGroup) -> None:
+        try:
+            await self._engine.join_group(group)
+        except MeshError as error:  # the publisher goes on without this engine, or opens another group
+            logger.warning("group {} was not joined: {}", group.generation, error)
+            fault = AgentFault(reason=error.reason.name, message=error.message)
+            self._perform(self.machine.join_failed(group, fault))
+            return
+        logger.info("joined group {}", group.generation)
+        self._perform(self.machine.joined(group))
 
     async def _fetch(self, version: int, artifact_id: str) -> None:
         began_s = time.monotonic()
@@ -226,7 +259,7 @@ class WeightAgent:
         if manifest.result_root == self._live_root:
             return manifest, True
         tensors = await self._fetcher.fetch(manifest, artifact_id)
-        await self._engine.stage(version, tensors)
+        await self._engine.stage(HostVersion(version=version, tensors=tensors))
         return manifest, False
 
     async def _apply(self, action: StartApply) -> None:

@@ -19,6 +19,7 @@ from meshrl.wire.types import (
     ApplyReport,
     Commit,
     DrainAgent,
+    JoinGroup,
     Prepare,
     Resume,
 )
@@ -76,6 +77,13 @@ class ResumeEngine:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StartJoin:
+    """Leave the group, if any, and join this one; then `joined` or `join_failed`. Ends the joining before it."""
+
+    group: JoinGroup
+
+
+@dataclass(frozen=True, kw_only=True)
 class Tell:
     """Report to the hub now: the state, and what is given here."""
 
@@ -89,7 +97,7 @@ class Leave:
     """The hub asked this agent to end."""
 
 
-Action = StartFetch | CancelFetch | StartApply | ResumeEngine | Tell | Leave
+Action = StartFetch | CancelFetch | StartApply | ResumeEngine | StartJoin | Tell | Leave
 
 
 class AgentMachine:
@@ -103,6 +111,8 @@ class AgentMachine:
         self.target: Target | None = None
         self.held = False  # applied, and paused until Resume
         self.last_applied: ApplyReport | None = None
+        self.group: int | None = None  # generation of the group that the engine is in
+        self._asked: JoinGroup | None = None  # the group that the engine is in or on its way into
         self._poisoned = False
         self._queued: Commit | Prepare | None = None
         self._leaving = False
@@ -128,6 +138,8 @@ class AgentMachine:
             case DrainAgent():
                 self._leaving = True
                 return [] if self.state is AgentState.APPLYING else [Leave()]
+            case JoinGroup():
+                return self._join(command)
 
     def _prepare(self, command: Prepare) -> list[Action]:
         if self.state is AgentState.APPLYING or (self.target is not None and self.target.committed):
@@ -154,6 +166,13 @@ class AgentMachine:
         self.target = replace(self.target, committed=True, hold=command.hold)
         return self._apply() if self.state is AgentState.PREPARED else []
 
+    def _join(self, command: JoinGroup) -> list[Action]:
+        """Beside whatever else goes on: a group has no part in the states."""
+        if command == self._asked:
+            return [Tell()]
+        self._asked, self.group = command, None
+        return [StartJoin(group=command)]
+
     def _abort(self, version: int) -> list[Action]:
         if isinstance(self._queued, Prepare) and self._queued.version == version:
             self._queued = None
@@ -179,6 +198,27 @@ class AgentMachine:
         version = self.target.version
         self._fall_back()
         return [Tell(fault=fault, target_version=version), *self._next()]
+
+    def joined(self, group: JoinGroup) -> list[Action]:
+        """The engine is in the group."""
+        if group != self._asked:
+            return []
+        self.group = group.generation
+        return [Tell()]
+
+    def join_failed(self, group: JoinGroup, fault: AgentFault) -> list[Action]:
+        """Not everybody came: the engine is in no group, and otherwise as it was."""
+        if group != self._asked:
+            return []
+        self._asked = None
+        return [Tell(fault=fault)]
+
+    def group_lost(self, generation: int | None) -> list[Action]:
+        """The group broke while the engine was in it; nothing is lost but the group."""
+        if generation is None or generation != self.group:
+            return []
+        self._asked, self.group = None, None
+        return [Tell()]
 
     def applied(self, artifact_id: str, report: ApplyReport) -> list[Action]:
         """The engine holds the artifact; with hold it is still paused, else it generates again."""

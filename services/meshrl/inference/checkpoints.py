@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers.utils.hub import cached_file
 
-from meshrl.inference.engine import Engine
+from meshrl.inference.engine import Engine, HostVersion
 from meshrl.inference.live_weights import Layout
 from meshrl.wire.errors import MeshError, Reason
 
@@ -33,7 +33,7 @@ class WeightLoader:
         """
         async with self._lock:
             tensors = await asyncio.to_thread(read_checkpoint, self._folder(folder), self._engine.layout())
-            await self._engine.stage(version, tensors)
+            await self._engine.stage(HostVersion(version=version, tensors=tensors))
             was_paused = self._engine.paused
             await self._engine.pause()
             started = time.perf_counter()

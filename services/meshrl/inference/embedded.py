@@ -10,22 +10,29 @@ import asyncio
 import queue
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import numpy as np
-import torch
 from loguru import logger
 from transformers import PreTrainedModel
 
-from meshrl.inference.engine import EngineStats, FinishReason, GenerateRequest, TokenChunk
+from meshrl.inference.engine import (
+    CollectiveSeat,
+    EngineStats,
+    FinishReason,
+    GenerateRequest,
+    HostVersion,
+    TokenChunk,
+)
 from meshrl.inference.live_weights import Layout, LiveWeights, Shadow
 from meshrl.inference.runner import ModelRunner
 from meshrl.inference.sampling import stream_keys
 from meshrl.inference.scheduler import Row, SlotTable
 from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.types import JoinGroup, Manifest
 
 COMMAND_DEADLINE_S = 60.0
 RETRY_AFTER_S = 1.0
@@ -120,6 +127,14 @@ class EmbeddedEngine:
     @property
     def draining(self) -> bool:
         return self._draining
+
+    @property
+    def stages_from_files(self) -> bool:
+        return False  # the model lives in this process
+
+    @property
+    def collective(self) -> CollectiveSeat | None:
+        return None
 
     def layout(self) -> Layout:
         return self._weights.layout
@@ -244,9 +259,24 @@ class EmbeddedEngine:
 
         await self._between_steps(end)
 
-    async def stage(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
+    async def stage(self, host: HostVersion) -> None:
         self._shadow = None
-        self._shadow = await asyncio.to_thread(self._weights.stage, version, tensors)
+        if host.adapter is not None:
+            raise MeshError(
+                Reason.NOT_SUPPORTED, "this engine takes whole versions; publish them with the adapter merged"
+            )
+        self._shadow = await asyncio.to_thread(self._weights.stage, host.version, host.tensors)
+
+    async def join_group(self, group: JoinGroup) -> None:
+        raise MeshError(
+            Reason.GROUP_BROKEN, f"this engine takes part in no group, generation {group.generation} or other"
+        )
+
+    async def receive(self, manifest: Manifest) -> None:
+        raise MeshError(Reason.GROUP_BROKEN, f"version {manifest.version} came for a group, and this engine is in none")
+
+    async def leave_group(self) -> None:
+        return
 
     async def apply(self, version: int, root: bytes) -> None:
         shadow = self._shadow

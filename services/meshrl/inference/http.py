@@ -14,7 +14,7 @@ from loguru import logger
 
 from meshrl.inference.bodies import WeightsBody, parse
 from meshrl.inference.checkpoints import WeightLoader
-from meshrl.inference.embedded import EmbeddedEngine
+from meshrl.inference.engine import Engine
 from meshrl.inference.openai_routes import OpenAIRoutes
 from meshrl.inference.serving import STATUS_OF, Serving, error_body
 from meshrl.inference.text import TextCodec
@@ -32,7 +32,7 @@ class InferenceServer:
     """Routes of one engine. Without a tokenizer the text routes answer that they need one."""
 
     def __init__(
-        self, engine: EmbeddedEngine, *, model_name: str, codec: TextCodec | None, loader: WeightLoader | None,
+        self, engine: Engine, *, model_name: str, codec: TextCodec | None, loader: WeightLoader | None,
         request_deadline_s: float = 600.0, api_key: str | None = None,
     ) -> None:  # fmt: skip
         self._engine = engine

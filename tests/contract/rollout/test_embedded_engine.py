@@ -14,6 +14,7 @@ from aiohttp import web
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from meshrl.inference.embedded import EmbeddedEngine
+from meshrl.inference.engine import HostVersion
 from meshrl.inference.http import InferenceServer
 from meshrl.models.state import hf_state
 from meshrl.wire.types import Sampling
@@ -136,7 +137,7 @@ async def test_tokens_before_and_after_a_weight_swap_carry_their_own_version(sta
     while embedded.engine.in_flight < 8:  # noqa: ASYNC110  # the engine offers no event for this
         await asyncio.sleep(0.005)
     other = make_model(1)
-    await embedded.engine.stage(1, hf_state(other))
+    await embedded.engine.stage(HostVersion(version=1, tensors=hf_state(other)))
     await embedded.engine.pause()
     await embedded.engine.apply(1, b"")
     await embedded.engine.resume()

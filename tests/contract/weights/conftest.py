@@ -15,7 +15,7 @@ from meshrl.core.config.shared import ServerConfig
 from meshrl.core.serve import GrpcServer
 from meshrl.inference.agent import WeightAgent
 from meshrl.inference.config import InferenceConfig
-from meshrl.inference.engine import FinishReason, GenerateRequest, TokenChunk
+from meshrl.inference.engine import CollectiveSeat, FinishReason, GenerateRequest, HostVersion, TokenChunk
 from meshrl.trainer.publisher import Publisher
 from meshrl.weights.config import WeightsConfig
 from meshrl.weights.hub import Hub
@@ -44,6 +44,8 @@ class MemoryEngine:
         self.paused = False
         self.unfit: str | None = None
         self.in_flight = 3
+        self.stages_from_files = False
+        self.collective: CollectiveSeat | None = None
         self.shadow: tuple[int, dict[str, torch.Tensor]] | None = None
         self.fail_apply = False
         self.history: list[str] = []
@@ -69,9 +71,9 @@ class MemoryEngine:
         self.history.append("resume")
         self.paused = False
 
-    async def stage(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        self.shadow = (version, dict(tensors))
-        self.history.append(f"stage {version}")
+    async def stage(self, host: HostVersion) -> None:
+        self.shadow = (host.version, {name: tensor.clone() for name, tensor in host.tensors.items()})
+        self.history.append(f"stage {host.version}")
 
     async def apply(self, version: int, root: bytes) -> None:
         assert self.paused

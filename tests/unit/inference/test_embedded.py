@@ -8,7 +8,7 @@ import torch
 from inference_kit import VOCAB, EngineFactory, ask, collect, complete, full_forward, make_model
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
 
-from meshrl.inference.engine import FinishReason
+from meshrl.inference.engine import FinishReason, HostVersion
 from meshrl.inference.scheduler import MIN_SHARED_TOKENS
 from meshrl.wire.errors import MeshError, Reason
 
@@ -220,14 +220,14 @@ async def test_non_finite_logits_fail_the_request_and_the_slots_recover(
     engine = await start_engine()
     broken = {name: torch.full(shape, torch.nan) for name, _, shape in engine.layout()}
     good = {name: tensor.clone() for name, tensor in model.named_parameters()}
-    await engine.stage(1, broken)
+    await engine.stage(HostVersion(version=1, tensors=broken))
     await engine.pause()
     await engine.apply(1, b"nan")
     await engine.resume()
     with pytest.raises(MeshError, match="not finite") as failed:
         await complete(engine, ask([1, 2, 3]))
     assert failed.value.reason is Reason.ENGINE_FAILED
-    await engine.stage(2, good)
+    await engine.stage(HostVersion(version=2, tensors=good))
     await engine.pause()
     await engine.apply(2, b"good")
     await engine.resume()

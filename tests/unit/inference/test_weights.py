@@ -10,13 +10,14 @@ from inference_kit import EngineFactory, ask, complete, full_forward, make_model
 from transformers import PreTrainedModel
 
 from meshrl.inference.embedded import EmbeddedEngine
+from meshrl.inference.engine import HostVersion
 from meshrl.inference.live_weights import LiveWeights
 from meshrl.models.state import hf_state
 from meshrl.wire.errors import MeshError, Reason
 
 
 async def swap(engine: EmbeddedEngine, version: int, weights: PreTrainedModel, root: bytes = b"root") -> None:
-    await engine.stage(version, hf_state(weights))
+    await engine.stage(HostVersion(version=version, tensors=hf_state(weights)))
     await engine.pause()
     await engine.apply(version, root)
     await engine.resume()
@@ -30,7 +31,7 @@ async def test_new_weights_apply_between_two_steps_and_spans_say_where(
     stream = engine.generate(ask([1, 2, 3], max_tokens=200, stream=True))
     early = [await anext(stream) for _ in range(5)]
     assert await engine.pause() == 1
-    await engine.stage(4, hf_state(other))
+    await engine.stage(HostVersion(version=4, tensors=hf_state(other)))
     await engine.apply(4, b"four")
     assert (engine.version, engine.root, engine.paused) == (4, b"four", True)
     await engine.resume()
@@ -56,7 +57,7 @@ async def test_a_request_that_was_paused_keeps_its_cache_across_versions(start_e
     await asyncio.sleep(0.02)
     for version in (1, 2):
         await engine.pause()
-        await engine.stage(version, hf_state(make_model(seed=version)))
+        await engine.stage(HostVersion(version=version, tensors=hf_state(make_model(seed=version))))
         await engine.apply(version, b"")
         await engine.resume()
         await asyncio.sleep(0.02)
@@ -88,7 +89,7 @@ async def test_staging_does_not_stop_generation_and_changes_nothing(
     model: PreTrainedModel, start_engine: EngineFactory
 ) -> None:
     engine = await start_engine()
-    await engine.stage(1, hf_state(make_model(seed=3)))
+    await engine.stage(HostVersion(version=1, tensors=hf_state(make_model(seed=3))))
     made = await complete(engine, ask([1, 2, 3], max_tokens=10))
     np.testing.assert_allclose(made.logprobs, full_forward(model, [1, 2, 3], made.token_ids.tolist()), atol=1e-4)
     assert engine.version == 0
@@ -113,7 +114,7 @@ async def test_weights_that_do_not_fit_are_refused_and_the_old_version_serves(
     state = dict(hf_state(make_model(seed=3)))
     change(state)  # type: ignore[operator]  # a lambda of the table above
     with pytest.raises(MeshError, match=words) as refused:
-        await engine.stage(1, state)
+        await engine.stage(HostVersion(version=1, tensors=state))
     assert refused.value.reason is Reason.LAYOUT_MISMATCH
     await engine.pause()
     with pytest.raises(MeshError) as unstaged:
@@ -125,7 +126,7 @@ async def test_weights_that_do_not_fit_are_refused_and_the_old_version_serves(
 
 async def test_weights_apply_only_while_paused(start_engine: EngineFactory) -> None:
     engine = await start_engine()
-    await engine.stage(1, hf_state(make_model(seed=3)))
+    await engine.stage(HostVersion(version=1, tensors=hf_state(make_model(seed=3))))
     with pytest.raises(MeshError, match="pause first"):
         await engine.apply(1, b"")
     assert engine.version == 0
@@ -138,7 +139,7 @@ async def test_a_failed_apply_leaves_the_engine_unfit_until_it_is_reseeded(
     engine = await start_engine(max_model_len=300)
     running = asyncio.create_task(complete(engine, ask([1], max_tokens=250)))
     await asyncio.sleep(0.01)
-    await engine.stage(1, hf_state(make_model(seed=3)))
+    await engine.stage(HostVersion(version=1, tensors=hf_state(make_model(seed=3))))
     await engine.pause()
     with monkeypatch.context() as patch:
 
