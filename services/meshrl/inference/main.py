@@ -16,10 +16,10 @@ from meshrl.core.logs import setup_logging
 from meshrl.core.paths import Layout
 from meshrl.core.serve import check_bind, run
 from meshrl.inference.agent import WeightAgent
-from meshrl.inference.build import build_engine
+from meshrl.inference.build import open_engine
 from meshrl.inference.checkpoints import WeightLoader
 from meshrl.inference.config import InferenceConfig
-from meshrl.inference.embedded import EmbeddedEngine
+from meshrl.inference.engine import Engine
 from meshrl.inference.http import InferenceServer
 from meshrl.inference.text import TextCodec
 from meshrl.models.load import ModelError, load_tokenizer
@@ -31,13 +31,18 @@ CLOSE_DEADLINE_S = 5.0
 async def serve(config: InferenceConfig, stop: asyncio.Event) -> int:
     """Serves until `stop` is set, then drains; returns the exit code. Raises ConfigError for a bind that is refused."""
     check_bind(config.server)
+    opening, stopping = asyncio.create_task(open_engine(config)), asyncio.create_task(stop.wait())
+    await asyncio.wait({opening, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if not opening.done():  # a large model takes minutes: whoever stops the program need not wait for it
+        opening.cancel()
+        return 0
     try:
-        engine = await asyncio.to_thread(build_engine, config)
+        engine = opening.result()
         codec = await _codec(config)
     except (ModelError, ValueError) as error:  # a configuration that no retry mends: say it once, without a traceback
         logger.error("{}", error)
         return 2
-    engine.start()
     runner = web.AppRunner(_app(config, engine, codec), handler_cancellation=True, access_log=None)
     await runner.setup()
     site = web.TCPSite(runner, config.server.host, config.server.port, backlog=1024)
@@ -51,7 +56,7 @@ async def serve(config: InferenceConfig, stop: asyncio.Event) -> int:
     host, port = runner.addresses[0][:2]
     logger.info(
         "serving {} on http://{}:{} ({} slots of {} tokens)",
-        config.model.name, host, port, engine.num_slots, engine.max_model_len,
+        config.model.name, host, port, engine.stats().slots, engine.max_model_len,
     )  # fmt: skip
     code = await _until_stopped(config, engine, f"{host}:{port}", stop)
     engine.begin_drain()
@@ -63,7 +68,7 @@ async def serve(config: InferenceConfig, stop: asyncio.Event) -> int:
     return code
 
 
-def _app(config: InferenceConfig, engine: EmbeddedEngine, codec: TextCodec | None) -> web.Application:
+def _app(config: InferenceConfig, engine: Engine, codec: TextCodec | None) -> web.Application:
     server = InferenceServer(
         engine,
         model_name=config.served_model_name or config.model.name,
@@ -83,7 +88,7 @@ async def _codec(config: InferenceConfig) -> TextCodec | None:
         return None
 
 
-async def _until_stopped(config: InferenceConfig, engine: EmbeddedEngine, address: str, stop: asyncio.Event) -> int:
+async def _until_stopped(config: InferenceConfig, engine: Engine, address: str, stop: asyncio.Event) -> int:
     """Waits for `stop`, with the weight agent beside it; the agent's failure ends the program with code 1."""
     if config.weight_broadcast is None:
         await stop.wait()
@@ -103,7 +108,7 @@ async def _until_stopped(config: InferenceConfig, engine: EmbeddedEngine, addres
 
 
 async def _run_agent(
-    config: InferenceConfig, engine: EmbeddedEngine, client: WeightSyncClient, address: str, stop: asyncio.Event
+    config: InferenceConfig, engine: Engine, client: WeightSyncClient, address: str, stop: asyncio.Event
 ) -> Any:
     agent = WeightAgent(client, engine, config, address)
     return await agent.run(stop)
@@ -114,6 +119,11 @@ def main() -> None:
     name = f"inference-{config.engine_id}" if config.engine_id else "inference"
     log_file = Layout(config.output_dir).log(name)
     setup_logging(name, config.log.level, log_file, json_logging=config.log.json_logging)
+    if config.headless:
+        from meshrl.inference.vllm.build import run_headless  # vLLM is an extra, and takes seconds to import
+
+        run_headless(config)
+        return
     sys.exit(run(lambda stop: serve(config, stop)))
 
 

@@ -33,7 +33,7 @@ async def open_vllm_engine(config: InferenceConfig) -> Any:
 
     layout, eos_token_ids = await asyncio.to_thread(_describe, config.model, vllm_config.model_config.dtype)
     lora = vllm_config.lora_config
-    llm = AsyncLLM.from_vllm_config(vllm_config, disable_log_stats=True)  # here, since it takes this loop
+    llm = await asyncio.to_thread(AsyncLLM.from_vllm_config, vllm_config, disable_log_stats=True)
     engine = VllmEngine(
         llm,
         layout=layout,
