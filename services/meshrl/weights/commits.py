@@ -10,6 +10,7 @@ from typing import Any
 
 from meshrl.weights import log_entries as entries
 from meshrl.weights.engines import EnginePool
+from meshrl.weights.groups import Groups
 from meshrl.weights.states import (
     DECIDED,
     LIVE,
@@ -38,6 +39,7 @@ from meshrl.wire.types import (
     EngineReport,
     Prepare,
     Resume,
+    Transport,
     VersionState,
 )
 
@@ -59,6 +61,7 @@ class CommitRules:
         self.revision = 0
         self.records: dict[Key, VersionRecord] = {}
         self.pool = EnginePool(lease_s)
+        self.groups = Groups()
         self._max_chunk_bytes = max_chunk_bytes
         self._keep_versions = keep_versions
         self._min_engines = min_engines
@@ -71,10 +74,12 @@ class CommitRules:
     # --- rules ----------------------------------------------------------------------------------
 
     def _fault(self, engine: EngineRecord, fault: AgentFault, key: Key | None, now_s: float) -> None:
-        engine.last_fault, engine.prepared = fault, None
+        engine.last_fault = fault
         if key is not None:
             engine.faulted.add(key)
         record = self.records.get(key) if key is not None else None
+        if record is not None and record.transport is Transport.NCCL and fault.reason == Reason.GROUP_BROKEN.name:
+            engine.broken_generation = engine.newest_generation
         if record is not None and record.attempt is not None:
             record.attempt.faults[engine.engine_id] = fault
         decided = record is not None and record.state in DECIDED
@@ -85,6 +90,21 @@ class CommitRules:
             engine.sent = None
             engine.retry_s = now_s + min(30.0, 0.5 * 2**engine.retries)
             engine.retries = min(engine.retries + 1, 8)
+
+    def _note_group(self, engine: EngineRecord, generation: int | None) -> None:
+        """In a newer group, what failed in the older ones is tried again."""
+        engine.group_generation = generation
+        if generation is None or generation <= engine.newest_generation:
+            return
+        engine.newest_generation = generation
+        for record in self.records.values():
+            if record.transport is not Transport.NCCL:
+                continue
+            engine.faulted.discard(record.key)
+            if record.attempt is not None:
+                record.attempt.faults.pop(engine.engine_id, None)
+            if engine.sent_key == record.key:
+                engine.sent = None
 
     def _note_served(self, engine: EngineRecord, applied: ApplyReport | None) -> None:
         newest = self.newest_decided()
@@ -118,6 +138,10 @@ class CommitRules:
             if record.state is VersionState.COMMITTING:
                 actions += self._try_finish(record, now_s)
         for engine in self.pool.engines.values():
+            join = self.groups.join(engine, now_s) if engine.connected else None
+            if join is not None:
+                engine.join_sent = join.generation
+                actions.append(Send(engine_id=engine.engine_id, lease_id=engine.lease_id, command=join))
             command, key = self._desired(engine, now_s)
             if command is not None and engine.connected and command != engine.sent:
                 engine.sent = command
@@ -128,6 +152,11 @@ class CommitRules:
     def _has(self, engine: EngineRecord, record: VersionRecord) -> bool:
         return engine.prepared == record.artifact_id or (engine.serves(record) and engine.state is AgentState.READY)
 
+    def _outside(self, record: VersionRecord) -> dict[str, str]:
+        """Engines to which a version cannot be brought now, and why."""
+        reasons = {engine.engine_id: self.groups.outside(engine, record) for engine in self.pool.engines.values()}
+        return {engine_id: reason for engine_id, reason in reasons.items() if reason is not None}
+
     def _try_decide(self, record: VersionRecord, attempt: Attempt, now_s: float) -> list[Action]:
         newest = self.newest_decided()
         if newest is not None and newest.key > record.key:
@@ -136,7 +165,8 @@ class CommitRules:
             return []  # the newer decision ends this one once it is durable
         live = self.pool.engines
         ready = {engine.engine_id for engine in live.values() if self._has(engine, record)}
-        required = {e for e in attempt.required if e in live and not live[e].ejected}
+        outside = self._outside(record)
+        required = {e for e in attempt.required if e in live and not live[e].ejected and e not in outside}
         if attempt.min_ready:
             enough, wanted = len(ready) >= attempt.min_ready, attempt.min_ready
         else:
@@ -145,11 +175,11 @@ class CommitRules:
         if enough:
             record.deciding, record.policy, record.min_ready = True, attempt.policy, attempt.min_ready
             return [Append(entry=entries.decided(record), decision=record.key)]
-        refused = set(attempt.faults) & set(live) - ready
+        refused = set(attempt.faults) & set(live) - ready - set(outside)
         short = len(live) - len(refused) < max(1, attempt.min_ready)
         hopeless = bool(refused) and (short or (not attempt.min_ready and bool(refused & required)))
         if hopeless or now_s >= attempt.deadline_s:
-            why = self.pool.describe(ready, attempt.faults)
+            why = self.pool.describe(ready, attempt.faults, outside)
             text = f"version {record.version} stays sealed: {len(ready)} of {wanted} engines prepared it; {why}"
             return self._give_up(record, Reason.ENGINES_NOT_READY, text, attempt.faults)
         return []
@@ -183,7 +213,7 @@ class CommitRules:
             record.attempt = None
             return actions + self._retire(record)
         if record.attempt is not None and not record.commit_set and now_s >= record.attempt.deadline_s:
-            why = self.pool.describe(set(record.reports), record.attempt.faults)
+            why = self.pool.describe(set(record.reports), record.attempt.faults, self._outside(record))
             text = (
                 f"version {record.version} is decided and only goes forward, but {len(record.reports)} of "
                 f"{max(1, record.min_ready)} engines serve it; {why}; call again to wait on"
@@ -191,18 +221,26 @@ class CommitRules:
             actions += self._give_up(record, Reason.ENGINES_NOT_READY, text, record.attempt.faults)
         return actions
 
+    def _can_serve(self, engine: EngineRecord, record: VersionRecord) -> bool:
+        return engine.prepared == record.artifact_id or self.groups.outside(engine, record) is None
+
     def _desired(self, engine: EngineRecord, now_s: float) -> tuple[AgentCommand | None, Key | None]:
         newest = self.newest_decided()
-        sealed = [r for r in self.records.values() if r.state is VersionState.SEALED]
+        sealed = [
+            r
+            for r in self.records.values()
+            if r.state is VersionState.SEALED and self.groups.outside(engine, r) is None
+        ]
         busy = [r for r in sealed if r.busy]
         target = min(busy, key=lambda r: r.key) if busy else max(sealed, key=lambda r: r.key, default=None)
         if target is not None and target.key in engine.faulted:
             target = None
-        if newest is not None and not engine.serves(newest):
+        if newest is not None and not engine.serves(newest) and self._can_serve(engine, newest):
             if newest.key not in engine.faulted:
                 hold = engine.engine_id in newest.gang and not newest.released
                 return Commit(version=newest.version, artifact_id=newest.artifact_id, hold=hold), newest.key
-            if target is None or not target.busy:  # try it again, ever more rarely, until a newer one is wanted
+            once = newest.transport is Transport.NCCL  # its bytes come again only in a newer group
+            if not once and (target is None or not target.busy):  # again, ever more rarely, until a newer one is wanted
                 if engine.retry_s is not None and now_s < engine.retry_s:
                     return None, None
                 return Commit(version=newest.version, artifact_id=newest.artifact_id), newest.key

@@ -14,6 +14,7 @@ from typing import Any
 
 from meshrl.weights import log_entries as entries
 from meshrl.weights.commits import CommitRules
+from meshrl.weights.groups import GroupRequest, first_version
 from meshrl.weights.states import (
     LIVE,
     UNDECIDED,
@@ -21,6 +22,7 @@ from meshrl.weights.states import (
     Answer,
     Append,
     Attempt,
+    EngineRecord,
     Key,
     VersionRecord,
 )
@@ -32,6 +34,8 @@ from meshrl.wire.types import (
     AgentState,
     Lease,
     Manifest,
+    OpenedGroup,
+    Transport,
     VersionInfo,
     VersionState,
 )
@@ -77,12 +81,7 @@ class Coordinator(CommitRules):
         Raises: RUN_LIMIT_REACHED for another run; STALE_EPOCH; VERSION_CONFLICT for another artifact of a version that
         was not aborted; VERSION_SUPERSEDED when a later version is decided.
         """
-        if self.run_id and manifest.run_id != self.run_id:
-            raise MeshError(
-                Reason.RUN_LIMIT_REACHED,
-                f"this hub serves run {self.run_id!r}, got {manifest.run_id!r}; give each run its own hub",
-            )
-        self._check_epoch(manifest.epoch)
+        self._check_owner(manifest.run_id, manifest.epoch)
         key = (manifest.epoch, manifest.version)
         known = self.records.get(key)
         if known is not None and known.state is not VersionState.ABORTED:
@@ -99,16 +98,10 @@ class Coordinator(CommitRules):
                 Reason.VERSION_SUPERSEDED,
                 f"version {key[1]} is older than version {decided.version}, which is {decided.state.value}",
             )
-        actions: list[Action] = []
         record = VersionRecord.staged(manifest, artifact)
         self.records[key] = record  # before older epochs are dropped: files that both name must stay
-        if manifest.epoch > self.epoch:
-            self.run_id, self.epoch = manifest.run_id, manifest.epoch
-            actions.append(Append(entry=entries.epoch(self.run_id, self.epoch)))
-            for old in [r for r in self.records.values() if r.key[0] < self.epoch and not r.deciding]:
-                actions += self._drop(old, f"epoch {self.epoch} began")
-        actions += self._log(record, entries.staged(record))
-        return record, actions
+        actions = self._begin_epoch(manifest.run_id, manifest.epoch)
+        return record, [*actions, *self._log(record, entries.staged(record))]
 
     def sealing(self, *, run_id: str, epoch: int, version: int, artifact: str) -> VersionRecord | None:
         """Returns the record whose bytes must be checked before `seal`; None when it is sealed already.
@@ -148,6 +141,23 @@ class Coordinator(CommitRules):
             )
         return [*self._drop(record, message or "its publisher aborted it"), *self._settle(now_s)]
 
+    def open_group(self, request: GroupRequest, now_s: float, wall_s: float) -> tuple[OpenedGroup, list[Action]]:
+        """Forms a group and has its engines join it. The same request again gets the first answer.
+
+        Raises: RUN_LIMIT_REACHED for another run; STALE_EPOCH; GROUP_BROKEN when no engine can take part.
+        """
+        answer = self.groups.answer(request.request_id)
+        if answer is not None:
+            return answer, []
+        self._check_owner(request.run_id, request.epoch)
+        newest = self.newest_decided()
+        sealed = [key for key, record in self.records.items() if record.state is VersionState.SEALED]
+        first = first_version(request, sealed, None if newest is None else newest.key)
+        group = self.groups.open(request, self.pool.engines.values(), first, now_s)
+        actions = self._begin_epoch(request.run_id, request.epoch)
+        actions.append(Append(entry=entries.group(group, wall_s - now_s)))
+        return group.opened(), [*actions, *self._settle(now_s)]
+
     # --- the orchestrator ---------------------------------------------------------------------
 
     def activate(
@@ -174,10 +184,12 @@ class Coordinator(CommitRules):
         required = frozenset(e.engine_id for e in self.pool.engines.values() if not e.ejected)
         record.attempt = Attempt(min_ready=min_ready, policy=policy, deadline_s=deadline_s, required=required)
         if record.state is VersionState.SEALED:
-            for engine in self.pool.engines.values():
-                if record.key in engine.faulted:  # one more try for whoever refused it before the call
+            for engine in [e for e in self.pool.engines.values() if record.key in e.faulted]:
+                if record.transport is not Transport.NCCL:  # one more try for whoever refused it before the call
                     engine.faulted.discard(record.key)
                     engine.sent = None
+                elif engine.last_fault is not None:  # its bytes come again only in a newer group
+                    record.attempt.faults[engine.engine_id] = engine.last_fault
         return record, self._settle(now_s)
 
     def decided(self, key: Key, now_s: float) -> list[Action]:
@@ -215,7 +227,7 @@ class Coordinator(CommitRules):
     def connect(self, lease_id: str, now_s: float) -> list[Action]:
         """The session of a lease starts. Raises LEASE_EXPIRED."""
         engine = self.pool.leased(lease_id)
-        engine.connected, engine.sent, engine.seen_s = True, None, now_s
+        engine.connected, engine.sent, engine.join_sent, engine.seen_s = True, None, 0, now_s
         return self._settle(now_s)
 
     def disconnect(self, lease_id: str) -> None:
@@ -230,22 +242,32 @@ class Coordinator(CommitRules):
         engine.seen_s = now_s
         was = engine.state
         engine.state = report.state
-        target = engine.sent_key
-        about_target = target is not None and report.target_version == target[1]
+        target = self._target_of(engine, report)
         if report.applied is not None:
             engine.serving, engine.root = report.applied.version, report.applied.root
         elif report.serving_version != engine.serving:
             engine.serving, engine.root = report.serving_version, b""
-            if about_target and report.state is AgentState.APPLYING and target in self.records:
-                engine.root = self.records[target].root  # applied what it was told to, and holds
-        prepared = report.state is AgentState.PREPARED and about_target and target in self.records
-        engine.prepared = self.records[target].artifact_id if prepared and target is not None else None
-        if report.fault is not None:
-            self._fault(engine, report.fault, target if about_target else None, now_s)
+            if target is not None and report.state is AgentState.APPLYING and target.version == report.serving_version:
+                engine.root = target.root  # applied what it was told to, and holds
+        prepared = report.state is AgentState.PREPARED
+        engine.prepared = target.artifact_id if prepared and target is not None else None
+        if report.fault is not None:  # one that left a version prepared was not about that version
+            self._fault(engine, report.fault, target.key if target is not None and not prepared else None, now_s)
         elif was is AgentState.POISONED and report.state is not AgentState.POISONED:
             engine.retry_s = None
+        self._note_group(engine, report.group_generation)  # after the fault, which is of the group before
         self._note_served(engine, report.applied)
         return self._settle(now_s)
+
+    def _target_of(self, engine: EngineRecord, report: AgentReport) -> VersionRecord | None:
+        """Returns the version that a report is about; its artifact decides, since epochs share version numbers."""
+        told = self.records.get(engine.sent_key) if engine.sent_key is not None else None
+        artifact = report.target_artifact_id
+        if not artifact:
+            return told if told is not None and told.version == report.target_version else None
+        if told is not None and told.artifact_id == artifact:
+            return told
+        return next((record for record in self.records.values() if record.artifact_id == artifact), None)
 
     def tick(self, now_s: float) -> list[Action]:
         """Time passed: leases expire, deadlines end waits, commits that failed are sent again."""
@@ -256,12 +278,15 @@ class Coordinator(CommitRules):
     def recover(self, log: Iterable[Mapping[str, Any]], now_s: float, wall_s: float) -> None:
         """Replays the log of an earlier hub. Engines are not in it: they register again."""
         for entry in log:
-            state = entries.replay(self.records, entry, now_s - wall_s)
-            if state is None:
-                self.run_id, self.epoch = entry["run_id"], entry["epoch"]
-            else:
-                self.revision += 1
-                state.revision = self.revision
+            match entry.get("kind"):
+                case "epoch":
+                    self.run_id, self.epoch = entry["run_id"], entry["epoch"]
+                case "group":
+                    self.groups.adopt(entries.group_of(entry, now_s - wall_s))
+                case _:
+                    record = entries.replay(self.records, entry, now_s - wall_s)
+                    self.revision += 1
+                    record.revision = self.revision
         for record in self.records.values():
             if record.state is VersionState.COMMITTING:
                 record.decided_s, record.commit_deadline_s = now_s, now_s + self._commit_deadline_s
@@ -270,6 +295,24 @@ class Coordinator(CommitRules):
         if run_id and run_id != self.run_id:
             known = f"this hub serves {self.run_id!r}" if self.run_id else "nothing was published yet"
             raise MeshError(Reason.UNKNOWN_RUN, f"run {run_id!r} is unknown: {known}")
+
+    def _check_owner(self, run_id: str, epoch: int) -> None:
+        """Lets only the newest trainer of this hub's run publish; the first one that comes is that."""
+        if self.run_id and run_id != self.run_id:
+            raise MeshError(
+                Reason.RUN_LIMIT_REACHED,
+                f"this hub serves run {self.run_id!r}, got {run_id!r}; give each run its own hub",
+            )
+        self._check_epoch(epoch)
+
+    def _begin_epoch(self, run_id: str, epoch: int) -> list[Action]:
+        if epoch <= self.epoch:
+            return []
+        self.run_id, self.epoch = run_id, epoch
+        actions: list[Action] = [Append(entry=entries.epoch(run_id, epoch))]
+        for old in [r for r in self.records.values() if r.key[0] < epoch and not r.deciding]:
+            actions += self._drop(old, f"epoch {epoch} began")
+        return actions
 
     def _check_epoch(self, epoch: int) -> None:
         if epoch < self.epoch:

@@ -27,6 +27,12 @@ class EnginePool:
             seen_s=now_s,
             serving=registration.held_version,
             root=registration.held_root,
+            transports=registration.transports,
+            host=registration.host,
+            collective_ranks=registration.collective_ranks,
+            collective_backend=registration.collective_backend,
+            # Until it reports, it is taken to be where it was: commits wait for it.
+            group_generation=None if before is None else before.group_generation,
         )
         return [] if before is None else [EndSession(lease_id=before.lease_id)]
 
@@ -42,10 +48,13 @@ class EnginePool:
 
     def expire(self, now_s: float) -> list[Action]:
         """Drops every engine that was not heard of for a lease."""
-        gone = [engine for engine in self.engines.values() if now_s - engine.seen_s > self.lease_s]
+        gone = [engine for engine in self.engines.values() if not self._live(engine, now_s)]
         for engine in gone:
             del self.engines[engine.engine_id]
         return [EndSession(lease_id=engine.lease_id) for engine in gone]
+
+    def _live(self, engine: EngineRecord, now_s: float) -> bool:
+        return now_s - engine.seen_s <= self.lease_s
 
     def infos(self, engine_pool: str, records: Iterable[VersionRecord], now_s: float) -> tuple[EngineInfo, ...]:
         """Lists the engines of a pool (empty: all), with whether requests may be sent to each."""
@@ -57,25 +66,34 @@ class EnginePool:
                 engine_pool=engine.engine_pool,
                 state=engine.state,
                 serving_version=engine.serving,
-                routable=not engine.ejected and engine.state in SERVING and (engine.serving, engine.root) in vouched,
+                routable=self._live(engine, now_s)
+                and not engine.ejected
+                and engine.state in SERVING
+                and (engine.serving, engine.root) in vouched,
                 last_seen_s=max(0.0, now_s - engine.seen_s),
                 last_fault=engine.last_fault,
+                transports=engine.transports,
+                collective_ranks=engine.collective_ranks,
+                collective_backend=engine.collective_backend,
+                group_generation=engine.group_generation,
+                host=engine.host,
             )
             for engine in self.engines.values()
             if not engine_pool or engine.engine_pool == engine_pool
         )
 
-    def describe(self, ready: Collection[str], faults: Mapping[str, AgentFault]) -> str:
-        """Says for a person why engines are not ready."""
+    def describe(self, ready: Collection[str], faults: Mapping[str, AgentFault], outside: Mapping[str, str]) -> str:
+        """Says for a person why engines are not ready; `outside` is why the version cannot be brought to some."""
         if not self.engines:
             return "no engine is registered; start one that points at this hub"
         parts = []
         for engine in self.engines.values():
             if engine.engine_id in ready:
                 continue
-            fault = faults.get(engine.engine_id)
+            fault, beyond = faults.get(engine.engine_id), outside.get(engine.engine_id)
             if fault is not None:
                 parts.append(f"{engine.engine_id} refused it ({fault.reason}: {fault.message})")
             else:
-                parts.append(f"{engine.engine_id} is {engine.state.value}" + (", ejected" if engine.ejected else ""))
+                state = engine.state.value + (", ejected" if engine.ejected else "")
+                parts.append(f"{engine.engine_id} is {state}" + (f": {beyond}" if beyond else ""))
         return "; ".join(parts) or "more engines must register"

@@ -19,6 +19,7 @@ from loguru import logger
 from opentelemetry import trace
 
 from meshrl.weights.coordinator import Coordinator
+from meshrl.weights.groups import GroupRequest
 from meshrl.weights.log import DecisionLog
 from meshrl.weights.spans import record_sync
 from meshrl.weights.states import LIVE, Action, Answer, Append, DeleteBytes, EndSession, Key, Notify, Send
@@ -36,6 +37,7 @@ from meshrl.wire.types import (
     EngineInfo,
     Lease,
     Manifest,
+    OpenedGroup,
     StagedVersion,
     VersionEvent,
     VersionInfo,
@@ -74,6 +76,7 @@ class Hub:
         self._sessions: dict[str, _Session] = {}
         self._waiters: dict[Key, list[asyncio.Future[Activation]]] = {}
         self._changed = asyncio.Event()
+        self._opening = asyncio.Lock()  # a repeated request is not answered before the first one is durable
         self._draining = False
         self._tasks: list[asyncio.Task[None]] = []
         self.failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
@@ -243,6 +246,17 @@ class Hub:
         )
         return self.coordinator.records[(epoch, version)].info()
 
+    async def open_group(self, request: GroupRequest) -> OpenedGroup:
+        """Has engines join a new group; answers once that is durable. Raises as `Coordinator.open_group`."""
+        if self._draining:
+            raise MeshError(Reason.DRAINING)
+        async with self._opening:
+            opened, actions = self.coordinator.open_group(request, self._now(), self._wall())
+            await self._enqueue(actions)
+        members = ", ".join(f"{m.engine_id} ({m.num_ranks} ranks)" for m in opened.members)
+        logger.info("group {} at {}: {}", opened.generation, request.store_address, members)
+        return opened
+
     # --- the orchestrator -----------------------------------------------------------------------
 
     async def activate_version(
@@ -346,7 +360,7 @@ class Hub:
     async def fetch(
         self, artifact_id: str, ranges: Sequence[tuple[int, int]], chunk_bytes: int
     ) -> AsyncIterator[Chunk]:
-        """Yields byte ranges (offset, length) of a sealed version. Raises UNKNOWN_VERSION, DIGEST_MISMATCH."""
+        """Yields byte ranges (offset, length) of a sealed version. Raises as `VersionStore.read`."""
         record = self.coordinator.by_artifact(artifact_id)
         if record.state is VersionState.STAGING:
             raise MeshError(Reason.VERSION_NOT_SEALED, f"version {record.version} is still being staged")

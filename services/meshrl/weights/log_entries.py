@@ -9,8 +9,17 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from meshrl.weights.groups import Group
 from meshrl.weights.states import Key, VersionRecord
-from meshrl.wire.types import Activation, ActivationPolicy, ApplyReport, EngineReport, Transport, VersionState
+from meshrl.wire.types import (
+    Activation,
+    ActivationPolicy,
+    ApplyReport,
+    EngineReport,
+    GroupMember,
+    Transport,
+    VersionState,
+)
 
 Entry = Mapping[str, Any]
 
@@ -21,6 +30,36 @@ def _entry(kind: str, record: VersionRecord, **fields: object) -> Entry:
 
 def epoch(run_id: str, number: int) -> Entry:
     return {"kind": "epoch", "run_id": run_id, "epoch": number}
+
+
+def group(opened: Group, wall_minus_monotonic_s: float) -> Entry:
+    return {
+        "kind": "group",
+        **dataclasses.asdict(opened),
+        "until_s": opened.until_s + wall_minus_monotonic_s,
+        "members": [[m.engine_id, m.first_receiver, m.num_ranks] for m in opened.members],
+    }
+
+
+def group_of(entry: Entry, monotonic_minus_wall_s: float) -> Group:
+    """Reads a group back. Raises ValueError for an entry that does not hold one."""
+    try:
+        return Group(
+            generation=entry["generation"],
+            request_id=entry["request_id"],
+            epoch=entry["epoch"],
+            first_version=entry["first_version"],
+            store_address=entry["store_address"],
+            backend=entry["backend"],
+            num_senders=entry["num_senders"],
+            until_s=entry["until_s"] + monotonic_minus_wall_s,
+            members=tuple(
+                GroupMember(engine_id=engine_id, first_receiver=first, num_ranks=ranks)
+                for engine_id, first, ranks in entry["members"]
+            ),
+        )
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"log entry {dict(entry)!r} makes no sense here: {error!r}") from error
 
 
 def staged(record: VersionRecord) -> Entry:
@@ -69,15 +108,13 @@ def with_state(answer: Activation, state: VersionState) -> Activation:
     return dataclasses.replace(answer, version=dataclasses.replace(answer.version, state=state))
 
 
-def replay(records: dict[Key, VersionRecord], entry: Entry, monotonic_minus_wall_s: float) -> VersionRecord | None:
-    """Applies one entry to `records`; returns the version it is about, None for an epoch.
+def replay(records: dict[Key, VersionRecord], entry: Entry, monotonic_minus_wall_s: float) -> VersionRecord:
+    """Applies an entry about a version to `records`; returns the version.
 
     Raises ValueError for an entry that does not follow from those before it: the log is not one that a hub wrote.
     """
     try:
         kind = entry["kind"]
-        if kind == "epoch":
-            return None
         key = (int(entry["epoch"]), int(entry["version"]))
         if kind == "staged":
             records[key] = VersionRecord(

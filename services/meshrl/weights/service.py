@@ -12,6 +12,7 @@ from google.protobuf.message import Message
 
 from meshrl.v1 import weights_pb2 as pb
 from meshrl.v1 import weights_pb2_grpc
+from meshrl.weights.groups import GroupRequest
 from meshrl.weights.hub import Hub
 from meshrl.wire import convert, frames, validate
 from meshrl.wire.errors import FieldViolation, MeshError, Reason, invalid
@@ -128,6 +129,24 @@ class WeightSyncService(weights_pb2_grpc.WeightSyncServicer):
         ranges = [(byte_range.offset, byte_range.length) for byte_range in request.ranges]
         async for chunk in self._hub.fetch(request.artifact_id, ranges, request.chunk_bytes):
             yield frames.frame_fetch_chunk(chunk)
+
+    async def OpenGroup(self, request: pb.OpenGroupRequest, context: grpc.aio.ServicerContext) -> pb.OpenGroupResponse:
+        validate.validate_open_group_request(request)
+        self._once(request.request_id, request)
+        opened = await self._hub.open_group(
+            GroupRequest(
+                request_id=request.request_id,
+                run_id=request.run_id,
+                epoch=request.epoch,
+                store_address=request.store_address,
+                backend=request.backend,
+                num_senders=request.num_senders,
+                engine_ids=tuple(request.engine_ids),
+                without=tuple(request.without),
+                deadline_s=request.deadline_s,
+            )
+        )
+        return convert.opened_group_to_proto(opened)
 
     async def ListEngines(
         self, request: pb.ListEnginesRequest, context: grpc.aio.ServicerContext

@@ -137,6 +137,14 @@ class EngineRecord:
     retries: int = 0
     retry_s: float | None = None  # when to send the commit again after a fault
     ejected: bool = False  # failed a decided version and serves no newer one yet
+    transports: tuple[Transport, ...] = ()
+    host: str = ""
+    collective_ranks: int = 0  # what it brings into a group
+    collective_backend: str = ""
+    group_generation: int | None = None  # group that it says it is in
+    newest_generation: int = 0  # newest group that it ever was in
+    broken_generation: int = 0  # group that broke for it: it is told nothing more about versions of that one
+    join_sent: int = 0  # last group that it was told to join on the current stream
 
     def serves(self, record: VersionRecord) -> bool:
         return self.serving == record.version and self.root == record.root

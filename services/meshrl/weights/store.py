@@ -1,8 +1,9 @@
 """The hub's bytes: streamed versions in a spool, manifests of all, and references to files that publishers wrote.
 
-`<spool>/<artifact_id>/` holds `manifest.json` and, for a streamed version, `payload`. A chunk counts as received only
-once its BLAKE3 was right, so a restarted hub finds out what it has by hashing the payload again. Every read is checked
-against the manifest: bytes that changed at rest are never sent on.
+`<spool>/<artifact_id>/` holds `manifest.json` and, for a streamed version, `payload`; of a version that travels in a
+group (nccl) there is nothing but the manifest. A chunk counts as received only once its BLAKE3 was right, so a
+restarted hub finds out what it has by hashing the payload again. Every read is checked against the manifest: bytes that
+changed at rest are never sent on.
 
 Deletion belongs to the hub, since only it knows who may still fetch: it deletes its spool and, for versions made of
 files, the publisher's files, provided that the manifest of the same artifact lies beside them.
@@ -109,9 +110,9 @@ class VersionStore:
         return artifact
 
     def missing(self, artifact_id: str) -> tuple[int, ...]:
-        """Returns the offsets of chunks that have not arrived; none for a version made of files."""
+        """Returns the offsets of chunks that have not arrived; none for a version whose bytes come another way."""
         artifact = self._get(artifact_id)
-        if artifact.manifest.transport is Transport.FILESYSTEM:
+        if artifact.manifest.transport is not Transport.STREAM:
             return ()
         with artifact.lock:
             chunks = artifact.manifest.chunks
@@ -162,6 +163,8 @@ class VersionStore:
                     f"{len(missing)} of {len(artifact.manifest.chunks)} chunks are missing, at {some}; send them",
                 )
             return
+        if artifact.manifest.transport is Transport.NCCL:
+            return  # no bytes here: engines check the digests of what they receive
         try:
             with PayloadReader(artifact.files) as reader:
                 chunks = artifact.manifest.chunks if files == "digests" else ()
@@ -174,9 +177,16 @@ class VersionStore:
     def read(self, artifact_id: str, offset: int, end: int, chunk_bytes: int) -> Iterator[Chunk]:
         """Yields [offset, end) in pieces of at most `chunk_bytes`, none of them across chunks of the manifest.
 
-        Raises: UNKNOWN_VERSION when the bytes are gone; DIGEST_MISMATCH when they changed at rest.
+        Raises: UNKNOWN_VERSION when the bytes are gone; DIGEST_MISMATCH when they changed at rest; NOT_SUPPORTED for a
+        version whose bytes never come here.
         """
         artifact = self._get(artifact_id)
+        if artifact.manifest.transport is Transport.NCCL:
+            raise MeshError(
+                Reason.NOT_SUPPORTED,
+                f"version {artifact.manifest.version} travels in a group (transport nccl), the hub has no bytes of it; "
+                "join the publisher's next group, or publish with transport stream or filesystem",
+            )
         try:
             with PayloadReader(artifact.files) as reader:
                 for chunk in artifact.manifest.chunks:

@@ -199,7 +199,9 @@ class WeightSyncClient(ServiceClient):
     ) -> OpenedGroup:
         """Has engines join a new group for the nccl transport; returns at once with its generation and members.
 
-        Everybody then meets at `store_address` within `deadline_s`. Raises GROUP_BROKEN while no engine can take part.
+        Everybody then meets at `store_address` within `deadline_s`. A group of `engine_ids` is for a re-send of the
+        newest version to these; one of all (minus `without`) is for the versions that are not decided yet: older ones
+        are not prepared in it. Raises GROUP_BROKEN while no engine can take part.
         """
         request = pb.OpenGroupRequest(
             request_id=str(uuid.uuid4()),
