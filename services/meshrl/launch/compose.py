@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 from meshrl.core.config import BaseConfig
@@ -11,8 +12,10 @@ from meshrl.core.config.shared import ServerConfig
 from meshrl.core.config.values import assign
 from meshrl.inference.config import InferenceConfig
 from meshrl.launch.config import RLConfig
+from meshrl.launch.gpus import VARIABLE, Placement, place
 from meshrl.orchestrator.config import OrchestratorConfig
 from meshrl.trainer.config import TrainerConfig
+from meshrl.weights.config import WeightsConfig
 
 Config = TypeVar("Config", bound=BaseConfig)
 
@@ -35,6 +38,9 @@ class Part:
     environ: Mapping[str, str] = field(default_factory=dict)
     """Environment variables beyond those of rl."""
 
+    python: Path | None = None
+    """Interpreter to run it with; None means that of rl."""
+
     restarts: int = 0
 
 
@@ -42,21 +48,25 @@ RESTART_DEADLINE_S = 180.0
 """How long the others wait for a program that is started again: it imports torch and loads a model first."""
 
 
-def compose(config: RLConfig, free_port: Callable[[str], int], *, session: str = "") -> tuple[Part, ...]:
+def compose(
+    config: RLConfig, free_port: Callable[[str], int], *, session: str = "", gpus: Sequence[str] = ()
+) -> tuple[Part, ...]:
     """The programs of a run, servers first; `free_port(host)` gives a port for every server that has none.
 
     Addresses of programs that are started here replace whatever the configuration says about them. `session` names this
-    launch, so that a program that is started again knows that it goes on.
+    launch, so that a program that is started again knows that it goes on. `gpus` are those that may be used. Raises
+    ConfigError when there are too few of them.
     """
+    placement = place(config, gpus)
     rollout = _with_port(config.rollout, config.rollout.server, free_port)
     trainer = _with_port(_plain_trainer(config), config.trainer.server, free_port)
-    weights = _with_port(config.weights, config.weights.server, free_port)
+    weights = _with_port(_plain_weights(config), config.weights.server, free_port)
     hub = reach(weights.server)
-    engines = _engines(config, hub, free_port)
+    engines = _engines(config, hub, placement, free_port)
     rollout_values: dict[str, Any] = {}
     weights_values: dict[str, Any] = {}
     if engines:
-        rollout_values["client.base_url"] = [f"http://{reach(engine.server)}" for engine in engines]
+        rollout_values |= {"client.base_url": [], "weights": hub}  # engines come and go; the hub knows those there are
         if "min_engines" not in config.weights.model_fields_set:
             weights_values["min_engines"] = len(engines)
     rollout = with_values(rollout, rollout_values)
@@ -79,13 +89,13 @@ def compose(config: RLConfig, free_port: Callable[[str], int], *, session: str =
             end_stage=HUB,
             restarts=config.restarts,
         ),
-        *_engine_parts(config, engines),
+        *_engine_parts(config, engines, placement),
         Part(
             name="trainer",
             module="meshrl.trainer.main",
             config=with_values(trainer, {"weight_broadcast.address": hub}),
             end_stage=CLIENTS,
-            environ=visible_gpus(config.trainer_gpu_ids),
+            environ=shown(placement.trainer),
             restarts=config.restarts_of("trainer"),
         ),
         Part(name="rollout", module="meshrl.rollout.main", config=rollout, end_stage=CLIENTS, restarts=config.restarts),
@@ -115,9 +125,9 @@ def with_values(config: Config, values: Mapping[str, Any]) -> Config:
     return type(config).model_validate(changed)
 
 
-def visible_gpus(ids: Sequence[int] | None) -> dict[str, str]:
+def shown(gpus: Sequence[str] | None) -> dict[str, str]:
     """The variable that shows a program only these GPUs."""
-    return {} if ids is None else {"CUDA_VISIBLE_DEVICES": ",".join(str(gpu) for gpu in ids)}
+    return {} if gpus is None else {VARIABLE: ",".join(gpus)}
 
 
 def _with_port(config: Config, server: ServerConfig, free_port: Callable[[str], int]) -> Config:
@@ -136,44 +146,48 @@ def _plain_trainer(config: RLConfig) -> TrainerConfig:
     return TrainerConfig.model_validate(config.trainer.model_dump(exclude={"wandb": True}))
 
 
-def _engines(config: RLConfig, hub: str, free_port: Callable[[str], int]) -> list[InferenceConfig]:
+def _plain_weights(config: RLConfig) -> WeightsConfig:
+    """The hub's own keys."""
+    return WeightsConfig.model_validate(config.weights.model_dump(exclude={"transport": True}))
+
+
+def _engines(
+    config: RLConfig, hub: str, placement: Placement, free_port: Callable[[str], int]
+) -> list[InferenceConfig]:
     if config.inference is None:
         return []
-    broadcast = config.inference.weight_broadcast or config.trainer.weight_broadcast
+    given = config.inference
+    broadcast = given.weight_broadcast or config.trainer.weight_broadcast
     engines = []
-    for place in range(config.num_engines):
-        server = config.inference.server
-        port = server.port + place if server.port else free_port(server.host)
+    for number in range(config.engine_count):
+        port = given.server.port + number if given.server.port else free_port(given.server.host)
         values: dict[str, Any] = {
             "server.port": port,
             "weight_broadcast": {**broadcast.model_dump(), "address": hub},
+            "share_gpu": given.share_gpu or placement.shared(number),
         }
-        if config.num_engines > 1 and config.inference.engine_id:
-            values["engine_id"] = f"{config.inference.engine_id}-{place + 1}"
-        engines.append(with_values(config.inference, values))
+        if (given.vllm_argument("data_parallel_size") or 1) > 1 and not given.vllm_argument("data_parallel_rpc_port"):
+            values["data_parallel_rpc_port"] = free_port(
+                given.server.host
+            )  # vLLM's own default is the same for all runs
+        if config.engine_count > 1 and given.engine_id:
+            values["engine_id"] = f"{given.engine_id}-{number + 1}"
+        if number and given.seed is not None:
+            values["seed"] = given.seed + number  # engines with one seed would sample the same replies to a prompt
+        engines.append(with_values(given, values))
     return engines
 
 
-def _engine_parts(config: RLConfig, engines: Sequence[InferenceConfig]) -> list[Part]:
-    parts = []
-    for place, engine in enumerate(engines):
-        parts.append(
-            Part(
-                name="inference" if place == 0 else f"inference_{place + 1}",
-                module="meshrl.inference.main",
-                config=engine,
-                end_stage=ENGINES,
-                environ=visible_gpus(_share(config.inference_gpu_ids, place, len(engines))),
-                restarts=config.restarts_of("inference"),
-            )
+def _engine_parts(config: RLConfig, engines: Sequence[InferenceConfig], placement: Placement) -> list[Part]:
+    return [
+        Part(
+            name="inference" if number == 0 else f"inference_{number + 1}",
+            module="meshrl.inference.main",
+            config=engine,
+            end_stage=ENGINES,
+            environ=shown(placement.engines[number]),
+            python=engine.python,
+            restarts=config.restarts_of("inference"),
         )
-    return parts
-
-
-def _share(ids: Sequence[int] | None, place: int, count: int) -> Sequence[int] | None:
-    """The GPUs of one of `count` engines; engines share GPUs when there are fewer of them."""
-    if ids is None:
-        return None
-    if len(ids) < count:
-        return [ids[place % len(ids)]] if ids else []
-    return ids[place * len(ids) // count : (place + 1) * len(ids) // count]
+        for number, engine in enumerate(engines)
+    ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -46,6 +46,21 @@ class TrainerSection(TrainerConfig):
 
     wandb: WandbConfig | None = None
     """Taken but not used: the orchestrator logs the trainer's metrics into the run's one W&B run; set wandb instead."""
+
+
+class WeightsSection(WeightsConfig):
+    """The weight hub, with a key of the trainer that is about weights as well."""
+
+    transport: Literal["auto", "filesystem", "nccl", "stream"] | None = None
+    """How versions travel; the same as trainer.weight_broadcast.type."""
+
+
+class RunDeploymentConfig(DeploymentConfig):
+    """How a run is spread over the GPUs of this machine."""
+
+    num_infer_gpus: int | None = Field(default=None, ge=1)
+    """GPUs for inference: the first of those visible; the trainer takes the next ones. None means what num_engines and
+    the sizes of an engine ask for. inference_gpu_ids and trainer_gpu_ids choose the GPUs themselves."""
 
 
 class RLConfig(BaseConfig):
@@ -102,17 +117,20 @@ class RLConfig(BaseConfig):
     dry_run: bool = False
     """Write the resolved configurations to output_dir/configs and end."""
 
-    deployment: DeploymentConfig = DeploymentConfig()
-    """The processes that the trainer runs as, for the trainer."""
+    deployment: RunDeploymentConfig = RunDeploymentConfig()
+    """GPUs of inference and of the trainer."""
 
     trainer_gpu_ids: list[int] | None = Field(default=None, min_length=1)
-    """GPUs of the trainer (CUDA_VISIBLE_DEVICES); None leaves all visible. Several run one training process each."""
+    """GPUs of the trainer, as places among the visible ones. Several run one training process each. None takes those
+    that inference leaves."""
 
     inference_gpu_ids: list[int] | None = None
-    """GPUs of inference, divided among the engines; None leaves all visible."""
+    """GPUs of inference, as places among the visible ones, divided among the engines. One that the trainer has as well
+    is shared: the engine takes half of its memory, unless gpu_memory_utilization says otherwise."""
 
-    num_engines: int = Field(default=1, ge=1)
-    """Inference programs to start, each with an engine of its own."""
+    num_engines: int | None = Field(default=None, ge=1)
+    """Inference programs to start, each with an engine of its own. None starts as many as the GPUs of inference hold:
+    tensor_parallel_size times data_parallel_size GPUs make one."""
 
     restarts: int = Field(default=0, ge=0)
     """How many times each program is started again when it dies; beyond it its death ends the run.
@@ -147,8 +165,28 @@ class RLConfig(BaseConfig):
     rollout: RolloutConfig
     """The rollout program; its environments are those of the orchestrator unless rollout.env lists them."""
 
-    weights: WeightsConfig = WeightsConfig()
+    weights: WeightsSection = WeightsSection()
     """The weight hub."""
+
+    @property
+    def engine_count(self) -> int:
+        """Inference programs that are started."""
+        if self.inference is None:
+            return 0
+        given = self._given_gpus()
+        return self.num_engines or max(1, (given or 0) // self.inference.gpus_per_engine())
+
+    @property
+    def engine_gpus(self) -> int:
+        """GPUs that all engines take together."""
+        if self.inference is None:
+            return 0
+        given = self._given_gpus()
+        return self.engine_count * self.inference.gpus_per_engine() if given is None else given
+
+    def _given_gpus(self) -> int | None:
+        """How many GPUs the configuration gives to inference; None where it does not say."""
+        return self.deployment.num_infer_gpus if self.inference_gpu_ids is None else len(self.inference_gpu_ids)
 
     def restarts_of(self, program: str) -> int:
         """How many times a program is started again."""
@@ -211,17 +249,17 @@ class RLConfig(BaseConfig):
                 f"orchestrator.run_id is {self.orchestrator.run_id!r} but the trainer's run is"
                 f" {self.trainer.run_id!r}; set run_id once"
             )
-        broadcast = None if self.inference is None else self.inference.weight_broadcast
-        if broadcast is not None and broadcast.type != self.trainer.weight_broadcast.type:
+        transport, used = self.weights.transport, self.trainer.weight_broadcast.type
+        if transport not in (None, used):
             problems.append(
-                f"inference.weight_broadcast.type is {broadcast.type!r} but trainer.weight_broadcast.type is"
-                f" {self.trainer.weight_broadcast.type!r}; set weight_broadcast.type once"
+                f"weights.transport is {transport!r} but trainer.weight_broadcast.type is {used!r};"
+                " set weights.transport only"
             )
         problems += self._restarts()
         if self.trainer.bench is not None:
             problems.append("trainer.bench measures the trainer without a run; start `trainer --bench`, or set bench")
-        if self.inference is None and self.num_engines > 1:
-            problems.append(f"num_engines is {self.num_engines} but inference is off; add [inference] or leave it out")
+        if self.inference is not None and self.inference.headless:
+            problems.append("inference.headless is for other nodes; start `inference --headless` there, and rl here")
         return problems
 
     def _restarts(self) -> list[str]:
@@ -240,12 +278,40 @@ class RLConfig(BaseConfig):
         return []
 
     def _processes(self) -> list[str]:
+        """Counts of GPUs, engines and training processes that contradict each other."""
+        problems = []
         wanted, gpus = self.trainer.deployment.num_train_gpus, self.trainer_gpu_ids
-        if gpus is None or wanted <= len(gpus):
+        if gpus is not None and wanted > len(gpus):
+            problems.append(
+                f"deployment.num_train_gpus is {wanted} but trainer_gpu_ids lists {len(gpus)} GPU(s); list as many, or"
+                " leave deployment.num_train_gpus out"
+            )
+        count, listed = self.deployment.num_infer_gpus, self.inference_gpu_ids
+        if count is not None and listed is not None and count != len(listed):
+            problems.append(
+                f"deployment.num_infer_gpus is {count} but inference_gpu_ids lists {len(listed)} GPU(s); leave"
+                " deployment.num_infer_gpus out"
+            )
+        if self.inference is not None:
+            return problems + self._engine_sizes(self.inference.gpus_per_engine())
+        if (self.num_engines or 1) > 1:
+            problems.append(f"num_engines is {self.num_engines} but inference is off; add [inference] or leave it out")
+        if count is not None:
+            problems.append(
+                f"deployment.num_infer_gpus is {count} but inference is off; add [inference] or leave it out"
+            )
+        return problems
+
+    def _engine_sizes(self, each: int) -> list[str]:
+        given = self._given_gpus()
+        engines = self.engine_count
+        if not given or given == engines * each or (each == 1 and given < engines):
             return []
+        key = "inference_gpu_ids" if self.inference_gpu_ids is not None else "deployment.num_infer_gpus"
+        fitting = engines * each
         return [
-            f"deployment.num_train_gpus is {wanted} but trainer_gpu_ids lists {len(gpus)} GPU(s); list as many, or"
-            " leave deployment.num_train_gpus out"
+            f"{key} gives inference {given} GPU(s), but {engines} engine(s) of {each} take {fitting};"
+            f" give {fitting}, or change num_engines, inference.tensor_parallel_size or inference.data_parallel_size"
         ]
 
     def _lengths(self) -> list[str]:

@@ -2,57 +2,41 @@
 
 from __future__ import annotations
 
-import socket
+import os
 import sys
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from loguru import logger
 
+import meshrl
 from meshrl.core.config import ConfigError, dump_toml, load_config
 from meshrl.core.logs import setup_logging
 from meshrl.core.paths import Layout
 from meshrl.core.serve import run
+from meshrl.inference.config import InferenceConfig
 from meshrl.launch.compose import Part, compose
 from meshrl.launch.config import RLConfig
 from meshrl.launch.folder import empty_folder, holds_a_run
+from meshrl.launch.gpus import VARIABLE, visible
+from meshrl.launch.ports import FreePorts
 from meshrl.launch.supervise import Grace, Program, Supervisor
 
 _NAME = "rl"
 
 
-class FreePorts:
-    """Free ports of this machine, each given once."""
-
-    def __init__(self) -> None:
-        self._given: set[int] = set()
-
-    def __call__(self, host: str) -> int:
-        """A free port of `host`. Raises ConfigError when the host is not one of this machine."""
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        while True:
-            with socket.socket(family, socket.SOCK_STREAM) as probe:
-                try:
-                    probe.bind((host, 0))
-                except OSError as error:
-                    raise ConfigError(
-                        f"server.host {host!r}: no port can be bound there ({error}); use 127.0.0.1"
-                    ) from error
-                port = int(probe.getsockname()[1])
-            if port not in self._given:
-                self._given.add(port)
-                return port
-
-
-def prepare(config: RLConfig, free_port: Callable[[str], int]) -> tuple[Part, ...]:
+def prepare(config: RLConfig, free_port: Callable[[str], int], *, gpus: Sequence[str] = ()) -> tuple[Part, ...]:
     """Readies the output folder and writes each program's configuration there.
 
-    Raises ConfigError when the folder cannot be used.
+    Raises ConfigError when the folder cannot be used, or what the configuration asks for is not there.
     """
     layout = Layout(config.output_dir)
-    parts = compose(config, free_port, session=uuid.uuid4().hex)
+    parts = compose(config, free_port, session=uuid.uuid4().hex, gpus=gpus)
+    for part in parts:
+        if part.python is not None and not os.access(part.python, os.X_OK):
+            raise ConfigError(f"{part.name}.python: {str(part.python)!r} is no program; give the path of a python")
     if config.clean_output_dir and not config.dry_run:
         empty_folder(config.output_dir, keep=Path(config.trainer.model.name))
     try:
@@ -72,7 +56,10 @@ def programs(parts: Sequence[Part], layout: Layout) -> list[Program]:
 
     A trainer that is started again goes on from the newest checkpoint that this run has written.
     """
-    commands = {part.name: [sys.executable, "-m", part.module, "@", str(layout.config(part.name))] for part in parts}
+    commands = {
+        part.name: [str(part.python or sys.executable), "-m", part.module, "@", str(layout.config(part.name))]
+        for part in parts
+    }
     began_s = time.time()
 
     def trainer_again() -> list[str]:
@@ -84,7 +71,7 @@ def programs(parts: Sequence[Part], layout: Layout) -> list[Program]:
             name=part.name,
             command=commands[part.name],
             log=layout.log(part.name),
-            environ=part.environ,
+            environ={**part.environ, **({} if part.python is None else import_path(os.environ))},
             end_stage=part.end_stage,
             leader=part.name == "orchestrator",
             restarts=part.restarts,
@@ -92,6 +79,17 @@ def programs(parts: Sequence[Part], layout: Layout) -> list[Program]:
         )
         for part in parts
     ]
+
+
+def import_path(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variable by which another interpreter finds the meshrl that runs here.
+
+    One that is installed among other packages is not shown: those would come along. It must be installed there too.
+    """
+    roots = [Path(folder).parent for folder in meshrl.__path__]
+    shown = [str(root) for root in roots if root.name not in ("site-packages", "dist-packages")]
+    known = environ.get("PYTHONPATH", "").split(os.pathsep)
+    return {"PYTHONPATH": os.pathsep.join(dict.fromkeys([*shown, *filter(None, known)]))}
 
 
 def newest_checkpoint(output_dir: Path, *, since_s: float) -> int | None:
@@ -106,10 +104,15 @@ def newest_checkpoint(output_dir: Path, *, since_s: float) -> int | None:
 
 def launch(config: RLConfig) -> int:
     """Starts a run and watches over it; returns the exit code. Raises ConfigError before anything is started."""
+    with FreePorts() as free_ports:
+        return _launch(config, free_ports)
+
+
+def _launch(config: RLConfig, free_ports: FreePorts) -> int:
     layout = Layout(config.output_dir)
     resumes = config.trainer.ckpt is not None and config.trainer.ckpt.resume_step is not None
     used = holds_a_run(config.output_dir) and not (config.clean_output_dir or resumes)
-    parts = prepare(config, FreePorts())
+    parts = prepare(config, free_ports, gpus=visible(os.environ))
     if config.dry_run:
         sys.stdout.write(f"dry run: the configuration is valid; resolved files are in {layout.configs}\n")
         return 0
@@ -121,6 +124,8 @@ def launch(config: RLConfig) -> int:
         )
     if config.trainer.wandb is not None:
         logger.warning("trainer.wandb is not used: the orchestrator logs the trainer's metrics; set wandb instead")
+    for line in placed(parts):
+        logger.info("{}", line)
     grace = Grace(shutdown_s=config.shutdown_grace_s, failure_s=config.failure_grace_s)
     supervisor = Supervisor(programs(parts, layout), grace=grace, show=_show)
     code = run(supervisor.run)
@@ -128,6 +133,18 @@ def launch(config: RLConfig) -> int:
         "the run {}; metrics, logs and traces are in {}", "is over" if code == 0 else "failed", layout.output_dir
     )
     return code
+
+
+def placed(parts: Sequence[Part]) -> list[str]:
+    """Says which programs work on which GPUs."""
+    lines = []
+    for part in parts:
+        if part.environ.get(VARIABLE):
+            share = isinstance(part.config, InferenceConfig) and part.config.share_gpu
+            lines.append(
+                f"{part.name} works on GPU {part.environ[VARIABLE]}{', which the trainer shares' if share else ''}"
+            )
+    return lines
 
 
 def _show(text: str) -> None:

@@ -17,9 +17,10 @@ HANDED_DOWN: Mapping[str, tuple[str, ...]] = {
     "seed": ("trainer.seed", "orchestrator.seed", "inference.seed"),
     "run_id": ("trainer.run_id", "orchestrator.run_id"),
     "ckpt": ("trainer.ckpt",),
-    "deployment": ("trainer.deployment",),
+    "deployment.num_train_gpus": ("trainer.deployment.num_train_gpus",),
     "wandb": ("orchestrator.wandb",),
     "weight_broadcast": ("trainer.weight_broadcast", "inference.weight_broadcast"),
+    "weights.transport": ("trainer.weight_broadcast.type",),
     "bench": ("orchestrator.bench",),
     # Older places of keys of the rollout program.
     "orchestrator.model": ("rollout.model",),

@@ -58,6 +58,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *argv: str, bare: bool = False) 
         (["--max-async-level", "0"], {"orchestrator.max_async_level": 0}),
         (["--ckpt.interval", "5"], {"trainer.ckpt.interval": 5}),
         (["--deployment.num-train-gpus", "4"], {"trainer.deployment.num_train_gpus": 4}),
+        (["--weights.transport", "stream"], {"trainer.weight_broadcast.type": "stream"}),
         (["--wandb.project", "p"], {"orchestrator.wandb.project": "p"}),
         (["--bench"], {"orchestrator.bench": True}),
         (
@@ -130,13 +131,13 @@ def test_addresses_lead_to_the_started_programs() -> None:
     assert services.weights == f"127.0.0.1:{port['weights']}"
     assert parts["trainer"].config.weight_broadcast.address == services.weights
     assert parts["inference"].config.weight_broadcast.address == services.weights
-    assert parts["rollout"].config.client.base_url == [f"http://127.0.0.1:{port['inference']}"]
+    assert (parts["rollout"].config.weights, parts["rollout"].config.client.base_url) == (services.weights, [])
 
 
 def test_ports_that_are_given_stay() -> None:
     parts = parts_of(load("--inference", "--trainer.server.port", "5", "--inference.server.port", "6"))
     assert parts["trainer"].config.server.port == 5
-    assert parts["rollout"].config.client.base_url == ["http://127.0.0.1:6"]
+    assert parts["inference"].config.server.port == 6
 
 
 def test_servers_for_other_machines_are_reached_over_loopback() -> None:
@@ -152,7 +153,7 @@ def test_without_an_inference_section_no_engine_is_started(argv: list[str]) -> N
     url = "http://10.0.0.1:8000/v1"
     parts = parts_of(load(*argv, "--orchestrator.client.base-url", url))
     assert sorted(parts) == ["orchestrator", "rollout", "trainer", "weights"]
-    assert parts["rollout"].config.client.base_url == [url]
+    assert (parts["rollout"].config.weights, parts["rollout"].config.client.base_url) == (None, [url])
     assert parts["weights"].config.server.port == 50053  # where an engine that already runs looks for it
 
 
@@ -179,14 +180,17 @@ def test_environments_of_training_and_evaluation_are_hosted_once_each() -> None:
     ]
 
 
-def test_several_engines_have_ports_and_gpus_of_their_own() -> None:
-    config = load("--inference", "--num-engines", "2", "--inference-gpu-ids", "0,1,2,3", "--trainer-gpu-ids", "4")
-    parts = parts_of(config)
+def test_several_engines_have_ports_gpus_and_seeds_of_their_own() -> None:
+    parts = parts_of(
+        load("--inference.tensor-parallel-size", "2", "--inference-gpu-ids", "0,1,2,3", "--trainer-gpu-ids", "4",
+             "--seed", "7")
+    )  # fmt: skip
     assert parts["inference"].environ == {"CUDA_VISIBLE_DEVICES": "0,1"}
     assert parts["inference_2"].environ == {"CUDA_VISIBLE_DEVICES": "2,3"}
     assert parts["trainer"].environ == {"CUDA_VISIBLE_DEVICES": "4"}
     assert parts["weights"].config.min_engines == 2
-    assert len(set(parts["rollout"].config.client.base_url)) == 2
+    assert parts["inference"].config.server.port != parts["inference_2"].config.server.port
+    assert (parts["inference"].config.seed, parts["inference_2"].config.seed) == (7, 8)
 
 
 def test_clients_end_before_the_programs_that_they_use() -> None:
@@ -220,6 +224,11 @@ def test_clients_end_before_the_programs_that_they_use() -> None:
         ),
         (["--trainer.bench"], "trainer.bench measures the trainer without a run; start `trainer --bench`"),
         (["--num-engines", "2"], "num_engines is 2 but inference is off; add [inference] or leave it out"),
+        (
+            ["--weights.transport", "filesystem", "--weight-broadcast.type", "stream"],
+            "weights.transport is 'filesystem' but trainer.weight_broadcast.type is 'stream'; set",
+        ),
+        (["--inference.headless"], "inference.headless is for other nodes; start `inference --headless` there"),
         (["--orchestrator.batch-size", "100"], "orchestrator.batch_size must be a multiple of group_size (8), got 100"),
         (["--trainer.optim.lrr", "1"], "unknown option --trainer.optim.lrr; did you mean --trainer.optim.lr?"),
         (
@@ -270,6 +279,14 @@ def test_the_trainer_runs_a_process_on_each_of_its_gpus() -> None:
 def test_more_training_processes_than_gpus_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     message = refusal(capsys, "--trainer-gpu-ids", "6", "--deployment.num-train-gpus", "2")
     assert "deployment.num_train_gpus is 2 but trainer_gpu_ids lists 1 GPU(s); list as many" in message
+
+
+def test_data_parallel_engines_of_several_runs_do_not_meet() -> None:
+    engine = parts_of(load("--inference.data-parallel-size", "2"))["inference"].config
+    assert engine.data_parallel_rpc_port > 40000
+    given = parts_of(load("--inference.data-parallel-size", "2", "--inference.data-parallel-rpc-port", "13345"))
+    assert given["inference"].config.data_parallel_rpc_port == 13345
+    assert parts_of(load("--inference"))["inference"].config.data_parallel_rpc_port is None
 
 
 def test_restarts_are_everybodys_and_the_orchestrator_waits_for_them() -> None:

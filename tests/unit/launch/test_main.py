@@ -4,6 +4,7 @@ import importlib.util
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ import pytest
 from meshrl.core.config import load_config
 from meshrl.core.paths import Layout
 from meshrl.launch.config import RLConfig
-from meshrl.launch.main import FreePorts, main, newest_checkpoint, prepare, programs
+from meshrl.launch.main import import_path, main, newest_checkpoint, placed, prepare, programs
+from meshrl.launch.ports import FreePorts
 
 FILES = ["inference.toml", "orchestrator.toml", "rl.toml", "rollout.toml", "trainer.toml", "weights.toml"]
 
@@ -19,6 +21,12 @@ FILES = ["inference.toml", "orchestrator.toml", "rl.toml", "rollout.toml", "trai
 def load(output_dir: Path, *argv: str) -> RLConfig:
     arguments = ["--orchestrator.train.env.0.id", "x", "--inference", "--output-dir", str(output_dir), *argv]
     return load_config(RLConfig, arguments, prog="rl", environ={})
+
+
+@pytest.fixture
+def free_ports() -> Iterator[FreePorts]:
+    with FreePorts() as ports:
+        yield ports
 
 
 def run_main(monkeypatch: pytest.MonkeyPatch, *argv: str) -> int | str | None:
@@ -45,8 +53,8 @@ def test_dry_run_cleans_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert (tmp_path / "logs").exists()
 
 
-def test_written_configuration_neither_cleans_nor_stays_dry(tmp_path: Path) -> None:
-    prepare(load(tmp_path / "run", "--clean-output-dir"), FreePorts())
+def test_written_configuration_neither_cleans_nor_stays_dry(tmp_path: Path, free_ports: FreePorts) -> None:
+    prepare(load(tmp_path / "run", "--clean-output-dir"), free_ports)
     again = load_config(RLConfig, ["@", str(tmp_path / "run" / "configs" / "rl.toml")], prog="rl", environ={})
     assert (again.clean_output_dir, again.dry_run) == (False, False)
 
@@ -67,8 +75,10 @@ def test_output_dir_that_cannot_be_written_ends_with_code_2(
     assert "cannot be written: Not a directory; choose another" in capsys.readouterr().err
 
 
-def test_every_program_is_started_from_its_own_file_and_can_be_run_as_a_module(tmp_path: Path) -> None:
-    parts = prepare(load(tmp_path), FreePorts())
+def test_every_program_is_started_from_its_own_file_and_can_be_run_as_a_module(
+    tmp_path: Path, free_ports: FreePorts
+) -> None:
+    parts = prepare(load(tmp_path), free_ports)
     layout = Layout(tmp_path)
     for program in programs(parts, layout):
         executable, dash_m, module, at, path = program.command
@@ -82,11 +92,50 @@ def test_every_program_is_started_from_its_own_file_and_can_be_run_as_a_module(t
     assert [program.name for program in programs(parts, layout) if program.leader] == ["orchestrator"]
 
 
-def test_ports_are_free_and_different() -> None:
-    free_port = FreePorts()
-    ports = [free_port("127.0.0.1") for _ in range(50)]
-    assert len(set(ports)) == 50
-    assert min(ports) > 0
+def test_an_engine_may_have_an_interpreter_of_its_own(tmp_path: Path, free_ports: FreePorts) -> None:
+    other = tmp_path / "python"
+    other.symlink_to(sys.executable)
+    parts = prepare(load(tmp_path / "run", "--inference.python", str(other)), free_ports)
+    started = {program.name: program for program in programs(parts, Layout(tmp_path / "run"))}
+    assert started["inference"].command[:3] == [str(other), "-m", "meshrl.inference.main"]
+    assert started["trainer"].command[0] == sys.executable
+    roots = started["inference"].environ["PYTHONPATH"].split(os.pathsep)
+    assert any((Path(root) / "meshrl" / "inference" / "main.py").is_file() for root in roots)
+    assert any((Path(root) / "meshrl" / "client").is_dir() for root in roots)
+    assert "PYTHONPATH" not in started["trainer"].environ
+
+
+def test_paths_that_are_searched_already_stay_behind_the_running_meshrl() -> None:
+    paths = import_path({"PYTHONPATH": os.pathsep.join(["/mine", "", "/yours"])})["PYTHONPATH"].split(os.pathsep)
+    assert paths[-2:] == ["/mine", "/yours"]
+    assert len(paths) == 4
+
+
+def test_interpreter_that_is_not_there_ends_with_code_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    absent = str(tmp_path / "python")
+    assert run_main(monkeypatch, "--output-dir", str(tmp_path / "run"), "--inference.python", absent) == 2
+    assert f"inference.python: {absent!r} is no program" in capsys.readouterr().err
+
+
+def test_gpus_that_are_not_there_end_with_code_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    arguments = ["--output-dir", str(tmp_path / "run"), "--deployment.num-infer-gpus", "2", "--dry-run"]
+    assert run_main(monkeypatch, *arguments) == 2
+    assert "inference takes 2 GPU(s) and training 1, but 2 are visible here" in capsys.readouterr().err
+    assert run_main(monkeypatch, *arguments, "--trainer-gpu-ids", "1", "--inference-gpu-ids", "0,1") == 0
+
+
+def test_the_log_says_who_works_where(tmp_path: Path, free_ports: FreePorts) -> None:
+    parts = prepare(load(tmp_path, "--trainer-gpu-ids", "0", "--inference-gpu-ids", "0,1"), free_ports)
+    assert placed(parts) == [
+        "inference works on GPU 0, which the trainer shares",
+        "inference_2 works on GPU 1",
+        "trainer works on GPU 0",
+    ]
 
 
 def test_host_of_another_machine_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,101 @@
+"""Which GPUs the programs of a run get: those listed, or so many of the visible ones, engines first.
+
+A GPU is named by its place among the visible ones, so `--trainer-gpu-ids 0` under CUDA_VISIBLE_DEVICES=4,5 is GPU 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshrl.core.config import ConfigError
+from meshrl.launch.config import RLConfig
+
+VARIABLE = "CUDA_VISIBLE_DEVICES"
+DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
+"""What CUDA's driver is reached through, on Linux and under Windows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """GPUs as CUDA_VISIBLE_DEVICES names them; None leaves a program all that are visible, or none where none are."""
+
+    engines: tuple[tuple[str, ...] | None, ...] = ()
+    """One entry for each engine."""
+
+    trainer: tuple[str, ...] | None = None
+
+    def shared(self, engine: int) -> bool:
+        """True when the trainer works on a GPU of this engine."""
+        return bool(set(self.engines[engine] or ()) & set(self.trainer or ()))
+
+
+def visible(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """The GPUs of this machine that a program started here may use, under the names that CUDA takes."""
+    listed = environ.get(VARIABLE)
+    if listed is not None:
+        return tuple(name.strip() for name in listed.split(",") if name.strip() not in ("", "-1"))
+    if not any(driver.exists() for driver in DRIVERS):
+        return ()
+    import torch  # takes seconds, which a run without GPUs need not wait for
+
+    return tuple(str(place) for place in range(torch.cuda.device_count()))
+
+
+def place(config: RLConfig, gpus: Sequence[str]) -> Placement:
+    """Gives every program its GPUs. Raises ConfigError, saying what to change, when there are too few.
+
+    On a machine without GPUs nothing is placed, and lists are taken as they are.
+    """
+    count = config.engine_count
+    if not gpus:
+        if config.deployment.num_infer_gpus is not None:
+            raise ConfigError(
+                f"deployment.num_infer_gpus is {config.deployment.num_infer_gpus} but no GPU is visible here; leave it"
+                f" out, or look at nvidia-smi and {VARIABLE}"
+            )
+        listed, trainer = config.inference_gpu_ids, config.trainer_gpu_ids
+        return Placement(
+            engines=_divide(None if listed is None else [str(gpu) for gpu in listed], count),
+            trainer=None if trainer is None else tuple(str(gpu) for gpu in trainer),
+        )
+    engines, trainer = _places(config, len(gpus))
+    return Placement(
+        engines=_divide([gpus[place] for place in engines], count), trainer=tuple(gpus[place] for place in trainer)
+    )
+
+
+def _places(config: RLConfig, num_visible: int) -> tuple[list[int], list[int]]:
+    """Places among the visible GPUs: those of all engines, and those of the trainer."""
+    for key in ("inference_gpu_ids", "trainer_gpu_ids"):
+        beyond = [gpu for gpu in getattr(config, key) or () if not 0 <= gpu < num_visible]
+        if beyond:
+            raise ConfigError(
+                f"{key} lists {beyond[0]}, but the GPUs visible here are 0 to {num_visible - 1}; ids count those in"
+                f" {VARIABLE} where it is set"
+            )
+    for_engines, for_trainer = config.engine_gpus, config.trainer.deployment.num_train_gpus
+    engines, trainer = config.inference_gpu_ids, config.trainer_gpu_ids
+    left = [gpu for gpu in range(num_visible) if gpu not in (*(engines or ()), *(trainer or ()))]
+    if num_visible == 1 and for_engines == for_trainer == 1:  # nothing to choose: both work on the one that is there
+        return [0] if engines is None else engines, [0] if trainer is None else trainer
+    missing = (for_engines if engines is None else 0) + (for_trainer if trainer is None else 0) - len(left)
+    if missing > 0:
+        raise ConfigError(
+            f"inference takes {for_engines} GPU(s) and training {for_trainer}, but {num_visible} are visible here;"
+            " lower deployment.num_infer_gpus or deployment.num_train_gpus, or list the same GPU in inference_gpu_ids"
+            " and trainer_gpu_ids to share it"
+        )
+    if engines is None:
+        engines, left = left[:for_engines], left[for_engines:]
+    return engines, left[:for_trainer] if trainer is None else trainer
+
+
+def _divide(gpus: Sequence[str] | None, count: int) -> tuple[tuple[str, ...] | None, ...]:
+    """The GPUs of each of `count` engines; engines share GPUs when there are fewer of them."""
+    if gpus is None:
+        return (None,) * count
+    if len(gpus) < count:
+        return tuple((gpus[place % len(gpus)],) if gpus else () for place in range(count))
+    return tuple(tuple(gpus[place * len(gpus) // count : (place + 1) * len(gpus) // count]) for place in range(count))

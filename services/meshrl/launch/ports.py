@@ -1,0 +1,58 @@
+"""Free ports for the servers of a run, kept from other runs on this machine for as long as the run lasts."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from types import TracebackType
+from typing import Self
+
+from meshrl.core.config import ConfigError
+
+HOLDS = sys.platform == "linux"
+"""Only Linux lets a server listen on a port to which another socket is bound without listening."""
+
+
+class FreePorts:
+    """Free ports of this machine, each given once and held until `close`, or the end of a `with` block.
+
+    A held port is bound and does not listen. The kernel gives it to nobody who asks for any port, while a server that
+    asks for it by number gets it, again and again when it is restarted.
+    """
+
+    def __init__(self) -> None:
+        self._given: set[int] = set()
+        self._held: list[socket.socket] = []
+
+    def __call__(self, host: str) -> int:
+        """A free port of `host`. Raises ConfigError when the host is not one of this machine."""
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        while True:
+            probe = socket.socket(family, socket.SOCK_STREAM)
+            try:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(HOLDS))
+                probe.bind((host, 0))
+            except OSError as error:
+                probe.close()
+                raise ConfigError(
+                    f"server.host {host!r}: no port can be bound there ({error}); use 127.0.0.1"
+                ) from error
+            port = int(probe.getsockname()[1])
+            if HOLDS:
+                self._held.append(probe)
+            else:
+                probe.close()
+            if port not in self._given:
+                self._given.add(port)
+                return port
+
+    def close(self) -> None:
+        """Gives the ports back."""
+        while self._held:
+            self._held.pop().close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
