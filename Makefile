@@ -10,7 +10,10 @@ RUN := $(UV) run --frozen --no-sync
 # What contracts must stay compatible with: main, or what was checked out where there is no such branch.
 MAIN = $(shell git rev-parse --verify --quiet main || git rev-parse --verify --quiet origin/main || echo HEAD)
 
-.PHONY: help setup demo test unit check lint format types layers contracts drift bench proto clean
+# Engine of the demo: embedded, or vllm.
+ENGINE ?= embedded
+
+.PHONY: help setup vllm demo test unit check lint format types layers contracts drift bench proto clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -26,10 +29,13 @@ $(BUF):
 setup: $(filter .tools/%,$(UV)) ## Create .venv from the lock file
 	$(UV) sync --frozen --quiet --all-groups
 
-demo: setup ## Train a small model to reverse text on the CPU, end to end (about 5 minutes)
-	$(RUN) python -m meshrl.launch.demo $(ARGS)
+vllm: setup ## Create .tools/vllm, vLLM for the CPU (Linux; a few minutes, once)
+	UV=$(UV) scripts/install_vllm.sh
 
-test: setup $(BUF) ## Run every test that needs no GPU
+demo: setup $(if $(filter vllm,$(ENGINE)),vllm) ## Train a small model to reverse text on the CPU, end to end (ENGINE=vllm: with vLLM)
+	$(RUN) python -m meshrl.launch.demo --engine $(ENGINE) $(ARGS)
+
+test: setup vllm $(BUF) ## Run every test that needs no GPU
 	$(RUN) pytest -m "not gpu" $(ARGS)
 
 unit: setup ## Run the tests that start no processes

@@ -1,6 +1,7 @@
 """The demo: makes a small model, warms it up with `sft`, trains it with `rl`, and reports; what `make demo` runs.
 
-    python -m meshrl.launch.demo [--seed N] [--max-async-level N] [--max-steps N] [--output-dir FOLDER]
+    python -m meshrl.launch.demo [--engine embedded|vllm] [--seed N] [--max-async-level N] [--max-steps N]
+                                 [--output-dir FOLDER]
 
 It only calls the programs that a user would call, with the files of configs/reverse_text.
 """
@@ -18,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 
@@ -38,6 +40,7 @@ SFT_DEADLINE_S = 1200.0
 RL_DEADLINE_S = 3600.0
 END_GRACE_S = 90.0  # longer than rl gives its own programs
 STEP_LINE = re.compile(r" step (?P<step>\d+) \|")
+VLLM_PYTHON = Path(".tools/vllm/bin/python")  # where `make vllm` puts it
 MADE_HERE = frozenset({"model", "data", "sft", "rl", "metrics.jsonl", "summary.json", "reward.png"})
 
 
@@ -49,6 +52,7 @@ class DemoError(Exception):
 class Options:
     """What the command line says."""
 
+    engine: str
     seed: int
     max_async_level: int
     max_steps: int | None
@@ -73,6 +77,7 @@ def parse(arguments: Sequence[str]) -> Options:
     parser = argparse.ArgumentParser(
         prog="demo", description="Trains a small model to reverse text on the CPU, through the real programs."
     )
+    parser.add_argument("--engine", choices=("embedded", "vllm"), default="embedded", help="default embedded")
     parser.add_argument("--seed", type=int, default=0, help="seed of the model, its data and the run (default 0)")
     parser.add_argument(
         "--max-async-level", type=int, default=2, help="steps that generation may be ahead of training (default 2)"
@@ -102,6 +107,7 @@ def stages(options: Options) -> tuple[Stage, ...]:
     )  # fmt: skip
     rl = (
         _script("rl"), "@", str(options.configs / "rl.toml"),
+        *(_vllm(options.configs) if options.engine == "vllm" else ()),
         "--model.name", str(Layout(out / "sft").weights / "final"),
         "--max-async-level", str(options.max_async_level),
         "--seed", seed,
@@ -133,6 +139,16 @@ def stages(options: Options) -> tuple[Stage, ...]:
             shown_steps=5,
         ),
     )
+
+
+def _vllm(configs: Path) -> tuple[str, ...]:
+    """What makes rl start vLLM, from this environment or the one that `make vllm` makes. Raises DemoError without."""
+    file = ("@", str(configs / "vllm.toml"))
+    if find_spec("vllm") is not None:
+        return file
+    if not VLLM_PYTHON.exists():
+        raise DemoError(f"vLLM is neither installed here nor in {VLLM_PYTHON}; run make vllm, or make demo ENGINE=vllm")
+    return (*file, "--inference.python", str(VLLM_PYTHON))
 
 
 def empty(folder: Path) -> None:
@@ -192,14 +208,15 @@ def is_shown(line: str, shown_steps: int) -> bool:
 
 def demo(options: Options) -> str:
     """Runs everything and returns the closing table. Raises DemoError or ReportError."""
-    for name in ("sft.toml", "rl.toml"):
+    for name in ("sft.toml", "rl.toml", *(("vllm.toml",) if options.engine == "vllm" else ())):
         if not (options.configs / name).is_file():
             raise DemoError(f"{options.configs / name} is missing; run from the repository's root or pass --configs")
     out = options.output_dir
+    plan = stages(options)
     empty(out)
     out.mkdir(parents=True, exist_ok=True)
     seconds: dict[str, float] = {}
-    for stage in stages(options):
+    for stage in plan:
         _say(f"\n== {stage.title}")
         seconds[stage.name] = run(stage, _write)
     metrics = Layout(out).metrics_jsonl
@@ -208,6 +225,7 @@ def demo(options: Options) -> str:
     summary = summarise(
         records,
         seconds_by_stage=seconds,
+        engine=options.engine,
         max_async_level=options.max_async_level,
         seed=options.seed,
         versions=installed_versions(),

@@ -73,6 +73,7 @@ class Summary:
     staleness_max: int
     """Most versions between a trained policy and the oldest token it was trained on."""
 
+    engine: str
     max_async_level: int
     seed: int
     versions: dict[str, str]
@@ -112,6 +113,7 @@ def summarise(
     records: Sequence[Record],
     *,
     seconds_by_stage: Mapping[str, float],
+    engine: str,
     max_async_level: int,
     seed: int,
     versions: Mapping[str, str],
@@ -155,6 +157,7 @@ def summarise(
         sync_lag_s=_mean(lags),
         sync_lag_max_s=max(lags, default=0.0),
         staleness_max=int(max(_column(steps, "off_policy/all/max"), default=0.0)),
+        engine=engine,
         max_async_level=max_async_level,
         seed=seed,
         versions=dict(versions),
@@ -174,7 +177,7 @@ def table(summary: Summary) -> str:
         ("steps", f"{summary.steps}"),
         ("seconds", f"{summary.seconds:.0f}  ({stages})"),
         ("rollouts a second", f"{summary.rollouts_per_s:.1f}"),
-        ("tokens a second, engine (sampled)", f"{summary.tokens_per_s.engine:,.0f}"),
+        (f"tokens a second, {summary.engine} engine (sampled)", f"{summary.tokens_per_s.engine:,.0f}"),
         ("tokens a second, trainer (while it works)", f"{summary.tokens_per_s.trainer:,.0f}"),
         ("weight sync, pause of generation", _milliseconds(summary.sync_pause_s, summary.sync_pause_max_s)),
         ("weight sync, lag of the engines", _milliseconds(summary.sync_lag_s, summary.sync_lag_max_s)),

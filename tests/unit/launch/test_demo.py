@@ -43,7 +43,12 @@ RECORDS = [evaluation(0, 0.5), *(step(number, 0.1 * number) for number in range(
 
 def summarised(records: list[dict[str, Any]] = RECORDS) -> Any:
     return summarise(
-        records, seconds_by_stage={"prepare": 1.0, "rl": 20.0}, max_async_level=2, seed=3, versions={"torch": "2"}
+        records,
+        seconds_by_stage={"prepare": 1.0, "rl": 20.0},
+        engine="vllm",
+        max_async_level=2,
+        seed=3,
+        versions={"torch": "2"},
     )
 
 
@@ -98,6 +103,7 @@ def test_report_is_written_as_json_and_picture(tmp_path: Path) -> None:
 def test_table_names_the_gain_and_the_units() -> None:
     text = table(summarised())
     assert "0.875  (+0.375)" in text
+    assert "tokens a second, vllm engine (sampled)" in text
     assert "4.5 ms  (at most 8.0 ms)" in text
 
 
@@ -114,6 +120,19 @@ def test_options_reach_the_programs(tmp_path: Path) -> None:
     assert "--max-async-level 0" in command
     assert "--max-steps 3" in command
     assert (sft.shown_steps, rl.shown_steps) == (50, 5)
+
+
+def test_vllm_is_started_from_the_environment_that_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = parse(["--engine", "vllm"])
+    with pytest.raises(DemoError, match="run make vllm, or make demo ENGINE=vllm"):
+        stages(options)
+    python = tmp_path / ".tools" / "vllm" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.touch()
+    command = " ".join(stages(options)[-1].commands[0])
+    assert "rl.toml @ configs/reverse_text/vllm.toml --inference.python .tools/vllm/bin/python" in command
+    assert "vllm" not in " ".join(stages(parse([]))[-1].commands[0])
 
 
 @pytest.mark.parametrize("flags", [["--max-async-level", "-1"], ["--max-steps", "0"], ["--nonsense"]])
@@ -157,7 +176,13 @@ def test_of_many_steps_a_few_are_shown_and_of_everything_else_all() -> None:
 def test_the_demos_configurations_are_valid_and_agree() -> None:
     sft = load_config(SFTConfig, ["@", str(CONFIGS / "sft.toml")], prog="sft")
     rl = load_config(RLConfig, ["@", str(CONFIGS / "rl.toml")], prog="rl")
+    vllm = load_config(RLConfig, ["@", str(CONFIGS / "rl.toml"), "@", str(CONFIGS / "vllm.toml")], prog="rl")
+    assert vllm.inference is not None
+    assert vllm.inference.engine == "vllm"
+    assert vllm.inference.model.dtype == vllm.trainer.model.dtype == "bfloat16"
     assert rl.trainer.model.name == f"{sft.output_dir}/weights/final"
     assert rl.orchestrator.eval is not None
-    assert [env.args for env in rl.orchestrator.eval.env] == [{"split": "held_out"}]
+    assert vllm.orchestrator.eval is not None
+    for run_config in (rl.orchestrator.eval, vllm.orchestrator.eval):
+        assert [env.args for env in run_config.env] == [{"split": "held_out"}]
     assert rl.orchestrator.eval.sampling.temperature == rl.orchestrator.sampling.temperature == 1.0
