@@ -1,0 +1,128 @@
+"""Completions as bytes: how an engine hands sampled tokens to `rollout` without a character of JSON per token.
+
+The answer of POST /inference/v1/generate to a client that sends `Accept: application/x-meshrl-completion`, encoded by
+`inference` and decoded by `rollout`. Everything is little-endian; C choices, T tokens and S version spans of a choice:
+
+    header      4s magic "MRCF", u16 format (1), u16 zero, u32 C, u32 prompt tokens, u32 bytes of the id, u32 zero
+    request id  UTF-8, padded with zeros to a multiple of 8 bytes
+    C times     u32 T, u32 S, i64 stop token (-1: none), u8 finish reason, u8 what follows, 6 bytes zero
+                spans (S,) of u32 start, u32 end, i64 version
+                token ids (T,) int32; then, each if its bit is set, logprobs (T,) and raw logprobs (T,) float32
+
+Finish reasons are numbered as in FINISH_REASONS, 0 for none. Arrays of a decoded frame are views into its bytes.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.types import VersionSpan
+
+MEDIA_TYPE = "application/x-meshrl-completion"
+FINISH_REASONS = (None, "stop", "length", "abort")
+FORMAT = 1
+
+_MAGIC = b"MRCF"
+_HEADER = struct.Struct("<4sHHIIII")
+_CHOICE = struct.Struct("<IIqBB6x")
+_SPAN = struct.Struct("<IIq")
+_LOGPROBS, _RAW_LOGPROBS = 1, 2
+_TOKEN_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FrameChoice:
+    """One completion of T tokens; logprobs are None where they were not asked for."""
+
+    token_ids: NDArray[np.int32]  # (T,)
+    logprobs: NDArray[np.float32] | None  # (T,) of the distribution sampled from
+    raw_logprobs: NDArray[np.float32] | None = None  # (T,) of that before temperature and cuts
+    version_spans: tuple[VersionSpan, ...]
+    finish_reason: str | None
+    stop_token_id: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CompletionFrame:
+    """The answer to one request: its choices in order."""
+
+    request_id: str
+    prompt_tokens: int
+    choices: tuple[FrameChoice, ...]
+
+
+def encode(frame: CompletionFrame) -> bytes:
+    """The bytes of a frame."""
+    name = frame.request_id.encode()
+    header = _HEADER.pack(_MAGIC, FORMAT, 0, len(frame.choices), frame.prompt_tokens, len(name), 0)
+    parts = [header, name, bytes(-len(name) % 8)]
+    for choice in frame.choices:
+        _put(parts, choice)
+    return b"".join(parts)
+
+
+def _put(parts: list[bytes], choice: FrameChoice) -> None:
+    count, kinds = len(choice.token_ids), 0
+    arrays = [choice.token_ids.astype("<i4", copy=False).tobytes()]
+    for bit, values in ((_LOGPROBS, choice.logprobs), (_RAW_LOGPROBS, choice.raw_logprobs)):
+        if values is not None:
+            if len(values) != count:
+                raise ValueError(f"a choice of {count} tokens needs as many logprobs, got {len(values)}")
+            kinds |= bit
+            arrays.append(values.astype("<f4", copy=False).tobytes())
+    stop = -1 if choice.stop_token_id is None else choice.stop_token_id
+    finish = FINISH_REASONS.index(choice.finish_reason)
+    parts.append(_CHOICE.pack(count, len(choice.version_spans), stop, finish, kinds))
+    parts.extend(_SPAN.pack(span.start, span.end, span.version) for span in choice.version_spans)
+    parts.extend(arrays)
+
+
+def decode(data: bytes) -> CompletionFrame:
+    """Reads the bytes of a frame. Raises MeshError ENGINE_FAILED for bytes that are not one whole frame."""
+    try:
+        magic, version, _, count, prompt_tokens, name_bytes, _ = _HEADER.unpack_from(data)
+        if magic != _MAGIC or version != FORMAT:
+            raise ValueError(f"it starts with {magic!r}, format {version}; expected {_MAGIC!r}, format {FORMAT}")
+        at = _HEADER.size + name_bytes
+        request_id = data[_HEADER.size : at].decode()
+        at += -name_bytes % 8
+        choices = []
+        for _ in range(count):
+            choice, at = _take(data, at)
+            choices.append(choice)
+        if at != len(data):
+            raise ValueError(f"it has {len(data)} bytes, its choices end at {at}")
+    except (struct.error, ValueError, IndexError) as error:  # numpy says ValueError for a buffer that is too short
+        raise MeshError(Reason.ENGINE_FAILED, f"an engine's binary answer cannot be read: {error}") from error
+    return CompletionFrame(request_id=request_id, prompt_tokens=prompt_tokens, choices=tuple(choices))
+
+
+def _take(data: bytes, at: int) -> tuple[FrameChoice, int]:
+    """The choice that starts at byte `at`, and where the next one does."""
+    count, num_spans, stop, finish, kinds = _CHOICE.unpack_from(data, at)
+    at += _CHOICE.size
+    spans: list[VersionSpan] = []
+    for _ in range(num_spans):
+        start, end, version = _SPAN.unpack_from(data, at)
+        spans.append(VersionSpan(start=start, end=end, version=version))
+        at += _SPAN.size
+    token_ids = np.frombuffer(data, "<i4", count, at)
+    at += count * _TOKEN_BYTES
+    values: list[NDArray[np.float32] | None] = []
+    for bit in (_LOGPROBS, _RAW_LOGPROBS):
+        values.append(np.frombuffer(data, "<f4", count, at) if kinds & bit else None)
+        at += count * _TOKEN_BYTES if kinds & bit else 0
+    choice = FrameChoice(
+        token_ids=token_ids,
+        logprobs=values[0],
+        raw_logprobs=values[1],
+        version_spans=tuple(spans),
+        finish_reason=FINISH_REASONS[finish],
+        stop_token_id=None if stop < 0 else stop,
+    )
+    return choice, at
