@@ -1,7 +1,7 @@
 """Request bodies of the HTTP routes, checked at the door; turned into the engine's own request types.
 
 Unknown keys are ignored, as OpenAI clients send more than an engine needs. A known key that this engine cannot honour
-(penalties, logit bias, prompt logprobs) is an error unless it is neutral: silently sampling otherwise would be wrong.
+(penalties, logit bias) is an error unless it is neutral: silently sampling otherwise would be wrong.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Sampling(BaseModel):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    prompt_logprobs: int | None = None
+    prompt_logprobs: int | None = Field(default=None, ge=0, le=1)
     extra_args: dict[str, Any] | None = None
 
     @model_validator(mode="after")
@@ -51,7 +51,6 @@ class Sampling(BaseModel):
             "frequency_penalty": self.frequency_penalty not in (None, 0.0),
             "repetition_penalty": self.repetition_penalty not in (None, 1.0),
             "logit_bias": bool(self.logit_bias),
-            "prompt_logprobs": self.prompt_logprobs is not None,
         }
         named = [name for name, used in unsupported.items() if used]
         if named:
@@ -63,12 +62,13 @@ class Sampling(BaseModel):
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return tuple(text for text in stops if text)
 
-    def params(self, *, room: int, index: int, top_logprobs: int = 0) -> SamplingParams:
+    def params(self, *, room: int, index: int, logprobs: bool, top_logprobs: int = 0) -> SamplingParams:
         """Parameters of the index-th completion; `room` is how many tokens still fit behind the prompt.
 
-        max_tokens beyond the room is lowered to it; without max_tokens the completion may fill the room.
+        max_tokens beyond the room is lowered to it; without max_tokens the completion may fill the room. An engine
+        that nobody asks for `logprobs` may be much faster.
         """
-        extra = self.extra_args or {}
+        raw_logprobs = bool((self.extra_args or {}).get("raw_logprobs"))
         return SamplingParams(
             max_tokens=room if self.max_tokens is None else min(self.max_tokens, room),
             temperature=1.0 if self.temperature is None else self.temperature,
@@ -79,8 +79,10 @@ class Sampling(BaseModel):
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=self.ignore_eos,
             seed=None if self.seed is None else (self.seed + index * _SEED_STRIDE) % 2**64,
+            logprobs=logprobs or raw_logprobs,
             top_logprobs=top_logprobs,
-            raw_logprobs=bool(extra.get("raw_logprobs")),
+            prompt_logprobs=self.prompt_logprobs,
+            raw_logprobs=raw_logprobs,
         )
 
 
@@ -97,6 +99,11 @@ class TokenSampling(Sampling):
     def packed_only(self) -> bool:
         """Whether the caller reads `completion_logprobs` and wants no JSON entry a token."""
         return bool((self.extra_args or {}).get("packed_logprobs"))
+
+    @property
+    def fits_a_frame(self) -> bool:
+        """Whether a completion frame can carry all that is asked for."""
+        return self.alternatives == 0 and self.prompt_logprobs is None
 
 
 class GenerateBody(BaseModel):
@@ -141,14 +148,17 @@ class _TextBody(Sampling):
     max_completion_tokens: int | None = Field(default=None, ge=1)
 
     @model_validator(mode="after")
-    def _one_limit(self) -> Self:
+    def _consistent(self) -> Self:
         if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
             raise ValueError("max_tokens and max_completion_tokens differ; send one of them")
+        if self.prompt_logprobs is not None:
+            raise ValueError("prompt_logprobs is answered by /inference/v1/generate only; leave it out here")
         return self
 
-    def limited(self, *, room: int, index: int, top_logprobs: int) -> SamplingParams:
+    def limited(self, *, room: int, index: int, logprobs: bool, top_logprobs: int) -> SamplingParams:
         limit = self.max_tokens or self.max_completion_tokens
-        return self.model_copy(update={"max_tokens": limit}).params(room=room, index=index, top_logprobs=top_logprobs)
+        limited = self if limit == self.max_tokens else self.model_copy(update={"max_tokens": limit})
+        return limited.params(room=room, index=index, logprobs=logprobs, top_logprobs=top_logprobs)
 
 
 class ChatBody(_TextBody):

@@ -1,8 +1,9 @@
-"""Collects the chunks of one completion and says them in JSON; between the engine and the HTTP routes."""
+"""Collects the chunks of one completion and says them in JSON or as a frame; between engine and HTTP routes."""
 
 from __future__ import annotations
 
 import base64
+import io
 import json
 import math
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshrl.inference.engine import FinishReason, TokenChunk
+from meshrl.wire.completion_frame import FrameChoice
 from meshrl.wire.types import VersionSpan
 
 REMOVED_LOGPROB = -9999.0  # what vLLM says for a candidate that top_k, top_p or min_p removed: JSON has no infinity
@@ -30,6 +32,8 @@ class Completion:
     version_spans: tuple[VersionSpan, ...]
     finish_reason: FinishReason | None
     stop_token_id: int | None
+    prompt_logprobs: NDArray[np.float32] | None
+    routed_experts: NDArray[Any] | None
 
     @property
     def version(self) -> int | None:
@@ -55,12 +59,16 @@ def join(chunks: Sequence[TokenChunk]) -> Completion:
         version_spans=tuple(spans),
         finish_reason=last.finish_reason,
         stop_token_id=last.stop_token_id,
+        prompt_logprobs=first.prompt_logprobs,
+        routed_experts=_joined([chunk.routed_experts for chunk in chunks]),
     )
 
 
 def _joined(parts: Sequence[NDArray[Any] | None]) -> NDArray[Any] | None:
     present = [part for part in parts if part is not None]
-    return np.concatenate(present) if present else None
+    if not present:
+        return None
+    return present[0] if len(present) == 1 else np.concatenate(present)
 
 
 def packed(values: NDArray[np.float32]) -> dict[str, Any]:
@@ -107,6 +115,33 @@ def said(logprob: float) -> float:
     return logprob if math.isfinite(logprob) else REMOVED_LOGPROB
 
 
+def prompt_logprobs_json(token_ids: Sequence[int], logprobs: NDArray[np.float32]) -> list[dict[str, Any] | None]:
+    """Logprobs (P,) of the prompt's tokens as vLLM says them: an entry a token, none for the first."""
+    return [
+        None if math.isnan(logprob) else {str(token): {"logprob": said(logprob), "rank": None, "decoded_token": None}}
+        for token, logprob in zip(token_ids, logprobs.tolist(), strict=True)
+    ]
+
+
+def routed_experts_text(experts: NDArray[Any]) -> str:
+    """Chosen experts (T, layers, experts) as vLLM says them: base64 of a .npy file."""
+    file = io.BytesIO()
+    np.save(file, experts, allow_pickle=False)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def frame_choice(completion: Completion, *, logprobs: bool) -> FrameChoice:
+    """One choice of the token-in route, for a completion frame."""
+    return FrameChoice(
+        token_ids=completion.token_ids,
+        logprobs=completion.logprobs if logprobs else None,
+        raw_logprobs=completion.raw_logprobs,
+        version_spans=completion.version_spans,
+        finish_reason=completion.finish_reason,
+        stop_token_id=completion.stop_token_id,
+    )
+
+
 def token_choice_json(index: int, completion: Completion, *, logprobs: bool, packed_only: bool) -> str:
     """One choice of the token-in route, as JSON text."""
     fields: dict[str, Any] = {
@@ -121,5 +156,7 @@ def token_choice_json(index: int, completion: Completion, *, logprobs: bool, pac
         fields["completion_logprobs"] = packed(completion.logprobs)
     if completion.raw_logprobs is not None:
         fields["raw_logprobs"] = packed(completion.raw_logprobs)
+    if completion.routed_experts is not None:
+        fields["routed_experts"] = routed_experts_text(completion.routed_experts)
     content = token_logprobs_json(completion) if logprobs and not packed_only else "null"
     return f'{json.dumps(fields, separators=(",", ":"))[:-1]},"logprobs":{content}}}'

@@ -61,12 +61,13 @@ class OpenAIRoutes:
             **(body.chat_template_kwargs or {}),
         )
         tops = (body.top_logprobs or 0) if body.logprobs else 0
-        return await self._serve(request, body, self._choices(body, [prompt_ids], tops))
+        return await self._serve(request, body, self._choices(body, [prompt_ids], bool(body.logprobs), tops))
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         body = parse(CompletionBody, await request.read())
         prompts = await self._prompts(body)
-        return await self._serve(request, body, self._choices(body, prompts, body.logprobs or 0))
+        choices = self._choices(body, prompts, body.logprobs is not None, body.logprobs or 0)
+        return await self._serve(request, body, choices)
 
     async def _prompts(self, body: CompletionBody) -> list[tuple[int, ...]]:
         prompt = body.prompt
@@ -82,7 +83,9 @@ class OpenAIRoutes:
             for each in prompt
         ]
 
-    def _choices(self, body: ChatBody | CompletionBody, prompts: Sequence[tuple[int, ...]], tops: int) -> list[_Choice]:
+    def _choices(
+        self, body: ChatBody | CompletionBody, prompts: Sequence[tuple[int, ...]], logprobs: bool, tops: int
+    ) -> list[_Choice]:
         kind = "chatcmpl" if isinstance(body, ChatBody) else "cmpl"
         request_id = f"{kind}-{uuid.uuid4().hex}"
         stops = body.stop_strings
@@ -90,7 +93,7 @@ class OpenAIRoutes:
         for prompt_ids in prompts:
             room = self._serving.room(len(prompt_ids))
             for index in range(body.n):
-                params = body.limited(room=room, index=index, top_logprobs=tops)
+                params = body.limited(room=room, index=index, logprobs=logprobs, top_logprobs=tops)
                 # with stop strings the text is watched as it grows, so the tokens must come one by one
                 asked = GenerateRequest(
                     request_id=request_id, prompt_ids=prompt_ids, sampling=params, stream=body.stream or bool(stops)

@@ -12,6 +12,7 @@ from aiohttp import web
 
 from meshrl.inference.completion import Completion, join
 from meshrl.inference.engine import Engine, FinishReason, GenerateRequest, TokenChunk
+from meshrl.wire.completion_frame import MEDIA_TYPE, CompletionFrame, encode
 from meshrl.wire.errors import MeshError, Reason
 
 VERSION_HEADER = "X-Policy-Version"
@@ -105,6 +106,11 @@ async def interleave(engine: Engine, requests: list[GenerateRequest]) -> AsyncGe
 def json_answer(text: str, version: int | None) -> web.Response:
     headers = {} if version is None else {VERSION_HEADER: str(version)}
     return web.Response(text=text, content_type="application/json", headers=headers)
+
+
+def frame_answer(frame: CompletionFrame, version: int | None) -> web.Response:
+    headers = {} if version is None else {VERSION_HEADER: str(version)}
+    return web.Response(body=encode(frame), content_type=MEDIA_TYPE, headers=headers)
 
 
 async def send_events(

@@ -3,6 +3,10 @@
 The wire is vLLM's, as `renderers` reads it, with three fields more in each choice: `version_spans`
 [[start, end, version], ...] over the completion, `completion_logprobs` (the logprobs packed as base64 float32) and, on
 request (`extra_args.raw_logprobs`), `raw_logprobs`. Logprobs are those of the distribution sampled from.
+
+A client that sends `Accept: application/x-meshrl-completion` gets a completion frame instead (see
+`meshrl.wire.completion_frame`), which costs no work per token. Streams, alternatives and prompt logprobs have none:
+they are answered in JSON, so a client reads the Content-Type.
 """
 
 from __future__ import annotations
@@ -16,9 +20,11 @@ from typing import Any
 from aiohttp import web
 
 from meshrl.inference.bodies import GenerateBody, parse
-from meshrl.inference.completion import Completion, join, token_choice_json
+from meshrl.inference.completion import Completion, frame_choice, join, prompt_logprobs_json, token_choice_json
 from meshrl.inference.engine import GenerateRequest
-from meshrl.inference.serving import Serving, gather, interleave, json_answer, send_events
+from meshrl.inference.serving import Serving, frame_answer, gather, interleave, json_answer, send_events
+from meshrl.wire.completion_frame import MEDIA_TYPE, CompletionFrame
+from meshrl.wire.errors import MeshError, Reason
 
 
 class TokenRoute:
@@ -34,7 +40,10 @@ class TokenRoute:
             if body.stream:
                 return await send_events(request, self._events(body, requests), self._serving.engine.version)
             completions = await gather([self._serving.complete(each) for each in requests])
-        return json_answer(self._answer(body, requests[0].request_id, completions), completions[0].version)
+        request_id, version = requests[0].request_id, completions[0].version
+        if body.sampling_params.fits_a_frame and MEDIA_TYPE in request.headers.get("Accept", ""):
+            return frame_answer(self._frame(body, request_id, completions), version)
+        return json_answer(self._answer(body, request_id, completions), version)
 
     def _requests(self, body: GenerateBody) -> list[GenerateRequest]:
         prompt_ids = tuple(body.token_ids)
@@ -45,11 +54,21 @@ class TokenRoute:
             GenerateRequest(
                 request_id=request_id,
                 prompt_ids=prompt_ids,
-                sampling=sampling.params(room=room, index=index, top_logprobs=sampling.alternatives),
+                sampling=sampling.params(
+                    room=room, index=index, logprobs=sampling.logprobs is not None, top_logprobs=sampling.alternatives
+                ),
                 stream=body.stream,
             )
             for index in range(sampling.n)
         ]
+
+    def _frame(self, body: GenerateBody, request_id: str, completions: list[Completion]) -> CompletionFrame:
+        logprobs = body.sampling_params.logprobs is not None
+        return CompletionFrame(
+            request_id=request_id,
+            prompt_tokens=len(body.token_ids),
+            choices=tuple(frame_choice(completion, logprobs=logprobs) for completion in completions),
+        )
 
     def _answer(self, body: GenerateBody, request_id: str, completions: list[Completion]) -> str:
         made = sum(len(completion.token_ids) for completion in completions)
@@ -61,13 +80,20 @@ class TokenRoute:
                 "completion_tokens": made,
                 "total_tokens": len(body.token_ids) + made,
             },
-            "prompt_logprobs": None,
+            "prompt_logprobs": self._prompt_logprobs(body, completions[0]),
             "kv_transfer_params": None,
         }
         if body.return_token_ids:
             fields["prompt_token_ids"] = body.token_ids
         choices = [self._choice(body, index, completion) for index, completion in enumerate(completions)]
         return f'{json.dumps(fields)[:-1]},"choices":[{",".join(choices)}]}}'
+
+    def _prompt_logprobs(self, body: GenerateBody, completion: Completion) -> list[dict[str, Any] | None] | None:
+        if body.sampling_params.prompt_logprobs is None:
+            return None
+        if completion.prompt_logprobs is None:
+            raise MeshError(Reason.NOT_SUPPORTED, "this engine reports no prompt_logprobs; leave them out")
+        return prompt_logprobs_json(body.token_ids, completion.prompt_logprobs)
 
     def _choice(self, body: GenerateBody, index: int, completion: Completion) -> str:
         sampling = body.sampling_params
