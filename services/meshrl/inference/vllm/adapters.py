@@ -56,7 +56,9 @@ class AdapterStore:
         folder = self._root / f"version_{host.version}"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        save_file({name: tensor.contiguous() for name, tensor in host.tensors.items()}, folder / "adapter_model.safetensors")
+        save_file(
+            {name: tensor.contiguous() for name, tensor in host.tensors.items()}, folder / "adapter_model.safetensors"
+        )
         described = {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",

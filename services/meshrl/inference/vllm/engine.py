@@ -11,33 +11,25 @@ import asyncio
 import dataclasses
 import time
 import uuid
-from collections.abc import AsyncGenerator, Mapping
-from pathlib import Path
+from collections.abc import AsyncGenerator
 from typing import Any, Literal
 
-import numpy as np
 from loguru import logger
-from numpy.typing import NDArray
-from vllm import SamplingParams as VllmSamplingParams
 from vllm.inputs import tokens_input
-from vllm.outputs import RequestOutput
-from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from meshrl.inference.engine import (
     CollectiveSeat,
     EngineStats,
-    FinishReason,
     GenerateRequest,
     HostVersion,
-    SamplingParams,
     TokenChunk,
 )
 from meshrl.inference.live_weights import Layout
 from meshrl.inference.vllm.adapters import AdapterStore, StagedAdapter
 from meshrl.inference.vllm.installed import client_errors
-from meshrl.inference.vllm.scheduler import PARCEL, WHOLE
+from meshrl.inference.vllm.requests import RequestCodec
 from meshrl.inference.vllm.spans import VersionClock
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest_file import to_json
@@ -48,7 +40,6 @@ RPC_DEADLINE_S = 60.0
 STAGE_DEADLINE_S = 600.0
 RECEIVE_STALL_S = 30.0
 RETRY_AFTER_S = 1.0
-_FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
 
 class VllmEngine:
@@ -62,7 +53,6 @@ class VllmEngine:
         config = llm.vllm_config
         self.max_model_len: int = config.model_config.max_model_len
         self.vocab_size = vocab_size
-        self.eos_token_ids = eos_token_ids
         self._llm, self._layout, self._adapters = llm, layout, adapters
         parallel = config.parallel_config
         self._ranks = parallel.world_size * parallel.data_parallel_size
@@ -70,6 +60,7 @@ class VllmEngine:
         self.num_slots: int = config.scheduler_config.max_num_seqs * parallel.data_parallel_size
         self._max_queue = max_queue
         self._clock = VersionClock(version)
+        self._requests = RequestCodec(self._clock, max_model_len=self.max_model_len, eos_token_ids=eos_token_ids)
         self._root: bytes | None = None
         self._staged: int | StagedAdapter | None = None
         self._paused = self._draining = False
@@ -146,7 +137,9 @@ class VllmEngine:
     async def start(self) -> None:
         """Builds the workers' shadows."""
         made = await self._rpc("meshrl_open")
-        logger.info("weight versions are staged as {} on {} ({} worker(s))", made["shadow"], made["device"], self._ranks)
+        logger.info(
+            "weight versions are staged as {} on {} ({} worker(s))", made["shadow"], made["device"], self._ranks
+        )
 
     def begin_drain(self) -> None:
         self._draining = True
@@ -171,7 +164,7 @@ class VllmEngine:
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
         self._admit(request)
         prompt = tokens_input(list(request.prompt_ids), cache_salt=self._clock.salt)
-        params = self._vllm_params(request)
+        params = self._requests.params(request)
         self._in_flight += 1
         self._idle.clear()
         try:
@@ -181,7 +174,7 @@ class VllmEngine:
             )  # fmt: skip
             start = 0
             async for output in outputs:
-                chunk = self._chunk(request, output, start)
+                chunk = self._requests.chunk(request, output, start)
                 start += len(chunk.token_ids)
                 if chunk.finish_reason is not None:
                     self._count(request, start)
@@ -236,53 +229,6 @@ class VllmEngine:
         if self.unfit is not None:
             raise MeshError(Reason.ENGINE_FAILED, f"this engine must be reseeded: {self.unfit}")
 
-    def _vllm_params(self, request: GenerateRequest) -> VllmSamplingParams:
-        sampling = request.sampling
-        eos = () if sampling.ignore_eos else self.eos_token_ids
-        return VllmSamplingParams(
-            max_tokens=min(sampling.max_tokens, self.max_model_len - len(request.prompt_ids)),
-            temperature=0.0 if sampling.greedy else sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            min_tokens=min(sampling.min_tokens, sampling.max_tokens),
-            stop_token_ids=list(dict.fromkeys((*sampling.stop_token_ids, *eos))),
-            ignore_eos=True,  # the end tokens are among the stop tokens
-            seed=None if sampling.seed is None else sampling.seed % 2**63,
-            logprobs=sampling.top_logprobs if sampling.logprobs else None,
-            prompt_logprobs=sampling.prompt_logprobs,
-            detokenize=False,
-            flat_logprobs=True,
-            skip_clone=True,
-            output_kind=RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY,
-            extra_args=None if request.stream else {WHOLE: True},
-        )
-
-    def _chunk(self, request: GenerateRequest, output: RequestOutput, start: int) -> TokenChunk:
-        """A piece of a streamed completion, or a whole one."""
-        completion = output.outputs[0]
-        token_ids = np.asarray(completion.token_ids, dtype=np.int32)
-        parcel: Mapping[str, Any] = (output.kv_transfer_params or {}).get(PARCEL, {})
-        count, alternatives = len(token_ids), request.sampling.top_logprobs
-        logprobs, top_ids, top_logprobs = _from_parcel(parcel, count, alternatives)
-        if logprobs is None:
-            logprobs, top_ids, top_logprobs = _from_flat(completion.logprobs, count, alternatives)
-        finish = completion.finish_reason
-        stop = completion.stop_reason
-        return TokenChunk(
-            start=start,
-            token_ids=token_ids,
-            logprobs=logprobs,
-            raw_logprobs=logprobs if request.sampling.raw_logprobs else None,
-            top_ids=top_ids,
-            top_logprobs=top_logprobs,
-            version_spans=self._clock.spans(parcel, start + count) if parcel else (),
-            finish_reason=None if finish is None else _FINISH.get(finish, FinishReason.ABORT),
-            stop_token_id=stop if isinstance(stop, int) else None,
-            prompt_logprobs=_prompt_logprobs(output, request),
-            routed_experts=completion.routed_experts,
-        )
-
     # --- weights ----------------------------------------------------------------------------
 
     async def pause(self) -> int:
@@ -310,7 +256,9 @@ class VllmEngine:
 
     async def _stage_adapter(self, host: HostVersion) -> StagedAdapter:
         if self._adapters is None:
-            raise MeshError(Reason.NOT_SUPPORTED, "this engine was started without LoRA; set inference.vllm.enable_lora")
+            raise MeshError(
+                Reason.NOT_SUPPORTED, "this engine was started without LoRA; set inference.vllm.enable_lora"
+            )
         if host.adapter is None:
             raise MeshError(Reason.NOT_SUPPORTED, "an engine with LoRA takes adapters; publish them without merging")
         return await asyncio.to_thread(self._adapters.write, host, self._layout)
@@ -405,54 +353,5 @@ class VllmEngine:
             raise MeshError(Reason.ENGINE_FAILED, text) from error
         except MeshError:
             raise
-        except Exception as error:  # noqa: BLE001 - vLLM raises plain Exceptions with the worker's message
+        except Exception as error:
             raise MeshError(Reason.ENGINE_FAILED, f"vLLM: {error}") from error
-
-
-def _from_parcel(
-    parcel: Mapping[str, Any], count: int, alternatives: int
-) -> tuple[NDArray[np.float32] | None, NDArray[np.int32] | None, NDArray[np.float32] | None]:
-    """(T,) logprobs and (T, K) alternatives of a whole completion."""
-    if "logprobs" not in parcel:
-        return None, None, None
-    logprobs = np.frombuffer(parcel["logprobs"], dtype="<f4")[:count]
-    if not alternatives:
-        return logprobs, None, None
-    shape = (count, alternatives)
-    return (
-        logprobs,
-        np.frombuffer(parcel["top_ids"], dtype="<i4").reshape(shape),
-        np.frombuffer(parcel["top_logprobs"], dtype="<f4").reshape(shape),
-    )
-
-
-def _from_flat(
-    flat: Any, count: int, alternatives: int
-) -> tuple[NDArray[np.float32], NDArray[np.int32] | None, NDArray[np.float32] | None]:
-    """The same from vLLM's FlatLogprobs, as streams have them; NaN where none were asked for."""
-    if not flat:
-        return np.full(count, np.nan, dtype=np.float32), None, None
-    starts = np.asarray(flat.start_indices[:count], dtype=np.int64)
-    values, ids = np.asarray(flat.logprobs, dtype=np.float32), np.asarray(flat.token_ids, dtype=np.int32)
-    if not alternatives:
-        return values[starts], None, None
-    columns = starts[:, None] + 1 + np.arange(alternatives)
-    return values[starts], ids[columns], values[columns]
-
-
-def _prompt_logprobs(output: RequestOutput, request: GenerateRequest) -> NDArray[np.float32] | None:
-    """(P,) logprob of each prompt token given those before it, NaN for the first; when they were asked for."""
-    flat: Any = output.prompt_logprobs
-    if request.sampling.prompt_logprobs is None or not flat:
-        return None
-    starts = np.asarray(flat.start_indices, dtype=np.int64)
-    values = np.asarray(flat.logprobs, dtype=np.float32)
-    found = np.full(len(request.prompt_ids), np.nan, dtype=np.float32)
-    known = starts < np.asarray(flat.end_indices, dtype=np.int64)
-    found[known] = values[starts[known]]
-    return found
-
-
-def checkpoint_files(folder: Path) -> tuple[Path, ...]:
-    """The safetensors files of a checkpoint."""
-    return tuple(sorted(folder.glob("*.safetensors")))

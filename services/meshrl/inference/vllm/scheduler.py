@@ -47,12 +47,14 @@ class Kept:
         if self.whole and self.logprobs:
             parcel["logprobs"] = self.logprobs.tobytes()
         if self.whole and self.rows:
-            parcel["top_ids"] = np.concatenate([row.logprob_token_ids[:, 1:] for row in self.rows]).astype("<i4").tobytes()
+            parcel["top_ids"] = (
+                np.concatenate([row.logprob_token_ids[:, 1:] for row in self.rows]).astype("<i4").tobytes()
+            )
             parcel["top_logprobs"] = np.concatenate([row.logprobs[:, 1:] for row in self.rows]).astype("<f4").tobytes()
         return parcel
 
 
-class WholeCompletions(Scheduler):
+class WholeCompletions(Scheduler):  # type: ignore[misc]  # vLLM has no types here
     """The rules above on top of whichever scheduler comes next."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -159,9 +161,9 @@ class _Taken:
             )
 
 
-class SerialScheduler(WholeCompletions, Scheduler):
+class SerialScheduler(WholeCompletions, Scheduler):  # type: ignore[misc]  # as above
     """For engines that schedule a step once the one before is done."""
 
 
-class OverlappedScheduler(WholeCompletions, AsyncScheduler):
+class OverlappedScheduler(WholeCompletions, AsyncScheduler):  # type: ignore[misc]  # as above
     """For engines that schedule a step while the one before still runs."""

@@ -9,7 +9,6 @@ are loaded in the pause.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +16,7 @@ from torch import nn
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.utils import initialize_model
 
-Named = Sequence[tuple[str, torch.Tensor]]
+from meshrl.inference.vllm.files import Named
 
 HEADROOM_BYTES = 2**30
 

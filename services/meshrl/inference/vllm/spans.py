@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 from meshrl.wire.types import VersionSpan
@@ -41,7 +42,7 @@ class VersionClock:
         pause = int(parcel["first_pause"])
         bounds = [0, *parcel["resumed_at"], num_tokens]
         spans: list[VersionSpan] = []
-        for index, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+        for index, (start, end) in enumerate(pairwise(bounds)):
             version = self._after_pause[pause + index]
             if end <= start or version is None:
                 continue

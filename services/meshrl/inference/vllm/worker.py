@@ -1,4 +1,4 @@
-"""What vLLM's workers do for weight versions: stage, receive, apply. Mixed into vLLM's worker by `worker_extension_cls`.
+"""What vLLM's workers do for weight versions: stage, receive, apply. `worker_extension_cls` mixes it into the worker.
 
 Every method is called between two steps of the engine and returns soon; what takes long runs on a thread that the
 engine asks about. All names begin with `meshrl_`, since the class shares its namespace with the worker's own.
@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-
 from meshrl.collective.digest import digest_bytes, sum128
 from meshrl.collective.receiving import Receiver
-from meshrl.inference.vllm.shadow import Named, Shadow, build_shadow
+
+from meshrl.inference.vllm.files import PortionReader
+from meshrl.inference.vllm.shadow import Shadow, build_shadow
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest import root_of
 from meshrl.wire.manifest_file import from_json
 from meshrl.wire.types import JoinGroup
 
-READ_BYTES = 256 * 2**20
 APPLY_WAIT_S = 30.0
 
 
@@ -40,7 +40,7 @@ class Job:
         try:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)
-                stream = torch.cuda.Stream(self._device)
+                stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]  # torch has none
                 with torch.no_grad(), torch.cuda.stream(stream):
                     self._work()
                 stream.synchronize()
@@ -66,6 +66,7 @@ class WeightsExtension:
         """Builds the shadow; once, before requests come. Says what was built."""
         worker: Any = self
         self._meshrl_shadow: Shadow = build_shadow(worker)
+        self._meshrl_reader = PortionReader(self._meshrl_device())
         self._meshrl_job: Job | None = None
         self._meshrl_receiver: Receiver | None = None
         self._meshrl_staged: int | None = None
@@ -77,7 +78,7 @@ class WeightsExtension:
         def work() -> None:
             self._meshrl_shadow.begin()
             for path in files:
-                for tensors in _in_portions(path):
+                for tensors in self._meshrl_reader.portions(Path(path)):
                     self._meshrl_shadow.add(tensors)
             self._meshrl_finish(version)
 
@@ -104,7 +105,9 @@ class WeightsExtension:
     def meshrl_apply(self, version: int) -> float:
         """Makes the staged version live; only while the engine is paused. Returns seconds."""
         if self._meshrl_job is not None:
-            self._meshrl_job.join(APPLY_WAIT_S)  # the engine asks one of its data-parallel parts only whether it is done
+            self._meshrl_job.join(
+                APPLY_WAIT_S
+            )  # the engine asks one of its data-parallel parts only whether it is done
         if self._meshrl_staged != version:
             raise RuntimeError(f"version {version} is not staged here, but {self._meshrl_staged}")
         began_s = time.perf_counter()
@@ -140,7 +143,8 @@ class WeightsExtension:
         worker: Any = self
         parameters = worker.model_runner.get_model().named_parameters()
         return root_of(
-            (name, str(p.dtype), tuple(p.shape), digest_bytes(sum128(p.detach().contiguous()))) for name, p in parameters
+            (name, str(p.dtype), tuple(p.shape), digest_bytes(sum128(p.detach().contiguous())))
+            for name, p in parameters
         ).hex()
 
     def _meshrl_finish(self, version: int) -> None:
@@ -157,19 +161,3 @@ class WeightsExtension:
     def _meshrl_device(self) -> torch.device:
         worker: Any = self
         return torch.device(worker.device)
-
-
-def _in_portions(path: str) -> Iterator[Named]:
-    """The tensors of a safetensors file, a few hundred MiB at a time."""
-    portion: list[tuple[str, torch.Tensor]] = []
-    size = 0
-    with safe_open(path, framework="pt") as stored:
-        for name in stored.keys():  # noqa: SIM118 - not a mapping, it has only keys()
-            tensor = stored.get_tensor(name)
-            portion.append((name, tensor))
-            size += tensor.numel() * tensor.element_size()
-            if size >= READ_BYTES:
-                yield portion
-                portion, size = [], 0
-    if portion:
-        yield portion

@@ -1,0 +1,123 @@
+"""Our requests as vLLM's, and vLLM's outputs as our chunks: the whole of a completion at once, or as it streams."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from vllm import SamplingParams as VllmSamplingParams
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind
+
+from meshrl.inference.engine import FinishReason, GenerateRequest, TokenChunk
+from meshrl.inference.vllm.scheduler import PARCEL, WHOLE
+from meshrl.inference.vllm.spans import VersionClock
+from meshrl.wire.errors import MeshError, Reason
+
+_FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
+
+
+class RequestCodec:
+    """Turns requests of one engine into vLLM's, and its outputs back."""
+
+    def __init__(self, clock: VersionClock, *, max_model_len: int, eos_token_ids: tuple[int, ...]) -> None:
+        self._clock = clock
+        self._max_model_len = max_model_len
+        self._eos_token_ids = eos_token_ids
+
+    def params(self, request: GenerateRequest) -> VllmSamplingParams:
+        sampling = request.sampling
+        eos = () if sampling.ignore_eos else self._eos_token_ids
+        return VllmSamplingParams(
+            max_tokens=min(sampling.max_tokens, self._max_model_len - len(request.prompt_ids)),
+            temperature=0.0 if sampling.greedy else sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            min_tokens=min(sampling.min_tokens, sampling.max_tokens),
+            stop_token_ids=list(dict.fromkeys((*sampling.stop_token_ids, *eos))),
+            ignore_eos=True,  # the end tokens are among the stop tokens
+            seed=None if sampling.seed is None else sampling.seed % 2**63,
+            logprobs=sampling.top_logprobs if sampling.logprobs else None,
+            prompt_logprobs=sampling.prompt_logprobs,
+            detokenize=False,
+            flat_logprobs=True,
+            skip_clone=True,
+            output_kind=RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY,
+            extra_args=None if request.stream else {WHOLE: True},
+        )
+
+    def chunk(self, request: GenerateRequest, output: RequestOutput, start: int) -> TokenChunk:
+        """A piece of a streamed completion from token `start` on, or a whole one.
+
+        Raises: MeshError ENGINE_FAILED for logprobs that are not finite, as weights that are broken give.
+        """
+        completion, sampling = output.outputs[0], request.sampling
+        token_ids = np.asarray(completion.token_ids, dtype=np.int32)
+        parcel: Mapping[str, Any] = (output.kv_transfer_params or {}).get(PARCEL, {})
+        count = len(token_ids)
+        logprobs, top_ids, top_logprobs = _from_parcel(parcel, count, sampling.top_logprobs)
+        if logprobs is None:
+            logprobs, top_ids, top_logprobs = _from_flat(completion.logprobs, count, sampling.top_logprobs)
+        if sampling.logprobs and not np.isfinite(logprobs).all():
+            raise MeshError(Reason.ENGINE_FAILED, "the model produced logits that are not finite; apply other weights")
+        finish, stop = completion.finish_reason, completion.stop_reason
+        return TokenChunk(
+            start=start,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            raw_logprobs=logprobs if sampling.raw_logprobs else None,
+            top_ids=top_ids,
+            top_logprobs=top_logprobs,
+            version_spans=self._clock.spans(parcel, start + count) if parcel else (),
+            finish_reason=None if finish is None else _FINISH.get(finish, FinishReason.ABORT),
+            stop_token_id=stop if isinstance(stop, int) else None,
+            prompt_logprobs=_prompt_logprobs(output, request),
+            routed_experts=completion.routed_experts,
+        )
+
+
+def _from_parcel(
+    parcel: Mapping[str, Any], count: int, alternatives: int
+) -> tuple[NDArray[np.float32] | None, NDArray[np.int32] | None, NDArray[np.float32] | None]:
+    """(T,) logprobs and (T, K) alternatives of a whole completion."""
+    if "logprobs" not in parcel:
+        return None, None, None
+    logprobs = np.frombuffer(parcel["logprobs"], dtype="<f4")[:count]
+    if not alternatives:
+        return logprobs, None, None
+    shape = (count, alternatives)
+    return (
+        logprobs,
+        np.frombuffer(parcel["top_ids"], dtype="<i4").reshape(shape),
+        np.frombuffer(parcel["top_logprobs"], dtype="<f4").reshape(shape),
+    )
+
+
+def _from_flat(
+    flat: Any, count: int, alternatives: int
+) -> tuple[NDArray[np.float32], NDArray[np.int32] | None, NDArray[np.float32] | None]:
+    """The same from vLLM's FlatLogprobs, as streams have them; NaN where none were asked for."""
+    if not flat:
+        return np.full(count, np.nan, dtype=np.float32), None, None
+    starts = np.asarray(flat.start_indices[:count], dtype=np.int64)
+    values, ids = np.asarray(flat.logprobs, dtype=np.float32), np.asarray(flat.token_ids, dtype=np.int32)
+    if not alternatives:
+        return values[starts], None, None
+    columns = starts[:, None] + 1 + np.arange(alternatives)
+    return values[starts], ids[columns], values[columns]
+
+
+def _prompt_logprobs(output: RequestOutput, request: GenerateRequest) -> NDArray[np.float32] | None:
+    """(P,) logprob of each prompt token given those before it, NaN for the first; when they were asked for."""
+    flat: Any = output.prompt_logprobs
+    if request.sampling.prompt_logprobs is None or not flat:
+        return None
+    starts = np.asarray(flat.start_indices, dtype=np.int64)
+    values = np.asarray(flat.logprobs, dtype=np.float32)
+    found = np.full(len(request.prompt_ids), np.nan, dtype=np.float32)
+    known = starts < np.asarray(flat.end_indices, dtype=np.int64)
+    found[known] = values[starts[known]]
+    return found
