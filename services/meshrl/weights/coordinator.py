@@ -251,8 +251,11 @@ class Coordinator(CommitRules):
                 engine.root = target.root  # applied what it was told to, and holds
         prepared = report.state is AgentState.PREPARED
         engine.prepared = target.artifact_id if prepared and target is not None else None
-        if report.fault is not None:  # one that left a version prepared was not about that version
-            self._fault(engine, report.fault, target.key if target is not None and not prepared else None, now_s)
+        if report.fault is not None:
+            # What left a version prepared was not about it, and a group that broke is only about nccl versions.
+            group_only = report.fault.reason == Reason.GROUP_BROKEN.name
+            about = target is not None and not prepared and (target.transport is Transport.NCCL or not group_only)
+            self._fault(engine, report.fault, target.key if target is not None and about else None, now_s)
         elif was is AgentState.POISONED and report.state is not AgentState.POISONED:
             engine.retry_s = None
         self._note_group(engine, report.group_generation)  # after the fault, which is of the group before
@@ -263,11 +266,10 @@ class Coordinator(CommitRules):
         """Returns the version that a report is about; its artifact decides, since epochs share version numbers."""
         told = self.records.get(engine.sent_key) if engine.sent_key is not None else None
         artifact = report.target_artifact_id
-        if not artifact:
-            return told if told is not None and told.version == report.target_version else None
-        if told is not None and told.artifact_id == artifact:
+        if told is not None and told.version == report.target_version and artifact in ("", told.artifact_id):
             return told
-        return next((record for record in self.records.values() if record.artifact_id == artifact), None)
+        named = (r for r in self.records.values() if r.artifact_id == artifact and r.version == report.target_version)
+        return next(named, None)
 
     def tick(self, now_s: float) -> list[Action]:
         """Time passed: leases expire, deadlines end waits, commits that failed are sent again."""

@@ -36,7 +36,7 @@ class GroupRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """A group that engines were told to join; `until_s` is when everybody should have met."""
+    """A group that engines were told to join. Everybody has `deadline_s` to meet, until `until_s`."""
 
     generation: int
     request_id: str
@@ -45,6 +45,7 @@ class Group:
     store_address: str
     backend: str
     num_senders: int
+    deadline_s: float
     until_s: float
     members: tuple[GroupMember, ...]
 
@@ -97,6 +98,7 @@ class Groups:
             store_address=request.store_address,
             backend=request.backend,
             num_senders=request.num_senders,
+            deadline_s=request.deadline_s,
             until_s=now_s + request.deadline_s,
             members=tuple(members),
         )
@@ -125,7 +127,7 @@ class Groups:
             num_senders=group.num_senders,
             num_receivers=sum(m.num_ranks for m in group.members),
             first_receiver=member.first_receiver,
-            deadline_s=group.until_s - now_s,
+            deadline_s=group.deadline_s,  # not what is left of it: told again, it is the same command
         )
 
     def outside(self, engine: EngineRecord, record: VersionRecord) -> str | None:

@@ -52,6 +52,7 @@ def group_of(entry: Entry, monotonic_minus_wall_s: float) -> Group:
             store_address=entry["store_address"],
             backend=entry["backend"],
             num_senders=entry["num_senders"],
+            deadline_s=entry["deadline_s"],
             until_s=entry["until_s"] + monotonic_minus_wall_s,
             members=tuple(
                 GroupMember(engine_id=engine_id, first_receiver=first, num_ranks=ranks)
