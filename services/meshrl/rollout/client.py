@@ -9,15 +9,12 @@ choose an engine.
 from __future__ import annotations
 
 import asyncio
-import base64
 import json
-import math
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
-import numpy as np
 from opentelemetry.trace import SpanKind, Tracer
 from verifiers.v1.clients import Client, TrainClientConfig
 from verifiers.v1.clients.train import response_from_generate, serialize_completion, tool_to_wire
@@ -30,7 +27,8 @@ from verifiers.v1.session import RolloutSession
 from verifiers.v1.types import Response, SamplingConfig
 
 from meshrl.core.telemetry import context_from
-from meshrl.rollout.engines import EngineRefusedError, EngineRouter, version_spans
+from meshrl.rollout.answers import read
+from meshrl.rollout.engines import EngineRefusedError, EngineRouter
 from meshrl.rollout.pool import Requirement
 from meshrl.rollout.ratios import reshaping
 from meshrl.rollout.sessions import Call, Session, SessionBook
@@ -173,7 +171,6 @@ class EngineClient(Client):  # type: ignore[misc]  # verifiers is untyped for th
         params["max_tokens"] = min(params.get("max_tokens", room), room)
         params["stop_token_ids"] = [*self._stop_token_ids, *session.stop_token_ids]
         params["logprobs"] = 1
-        params["extra_args"] = {"packed_logprobs": True}  # our engine then leaves out the list that costs most to read
         params.setdefault("skip_special_tokens", False)
         request = {"model": model, "token_ids": prompt_ids, "sampling_params": params}
         if cache_salt is not None:
@@ -182,12 +179,8 @@ class EngineClient(Client):  # type: ignore[misc]  # verifiers is untyped for th
             answer = await self._router.generate(
                 session, session_id, json.dumps(request).encode(), _need(session, params)
             )
-            payload = json.loads(answer.body)
-            choice = payload["choices"][0]
-            completion_ids = [int(token) for token in choice["token_ids"]]
-            logprobs = sampled_logprobs(choice, len(completion_ids))
-            spans = version_spans(answer, len(completion_ids))
-            self._check_versions(session, spans)
+            sampled = read(answer)
+            self._check_versions(session, sampled.spans)
         except EngineRefusedError as error:
             if error.status >= 500:
                 session.failure = MeshError(Reason.ENGINE_FAILED, str(error))
@@ -195,16 +188,13 @@ class EngineClient(Client):  # type: ignore[misc]  # verifiers is untyped for th
         except MeshError as error:
             session.failure = error
             raise ProviderError(error.message, status_code=502) from error
-        except (ValueError, KeyError, IndexError, TypeError) as error:
-            session.failure = MeshError(Reason.ENGINE_FAILED, f"an engine's answer cannot be read: {error!r}")
-            raise ProviderError(session.failure.message, status_code=502) from error
-        session.calls.append(Call(completion_ids=completion_ids, spans=spans))
+        session.calls.append(Call(completion_ids=sampled.token_ids, spans=sampled.spans))
         return {
-            "request_id": payload.get("request_id") or "",
+            "request_id": sampled.request_id,
             "prompt_ids": prompt_ids,
-            "completion_ids": completion_ids,
-            "completion_logprobs": logprobs,
-            "finish_reason": choice.get("finish_reason"),
+            "completion_ids": sampled.token_ids,
+            "completion_logprobs": sampled.logprobs,
+            "finish_reason": sampled.finish_reason,
         }
 
     @staticmethod
@@ -239,20 +229,6 @@ class EngineInterception(Interception):  # type: ignore[misc]  # verifiers is un
             if session.ctx.client == self._endpoint:  # an agent with an endpoint of its own keeps it
                 session.client = self._client
             yield slot
-
-
-def sampled_logprobs(choice: Mapping[str, Any], num_tokens: int) -> list[float]:
-    """Logprobs (T,) of a choice's sampled tokens, packed or as vLLM's list. Raises ValueError when one is missing."""
-    packed = choice.get("completion_logprobs")
-    if packed is not None:
-        values: list[float] = np.frombuffer(base64.b64decode(packed["data"]), dtype=packed["dtype"]).tolist()
-    else:
-        values = [entry["logprob"] for entry in (choice.get("logprobs") or {}).get("content") or ()]
-    if len(values) != num_tokens:
-        raise ValueError(f"{len(values)} logprobs for {num_tokens} sampled tokens")
-    if not all(math.isfinite(value) and value > -9999.0 for value in values):  # vLLM's word for "missing"
-        raise ValueError("a sampled token has no finite logprob")
-    return values
 
 
 def _need(session: Session, params: Mapping[str, Any]) -> Requirement:

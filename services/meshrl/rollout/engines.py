@@ -8,16 +8,14 @@ no byte of an answer has come; what was sampled is then nobody's, so nothing is 
 from __future__ import annotations
 
 import asyncio
-import json
-import re
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
 from loguru import logger
 
+from meshrl.rollout.answers import ACCEPT, Answer
 from meshrl.rollout.config import ClientConfig
 from meshrl.rollout.pool import Engine, EnginePool, Requirement
 from meshrl.rollout.ratios import logprobs_mode_of
@@ -30,8 +28,6 @@ BUSY = frozenset({429, 503})
 BUSY_PAUSE_S = 0.2
 SESSION_HEADER = "X-Session-ID"
 VERSION_HEADER = "X-Policy-Version"
-_SPANS = re.compile(rb'"version_spans"\s*:\s*(\[(?:\s*\[[^\[\]]*\]\s*,?)*\s*\])')
-_VLLM_SPANS = re.compile(rb'"weight_versions"\s*:\s*(\[(?:\s*\{[^{}]*\}\s*,?)*\s*\])')
 
 Discovery = Callable[[], Awaitable[list[tuple[str, str]]]]
 
@@ -52,15 +48,6 @@ class _BusyError(Exception):
     """The engine takes no more calls now."""
 
 
-@dataclass(frozen=True)
-class Answer:
-    """An engine's answer to one call: its body, and the versions known before and after the tokens were sampled."""
-
-    body: bytes
-    version_before: int | None
-    version_after: int | None
-
-
 def version_of(payload: Any) -> int | None:
     """Reads the answer of GET /version: None while the engine holds no weights yet, 0 for an engine without versions.
 
@@ -69,24 +56,6 @@ def version_of(payload: Any) -> int | None:
     """
     version = payload.get("version", "") if isinstance(payload, dict) else ""
     return version if isinstance(version, int | None) and not isinstance(version, bool) else 0
-
-
-def version_spans(answer: Answer, num_tokens: int) -> tuple[tuple[int, int, int], ...]:
-    """The (start, end, version) spans over the sampled tokens of an answer.
-
-    Exact where the engine gives them (ours, or vLLM's `weight_versions`); else the older of the versions known around
-    the call.
-    """
-    if not num_tokens:
-        return ()
-    if found := _SPANS.search(answer.body):
-        return tuple((int(start), int(end), int(version or 0)) for start, end, version in json.loads(found[1]))
-    if found := _VLLM_SPANS.search(answer.body):
-        spans = [(span["start"], span["end"], span["version"]) for span in json.loads(found[1])]
-        if all(str(version).isdigit() for _, _, version in spans):
-            return tuple((int(start), int(end), int(version)) for start, end, version in spans)
-    known = [version for version in (answer.version_before, answer.version_after) if version is not None]
-    return ((0, num_tokens, min(known, default=0)),)
 
 
 class EngineRouter:
@@ -209,7 +178,7 @@ class EngineRouter:
 
     async def _call(self, engine: Engine, session: Session, session_id: str, body: bytes) -> Answer:
         assert self._http is not None  # entered
-        headers = {"Content-Type": "application/json", SESSION_HEADER: session_id}
+        headers = {"Content-Type": "application/json", "Accept": ACCEPT, SESSION_HEADER: session_id}
         if traceparent := current_traceparent():
             headers[TRACEPARENT] = traceparent
         timeout = aiohttp.ClientTimeout(
@@ -230,7 +199,7 @@ class EngineRouter:
                     raise EngineRefusedError(reply.status, f"{engine.url} answered {reply.status}: {_short(raw)}")
                 header = reply.headers.get(VERSION_HEADER, "")
                 after = int(header) if header.isdigit() else engine.version
-                return Answer(body=raw, version_before=before, version_after=after)
+                return Answer(raw, before, after, reply.content_type)
         except aiohttp.ClientConnectionError as error:
             if not answered:
                 raise _UnreachableError(f"{type(error).__name__}: {error}") from error

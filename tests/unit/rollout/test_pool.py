@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshrl.rollout.engines import Answer, version_of, version_spans
+from meshrl.rollout.engines import version_of
 from meshrl.rollout.pool import EnginePool, Requirement
 
 
@@ -70,22 +70,3 @@ def test_discovered_engines_come_and_go_but_configured_ones_stay():
 )
 def test_the_version_of_an_engine_is_read_from_its_answer(payload: object, version: int | None):
     assert version_of(payload) == version
-
-
-def test_version_spans_are_those_of_the_engine():
-    body = b'{"choices": [{"version_spans": [[0, 2, 3], [2, 5, 4]], "text": "\\"version_spans\\": [[0, 9, 9]]"}]}'
-    assert version_spans(Answer(body, 3, 4), 5) == ((0, 2, 3), (2, 5, 4))
-
-
-def test_vllm_weight_versions_are_read_when_they_are_numbers():
-    body = b'{"choices":[{"weight_versions":[{"version":"7","start":0,"end":5}]}]}'
-    assert version_spans(Answer(body, 3, 3), 5) == ((0, 5, 7),)
-    body = body.replace(b'"7"', b'"default"')
-    assert version_spans(Answer(body, 3, 3), 5) == ((0, 5, 3),)
-
-
-def test_without_spans_the_older_of_the_versions_around_the_call_counts():
-    assert version_spans(Answer(b"{}", 5, 6), 4) == ((0, 4, 5),)
-    assert version_spans(Answer(b"{}", None, 6), 4) == ((0, 4, 6),)
-    assert version_spans(Answer(b"{}", None, None), 4) == ((0, 4, 0),)
-    assert version_spans(Answer(b"{}", 5, 6), 0) == ()

@@ -1,0 +1,115 @@
+"""Reads what an engine answered to a model call: a completion frame, or JSON in our spelling or vLLM's. No I/O.
+
+Fed by `engines` with the bytes of an answer; `client` hands the tokens to verifiers and `sessions` keeps the spans.
+T tokens of a completion.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshrl.wire import completion_frame
+from meshrl.wire.errors import MeshError, Reason
+
+ACCEPT = f"{completion_frame.MEDIA_TYPE}, application/json"
+"""Sent with every call: an engine of ours answers with a frame, any other with JSON."""
+
+MISSING_BELOW = -9999.0  # vLLM's word for "missing", since JSON has no infinity
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An engine's answer to one call: its body, and the versions known before and after the tokens were sampled."""
+
+    body: bytes
+    version_before: int | None
+    version_after: int | None
+    media_type: str = "application/json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampled:
+    """The tokens of one completion. Lists, because verifiers keeps lists; (start, end, version) spans cover them."""
+
+    request_id: str
+    token_ids: list[int]  # (T,)
+    logprobs: list[float]  # (T,)
+    spans: tuple[tuple[int, int, int], ...]
+    finish_reason: str | None
+
+
+def read(answer: Answer) -> Sampled:
+    """The first completion of an answer. Raises MeshError ENGINE_FAILED when it cannot be read or lacks a logprob."""
+    try:
+        return _of_frame(answer) if answer.media_type == completion_frame.MEDIA_TYPE else _of_json(answer)
+    except (ValueError, KeyError, IndexError, TypeError) as error:  # what odd JSON leads to
+        raise MeshError(Reason.ENGINE_FAILED, f"an engine's answer cannot be read: {error!r}") from error
+
+
+def _of_frame(answer: Answer) -> Sampled:
+    frame = completion_frame.decode(answer.body)
+    choice = frame.choices[0]
+    if choice.logprobs is None:
+        raise ValueError("a frame without logprobs")
+    _check(choice.logprobs, len(choice.token_ids))
+    spans = tuple((span.start, span.end, span.version) for span in choice.version_spans)
+    return Sampled(
+        request_id=frame.request_id,
+        token_ids=choice.token_ids.tolist(),
+        logprobs=choice.logprobs.tolist(),
+        spans=spans or _assumed_spans(answer, len(choice.token_ids)),
+        finish_reason=choice.finish_reason,
+    )
+
+
+def _of_json(answer: Answer) -> Sampled:
+    payload = json.loads(answer.body)
+    choice = payload["choices"][0]
+    token_ids = [int(token) for token in choice["token_ids"]]
+    packed = choice.get("completion_logprobs")
+    if packed is not None:
+        logprobs_T = np.frombuffer(base64.b64decode(packed["data"]), dtype=packed["dtype"])
+    else:
+        content = (choice.get("logprobs") or {}).get("content") or ()
+        logprobs_T = np.array([entry["logprob"] for entry in content], dtype=np.float32)
+    _check(logprobs_T, len(token_ids))
+    return Sampled(
+        request_id=payload.get("request_id") or "",
+        token_ids=token_ids,
+        logprobs=logprobs_T.tolist(),
+        spans=_spans_of(choice) or _assumed_spans(answer, len(token_ids)),
+        finish_reason=choice.get("finish_reason"),
+    )
+
+
+def _check(logprobs_T: NDArray[Any], num_tokens: int) -> None:
+    """Raises ValueError unless each sampled token has a logprob."""
+    if len(logprobs_T) != num_tokens:
+        raise ValueError(f"{len(logprobs_T)} logprobs for {num_tokens} sampled tokens")
+    if not (np.isfinite(logprobs_T) & (logprobs_T > MISSING_BELOW)).all():
+        raise ValueError("a sampled token has no finite logprob")
+
+
+def _spans_of(choice: Mapping[str, Any]) -> tuple[tuple[int, int, int], ...]:
+    """The spans that a choice names, in our spelling or vLLM's; none where its versions are no numbers."""
+    if ours := choice.get("version_spans"):
+        return tuple((int(start), int(end), int(version or 0)) for start, end, version in ours)
+    named = [(span["start"], span["end"], str(span["version"])) for span in choice.get("weight_versions") or ()]
+    if all(version.isdigit() for _, _, version in named):
+        return tuple((int(start), int(end), int(version)) for start, end, version in named)
+    return ()
+
+
+def _assumed_spans(answer: Answer, num_tokens: int) -> tuple[tuple[int, int, int], ...]:
+    """For an engine that names no spans: the older of the versions known around the call."""
+    if not num_tokens:
+        return ()
+    known = [version for version in (answer.version_before, answer.version_after) if version is not None]
+    return ((0, num_tokens, min(known, default=0)),)
