@@ -8,10 +8,12 @@ backoff, and the engine serves on meanwhile.
 from __future__ import annotations
 
 import asyncio
+import platform
 import random
 import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from loguru import logger
 
@@ -27,20 +29,23 @@ from meshrl.inference.agent_states import (
     StartJoin,
     Tell,
 )
+from meshrl.inference.bringing import VersionBringer
 from meshrl.inference.config import InferenceConfig
-from meshrl.inference.engine import Engine, HostVersion
+from meshrl.inference.engine import Engine
 from meshrl.inference.fetching import VersionFetcher
-from meshrl.wire import manifest as manifests
+from meshrl.inference.host_files import Spool
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import (
     AgentFault,
     AgentRegistration,
     AgentReport,
+    AgentState,
     ApplyReport,
     JoinGroup,
     Lease,
     Manifest,
     Transport,
+    VersionKind,
 )
 
 _PERMANENT = frozenset({Reason.CONTRACT_MISMATCH, Reason.INVALID_REQUEST, Reason.NOT_SUPPORTED})
@@ -70,20 +75,22 @@ class WeightAgent:
         *,
         fetch_stall_s: float = 30.0,
         hold_deadline_s: float = 30.0,
+        spool_dir: Path | None = None,
     ) -> None:
         """`address` is the host:port at which the engine serves.
 
         fetch_stall_s: give up a fetch after this long without a new chunk; hold_deadline_s: end a gang's pause if the
-        hub never does.
+        hub never does; spool_dir: where streamed versions become files for engines that want files, /dev/shm where
+        there is one and it has room.
         """
         self._client = client
         self._engine = engine
         self._engine_id, self._engine_pool = config.engine_id or address, config.engine_pool
         self._url = f"http://{address}"
-        self._fetcher = VersionFetcher(client, stall_s=fetch_stall_s)
+        spool = Spool(spool_dir, self._engine_id) if engine.stages_from_files else None
+        self._bringer = VersionBringer(client, engine, VersionFetcher(client, stall_s=fetch_stall_s, spool=spool))
         self._hold_deadline_s = hold_deadline_s
         self.machine = AgentMachine(version=engine.version)
-        self._signature = manifests.layout_signature(engine.layout())
         self._lease: Lease | None = None
         self._outbox: asyncio.Queue[AgentReport] = asyncio.Queue()
         self._leave = asyncio.Event()
@@ -139,15 +146,19 @@ class WeightAgent:
     async def _follow(self) -> None:
         """One registration and its session; returns when the hub ends it."""
         held = self._engine.version if self.machine.version is not None else None
+        seat = self._engine.collective
         self._lease = await self._client.register(
             AgentRegistration(
                 engine_id=self._engine_id,
                 url=self._url,
                 engine_pool=self._engine_pool,
-                transports=(Transport.FILESYSTEM, Transport.STREAM),
-                layout_signature=self._signature,
+                transports=(Transport.FILESYSTEM, Transport.STREAM, *(() if seat is None else (Transport.NCCL,))),
+                layout_signature=self._bringer.signature,
                 held_version=held,
                 held_root=self._live_root if held is not None else b"",
+                collective_ranks=0 if seat is None else seat.ranks,
+                collective_backend="" if seat is None else seat.backend,
+                host=platform.node(),
             )
         )
         self._outbox = asyncio.Queue()
@@ -164,21 +175,36 @@ class WeightAgent:
             try:
                 yield await asyncio.wait_for(outbox.get(), lease.lease_s / 3)
             except TimeoutError:
+                self._look()
                 yield self._report(Tell())
 
     def _report(self, tell: Tell) -> AgentReport:
         machine = self.machine
-        target = machine.target.version if machine.target is not None else None
+        target = machine.target
+        version, artifact_id = tell.target_version, tell.target_artifact_id
+        if target is not None and not artifact_id and not (tell.of_group and machine.state is not AgentState.PREPARED):
+            version, artifact_id = target.version, target.artifact_id
         return AgentReport(
             lease_id=self._lease.lease_id if self._lease is not None else "",
             state=machine.state,
             serving_version=machine.version,
-            target_version=tell.target_version if tell.target_version is not None else target,
+            target_version=version,
             fault=tell.fault,
             applied=tell.applied,
             group_generation=machine.group,
-            target_artifact_id=machine.target.artifact_id if machine.target is not None else "",
+            target_artifact_id=artifact_id,
         )
+
+    def _look(self) -> None:
+        """Tells the hub when an admin route has loaded weights by hand: it will have its own version served again."""
+        root = self._engine.root
+        if root is None or root == self._live_root:
+            return
+        actions = self.machine.displaced(self._engine.version)
+        if actions:
+            logger.warning("weights were loaded by hand as version {}; telling the hub", self._engine.version)
+            self._live_root = root
+            self._perform(actions)
 
     # --- actions --------------------------------------------------------------------------------
 
@@ -249,18 +275,26 @@ class WeightAgent:
         self._perform(self.machine.fetched(artifact_id))
 
     async def _stage(self, version: int, artifact_id: str) -> tuple[Manifest, bool]:
-        manifest, found = await self._client.get_manifest(version=version, artifact_id=artifact_id)
-        if found != artifact_id:
-            raise MeshError(Reason.VERSION_SUPERSEDED, f"version {version} is now artifact {found}, not {artifact_id}")
-        if await asyncio.to_thread(manifests.artifact_id, manifest) != artifact_id:
-            raise MeshError(Reason.DIGEST_MISMATCH, f"the manifest of version {version} does not match its artifact_id")
-        if manifest.layout_signature != self._signature:
-            raise MeshError(Reason.LAYOUT_MISMATCH, _layout_difference(manifest, self._engine.layout()))
-        if manifest.result_root == self._live_root:
+        generation = self.machine.group
+        manifest = await self._bringer.manifest(version, artifact_id)
+        through_group = manifest.transport is Transport.NCCL
+        # Who is in a group takes what is broadcast, or the others would wait for it. An adapter alone says nothing of
+        # the weights it is for.
+        if not through_group and manifest.kind is VersionKind.FULL and manifest.result_root == self._live_root:
             return manifest, True
-        tensors = await self._fetcher.fetch(manifest, artifact_id)
-        await self._engine.stage(HostVersion(version=version, tensors=tensors))
+        try:
+            await self._bringer.bring(manifest, artifact_id)
+        except BaseException:  # refused or abandoned: then the others must not wait for this engine either
+            if through_group:
+                await asyncio.shield(self._leave_group(generation))
+            raise
         return manifest, False
+
+    async def _leave_group(self, generation: int | None) -> None:
+        actions = self.machine.group_lost(generation)
+        if actions:  # else it is in a newer one already
+            self._perform(actions)
+            await self._engine.leave_group()
 
     async def _apply(self, action: StartApply) -> None:
         prepared = self._prepared
@@ -330,23 +364,6 @@ class WeightAgent:
         )
         self._prepared, self._live_root = None, b""
         self._perform(self.machine.apply_failed(AgentFault(reason=reason.name, message=message)))
-
-
-def _layout_difference(manifest: Manifest, layout: Sequence[tuple[str, str, tuple[int, ...]]]) -> str:
-    """Says for a person where a version and the engine's model differ."""
-    theirs = {entry.name: (entry.dtype, tuple(entry.shape)) for entry in manifest.tensors}
-    ours = {name: (dtype, tuple(shape)) for name, dtype, shape in layout}
-    missing, extra = sorted(ours.keys() - theirs.keys()), sorted(theirs.keys() - ours.keys())
-    changed = [name for name in sorted(ours.keys() & theirs.keys()) if ours[name] != theirs[name]]
-    parts = []
-    if missing:
-        parts.append(f"{len(missing)} tensors of the engine are missing, first {missing[0]!r}")
-    if extra:
-        parts.append(f"{len(extra)} are unknown to the engine, first {extra[0]!r}")
-    if changed:
-        name = changed[0]
-        parts.append(f"{len(changed)} differ, first {name!r}: version {theirs[name]}, engine {ours[name]}")
-    return f"version {manifest.version} does not fit the engine's model: " + "; ".join(parts)
 
 
 async def _either(first: asyncio.Event, second: asyncio.Event) -> None:

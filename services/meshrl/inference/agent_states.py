@@ -4,6 +4,9 @@
 back to where it started; a fault while applying goes to POISONED, and from there only a fully fetched, verified and
 applied version leads back to READY. An artifact is applied only after its fetch was verified and its commit arrived,
 so an engine never serves half of a version or one that was not decided.
+
+Groups of the nccl transport come and go beside these states: joining one, failing to or losing it changes neither what
+is served nor what is being fetched by other means.
 """
 
 from __future__ import annotations
@@ -85,10 +88,16 @@ class StartJoin:
 
 @dataclass(frozen=True, kw_only=True)
 class Tell:
-    """Report to the hub now: the state, and what is given here."""
+    """Report to the hub now: the state, and what is given here.
+
+    The target is what a fault is about where that is not the machine's target any more. A fault `of_group` is about no
+    version: a target that is still fetched is left out of the report, so that nobody takes it for one of the target.
+    """
 
     fault: AgentFault | None = None
     target_version: int | None = None
+    target_artifact_id: str = ""
+    of_group: bool = False
     applied: ApplyReport | None = None
 
 
@@ -168,8 +177,9 @@ class AgentMachine:
 
     def _join(self, command: JoinGroup) -> list[Action]:
         """Beside whatever else goes on: a group has no part in the states."""
-        if command == self._asked:
-            return [Tell()]
+        asked = self._asked
+        if asked is not None and replace(asked, deadline_s=command.deadline_s) == command:
+            return [Tell()]  # told again on a new session, with what is left of the deadline
         self._asked, self.group = command, None
         return [StartJoin(group=command)]
 
@@ -195,9 +205,9 @@ class AgentMachine:
         """The artifact cannot be fetched or is not what its manifest says: the old version stays."""
         if self.target is None or self.target.artifact_id != artifact_id or not self._fetching:
             return []
-        version = self.target.version
+        refused = self.target
         self._fall_back()
-        return [Tell(fault=fault, target_version=version), *self._next()]
+        return [_refusal(fault, refused), *self._next()]
 
     def joined(self, group: JoinGroup) -> list[Action]:
         """The engine is in the group."""
@@ -211,7 +221,7 @@ class AgentMachine:
         if group != self._asked:
             return []
         self._asked = None
-        return [Tell(fault=fault)]
+        return [Tell(fault=fault, of_group=True)]
 
     def group_lost(self, generation: int | None) -> list[Action]:
         """The group broke while the engine was in it; nothing is lost but the group."""
@@ -235,16 +245,24 @@ class AgentMachine:
         """The held pause ended."""
         return self._finish(report) if self.held else []
 
+    def displaced(self, version: int | None) -> list[Action]:
+        """Somebody else has put other weights into the engine: what the hub had it serve is gone."""
+        if self.state not in (AgentState.READY, AgentState.FETCHING, AgentState.PREPARED) or self._poisoned:
+            return []
+        self.version, self.artifact_id, self.last_applied = version, "", None
+        return [Tell()]
+
     def apply_failed(self, fault: AgentFault) -> list[Action]:
         """The engine may hold torn weights: it stays paused until another version was applied in full."""
         assert self.state is AgentState.APPLYING
-        version = None if self.target is None else self.target.version
+        assert self.target is not None
+        torn = self.target
         self._move(AgentState.POISONED)
         self._poisoned, self.held = True, False
         self.version, self.artifact_id, self.target, self.last_applied = None, "", None, None
         if self._leaving:
-            return [Tell(fault=fault, target_version=version), Leave()]
-        return [Tell(fault=fault, target_version=version), *self._next()]
+            return [_refusal(fault, torn), Leave()]
+        return [_refusal(fault, torn), *self._next()]
 
     # --- helpers ----------------------------------------------------------------------------------
 
@@ -289,3 +307,7 @@ class AgentMachine:
         if state is not self.state and state not in TRANSITIONS[self.state]:
             raise AssertionError(f"an agent cannot go from {self.state.value} to {state.value}")
         self.state = state
+
+
+def _refusal(fault: AgentFault, target: Target) -> Tell:
+    return Tell(fault=fault, target_version=target.version, target_artifact_id=target.artifact_id)

@@ -1,7 +1,7 @@
 """Brings a version's bytes to this host and checks them, while the engine goes on generating.
 
-From files, when this host sees them; else from the hub in chunks, resumed from the chunks that are already here. Every
-chunk is checked against the manifest as it comes, every tensor once all are here: what leaves this module has the
+From files, when this host sees them; else from the hub in chunks, resumed from the chunks that are already here. Chunks
+are checked against the manifest as they come, every tensor once all are here: what leaves this module has the
 manifest's result root.
 """
 
@@ -10,65 +10,96 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import google_crc32c
 import numpy as np
 import torch
 from loguru import logger
-from numpy.typing import NDArray
 
 from meshrl.client import WeightSyncClient
+from meshrl.inference.host_files import Bytes, HostBytes, Spool, empty_bytes, map_files
 from meshrl.wire import manifest as manifests
 from meshrl.wire.errors import MeshError, Reason
-from meshrl.wire.manifest_file import PayloadReader
 from meshrl.wire.types import Manifest, Transport
 
 # Worth asking again: the link or the hub was away, or a chunk was damaged on its way.
 _TRANSIENT = frozenset({Reason.UNREACHABLE, Reason.DRAINING, Reason.DEADLINE_PASSED, Reason.CHUNK_CORRUPT})
 
-TORCH_DTYPES: Mapping[str, torch.dtype] = {
-    "bool": torch.bool,
-    "uint8": torch.uint8,
-    "int8": torch.int8,
-    "int16": torch.int16,
-    "int32": torch.int32,
-    "int64": torch.int64,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float32": torch.float32,
-    "float64": torch.float64,
-    "float8_e4m3": torch.float8_e4m3fn,
-    "float8_e5m2": torch.float8_e5m2,
-}
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Fetched:
+    """Verified tensors by name, views of memory or files; `files` hold the same, where the engine reads files."""
+
+    tensors: dict[str, torch.Tensor]
+    files: tuple[Path, ...]
+    held: HostBytes
+
+    def release(self) -> None:
+        """Deletes what was written for this version alone; tensors at hand stay valid."""
+        self.held.release()
 
 
 class VersionFetcher:
-    """Fetches artifacts through one client. `stall_s`: give up after this long without a new chunk."""
+    """Fetches artifacts through one client. `stall_s`: give up after this long without a new chunk.
 
-    def __init__(self, client: WeightSyncClient, *, stall_s: float) -> None:
+    With a `spool`, versions come with files.
+    """
+
+    def __init__(self, client: WeightSyncClient, *, stall_s: float, spool: Spool | None = None) -> None:
         self._client = client
         self._stall_s = stall_s
+        self._spool = spool
 
-    async def fetch(self, manifest: Manifest, artifact_id: str) -> dict[str, torch.Tensor]:
-        """Returns the verified tensors by Hugging Face name, as views of one buffer in host memory.
+    async def fetch(self, manifest: Manifest, artifact_id: str) -> Fetched:
+        """Returns the version, to be released once it is staged.
 
         Raises MeshError: DIGEST_MISMATCH when bytes are not those of the manifest; CHUNK_CORRUPT when a link damages
-        every copy; UNKNOWN_VERSION when they are gone; UNREACHABLE when nothing came for `stall_s`.
+        every copy; UNKNOWN_VERSION when they are gone; UNREACHABLE when nothing came for `stall_s`; OVERLOADED when
+        there is no room for them.
         """
-        buffer: NDArray[np.uint8] = np.empty(manifest.num_bytes, dtype=np.uint8)
-        missing = set(range(len(manifest.chunks)))
-        if manifest.transport is Transport.FILESYSTEM:
-            await _read_off_loop(manifest, buffer, missing)
-        if missing:
-            await self._stream(manifest, artifact_id, buffer, missing)
-        wrong = await asyncio.to_thread(manifests.wrong_tensor, manifest, buffer.data)
-        if wrong is not None:
-            text = f"tensor {wrong!r} of version {manifest.version} is not what its manifest says"
-            raise MeshError(Reason.DIGEST_MISMATCH, text)
-        return _tensors(manifest, buffer)
+        held = await self._mapped(manifest) if manifest.transport is Transport.FILESYSTEM else None
+        if held is None:
+            held = await self._streamed(manifest, artifact_id)
+        return Fetched(tensors=held.tensors(manifest), files=() if self._spool is None else held.files, held=held)
 
-    async def _stream(self, manifest: Manifest, artifact_id: str, buffer: NDArray[np.uint8], missing: set[int]) -> None:
+    async def _mapped(self, manifest: Manifest) -> HostBytes | None:
+        """The publisher's files as they lie; None when they cannot be read here."""
+        for attempt in (1, 2):  # again once: the first try may have met a cache that was behind
+            try:
+                held = await asyncio.to_thread(map_files, manifest.files)
+            except OSError as error:  # another host, or retired meanwhile: the hub is asked for the bytes instead
+                logger.info("files of version {} cannot be used here ({}); asking the hub", manifest.version, error)
+                return None
+            wrong = await _wrong_tensor(manifest, held)
+            if wrong is None:
+                return held
+            logger.warning("attempt {}: tensor {!r} of version {} is damaged", attempt, wrong, manifest.version)
+        raise _damaged(manifest, wrong)
+
+    async def _streamed(self, manifest: Manifest, artifact_id: str) -> HostBytes:
+        try:
+            held = (
+                empty_bytes(manifest)
+                if self._spool is None
+                else await asyncio.to_thread(self._spool.room_for, manifest)
+            )
+        except OSError as error:
+            text = f"no room on this host for the {manifest.num_bytes} bytes of version {manifest.version}: {error}"
+            raise MeshError(Reason.OVERLOADED, text) from error
+        try:
+            await self._stream(manifest, artifact_id, held.parts[0][1], set(range(len(manifest.chunks))))
+            wrong = await _wrong_tensor(manifest, held)
+            if wrong is not None:
+                raise _damaged(manifest, wrong)
+        except BaseException:  # abandoned fetches leave no file either
+            held.release()
+            raise
+        return held
+
+    async def _stream(self, manifest: Manifest, artifact_id: str, buffer: Bytes, missing: set[int]) -> None:
         loop = asyncio.get_running_loop()
         progress_s, wait_s = loop.time(), 0.1
         while missing:
@@ -95,7 +126,7 @@ class VersionFetcher:
         self,
         manifest: Manifest,
         artifact_id: str,
-        buffer: NDArray[np.uint8],
+        buffer: Bytes,
         missing: set[int],
         patience: asyncio.Timeout,
     ) -> None:
@@ -134,7 +165,7 @@ def _ranges(manifest: Manifest, indices: Sequence[int]) -> list[tuple[int, int]]
     return ranges
 
 
-def _sound(manifest: Manifest, index: int, buffer: NDArray[np.uint8]) -> bool:
+def _sound(manifest: Manifest, index: int, buffer: Bytes) -> bool:
     chunk = manifest.chunks[index]
     return manifests.digest(buffer.data[chunk.offset : chunk.offset + chunk.length]) == chunk.digest
 
@@ -147,46 +178,15 @@ def _mismatch(manifest: Manifest, index: int) -> MeshError:
     )
 
 
-async def _read_off_loop(manifest: Manifest, buffer: NDArray[np.uint8], missing: set[int]) -> None:
-    """Runs `_read_files` off the loop; a cancelled fetch makes it stop at the next chunk."""
+async def _wrong_tensor(manifest: Manifest, held: HostBytes) -> str | None:
+    """Hashes off the loop; a cancelled fetch makes it stop at the next tensor."""
     stop = threading.Event()
     try:
-        await asyncio.to_thread(_read_files, manifest, buffer, missing, stop)
+        return await asyncio.to_thread(held.wrong_tensor, manifest, stop)
     finally:
         stop.set()
 
 
-def _read_files(manifest: Manifest, buffer: NDArray[np.uint8], missing: set[int], stop: threading.Event) -> None:
-    try:
-        reader = PayloadReader(manifest.files)
-    except OSError as error:  # another host, or retired meanwhile: the hub is asked for the bytes instead
-        logger.info("files of version {} cannot be read here ({}); asking the hub", manifest.version, error)
-        return
-    with reader:
-        for index, chunk in enumerate(manifest.chunks):
-            if stop.is_set():
-                return
-            view = buffer.data[chunk.offset : chunk.offset + chunk.length]
-            for _ in range(2):  # read again once: the first try may have met a cache that was behind
-                try:
-                    reader.read_into(chunk.offset, view)
-                except OSError as error:
-                    raise MeshError(Reason.DIGEST_MISMATCH, f"a file of the version is cut short: {error}") from error
-                if _sound(manifest, index, buffer):
-                    missing.discard(index)
-                    break
-            else:
-                raise _mismatch(manifest, index)
-
-
-def _tensors(manifest: Manifest, buffer: NDArray[np.uint8]) -> dict[str, torch.Tensor]:
-    tensors: dict[str, torch.Tensor] = {}
-    for entry in manifest.tensors:
-        dtype = TORCH_DTYPES[entry.dtype]
-        if entry.num_bytes == 0:
-            tensors[entry.name] = torch.empty(entry.shape, dtype=dtype)
-            continue
-        count = entry.num_bytes // manifests.ITEM_BYTES[entry.dtype]
-        flat = torch.frombuffer(buffer, dtype=dtype, count=count, offset=entry.offset)
-        tensors[entry.name] = flat.reshape(entry.shape)
-    return tensors
+def _damaged(manifest: Manifest, name: str | None) -> MeshError:
+    text = f"tensor {name!r} of version {manifest.version} is not what its manifest says; it was not applied"
+    return MeshError(Reason.DIGEST_MISMATCH, text)
