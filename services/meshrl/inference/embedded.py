@@ -19,6 +19,7 @@ import numpy as np
 from loguru import logger
 from transformers import PreTrainedModel
 
+from meshrl.inference.admission import check_request
 from meshrl.inference.engine import (
     CollectiveSeat,
     EngineStats,
@@ -27,15 +28,15 @@ from meshrl.inference.engine import (
     HostVersion,
     TokenChunk,
 )
-from meshrl.inference.live_weights import Layout, LiveWeights, Shadow
+from meshrl.inference.live_weights import Layout, LiveWeights
 from meshrl.inference.runner import ModelRunner
 from meshrl.inference.sampling import stream_keys
 from meshrl.inference.scheduler import Row, SlotTable
+from meshrl.inference.staging import Staging
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import JoinGroup, Manifest
 
 COMMAND_DEADLINE_S = 60.0
-RETRY_AFTER_S = 1.0
 UNKNOWN_VERSION = -1
 
 Result = TypeVar("Result")
@@ -75,6 +76,8 @@ class EmbeddedEngine:
         self._runner = ModelRunner(model, num_slots=num_slots, max_len=max_model_len, kv_cache_bytes=kv_cache_bytes)
         self._table = SlotTable(num_slots=self._runner.num_slots, max_len=max_model_len, store=self._runner.cache)
         self._weights = LiveWeights(model)
+        self._device = model.device
+        self._staging = Staging(self._weights, model.device)
         self._budget = max_num_batched_tokens
         self._seeds = np.random.default_rng(seed)
         self._inbox: queue.SimpleQueue[_Submit | _Cancel | _Call | None] = queue.SimpleQueue()
@@ -87,7 +90,6 @@ class EmbeddedEngine:
         self._draining = False
         self._version = version
         self._root: bytes | None = None
-        self._shadow: Shadow | None = None
         self._paused = False
         self._paused_at = 0.0
         self._unfit: str | None = None
@@ -134,7 +136,7 @@ class EmbeddedEngine:
 
     @property
     def collective(self) -> CollectiveSeat | None:
-        return None
+        return CollectiveSeat(ranks=1, backend="nccl" if self._device.type == "cuda" else "gloo")
 
     def layout(self) -> Layout:
         return self._weights.layout
@@ -176,13 +178,15 @@ class EmbeddedEngine:
                 await asyncio.wait_for(self.idle(), deadline_s)
             except TimeoutError:
                 logger.warning("{} requests were still running at the drain deadline; aborting them", self._in_flight)
+        await self._staging.leave()
         self._inbox.put(None)
         await asyncio.to_thread(self._thread.join, COMMAND_DEADLINE_S)
 
     # --- requests ---------------------------------------------------------------------------
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
-        self._admit(request)
+        self._check_fit()
+        check_request(self, request, capacity=self.num_slots + self.max_queue, vocab_size=self.vocab_size)
         chunks: asyncio.Queue[TokenChunk | MeshError] = asyncio.Queue()
         params = request.sampling
         seed = self._seeds.integers(2**63) if params.seed is None else params.seed % 2**64
@@ -213,31 +217,6 @@ class EmbeddedEngine:
             if self._in_flight == 0:
                 self._idle.set()
 
-    def _admit(self, request: GenerateRequest) -> None:
-        self._check_fit()
-        if self._draining:
-            raise MeshError(Reason.DRAINING, "this engine is shutting down; use another one")
-        if self._version is None:
-            message = "this engine has no weight version yet; it serves once its agent has applied one"
-            raise MeshError(Reason.VERSION_NOT_AVAILABLE, message, retry_after_s=RETRY_AFTER_S)
-        if self._in_flight >= self.num_slots + self.max_queue:
-            raise MeshError(
-                Reason.OVERLOADED,
-                f"{self.num_slots} slots and a queue of {self.max_queue} are full; retry, or raise max_queue",
-                retry_after_s=RETRY_AFTER_S,
-            )
-        length = len(request.prompt_ids)
-        if not 0 < length < self.max_model_len:
-            raise MeshError(
-                Reason.INVALID_REQUEST,
-                f"the prompt has {length} tokens; it needs at least 1 and at most {self.max_model_len - 1}, one less "
-                f"than the maximum context length of {self.max_model_len} tokens",
-            )
-        if not (min(request.prompt_ids) >= 0 and max(request.prompt_ids) < self.vocab_size):
-            raise MeshError(Reason.INVALID_REQUEST, f"prompt token ids must be in [0, {self.vocab_size})")
-        if request.sampling.max_tokens < 1:
-            raise MeshError(Reason.INVALID_REQUEST, f"max_tokens must be at least 1, got {request.sampling.max_tokens}")
-
     def _check_fit(self) -> None:
         if self._unfit is not None:
             raise MeshError(Reason.ENGINE_FAILED, f"this engine must be reseeded: {self._unfit}")
@@ -260,31 +239,19 @@ class EmbeddedEngine:
         await self._between_steps(end)
 
     async def stage(self, host: HostVersion) -> None:
-        self._shadow = None
-        if host.adapter is not None:
-            raise MeshError(
-                Reason.NOT_SUPPORTED, "this engine takes whole versions; publish them with the adapter merged"
-            )
-        self._shadow = await asyncio.to_thread(self._weights.stage, host.version, host.tensors)
+        await self._staging.stage(host)
 
     async def join_group(self, group: JoinGroup) -> None:
-        raise MeshError(
-            Reason.GROUP_BROKEN, f"this engine takes part in no group, generation {group.generation} or other"
-        )
+        await self._staging.join(group)
 
     async def receive(self, manifest: Manifest) -> None:
-        raise MeshError(Reason.GROUP_BROKEN, f"version {manifest.version} came for a group, and this engine is in none")
+        await self._staging.receive(manifest)
 
     async def leave_group(self) -> None:
-        return
+        await self._staging.leave()
 
     async def apply(self, version: int, root: bytes) -> None:
-        shadow = self._shadow
-        if shadow is None or shadow.version != version:
-            held = "nothing" if shadow is None else f"version {shadow.version}"
-            raise MeshError(
-                Reason.VERSION_NOT_SEALED, f"version {version} is not staged here, but {held}; stage it first"
-            )
+        shadow = self._staging.staged(version)
 
         def swap() -> None:
             if not self._paused:
@@ -302,7 +269,7 @@ class EmbeddedEngine:
             self._name_weights(version, root)
 
         await self._between_steps(swap)
-        self._shadow = None
+        self._staging.drop()
 
     async def adopt(self, version: int, root: bytes) -> None:
         self._check_fit()

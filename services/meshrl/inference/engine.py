@@ -79,7 +79,8 @@ class GenerateRequest:
 class TokenChunk:
     """Tokens [start, start + T) of a completion; K alternatives a token, most likely first.
 
-    Version spans count from the start of the completion; an engine may give all of them with the last chunk. A candidate that the cuts removed has logprob -inf.
+    Version spans count from the start of the completion; an engine may give all of them with the last chunk. A
+    candidate that the cuts removed has logprob -inf.
     """
 
     start: int
