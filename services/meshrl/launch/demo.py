@@ -97,6 +97,7 @@ def stages(options: Options) -> tuple[Stage, ...]:
     """The commands of the demo, in order."""
     out, seed = options.output_dir, str(options.seed)
     python, package = (sys.executable, "-m"), "meshrl.environments.reverse_text"
+    model_flags = ("--head-dim", "32") if options.engine == "vllm" else ()  # its attention on CPUs has no 40
     sft = (
         _script("sft"), "@", str(options.configs / "sft.toml"),
         "--model.name", str(out / "model"),
@@ -119,7 +120,7 @@ def stages(options: Options) -> tuple[Stage, ...]:
             name="prepare",
             title="making the model and the warm-up data",
             commands=(
-                (*python, f"{package}.model", str(out / "model"), "--seed", seed),
+                (*python, f"{package}.model", str(out / "model"), "--seed", seed, *model_flags),
                 (*python, f"{package}.demonstrations", str(out / "data"), "--seed", seed),
             ),
             deadline_s=PREPARE_DEADLINE_S,

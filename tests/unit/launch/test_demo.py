@@ -130,7 +130,9 @@ def test_vllm_is_started_from_the_environment_that_has_it(tmp_path: Path, monkey
     python = tmp_path / ".tools" / "vllm" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.touch()
-    command = " ".join(stages(options)[-1].commands[0])
+    prepare, _, rl = stages(options)
+    assert prepare.commands[0][-2:] == ("--head-dim", "32")
+    command = " ".join(rl.commands[0])
     assert "rl.toml @ configs/reverse_text/vllm.toml --inference.python .tools/vllm/bin/python" in command
     assert "vllm" not in " ".join(stages(parse([]))[-1].commands[0])
 

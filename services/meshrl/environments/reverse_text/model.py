@@ -1,6 +1,6 @@
 """Makes the example's model: a Qwen3 of about 1.3 million random parameters with a byte-level tokenizer.
 
-`python -m meshrl.environments.reverse_text.model FOLDER [--seed N]` writes it as a Hugging Face folder.
+`python -m meshrl.environments.reverse_text.model FOLDER [--seed N] [--head-dim N]` writes it as a Hugging Face folder.
 """
 
 from __future__ import annotations
@@ -51,8 +51,12 @@ def create_model(
     num_layers: int = 4,
     num_heads: int = 4,
     num_key_value_heads: int = 2,
+    head_dim: int | None = None,
 ) -> None:
-    """Writes config, float32 weights and tokenizer to `folder`; the same seed gives the same weights."""
+    """Writes config, float32 weights and tokenizer to `folder`; the same seed gives the same weights.
+
+    `head_dim` is that of each attention head; None divides `hidden_size` among the heads.
+    """
     tokenizer = create_tokenizer()
     config = Qwen3Config(
         vocab_size=len(tokenizer),
@@ -61,7 +65,7 @@ def create_model(
         num_hidden_layers=num_layers,
         num_attention_heads=num_heads,
         num_key_value_heads=num_key_value_heads,
-        head_dim=hidden_size // num_heads,
+        head_dim=head_dim or hidden_size // num_heads,
         max_position_embeddings=512,
         tie_word_embeddings=True,
         bos_token_id=None,
@@ -80,9 +84,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Make the example's model.")
     parser.add_argument("folder", type=Path, help="where to write it")
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights (default: 0)")
+    parser.add_argument("--head-dim", type=int, help="of each attention head (default: 40); vLLM on a CPU takes 32")
     arguments = parser.parse_args()
     disable_progress_bar()  # the file is written in an instant
-    create_model(arguments.folder, seed=arguments.seed)
+    create_model(arguments.folder, seed=arguments.seed, head_dim=arguments.head_dim)
 
 
 if __name__ == "__main__":
