@@ -1,393 +1,21 @@
-"""Hub and agents under every order of events: crashes, lost messages, faults, restarts. Only their rules run, no I/O.
-
-The simulated disk holds what was made durable; a hub that crashes keeps that and nothing else. Engines hold the name of
-the artifact that is live, or TORN while an apply that failed has left them half way.
-"""
+"""Hub and agents under every order of events: crashes, lost messages, faults, restarts, groups that break."""
 
 from __future__ import annotations
 
 import random
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
 
-import hypothesis.strategies as st
-import pytest
 from hypothesis import HealthCheck, settings
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import invariant
 
-from meshrl.inference import agent_states as agent
 from meshrl.weights import states as hub
-from meshrl.weights.coordinator import Coordinator
-from meshrl.wire.errors import MeshError, Reason
-from meshrl.wire.manifest import artifact_id, build_manifest, digest
-from meshrl.wire.types import (
-    Activation,
-    ActivationPolicy,
-    AgentFault,
-    AgentRegistration,
-    AgentReport,
-    AgentState,
-    ApplyReport,
-    ChunkEntry,
-    Manifest,
-    TensorEntry,
-    Transport,
-    VersionState,
-)
-
-TORN = "torn"
-LEASE_S = 10.0
-ENGINES = ("a", "b")
-RARELY = st.sampled_from([False, False, False, False, True])  # else no run gets anywhere
+from meshrl.wire.types import AgentState, Transport, VersionState
+from weight_sync_mesh import SimulatedMesh
+from weight_sync_model import ENGINES, TORN
 
 
-def manifest_of(epoch: int, version: int, content: int) -> Manifest:
-    data = bytes((content,)) * 4
-    tensor = TensorEntry(name="w", dtype="float32", shape=(1,), offset=0, num_bytes=4, digest=digest(data))
-    chunk = ChunkEntry(offset=0, length=4, digest=digest(data))
-    return build_manifest(
-        run_id="run", epoch=epoch, version=version, transport=Transport.STREAM, tensors=(tensor,), chunks=(chunk,)
-    )
-
-
-def expected(error: MeshError, *reasons: Reason) -> None:
-    if error.reason not in reasons:
-        raise error
-
-
-@dataclass
-class Engine:
-    """One simulated process: an agent's rules and an engine."""
-
-    machine: agent.AgentMachine = field(default_factory=agent.AgentMachine)
-    lease: str = ""
-    live: str = "base"
-    paused: bool = False
-    fetching: str | None = None
-    shadow: str | None = None
-    applying: agent.StartApply | None = None
-    resuming: bool = False
-    down: deque[Any] = field(default_factory=deque)  # commands on their way
-    up: deque[AgentReport] = field(default_factory=deque)  # reports on their way
-
-
-class WeightSync(RuleBasedStateMachine):
-    def __init__(self) -> None:
-        super().__init__()
-        self.now_s = 0.0
-        self.disk: list[dict[str, Any]] = []
-        self.pending: deque[hub.Action] = deque()
-        self.engines = {name: Engine() for name in ENGINES}
-        self.manifests: dict[str, Manifest] = {}
-        self.next_version = 0
-        self.epoch = 1
-        self.leases = 0
-        self.answers: dict[hub.Key, Activation] = {}
-        self.coordinator = self.new_hub()
-
-    def new_hub(self) -> Coordinator:
-        return Coordinator(
-            lease_s=LEASE_S, max_chunk_bytes=2**20, keep_versions=2, min_engines=1, commit_deadline_s=20.0
-        )
-
-    # --- the hub's shell: actions in order, decisions take effect once durable --------------------
-
-    def take(self, actions: list[hub.Action]) -> None:
-        self.pending.extend(actions)
-
-    def perform_one(self) -> None:
-        action = self.pending.popleft()
-        if isinstance(action, hub.Append):
-            self.disk.append(dict(action.entry))
-            if action.decision is not None:
-                self.take(self.coordinator.decided(action.decision, self.now_s))
-        elif isinstance(action, hub.Send):
-            for engine in self.engines.values():
-                if engine.lease == action.lease_id:
-                    engine.down.append(action.command)
-        elif isinstance(action, hub.Answer) and isinstance(action.result, Activation):
-            assert self.answers.setdefault(action.key, action.result) == action.result
-        elif isinstance(action, hub.EndSession):
-            for engine in self.engines.values():
-                if engine.lease == action.lease_id:
-                    self.hang_up(engine)
-
-    def hang_up(self, engine: Engine) -> None:
-        engine.lease = ""
-        engine.down.clear()
-        engine.up.clear()
-
-    @rule(count=st.integers(1, 12))
-    def hub_works(self, count: int) -> None:
-        for _ in range(min(count, len(self.pending))):
-            self.perform_one()
-
-    @rule()
-    def hub_works_off_everything(self) -> None:
-        while self.pending:
-            self.perform_one()
-
-    @rule(really=RARELY)
-    def hub_crashes_and_restarts(self, really: bool) -> None:
-        if not really:
-            return
-        self.pending.clear()  # whatever was not durable is gone
-        for engine in self.engines.values():
-            self.hang_up(engine)
-        self.coordinator = self.new_hub()
-        self.coordinator.recover(self.disk, self.now_s, self.now_s)
-
-    # --- publisher and orchestrator ---------------------------------------------------------------
-
-    @rule(content=st.integers(0, 3), seal=st.booleans(), skip=st.integers(0, 1))
-    def publish(self, content: int, seal: bool, skip: int) -> None:
-        manifest = manifest_of(self.epoch, self.next_version + skip, content)
-        artifact = artifact_id(manifest)
-        self.manifests[artifact] = manifest
-        try:
-            record, actions = self.coordinator.stage(manifest, artifact, self.now_s)
-        except MeshError as error:
-            # A version that was lost with its hub may meanwhile be older than a decision, or differ in content.
-            expected(error, Reason.VERSION_SUPERSEDED, Reason.VERSION_CONFLICT)
-            self.next_version += 1
-            return
-        self.take(actions)
-        if seal and record.state is VersionState.STAGING:
-            self.take(self.coordinator.seal(record.key, "", self.now_s, self.now_s))
-            self.next_version = manifest.version + 1
-
-    @rule(back=st.integers(0, 2), really=RARELY)
-    def trainer_restarts(self, back: int, really: bool) -> None:
-        if not really:
-            return
-        self.epoch += 1
-        self.next_version = max(0, self.next_version - back)
-
-    @precondition(lambda self: self.coordinator.epoch > 1)
-    @rule(version=st.integers(0, 20))
-    def stale_trainer_is_refused(self, version: int) -> None:
-        manifest = manifest_of(self.coordinator.epoch - 1, version, 9)
-        with pytest.raises(MeshError) as caught:
-            self.coordinator.stage(manifest, artifact_id(manifest), self.now_s)
-        assert caught.value.reason is Reason.STALE_EPOCH
-
-    @rule(back=st.integers(0, 3), gang=st.booleans(), min_ready=st.integers(0, 2))
-    def activate(self, back: int, gang: bool, min_ready: int) -> None:
-        policy = ActivationPolicy.GANG if gang else ActivationPolicy.ROLLING
-        try:
-            record, actions = self.coordinator.activate(
-                run_id="run",
-                version=max(0, self.next_version - 1 - back),
-                policy=policy,
-                min_ready=min_ready,
-                wait_s=30.0,
-                now_s=self.now_s,
-            )
-        except MeshError as error:
-            expected(
-                error,
-                Reason.UNKNOWN_RUN,
-                Reason.UNKNOWN_VERSION,
-                Reason.VERSION_NOT_SEALED,
-                Reason.VERSION_SUPERSEDED,
-            )
-            return
-        if record.key in self.answers:
-            assert actions == [hub.Answer(key=record.key, result=self.answers[record.key])]
-        self.take(actions)
-
-    @rule(content=st.integers(0, 3), gang=st.booleans(), min_ready=st.integers(0, 2))
-    def publish_and_activate(self, content: int, gang: bool, min_ready: int) -> None:
-        self.publish(content, True, 0)
-        self.activate(0, gang, min_ready)
-
-    @rule(back=st.integers(0, 2), really=RARELY)
-    def abort(self, back: int, really: bool) -> None:
-        if not really:
-            return
-        version = max(0, self.next_version - 1 - back)
-        record = self.coordinator.records.get((self.coordinator.epoch, version))
-        try:
-            self.take(
-                self.coordinator.abort(
-                    run_id="run", epoch=self.coordinator.epoch, version=version, message="", now_s=self.now_s
-                )
-            )
-        except MeshError as error:
-            if error.reason is Reason.VERSION_DECIDED:
-                assert record is not None
-                assert record.deciding or record.state not in hub.UNDECIDED
-            else:
-                expected(error, Reason.UNKNOWN_RUN, Reason.UNKNOWN_VERSION)
-
-    # --- engines ------------------------------------------------------------------------------------
-
-    def perform(self, engine: Engine, actions: list[agent.Action]) -> None:
-        machine = engine.machine
-        for action in actions:
-            match action:
-                case agent.Tell():
-                    if engine.lease:
-                        engine.up.append(self.report_of(engine, action))
-                case agent.StartFetch():
-                    engine.fetching, engine.shadow = action.artifact_id, None
-                case agent.CancelFetch():
-                    engine.fetching, engine.shadow = None, None
-                case agent.StartApply():
-                    # The heart of it: only what was verified, and what is decided on disk, is ever applied.
-                    assert engine.shadow == action.artifact_id
-                    assert action.artifact_id in self.decided_artifacts()
-                    assert engine.applying is None
-                    engine.applying, engine.paused = action, True
-                case agent.ResumeEngine():
-                    assert machine.held
-                    engine.resuming = True
-
-    def report_of(self, engine: Engine, tell: agent.Tell) -> AgentReport:
-        machine = engine.machine
-        target = machine.target.version if machine.target is not None else None
-        return AgentReport(
-            lease_id=engine.lease,
-            state=machine.state,
-            serving_version=machine.version,
-            target_version=tell.target_version if tell.target_version is not None else target,
-            fault=tell.fault,
-            applied=tell.applied,
-        )
-
-    def decided_artifacts(self) -> set[str]:
-        staged = {(e["epoch"], e["version"]): e["artifact_id"] for e in self.disk if e["kind"] == "staged"}
-        return {staged[(e["epoch"], e["version"])] for e in self.disk if e["kind"] == "decided"}
-
-    @rule(name=st.sampled_from(ENGINES))
-    def connect(self, name: str) -> None:
-        engine = self.engines[name]
-        if engine.lease:
-            return
-        self.leases += 1
-        held = engine.machine.version
-        root = self.manifests[engine.live].result_root if held is not None else b""
-        registration = AgentRegistration(
-            engine_id=name,
-            url="http://e",
-            transports=(Transport.STREAM,),
-            layout_signature=b"l",
-            held_version=held,
-            held_root=root,
-        )
-        lease, actions = self.coordinator.register(registration, f"lease-{self.leases}", self.now_s)
-        self.take(actions)
-        engine.lease = lease.lease_id
-        self.perform(engine, engine.machine.connected())
-        first = engine.up.popleft()
-        self.take(self.coordinator.report(first, self.now_s))
-        self.take(self.coordinator.connect(engine.lease, self.now_s))
-
-    @rule(name=st.sampled_from(ENGINES), really=RARELY)
-    def session_breaks(self, name: str, really: bool) -> None:
-        engine = self.engines[name]
-        if engine.lease and really:
-            self.coordinator.disconnect(engine.lease)
-            self.hang_up(engine)
-
-    @rule(name=st.sampled_from(ENGINES), really=RARELY)
-    def engine_is_killed(self, name: str, really: bool) -> None:
-        if not really:
-            return
-        self.session_breaks(name, True)
-        self.engines[name] = Engine()
-
-    @rule(name=st.sampled_from(ENGINES), count=st.integers(1, 3))
-    def command_arrives(self, name: str, count: int) -> None:
-        engine = self.engines[name]
-        for _ in range(min(count, len(engine.down))):
-            self.perform(engine, engine.machine.command(engine.down.popleft()))
-
-    @rule(name=st.sampled_from(ENGINES), count=st.integers(1, 3))
-    def report_arrives(self, name: str, count: int) -> None:
-        engine = self.engines[name]
-        for _ in range(min(count, len(engine.up))):
-            if engine.up[0].lease_id != engine.lease:
-                engine.up.popleft()
-                continue
-            try:
-                self.take(self.coordinator.report(engine.up.popleft(), self.now_s))
-            except MeshError as error:
-                expected(error, Reason.LEASE_EXPIRED)
-                self.hang_up(engine)
-                return
-
-    @rule(name=st.sampled_from(ENGINES), sound=st.booleans() | st.just(True))
-    def fetch_ends(self, name: str, sound: bool) -> None:
-        engine = self.engines[name]
-        artifact, engine.fetching = engine.fetching, None
-        if artifact is None:
-            return
-        if sound:
-            engine.shadow = artifact
-            self.perform(engine, engine.machine.fetched(artifact))
-        else:
-            fault = AgentFault(reason="DIGEST_MISMATCH", message="")
-            self.perform(engine, engine.machine.fetch_failed(artifact, fault))
-
-    @rule(name=st.sampled_from(ENGINES), whole=st.booleans() | st.just(True))
-    def apply_ends(self, name: str, whole: bool) -> None:
-        engine = self.engines[name]
-        job, engine.applying = engine.applying, None
-        if job is None:
-            return
-        engine.shadow = None
-        if not whole:
-            engine.live = TORN
-            self.perform(engine, engine.machine.apply_failed(AgentFault(reason="ENGINE_FAILED", message="")))
-            return
-        engine.live = job.artifact_id
-        engine.paused = job.hold
-        self.perform(engine, engine.machine.applied(job.artifact_id, self.applied(engine)))
-
-    def applied(self, engine: Engine) -> ApplyReport:
-        manifest = self.manifests[engine.live]
-        return ApplyReport(
-            version=manifest.version, root=manifest.result_root, pause_s=0.1, prepare_s=0.1, requests_kept=0
-        )
-
-    @rule(name=st.sampled_from(ENGINES))
-    def resume_ends(self, name: str) -> None:
-        engine = self.engines[name]
-        if engine.resuming and engine.machine.held:
-            engine.paused = False
-            self.perform(engine, engine.machine.resumed(self.applied(engine)))
-        engine.resuming = False
-
-    @rule(names=st.sampled_from([("a",), ("b",), ("a", "b")]), stop_after=st.integers(1, 8), whole=st.booleans())
-    def engines_go_on(self, names: tuple[str, ...], stop_after: int, whole: bool) -> None:
-        """The next steps of engines without trouble but, perhaps, in the last one; stops anywhere between."""
-        steps: tuple[Callable[[str], None], ...] = (
-            self.connect,
-            lambda _: self.hub_works_off_everything(),
-            lambda name: self.command_arrives(name, 3),
-            lambda name: self.fetch_ends(name, True),
-            lambda name: self.report_arrives(name, 3),
-            lambda _: self.hub_works_off_everything(),
-            lambda name: self.command_arrives(name, 3),
-            lambda name: self.apply_ends(name, whole),
-        )
-        for step in steps[:stop_after]:
-            for name in names:
-                step(name)
-
-    @rule(seconds=st.sampled_from([0.1, 0.1, 1.0, 1.0, 6.0, 25.0]), beat=st.booleans() | st.just(True))
-    def time_passes(self, seconds: float, beat: bool) -> None:
-        self.now_s += seconds
-        if beat:
-            for engine in self.engines.values():
-                record = self.coordinator.pool.by_lease(engine.lease)
-                if record is not None:
-                    self.take(self.coordinator.report(self.report_of(engine, agent.Tell()), self.now_s))
-        self.take(self.coordinator.tick(self.now_s))
-
+class WeightSync(SimulatedMesh):
     # --- what must always hold ------------------------------------------------------------------------
 
     @invariant()
@@ -425,6 +53,7 @@ class WeightSync(RuleBasedStateMachine):
         replayed.recover(self.disk, self.now_s, self.now_s)
         assert replayed.epoch == self.coordinator.epoch
         assert replayed.revision == self.coordinator.revision
+        assert replayed.groups.current == self.coordinator.groups.current
         mine = {key: (r.state, r.artifact_id, r.answer) for key, r in self.coordinator.records.items()}
         assert {key: (r.state, r.artifact_id, r.answer) for key, r in replayed.records.items()} == mine
 
@@ -435,13 +64,33 @@ class WeightSync(RuleBasedStateMachine):
 
     # --- and what must come in the end ------------------------------------------------------------------
 
+    def gone_with_its_trainer(self, record: hub.VersionRecord) -> bool:
+        """Its bytes were only ever in the memory of a trainer that is no more."""
+        return record.transport is Transport.NCCL and record.key[0] != self.epoch
+
+    def publisher_goes_on(self, turn: int) -> None:
+        """A publisher without trouble: it sends the newest version, again where engines lack it, and goes forward."""
+        decided = self.coordinator.newest_decided()
+        if turn == 0 and decided is not None and self.gone_with_its_trainer(decided):
+            self.next_version = max(self.next_version, decided.version)
+            self.publish_and_activate(0, False, 0, Transport.NCCL)
+        if turn % 4 == 1:
+            self.open_group(True)
+        newest = self.newest()
+        if turn % 4 == 2 and newest is not None and newest.state is VersionState.SEALED:
+            self.activate(self.next_version - 1 - newest.version, False, 0)  # only the newest is ever sent again
+        if turn % 4 == 3:
+            self.send()
+
     def teardown(self) -> None:
         """With no more trouble, every engine comes to serve the newest decided version and none stays paused."""
-        for _ in range(80):
+        for turn in range(80):
             self.now_s += 1.0
+            self.publisher_goes_on(turn)
             for name in ENGINES:
                 self.connect(name)
                 self.command_arrives(name, 9)
+                self.join_ends(name, True)
                 self.fetch_ends(name, True)
                 self.apply_ends(name, True)
                 self.resume_ends(name)
@@ -450,7 +99,7 @@ class WeightSync(RuleBasedStateMachine):
             while self.pending:
                 self.perform_one()
         newest = self.coordinator.newest_decided()
-        if newest is None:
+        if newest is None or self.gone_with_its_trainer(newest):
             return
         assert newest.state is VersionState.COMMITTED
         for engine in self.engines.values():
@@ -473,12 +122,16 @@ def walk(seed: int, steps: int) -> WeightSync:
     draw = random.Random(seed)
     mesh = WeightSync()
     trouble = draw.choice([0.0, 0.02, 0.05, 0.15])
+    transports = draw.choice([[Transport.STREAM], [Transport.NCCL], [Transport.STREAM, Transport.NCCL]])
+
+    # A transfer in a group has more steps: versions come less often there, or none would get through.
+    publishing = 1.0 if Transport.NCCL not in transports else 0.5
 
     def flip() -> bool:
         return draw.random() < 0.5
 
     usual: list[tuple[float, Callable[[str], None]]] = [
-        (1.0, lambda _: mesh.publish(draw.randrange(4), draw.random() < 0.8, 0)),
+        (publishing, lambda _: mesh.publish(draw.randrange(4), draw.random() < 0.8, 0, draw.choice(transports))),
         (1.0, lambda _: mesh.activate(draw.choice([0, 0, 0, 1, 2]), flip(), draw.choice([0, 0, 0, 1, 2]))),
         (4.0, lambda _: mesh.hub_works(draw.randrange(1, 12))),
         (3.0, lambda name: mesh.connect(name)),
@@ -489,6 +142,13 @@ def walk(seed: int, steps: int) -> WeightSync:
         (3.0, lambda name: mesh.resume_ends(name)),
         (1.0, lambda _: mesh.time_passes(draw.choice([0.1, 0.5, 2.0]), draw.random() > trouble)),
     ]
+    if Transport.NCCL in transports:
+        usual += [
+            (0.2, lambda _: mesh.open_group(flip())),
+            (1.0, lambda _: mesh.group_goes_on(flip(), draw.randrange(1, 9))),
+            (3.0, lambda name: mesh.join_ends(name, draw.random() > trouble)),
+            (1.0, lambda _: mesh.send()),
+        ]
     rare: list[Callable[[str], None]] = [
         lambda _: mesh.hub_crashes_and_restarts(True),
         lambda _: mesh.trainer_restarts(draw.randrange(3), True),
@@ -515,10 +175,14 @@ def walk(seed: int, steps: int) -> WeightSync:
 
 def test_long_runs_keep_the_law_and_get_versions_through() -> None:
     kinds: Counter[str] = Counter()
-    for seed in range(60):
-        kinds.update(entry["kind"] for entry in walk(seed, 300).disk)
+    for seed in range(100):
+        mesh = walk(seed, 400)
+        kinds.update(entry["kind"] for entry in mesh.disk)
+        kinds["sent"] += mesh.sent
     # The walk would prove nothing if little happened in it.
     assert kinds["committed"] > 100
     assert kinds["retired"] > 50
     assert kinds["aborted"] > 100
     assert kinds["epoch"] > 60
+    assert kinds["group"] > 100
+    assert kinds["sent"] > 100

@@ -1,0 +1,332 @@
+"""Engines, their agents and the groups they meet in, on top of the simulated hub: only the rules run, no I/O.
+
+A version of the nccl transport arrives only by what the publisher sends into its group: everybody in it takes part, and
+takes the bytes for whatever it waits for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import hypothesis.strategies as st
+from hypothesis.stateful import rule
+
+from meshrl.inference import agent_states as agent
+from meshrl.weights import states as hub
+from meshrl.weights.groups import GroupRequest
+from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.types import (
+    AgentFault,
+    AgentRegistration,
+    AgentReport,
+    ApplyReport,
+    Transport,
+    VersionState,
+)
+from weight_sync_model import ENGINES, RARELY, TORN, Engine, SimulatedHub, expected
+
+GROUP_BROKEN = AgentFault(reason="GROUP_BROKEN", message="")
+
+
+class SimulatedMesh(SimulatedHub):
+    """Engines by name, and the group that the publisher opened last."""
+
+    # --- groups -------------------------------------------------------------------------------------
+
+    def newest(self) -> hub.VersionRecord | None:
+        """The newest version that the publisher has sealed."""
+        states = hub.DECIDED | {VersionState.SEALED}
+        mine = [r for r in self.coordinator.records.values() if r.key[0] == self.epoch and r.state in states]
+        return max(mine, key=lambda record: record.key, default=None)
+
+    @rule(again=st.booleans())
+    def open_group(self, again: bool) -> None:
+        """The publisher opens a group: to send the newest version again to who lacks it, or for what comes next."""
+        newest = self.newest()
+        lacking = tuple(
+            name
+            for name, engine in self.coordinator.pool.engines.items()
+            if newest is not None and not engine.serves(newest) and engine.prepared != newest.artifact_id
+        )
+        if again and not lacking:
+            return
+        self.groups += 1
+        request = GroupRequest(
+            request_id=f"group-{self.groups}",
+            run_id="run",
+            epoch=self.epoch,
+            store_address="h:1",
+            backend="gloo",
+            num_senders=1,
+            engine_ids=lacking if again else (),
+            deadline_s=30.0,
+        )
+        try:
+            opened, actions = self.coordinator.open_group(request, self.now_s, self.now_s)
+        except MeshError as error:
+            expected(error, Reason.GROUP_BROKEN)
+            return
+        assert opened.generation > max(
+            (entry["generation"] for entry in self.disk if entry["kind"] == "group"), default=0
+        )
+        self.take(actions)
+        if self.group[2]:
+            self.break_group(self.group[0])
+        while self.pending:  # the answer comes once the group is durable
+            self.perform_one()
+        self.group = (opened.generation, self.epoch, frozenset(member.engine_id for member in opened.members))
+
+    @rule(name=st.sampled_from(ENGINES), comes=st.booleans() | st.just(True))
+    def join_ends(self, name: str, comes: bool) -> None:
+        engine = self.engines[name]
+        group, engine.joining = engine.joining, None
+        if group is None:
+            return
+        if comes and group.generation == self.group[0] and name in self.group[2]:
+            self.perform(engine, engine.machine.joined(group))
+        else:
+            self.perform(engine, engine.machine.join_failed(group, GROUP_BROKEN))
+
+    @rule()
+    def send(self) -> None:
+        """Broadcasts the newest version: it arrives when everybody came and waits for it."""
+        generation, epoch, names = self.group
+        newest = self.newest()
+        if newest is None or newest.transport is not Transport.NCCL or not names or epoch != self.epoch:
+            return
+        engines = [self.engines[name] for name in sorted(names)]
+        if any(engine.machine.group != generation for engine in engines):
+            return  # it still waits for them to come
+        if not all(self.waits_for_nccl(engine) for engine in engines):
+            self.break_group(generation)
+            return
+        for engine in engines:
+            artifact, engine.fetching = engine.fetching, None
+            assert artifact is not None
+            if artifact == newest.artifact_id:
+                self.sent += 1
+                engine.shadow = artifact
+                self.perform(engine, engine.machine.fetched(artifact))
+            else:
+                fault = AgentFault(reason="DIGEST_MISMATCH", message="")
+                self.perform(engine, engine.machine.fetch_failed(artifact, fault))
+
+    @rule(again=st.booleans(), stop_after=st.integers(1, 8))
+    def group_goes_on(self, again: bool, stop_after: int) -> None:
+        """A group that meets and sends without trouble; stops anywhere between."""
+        steps: tuple[Callable[[str], None], ...] = (
+            self.connect,
+            lambda name: self.open_group(again) if name == ENGINES[0] else None,
+            lambda name: self.command_arrives(name, 9),
+            lambda name: self.join_ends(name, True),
+            lambda name: self.report_arrives(name, 9),
+            lambda _: self.hub_works_off_everything(),
+            lambda name: self.command_arrives(name, 9),
+            lambda name: self.send() if name == ENGINES[-1] else None,
+        )
+        for step in steps[:stop_after]:
+            for name in ENGINES:
+                step(name)
+
+    def waits_for_nccl(self, engine: Engine) -> bool:
+        return engine.fetching is not None and self.manifests[engine.fetching].transport is Transport.NCCL
+
+    def break_group(self, generation: int) -> None:
+        self.group = (self.group[0], self.group[1], frozenset())
+        for engine in self.engines.values():
+            if engine.machine.group == generation:
+                self.lose_group(engine)
+
+    def lose_group(self, engine: Engine) -> None:
+        """The engine's group is gone, and with it what was on its way in it."""
+        lost = engine.machine.group_lost(engine.machine.group)
+        if self.waits_for_nccl(engine):
+            artifact, engine.fetching = engine.fetching, None
+            assert artifact is not None
+            self.perform(engine, engine.machine.fetch_failed(artifact, GROUP_BROKEN))
+        self.perform(engine, lost)
+
+    # --- engines ------------------------------------------------------------------------------------
+
+    def perform(self, engine: Engine, actions: list[agent.Action]) -> None:
+        machine = engine.machine
+        for action in actions:
+            match action:
+                case agent.Tell():
+                    if engine.lease:
+                        engine.up.append(self.report_of(engine, action))
+                case agent.StartFetch():
+                    engine.fetching, engine.shadow = action.artifact_id, None
+                case agent.CancelFetch():
+                    engine.fetching, engine.shadow = None, None
+                case agent.StartApply():
+                    # The heart of it: only what was verified, and what is decided on disk, is ever applied.
+                    assert engine.shadow == action.artifact_id
+                    assert action.artifact_id in self.decided_artifacts()
+                    assert engine.applying is None
+                    engine.applying, engine.paused = action, True
+                case agent.ResumeEngine():
+                    assert machine.held
+                    engine.resuming = True
+                case agent.StartJoin():
+                    engine.joining = action.group
+                    self.lose_group(engine)  # it takes the place of the one before
+
+    def report_of(self, engine: Engine, tell: agent.Tell) -> AgentReport:
+        machine = engine.machine
+        target = machine.target.version if machine.target is not None else None
+        return AgentReport(
+            lease_id=engine.lease,
+            state=machine.state,
+            serving_version=machine.version,
+            target_version=tell.target_version if tell.target_version is not None else target,
+            fault=tell.fault,
+            applied=tell.applied,
+            group_generation=machine.group,
+            target_artifact_id=self.target_artifact(engine, tell),
+        )
+
+    def target_artifact(self, engine: Engine, tell: agent.Tell) -> str:
+        target = engine.machine.target
+        about_target = target is not None and tell.target_version in (None, target.version) and tell.fault is None
+        return target.artifact_id if target is not None and about_target else ""
+
+    def decided_artifacts(self) -> set[str]:
+        staged = {(e["epoch"], e["version"]): e["artifact_id"] for e in self.disk if e["kind"] == "staged"}
+        return {staged[(e["epoch"], e["version"])] for e in self.disk if e["kind"] == "decided"}
+
+    @rule(name=st.sampled_from(ENGINES))
+    def connect(self, name: str) -> None:
+        engine = self.engines[name]
+        if engine.lease:
+            return
+        self.leases += 1
+        held = engine.machine.version
+        root = self.manifests[engine.live].result_root if held is not None else b""
+        registration = AgentRegistration(
+            engine_id=name,
+            url="http://e",
+            transports=(Transport.STREAM, Transport.NCCL),
+            collective_ranks=1,
+            collective_backend="gloo",
+            layout_signature=b"l",
+            held_version=held,
+            held_root=root,
+        )
+        lease, actions = self.coordinator.register(registration, f"lease-{self.leases}", self.now_s)
+        self.take(actions)
+        engine.lease = lease.lease_id
+        self.perform(engine, engine.machine.connected())
+        first = engine.up.popleft()
+        self.take(self.coordinator.report(first, self.now_s))
+        self.take(self.coordinator.connect(engine.lease, self.now_s))
+
+    @rule(name=st.sampled_from(ENGINES), really=RARELY)
+    def session_breaks(self, name: str, really: bool) -> None:
+        engine = self.engines[name]
+        if engine.lease and really:
+            self.coordinator.disconnect(engine.lease)
+            self.hang_up(engine)
+
+    @rule(name=st.sampled_from(ENGINES), really=RARELY)
+    def engine_is_killed(self, name: str, really: bool) -> None:
+        if not really:
+            return
+        self.session_breaks(name, True)
+        self.break_group(self.engines[name].machine.group or -1)
+        self.engines[name] = Engine()
+
+    @rule(name=st.sampled_from(ENGINES), count=st.integers(1, 3))
+    def command_arrives(self, name: str, count: int) -> None:
+        engine = self.engines[name]
+        for _ in range(min(count, len(engine.down))):
+            self.perform(engine, engine.machine.command(engine.down.popleft()))
+
+    @rule(name=st.sampled_from(ENGINES), count=st.integers(1, 3))
+    def report_arrives(self, name: str, count: int) -> None:
+        engine = self.engines[name]
+        for _ in range(min(count, len(engine.up))):
+            if engine.up[0].lease_id != engine.lease:
+                engine.up.popleft()
+                continue
+            try:
+                self.take(self.coordinator.report(engine.up.popleft(), self.now_s))
+            except MeshError as error:
+                expected(error, Reason.LEASE_EXPIRED)
+                self.hang_up(engine)
+                return
+
+    @rule(name=st.sampled_from(ENGINES), sound=st.booleans() | st.just(True))
+    def fetch_ends(self, name: str, sound: bool) -> None:
+        engine = self.engines[name]
+        if self.waits_for_nccl(engine):
+            if engine.machine.group is None:
+                self.lose_group(engine)
+            elif not sound:
+                self.break_group(engine.machine.group)
+            return  # it comes by `send`
+        artifact, engine.fetching = engine.fetching, None
+        if artifact is None:
+            return
+        if sound:
+            engine.shadow = artifact
+            self.perform(engine, engine.machine.fetched(artifact))
+        else:
+            fault = AgentFault(reason="DIGEST_MISMATCH", message="")
+            self.perform(engine, engine.machine.fetch_failed(artifact, fault))
+
+    @rule(name=st.sampled_from(ENGINES), whole=st.booleans() | st.just(True))
+    def apply_ends(self, name: str, whole: bool) -> None:
+        engine = self.engines[name]
+        job, engine.applying = engine.applying, None
+        if job is None:
+            return
+        engine.shadow = None
+        if not whole:
+            engine.live = TORN
+            self.perform(engine, engine.machine.apply_failed(AgentFault(reason="ENGINE_FAILED", message="")))
+            return
+        engine.live = job.artifact_id
+        engine.paused = job.hold
+        self.perform(engine, engine.machine.applied(job.artifact_id, self.applied(engine)))
+
+    def applied(self, engine: Engine) -> ApplyReport:
+        manifest = self.manifests[engine.live]
+        return ApplyReport(
+            version=manifest.version, root=manifest.result_root, pause_s=0.1, prepare_s=0.1, requests_kept=0
+        )
+
+    @rule(name=st.sampled_from(ENGINES))
+    def resume_ends(self, name: str) -> None:
+        engine = self.engines[name]
+        if engine.resuming and engine.machine.held:
+            engine.paused = False
+            self.perform(engine, engine.machine.resumed(self.applied(engine)))
+        engine.resuming = False
+
+    @rule(names=st.sampled_from([("a",), ("b",), ("a", "b")]), stop_after=st.integers(1, 8), whole=st.booleans())
+    def engines_go_on(self, names: tuple[str, ...], stop_after: int, whole: bool) -> None:
+        """The next steps of engines without trouble but, perhaps, in the last one; stops anywhere between."""
+        steps: tuple[Callable[[str], None], ...] = (
+            self.connect,
+            lambda _: self.hub_works_off_everything(),
+            lambda name: self.command_arrives(name, 3),
+            lambda name: self.fetch_ends(name, True),
+            lambda name: self.report_arrives(name, 3),
+            lambda _: self.hub_works_off_everything(),
+            lambda name: self.command_arrives(name, 3),
+            lambda name: self.apply_ends(name, whole),
+        )
+        for step in steps[:stop_after]:
+            for name in names:
+                step(name)
+
+    @rule(seconds=st.sampled_from([0.1, 0.1, 1.0, 1.0, 6.0, 25.0]), beat=st.booleans() | st.just(True))
+    def time_passes(self, seconds: float, beat: bool) -> None:
+        self.now_s += seconds
+        if beat:
+            for engine in self.engines.values():
+                record = self.coordinator.pool.by_lease(engine.lease)
+                if record is not None:
+                    self.take(self.coordinator.report(self.report_of(engine, agent.Tell()), self.now_s))
+        self.take(self.coordinator.tick(self.now_s))

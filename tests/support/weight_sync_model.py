@@ -1,0 +1,257 @@
+"""The hub and a publisher as a state machine: only the rules run, no I/O; every step may go wrong.
+
+The simulated disk holds what was made durable; a hub that crashes keeps that and nothing else. Engines hold the name of
+the artifact that is live, or TORN while an apply that failed has left them half way.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+
+from meshrl.inference import agent_states as agent
+from meshrl.weights import states as hub
+from meshrl.weights.coordinator import Coordinator
+from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.manifest import artifact_id, build_manifest, digest
+from meshrl.wire.types import (
+    Activation,
+    ActivationPolicy,
+    AgentReport,
+    ChunkEntry,
+    CollectivePlan,
+    Commit,
+    JoinGroup,
+    Manifest,
+    Prepare,
+    TensorEntry,
+    Transport,
+    VersionState,
+)
+
+TORN = "torn"
+LEASE_S = 10.0
+ENGINES = ("a", "b")
+TRANSPORTS = st.sampled_from([Transport.STREAM, Transport.NCCL])
+RARELY = st.sampled_from([False, False, False, False, True])  # else no run gets anywhere
+
+
+def manifest_of(epoch: int, version: int, content: int, transport: Transport = Transport.STREAM) -> Manifest:
+    whole = digest(bytes((content,)) * 4)
+    collective = transport is Transport.NCCL
+    tensor_digest = whole[:16] if collective else whole
+    tensor = TensorEntry(name="w", dtype="float32", shape=(1,), offset=0, num_bytes=4, digest=tensor_digest)
+    return build_manifest(
+        run_id="run",
+        epoch=epoch,
+        version=version,
+        transport=transport,
+        tensors=(tensor,),
+        chunks=() if collective else (ChunkEntry(offset=0, length=4, digest=whole),),
+        digest_algorithm="sum128" if collective else "",
+        collective=CollectivePlan(num_senders=1, bucket_bytes=64) if collective else None,
+    )
+
+
+def expected(error: MeshError, *reasons: Reason) -> None:
+    if error.reason not in reasons:
+        raise error
+
+
+@dataclass
+class Engine:
+    """One simulated process: an agent's rules and an engine."""
+
+    machine: agent.AgentMachine = field(default_factory=agent.AgentMachine)
+    lease: str = ""
+    live: str = "base"
+    paused: bool = False
+    fetching: str | None = None
+    shadow: str | None = None
+    applying: agent.StartApply | None = None
+    resuming: bool = False
+    joining: JoinGroup | None = None
+    down: deque[Any] = field(default_factory=deque)  # commands on their way
+    up: deque[AgentReport] = field(default_factory=deque)  # reports on their way
+
+
+class SimulatedHub(RuleBasedStateMachine):
+    """The hub and its publisher; what engines do comes on top."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_s = 0.0
+        self.disk: list[dict[str, Any]] = []
+        self.pending: deque[hub.Action] = deque()
+        self.engines = {name: Engine() for name in ENGINES}
+        self.manifests: dict[str, Manifest] = {}
+        self.next_version = 0
+        self.epoch = 1
+        self.leases = 0
+        self.groups = 0  # asked for
+        self.group: tuple[int, int, frozenset[str]] = (0, 0, frozenset())  # generation, epoch, who should come
+        self.sent = 0  # broadcasts that everybody in the group got
+        self.answers: dict[hub.Key, Activation] = {}
+        self.coordinator = self.new_hub()
+
+    def new_hub(self) -> Coordinator:
+        return Coordinator(
+            lease_s=LEASE_S, max_chunk_bytes=2**20, keep_versions=2, min_engines=1, commit_deadline_s=20.0
+        )
+
+    # --- the hub's shell: actions in order, decisions take effect once durable --------------------
+
+    def take(self, actions: list[hub.Action]) -> None:
+        for action in actions:
+            if isinstance(action, hub.Send) and isinstance(action.command, Prepare | Commit):
+                self.check_told(action.engine_id, action.command)
+        self.pending.extend(actions)
+
+    def check_told(self, engine_id: str, command: Prepare | Commit) -> None:
+        """Nobody waits for a version that is not sent in the group that it is in."""
+        manifest = self.manifests[command.artifact_id]
+        engine = self.coordinator.pool.engines[engine_id]
+        if manifest.transport is not Transport.NCCL:
+            return
+        if isinstance(command, Commit) and engine.prepared == command.artifact_id:
+            return
+        group = self.coordinator.groups.current
+        assert group is not None
+        assert engine.group_generation == group.generation
+        assert engine.broken_generation < group.generation
+        assert group.epoch == manifest.epoch
+
+    def perform_one(self) -> None:
+        action = self.pending.popleft()
+        if isinstance(action, hub.Append):
+            self.disk.append(dict(action.entry))
+            if action.decision is not None:
+                self.take(self.coordinator.decided(action.decision, self.now_s))
+        elif isinstance(action, hub.Send):
+            for engine in self.engines.values():
+                if engine.lease == action.lease_id:
+                    engine.down.append(action.command)
+        elif isinstance(action, hub.Answer) and isinstance(action.result, Activation):
+            assert self.answers.setdefault(action.key, action.result) == action.result
+        elif isinstance(action, hub.EndSession):
+            for engine in self.engines.values():
+                if engine.lease == action.lease_id:
+                    self.hang_up(engine)
+
+    def hang_up(self, engine: Engine) -> None:
+        engine.lease = ""
+        engine.down.clear()
+        engine.up.clear()
+
+    @rule(count=st.integers(1, 12))
+    def hub_works(self, count: int) -> None:
+        for _ in range(min(count, len(self.pending))):
+            self.perform_one()
+
+    @rule()
+    def hub_works_off_everything(self) -> None:
+        while self.pending:
+            self.perform_one()
+
+    @rule(really=RARELY)
+    def hub_crashes_and_restarts(self, really: bool) -> None:
+        if not really:
+            return
+        self.pending.clear()  # whatever was not durable is gone
+        for engine in self.engines.values():
+            self.hang_up(engine)
+        self.coordinator = self.new_hub()
+        self.coordinator.recover(self.disk, self.now_s, self.now_s)
+
+    # --- publisher and orchestrator ---------------------------------------------------------------
+
+    @rule(content=st.integers(0, 3), seal=st.booleans(), skip=st.integers(0, 1), transport=TRANSPORTS)
+    def publish(self, content: int, seal: bool, skip: int, transport: Transport) -> None:
+        manifest = manifest_of(self.epoch, self.next_version + skip, content, transport)
+        artifact = artifact_id(manifest)
+        self.manifests[artifact] = manifest
+        try:
+            record, actions = self.coordinator.stage(manifest, artifact, self.now_s)
+        except MeshError as error:
+            # A version that was lost with its hub may meanwhile be older than a decision, or differ in content.
+            expected(error, Reason.VERSION_SUPERSEDED, Reason.VERSION_CONFLICT)
+            self.next_version += 1
+            return
+        self.take(actions)
+        if seal and record.state is VersionState.STAGING:
+            self.take(self.coordinator.seal(record.key, "", self.now_s, self.now_s))
+            self.next_version = manifest.version + 1
+
+    @rule(back=st.integers(0, 2), really=RARELY)
+    def trainer_restarts(self, back: int, really: bool) -> None:
+        if not really:
+            return
+        self.epoch += 1
+        self.next_version = max(0, self.next_version - back)
+        self.break_group(self.group[0])
+
+    def break_group(self, generation: int) -> None:
+        """Everybody who is in a group loses it."""
+        raise NotImplementedError
+
+    @precondition(lambda self: self.coordinator.epoch > 1)
+    @rule(version=st.integers(0, 20))
+    def stale_trainer_is_refused(self, version: int) -> None:
+        manifest = manifest_of(self.coordinator.epoch - 1, version, 9)
+        with pytest.raises(MeshError) as caught:
+            self.coordinator.stage(manifest, artifact_id(manifest), self.now_s)
+        assert caught.value.reason is Reason.STALE_EPOCH
+
+    @rule(back=st.integers(0, 3), gang=st.booleans(), min_ready=st.integers(0, 2))
+    def activate(self, back: int, gang: bool, min_ready: int) -> None:
+        policy = ActivationPolicy.GANG if gang else ActivationPolicy.ROLLING
+        try:
+            record, actions = self.coordinator.activate(
+                run_id="run",
+                version=max(0, self.next_version - 1 - back),
+                policy=policy,
+                min_ready=min_ready,
+                wait_s=30.0,
+                now_s=self.now_s,
+            )
+        except MeshError as error:
+            expected(
+                error,
+                Reason.UNKNOWN_RUN,
+                Reason.UNKNOWN_VERSION,
+                Reason.VERSION_NOT_SEALED,
+                Reason.VERSION_SUPERSEDED,
+            )
+            return
+        if record.key in self.answers:
+            assert actions == [hub.Answer(key=record.key, result=self.answers[record.key])]
+        self.take(actions)
+
+    @rule(content=st.integers(0, 3), gang=st.booleans(), min_ready=st.integers(0, 2), transport=TRANSPORTS)
+    def publish_and_activate(self, content: int, gang: bool, min_ready: int, transport: Transport) -> None:
+        self.publish(content, True, 0, transport)
+        self.activate(0, gang, min_ready)
+
+    @rule(back=st.integers(0, 2), really=RARELY)
+    def abort(self, back: int, really: bool) -> None:
+        if not really:
+            return
+        version = max(0, self.next_version - 1 - back)
+        record = self.coordinator.records.get((self.coordinator.epoch, version))
+        try:
+            self.take(
+                self.coordinator.abort(
+                    run_id="run", epoch=self.coordinator.epoch, version=version, message="", now_s=self.now_s
+                )
+            )
+        except MeshError as error:
+            if error.reason is Reason.VERSION_DECIDED:
+                assert record is not None
+                assert record.deciding or record.state not in hub.UNDECIDED
+            else:
+                expected(error, Reason.UNKNOWN_RUN, Reason.UNKNOWN_VERSION)
