@@ -224,6 +224,11 @@ class CommitRules:
     def _can_serve(self, engine: EngineRecord, record: VersionRecord) -> bool:
         return engine.prepared == record.artifact_id or self.groups.outside(engine, record) is None
 
+    def _holds(self, engine: EngineRecord, record: VersionRecord) -> bool:
+        """Whether an engine has applied a version and stays paused; a restarted one may still be in `held`."""
+        applied = engine.engine_id in record.held or engine.state is AgentState.APPLYING
+        return applied and engine.serves(record)
+
     def _desired(self, engine: EngineRecord, now_s: float) -> tuple[AgentCommand | None, Key | None]:
         newest = self.newest_decided()
         sealed = [
@@ -244,8 +249,9 @@ class CommitRules:
                 if engine.retry_s is not None and now_s < engine.retry_s:
                     return None, None
                 return Commit(version=newest.version, artifact_id=newest.artifact_id), newest.key
-        if newest is not None and engine.engine_id in newest.held:
-            return (Resume(version=newest.version), None) if newest.released else (None, None)
+        if newest is not None and self._holds(engine, newest):
+            waits = engine.engine_id in newest.gang and not newest.released  # a restarted hub forgot its gangs
+            return (None, None) if waits else (Resume(version=newest.version), None)
         if target is None or engine.prepared == target.artifact_id:
             return None, None
         return Prepare(version=target.version, artifact_id=target.artifact_id), target.key

@@ -251,6 +251,8 @@ class Coordinator(CommitRules):
                 engine.root = target.root  # applied what it was told to, and holds
         prepared = report.state is AgentState.PREPARED
         engine.prepared = target.artifact_id if prepared and target is not None else None
+        if prepared and target is not None:
+            engine.faulted.discard(target.key)  # whatever went wrong before, it has it now
         if report.fault is not None:
             # What left a version prepared was not about it, and a group that broke is only about nccl versions.
             group_only = report.fault.reason == Reason.GROUP_BROKEN.name
