@@ -6,158 +6,24 @@ from typing import Any
 
 import pytest
 
-from meshrl.weights.coordinator import Coordinator
-from meshrl.weights.groups import GroupRequest
-from meshrl.weights.states import Action, Answer, Append, Send
+from hub_rules import BOTH, Hub, manifest
 from meshrl.wire.errors import MeshError, Reason
-from meshrl.wire.manifest import artifact_id, build_manifest
+from meshrl.wire.manifest import artifact_id
 from meshrl.wire.types import (
     Activation,
-    ActivationPolicy,
-    AgentCommand,
     AgentFault,
-    AgentRegistration,
-    AgentReport,
     AgentState,
-    ApplyReport,
-    ChunkEntry,
-    CollectivePlan,
     Commit,
     GroupMember,
     JoinGroup,
     Manifest,
     OpenedGroup,
     Prepare,
-    TensorEntry,
     Transport,
     VersionState,
 )
 
 BROKEN = AgentFault(reason="GROUP_BROKEN", message="rank 0 is gone")
-BOTH = (Transport.STREAM, Transport.NCCL)
-
-
-def manifest(version: int, *, epoch: int = 1, transport: Transport = Transport.NCCL) -> Manifest:
-    tensor = TensorEntry(name="w", dtype="float32", shape=(1,), offset=0, num_bytes=4, digest=bytes((version,)) * 16)
-    collective = transport is Transport.NCCL
-    return build_manifest(
-        run_id="run",
-        epoch=epoch,
-        version=version,
-        transport=transport,
-        tensors=(tensor,),
-        chunks=() if collective else (ChunkEntry(offset=0, length=4, digest=b"c"),),
-        digest_algorithm="sum128" if collective else "",
-        collective=CollectivePlan(num_senders=1, bucket_bytes=64) if collective else None,
-    )
-
-
-class Hub:
-    """The hub's rules with what it wrote and said: everything appended is durable at once."""
-
-    def __init__(self) -> None:
-        self.now_s = 100.0
-        self.log: list[Any] = []
-        self.told: dict[str, list[AgentCommand]] = {}
-        self.answers: list[Activation | MeshError] = []
-        self.requests = 0
-        self.restart()
-
-    def restart(self) -> None:
-        self.rules = Coordinator(
-            lease_s=10.0, max_chunk_bytes=2**20, keep_versions=2, min_engines=1, commit_deadline_s=20.0
-        )
-        self.rules.recover(self.log, self.now_s, self.now_s + 1e9)
-
-    def take(self, actions: list[Action]) -> None:
-        for action in actions:
-            if isinstance(action, Append):
-                self.log.append(action.entry)
-                if action.decision is not None:
-                    self.take(self.rules.decided(action.decision, self.now_s))
-            elif isinstance(action, Send):
-                self.told.setdefault(action.engine_id, []).append(action.command)
-            elif isinstance(action, Answer):
-                self.answers.append(action.result)
-
-    def heard(self, engine_id: str) -> list[AgentCommand]:
-        """What an engine was told since the last look."""
-        return self.told.pop(engine_id, [])
-
-    def engine(self, engine_id: str, *, ranks: int = 1, backend: str = "gloo", **more: Any) -> None:
-        registration = AgentRegistration(
-            engine_id=engine_id,
-            url="http://e",
-            transports=more.pop("transports", BOTH),
-            layout_signature=b"l",
-            collective_ranks=ranks,
-            collective_backend=backend,
-            host="here",
-        )
-        _, actions = self.rules.register(registration, f"lease-{engine_id}", self.now_s)
-        self.take(actions)
-        if more.pop("connected", True):
-            self.say(engine_id, AgentState.JOINING, **more)
-            self.take(self.rules.connect(f"lease-{engine_id}", self.now_s))
-
-    def say(self, engine_id: str, state: AgentState = AgentState.JOINING, **more: Any) -> None:
-        report = AgentReport(lease_id=f"lease-{engine_id}", state=state, **more)
-        self.take(self.rules.report(report, self.now_s))
-
-    def open(self, **more: Any) -> OpenedGroup:
-        self.requests += 1
-        fields: dict[str, Any] = {
-            "request_id": f"request-{self.requests}",
-            "run_id": "run",
-            "epoch": 1,
-            "store_address": "h:1",
-            "backend": "gloo",
-            "num_senders": 1,
-            "deadline_s": 30.0,
-        }
-        opened, actions = self.rules.open_group(GroupRequest(**{**fields, **more}), self.now_s, self.now_s + 1e9)
-        self.take(actions)
-        return opened
-
-    def seal(self, made: Manifest) -> str:
-        record, actions = self.rules.stage(made, artifact_id(made), self.now_s)
-        self.take(actions)
-        self.take(self.rules.seal(record.key, "", self.now_s, self.now_s))
-        return record.artifact_id
-
-    def activate(self, version: int, *, min_ready: int = 0) -> None:
-        _, actions = self.rules.activate(
-            run_id="run",
-            version=version,
-            policy=ActivationPolicy.ROLLING,
-            min_ready=min_ready,
-            wait_s=20.0,
-            now_s=self.now_s,
-        )
-        self.take(actions)
-
-    def wait(self, seconds: float) -> None:
-        self.now_s += seconds
-        self.take(self.rules.tick(self.now_s))
-
-    def prepared(self, engine_id: str, made: Manifest, generation: int) -> None:
-        self.say(
-            engine_id,
-            AgentState.PREPARED,
-            target_version=made.version,
-            target_artifact_id=artifact_id(made),
-            group_generation=generation,
-        )
-
-    def serves(self, engine_id: str, made: Manifest, generation: int | None) -> None:
-        applied = ApplyReport(version=made.version, root=made.result_root, pause_s=0.1, prepare_s=0.1, requests_kept=0)
-        self.say(
-            engine_id,
-            AgentState.READY,
-            serving_version=made.version,
-            applied=applied,
-            group_generation=generation,
-        )
 
 
 @pytest.fixture

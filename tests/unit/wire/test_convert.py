@@ -13,7 +13,6 @@ from meshrl.wire.types import (
     Abort,
     Activation,
     ActivationPolicy,
-    AdapterConfig,
     AgentFault,
     AgentRegistration,
     AgentReport,
@@ -21,7 +20,6 @@ from meshrl.wire.types import (
     ApplyReport,
     Chunk,
     ChunkEntry,
-    CollectivePlan,
     Commit,
     DrainAgent,
     EngineEndpoint,
@@ -29,12 +27,9 @@ from meshrl.wire.types import (
     EngineReport,
     EnvironmentInfo,
     FileEntry,
-    GroupMember,
-    JoinGroup,
     Lease,
     Manifest,
     MessageSpan,
-    OpenedGroup,
     Prepare,
     Resume,
     Rollout,
@@ -97,17 +92,6 @@ MANIFEST = Manifest(
     tensors=(TensorEntry(name="w", dtype="bfloat16", shape=(2, 3), offset=0, num_bytes=12, digest=b"d"),),
     chunks=(ChunkEntry(offset=0, length=12, digest=b"c"),),
     files=(FileEntry(path="/x", offset=0, num_bytes=12),),
-)
-
-COLLECTIVE_MANIFEST = dataclasses.replace(
-    MANIFEST,
-    kind=VersionKind.LORA,
-    transport=Transport.NCCL,
-    chunks=(),
-    files=(),
-    digest_algorithm="sum128",
-    collective=CollectivePlan(num_senders=2, bucket_bytes=2**26, whole_tensors=(0,)),
-    adapter=AdapterConfig(rank=8, lora_alpha=16.0, target_modules=("q_proj", "v_proj"), base_model="m"),
 )
 
 
@@ -237,7 +221,6 @@ def rollout(**changes):
             convert.step_event_from_proto,
         ),
         (MANIFEST, convert.manifest_to_proto, convert.manifest_from_proto),
-        (COLLECTIVE_MANIFEST, convert.manifest_to_proto, convert.manifest_from_proto),
         (Chunk(offset=1, data=b"abc", crc32c=2), convert.chunk_to_proto, convert.chunk_from_proto),
         (
             StagedVersion(artifact_id="a", missing_offsets=(0, 5), max_chunk_bytes=10),
@@ -291,24 +274,6 @@ def rollout(**changes):
         (Abort(version=0), convert.agent_command_to_proto, convert.agent_command_from_proto),
         (Resume(version=2), convert.agent_command_to_proto, convert.agent_command_from_proto),
         (DrainAgent(), convert.agent_command_to_proto, convert.agent_command_from_proto),
-        (
-            JoinGroup(
-                generation=3,
-                store_address="h:1",
-                backend="gloo",
-                num_senders=2,
-                num_receivers=6,
-                first_receiver=4,
-                deadline_s=30.0,
-            ),
-            convert.agent_command_to_proto,
-            convert.agent_command_from_proto,
-        ),
-        (
-            OpenedGroup(generation=3, members=(GroupMember(engine_id="i", first_receiver=0, num_ranks=4),)),
-            convert.opened_group_to_proto,
-            convert.opened_group_from_proto,
-        ),
         (
             EngineInfo(
                 engine_id="i",
