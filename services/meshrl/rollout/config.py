@@ -16,7 +16,8 @@ class ClientConfig(BaseConfig):
     """The inference engines that sample tokens, and how to reach them."""
 
     base_url: list[str] = Field(default=["http://127.0.0.1:8000"])
-    """Base URLs of the engines, with or without a trailing /v1. A call goes to the least loaded one that fits."""
+    """Base URLs of the engines, with or without a trailing /v1. A call goes to the least loaded one that fits. Where
+    `weights` names the hub they are added to those that it lists, and left out they are none."""
 
     api_key_var: str = "MESHRL_API_KEY"
     """Environment variable that holds the engines' bearer token; none is sent while it is unset."""
@@ -31,10 +32,10 @@ class ClientConfig(BaseConfig):
     names, and is raw_logprobs unless it is set."""
 
     probe_interval_s: float = Field(default=1.0, gt=0.0)
-    """Seconds between two looks at each engine's version and health."""
+    """Seconds between two looks at the hub's list and at each engine's version and health."""
 
     probe_deadline_s: float = Field(default=2.0, gt=0.0)
-    """Seconds an engine may take to answer such a look before it counts as unreachable."""
+    """Seconds an engine may take to answer such a look before it counts as unreachable, and the hub to list them."""
 
     connect_deadline_s: float = Field(default=5.0, gt=0.0)
     """Seconds to open a connection to an engine."""
@@ -56,7 +57,7 @@ class RolloutConfig(BaseConfig):
     """The inference engines."""
 
     weights: str | None = None
-    """Address of the weight hub, to find engines beyond client.base_url; None takes only those listed."""
+    """host:port of the weight hub, whose engines are used as they come and go; None takes only client.base_url."""
 
     model: ModelConfig = ModelConfig()
     """The policy: its name is what engines are asked for, and where the tokenizer is found."""
@@ -101,6 +102,12 @@ class RolloutConfig(BaseConfig):
 
     vf_level: str = "warning"
     """Log level of the verifiers package; info writes two lines per rollout and costs their CPU."""
+
+    @property
+    def engine_urls(self) -> tuple[str, ...]:
+        """The engines that are there whatever the hub says; the default URL is none of them beside a hub."""
+        given = self.weights is None or "base_url" in self.client.model_fields_set
+        return tuple(self.client.base_url) if given else ()
 
     @model_validator(mode="after")
     def _environments(self) -> Self:

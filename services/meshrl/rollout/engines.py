@@ -8,6 +8,7 @@ no byte of an answer has come; what was sampled is then nobody's, so nothing is 
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -28,6 +29,7 @@ BUSY = frozenset({429, 503})
 BUSY_PAUSE_S = 0.2
 SESSION_HEADER = "X-Session-ID"
 VERSION_HEADER = "X-Policy-Version"
+KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # seconds, seconds, unanswered probes
 
 Discovery = Callable[[], Awaitable[list[tuple[str, str]]]]
 
@@ -68,6 +70,7 @@ class EngineRouter:
         self._config = config
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._discovery = discovery
+        self._hub_away = False
         self._changed = asyncio.Event()
         self._probing: asyncio.Task[None] | None = None
         self._round: asyncio.Task[None] | None = None
@@ -80,7 +83,8 @@ class EngineRouter:
     async def __aenter__(self) -> EngineRouter:
         self._http = aiohttp.ClientSession(
             headers=self._headers,
-            connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=60),  # the number of rollouts bounds the connections
+            # The number of rollouts bounds the connections.
+            connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=60, socket_factory=_watched_socket),
             cookie_jar=aiohttp.DummyCookieJar(),
         )
         await self.refresh()
@@ -227,27 +231,38 @@ class EngineRouter:
             await self.refresh()
 
     async def _look(self) -> None:
-        if self._discovery is not None:
-            try:
-                self._pool.discover(await self._discovery())
-            except MeshError as error:  # the hub may restart; the engines known so far go on
-                logger.warning("cannot list engines at the weight hub: {}", error)
-        await asyncio.gather(*(self._probe(engine) for engine in self._pool.engines))
+        known = self._pool.engines
+        await asyncio.gather(self._discover(), *(self._probe(engine) for engine in known))
+        await asyncio.gather(*(self._probe(engine) for engine in self._pool.engines if engine not in known))
         self._changed.set()
         self._changed = asyncio.Event()
+
+    async def _discover(self) -> None:
+        if self._discovery is None:
+            return
+        try:
+            self._pool.discover(await self._discovery())
+        except MeshError as error:  # the hub may restart; the engines known so far go on
+            if not self._hub_away:
+                logger.warning("cannot list engines at the weight hub, so those known go on: {}", error)
+            self._hub_away = True
+        else:
+            self._hub_away = False
 
     async def _probe(self, engine: Engine) -> None:
         assert self._http is not None  # entered
         timeout = aiohttp.ClientTimeout(total=self._config.probe_deadline_s)
         try:
+            async with self._http.get(engine.url + "/health", timeout=timeout) as health:
+                if health.status >= 500:  # draining, or unfit to serve
+                    self._pool.lose(engine.url)
+                    return
             async with self._http.get(engine.url + "/version", timeout=timeout) as reply:
                 if reply.status == 200:
                     payload = await reply.json(content_type=None)
                     mode = logprobs_mode_of(payload) or self._config.logprobs_mode
                     self._pool.observe(engine.url, version_of(payload), mode)
-                elif reply.status == 404:  # a server without versions: is it up at all?
-                    async with self._http.get(engine.url + "/health", timeout=timeout) as health:
-                        health.raise_for_status()
+                elif reply.status == 404 and health.status == 200:  # a server without versions
                     self._pool.observe(engine.url, 0, self._config.logprobs_mode)
                 else:
                     self._pool.lose(engine.url)
@@ -255,6 +270,18 @@ class EngineRouter:
             if engine.healthy:
                 logger.warning("engine {} does not answer: {}", engine.url, error)
             self._pool.lose(engine.url)
+
+
+def _watched_socket(address: aiohttp.AddrInfoType) -> socket.socket:
+    """A socket whose connection breaks within half a minute of its host's end, so that the calls on it move on."""
+    family, kind, protocol, *_ = address
+    made = socket.socket(family, kind, protocol)
+    made.setblocking(False)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in KEEPALIVE.items():
+        if hasattr(socket, option):  # the names differ between systems
+            made.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    return made
 
 
 def _short(raw: bytes) -> str:

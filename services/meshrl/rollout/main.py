@@ -69,7 +69,7 @@ async def serve(config: RolloutConfig, layout: Layout, stop: asyncio.Event) -> i
 async def build(config: RolloutConfig, stack: AsyncExitStack, tracer: Tracer) -> Episodes:
     """Loads renderer and environments and connects the engines; `stack` closes them. Raises ConfigError."""
     renderer = await asyncio.to_thread(load_renderer, config.tokenizer or config.model.name, config.renderer)
-    pool = EnginePool([url.rstrip("/").removesuffix("/v1") for url in config.client.base_url], config.client.pool)
+    pool = EnginePool([url.rstrip("/").removesuffix("/v1") for url in config.engine_urls], config.client.pool)
     api_key = os.environ.get(config.client.api_key_var) or None
     discovery = await _discovery(config, stack)
     router = await stack.enter_async_context(EngineRouter(pool, config.client, api_key=api_key, discovery=discovery))
@@ -98,7 +98,8 @@ async def _discovery(config: RolloutConfig, stack: AsyncExitStack) -> Discovery 
     """Asks the weight hub for the engines it routes to, where one is configured."""
     if config.weights is None:
         return None
-    hub = await stack.enter_async_context(WeightSyncClient(config.weights, ChannelOptions()))
+    options = ChannelOptions(unary_deadline_s=config.client.probe_deadline_s)
+    hub = await stack.enter_async_context(WeightSyncClient(config.weights, options))
 
     async def engines() -> list[tuple[str, str]]:
         return [(engine.url.rstrip("/"), engine.engine_pool) for engine in await hub.list_engines() if engine.routable]

@@ -40,7 +40,10 @@ class Requirement:
 
 @dataclass
 class Engine:
-    """One engine as this process knows it. `version` and `logprobs_mode` are None while they are not known."""
+    """One engine as this process knows it. `version` and `logprobs_mode` are None while they are not known.
+
+    `listed` is False once the hub names it no more: it gets no new calls, and is forgotten when those it has are over.
+    """
 
     url: str
     pool: str = ""
@@ -48,31 +51,39 @@ class Engine:
     version: int | None = None
     logprobs_mode: str | None = None
     in_flight: int = 0
+    listed: bool = True
+    chosen: int = 0  # number of the call that went here last
 
     def fits(self, need: Requirement) -> bool:
         """True when a call may go to it now."""
         reports_right = not need.reshaped_by or self.logprobs_mode == PROCESSED
-        return self.healthy and need.met_by(self.version) and reports_right
+        return self.listed and self.healthy and need.met_by(self.version) and reports_right
 
 
 class EnginePool:
-    """The engines that calls are routed to."""
+    """The engines that calls are routed to: those configured, and those that the hub names."""
 
     def __init__(self, urls: Iterable[str], pool: str = "") -> None:
         self._engines = {url: Engine(url=url, pool=pool) for url in urls}
         self._fixed = frozenset(self._engines)
+        self._pools = {engine.pool for engine in self._engines.values()}
+        self._calls = 0
 
     @property
     def engines(self) -> tuple[Engine, ...]:
-        return tuple(self._engines.values())
+        return tuple(engine for engine in self._engines.values() if engine.listed)
 
     def discover(self, found: Iterable[tuple[str, str]]) -> None:
-        """Takes over the hub's routable engines as (url, pool); one no longer named is dropped unless configured."""
+        """Takes over the hub's routable engines as (url, pool); one no longer named goes unless it is configured."""
         named = dict(found)
         for url, pool in named.items():
-            self._engines.setdefault(url, Engine(url=url, pool=pool))
+            self._engines.setdefault(url, Engine(url=url, pool=pool)).listed = True
+        self._pools |= set(named.values())
         for url in [url for url in self._engines if url not in named and url not in self._fixed]:
-            del self._engines[url]
+            engine = self._engines[url]
+            engine.listed, engine.healthy, engine.version = False, False, None
+            if not engine.in_flight:
+                del self._engines[url]
 
     def observe(self, url: str, version: int | None, logprobs_mode: str | None = None) -> None:
         """An engine answered: it is healthy, serves `version`, and says (or not) what its logprobs are of."""
@@ -85,10 +96,11 @@ class EnginePool:
             engine.healthy, engine.version = False, None
 
     def known_pools(self) -> frozenset[str]:
-        return frozenset(engine.pool for engine in self._engines.values())
+        """The pools that there are or were: one whose engines are all away may get others."""
+        return frozenset(self._pools)
 
     def candidates(self, need: Requirement) -> list[Engine]:
-        return [engine for engine in self._engines.values() if not need.pool or engine.pool == need.pool]
+        return [engine for engine in self.engines if not need.pool or engine.pool == need.pool]
 
     def can_meet(self, need: Requirement) -> bool:
         """True when an engine that is up can serve the request now."""
@@ -109,12 +121,17 @@ class EnginePool:
         return exact is not None and bool(up) and all(version is not None and version > exact for version in up)
 
     def select(self, need: Requirement, *, prefer: str | None = None, skip: Collection[str] = ()) -> Engine | None:
-        """The engine for the next call: the session's own (`prefer`) while it fits, else the least loaded that fits."""
+        """The engine for the next call: the session's own (`prefer`) while it fits, else the least loaded that fits.
+
+        Among equals it is the one whose turn is longest ago.
+        """
         fitting = [engine for engine in self.candidates(need) if engine.url not in skip and engine.fits(need)]
-        for engine in fitting:
-            if engine.url == prefer:
-                return engine
-        return min(fitting, key=lambda engine: engine.in_flight, default=None)
+        own = next((engine for engine in fitting if engine.url == prefer), None)
+        engine = own or min(fitting, key=lambda engine: (engine.in_flight, engine.chosen), default=None)
+        if engine is not None:
+            self._calls += 1
+            engine.chosen = self._calls
+        return engine
 
     def newest(self, need: Requirement) -> int | None:
         """Newest version that an engine of the pool is known to serve."""
@@ -129,5 +146,5 @@ class EnginePool:
                 in_flight=engine.in_flight,
                 logprobs_mode=engine.logprobs_mode or "",
             )
-            for engine in self._engines.values()
+            for engine in self.engines
         )

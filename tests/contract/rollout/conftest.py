@@ -78,6 +78,7 @@ class ScriptedEngine:
     logprobs_mode: str | None = "processed_logprobs"
     reply: Callable[[dict[str, Any]], str | list[int]] = lambda request: "cat"
     delay_s: float = 0.0
+    health: int = 200
     spans: Callable[[int], list[list[int]]] | None = None
     on_call: Callable[[web.Request, dict[str, Any]], Any] | None = None
     requests: list[dict[str, Any]] = field(default_factory=list)
@@ -90,6 +91,7 @@ class ScriptedEngine:
         app = web.Application()
         app.router.add_post("/inference/v1/generate", self.generate)
         app.router.add_get("/version", self.get_version)
+        app.router.add_get("/health", self.get_health)
         self.runner = web.AppRunner(app, shutdown_timeout=0.1)
         await self.runner.setup()
         site = web.TCPSite(self.runner, "127.0.0.1", 0)
@@ -105,6 +107,9 @@ class ScriptedEngine:
     async def get_version(self, request: web.Request) -> web.Response:
         told = {} if self.logprobs_mode is None else {"logprobs_mode": self.logprobs_mode}
         return web.json_response({"version": self.version, "root": "", "paused": False, "in_flight": 0, **told})
+
+    async def get_health(self, request: web.Request) -> web.Response:
+        return web.Response(status=self.health)
 
     async def generate(self, request: web.Request) -> web.Response:
         body = await request.json()

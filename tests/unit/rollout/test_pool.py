@@ -64,6 +64,29 @@ def test_discovered_engines_come_and_go_but_configured_ones_stay():
     assert [engine.url for engine in engines.engines] == ["a"]
 
 
+def test_equals_take_turns():
+    engines = pool(a=0, b=0, c=0)
+    assert [engines.select(Requirement()).url for _ in range(6)] == ["a", "b", "c", "a", "b", "c"]
+    engines.engines[0].in_flight = 1
+    assert [engines.select(Requirement()).url for _ in range(3)] == ["b", "c", "b"]
+
+
+def test_an_engine_with_calls_in_flight_is_remembered_while_it_is_off_the_list():
+    engines = EnginePool([])
+    engines.discover([("a", ""), ("b", "")])
+    engines.observe("a", 1)
+    busy = engines.engines[0]
+    busy.in_flight = 2
+    engines.discover([])
+    assert engines.engines == ()
+    assert engines.select(Requirement()) is None
+    engines.discover([("a", "")])
+    assert engines.engines == (busy,)
+    assert engines.select(Requirement()) is None  # not looked at yet: it may hold another version now
+    engines.observe("a", 2)
+    assert (engines.select(Requirement(exact_version=2)), busy.in_flight) == (busy, 2)
+
+
 @pytest.mark.parametrize(
     ("payload", "version"),
     [({"version": 4}, 4), ({"version": None}, None), ({"version": "0.26.1"}, 0), ({}, 0), ([], 0)],

@@ -1,0 +1,244 @@
+"""Engines that the weight hub names: they join and leave while rollouts run, and the hub may be away."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+import grpc.aio
+import pytest
+from aiohttp import web
+
+from meshrl.rollout.config import RolloutConfig
+from meshrl.v1 import weights_pb2 as pb
+from meshrl.v1 import weights_pb2_grpc as pb_grpc
+from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.types import Rollout
+
+PATIENCE_S = 5.0
+
+
+@dataclass
+class Hub(pb_grpc.WeightSyncServicer):
+    """Answers ListEngines on a real port; `engines` are (url, pool, routable)."""
+
+    engines: list[tuple[str, str, bool]] = field(default_factory=list)
+    asked: int = 0
+    port: int = 0
+    server: grpc.aio.Server | None = None
+
+    async def ListEngines(self, request, context):  # noqa: N802  # the name of the RPC
+        self.asked += 1
+        return pb.ListEnginesResponse(
+            engines=[
+                pb.EngineInfo(engine_id=url, url=url, engine_pool=pool, routable=routable)
+                for url, pool, routable in self.engines
+            ]
+        )
+
+    async def start(self) -> None:
+        self.server = grpc.aio.server()
+        pb_grpc.add_WeightSyncServicer_to_server(self, self.server)
+        self.port = self.server.add_insecure_port(f"127.0.0.1:{self.port}")
+        await self.server.start()
+
+    async def stop(self) -> None:
+        if self.server is not None:
+            await self.server.stop(0)
+            self.server = None
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def name(self, *engines, pool: str = "") -> None:
+        self.engines = [(f"{engine.url}/", pool, True) for engine in engines]
+
+
+@pytest.fixture
+async def hub() -> AsyncIterator[Hub]:
+    made = Hub()
+    await made.start()
+    yield made
+    await made.stop()
+
+
+@pytest.fixture
+async def second(make_engine):
+    engine = await make_engine().start()
+    yield engine
+    await engine.stop()
+
+
+async def collect(mesh, request):
+    return [event async for event in mesh.client.run_rollouts(request)]
+
+
+async def engines_are(mesh, *urls: str) -> None:
+    """Waits until just these engines are known to be up."""
+    until = time.monotonic() + PATIENCE_S
+    known: set[str] = set()
+    while time.monotonic() < until:
+        known = {engine.url for engine in (await mesh.client.get_status()).engines if engine.healthy}
+        if known == set(urls):
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError(f"the healthy engines are {known}, not {urls}")
+
+
+def discovering(hub: Hub, **client) -> dict:
+    return {"weights": hub.address, "client": {"base_url": [], "failover_s": 5.0, **client}}
+
+
+async def test_an_engine_that_joins_gets_calls_and_one_that_leaves_gets_no_more(
+    start_mesh, make_group, engine, second, hub
+):
+    hub.name(engine)
+    mesh = await start_mesh([], **discovering(hub))
+    await collect(mesh, make_group(group_size=2))
+    assert (len(engine.requests), len(second.requests)) == (2, 0)
+    hub.name(engine, second)
+    await engines_are(mesh, engine.url, second.url)
+    engine.delay_s = second.delay_s = 0.1
+    await collect(mesh, make_group(group_size=8))
+    assert (len(engine.requests), len(second.requests)) == (6, 4)
+    hub.name(second)
+    await engines_are(mesh, second.url)
+    await collect(mesh, make_group(group_size=3))
+    assert (len(engine.requests), len(second.requests)) == (6, 7)
+
+
+async def test_calls_in_flight_on_an_engine_that_leaves_the_list_are_finished_there(
+    start_mesh, make_group, engine, second, hub
+):
+    hub.name(engine)
+    mesh = await start_mesh([], **discovering(hub))
+    engine.delay_s = 0.6
+    running = asyncio.create_task(collect(mesh, make_group(group_size=2)))
+    await engine.arrived.get()
+    hub.name(second)
+    await engines_are(mesh, second.url)
+    *rollouts, summary = await running
+    assert summary.finished == 2
+    assert all(isinstance(rollout, Rollout) for rollout in rollouts)
+    assert (len(engine.requests), len(second.requests)) == (2, 0)
+
+
+async def test_an_engine_that_comes_back_while_its_calls_run_is_not_taken_for_idle(
+    start_mesh, make_group, engine, second, hub
+):
+    hub.name(engine, second)
+    mesh = await start_mesh([], **discovering(hub))
+    engine.delay_s = second.delay_s = 1.5
+    running = asyncio.create_task(collect(mesh, make_group(group_size=4)))
+    for each in (engine, engine, second, second):
+        await each.arrived.get()
+    hub.name(second)
+    await engines_are(mesh, second.url)
+    hub.name(engine, second)
+    await engines_are(mesh, engine.url, second.url)
+    assert {known.url: known.in_flight for known in (await mesh.client.get_status()).engines} == {
+        engine.url: 2,
+        second.url: 2,
+    }
+    await running
+
+
+async def test_a_hub_that_is_away_leaves_the_last_list_in_force(start_mesh, make_group, engine, second, hub):
+    hub.name(engine)
+    mesh = await start_mesh([], **discovering(hub, probe_deadline_s=0.3))
+    await hub.stop()
+    await asyncio.sleep(0.5)  # several looks
+    rollout, _ = await collect(mesh, make_group())
+    assert isinstance(rollout, Rollout)
+    hub.name(second)
+    await hub.start()
+    await engines_are(mesh, second.url)
+
+
+async def test_a_rollout_waits_for_the_first_engine(start_mesh, make_group, engine, hub):
+    mesh = await start_mesh([], **discovering(hub))
+    running = asyncio.create_task(collect(mesh, make_group()))
+    await asyncio.sleep(0.2)
+    assert not running.done()
+    hub.name(engine)
+    rollout, _ = await asyncio.wait_for(running, PATIENCE_S)
+    assert isinstance(rollout, Rollout)
+
+
+async def test_configured_engines_stay_beside_those_of_the_hub(start_mesh, make_group, engine, second, hub):
+    hub.name(second)
+    mesh = await start_mesh([], **discovering(hub, base_url=[engine.url]))
+    await engines_are(mesh, engine.url, second.url)
+    hub.engines = []
+    await engines_are(mesh, engine.url)
+    await collect(mesh, make_group())
+    assert len(engine.requests) == 1
+
+
+async def test_an_engine_that_is_not_routable_or_not_healthy_gets_no_calls(
+    start_mesh, make_group, engine, second, hub, make_engine
+):
+    third = await make_engine().start()
+    hub.engines = [(engine.url, "", False), (second.url, "", True), (third.url, "", True)]
+    third.health = 503
+    mesh = await start_mesh([], **discovering(hub))
+    await collect(mesh, make_group(group_size=3))
+    assert (len(engine.requests), len(second.requests), len(third.requests)) == (0, 3, 0)
+    third.health = 200
+    await engines_are(mesh, second.url, third.url)
+    await third.stop()
+
+
+async def test_versions_and_pools_of_discovered_engines_count(start_mesh, make_group, engine, second, hub):
+    engine.version, second.version = 3, 4
+    hub.engines = [(engine.url, "small", True), (second.url, "big", True)]
+    mesh = await start_mesh([], **discovering(hub))
+    await collect(mesh, make_group(group_size=2, min_version=4))
+    await collect(mesh, make_group(group_size=2, exact_version=3))
+    await collect(mesh, make_group(group_size=2, engine_pool="big"))
+    assert (len(engine.requests), len(second.requests)) == (2, 4)
+    with pytest.raises(MeshError) as caught:
+        await collect(mesh, make_group(engine_pool="huge"))
+    assert caught.value.reason is Reason.INVALID_REQUEST
+    hub.engines = [(engine.url, "small", True)]
+    await engines_are(mesh, engine.url)
+    with pytest.raises(MeshError) as caught:  # there was such a pool: others may come
+        await collect(mesh, make_group(engine_pool="big", min_version=4))
+    assert caught.value.reason is Reason.VERSION_NOT_AVAILABLE
+
+
+async def test_a_call_moves_when_its_engine_dies_and_the_hub_has_not_noticed(
+    start_mesh, make_group, engine, second, hub
+):
+    def cut(request: web.Request, body: object) -> None:
+        assert request.transport is not None
+        request.transport.abort()
+
+    hub.name(engine, second)
+    mesh = await start_mesh([], **discovering(hub))
+    engine.on_call = second.on_call = lambda request, body: cut(request, body) if len(seen()) == 1 else None
+
+    def seen() -> list[object]:
+        return [*engine.requests, *second.requests]
+
+    rollout, summary = await collect(mesh, make_group())
+    assert isinstance(rollout, Rollout)
+    assert (len(engine.requests), len(second.requests), summary.finished) == (1, 1, 1)
+
+
+async def test_looking_is_cheap(start_mesh, engine, hub):
+    hub.name(engine)
+    await start_mesh([], **discovering(hub, probe_interval_s=0.2))
+    await asyncio.sleep(1.0)
+    assert 3 <= hub.asked <= 6  # one call a look, however many engines
+
+
+def test_the_default_url_is_no_engine_beside_a_hub():
+    env = [{"id": "a"}]
+    assert RolloutConfig(env=env).engine_urls == ("http://127.0.0.1:8000",)
+    assert RolloutConfig(env=env, weights="hub:50053").engine_urls == ()
+    given = {"base_url": ["http://a:1"]}
+    assert RolloutConfig(env=env, weights="hub:50053", client=given).engine_urls == ("http://a:1",)
