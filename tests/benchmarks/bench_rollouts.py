@@ -208,7 +208,7 @@ async def row(
     server_cpu_s = time.process_time() - server_cpu_s
     made = group * sum(load.requests for load in loads)
     took_s = max(load.ended_s for load in loads) - min(load.started_s for load in loads)
-    line = {
+    return {
         "path": path,
         "concurrency": concurrency,
         "requests_per_s": made / took_s,
@@ -216,7 +216,6 @@ async def row(
         "client_cpu_ms": None if path == "engine" else 1e3 * sum(load.cpu_s for load in loads) / made,
         "server_cpu_ms": None if engine is None else 1e3 * server_cpu_s / made,
     }
-    return line
 
 
 def shown(line: dict[str, Any]) -> str:
