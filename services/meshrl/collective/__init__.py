@@ -1,0 +1,1 @@
+"""How weights travel through a group of processes, for the nccl transport: digest, plan, senders, receivers."""

@@ -1,0 +1,85 @@
+"""Who sends which bytes when: the pure part of the nccl transport, the same on every rank.
+
+A version's tensors travel in buckets, runs of whole tensors in manifest order. In a bucket each sender in turn
+broadcasts one flat piece: its rows of each tensor, tensor after tensor. A sender keeps all its pieces in one buffer in
+that order, so a piece is a slice of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from meshrl.wire.types import CollectivePlan, TensorEntry
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """Bytes [start, end) of one tensor, at `at` in its sender's flat piece of the bucket."""
+
+    tensor: int
+    start: int
+    end: int
+    at: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bucket:
+    """Tensors [first, last) of the manifest, and each sender's pieces of them."""
+
+    first: int
+    last: int
+    pieces: tuple[tuple[Piece, ...], ...]  # by sender
+
+    def num_bytes(self, sender: int) -> int:
+        """Bytes that a sender broadcasts; 0 is no broadcast."""
+        pieces = self.pieces[sender]
+        return pieces[-1].at + pieces[-1].end - pieces[-1].start if pieces else 0
+
+
+def rows_of(num_rows: int, sender: int, num_senders: int) -> tuple[int, int]:
+    """Rows [start, end) that a sender has of a tensor: those of torch.chunk, where late senders may have none."""
+    step = -(-num_rows // num_senders)
+    return min(sender * step, num_rows), min((sender + 1) * step, num_rows)
+
+
+def byte_range(entry: TensorEntry, index: int, plan: CollectivePlan, sender: int) -> tuple[int, int]:
+    """Bytes [start, end) of a tensor that a sender sends."""
+    if index in plan.whole_tensors or not entry.shape or plan.num_senders == 1:
+        return (0, entry.num_bytes) if sender == 0 else (0, 0)
+    rows = entry.shape[0]
+    start, end = rows_of(rows, sender, plan.num_senders)
+    row_bytes = entry.num_bytes // rows if rows else 0
+    return start * row_bytes, end * row_bytes
+
+
+def buckets(tensors: Sequence[TensorEntry], plan: CollectivePlan) -> Iterator[Bucket]:
+    """The buckets of a version, in the order in which they travel."""
+    whole = frozenset(plan.whole_tensors)
+    narrow = CollectivePlan(num_senders=plan.num_senders, bucket_bytes=plan.bucket_bytes)
+    first = 0
+    while first < len(tensors):
+        last, size = first + 1, tensors[first].num_bytes
+        while last < len(tensors) and size + tensors[last].num_bytes <= plan.bucket_bytes:
+            size += tensors[last].num_bytes
+            last += 1
+        pieces: list[list[Piece]] = [[] for _ in range(plan.num_senders)]
+        filled = [0] * plan.num_senders
+        for index in range(first, last):
+            for sender in range(plan.num_senders):
+                only_first = index in whole
+                start, end = (
+                    (0, tensors[index].num_bytes if sender == 0 else 0)
+                    if only_first
+                    else byte_range(tensors[index], index, narrow, sender)
+                )
+                if end > start:
+                    pieces[sender].append(Piece(tensor=index, start=start, end=end, at=filled[sender]))
+                    filled[sender] += end - start
+        yield Bucket(first=first, last=last, pieces=tuple(map(tuple, pieces)))
+        first = last
+
+
+def sender_bytes(tensors: Sequence[TensorEntry], plan: CollectivePlan, sender: int) -> int:
+    """Bytes of all pieces of a sender together: the size of its flat buffer."""
+    return sum(bucket.num_bytes(sender) for bucket in buckets(tensors, plan))
