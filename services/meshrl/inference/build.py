@@ -31,10 +31,11 @@ async def open_engine(config: InferenceConfig) -> Engine:
     if choice.engine == "vllm":
         from meshrl.inference.vllm.build import open_vllm_engine  # vLLM is an extra, and takes seconds to import
 
-        return await open_vllm_engine(config)
-    engine = await asyncio.to_thread(build_engine, config)
-    engine.start()
-    return engine
+        engine: Engine = await open_vllm_engine(config)
+        return engine
+    embedded = await asyncio.to_thread(build_engine, config)
+    embedded.start()
+    return embedded
 
 
 def build_engine(config: InferenceConfig) -> EmbeddedEngine:
