@@ -119,6 +119,10 @@ class EmbeddedEngine:
         return self._unfit
 
     @property
+    def lost(self) -> str | None:
+        return None if self._thread.is_alive() or self._draining else f"its thread ended: {self._unfit}"
+
+    @property
     def in_flight(self) -> int:
         return self._in_flight
 

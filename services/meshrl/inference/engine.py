@@ -177,6 +177,10 @@ class Engine(Protocol):
         """Why this engine must not serve; None when it may."""
 
     @property
+    def lost(self) -> str | None:
+        """Why this engine can never serve again, whatever it is given; None while it may. The program ends then."""
+
+    @property
     def in_flight(self) -> int:
         """Requests running or waiting."""
 

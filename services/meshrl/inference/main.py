@@ -26,6 +26,7 @@ from meshrl.models.load import ModelError, load_tokenizer
 from meshrl.wire.errors import MeshError
 
 CLOSE_DEADLINE_S = 5.0
+LOOK_S = 0.5
 
 
 async def serve(config: InferenceConfig, stop: asyncio.Event) -> int:
@@ -89,21 +90,32 @@ async def _codec(config: InferenceConfig) -> TextCodec | None:
 
 
 async def _until_stopped(config: InferenceConfig, engine: Engine, address: str, stop: asyncio.Event) -> int:
-    """Waits for `stop`, with the weight agent beside it; the agent's failure ends the program with code 1."""
+    """Waits for `stop`, with the weight agent beside it; returns 1 when that fails or the engine is lost before."""
     if config.weight_broadcast is None:
-        await stop.wait()
-        return 0
+        return await _until_lost(engine, stop)
     async with WeightSyncClient(config.weight_broadcast.address) as client:
         agent = asyncio.create_task(_run_agent(config, engine, client, address, stop))
-        stopped = asyncio.create_task(stop.wait())
-        await asyncio.wait({agent, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        watch = asyncio.create_task(_until_lost(engine, stop))
+        await asyncio.wait({agent, watch}, return_when=asyncio.FIRST_COMPLETED)
         if not stop.is_set():
-            stopped.cancel()
-            failure = agent.exception()
-            logger.error("the weight agent ended: {}", failure or "no reason given")
+            if agent.done():
+                logger.error("the weight agent ended: {}", agent.exception() or "no reason given")
+            for task in (agent, watch):
+                task.cancel()
             return 1
         with suppress(TimeoutError, asyncio.CancelledError, MeshError):  # leaving anyway; the hub's lease runs out
             await asyncio.wait_for(agent, CLOSE_DEADLINE_S)
+    return 0
+
+
+async def _until_lost(engine: Engine, stop: asyncio.Event) -> int:
+    """Returns 0 once `stop` is set, 1 when the engine is lost before."""
+    while not stop.is_set():
+        if engine.lost is not None:
+            logger.error("the engine is lost: {}", engine.lost)
+            return 1
+        with suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), LOOK_S)
     return 0
 
 

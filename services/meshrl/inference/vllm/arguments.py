@@ -35,6 +35,7 @@ def engine_arguments(given: Mapping[str, Any]) -> Any:
     if problems:
         raise VllmError("inference.vllm: " + "; ".join(problems))
     values = {
+        **_on_this_device(),
         "skip_tokenizer_init": True,  # text routes have their own tokenizer, and engines speak token ids
         "disable_log_stats": True,
         "max_logprobs": MAX_ALTERNATIVES,
@@ -46,6 +47,13 @@ def engine_arguments(given: Mapping[str, Any]) -> Any:
         return AsyncEngineArgs(**values)
     except (TypeError, ValueError) as error:
         raise VllmError(f"inference.vllm: {error}") from error
+
+
+def _on_this_device() -> dict[str, Any]:
+    from vllm.platforms import current_platform
+
+    # vLLM 0.32 cannot give a generator its place back on a CPU, which a seeded prompt in several pieces needs.
+    return {"enable_chunked_prefill": False} if current_platform.is_cpu() else {}
 
 
 def engine_config(arguments: Any, *, headless: bool = False) -> Any:

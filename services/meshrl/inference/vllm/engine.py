@@ -92,9 +92,11 @@ class VllmEngine:
 
     @property
     def unfit(self) -> str | None:
-        if self._unfit is None and self._llm.errored:
-            return "vLLM's engine process is gone"
-        return self._unfit
+        return self._unfit or self.lost
+
+    @property
+    def lost(self) -> str | None:
+        return "vLLM's engine process is gone; its last log lines say why" if self._llm.errored else None
 
     @property
     def in_flight(self) -> int:
