@@ -7,6 +7,7 @@ plays episodes of `bench_words` through the rollout service's own servicer.
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import multiprocessing
 import sys
@@ -218,6 +219,8 @@ async def _rollouts(target: Target, stack: AsyncExitStack, number: int) -> Calla
         output_dir=Path(target.tokenizer) / f"client_{number}",
     )
     servicer = RolloutServicer(await build(config, stack, TracerProvider().get_tracer("bench")))
+    gc.collect()
+    gc.freeze()  # as the program does
     next_task = 0
 
     async def one() -> int:
