@@ -1,25 +1,34 @@
-"""Loads weights from a checkpoint folder into the running engine: /update_weights and /reload_weights."""
+"""Loads weights from a folder into the running engine by hand: /update_weights, /reload_weights, /load_lora_adapter.
+
+Weight versions of a run come through the agent instead. An engine that follows a hub is given back the hub's version as
+soon as its agent notices, so load by hand only into engines that follow none.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 from transformers.utils.hub import cached_file
 
 from meshrl.inference.engine import Engine, HostVersion
 from meshrl.inference.live_weights import Layout
+from meshrl.models.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.types import AdapterConfig
 
 _ONE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
+_BEYOND_PLAIN_LORA = ("use_rslora", "use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "fan_in_fan_out")
 
 
 class WeightLoader:
-    """Reads safetensors, casts them to the engine's dtypes, stages and applies them as a version. One at a time."""
+    """Reads safetensors, stages and applies them as a version. One at a time."""
 
     def __init__(self, engine: Engine, base_model: str) -> None:
         self._engine = engine
@@ -32,19 +41,35 @@ class WeightLoader:
         Raises: MeshError INVALID_REQUEST when there is no readable checkpoint, LAYOUT_MISMATCH when it does not fit.
         """
         async with self._lock:
-            tensors = await asyncio.to_thread(read_checkpoint, self._folder(folder), self._engine.layout())
-            await self._engine.stage(HostVersion(version=version, tensors=tensors))
-            was_paused = self._engine.paused
-            await self._engine.pause()
-            started = time.perf_counter()
-            try:
-                await self._engine.apply(version, b"")
-            finally:
-                if not was_paused and self._engine.unfit is None:
-                    await self._engine.resume()
-            pause_s = time.perf_counter() - started
-            await self._engine.adopt(version, await self._engine.weights_root())
-            return pause_s
+            source = self._folder(folder)
+            tensors = await asyncio.to_thread(read_checkpoint, source, self._engine.layout())
+            return await self._serve(
+                HostVersion(version=version, tensors=tensors, files=tuple(sorted(source.glob("*.safetensors"))))
+            )
+
+    async def load_adapter(self, folder: Path, version: int) -> float:
+        """Serves the base model with the LoRA adapter in `folder`, in PEFT's format; returns the pause in seconds.
+
+        Raises: MeshError INVALID_REQUEST when there is none, NOT_SUPPORTED for kinds of LoRA that are not merged as
+        base + lora_alpha / r * B A, LAYOUT_MISMATCH when it does not fit.
+        """
+        async with self._lock:
+            return await self._serve(await asyncio.to_thread(read_adapter, folder, version))
+
+    async def _serve(self, host: HostVersion) -> float:
+        engine = self._engine
+        await engine.stage(host)
+        was_paused = engine.paused
+        await engine.pause()
+        started = time.perf_counter()
+        try:
+            await engine.apply(host.version, b"")
+        finally:
+            if not was_paused and engine.unfit is None:
+                await engine.resume()
+        pause_s = time.perf_counter() - started
+        await engine.adopt(host.version, await engine.weights_root())
+        return pause_s
 
     def _folder(self, folder: Path | None) -> Path:
         if folder is not None:
@@ -80,3 +105,24 @@ def read_checkpoint(folder: Path, layout: Layout) -> dict[str, torch.Tensor]:
         except SafetensorError as error:
             raise MeshError(Reason.INVALID_REQUEST, f"{file} is not a readable safetensors file: {error}") from error
     return tensors
+
+
+def read_adapter(folder: Path, version: int) -> HostVersion:
+    """A LoRA adapter in PEFT's format, as a version. Raises MeshError INVALID_REQUEST, NOT_SUPPORTED."""
+    file = folder / ADAPTER_WEIGHTS
+    try:
+        config = json.loads((folder / ADAPTER_CONFIG).read_text())
+        tensors = load_file(file)
+        adapter = AdapterConfig(
+            rank=int(config["r"]),
+            lora_alpha=float(config["lora_alpha"]),
+            target_modules=tuple(sorted(config["target_modules"])),
+            base_model=str(config.get("base_model_name_or_path", "")),
+        )
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+        text = f"{folder} is no folder of an adapter in PEFT's format ({ADAPTER_CONFIG}, {ADAPTER_WEIGHTS}): {error!r}"
+        raise MeshError(Reason.INVALID_REQUEST, text) from error
+    beyond = [key for key in _BEYOND_PLAIN_LORA if config.get(key)]
+    if beyond:
+        raise MeshError(Reason.NOT_SUPPORTED, f"{folder} has {', '.join(beyond)}; this engine takes plain LoRA")
+    return HostVersion(version=version, tensors=tensors, adapter=adapter, files=(file,))

@@ -1,4 +1,4 @@
-"""The HTTP face of an engine: OpenAI and token-in routes for everybody, admin routes for this host only."""
+"""The HTTP face of an engine: OpenAI and token-in routes for everybody, admin routes for this host or with the key."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ import ipaddress
 import json
 import time
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 
 from aiohttp import web
 from loguru import logger
 
-from meshrl.inference.bodies import WeightsBody, parse
+from meshrl.inference.admin_routes import ADMIN_PATHS, AdminRoutes
 from meshrl.inference.checkpoints import WeightLoader
 from meshrl.inference.engine import Engine
 from meshrl.inference.openai_routes import OpenAIRoutes
@@ -23,7 +22,6 @@ from meshrl.wire.errors import MeshError, Reason
 
 MAX_BODY_BYTES = 64 * 2**20
 OPEN_PATHS = frozenset({"/health", "/version", "/metrics", "/ping"})
-ADMIN_PATHS = frozenset({"/pause", "/resume", "/update_weights", "/reload_weights"})
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -62,19 +60,19 @@ class InferenceServer:
         app.router.add_get("/ping", self._health)
         app.router.add_get("/version", self._version)
         app.router.add_get("/metrics", self._metrics)
-        app.router.add_post("/pause", self._pause)
-        app.router.add_post("/resume", self._resume)
-        app.router.add_post("/update_weights", self._update_weights)
-        app.router.add_post("/reload_weights", self._reload_weights)
+        AdminRoutes(self._engine, self._loader).add_to(app.router)
         return app
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Keeps strangers out and turns errors into OpenAI's JSON."""
         try:
-            if request.path in ADMIN_PATHS and not _is_loopback(request.remote):
-                return _refusal(403, f"{request.path} is an admin route: call it from the engine's own host")
-            if self._api_key is not None and request.path not in OPEN_PATHS | ADMIN_PATHS:
+            admin = request.path in ADMIN_PATHS
+            if admin and self._api_key is None and not _is_loopback(request.remote):
+                text = "call it from the engine's own host, or start the engine with an API key and send that"
+                return _refusal(403, f"{request.path} is an admin route: {text}")
+            free = request.path in OPEN_PATHS or (admin and _is_loopback(request.remote))
+            if self._api_key is not None and not free:
                 given = request.headers.get("Authorization", "").removeprefix("Bearer ")
                 if not hmac.compare_digest(given.encode(), self._api_key.encode()):
                     return _refusal(401, "the Authorization header must carry this server's API key as a bearer token")
@@ -147,38 +145,6 @@ class InferenceServer:
         for name, value in values.items():
             lines += [f"# TYPE {name} {'counter' if name.endswith('_total') else 'gauge'}", f"{name} {value}"]
         return web.Response(text="\n".join(lines) + "\n", content_type="text/plain")
-
-    # --- what this host may ask -------------------------------------------------------------
-
-    async def _pause(self, _request: web.Request) -> web.StreamResponse:
-        return web.json_response({"status": "paused", "in_flight": await self._engine.pause()})
-
-    async def _resume(self, _request: web.Request) -> web.StreamResponse:
-        await self._engine.resume()
-        return web.json_response({"status": "running", "in_flight": self._engine.in_flight})
-
-    async def _update_weights(self, request: web.Request) -> web.StreamResponse:
-        body = parse(WeightsBody, await request.read())
-        folder = body.weight_dir or body.path
-        if not folder:
-            raise MeshError(Reason.INVALID_REQUEST, "send weight_dir: the folder of a Hugging Face checkpoint")
-        current = self._engine.version
-        version = body.version if body.version is not None else 0 if current is None else current + 1
-        return await self._load(Path(folder), version)
-
-    async def _reload_weights(self, request: web.Request) -> web.StreamResponse:
-        raw = await request.read()
-        body = parse(WeightsBody, raw or b"{}")
-        return await self._load(None, body.version or 0)
-
-    async def _load(self, folder: Path | None, version: int) -> web.StreamResponse:
-        if self._loader is None:
-            raise MeshError(Reason.NOT_SUPPORTED, "this engine was started without access to weights on disk")
-        pause_s = await self._loader.load(folder, version)
-        root = self._engine.root
-        return web.json_response(
-            {"status": "ok", "version": version, "root": root.hex() if root else "", "pause_s": pause_s}
-        )
 
 
 def _is_loopback(remote: str | None) -> bool:

@@ -1,0 +1,134 @@
+"""The trainer's end of the nccl transport over gloo, for tests of engines: meets, broadcasts, damages, dies."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from meshrl.collective.digest import digest_bytes, sum128
+from meshrl.collective.group import open_store, reach_store
+from meshrl.collective.plan import rows_of
+from meshrl.collective.sending import Sender, Snapshot, take_snapshot
+from meshrl.wire import manifest as manifests
+from meshrl.wire.types import AdapterConfig, CollectivePlan, JoinGroup, Manifest, TensorEntry, Transport
+
+CPU = torch.device("cpu")
+STALL_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parcel:
+    """A version and what each sender sends of it."""
+
+    manifest: Manifest
+    snapshots: tuple[Snapshot, ...]
+
+
+class GroupSenders:
+    """Senders of one trainer. They share a store, as the ranks of a trainer do."""
+
+    def __init__(self, *, num_senders: int = 1, bucket_bytes: int = 4096) -> None:
+        self.plan = CollectivePlan(num_senders=num_senders, bucket_bytes=bucket_bytes)
+        self._store = open_store("127.0.0.1", deadline_s=10.0)
+        self.address = f"127.0.0.1:{self._store.port}"
+        self._senders: list[Sender] = []
+
+    def group(self, generation: int, *, num_receivers: int = 1, first_receiver: int = 0) -> JoinGroup:
+        """What a receiver is told."""
+        return JoinGroup(
+            generation=generation,
+            store_address=self.address,
+            backend="gloo",
+            num_senders=self.plan.num_senders,
+            num_receivers=num_receivers,
+            first_receiver=first_receiver,
+            deadline_s=5.0,
+        )
+
+    async def meet(self, generation: int, *, num_receivers: int = 1, deadline_s: float = 5.0) -> None:
+        self._senders = await asyncio.gather(
+            *[
+                asyncio.to_thread(
+                    Sender.meet,
+                    reach_store(self.address, deadline_s=5.0),
+                    generation=generation,
+                    backend="gloo",
+                    sender=sender,
+                    num_receivers=num_receivers,
+                    device=CPU,
+                    deadline_s=deadline_s,
+                )
+                for sender in range(self.plan.num_senders)
+            ]
+        )
+
+    async def send(self, parcel: Parcel, *, senders: Sequence[int] | None = None, stall_s: float = STALL_S) -> None:
+        """Broadcasts it, or only some senders' share. Raises MeshError GROUP_BROKEN."""
+        chosen = range(self.plan.num_senders) if senders is None else senders
+        await asyncio.gather(
+            *[asyncio.to_thread(self._senders[one].send, parcel.snapshots[one], stall_s=stall_s) for one in chosen]
+        )
+
+    def die(self) -> None:
+        """Breaks the group without a word."""
+        for sender in self._senders:
+            sender.abort()
+
+    def parcel(
+        self,
+        version: int,
+        state: Mapping[str, torch.Tensor],
+        *,
+        run_id: str = "run",
+        epoch: int = 1,
+        adapter: AdapterConfig | None = None,
+        base_layout: bytes = b"",
+    ) -> Parcel:
+        plans = manifests.plan_tensors(
+            (name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for name, tensor in state.items()
+        )
+        entries = tuple(
+            TensorEntry(
+                name=plan.name,
+                dtype=plan.dtype,
+                shape=plan.shape,
+                offset=plan.offset,
+                num_bytes=plan.num_bytes,
+                digest=digest_bytes(sum128(state[plan.name].contiguous())),
+            )
+            for plan in plans
+        )
+        manifest = manifests.build_manifest(
+            run_id=run_id,
+            epoch=epoch,
+            version=version,
+            transport=Transport.NCCL,
+            tensors=entries,
+            chunks=(),
+            digest_algorithm=manifests.SUM128,
+            collective=self.plan,
+            adapter=adapter,
+            base_layout=base_layout,
+        )
+        shards = [self._shards(state, sender) for sender in range(self.plan.num_senders)]
+        return Parcel(
+            manifest=manifest,
+            snapshots=tuple(take_snapshot(entries, self.plan, own, rank, CPU) for rank, own in enumerate(shards)),
+        )
+
+    def _shards(self, state: Mapping[str, torch.Tensor], sender: int) -> dict[str, torch.Tensor]:
+        shards = {}
+        for name, tensor in state.items():
+            start, end = rows_of(tensor.shape[0], sender, self.plan.num_senders)
+            shards[name] = tensor[start:end]
+        return shards
+
+
+def flipped(parcel: Parcel) -> Parcel:
+    """The same version with one bit of the first sender's bytes changed on the way."""
+    flat = parcel.snapshots[0].flat.clone()
+    flat[len(flat) // 2] ^= 0x10
+    return replace(parcel, snapshots=(replace(parcel.snapshots[0], flat=flat), *parcel.snapshots[1:]))

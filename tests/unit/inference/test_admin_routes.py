@@ -1,0 +1,132 @@
+"""Loading adapters and joining groups by hand, and who may."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from aiohttp.test_utils import TestClient, TestServer
+from inference_kit import EngineFactory, make_model
+from transformers import PreTrainedModel
+
+from group_senders import GroupSenders
+from meshrl.inference.checkpoints import WeightLoader
+from meshrl.inference.embedded import EmbeddedEngine
+from meshrl.inference.http import InferenceServer
+from meshrl.inference.live_weights import LiveWeights
+from meshrl.models.lora import ADAPTER_CONFIG, adapted_layers, adapter_config, adapter_state, apply_lora, save_adapter
+from meshrl.models.state import hf_state
+
+Start = Callable[..., Awaitable[TestClient]]
+
+
+@pytest.fixture
+async def serve() -> AsyncIterator[Start]:
+    clients: list[TestClient] = []
+
+    async def start(engine: EmbeddedEngine, **settings: Any) -> TestClient:
+        server = InferenceServer(engine, model_name="m", codec=None, loader=WeightLoader(engine, ""), **settings)
+        clients.append(TestClient(TestServer(server.app())))
+        await clients[-1].start_server()
+        return clients[-1]
+
+    yield start
+    for client in clients:
+        await client.close()
+
+
+async def post(client: TestClient, path: str, body: Any, **more: Any) -> tuple[int, Any]:
+    async with client.post(path, json=body, **more) as response:
+        return response.status, await response.json()
+
+
+@pytest.fixture
+def adapter(model: PreTrainedModel, tmp_path: Path) -> tuple[Path, PreTrainedModel]:
+    """An adapter as the trainer saves it, and the model that it makes."""
+    trained = copy.deepcopy(model)
+    apply_lora(trained, rank=2, alpha=3.0, dropout=0.0, target_modules=["q_proj"])
+    with torch.no_grad():
+        for layer in adapted_layers(trained).values():
+            layer.lora_A.normal_()
+            layer.lora_B.normal_()
+    save_adapter(tmp_path / "adapter", adapter_state(trained), adapter_config(trained, "tiny"))
+    merged = copy.deepcopy(model)
+    merged.load_state_dict(hf_state(trained), strict=False)
+    return tmp_path / "adapter", merged
+
+
+async def test_adapter_folder_becomes_the_next_version(
+    serve: Start, start_engine: EngineFactory, adapter: tuple[Path, PreTrainedModel]
+) -> None:
+    folder, merged = adapter
+    engine = await start_engine()
+    client = await serve(engine)
+    status, answer = await post(client, "/load_lora_adapter", {"lora_name": "mine", "lora_path": str(folder)})
+    assert (status, answer["version"], answer["lora_name"]) == (200, 1, "mine")
+    assert answer["root"] == LiveWeights(merged).root().hex()
+    assert await engine.weights_root() == LiveWeights(merged).root()
+    assert not engine.paused
+    status, answer = await post(client, "/load_lora_adapter", {"lora_path": str(folder), "version": 7})
+    assert (status, engine.version) == (200, 7)
+
+
+async def test_folders_that_are_no_plain_adapter_of_the_model_are_refused(
+    serve: Start, start_engine: EngineFactory, adapter: tuple[Path, PreTrainedModel], tmp_path: Path
+) -> None:
+    folder, _ = adapter
+    engine = await start_engine()
+    client = await serve(engine)
+    status, answer = await post(client, "/load_lora_adapter", {"lora_path": str(tmp_path)})
+    assert (status, answer["error"]["reason"]) == (400, "INVALID_REQUEST")
+    config = json.loads((folder / ADAPTER_CONFIG).read_text())
+    (folder / ADAPTER_CONFIG).write_text(json.dumps({**config, "use_dora": True}))
+    status, answer = await post(client, "/load_lora_adapter", {"lora_path": str(folder)})
+    assert (status, answer["error"]["reason"]) == (400, "NOT_SUPPORTED")
+    (folder / ADAPTER_CONFIG).write_text(json.dumps({**config, "r": 8}))
+    status, answer = await post(client, "/load_lora_adapter", {"lora_path": str(folder)})
+    assert (status, answer["error"]["reason"]) == (400, "LAYOUT_MISMATCH")
+    assert engine.version == 0
+
+
+async def test_group_is_joined_by_hand(serve: Start, start_engine: EngineFactory) -> None:
+    engine, senders = await start_engine(), GroupSenders()
+    client = await serve(engine)
+    host, port = senders.address.split(":")
+    body = {"host": host, "port": int(port), "generation": 2, "num_receivers": 1, "deadline_s": 5.0}
+    (status, answer), _ = await asyncio.gather(post(client, "/init_broadcaster", body), senders.meet(2))
+    assert (status, answer) == (200, {"status": "ok", "generation": 2, "ranks": 1})
+    other = make_model(seed=5)
+    parcel = senders.parcel(1, hf_state(other))
+    await asyncio.gather(engine.receive(parcel.manifest), senders.send(parcel))
+    await engine.pause()
+    await engine.apply(1, parcel.manifest.result_root)
+    assert await engine.weights_root() == LiveWeights(other).root()
+    status, answer = await post(client, "/init_broadcaster", {**body, "first_receiver": 1})
+    assert (status, answer["error"]["reason"]) == (400, "INVALID_REQUEST")
+
+
+async def test_from_elsewhere_the_key_opens_admin_routes_and_nothing_else_does(
+    serve: Start, start_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aiohttp.web.BaseRequest.remote", "10.1.2.3")
+    engine = await start_engine()
+    with_key, without = await serve(engine, api_key="secret"), await serve(engine)
+    for path in ("/pause", "/load_lora_adapter", "/init_broadcaster"):
+        assert (await post(without, path, {}, headers={"Authorization": "Bearer secret"}))[0] == 403
+        assert (await post(with_key, path, {}))[0] == 401
+    assert not engine.paused
+    assert (await post(with_key, "/pause", {}, headers={"Authorization": "Bearer secret"}))[0] == 200
+    assert engine.paused
+
+
+async def test_this_host_needs_no_key_for_admin_routes(serve: Start, start_engine: EngineFactory) -> None:
+    engine = await start_engine()
+    client = await serve(engine, api_key="secret")
+    assert (await post(client, "/pause", {}))[0] == 200
+    assert engine.paused
