@@ -1,0 +1,93 @@
+"""Groups in the agent's rules: they come, fail and go beside whatever the agent does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from meshrl.inference.agent_states import AgentMachine, CancelFetch, StartApply, StartFetch, StartJoin, Tell
+from meshrl.wire.types import AgentFault, AgentState, ApplyReport, Commit, JoinGroup, Prepare
+
+FAULT = AgentFault(reason="GROUP_BROKEN", message="rank 0 did not come")
+GROUP = JoinGroup(
+    generation=3, store_address="h:1", backend="gloo", num_senders=1, num_receivers=2, first_receiver=1, deadline_s=9.0
+)
+
+
+def serving(version: int = 4) -> AgentMachine:
+    machine = AgentMachine(version=version)
+    machine.connected()
+    return machine
+
+
+def test_joining_changes_no_state_and_is_told_once_it_is_over() -> None:
+    machine = serving()
+    machine.command(Prepare(version=5, artifact_id="five"))
+    assert machine.command(GROUP) == [StartJoin(group=GROUP)]
+    assert (machine.state, machine.group) == (AgentState.FETCHING, None)
+    assert machine.joined(GROUP) == [Tell()]
+    assert (machine.state, machine.group) == (AgentState.FETCHING, 3)
+    assert machine.fetched("five") == [Tell()]
+
+
+def test_same_group_told_again_with_less_time_is_joined_once() -> None:
+    machine = serving()
+    machine.command(GROUP)
+    again = replace(GROUP, deadline_s=2.0)
+    assert machine.command(again) == [Tell()]
+    machine.joined(GROUP)
+    assert machine.command(again) == [Tell()]
+    assert machine.group == 3
+
+
+def test_newer_group_abandons_the_older_and_late_news_of_that_count_for_nothing() -> None:
+    machine = serving()
+    machine.command(GROUP)
+    machine.joined(GROUP)
+    newer = replace(GROUP, generation=4)
+    assert machine.command(newer) == [StartJoin(group=newer)]
+    assert machine.group is None
+    assert machine.joined(GROUP) == machine.join_failed(GROUP, FAULT) == machine.group_lost(3) == []
+    machine.joined(newer)
+    assert machine.group == 4
+
+
+def test_group_that_was_not_joined_is_a_fault_of_no_version_and_may_be_tried_again() -> None:
+    machine = serving()
+    machine.command(GROUP)
+    assert machine.join_failed(GROUP, FAULT) == [Tell(fault=FAULT, of_group=True)]
+    assert (machine.state, machine.version, machine.group) == (AgentState.READY, 4, None)
+    assert machine.command(GROUP) == [StartJoin(group=GROUP)]
+
+
+def test_lost_group_is_told_and_the_broken_transfer_leads_back_to_the_version_served() -> None:
+    machine = serving()
+    machine.command(GROUP)
+    machine.joined(GROUP)
+    machine.command(Prepare(version=5, artifact_id="five"))
+    assert machine.group_lost(3) == [Tell()]
+    assert machine.group_lost(3) == []
+    told = machine.fetch_failed("five", FAULT)
+    assert told == [Tell(fault=FAULT, target_version=5, target_artifact_id="five")]
+    assert (machine.state, machine.version, machine.target) == (AgentState.READY, 4, None)
+
+
+def test_weights_loaded_by_hand_make_the_next_commit_apply_again() -> None:
+    machine = serving()
+    machine.command(Commit(version=5, artifact_id="five"))
+    machine.fetched("five")
+    report = ApplyReport(version=5, root=b"r", pause_s=0.1, prepare_s=0.1, requests_kept=0)
+    machine.applied("five", report)
+    assert machine.displaced(6) == [Tell()]
+    assert (machine.state, machine.version) == (AgentState.READY, 6)
+    assert machine.command(Commit(version=5, artifact_id="five"))[0] == StartFetch(version=5, artifact_id="five")
+    assert machine.fetched("five")[-1] == StartApply(version=5, artifact_id="five", hold=False)
+    assert machine.displaced(7) == []  # being swapped
+
+
+def test_abandoned_version_stays_cancelled_beside_a_group() -> None:
+    machine = serving()
+    machine.command(Prepare(version=5, artifact_id="five"))
+    machine.command(GROUP)
+    first, *_ = machine.command(Prepare(version=6, artifact_id="six"))
+    assert first == StartFetch(version=6, artifact_id="six")
+    assert CancelFetch() not in machine.command(replace(GROUP, generation=9))

@@ -1,0 +1,137 @@
+"""Versions in files of this host: checked where they lie, written where an engine's processes can read them."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from meshrl.inference.host_files import HostBytes, Spool, empty_bytes, map_files
+from meshrl.inference.live_weights import tensor_bytes
+from meshrl.wire.manifest import StreamHasher, build_manifest, plan_tensors
+from meshrl.wire.types import FileEntry, Manifest, Transport
+
+
+def weights() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return {
+        "b": torch.randn(33, 7).bfloat16(),
+        "a": torch.randn(130, 17),
+        "mask": torch.ones(5, dtype=torch.bool),
+        "none": torch.zeros(0, 3),
+    }
+
+
+def packed(state: dict[str, torch.Tensor], files: tuple[FileEntry, ...] = ()) -> tuple[Manifest, bytes]:
+    plans = plan_tensors((name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in state.items())
+    stream = b"".join(bytes(tensor_bytes(state[plan.name])) for plan in plans)
+    hasher = StreamHasher(plans, 4096)
+    hasher.update(memoryview(stream))
+    tensors, chunks = hasher.entries()
+    transport = Transport.FILESYSTEM if files else Transport.STREAM
+    return build_manifest(
+        run_id="run", epoch=1, version=3, transport=transport, tensors=tensors, chunks=chunks, files=files
+    ), stream
+
+
+def written(folder: Path, cuts: tuple[int, ...]) -> tuple[Manifest, tuple[FileEntry, ...]]:
+    """The stream in several files, each behind a header of its own."""
+    _, stream = packed(weights())
+    files = []
+    for start, end in zip((0, *cuts), (*cuts, len(stream)), strict=True):
+        path = folder / f"part{start}"
+        path.write_bytes(b"h" * 64 + stream[start:end])
+        files.append(FileEntry(path=str(path), offset=start, num_bytes=end - start))
+    return packed(weights(), tuple(files))[0], tuple(files)
+
+
+def holds(held: HostBytes, manifest: Manifest) -> bool:
+    tensors, state = held.tensors(manifest), weights()
+    return tensors.keys() == state.keys() and all(torch.equal(tensors[name], state[name]) for name in state)
+
+
+@pytest.mark.parametrize("cuts", [(), (130 * 17 * 4,), (64, 5000)])
+def test_files_are_mapped_and_checked_tensor_by_tensor(tmp_path: Path, cuts: tuple[int, ...]) -> None:
+    manifest, files = written(tmp_path, cuts)
+    held = map_files(files)
+    assert held.wrong_tensor(manifest, threading.Event()) is None
+    assert holds(held, manifest)
+    assert held.files == tuple(Path(file.path) for file in files)
+    held.release()
+    assert all(path.exists() for path in held.files)  # they are the publisher's
+
+
+def test_one_file_is_never_copied(tmp_path: Path) -> None:
+    manifest, files = written(tmp_path, ())
+    held = map_files(files)
+    (_, mapped), entry = held.parts[0], manifest.tensors[0]
+    assert np.shares_memory(held.of(entry), mapped)
+    assert held.tensors(manifest)[entry.name].data_ptr() == held.of(entry).ctypes.data
+
+
+def test_damaged_tensor_is_named(tmp_path: Path) -> None:
+    manifest, files = written(tmp_path, ())
+    with Path(files[0].path).open("r+b") as file:
+        file.seek(64 + 130 * 17 * 4 + 2)
+        file.write(b"\x7f")
+    assert map_files(files).wrong_tensor(manifest, threading.Event()) == "b"
+
+
+def test_short_and_missing_files_are_errors(tmp_path: Path) -> None:
+    _, files = written(tmp_path, ())
+    Path(files[0].path).write_bytes(b"short")
+    with pytest.raises(OSError, match="fewer than"):
+        map_files(files)
+    Path(files[0].path).unlink()
+    with pytest.raises(FileNotFoundError):
+        map_files(files)
+
+
+def test_spooled_version_is_a_safetensors_file_until_it_is_released(tmp_path: Path) -> None:
+    manifest, stream = packed(weights())
+    held = Spool(tmp_path, "host:80/x").room_for(manifest)
+    held.parts[0][1][:] = np.frombuffer(stream, np.uint8)
+    assert held.wrong_tensor(manifest, threading.Event()) is None
+    (file,) = held.files
+    stored = load_file(file)
+    assert all(torch.equal(stored[name], tensor) for name, tensor in weights().items())
+    kept = held.tensors(manifest)
+    held.release()
+    held.release()
+    assert not file.exists()
+    assert torch.equal(kept["a"], weights()["a"])
+
+
+def test_next_start_of_an_engine_deletes_what_it_left_and_nobody_elses(tmp_path: Path) -> None:
+    manifest, _ = packed(weights())
+    left = Spool(tmp_path, "e0").room_for(manifest)
+    others = Spool(tmp_path, "e1").room_for(manifest)
+    Spool(tmp_path, "e0")
+    assert not left.files[0].exists()
+    assert others.files[0].exists()
+
+
+def test_no_room_is_an_error_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    manifest, _ = packed(weights())
+    spool = Spool(tmp_path, "e0")
+    monkeypatch.setattr("os.posix_fallocate", full)
+    with pytest.raises(OSError, match="No space"):
+        spool.room_for(manifest)
+    assert list(tmp_path.rglob("*.safetensors")) == []
+
+
+def test_publishers_own_safetensors_file_is_read_as_it_is(tmp_path: Path) -> None:
+    state = {"w": torch.randn(64, 3)}
+    path = tmp_path / "model.safetensors"
+    save_file(state, path)
+    file = FileEntry(path=str(path), offset=0, num_bytes=64 * 3 * 4)
+    manifest, _ = packed(state, (file,))
+    assert torch.equal(map_files((file,)).tensors(manifest)["w"], state["w"])
+    assert len(empty_bytes(manifest).of(manifest.tensors[0])) == 768
