@@ -165,8 +165,9 @@ class EnvConfig(BaseConfig):
 class WeightBroadcastConfig(BaseConfig):
     """How weight versions travel from the trainer to engines."""
 
-    type: Literal["filesystem", "stream"] = "filesystem"
-    """filesystem: by reference to files that both sides see; stream: in chunks over gRPC."""
+    type: Literal["auto", "filesystem", "nccl", "stream"] = "auto"
+    """filesystem: by reference to files that both sides see; nccl: broadcast from the trainer's devices into the
+    engines'; stream: in chunks over gRPC; auto: what suits the engines that the hub knows when the trainer starts."""
 
     address: str = "127.0.0.1:50053"
     """Address of the weight hub."""
@@ -175,11 +176,24 @@ class WeightBroadcastConfig(BaseConfig):
     """Size of one chunk in bytes; at most what the hub takes."""
 
     broadcast_dir: str | None = None
-    """filesystem: folder for the files of versions; None means output_dir/broadcasts. /dev/shm paths avoid the disk."""
+    """filesystem: folder for the files of versions. None means a folder in /dev/shm where hub and engines are on this
+    host and it has room for three versions, else output_dir/broadcasts."""
+
+    bucket_mib: int = Field(default=256, ge=1, le=4096)
+    """nccl: tensors are broadcast in buckets of about this many MiB; an engine holds two of them."""
+
+    transfer_deadline_s: float = Field(default=60.0, gt=0.0)
+    """nccl: how long a transfer may stand still before its group is given up and the version sent again."""
+
+    host: str = Field(default="127.0.0.1", min_length=1)
+    """nccl: address at which engines reach the trainer; of the network between them where they are on other hosts."""
+
+    lora_adapter_only: bool = True
+    """With model.lora, publish the adapter alone; False publishes whole weights with the adapter merged."""
 
     @model_validator(mode="after")
     def _folder_only_for_files(self) -> Self:
-        if self.type != "filesystem" and self.broadcast_dir is not None:
+        if self.type not in ("auto", "filesystem") and self.broadcast_dir is not None:
             raise ValueError(
                 f"weight_broadcast.broadcast_dir belongs to type 'filesystem', got type {self.type!r};"
                 " leave broadcast_dir out"
