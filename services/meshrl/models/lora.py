@@ -188,6 +188,11 @@ def adapter_config(model: nn.Module, base_name: str) -> dict[str, Any]:
     }
 
 
+def peft_state(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """An `adapter_state` in PEFT's names, base_model.model.<layer>.lora_A.weight."""
+    return {f"{PEFT_PREFIX}{name}.weight": tensor.contiguous() for name, tensor in state.items()}
+
+
 def save_adapter(folder: Path, state: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> None:
     """Writes an `adapter_state` and its `adapter_config` as a folder that PEFT and vLLM load. Raises OSError.
 
@@ -195,8 +200,7 @@ def save_adapter(folder: Path, state: Mapping[str, torch.Tensor], config: Mappin
     base_model.model.<layer>.lora_A.weight.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {f"{PEFT_PREFIX}{name}.weight": tensor.contiguous() for name, tensor in state.items()}
-    save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    save_file(peft_state(state), folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
 

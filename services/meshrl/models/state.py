@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from meshrl.models.lora import adapted_layers, is_adapter
 
@@ -23,15 +24,23 @@ def hf_state(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, to
 
 def _tensors(model: nn.Module, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
     """What `hf_state` gives, a tensor at a time, so that a merged weight need not outlive its turn."""
+    adapted = {f"{layer}.weight": module for layer, module in adapted_layers(model).items()}
+    for name, tensor in _stored(model):
+        yield name, (adapted[name].merged() if name in adapted else tensor).to(_wanted(tensor, dtype))
+
+
+def _stored(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """The tensors that are published, as the model stores them, sorted by name."""
     every_parameter = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     tensors = {name: parameter.detach() for name, parameter in model.named_parameters() if not is_adapter(name)}
     for name, tensor in model.state_dict().items():
         if name not in every_parameter:
             tensors[name] = tensor.detach()
-    adapted = {f"{layer}.weight": module for layer, module in adapted_layers(model).items()}
-    for name, tensor in sorted(tensors.items()):
-        wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-        yield name, (adapted[name].merged() if name in adapted else tensor).to(wanted)
+    return sorted(tensors.items())
+
+
+def _wanted(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
 
 
 @torch.no_grad()
@@ -47,6 +56,55 @@ def gather_state(model: nn.Module, dtype: torch.dtype | None = None, *, keep: bo
         if keep:
             gathered[name] = whole.to("cpu", copy=True).contiguous()
     return gathered
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedTensor:
+    """A tensor of `hf_state`. `in_rows`: each rank of a replica has the rows that torch.chunk gives it, else all of it.
+
+    Tensors of one-byte elements always count as whole, so that no rank has half of a 16-bit word.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    in_rows: bool
+
+
+def published_tensors(model: nn.Module, dtype: torch.dtype | None = None) -> tuple[PublishedTensor, ...]:
+    """What `hf_state` would hold, without making it."""
+    return tuple(
+        PublishedTensor(
+            name=name,
+            dtype=_wanted(tensor, dtype),
+            shape=tuple(tensor.shape),
+            in_rows=_in_rows(tensor) and _wanted(tensor, dtype).itemsize > 1,
+        )
+        for name, tensor in _stored(model)
+    )
+
+
+@torch.no_grad()
+def own_rows(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+    """This rank's rows of each tensor that is `in_rows`, and the whole of each other one; collective.
+
+    They share memory with the model and have its types, to be cast as they are copied; merged ones come cast.
+    """
+    adapted = {f"{layer}.weight": module for layer, module in adapted_layers(model).items()}
+    rows: dict[str, torch.Tensor] = {}
+    for name, stored in _stored(model):
+        wanted = _wanted(stored, dtype)
+        tensor = adapted[name].merged().to(wanted) if name in adapted else stored
+        in_rows = isinstance(tensor, DTensor) and _in_rows(tensor) and wanted.itemsize > 1
+        rows[name] = tensor.to_local() if in_rows else _whole(tensor)  # type: ignore[attr-defined]  # a DTensor here
+    return rows
+
+
+def _in_rows(tensor: torch.Tensor) -> bool:
+    if not isinstance(tensor, DTensor):
+        return False
+    *replicas, shard = tensor.placements
+    return shard == Shard(0) and all(placement == Replicate() for placement in replicas)
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
