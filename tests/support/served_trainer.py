@@ -32,6 +32,7 @@ from meshrl.trainer.orders import Orders
 from meshrl.trainer.service import TrainerFacts, TrainerServicer
 from meshrl.trainer.spans import StepSpans
 from meshrl.trainer.steps import StepBook
+from meshrl.trainer.uploading import PublishReport
 from meshrl.training.checkpoint import Checkpointer
 from meshrl.training.config import OptimConfig, SchedulerConfig
 from meshrl.training.learner import Learner
@@ -111,18 +112,18 @@ async def serving(output_dir: Path, *, dp_size: int = 1) -> AsyncIterator[Mesh]:
     def publish(version: int, weights: Mapping[str, torch.Tensor], traceparent: str) -> Future[Any]:
         done: Future[Any] = Future()
         gate.wait(20)
-        done.set_result(None)
+        done.set_result(PublishReport(version=version, artifact_id="", root=b"", num_bytes=0))
         return done
 
     desk = TrainerDesk(StepBook(run_id="main", epoch=7, max_queued=1))
     loop = TrainLoop(
         learner,
         desk,
+        lambda version: {},
         publish,
         Checkpointer(learner, output_dir, tokenizer=None),
         StepSpans(trace.NoOpTracer()),
         Orders(learner.parallel),
-        publish_dtype=torch.float32,
         ckpt=None,
         publish_deadline_s=20,
     )

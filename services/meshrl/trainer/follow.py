@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from loguru import logger
 
-from meshrl.models.state import gather_state
-from meshrl.trainer.orders import Gather, Save, Train, follow
+from meshrl.trainer.exits import Exit, open_exit
+from meshrl.trainer.orders import Gather, Open, Save, Train, follow
 from meshrl.training.checkpoint import Checkpointer, CheckpointError
 from meshrl.training.config import CheckpointConfig
 from meshrl.training.learner import Learner, StepError
@@ -27,21 +27,24 @@ class Follower:
         self._checkpointer = checkpointer
         self._publish_dtype = publish_dtype
         self._ckpt = ckpt
+        self._exit: Exit | None = None
 
     def run(self) -> None:
-        """Gathers the first version with the others, then follows to the end."""
-        self._carry_out(Gather())
+        """Follows to the end."""
         follow(self._learner.parallel, self._carry_out)
         self._checkpointer.settle()
 
-    def _carry_out(self, order: Train | Gather | Save) -> None:
+    def _carry_out(self, order: Open | Train | Gather | Save) -> None:
         if isinstance(order, Train):
             try:
                 self._learner.step(order.batch.micro_batches)
             except StepError as error:  # all ranks raised it, and rank 0 reports it
                 logger.error("{}", error)
         elif isinstance(order, Gather):
-            gather_state(self._learner.model, self._publish_dtype, keep=False)
+            assert self._exit is not None, "rank 0 opens the exits before it takes a version"
+            self._exit.take(self._learner.step_done)
+        elif isinstance(order, Open):
+            self._exit = open_exit(order.settings, self._learner.model, self._publish_dtype, self._learner.parallel)
         else:
             self._save(order)
 

@@ -13,14 +13,13 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-import torch
 from loguru import logger
 
-from meshrl.models.state import gather_state
 from meshrl.trainer.desk import SaveRequest, TrainerDesk
 from meshrl.trainer.metrics import step_metrics
 from meshrl.trainer.orders import Gather, Orders, Save, Stop, Train
 from meshrl.trainer.spans import StepSpan, StepSpans
+from meshrl.trainer.uploading import PublishReport
 from meshrl.training.checkpoint import Checkpointer, CheckpointError
 from meshrl.training.config import CheckpointConfig
 from meshrl.training.learner import Learner, StepError, StepResult
@@ -28,8 +27,8 @@ from meshrl.training.throughput import peak_flops, peak_memory_gib, step_flops
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Batch
 
-# (version, weights by name, traceparent) -> a future that is done when the hub has sealed the version.
-Publish = Callable[[int, Mapping[str, torch.Tensor], str], "Future[Any]"]
+# (version, what was taken, traceparent) -> a future that is done when the version is published.
+Publish = Callable[[int, Any, str], "Future[PublishReport]"]
 
 
 class TrainLoop:
@@ -39,27 +38,27 @@ class TrainLoop:
         self,
         learner: Learner,
         desk: TrainerDesk,
+        take: Callable[[int], Any],
         publish: Publish,
         checkpointer: Checkpointer,
         spans: StepSpans,
         orders: Orders,
         *,
-        publish_dtype: torch.dtype,
         ckpt: CheckpointConfig | None,
         publish_deadline_s: float,
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
+        """`take` lays the weights of a version aside, with the other ranks; `publish` brings them out meanwhile."""
         self._learner = learner
         self._desk = desk
-        self._publish = publish
+        self._take, self._publish = take, publish
         self._checkpointer = checkpointer
         self._spans = spans
         self._orders = orders
-        self._publish_dtype = publish_dtype
         self._ckpt = ckpt
         self._publish_deadline_s = publish_deadline_s
         self._on_end = on_end
-        self._publishing: Future[Any] | None = None
+        self._publishing: Future[PublishReport] | None = None
         self._save_ckpt_s = 0.0  # since the last DONE
         self._saved_step = learner.step_done  # a step that is on disk, or needs no checkpoint
         self._peak_flops = peak_flops(learner.device)
@@ -104,7 +103,7 @@ class TrainLoop:
         self._settle_publication()  # versions are sealed in order
         settled = time.perf_counter()
         self._orders.give(Gather())
-        weights = gather_state(self._learner.model, self._publish_dtype)  # the next step changes the live ones
+        taken = self._take(result.step)  # the next step changes the live weights
         ended = time.perf_counter()
         timings_s = {
             "wait_for_batch": wait_s,
@@ -116,7 +115,7 @@ class TrainLoop:
             "step": wait_s + ended - started,
         }
         metrics = self._metrics(batch, result, timings_s, ended - started)
-        self._hand_over(result.step, weights, metrics, timings_s, span)
+        self._hand_over(result.step, taken, metrics, timings_s, span)
         logger.info(
             "step {} | loss {:.4f} | grad norm {:.3f} | mismatch kl {:.2e} | {:.0f} tokens/s | {:.2f} s, wait {:.2f} s",
             result.step,
@@ -133,7 +132,7 @@ class TrainLoop:
     def _hand_over(
         self,
         step: int,
-        weights: Mapping[str, torch.Tensor],
+        taken: Any,
         metrics: Mapping[str, float],
         timings_s: Mapping[str, float],
         span: StepSpan,
@@ -141,7 +140,7 @@ class TrainLoop:
         """Starts the publication of a version; the step is DONE when the hub has sealed it."""
         started = time.perf_counter()
 
-        def announce(done: Future[Any]) -> None:
+        def announce(done: Future[PublishReport]) -> None:
             if done.cancelled():  # the event loop is gone, and with it whoever would hear of this step
                 return
             publish_s = time.perf_counter() - started
@@ -153,14 +152,16 @@ class TrainLoop:
                 self._desk.crashed(message)
                 return
             span.end()
+            lengths_s = {"publish": publish_s}
+            lengths_s |= {f"publish_{part}": length_s for part, length_s in done.result().parts_s.items()}
             self._desk.finished(
                 step,
-                metrics={**metrics, "time/publish": publish_s},
-                timings_s={**timings_s, "publish": publish_s},
+                metrics={**metrics, **{f"time/{name}": length_s for name, length_s in lengths_s.items()}},
+                timings_s={**timings_s, **lengths_s},
                 traceparent=span.traceparent,
             )
 
-        self._publishing = self._publish(step, weights, span.traceparent)
+        self._publishing = self._publish(step, taken, span.traceparent)
         self._publishing.add_done_callback(announce)
 
     def _metrics(

@@ -16,6 +16,7 @@ from typing import Protocol, TypeVar
 
 from google.protobuf.message import Message
 
+from meshrl.trainer.exits import PublicationSettings
 from meshrl.v1 import trainer_pb2 as pb
 from meshrl.wire.convert.batches import (
     BatchHeader,
@@ -40,8 +41,15 @@ class Train:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Open:
+    """Make ready to publish in this way; before anything else."""
+
+    settings: PublicationSettings
+
+
+@dataclass(frozen=True, kw_only=True)
 class Gather:
-    """Collect the whole weights on rank 0, which publishes them."""
+    """Take the weights as they are now, to be published."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +70,7 @@ class Stop:
     """The end, in order."""
 
 
-Order = Train | Gather | Save | Beat | Stop
+Order = Open | Train | Gather | Save | Beat | Stop
 
 _PLAIN: dict[bytes, Order] = {
     b"G": Gather(),
@@ -73,19 +81,23 @@ _PLAIN: dict[bytes, Order] = {
     b"B": Beat(),
     b"S": Stop(),
 }
-_TRAIN = b"T"
+_TRAIN, _OPEN = b"T", b"O"
 
 
 def encode(order: Order) -> bytes:
     """The bytes of an order."""
     if isinstance(order, Train):
         return _TRAIN + b"".join(_frames(order.batch))
+    if isinstance(order, Open):
+        return _OPEN + order.settings.to_json()
     return next(kind for kind, plain in _PLAIN.items() if plain == order)
 
 
 def decode(data: bytes) -> Order:
     """The order of some bytes. A batch's arrays are views into them; its digest is not computed a second time."""
     kind = data[:1]
+    if kind == _OPEN:
+        return Open(settings=PublicationSettings.from_json(data[1:]))
     if kind != _TRAIN:
         return _PLAIN[kind]
     parts = list(_parts(memoryview(data)[1:]))
@@ -163,7 +175,7 @@ class Orders:
         return future.result(left_s)
 
 
-def follow(group: Broadcaster, carry_out: Callable[[Train | Gather | Save], None]) -> None:
+def follow(group: Broadcaster, carry_out: Callable[[Open | Train | Gather | Save], None]) -> None:
     """A rank but the first: carries out what rank 0 orders until it says Stop. An error of an order ends the rank."""
     while True:
         order = decode(group.broadcast(None))

@@ -7,12 +7,9 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
-import torch
 from loguru import logger
 from opentelemetry import trace
 from transformers.utils.logging import disable_progress_bar
@@ -22,21 +19,21 @@ from meshrl.core.config import ConfigError
 from meshrl.core.paths import Layout
 from meshrl.core.serve import GrpcServer, run
 from meshrl.core.telemetry import setup_tracing
-from meshrl.models.state import gather_state
 from meshrl.trainer.build import TrainerParts, build_parts
 from meshrl.trainer.config import TrainerConfig
 from meshrl.trainer.desk import TrainerDesk
 from meshrl.trainer.follow import Follower
 from meshrl.trainer.loop import TrainLoop
 from meshrl.trainer.orders import Orders
-from meshrl.trainer.publisher import Publisher, next_epoch
+from meshrl.trainer.publication import Publication, decide, open_publication
+from meshrl.trainer.publisher import next_epoch
 from meshrl.trainer.service import TrainerFacts, TrainerServicer
 from meshrl.trainer.spans import StepSpans
 from meshrl.trainer.steps import StepBook
 from meshrl.trainer.thread import TrainingThread
+from meshrl.trainer.uploading import PublishReport
 from meshrl.v1.trainer_pb2_grpc import add_TrainerServiceServicer_to_server
 from meshrl.wire.errors import MeshError
-from meshrl.wire.types import Transport
 
 SERVICE = "meshrl.v1.TrainerService"
 DRAIN_GRACE_S = 5.0
@@ -102,20 +99,18 @@ async def serve(config: TrainerConfig, stop: asyncio.Event, tracer: trace.Tracer
     server.add(SERVICE, add_TrainerServiceServicer_to_server, servicer)
     port = await server.start()
     async with WeightSyncClient(config.weight_broadcast.address) as hub:
-        publisher = Publisher(
-            hub,
-            run_id=config.run_id,
-            epoch=epoch,
-            transport=Transport(config.weight_broadcast.type),
-            broadcast_dir=broadcast_dir(config),
-            chunk_bytes=config.weight_broadcast.chunk_bytes,
-        )
-        initial = await thread.call(lambda: gather_state(learner.model, parts.compute_dtype))
-        training = thread.call(train_loop(config, parts, desk, publisher, tracer).run)
+        orders, loop = Orders(parts.parallel), asyncio.get_running_loop()
+        decided = asyncio.run_coroutine_threadsafe(decide(config, parts, hub, epoch, os.environ), loop)
+        opening = thread.call(lambda: open_publication(decided, config, parts, orders, hub, os.environ))
+        if not await _before(stop, opening):
+            return 0
+        publication, initial = opening.result()
+        del opening  # the first version's weights must not live as long as this function
+        training = thread.call(train_loop(config, parts, desk, publication, orders, tracer).run)
         try:
-            publication = asyncio.ensure_future(_publish_when_hub_is_up(publisher, learner.step_done, initial, config))
+            first = asyncio.ensure_future(_publish_when_hub_is_up(publication, learner.step_done, initial, config))
             del initial
-            if not await _before(stop, publication):
+            if not await _before(stop, first):
                 return 0
             desk.open()
             server.set_serving()
@@ -128,25 +123,31 @@ async def serve(config: TrainerConfig, stop: asyncio.Event, tracer: trace.Tracer
             desk.close()
             await server.drain(DRAIN_GRACE_S)
             await asyncio.wait({training}, timeout=DRAIN_GRACE_S)  # it dismisses the other ranks
+            await publication.close()
 
 
 def train_loop(
-    config: TrainerConfig, parts: TrainerParts, desk: TrainerDesk, publisher: Publisher, tracer: trace.Tracer
+    config: TrainerConfig,
+    parts: TrainerParts,
+    desk: TrainerDesk,
+    publication: Publication,
+    orders: Orders,
+    tracer: trace.Tracer,
 ) -> TrainLoop:
     """The loop for the training thread; its publications run on the event loop that makes it."""
     loop = asyncio.get_running_loop()
 
-    def publish(version: int, weights: Mapping[str, torch.Tensor], traceparent: str) -> Future[Any]:
-        return asyncio.run_coroutine_threadsafe(publisher.publish(version, weights, traceparent), loop)
+    def publish(version: int, taken: Any, traceparent: str) -> Future[PublishReport]:
+        return asyncio.run_coroutine_threadsafe(publication.publisher.publish(version, taken, traceparent), loop)
 
     return TrainLoop(
         parts.learner,
         desk,
+        publication.exit.take,
         publish,
         parts.checkpointer,
         StepSpans(tracer),
-        Orders(parts.parallel),
-        publish_dtype=parts.compute_dtype,
+        orders,
         ckpt=config.ckpt,
         publish_deadline_s=config.publish_deadline_s,
         on_end=parts.leave,
@@ -183,14 +184,12 @@ async def _until_drained(
     return code
 
 
-async def _publish_when_hub_is_up(
-    publisher: Publisher, version: int, weights: Mapping[str, torch.Tensor], config: TrainerConfig
-) -> None:
+async def _publish_when_hub_is_up(publication: Publication, version: int, initial: Any, config: TrainerConfig) -> None:
     """Publishes the version the trainer starts with. Programs start in any order, so a hub that is away may come."""
     deadline = time.monotonic() + config.hub_deadline_s
     while True:
         try:
-            await publisher.publish(version, weights)
+            await publication.publisher.publish(version, initial)
         except MeshError as error:
             if not error.retryable or time.monotonic() > deadline:
                 raise
@@ -225,9 +224,3 @@ def facts(config: TrainerConfig, parts: TrainerParts) -> TrainerFacts:
         max_queued_batches=config.max_queued_batches,
         max_concurrent_runs=config.max_concurrent_runs,
     )
-
-
-def broadcast_dir(config: TrainerConfig) -> Path:
-    """Folder for the files of versions."""
-    configured = config.weight_broadcast.broadcast_dir
-    return Path(configured) if configured else Layout(config.output_dir).broadcasts

@@ -10,44 +10,31 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import google_crc32c
 import numpy as np
 import torch
-from loguru import logger
 from numpy.typing import NDArray
 
 from meshrl.client import WeightSyncClient
+from meshrl.collective.sending import TORCH_DTYPES
+from meshrl.trainer.uploading import RETRY_FOR_S, PublishReport, Uploader
+from meshrl.trainer.version_file import VersionFile
 from meshrl.wire import manifest as manifests
-from meshrl.wire.errors import MeshError, Reason
-from meshrl.wire.manifest_file import manifest_path, payload_name, safetensors_header, to_json
-from meshrl.wire.types import Chunk, FileEntry, Manifest, StagedVersion, Transport
+from meshrl.wire.types import AdapterConfig, ChunkEntry, FileEntry, Manifest, TensorEntry, Transport
 
-_TRANSIENT = frozenset({Reason.UNREACHABLE, Reason.DRAINING, Reason.CHUNK_CORRUPT, Reason.DEADLINE_PASSED})
-RETRY_FOR_S = 60.0
-WRITE_BYTES = 4 * 2**20
-_DTYPE_NAMES = {torch.float8_e4m3fn: "float8_e4m3", torch.float8_e5m2: "float8_e5m2"}
+DTYPE_NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
-class PublishReport:
-    """How a version was published. `write_s`: hash and write or pack; `upload_s`: stage at the hub; `seal_s`."""
+class Adapter:
+    """What versions that are LoRA adapters say of themselves; `base_layout` is that of the weights they are for."""
 
-    version: int
-    artifact_id: str
-    root: bytes
-    num_bytes: int
-    write_s: float
-    upload_s: float
-    seal_s: float
-
-    @property
-    def seconds(self) -> float:
-        return self.write_s + self.upload_s + self.seal_s
+    config: AdapterConfig
+    base_layout: bytes
 
 
 class Publisher:
@@ -64,21 +51,26 @@ class Publisher:
         chunk_bytes: int = manifests.DEFAULT_CHUNK_BYTES,
         dtype: torch.dtype | None = None,
         retry_for_s: float = RETRY_FOR_S,
+        adapter: Adapter | None = None,
+        num_threads: int = 1,
     ) -> None:
         """`dtype` is what floating-point tensors are published as; None keeps each one's own.
 
         broadcast_dir: for the filesystem transport, a folder that hub and engines see under the same path;
-        retry_for_s: how long a hub that is away is called again.
+        retry_for_s: how long a hub that is away is called again; adapter: the states are adapters in PEFT's names.
         """
         if transport not in (Transport.FILESYSTEM, Transport.STREAM):
             raise ValueError(f"transport must be filesystem or stream, got {transport.value}")
         self._client = client
+        self._uploader = Uploader(client, retry_for_s=retry_for_s)
         self._run_id, self._epoch = run_id, epoch
         self._transport = transport
         self._broadcast_dir = broadcast_dir.absolute()
         self._chunk_bytes = chunk_bytes
         self._dtype = dtype
-        self._retry_for_s = retry_for_s
+        self._adapter = adapter
+        self._num_threads = num_threads
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="version-file")
         self._busy = asyncio.Lock()
 
     async def publish(self, version: int, state: Mapping[str, torch.Tensor], traceparent: str = "") -> PublishReport:
@@ -91,36 +83,31 @@ class Publisher:
         async with self._busy:
             began_s = time.monotonic()
             tensors = {name: self._cast(tensor) for name, tensor in state.items()}
-            plans = manifests.plan_tensors(
-                (name, _DTYPE_NAMES.get(t.dtype, str(t.dtype).removeprefix("torch.")), tuple(t.shape))
-                for name, t in tensors.items()
-            )
+            plans = manifests.plan_tensors((name, DTYPE_NAMES[t.dtype], tuple(t.shape)) for name, t in tensors.items())
             buffer: NDArray[np.uint8] | None = None
             if self._transport is Transport.FILESYSTEM:
                 manifest = await asyncio.to_thread(self._write, version, plans, tensors)
             else:
                 manifest, buffer = await asyncio.to_thread(self._pack, version, plans, tensors)
             written_s = time.monotonic()
-            staged = await self._stage(manifest, buffer)
+            staged = await self._uploader.stage(manifest, buffer)
             staged_s = time.monotonic()
-            await self._client.seal_version(
-                run_id=self._run_id,
-                epoch=self._epoch,
-                version=version,
-                artifact_id=staged.artifact_id,
-                traceparent=traceparent,
-            )
+            await self._uploader.seal(manifest, staged.artifact_id, traceparent)
             report = PublishReport(
                 version=version,
                 artifact_id=staged.artifact_id,
                 root=manifest.result_root,
                 num_bytes=manifest.num_bytes,
                 write_s=written_s - began_s,
-                upload_s=staged_s - written_s,
+                stage_s=staged_s - written_s,
                 seal_s=time.monotonic() - staged_s,
             )
-        logger.info("version {} is published: {} bytes in {:.3f} s", version, report.num_bytes, report.seconds)
+        report.log()
         return report
+
+    async def close(self) -> None:
+        """Ends its threads."""
+        self._threads.shutdown(wait=False)
 
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.detach()
@@ -128,8 +115,13 @@ class Publisher:
             tensor = tensor.to(self._dtype)
         return tensor
 
-    def _manifest(self, version: int, hashed: manifests.StreamHasher, files: tuple[FileEntry, ...] = ()) -> Manifest:
-        tensors, chunks = hashed.entries()
+    def _manifest(
+        self,
+        version: int,
+        tensors: tuple[TensorEntry, ...],
+        chunks: tuple[ChunkEntry, ...],
+        files: tuple[FileEntry, ...] = (),
+    ) -> Manifest:
         return manifests.build_manifest(
             run_id=self._run_id,
             epoch=self._epoch,
@@ -138,6 +130,8 @@ class Publisher:
             tensors=tensors,
             chunks=chunks,
             files=files,
+            adapter=None if self._adapter is None else self._adapter.config,
+            base_layout=self._adapter.base_layout if self._adapter is not None else b"",
         )
 
     # --- blocking, run in a thread ----------------------------------------------------------------
@@ -145,28 +139,22 @@ class Publisher:
     def _write(
         self, version: int, plans: Sequence[manifests.TensorPlan], tensors: Mapping[str, torch.Tensor]
     ) -> Manifest:
-        """Writes the safetensors file, hashing it on the way, then the manifest; each is renamed when whole."""
-        folder = self._broadcast_dir / f"step_{version}"
-        folder.mkdir(parents=True, exist_ok=True)
-        payload = folder / payload_name(self._epoch)
-        temporary = payload.with_suffix(".tmp")
-        hashed = manifests.StreamHasher(plans, self._chunk_bytes)
-        num_bytes = 0
-        with temporary.open("wb", buffering=0) as file:
-            file.write(safetensors_header(plans, {"format": "pt"}))
-            for plan in plans:
-                data = _bytes_of(tensors[plan.name])
-                for at in range(0, len(data), WRITE_BYTES):
-                    piece = data[at : at + WRITE_BYTES]
-                    hashed.update(piece)
-                    _write_all(file.fileno(), piece)
-                num_bytes += len(data)
-        temporary.replace(payload)
-        manifest = self._manifest(version, hashed, (FileEntry(path=str(payload), offset=0, num_bytes=num_bytes),))
-        described = manifest_path(payload)
-        temporary = described.with_suffix(".json.tmp")
-        temporary.write_bytes(to_json(manifest))
-        temporary.replace(described)
+        """Writes the safetensors file and hashes it, then the manifest; each is renamed when whole."""
+        file = VersionFile(
+            self._broadcast_dir,
+            version=version,
+            epoch=self._epoch,
+            plans=plans,
+            chunk_bytes=self._chunk_bytes,
+            threads=self._threads,
+            num_threads=self._num_threads,
+        )
+        file.begin()
+        file.write((plan.offset, bytes_of(tensors[plan.name])) for plan in plans)
+        listed = file.entries(*file.hash(0, 1))
+        whole = FileEntry(path=str(file.path), offset=0, num_bytes=file.num_bytes)
+        manifest = self._manifest(version, *listed, files=(whole,))
+        file.finish(manifest)
         return manifest
 
     def _pack(
@@ -177,55 +165,16 @@ class Publisher:
         buffer: NDArray[np.uint8] = np.empty(sum(plan.num_bytes for plan in plans), dtype=np.uint8)
         for plan in plans:
             target = buffer[plan.offset : plan.offset + plan.num_bytes]
-            target[:] = np.frombuffer(_bytes_of(tensors[plan.name]), dtype=np.uint8)
+            target[:] = np.frombuffer(bytes_of(tensors[plan.name]), dtype=np.uint8)
             hashed.update(target.data)
         buffer.flags.writeable = False
-        return self._manifest(version, hashed), buffer
-
-    # --- upload -----------------------------------------------------------------------------------
-
-    async def _stage(self, manifest: Manifest, buffer: NDArray[np.uint8] | None) -> StagedVersion:
-        """Uploads what the hub misses until it misses nothing; resumes after a broken upload."""
-        end_s = time.monotonic() + self._retry_for_s
-        wait_s = 0.2
-        todo = [(chunk.offset, chunk.length) for chunk in manifest.chunks] if buffer is not None else []
-        length_of = dict(todo)
-        while True:
-            try:
-                chunks = _chunks(buffer, todo) if buffer is not None else None
-                staged = await self._client.create_version(manifest, chunks)
-                if not staged.missing_offsets:
-                    return staged
-                error = MeshError(Reason.CHUNKS_MISSING, f"the hub still misses {len(staged.missing_offsets)} chunks")
-            except MeshError as failure:
-                if failure.reason not in _TRANSIENT:
-                    raise
-                error = failure
-            if time.monotonic() + wait_s >= end_s:
-                raise error
-            logger.warning("upload of version {} goes on: {}", manifest.version, error)
-            await asyncio.sleep(wait_s)
-            wait_s = min(2 * wait_s, 5.0)
-            with suppress(MeshError):  # if the hub is still away, the loop finds out and waits on
-                missing = (await self._client.create_version(manifest)).missing_offsets
-                todo = [(offset, length_of[offset]) for offset in missing]
+        return self._manifest(version, *hashed.entries()), buffer
 
 
-async def _chunks(buffer: NDArray[np.uint8], spans: Sequence[tuple[int, int]]) -> AsyncIterator[Chunk]:
-    for offset, length in spans:
-        piece = buffer[offset : offset + length]
-        yield Chunk(offset=offset, data=piece.data, crc32c=google_crc32c.value(piece))
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
+def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The tensor's bytes in C order, without a copy when it is contiguous on the CPU. Hosts are little-endian."""
     flat = tensor.cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
-
-
-def _write_all(fd: int, data: memoryview) -> None:
-    while data:
-        data = data[os.write(fd, data) :]
 
 
 def next_epoch(path: Path) -> int:

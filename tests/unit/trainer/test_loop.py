@@ -29,6 +29,7 @@ from meshrl.trainer.loop import TrainLoop
 from meshrl.trainer.orders import Orders
 from meshrl.trainer.spans import StepSpans
 from meshrl.trainer.steps import StepBook
+from meshrl.trainer.uploading import PublishReport
 from meshrl.training.checkpoint import Checkpointer, CheckpointError
 from meshrl.training.config import CheckpointConfig, OptimConfig, SchedulerConfig
 from meshrl.training.learner import Learner
@@ -36,6 +37,7 @@ from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Batch, StepEvent, StepState
 
 ROLLOUT_TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+REPORT = PublishReport(version=1, artifact_id="", root=b"", num_bytes=0, write_s=0.25)
 STEP_TRACE = "00-1af7651916cd43dd8448eb211c80319c-c7ad6b7169203331-01"
 
 
@@ -97,7 +99,7 @@ class Hub:
             self.pending.append(done)
             self._arrivals.put(done)
         else:
-            done.set_result(None)
+            done.set_result(REPORT)
         return done
 
     async def next_pending(self) -> Future[Any]:
@@ -117,11 +119,11 @@ class Running:
         self.loop = TrainLoop(
             learner,
             self.desk,
+            lambda version: gather_state(learner.model),
             self.hub.publish,
             self.checkpointer,
             StepSpans(provider.get_tracer("test")),
             Orders(learner.parallel),
-            publish_dtype=torch.float32,
             ckpt=ckpt,
             publish_deadline_s=10.0,
         )
@@ -159,7 +161,7 @@ async def running(
     finally:
         for pending in trainer.hub.pending:
             if not pending.done():
-                pending.set_result(None)
+                pending.set_result(REPORT)
         trainer.desk.close()
         await trainer.ended()
 
@@ -180,7 +182,7 @@ async def test_batch_becomes_a_published_version_with_metrics(tmp_path: Path) ->
             "wait_for_publication",
             "gather_weights",
         ]
-        assert set(event.timings_s) == {*stages, "publish", "step"}
+        assert set(event.timings_s) == {*stages, "publish", "publish_write", "step"}
         assert 0 < sum(event.timings_s[stage] for stage in stages) <= event.timings_s["step"] + 1e-6
         assert all(event.metrics[f"time/{stage}"] == event.timings_s[stage] for stage in stages)
         wanted = """loss/mean mismatch_kl/all/mean mismatch_kl/env/max mismatch_kl/all/std entropy/env/mean
@@ -200,9 +202,9 @@ async def test_next_step_trains_while_a_version_is_published_and_done_waits_for_
         trainer.desk.submit(batch(2), "b")
         await trainer.until(StepState.RUNNING, 2)
         assert trainer.desk.book.info().version == 0
-        (await trainer.hub.next_pending()).set_result(None)
+        (await trainer.hub.next_pending()).set_result(REPORT)
         assert (await trainer.until(StepState.DONE, 1)).version == 1
-        (await trainer.hub.next_pending()).set_result(None)
+        (await trainer.hub.next_pending()).set_result(REPORT)
         assert (await trainer.until(StepState.DONE, 2)).version == 2
 
 

@@ -1,0 +1,323 @@
+"""Publishes versions by broadcasting them from the trainer's ranks to the engines (nccl, or gloo on a CPU).
+
+Rank 0 only. A version is staged and sealed at the hub as a manifest without bytes; the bytes go through a group that
+the hub forms of the engines. A group that breaks is replaced by one of the engines that come and still lack the
+version; engines that appear later get the newest version in a group of their own, while nothing else is published.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import numpy as np
+import torch
+from loguru import logger
+from numpy.typing import NDArray
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from meshrl.client import WeightSyncClient
+from meshrl.collective.digest import digest_bytes
+from meshrl.trainer.crew import Crew
+from meshrl.trainer.rows import Rows
+from meshrl.trainer.uploading import PublishReport, Uploader
+from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.manifest import SUM128, build_manifest
+from meshrl.wire.types import AgentState, EngineInfo, Manifest, OpenedGroup, Transport
+
+ATTEMPTS = 3  # groups that a publication tries; whoever lacks the version then gets it later
+MEET_S = 30.0
+WATCH_S = 1.0
+SETTLE_S = 5.0  # engines take a moment to say that a transfer broke
+BACKOFF_S = (2.0, 60.0)  # between two sends to the same engine on its own
+GRACE_S = 10.0  # what the other ranks may take beyond the deadlines that they keep themselves
+_PASSING = frozenset({Reason.UNREACHABLE, Reason.DRAINING, Reason.DEADLINE_PASSED, Reason.GROUP_BROKEN})
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TakenRows:
+    """What the training thread says of a snapshot that the ranks hold: `digests` (T, 2) int64 are the tensors' sums."""
+
+    digests: NDArray[np.int64]
+    snapshot_s: float
+    digest_s: float
+
+
+@dataclass(kw_only=True)
+class _Pause:
+    """When an engine may be sent a version on its own again."""
+
+    until_s: float
+    next_s: float
+
+
+class CollectivePublisher:
+    """Publishes versions of one run in one epoch. `publish` one version at a time."""
+
+    def __init__(
+        self,
+        client: WeightSyncClient,
+        crew: Crew,
+        rows: Rows,
+        store: Store,
+        *,
+        run_id: str,
+        epoch: int,
+        backend: str,
+        store_address: str,
+        transfer_deadline_s: float,
+        uploader: Uploader | None = None,
+        watch_s: float = WATCH_S,
+    ) -> None:
+        """`store` is hosted by this process, and engines reach it at `store_address`."""
+        self._client, self._uploader = client, uploader or Uploader(client)
+        self._crew, self._rows, self._store = crew, rows, store
+        self._run_id, self._epoch = run_id, epoch
+        self._backend, self._store_address = backend, store_address
+        self._transfer_deadline_s = transfer_deadline_s
+        self._meet_s = min(MEET_S, transfer_deadline_s)
+        self._watch_s = watch_s
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="broadcast")  # the GPU belongs to a thread
+        self._busy = asyncio.Lock()
+        self._group: OpenedGroup | None = None
+        self._newest: int | None = None
+        self._has: set[str] = set()  # engines that took the newest version from us
+        self._pauses: dict[str, _Pause] = {}
+        self._watching: asyncio.Task[None] | None = None
+
+    async def publish(self, version: int, taken: TakenRows, traceparent: str = "") -> PublishReport:
+        """Publishes what the ranks hold for `version`; returns once it is sealed and was sent to whoever came.
+
+        Raises MeshError: STALE_EPOCH when a newer trainer took over; VERSION_CONFLICT or VERSION_SUPERSEDED;
+        UNREACHABLE for a hub that stays away.
+        """
+        async with self._busy:
+            manifest = self._manifest(version, taken)
+            began_s = time.monotonic()
+            self._newest = None
+            await self._group_of_all()
+            met_s = time.monotonic()
+            staged = await self._uploader.stage(manifest)
+            staged_s = time.monotonic()
+            await self._uploader.seal(manifest, staged.artifact_id, traceparent)
+            sealed_s = time.monotonic()
+            self._newest, self._has, self._pauses = version, set(), {}
+            await self._bring(version)
+            report = PublishReport(
+                version=version,
+                artifact_id=staged.artifact_id,
+                root=manifest.result_root,
+                num_bytes=manifest.num_bytes,
+                snapshot_s=taken.snapshot_s,
+                digest_s=taken.digest_s,
+                group_s=met_s - began_s,
+                stage_s=staged_s - met_s,
+                seal_s=sealed_s - staged_s,
+                wire_s=time.monotonic() - sealed_s,
+            )
+        report.log()
+        if self._watching is None:
+            self._watching = asyncio.create_task(self._watch())
+        return report
+
+    async def close(self) -> None:
+        """Stops to look for engines and leaves the group."""
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.wait({self._watching})
+        await asyncio.to_thread(self._crew.own.work, {"do": "leave"})
+        self._thread.shutdown(wait=False)
+
+    def _manifest(self, version: int, taken: TakenRows) -> Manifest:
+        lanes = torch.from_numpy(taken.digests)
+        tensors = tuple(
+            replace(entry, digest=digest_bytes(lanes[index])) for index, entry in enumerate(self._rows.tensors())
+        )
+        return build_manifest(
+            run_id=self._run_id,
+            epoch=self._epoch,
+            version=version,
+            transport=Transport.NCCL,
+            tensors=tensors,
+            chunks=(),
+            digest_algorithm=SUM128,
+            collective=self._rows.collective,
+        )
+
+    # --- groups -----------------------------------------------------------------------------------
+
+    async def _seats(self) -> dict[str, EngineInfo]:
+        """The engines that can take part."""
+        return {
+            engine.engine_id: engine
+            for engine in await self._client.list_engines()
+            if Transport.NCCL in engine.transports
+            and engine.collective_ranks
+            and engine.collective_backend == self._backend
+        }
+
+    async def _group_of_all(self) -> None:
+        """Sees to a group of all engines. Without one the version is staged all the same, and brought later."""
+        without: set[str] = set()
+        try:
+            for _ in range(ATTEMPTS):
+                seats = await self._seats()
+                if self._complete(seats) or not seats.keys() - without:
+                    return
+                missing = await self._open(without=without)
+                if not missing:
+                    return
+                without |= missing
+        except MeshError as error:
+            if error.reason not in _PASSING:
+                raise
+            logger.warning("no group of engines yet: {}", error)
+
+    def _complete(self, seats: Mapping[str, EngineInfo]) -> bool:
+        group = self._group
+        if group is None or {member.engine_id for member in group.members} != seats.keys():
+            return False
+        return all(engine.group_generation == group.generation for engine in seats.values())
+
+    async def _open(self, *, engine_ids: Collection[str] = (), without: Collection[str] = ()) -> set[str]:
+        """Opens a group and meets its engines; returns those that did not come, and there is no group then.
+
+        Raises MeshError GROUP_BROKEN when no engine can take part or it failed otherwise, and as the hub.
+        """
+        self._group = None
+        opened = await self._client.open_group(
+            run_id=self._run_id,
+            epoch=self._epoch,
+            store_address=self._store_address,
+            backend=self._backend,
+            num_senders=self._rows.collective.num_senders,
+            engine_ids=sorted(engine_ids),
+            without=sorted(without),
+            deadline_s=self._meet_s,
+        )
+        word = {
+            "do": "meet",
+            "generation": opened.generation,
+            "num_receivers": sum(member.num_ranks for member in opened.members),
+            "deadline_s": self._meet_s,
+        }
+        try:
+            await self._in_thread(lambda: self._crew.work(word, deadline_s=self._meet_s + GRACE_S))
+        except MeshError as error:
+            missing = await self._in_thread(lambda: self._absent(opened))
+            logger.warning("group {} did not meet, {} missing: {}", opened.generation, sorted(missing), error)
+            if not missing:
+                raise
+            return missing
+        logger.info("group {} has {} engine(s)", opened.generation, len(opened.members))
+        self._group = opened
+        return set()
+
+    def _absent(self, opened: OpenedGroup) -> set[str]:
+        """Engines of which a rank did not come to sender 0, where everybody is met first (see collective.group)."""
+        store = PrefixStore(f"g{opened.generation}/s0", self._store)
+        return {
+            member.engine_id
+            for member in opened.members
+            if not all(
+                store.check([f"here/{1 + rank}"])
+                for rank in range(member.first_receiver, member.first_receiver + member.num_ranks)
+            )
+        }
+
+    # --- sending ----------------------------------------------------------------------------------
+
+    async def _bring(self, version: int) -> None:
+        """Sends a sealed version to the group; after a break to those that still lack it and come."""
+        without: set[str] = set()
+        for _ in range(ATTEMPTS):
+            try:
+                if self._group is None:
+                    lacking = await self._lacking(version) - without
+                    if not lacking:
+                        return
+                    without |= await self._open(engine_ids=lacking)
+                if self._group is not None:
+                    await self._send(version, self._group)
+                    return
+            except MeshError as error:
+                self._group = None
+                if error.reason not in _PASSING:
+                    raise
+                logger.warning("version {} did not reach every engine: {}", version, error)
+        logger.error("version {} is sealed, but not every engine took it; they get it when they come", version)
+
+    async def _send(self, version: int, group: OpenedGroup) -> None:
+        word = {"do": "send", "version": version}
+        # Each rank ends a send that stands still; one that moves may take as long as it must.
+        deadline_s = self._transfer_deadline_s * 10
+        await self._in_thread(lambda: self._crew.work(word, deadline_s=deadline_s))
+        self._has |= {member.engine_id for member in group.members}
+
+    async def _lacking(self, version: int) -> set[str]:
+        """Engines without the version, once those of a broken group have said so."""
+        end_s = time.monotonic() + SETTLE_S
+        while True:
+            seats = await self._seats()
+            fetching = {name for name, engine in seats.items() if engine.state is AgentState.FETCHING}
+            if not fetching or time.monotonic() > end_s:
+                break
+            await asyncio.sleep(0.1)
+        return {name for name, engine in seats.items() if name not in fetching and not self._holds(engine, version)}
+
+    def _holds(self, engine: EngineInfo, version: int) -> bool:
+        """Whether an engine has the newest version; the same number may also be that of an earlier epoch."""
+        if engine.state in (AgentState.PREPARED, AgentState.APPLYING):
+            self._has.add(engine.engine_id)
+            return True
+        return engine.serving_version == version and engine.engine_id in self._has
+
+    async def _watch(self) -> None:
+        """Looks for engines that lack the newest version while nothing is published, and sends it to them."""
+        suspects: set[str] = set()
+        while True:
+            await asyncio.sleep(self._watch_s)
+            if self._busy.locked():
+                continue
+            try:
+                async with self._busy:
+                    suspects = await self._bring_to_late(suspects)
+            except MeshError as error:  # an engine that went, or a new version came in between: looked at again
+                logger.warning("the newest version was not sent again: {}", error)
+
+    async def _bring_to_late(self, suspects: set[str]) -> set[str]:
+        """Sends the newest version to engines that lacked it the last time as well; returns those that lack it."""
+        version = self._newest
+        if version is None:
+            return set()
+        now_s = time.monotonic()
+        seats = await self._seats()
+        lacking = {
+            name
+            for name, engine in seats.items()
+            if engine.state is not AgentState.FETCHING and not self._holds(engine, version)
+        }
+        late = {n for n in lacking & suspects if n not in self._pauses or now_s >= self._pauses[n].until_s}
+        if not late:
+            return lacking
+        for name in late:
+            wait_s = self._pauses[name].next_s if name in self._pauses else BACKOFF_S[0]
+            self._pauses[name] = _Pause(until_s=now_s + wait_s, next_s=min(2 * wait_s, BACKOFF_S[1]))
+        logger.info("sending version {} again, to {}", version, sorted(late))
+        missing = await self._open(engine_ids=late)
+        if not missing and self._group is not None:
+            try:
+                await self._send(version, self._group)
+            except MeshError:
+                self._group = None
+                raise
+        return lacking - late
+
+    async def _in_thread(self, work: Callable[[], Result]) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)

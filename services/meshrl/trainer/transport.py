@@ -1,0 +1,111 @@
+"""Decides at the trainer's start how versions leave it: from the configuration and the engines that the hub knows."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from loguru import logger
+
+from meshrl.client import WeightSyncClient
+from meshrl.wire.errors import MeshError
+from meshrl.wire.types import EngineInfo, Transport
+
+SHM = Path("/dev/shm")  # a file system in memory
+SHM_VERSIONS = 3  # one that is served, one that engines fetch, one that is written
+LOOPBACK = ("127.", "localhost", "[::1]", "unix:")
+LOOK_S = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """A transport, and why."""
+
+    transport: Transport
+    why: str
+
+
+def choose(configured: str, engines: Sequence[EngineInfo], *, on_gpu: bool, host: str, adapter_only: bool) -> Choice:
+    """The transport for a configured type, given the engines; `host` is this host's name."""
+    if configured == "nccl" and adapter_only:
+        return Choice(transport=Transport.STREAM, why="type nccl is for whole weights, and adapters are small")
+    if configured != "auto":
+        return Choice(transport=Transport(configured), why="weight_broadcast.type says so")
+    if not engines:
+        return Choice(transport=Transport.FILESYSTEM, why="no engine is registered yet")
+    offers_nccl = all(
+        Transport.NCCL in engine.transports and engine.collective_ranks and engine.collective_backend == "nccl"
+        for engine in engines
+    )
+    if on_gpu and offers_nccl and not adapter_only:
+        return Choice(transport=Transport.NCCL, why=f"the trainer and all {len(engines)} engine(s) have GPUs for it")
+    elsewhere = [engine.engine_id for engine in engines if engine.host != host]
+    if not elsewhere:
+        return Choice(transport=Transport.FILESYSTEM, why=f"all {len(engines)} engine(s) are on this host")
+    return Choice(transport=Transport.STREAM, why=f"engine {elsewhere[0]} is not on this host")
+
+
+async def first_engines(client: WeightSyncClient, *, deadline_s: float) -> tuple[EngineInfo, ...]:
+    """The engines of the hub, once there is one; none when none came until the deadline."""
+    end_s = time.monotonic() + deadline_s
+    while True:
+        engines = await known_engines(client)
+        if engines or time.monotonic() >= end_s:
+            return engines
+        await asyncio.sleep(min(LOOK_S, deadline_s))
+
+
+async def known_engines(client: WeightSyncClient) -> tuple[EngineInfo, ...]:
+    """The engines that the hub knows now; none while there is no hub."""
+    try:
+        return await client.list_engines()
+    except MeshError as error:  # programs start in any order
+        if not error.retryable:
+            raise
+        return ()
+
+
+def shm_folder(output_dir: Path) -> Path:
+    """A folder in memory that belongs to this user and this output_dir."""
+    name = hashlib.blake2s(str(output_dir.absolute()).encode(), digest_size=6).hexdigest()
+    return SHM / f"meshrl-{os.getuid()}-{name}"
+
+
+def files_folder(
+    configured: str | None,
+    output_dir: Path,
+    on_disk: Path,
+    *,
+    hub_address: str,
+    engines: Sequence[EngineInfo],
+    host: str,
+    one_host: bool,
+    version_bytes: int,
+) -> Path:
+    """Folder for the files of versions, and a log line that says why. `one_host`: all ranks of the trainer are on it.
+
+    Whoever cannot read the files gets their bytes from the hub, so it is the hub that must be here.
+    """
+    if configured is not None:
+        logger.info("files of versions go to {} (weight_broadcast.broadcast_dir)", configured)
+        return Path(configured)
+    hindrance = None
+    if not hub_address.startswith(LOOPBACK):
+        hindrance = f"the hub at {hub_address} may be on another host"
+    elif not one_host or any(engine.host != host for engine in engines):
+        hindrance = "not everybody is on this host"
+    elif not SHM.is_dir():
+        hindrance = "there is no /dev/shm"
+    elif (free := shutil.disk_usage(SHM).free) < SHM_VERSIONS * version_bytes:
+        hindrance = f"/dev/shm has {free} bytes free, {SHM_VERSIONS} versions take {SHM_VERSIONS * version_bytes}"
+    if hindrance is not None:
+        logger.info("files of versions go to {}: {}", on_disk, hindrance)
+        return on_disk
+    logger.info("files of versions go to {}: everybody is on this host", shm_folder(output_dir))
+    return shm_folder(output_dir)
