@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -24,6 +25,9 @@ from meshrl.training.deployment import DeploymentConfig
 from meshrl.training.model_config import TrainerModelConfig
 from meshrl.wire.types import Batch
 from trainer_kit import VOCAB, free_port, up
+
+
+Transport = Literal["auto", "filesystem", "nccl", "stream"]
 
 
 @dataclass
@@ -48,7 +52,9 @@ class Program:
         return self.process.wait(within_s)
 
 
-def configure(output_dir: Path, model: str, hub: str, *, ranks: int, device: str = "cpu") -> TrainerConfig:
+def configure(
+    output_dir: Path, model: str, hub: str, *, ranks: int, device: str = "cpu", transport: Transport = "stream"
+) -> TrainerConfig:
     return TrainerConfig(
         model=TrainerModelConfig(name=model, device=device),
         server=ServerConfig(port=free_port()),
@@ -56,7 +62,9 @@ def configure(output_dir: Path, model: str, hub: str, *, ranks: int, device: str
         deployment=DeploymentConfig(num_train_gpus=ranks),
         seq_len=32,
         torch_threads=1,
-        weight_broadcast=WeightBroadcastConfig(type="stream", address=hub, chunk_bytes=4096),
+        weight_broadcast=WeightBroadcastConfig(
+            type=transport, address=hub, chunk_bytes=4096, bucket_mib=1, transfer_deadline_s=5.0
+        ),
         output_dir=output_dir,
     )
 

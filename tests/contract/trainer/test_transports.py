@@ -1,0 +1,99 @@
+"""Versions that leave the trainer program over each transport: what the engine serves is what the trainer has."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from opentelemetry import trace
+
+from meshrl.client import TrainerClient
+from meshrl.trainer.config import TrainerConfig
+from meshrl.trainer.program import serve
+from meshrl.training.model_config import LoraConfig
+from meshrl.wire.types import StepState, VersionKind
+from ranked_trainer import Transport, batch, configure, two_ranks
+from served_engine import activate, serving_engine
+from trainer_kit import until, up
+
+
+@asynccontextmanager
+async def one_rank(config: TrainerConfig) -> AsyncIterator[TrainerClient]:
+    stop = asyncio.Event()
+    running = asyncio.create_task(serve(config, stop, trace.NoOpTracer()))
+    async with TrainerClient(config.server.address) as client:
+        await up(client, lambda: not running.done())
+        yield client
+    stop.set()
+    assert await asyncio.wait_for(running, 30) == 0
+
+
+async def train(client: TrainerClient, steps: int, *, ranks: int) -> Path:
+    """Makes the steps and returns a folder with the weights after them, which come from a gather."""
+    for step in range(1, steps + 1):
+        await client.submit_batch(batch(step, ranks=ranks))
+        event = await until(client, StepState.DONE, step)
+        assert event.metrics["time/publish"] > 0
+    return (await client.save_checkpoint(weights_only=True))[1]
+
+
+@pytest.mark.parametrize("transport", ["filesystem", "nccl", "stream"])
+async def test_engine_serves_the_trainers_weights_to_the_bit(
+    tmp_path: Path, model: str, hub: str, transport: Transport
+) -> None:
+    config = configure(tmp_path / "out", model, hub, ranks=1, transport=transport)
+    async with serving_engine(model, hub) as served, one_rank(config) as client:
+        folder = await train(client, 2, ranks=1)
+        activation, manifest = await activate(hub, 2)
+        assert manifest.transport.value == transport
+        assert served.differs_from(Path(folder)) == []
+        assert activation.engines[0].applied.root == manifest.result_root
+
+
+@pytest.mark.parametrize("transport", ["filesystem", "nccl"])
+async def test_two_ranks_bring_their_own_rows_and_the_engine_has_all_of_them(
+    tmp_path: Path, model: str, hub: str, transport: Transport
+) -> None:
+    config = configure(tmp_path / "two", model, hub, ranks=2, transport=transport)
+    async with serving_engine(model, hub) as served, two_ranks(config) as program:
+        folder = await train(program.client, 2, ranks=2)
+        _, manifest = await activate(hub, 2)
+        assert served.differs_from(Path(folder)) == []
+        if manifest.collective is not None:
+            assert manifest.collective.num_senders == 2
+        assert "version 2 is published" in (program.output_dir / "logs/trainer.log").read_text()
+
+
+async def test_auto_takes_files_in_memory_where_everybody_is_on_one_host_and_removes_them(
+    tmp_path: Path, model: str, hub: str
+) -> None:
+    config = configure(tmp_path / "out", model, hub, ranks=1, transport="auto")
+    async with serving_engine(model, hub):
+        async with one_rank(config) as client:
+            await train(client, 1, ranks=1)
+            _, manifest = await activate(hub, 1)
+            file = Path(manifest.files[0].path)
+            assert file.is_relative_to("/dev/shm")
+            assert file.exists()
+        assert not file.parent.parent.exists()
+
+
+@pytest.mark.parametrize(("transport", "travels"), [("filesystem", "filesystem"), ("nccl", "stream")])
+async def test_adapter_alone_gives_the_engine_the_merged_weights(
+    tmp_path: Path, model: str, hub: str, transport: Transport, travels: str
+) -> None:
+    config = configure(tmp_path / "out", model, hub, ranks=1, transport=transport)
+    lora = LoraConfig(rank=2, alpha=4.0, target_modules=["q_proj", "down_proj"])
+    config = config.model_copy(update={"model": config.model.model_copy(update={"lora": lora})})
+    async with serving_engine(model, hub) as served, one_rank(config) as client:
+        folder = await train(client, 2, ranks=1)
+        _, manifest = await activate(hub, 2)
+        assert (manifest.kind, manifest.transport.value) == (VersionKind.LORA, travels)
+        assert manifest.adapter is not None
+        assert (manifest.adapter.rank, manifest.adapter.lora_alpha) == (2, 4.0)
+        assert manifest.adapter.target_modules == ("down_proj", "q_proj")
+        assert "base_model.model.model.layers.1.mlp.down_proj.lora_B.weight" in {t.name for t in manifest.tensors}
+        assert served.differs_from(Path(folder)) == []

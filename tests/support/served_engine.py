@@ -1,0 +1,78 @@
+"""An embedded engine with its agent, in this process, for tests of what a trainer publishes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from meshrl.client import ChannelOptions, WeightSyncClient
+from meshrl.inference.agent import WeightAgent
+from meshrl.inference.config import InferenceConfig
+from meshrl.inference.embedded import EmbeddedEngine
+from meshrl.models.state import hf_state
+from meshrl.trainer.transport import known_engines
+from meshrl.wire.types import Activation, Manifest
+
+
+@dataclass
+class ServedEngine:
+    """One engine; `kill` cuts its agent off in the middle of whatever it does."""
+
+    engine: EmbeddedEngine
+    model: torch.nn.Module
+    task: asyncio.Task[None]
+
+    def differs_from(self, folder: Path) -> list[str]:
+        """Names of the live tensors that are not those of a weights folder, to the bit."""
+        stored, live = load_file(folder / "model.safetensors"), hf_state(self.model)
+        return [name for name, tensor in live.items() if not torch.equal(tensor, stored[name])]
+
+    async def kill(self) -> None:
+        self.task.cancel()
+        await asyncio.wait({self.task})
+        await self.engine.leave_group()
+
+
+@asynccontextmanager
+async def serving_engine(model: str, hub: str, engine_id: str = "e0") -> AsyncIterator[ServedEngine]:
+    loaded = AutoModelForCausalLM.from_pretrained(model).eval()
+    engine = EmbeddedEngine(
+        loaded,
+        max_model_len=64,
+        num_slots=1,
+        max_queue=2,
+        kv_cache_bytes=2**20,
+        eos_token_ids=(),
+        seed=0,
+        version=None,
+    )
+    engine.start()
+    stop = asyncio.Event()
+    async with WeightSyncClient(hub, ChannelOptions(retry_attempts=2, retry_backoff_s=0.05)) as client:
+        agent = WeightAgent(client, engine, InferenceConfig(engine_id=engine_id), "127.0.0.1:1", fetch_stall_s=5.0)
+        served = ServedEngine(engine, loaded, asyncio.create_task(agent.run(stop)))
+        try:
+            async with asyncio.timeout(20):
+                while engine_id not in {known.engine_id for known in await known_engines(client)}:
+                    await asyncio.sleep(0.05)
+            yield served
+        finally:
+            stop.set()
+            await asyncio.wait({served.task}, timeout=5.0)
+            await engine.close()
+
+
+async def activate(hub: str, version: int, *, prepare_deadline_s: float = 20.0) -> tuple[Activation, Manifest]:
+    """Has every engine serve a version."""
+    async with WeightSyncClient(hub) as client:
+        activation = await client.activate_version(
+            run_id="main", version=version, prepare_deadline_s=prepare_deadline_s
+        )
+        return activation, (await client.get_manifest("main", version))[0]
