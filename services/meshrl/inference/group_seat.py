@@ -1,13 +1,15 @@
 """An in-process engine's place in a group of the nccl transport: joins, receives and leaves on threads of its own.
 
 Whatever blocks in a group blocks a thread that nobody waits for longer than a deadline; the event loop and the engine's
-thread never do.
+thread never do. That includes letting go of one: gloo cannot end an operation under way, and its groups wait for theirs
+when the last reference to them goes, so that goes on such a thread as well.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, TypeVar
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from meshrl.collective.receiving import Receiver, ReceiveTimes, Sink
 
 GRACE_S = 5.0  # beyond a deadline that the other side keeps itself
+KEEP_S = 330.0  # an operation of gloo's that is under way has ended by then
 
 Result = TypeVar("Result")
 
@@ -89,12 +92,19 @@ def _meet(group: JoinGroup, device: torch.device) -> Receiver:
 
 async def _close(receiver: Receiver) -> None:
     await asyncio.wait({_on_thread(receiver.close)}, timeout=GRACE_S)
+    _on_thread(lambda: _keep(receiver))
 
 
 def _close_late(meeting: asyncio.Future[Receiver]) -> None:
     """Closes what a meeting came to after nobody wanted it any more."""
     if not meeting.cancelled() and meeting.exception() is None:
-        _on_thread(meeting.result().close)
+        receiver = meeting.result()
+        _on_thread(receiver.close)
+        _on_thread(lambda: _keep(receiver))
+
+
+def _keep(_receiver: Receiver) -> None:
+    time.sleep(KEEP_S)
 
 
 def _on_thread(function: Callable[[], Result]) -> asyncio.Future[Result]:
@@ -104,8 +114,10 @@ def _on_thread(function: Callable[[], Result]) -> asyncio.Future[Result]:
     def run() -> None:
         try:
             done.set_result(function())
+        except MeshError as error:  # a new one for whoever waits: the frames of this one hold the group
+            done.set_exception(MeshError(error.reason, error.message))
         except BaseException as error:  # noqa: BLE001 - belongs to whoever waits
-            done.set_exception(error)
+            done.set_exception(error.with_traceback(None))
 
     threading.Thread(target=run, name="group", daemon=True).start()
     future = asyncio.wrap_future(done)
