@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 
@@ -13,10 +16,13 @@ from meshrl.collective.group import open_store, reach_store
 from meshrl.collective.plan import rows_of
 from meshrl.collective.sending import Sender, Snapshot, take_snapshot
 from meshrl.wire import manifest as manifests
+from meshrl.wire.errors import MeshError
 from meshrl.wire.types import AdapterConfig, CollectivePlan, JoinGroup, Manifest, TensorEntry, Transport
 
 CPU = torch.device("cpu")
-STALL_S = 5.0
+STALL_S = 3.0
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,17 +55,19 @@ class GroupSenders:
         )
 
     async def meet(self, generation: int, *, num_receivers: int = 1, deadline_s: float = 5.0) -> None:
+        self.die()
         self._senders = await asyncio.gather(
             *[
-                asyncio.to_thread(
-                    Sender.meet,
-                    reach_store(self.address, deadline_s=5.0),
-                    generation=generation,
-                    backend="gloo",
-                    sender=sender,
-                    num_receivers=num_receivers,
-                    device=CPU,
-                    deadline_s=deadline_s,
+                _on_thread(
+                    lambda sender=sender: Sender.meet(
+                        reach_store(self.address, deadline_s=5.0),
+                        generation=generation,
+                        backend="gloo",
+                        sender=sender,
+                        num_receivers=num_receivers,
+                        device=CPU,
+                        deadline_s=deadline_s,
+                    )
                 )
                 for sender in range(self.plan.num_senders)
             ]
@@ -68,14 +76,16 @@ class GroupSenders:
     async def send(self, parcel: Parcel, *, senders: Sequence[int] | None = None, stall_s: float = STALL_S) -> None:
         """Broadcasts it, or only some senders' share. Raises MeshError GROUP_BROKEN."""
         chosen = range(self.plan.num_senders) if senders is None else senders
-        await asyncio.gather(
-            *[asyncio.to_thread(self._senders[one].send, parcel.snapshots[one], stall_s=stall_s) for one in chosen]
-        )
+        await asyncio.gather(*[self._send(self._senders[one], parcel.snapshots[one], stall_s) for one in chosen])
+
+    def _send(self, sender: Sender, snapshot: Snapshot, stall_s: float) -> asyncio.Future[None]:
+        return _on_thread(lambda: sender.send(snapshot, stall_s=stall_s))
 
     def die(self) -> None:
-        """Breaks the group without a word."""
-        for sender in self._senders:
-            sender.abort()
+        """Breaks the group without a word: its connections close, as they do when a process ends."""
+        # Who lets go of a sender last waits for its broadcast under way: that is a thread of its own for each.
+        while self._senders:
+            threading.Thread(target=_let_go, args=([self._senders.pop()],), daemon=True).start()
 
     def parcel(
         self,
@@ -125,6 +135,25 @@ class GroupSenders:
             start, end = rows_of(tensor.shape[0], sender, self.plan.num_senders)
             shards[name] = tensor[start:end]
         return shards
+
+
+def _let_go(last: list[Sender]) -> None:
+    last[0].abort()
+    last.clear()
+
+
+def _on_thread(function: Callable[[], Result]) -> asyncio.Future[Result]:
+    """On a daemon thread, where the frames of a failure are dropped too: they hold the group."""
+    done: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(function())
+        except MeshError as error:
+            done.set_exception(MeshError(error.reason, error.message))
+
+    threading.Thread(target=run, daemon=True).start()
+    return asyncio.wrap_future(done)
 
 
 def flipped(parcel: Parcel) -> Parcel:

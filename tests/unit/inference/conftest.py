@@ -2,7 +2,7 @@
 
 import copy
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from group_senders import GroupSenders
 from meshrl.inference.embedded import EmbeddedEngine
 
 sys.path.append(str(Path(__file__).parent))  # importlib mode puts no test folder on the path; the kit lives here
@@ -48,3 +49,17 @@ async def start_engine(model: PreTrainedModel) -> AsyncIterator[EngineFactory]:
             return await stack.enter_async_context(running(weights, **settings))
 
         yield start
+
+
+@pytest.fixture
+async def new_senders() -> AsyncIterator[Callable[..., GroupSenders]]:
+    """Makes trainers' ends of groups; they die with the test."""
+    made: list[GroupSenders] = []
+
+    def make(**settings: Any) -> GroupSenders:
+        made.append(GroupSenders(**settings))
+        return made[-1]
+
+    yield make
+    for senders in made:
+        senders.die()

@@ -23,6 +23,8 @@ from meshrl.wire.types import AdapterConfig
 
 RANK, ALPHA = 4, 6.0
 
+Senders = Callable[..., GroupSenders]
+
 
 def trained(model: PreTrainedModel, seed: int, *targets: str) -> PreTrainedModel:
     """A copy of the model with adapters whose matrices are not zero."""
@@ -101,8 +103,10 @@ async def test_whole_version_is_the_base_of_later_adapters(start_engine: EngineF
     assert await engine.weights_root() == LiveWeights(expected).root()
 
 
-async def test_adapter_comes_through_a_group_as_well(start_engine: EngineFactory, model: PreTrainedModel) -> None:
-    engine, senders = await start_engine(), GroupSenders()
+async def test_adapter_comes_through_a_group_as_well(
+    start_engine: EngineFactory, model: PreTrainedModel, new_senders: Senders
+) -> None:
+    engine, senders = await start_engine(), new_senders()
     trainer = trained(model, 1, "q_proj")
     adapter = AdapterConfig(rank=RANK, lora_alpha=ALPHA, target_modules=("q_proj",))
     parcel = senders.parcel(1, published(trainer), adapter=adapter, base_layout=layout_signature(engine.layout()))

@@ -24,6 +24,7 @@ from meshrl.models.lora import ADAPTER_CONFIG, adapted_layers, adapter_config, a
 from meshrl.models.state import hf_state
 
 Start = Callable[..., Awaitable[TestClient]]
+Senders = Callable[..., GroupSenders]
 
 
 @pytest.fixture
@@ -94,8 +95,8 @@ async def test_folders_that_are_no_plain_adapter_of_the_model_are_refused(
     assert engine.version == 0
 
 
-async def test_group_is_joined_by_hand(serve: Start, start_engine: EngineFactory) -> None:
-    engine, senders = await start_engine(), GroupSenders()
+async def test_group_is_joined_by_hand(serve: Start, start_engine: EngineFactory, new_senders: Senders) -> None:
+    engine, senders = await start_engine(), new_senders()
     client = await serve(engine)
     host, port = senders.address.split(":")
     body = {"host": host, "port": int(port), "generation": 2, "num_receivers": 1, "deadline_s": 5.0}
