@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.utils import initialize_model
 
 from meshrl.inference.vllm.files import Named
@@ -102,6 +103,10 @@ class CheckpointShadow:
 
     def apply(self) -> None:
         self._runner.reload_weights(weights_iterator=iter(self._tensors.items()))
+        for module in self._runner.get_model().modules():
+            # A head that shares its weights with the embedding is not loaded, so it would keep its packed copy.
+            if isinstance(module, ParallelLMHead) and module.weight.numel():
+                module.quant_method.process_weights_after_loading(module)
         self._tensors = {}
 
 
