@@ -44,7 +44,8 @@ class ClientConfig(BaseConfig):
     """Longest time one model call may take."""
 
     failover_s: float = Field(default=30.0, gt=0.0)
-    """How long a model call looks for an engine that can take it before its rollout fails."""
+    """How long a model call looks for an engine that can take it before its rollout fails, and how long an engine may
+    be silent before the calls that wait for its answer move to others."""
 
 
 class RolloutConfig(BaseConfig):

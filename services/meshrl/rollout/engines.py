@@ -71,6 +71,8 @@ class EngineRouter:
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._discovery = discovery
         self._hub_away = False
+        self._silent_since: dict[str, float] = {}
+        self._waiting: dict[str, set[asyncio.Timeout]] = {}  # calls without an answer yet, by engine
         self._changed = asyncio.Event()
         self._probing: asyncio.Task[None] | None = None
         self._round: asyncio.Task[None] | None = None
@@ -140,7 +142,9 @@ class EngineRouter:
         when one broke off an answer, and LOGPROBS_BIASED when none reports logprobs that fit; EngineRefusedError when
         an engine rejected the request itself.
         """
-        give_up_at = time.monotonic() + self._config.failover_s
+        started = time.monotonic()
+        last_chance = started + self._config.call_deadline_s
+        give_up_at = started + self._config.failover_s
         skip: set[str] = set()
         why = "no engine is reachable"
         while True:
@@ -158,6 +162,7 @@ class EngineRouter:
                 why = str(error)
                 logger.warning("engine {} is gone ({}); its calls move to others", engine.url, error)
                 self._pool.lose(engine.url)
+                give_up_at = min(time.monotonic() + self._config.failover_s, last_chance)
                 continue
             except _BusyError as error:
                 why = str(error)
@@ -191,10 +196,15 @@ class EngineRouter:
         before = engine.version
         engine.in_flight += 1
         answered = False
+        waiting, patience = self._waiting.setdefault(engine.url, set()), asyncio.timeout(None)
+        waiting.add(patience)
         try:
-            async with self._http.post(
-                engine.url + GENERATE_PATH, data=body, headers=headers, timeout=timeout
-            ) as reply:
+            async with (
+                patience,
+                self._http.post(engine.url + GENERATE_PATH, data=body, headers=headers, timeout=timeout) as reply,
+            ):
+                patience.reschedule(None)  # an answer is coming: nobody else may be asked
+                waiting.discard(patience)
                 answered = True
                 raw = await reply.read()
                 if reply.status in BUSY:
@@ -211,10 +221,13 @@ class EngineRouter:
         except aiohttp.ClientError as error:
             raise MeshError(Reason.ENGINE_FAILED, f"{engine.url} broke off its answer: {error}") from error
         except TimeoutError as error:
+            if patience.expired():
+                raise _UnreachableError(f"no sign of life for {self._config.failover_s:g} s") from error
             raise MeshError(
                 Reason.ENGINE_FAILED, f"{engine.url} took longer than {self._config.call_deadline_s:g} s"
             ) from error
         finally:
+            waiting.discard(patience)
             engine.in_flight -= 1
 
     async def _wait_for_change(self, until: float) -> None:
@@ -231,11 +244,20 @@ class EngineRouter:
             await self.refresh()
 
     async def _look(self) -> None:
-        known = self._pool.engines
+        known = self._pool.remembered
         await asyncio.gather(self._discover(), *(self._probe(engine) for engine in known))
-        await asyncio.gather(*(self._probe(engine) for engine in self._pool.engines if engine not in known))
+        await asyncio.gather(*(self._probe(engine) for engine in self._pool.remembered if engine not in known))
         self._changed.set()
         self._changed = asyncio.Event()
+
+    def _heard_of(self, engine: Engine, answers: bool) -> None:
+        """Notes whether an engine answers; the calls that wait for one that is silent for too long move to others."""
+        now = time.monotonic()
+        if answers:
+            self._silent_since.pop(engine.url, None)
+        elif now - self._silent_since.setdefault(engine.url, now) >= self._config.failover_s:
+            for patience in self._waiting.pop(engine.url, set()):
+                patience.reschedule(asyncio.get_running_loop().time())
 
     async def _discover(self) -> None:
         if self._discovery is None:
@@ -254,6 +276,7 @@ class EngineRouter:
         timeout = aiohttp.ClientTimeout(total=self._config.probe_deadline_s)
         try:
             async with self._http.get(engine.url + "/health", timeout=timeout) as health:
+                self._heard_of(engine, answers=True)
                 if health.status >= 500:  # draining, or unfit to serve
                     self._pool.lose(engine.url)
                     return
@@ -268,7 +291,8 @@ class EngineRouter:
                     self._pool.lose(engine.url)
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             if engine.healthy:
-                logger.warning("engine {} does not answer: {}", engine.url, error)
+                logger.warning("engine {} does not answer: {}", engine.url, error or type(error).__name__)
+            self._heard_of(engine, answers=False)
             self._pool.lose(engine.url)
 
 

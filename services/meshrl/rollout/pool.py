@@ -71,7 +71,13 @@ class EnginePool:
 
     @property
     def engines(self) -> tuple[Engine, ...]:
+        """Those that may get calls."""
         return tuple(engine for engine in self._engines.values() if engine.listed)
+
+    @property
+    def remembered(self) -> tuple[Engine, ...]:
+        """Those, and the ones that left the list with calls in flight."""
+        return tuple(self._engines.values())
 
     def discover(self, found: Iterable[tuple[str, str]]) -> None:
         """Takes over the hub's routable engines as (url, pool); one no longer named goes unless it is configured."""

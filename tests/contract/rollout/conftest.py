@@ -79,6 +79,7 @@ class ScriptedEngine:
     reply: Callable[[dict[str, Any]], str | list[int]] = lambda request: "cat"
     delay_s: float = 0.0
     health: int = 200
+    silent_s: float = 0.0  # before it answers whether it is well
     spans: Callable[[int], list[list[int]]] | None = None
     on_call: Callable[[web.Request, dict[str, Any]], Any] | None = None
     requests: list[dict[str, Any]] = field(default_factory=list)
@@ -109,6 +110,7 @@ class ScriptedEngine:
         return web.json_response({"version": self.version, "root": "", "paused": False, "in_flight": 0, **told})
 
     async def get_health(self, request: web.Request) -> web.Response:
+        await asyncio.sleep(self.silent_s)
         return web.Response(status=self.health)
 
     async def generate(self, request: web.Request) -> web.Response:

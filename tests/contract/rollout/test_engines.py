@@ -60,6 +60,43 @@ async def test_without_any_engine_the_rollout_fails_as_the_engines_fault(start_m
     assert (await mesh.client.get_status()).engines[0].healthy is False
 
 
+async def test_calls_leave_an_engine_that_went_silent(start_mesh, make_group, engine, second):
+    """Its connections stay open: a stopped process, or one whose event loop hangs."""
+    mesh = await start_mesh([engine, second], client={"failover_s": 0.5, "probe_deadline_s": 0.2})
+    await engine_takes_a_call_first(mesh, engine, second)
+    engine.delay_s = engine.silent_s = 20.0
+    rollout, summary = await asyncio.wait_for(collect(mesh, make_group()), 8.0)
+    assert isinstance(rollout, Rollout)
+    assert (len(engine.requests), len(second.requests), summary.finished) == (1, 1, 1)
+
+
+async def test_a_slow_engine_that_gives_signs_of_life_keeps_its_calls(start_mesh, make_group, engine, second):
+    mesh = await start_mesh([engine, second], client={"failover_s": 0.3})
+    await engine_takes_a_call_first(mesh, engine, second)
+    engine.delay_s = 1.5
+    rollout, _ = await collect(mesh, make_group())
+    assert isinstance(rollout, Rollout)
+    assert (len(engine.requests), len(second.requests)) == (1, 0)
+
+
+async def test_a_long_call_that_is_lost_still_has_its_time_to_find_another_engine(
+    start_mesh, make_group, engine, second
+):
+    second.health = 503
+    mesh = await start_mesh([engine, second], client={"failover_s": 0.6})
+
+    async def late_cut(request, body):
+        await asyncio.sleep(1.0)
+        engine.health = 503
+        asyncio.get_running_loop().call_later(0.3, setattr, second, "health", 200)
+        cut(request, body)
+
+    engine.on_call = late_cut
+    rollout, _ = await collect(mesh, make_group())
+    assert isinstance(rollout, Rollout)
+    assert (len(engine.requests), len(second.requests)) == (1, 1)
+
+
 async def test_a_call_waits_for_an_engine_that_comes_back(start_mesh, make_group, engine):
     mesh = await start_mesh([engine], client={"failover_s": 5.0})
     answers = [web.json_response({"error": "starting"}, status=503)]
