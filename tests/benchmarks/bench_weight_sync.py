@@ -1,0 +1,405 @@
+"""Lag and pause of a weight version from the trainer's ranks to a serving engine, by transport and model shape.
+
+Everything is the real thing but for the training: the hub, `inference` with its agent under load, and the trainer's own
+publishers on ranks that hold float32 weights of the shape (random), sharded as FSDP2 shards them. A version's lag is
+from the moment at which the weights have changed to the moment at which every engine serves them.
+
+    python tests/benchmarks/bench_weight_sync.py                                     # a tiny shape on the CPU
+    python tests/benchmarks/bench_weight_sync.py --engine vllm --shapes qwen3-4b --trainer-gpus 0 --engine-gpus 1
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import shutil
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import aiohttp
+import torch
+from loguru import logger
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from meshrl.client import WeightSyncClient
+from meshrl.models.load import fill_at_random
+from meshrl.trainer.config import TrainerConfig
+from meshrl.trainer.exits import open_exit
+from meshrl.trainer.orders import Gather, Open, Orders, Stop, follow
+from meshrl.trainer.publication import decide, open_publication
+from meshrl.training.parallel import ParallelContext
+from meshrl.wire.types import ActivationPolicy
+
+ROOT = Path(__file__).resolve().parents[2]
+SHAPES = Path(__file__).parent / "shapes"
+PARTS = ("snapshot_s", "digest_s", "write_s", "group_s", "stage_s", "seal_s", "wire_s")
+STEPS = ("take_s", "group_s", "write_s", "stage_s", "seal_s", "prepare_s", "activate_s")
+TINY = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "vocab_size": 4096, "head_dim": 32}
+
+
+# --- the trainer's ranks ---------------------------------------------------------------------------
+
+
+def build(shape: Path, device: torch.device, parallel: ParallelContext) -> torch.nn.Module:
+    """Float32 weights of a shape, sharded over the group, on the device."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(shape), dtype=torch.float32)
+    if parallel.mesh is not None:
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=parallel.mesh)
+        fully_shard(model, mesh=parallel.mesh)
+    model.to_empty(device=device)
+    if model.config.tie_word_embeddings:
+        model.tie_weights()
+    torch.manual_seed(parallel.rank)
+    fill_at_random(model)
+    return model
+
+
+@torch.no_grad()
+def change(model: torch.nn.Module) -> None:
+    """Something for a new version to bring."""
+    for parameter in model.parameters():
+        local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+        local.mul_(1.01)
+
+
+def run_rank(args: argparse.Namespace) -> None:
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    parallel = ParallelContext.start(os.environ, device=device, dp_replicate=1)
+    model = build(Path(args.shape), device, parallel)
+    learner = SimpleNamespace(model=model, step_done=0, parallel=parallel)
+    parts: Any = SimpleNamespace(learner=learner, compute_dtype=torch.bfloat16, parallel=parallel)
+    if parallel.rank:
+        exits: list[Any] = []
+
+        def carry_out(order: Any) -> None:
+            if isinstance(order, Open):
+                exits.append(open_exit(order.settings, model, torch.bfloat16, parallel))
+            elif isinstance(order, Gather):
+                exits[0].take(learner.step_done)
+                learner.step_done += 1
+                change(model)
+
+        follow(parallel, carry_out)
+        os._exit(0)
+    print(json.dumps(asyncio.run(lead(args, parts))), flush=True)
+    os._exit(0)
+
+
+async def lead(args: argparse.Namespace, parts: Any) -> list[dict[str, float]]:
+    """Rank 0: publishes and activates versions; a record of each but the first."""
+    config = TrainerConfig.model_validate(
+        {
+            "output_dir": args.output_dir,
+            "model": {"name": args.shape},
+            "weight_broadcast": {"type": args.transport, "address": args.hub, "bucket_mib": args.bucket_mib},
+        }
+    )
+    thread, loop = ThreadPoolExecutor(1), asyncio.get_running_loop()
+    orders, records = Orders(parts.parallel), []
+    async with WeightSyncClient(args.hub) as hub:
+        decided = asyncio.run_coroutine_threadsafe(decide(config, parts, hub, args.epoch, os.environ), loop)
+        publication, taken = await loop.run_in_executor(
+            thread, lambda: open_publication(decided, config, parts, orders, hub, os.environ)
+        )
+
+        def next_version() -> Any:
+            orders.give(Gather())
+            parts.learner.step_done += 1
+            return publication.exit.take(parts.learner.step_done)
+
+        def settle() -> None:
+            change(parts.learner.model)
+            if parts.parallel.device.type == "cuda":
+                torch.cuda.synchronize()
+
+        for version in range(args.steps + 1):
+            began_s = time.perf_counter()
+            if version:
+                taken = await loop.run_in_executor(thread, next_version)
+            took_s = time.perf_counter()
+            report = await publication.publisher.publish(version, taken)
+            published_s = time.perf_counter()
+            done = await hub.activate_version(
+                run_id=config.run_id, version=version, policy=ActivationPolicy(args.policy), prepare_deadline_s=300.0
+            )
+            ended_s = time.perf_counter()
+            if version:
+                applied = [engine.applied for engine in done.engines]
+                records.append(
+                    {
+                        "lag_s": ended_s - began_s,
+                        "pause_s": max(each.pause_s for each in applied),
+                        "prepare_s": max(each.prepare_s for each in applied),
+                        "take_s": took_s - began_s,
+                        "publish_s": published_s - took_s,
+                        "activate_s": ended_s - published_s,
+                        "requests_kept": sum(each.requests_kept for each in applied),
+                        "bytes": report.num_bytes,
+                        **{part: getattr(report, part, 0.0) for part in PARTS},
+                    }
+                )
+            await loop.run_in_executor(thread, settle)
+        orders.give(Stop())
+        await publication.close()
+    return records
+
+
+# --- the whole -------------------------------------------------------------------------------------
+
+
+class Mesh:
+    """The hub and one engine of a shape."""
+
+    def __init__(self, args: argparse.Namespace, shape: Path, folder: Path) -> None:
+        self.args, self.folder = args, folder
+        folder.mkdir(parents=True)
+        self.hub, self.port = f"127.0.0.1:{free_port()}", free_port()
+        self.shape = folder / "model"
+        shutil.copytree(shape, self.shape)
+        self.programs = [self._start("weights", [], "--server.port", self.hub.rpartition(":")[2])]
+        tensor_parallel = max(1, len(args.engine_gpus))
+        flags = ["--engine", args.engine, "--model.name", str(self.shape), "--max-model-len", "1024"]
+        if args.engine == "vllm":
+            flags += ["--model.dtype", "bfloat16", "--vllm.load_format", "dummy", "--max-num-seqs", "128"]
+            flags += ["--tensor-parallel-size", str(tensor_parallel), "--enforce-eager"]
+            flags += ["--gpu-memory-utilization", str(args.gpu_memory_utilization)] if args.engine_gpus else []
+        else:
+            model = build(self.shape, torch.device("cpu"), ParallelContext(device=torch.device("cpu")))
+            model.bfloat16().save_pretrained(self.shape)
+            flags += ["--model.dtype", "bfloat16"]
+        self.programs.append(
+            self._start(
+                "inference", args.engine_gpus, *flags, "--server.port", str(self.port),
+                "--weight-broadcast.address", self.hub, python=args.engine_python,
+            )
+        )  # fmt: skip
+        end_s = time.monotonic() + 300.0
+        while not self._healthy():
+            if self.programs[1].poll() is not None or time.monotonic() > end_s:
+                raise SystemExit((folder / "inference.out").read_text()[-6000:])
+            time.sleep(0.5)
+
+    def _start(
+        self, program: str, gpus: list[str], *flags: str, python: str = sys.executable
+    ) -> subprocess.Popen[bytes]:
+        environ = {**os.environ, **({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {})}
+        command = [python, "-m", f"meshrl.{program}.main", "--output-dir", str(self.folder), *flags]
+        with (self.folder / f"{program}.out").open("wb") as out:
+            return subprocess.Popen(command, env=environ, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+
+    def _healthy(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=2):
+                return True
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def measure(self, transport: str, epoch: int) -> list[dict[str, float]]:
+        """Runs the trainer's ranks over one transport; the records of its versions."""
+        args, ranks = self.args, max(1, len(self.args.trainer_gpus), self.args.ranks)
+        steps = args.stream_steps if transport == "stream" else args.steps
+        port = free_port()
+        processes = []
+        for rank in range(ranks):
+            gpus = args.trainer_gpus
+            environ = {
+                **os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
+                "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+                **({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {"OMP_NUM_THREADS": "1"}),
+            }  # fmt: skip
+            if ranks == 1:
+                for name in ("RANK", "WORLD_SIZE"):
+                    environ.pop(name)
+            command = [
+                sys.executable, __file__, "--rank", "--shape", str(self.shape), "--transport", transport, "--hub",
+                self.hub, "--epoch", str(epoch), "--steps", str(steps), "--bucket-mib", str(args.bucket_mib),
+                "--policy", args.policy, "--output-dir", str(self.folder),
+            ]  # fmt: skip
+            out = subprocess.PIPE if rank == 0 else (self.folder / f"rank{rank}-{transport}.out").open("wb")
+            errors = (self.folder / f"rank{rank}-{transport}.err").open("wb")
+            processes.append(subprocess.Popen(command, env=environ, stdout=out, stderr=errors))
+        with Load(self.port, args.load):
+            said, _ = processes[0].communicate(timeout=400)
+        for process in processes:
+            process.wait(60)
+        if processes[0].returncode:
+            sys.stderr.write((self.folder / f"rank0-{transport}.err").read_text()[-4000:])
+            return []
+        records: list[dict[str, float]] = json.loads(said.decode().strip().splitlines()[-1])
+        return records
+
+    def close(self) -> None:
+        for program in self.programs:
+            if program.poll() is None:
+                os.killpg(program.pid, signal.SIGTERM)
+        for program in self.programs:
+            try:
+                program.wait(20)
+            except subprocess.TimeoutExpired:
+                os.killpg(program.pid, signal.SIGKILL)
+
+
+class Load:
+    """So many requests in flight at the engine, in a process of its own."""
+
+    def __init__(self, port: int, count: int) -> None:
+        self._command = [sys.executable, __file__, "--load-port", str(port), "--load", str(count)]
+        self._count = count
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> None:
+        if self._count:
+            self._process = subprocess.Popen(self._command, stderr=subprocess.DEVNULL)
+
+    def __exit__(self, *exception: object) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+
+async def keep_busy(port: int, count: int) -> None:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as http:
+
+        async def forever(index: int) -> None:
+            body = {
+                "token_ids": [7 + index] * 64,
+                "sampling_params": {"max_tokens": 400, "ignore_eos": True, "logprobs": 1},
+            }
+            while True:
+                try:
+                    async with http.post(f"http://127.0.0.1:{port}/inference/v1/generate", json=body) as answer:
+                        await answer.read()
+                        if answer.status != 200:  # no version yet
+                            await asyncio.sleep(0.2)
+                except aiohttp.ClientError:
+                    await asyncio.sleep(0.2)
+
+        await asyncio.gather(*[forever(index) for index in range(count)])
+
+
+def link_gbps() -> float | None:
+    """GB/s of a copy from GPU 0 to GPU 1, the medium between trainer and engine."""
+    if torch.cuda.device_count() < 2:
+        return None
+    source = torch.empty(2**31, dtype=torch.uint8, device="cuda:0")
+    target = torch.empty_like(source, device="cuda:1")
+    times = []
+    for _ in range(5):
+        torch.cuda.synchronize(0)
+        torch.cuda.synchronize(1)
+        began_s = time.perf_counter()
+        target.copy_(source)
+        torch.cuda.synchronize(0)
+        torch.cuda.synchronize(1)
+        times.append(time.perf_counter() - began_s)
+    return source.numel() / min(times) / 1e9
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def line_of(shape: str, transport: str, ranks: str, records: list[dict[str, float]], link: float | None) -> str:
+    def middle(key: str) -> float:
+        return statistics.median(record[key] for record in records)
+
+    moved = middle("bytes") / 1e9
+    wire_s = middle("prepare_s")
+    share = f"{moved / wire_s / link:.2f}" if link and wire_s else "-"
+    fields = [
+        shape, transport, ranks, f"{moved:.2f}", f"{middle('lag_s'):.3f}", f"{middle('pause_s') * 1e3:.1f}",
+        *[f"{middle(key) * 1e3:.0f}" for key in STEPS],
+        f"{moved / wire_s:.1f}" if wire_s else "-", share, f"{middle('requests_kept'):.0f}",
+    ]  # fmt: skip
+    return "| " + " | ".join(fields) + " |"
+
+
+def tiny_shape(folder: Path) -> Path:
+    config = json.loads((SHAPES / "qwen3-0.6b" / "config.json").read_text())
+    config.update(TINY, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=2048)
+    config.pop("layer_types", None)
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    split = lambda text: [part for part in text.split(",") if part]  # noqa: E731 - an argparse type
+    parser.add_argument("--shapes", type=split, default=["tiny"], help="folders of tests/benchmarks/shapes, or tiny")
+    parser.add_argument("--transports", type=split, default=["nccl", "filesystem", "stream"])
+    parser.add_argument("--engine", choices=["embedded", "vllm"], default="embedded")
+    parser.add_argument("--engine-python", default=sys.executable)
+    parser.add_argument("--trainer-gpus", type=split, default=[])
+    parser.add_argument("--engine-gpus", type=split, default=[])
+    parser.add_argument("--ranks", type=int, default=1, help="ranks of a trainer on the CPU")
+    parser.add_argument("--steps", type=int, default=4, help="versions measured")
+    parser.add_argument("--stream-steps", type=int, default=2, help="the same for the stream, which is slow")
+    parser.add_argument("--load", type=int, default=64, help="requests in flight at the engine")
+    parser.add_argument("--bucket-mib", type=int, default=256)
+    parser.add_argument("--policy", default="rolling")
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.4)
+    parser.add_argument("--json", type=Path)
+    for hidden in ("--shape", "--transport", "--hub", "--output-dir"):
+        parser.add_argument(hidden, help=argparse.SUPPRESS)
+    parser.add_argument("--epoch", type=int, default=1, help=argparse.SUPPRESS)
+    parser.add_argument("--load-port", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    logger.remove()
+    logger.add(sys.stderr, level="INFO")
+    if args.rank:
+        run_rank(args)
+    if args.load_port:
+        asyncio.run(keep_busy(args.load_port, args.load))
+    link = link_gbps()
+    if link:
+        print(f"GPU to GPU: {link:.0f} GB/s\n")
+    print(
+        "| shape | transport | ranks | GB | lag s | pause ms | take ms | group ms | write ms | stage ms | seal ms |"
+        " prepare ms | activate ms | GB/s | of the link | requests kept |\n" + "| --- " * 16 + "|",
+        flush=True,
+    )
+    everything: dict[str, Any] = {"link_gbps": link}
+    with tempfile.TemporaryDirectory(dir="/tmp") as scratch:
+        for shape in args.shapes:
+            folder = tiny_shape(Path(scratch) / "tiny") if shape == "tiny" else SHAPES / shape
+            mesh = Mesh(args, folder, Path(scratch) / f"run-{shape}")
+            try:
+                for epoch, transport in enumerate(args.transports, 1):
+                    records = mesh.measure(transport, epoch)
+                    everything[f"{shape} {transport}"] = records
+                    ranks = f"{max(1, len(args.trainer_gpus), args.ranks)} to {max(1, len(args.engine_gpus))}"
+                    if records:
+                        print(line_of(shape, transport, ranks, records, link), flush=True)
+                    else:
+                        print(f"| {shape} | {transport} | failed |", flush=True)
+                        print((mesh.folder / "inference.out").read_text()[-2500:], file=sys.stderr)
+                    if args.json:
+                        args.json.write_text(json.dumps(everything, indent=1))
+            finally:
+                mesh.close()
+
+
+if __name__ == "__main__":
+    main()
