@@ -5,8 +5,12 @@ Every wait ends: at a deadline, or when another thread breaks the group. What we
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -20,6 +24,15 @@ POLL_S = 0.0002
 ATTEMPT_S = 1.0
 NCCL_OP_S = 24 * 3600.0  # deadlines are kept here: torch's own would end the process
 GLOO_OP_S = 300.0  # also how long gloo looks for its peers, which have met just before
+# torch's watchdog and its monitor end the whole process a minute after they saw that a peer is gone. Here that is an
+# error of one transfer: what they would do is left undone. torch reads these when a group is made, and nowhere else.
+NCCL_SETTINGS: Mapping[str, str] = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+}
+GIVEN_UP_S = 1.0
+_ENVIRONMENT = threading.Lock()  # the environment is the process's own, and so is this
 
 
 def open_store(host: str, port: int = 0, *, deadline_s: float) -> TCPStore:
@@ -53,6 +66,31 @@ def _store(host: str, port: int, deadline_s: float, *, is_master: bool) -> TCPSt
             return store
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Broadcast:
+    """A broadcast under way. On a GPU `event` comes once it is over; NCCL's own word says so of a failed one, too."""
+
+    work: Any
+    event: torch.cuda.Event | None = None
+
+    def arrived(self) -> bool:
+        """Whether it is over; with gloo it may have failed."""
+        if self.event is None:
+            return bool(self.work.is_completed())
+        return bool(self.event.query())  # type: ignore[no-untyped-call]  # torch has none
+
+    def given_up(self) -> bool:
+        """Whether the backend waits no more for what has not arrived, or it arrived just now."""
+        return self.event is not None and bool(self.work.is_completed())
+
+    def order(self, device: torch.device) -> None:
+        """Makes the current stream follow it. Raises RuntimeError when it failed with gloo."""
+        if self.event is None:
+            self.work.wait()
+        else:
+            torch.cuda.current_stream(device).wait_event(self.event)
+
+
 class Communicator:
     """One sender (rank 0) and its receivers; broadcasts from rank 0."""
 
@@ -63,6 +101,8 @@ class Communicator:
         """Meets the others. Raises MeshError GROUP_BROKEN naming the ranks that did not come in time."""
         self._name = f"group {generation}, sender {sender}"
         self._broken = threading.Event()
+        self._device = device
+        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]  # torch has none
         own = PrefixStore(f"g{generation}/s{sender}", store)
         self._meet(own, rank, size, deadline_s)
         try:
@@ -85,26 +125,40 @@ class Communicator:
             text = f"{self._name}: rank {other} of {size} did not come within {deadline_s:g} s"
             raise MeshError(Reason.GROUP_BROKEN, text) from error
 
-    def broadcast(self, flat: torch.Tensor) -> Any:
+    def broadcast(self, flat: torch.Tensor) -> Broadcast:
         """Starts to send (rank 0) or to fill (the others) a contiguous buffer; ordered after the current stream."""
         if self._broken.is_set():
             raise MeshError(Reason.GROUP_BROKEN, f"{self._name} was ended")
         options = BroadcastOptions()
         options.rootRank = 0
-        return self._group.broadcast([flat], options)
-
-    def finish(self, work: Any, stall_s: float) -> None:
-        """Waits until a broadcast is over on this side. Raises MeshError GROUP_BROKEN."""
-        end_s = time.monotonic() + stall_s
         try:
-            while not work.is_completed():
+            work = self._group.broadcast([flat], options)
+            if self._side is None:
+                return Broadcast(work=work)
+            with torch.cuda.stream(self._side):
+                work.wait()  # the stream does, not this thread
+                return Broadcast(work=work, event=self._side.record_event())
+        except RuntimeError as error:  # ended by another thread just now, or the backend's word on an earlier failure
+            self.abort()
+            raise MeshError(Reason.GROUP_BROKEN, f"{self._name}: {error}") from error
+
+    def finish(self, under_way: Broadcast, stall_s: float) -> None:
+        """Waits until a broadcast is over on this side. Raises MeshError GROUP_BROKEN."""
+        end_s, text = time.monotonic() + stall_s, f"nothing moved for {stall_s:g} s"
+        try:
+            while not under_way.arrived():
                 if self._broken.is_set():
                     raise MeshError(Reason.GROUP_BROKEN, f"{self._name} was ended")
-                if time.monotonic() > end_s:
+                now_s = time.monotonic()
+                if now_s > end_s:
                     self.abort()
-                    raise MeshError(Reason.GROUP_BROKEN, f"{self._name}: nothing moved for {stall_s:g} s")
+                    raise MeshError(Reason.GROUP_BROKEN, f"{self._name}: {text}")
+                if under_way.given_up() and now_s + GIVEN_UP_S < end_s:
+                    end_s, text = now_s + GIVEN_UP_S, "a peer is gone"
                 time.sleep(POLL_S)
-            work.wait()
+            if self._broken.is_set():  # ended broadcasts arrive, too, with whatever was there
+                raise MeshError(Reason.GROUP_BROKEN, f"{self._name} was ended")
+            under_way.order(self._device)
         except RuntimeError as error:  # what the backend says about a peer that is gone
             self.abort()
             raise MeshError(Reason.GROUP_BROKEN, f"{self._name}: {error}") from error
@@ -127,7 +181,24 @@ def _process_group(store: Store, rank: int, size: int, backend: str, device: tor
 
         options = ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=NCCL_OP_S)  # torch has no other way to say so for a group of its own
-        return ProcessGroupNCCL(store, rank, size, options)
+        with _environment(NCCL_SETTINGS):
+            return ProcessGroupNCCL(store, rank, size, options)
     raise MeshError(
         Reason.GROUP_BROKEN, f"backend {backend!r} does not work on {device.type}; use nccl on GPUs, or gloo"
     )
+
+
+@contextlib.contextmanager
+def _environment(settings: Mapping[str, str]) -> Iterator[None]:
+    """Sets variables of this process for a moment: groups made elsewhere, such as the trainer's own, keep theirs."""
+    with _ENVIRONMENT:
+        before = {name: os.environ.get(name) for name in settings}
+        os.environ.update(settings)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
