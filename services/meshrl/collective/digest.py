@@ -65,7 +65,8 @@ def _on_cpu(words: NDArray[np.uint16], first_word: int) -> NDArray[np.uint64]:
 def _on_gpu(words: torch.Tensor, first_word: int) -> torch.Tensor:
     blocks = -(-words.numel() // KERNEL_WORDS)
     partial = torch.empty((2, blocks), dtype=torch.int64, device=words.device)
-    _kernel()[(blocks,)](words, partial, words.numel(), first_word, blocks, WORDS=KERNEL_WORDS)
+    with torch.cuda.device(words.device):  # Triton launches on the thread's device, whatever the tensor's is
+        _kernel()[(blocks,)](words, partial, words.numel(), first_word, blocks, WORDS=KERNEL_WORDS)
     return partial.sum(dim=1)
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from meshrl.collective.digest import digest_bytes, sum128
-from meshrl.collective.group import Communicator, reach_store
+from meshrl.collective.group import Broadcast, Communicator, reach_store
 from meshrl.collective.plan import Bucket, buckets
 from meshrl.collective.sending import TORCH_DTYPES
 from meshrl.wire.errors import MeshError, Reason
@@ -66,6 +65,7 @@ class Receiver:
 
         On a GPU everything, the sink's work included, is on the current stream. Raises MeshError: GROUP_BROKEN when
         nothing moves for `stall_s` or the group was ended; DIGEST_MISMATCH naming the tensor; what the sink raises.
+        The group outlives a wrong digest, and nothing else of these.
         """
         plan = manifest.collective
         if plan is None or plan.num_senders != len(self._communicators):
@@ -73,8 +73,22 @@ class Receiver:
                 Reason.GROUP_BROKEN, f"the group has {len(self._communicators)} senders, the version {plan}"
             )
         times = dict.fromkeys(("wire", "load", "verify"), 0.0)
+        try:
+            digests = self._take(manifest.tensors, list(buckets(manifest.tensors, plan)), sink, stall_s, times)
+        except BaseException:  # the sink's too: senders must not wait for a rank that is out of step
+            self.abort()
+            raise
+        began_s = time.perf_counter()
+        self._check(manifest, torch.stack(digests))
+        times["verify"] += time.perf_counter() - began_s
+        return ReceiveTimes(wire_s=times["wire"], load_s=times["load"], verify_s=times["verify"])
+
+    def _take(
+        self, entries: Sequence[TensorEntry], order: Sequence[Bucket], sink: Sink, stall_s: float,
+        times: dict[str, float],
+    ) -> list[torch.Tensor]:  # fmt: skip
+        """Takes bucket after bucket, the next one under way meanwhile; returns the tensors' digests, (2,) each."""
         digests: list[torch.Tensor] = []
-        order = list(buckets(manifest.tensors, plan))
         under_way = self._start(order[0], 0)
         for turn, bucket in enumerate(order):
             flat, works = under_way
@@ -84,19 +98,16 @@ class Receiver:
             for communicator, work in works:
                 communicator.finish(work, stall_s)
             arrived_s = time.perf_counter()
-            tensors = self._assemble(manifest.tensors, bucket, flat)
+            tensors = self._assemble(entries, bucket, flat)
             digests += [sum128(tensor) for _, tensor in tensors]
             verified_s = time.perf_counter()
             sink(tensors)
             times["wire"] += arrived_s - began_s
             times["verify"] += verified_s - arrived_s
             times["load"] += time.perf_counter() - verified_s
-        began_s = time.perf_counter()
-        self._check(manifest, torch.stack(digests))
-        times["verify"] += time.perf_counter() - began_s
-        return ReceiveTimes(wire_s=times["wire"], load_s=times["load"], verify_s=times["verify"])
+        return digests
 
-    def _start(self, bucket: Bucket, turn: int) -> tuple[torch.Tensor, list[tuple[Communicator, Any]]]:
+    def _start(self, bucket: Bucket, turn: int) -> tuple[torch.Tensor, list[tuple[Communicator, Broadcast]]]:
         """Starts a bucket's broadcasts into one of the two buffers, senders' pieces one after the other."""
         sizes = [bucket.num_bytes(sender) for sender in range(len(self._communicators))]
         buffer = self._buffers[turn % 2]

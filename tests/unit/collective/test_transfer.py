@@ -194,6 +194,27 @@ def test_abort_from_another_thread_ends_a_receive_at_once() -> None:
     assert caught.value.reason is Reason.GROUP_BROKEN
 
 
+def test_sink_that_raises_ends_the_group_so_that_nobody_waits_for_it() -> None:
+    state = weights()
+    tensors = entries(state)
+    plan = CollectivePlan(num_senders=1, bucket_bytes=300)
+    group = Group(1, 1)
+    receiver = group.receiver(0).result(5)
+    group.senders[0].result(5)
+
+    def sink(_: object) -> None:
+        raise MeshError(Reason.LAYOUT_MISMATCH, "no such tensor here")
+
+    sending = group.threads.submit(
+        group.senders[0].result().send, take_snapshot(tensors, plan, state, 0, CPU), stall_s=STALL_S
+    )
+    with pytest.raises(MeshError, match="no such tensor"):
+        receiver.receive(manifest_of(tensors, plan), sink, stall_s=STALL_S)
+    with pytest.raises(MeshError, match="was ended"):  # rather than take what is left of the version before
+        receiver.receive(manifest_of(tensors, plan), lambda _: None, stall_s=STALL_S)
+    sending.exception(5)
+
+
 def test_group_without_a_store_is_broken() -> None:
     group = JoinGroup(
         generation=1, store_address="127.0.0.1:9", backend="gloo", num_senders=1, num_receivers=1, first_receiver=0,
