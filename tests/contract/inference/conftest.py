@@ -1,0 +1,73 @@
+"""One engine of each kind for the whole session, and a client of it for each test."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine_mesh import EngineClient, EngineKind, EngineMesh
+
+REPOSITORY = Path(__file__).parents[3]
+CONFIGS: dict[str, dict[str, Any]] = {
+    "embedded": {"kv_cache_bytes": 2**28, "torch_threads": 1},
+    "vllm": {"enforce_eager": True},
+}
+
+
+def kind_of(name: str, dtype: torch.dtype = torch.float32, **config: Any) -> EngineKind:
+    exact = dtype == torch.float32
+    return EngineKind(
+        name=name,
+        python=Path(sys.executable) if name == "embedded" else vllm_python(),
+        dtype=dtype,
+        config={**CONFIGS[name], **config},
+        clear_margin=1e-3 if exact else 0.1,
+        logprob_atol=1e-4 if exact else 0.05,
+        logprob_mean=1e-5 if exact else 0.01,
+    )
+
+
+def vllm_python() -> Path:
+    """The interpreter that has vLLM. Without one the tests are skipped, in CI they fail."""
+    python = Path(os.environ.get("MESHRL_VLLM_PYTHON") or REPOSITORY / ".tools/vllm/bin/python")
+    if not python.exists():
+        reason = f"there is no vLLM at {python}; run make vllm, or set MESHRL_VLLM_PYTHON"
+        if os.environ.get("CI") == "true":
+            pytest.fail(reason)
+        pytest.skip(reason)
+    return python
+
+
+@pytest.fixture(scope="session", params=["embedded", "vllm"])
+def engine_kind(request: pytest.FixtureRequest) -> EngineKind:
+    return kind_of(request.param)
+
+
+@pytest.fixture(scope="session")
+def session_mesh(engine_kind: EngineKind, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineMesh]:
+    mesh = EngineMesh(engine_kind, tmp_path_factory.mktemp(engine_kind.name))
+    yield mesh
+    mesh.close()
+
+
+@pytest.fixture
+async def mesh(session_mesh: EngineMesh) -> EngineMesh:
+    """Serves a plain model; started anew when a test before has ended the engine."""
+    torch.set_num_threads(1)
+    if session_mesh.engine.process.poll() is not None:
+        session_mesh.restart_engine()
+    if session_mesh.seed is None:
+        await session_mesh.publish(0)
+    return session_mesh
+
+
+@pytest.fixture
+async def client(mesh: EngineMesh) -> AsyncIterator[EngineClient]:
+    async with mesh.session() as session:
+        yield EngineClient(session)

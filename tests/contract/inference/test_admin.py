@@ -1,0 +1,65 @@
+"""Weights loaded by hand: from the folder of a checkpoint and back to the base model's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import aiohttp
+
+from engine_mesh import EngineClient, EngineMesh
+from plain_checks import check_greedy
+from plain_model import logits_of, plain_model, save_model
+
+PROMPT = [1, 2, 3]
+LONG_PROMPT = [1 + index % 63 for index in range(400)]
+
+
+async def serves(mesh: EngineMesh, client: EngineClient, seed: int, version: int) -> None:
+    for prompt in (PROMPT, LONG_PROMPT):
+        choice = await client.greedy(prompt)
+        assert choice["version_spans"] == [[0, 40, version]]
+        check_greedy(mesh.kind, logits_of(plain_model(seed), prompt, choice["token_ids"]), choice)
+
+
+async def test_weights_are_loaded_by_hand_until_the_hub_brings_its_next_version(
+    mesh: EngineMesh, client: EngineClient, tmp_path: Path
+) -> None:
+    folder = save_model(tmp_path / "other", 5, mesh.kind.dtype)
+    await mesh.publish(1)  # its agent has just told the hub where it stands, and looks again in a third of a lease
+    answer = await client.post("/update_weights", {"weight_dir": str(folder), "version": mesh.version + 100})
+    assert answer.status == 200, answer.body
+    assert (answer.body["status"], answer.body["version"]) == ("ok", mesh.version + 100)
+    assert 0.0 < answer.body["pause_s"] < 5.0
+    await serves(mesh, client, 5, mesh.version + 100)
+    answer = await client.post("/reload_weights", {"version": mesh.version + 200})
+    assert answer.status == 200, answer.body
+    await serves(mesh, client, mesh.base_seed, mesh.version + 200)
+    await mesh.publish(2)
+    await serves(mesh, client, 2, mesh.version)
+
+
+async def test_a_folder_that_does_not_fit_is_refused_and_the_weights_stay(
+    mesh: EngineMesh, client: EngineClient, tmp_path: Path
+) -> None:
+    assert mesh.seed is not None
+    answer = await client.post("/update_weights", {"weight_dir": str(tmp_path)})
+    assert answer.status == 400
+    assert "pass the folder of a checkpoint" in answer.message
+    assert (await client.post("/update_weights", {})).message == (
+        "send weight_dir: the folder of a Hugging Face checkpoint"
+    )
+    (tmp_path / "model.safetensors").write_bytes(b"no safetensors")
+    answer = await client.post("/update_weights", {"weight_dir": str(tmp_path)})
+    assert answer.status == 400
+    assert "not a readable safetensors file" in answer.message
+    answer = await client.post("/load_lora_adapter", {"lora_name": "one", "lora_path": str(tmp_path)})
+    assert answer.status == 400
+    assert "adapter in PEFT's format" in answer.message
+    await serves(mesh, client, mesh.seed, mesh.version)
+
+
+async def test_admin_routes_need_no_key_on_this_host(mesh: EngineMesh) -> None:
+    async with aiohttp.ClientSession(mesh.url) as session:
+        stranger = EngineClient(session)
+        assert (await stranger.post("/pause")).status == 200
+        assert (await stranger.post("/resume")).status == 200

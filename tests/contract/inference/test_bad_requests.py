@@ -1,0 +1,110 @@
+"""What cannot be served is refused with 4xx and a message that says what to change; nothing of it reaches the model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import aiohttp
+import pytest
+
+from engine_mesh import MAX_MODEL_LEN, MODEL_NAME, EngineClient, EngineMesh
+
+GENERATE, CHAT, TEXT = "/inference/v1/generate", "/v1/chat/completions", "/v1/completions"
+MESSAGES = [{"role": "user", "content": "abc"}]
+
+SAMPLING: dict[str, tuple[dict[str, Any], str]] = {
+    "temperature below 0": ({"temperature": -0.1}, "temperature"),
+    "temperature NaN": ({"temperature": float("nan")}, "temperature"),
+    "top_p 0": ({"top_p": 0.0}, "top_p"),
+    "top_p above 1": ({"top_p": 1.5}, "top_p"),
+    "top_p NaN": ({"top_p": float("nan")}, "top_p"),
+    "top_k below -1": ({"top_k": -2}, "top_k"),
+    "min_p above 1": ({"min_p": 2.0}, "min_p"),
+    "min_p NaN": ({"min_p": float("nan")}, "min_p"),
+    "no tokens": ({"max_tokens": 0}, "max_tokens"),
+    "min_tokens below 0": ({"min_tokens": -1}, "min_tokens"),
+    "n 0": ({"n": 0}, "n:"),
+    "too many completions": ({"n": 1000}, "n:"),
+    "seed in words": ({"seed": "seven"}, "seed"),
+    "logprobs below 0": ({"logprobs": -1}, "logprobs"),
+    "too many alternatives": ({"logprobs": 1000}, "logprobs"),
+    "penalty": ({"presence_penalty": 0.5}, "presence_penalty is not supported"),
+    "repetition": ({"repetition_penalty": 1.1}, "repetition_penalty is not supported"),
+    "logit bias": ({"logit_bias": {"3": 1.0}}, "logit_bias is not supported"),
+    "stop string for token ids": ({"stop": "x"}, "use stop_token_ids"),
+}
+PROMPTS: dict[str, tuple[Any, str]] = {
+    "empty": ([], "send 1 to 1023 prompt tokens"),
+    "as long as the context": ([1] * MAX_MODEL_LEN, "maximum context length is 1024 tokens"),
+    "far too long": ([1] * 5000, "maximum context length is 1024 tokens"),
+    "token out of vocabulary": ([1, 64], r"\[0, 64\)"),
+    "token below 0": ([1, -1], r"\[0, 64\)"),
+    "token beyond 64 bits": ([2**70], r"token_ids|\[0, 64\)"),
+    "token not whole": ([1.5], "token_ids"),
+    "words": ("abc", "token_ids"),
+}
+
+
+async def refused(client: EngineClient, path: str, body: Any, match: str) -> None:
+    answer = await client.post(path, body)
+    assert answer.status == 400, answer.body
+    assert answer.body["error"]["type"] == "invalid_request_error"
+    with pytest.raises(AssertionError, match=match):
+        raise AssertionError(answer.message)
+
+
+@pytest.mark.parametrize(("sampling", "match"), SAMPLING.values(), ids=SAMPLING.keys())
+async def test_sampling_parameter_out_of_range(client: EngineClient, sampling: dict[str, Any], match: str) -> None:
+    await refused(client, GENERATE, {"token_ids": [1, 2], "sampling_params": sampling}, match)
+
+
+@pytest.mark.parametrize(("prompt", "match"), PROMPTS.values(), ids=PROMPTS.keys())
+async def test_prompt_that_cannot_be_served(client: EngineClient, prompt: Any, match: str) -> None:
+    await refused(client, GENERATE, {"token_ids": prompt, "sampling_params": {"max_tokens": 2}}, match)
+
+
+async def test_text_routes_refuse_what_is_not_a_prompt(client: EngineClient) -> None:
+    await refused(client, TEXT, {"model": MODEL_NAME, "prompt": "a" * 2000}, "maximum context length is 1024 tokens")
+    await refused(client, TEXT, {"model": MODEL_NAME, "prompt": []}, "an empty list")
+    await refused(client, TEXT, {"model": MODEL_NAME, "prompt": [1, 64]}, r"\[0, 64\)")
+    await refused(client, CHAT, {"model": MODEL_NAME, "messages": []}, "messages")
+    await refused(client, CHAT, {"model": MODEL_NAME, "messages": "abc"}, "messages")
+    both = {"model": MODEL_NAME, "messages": MESSAGES, "max_tokens": 2, "max_completion_tokens": 3}
+    await refused(client, CHAT, both, "send one of them")
+    await refused(client, TEXT, {"model": MODEL_NAME, "prompt": "abc", "echo": True}, "echo")
+
+
+async def test_a_stream_is_refused_before_it_begins(client: EngineClient) -> None:
+    for prompt in ([], [64]):
+        await refused(client, GENERATE, {"token_ids": prompt, "stream": True}, "prompt")
+
+
+@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b'"abc"', b"\xff\xfe"], ids=repr)
+async def test_body_that_is_no_object(client: EngineClient, raw: bytes) -> None:
+    async with client.session.post(GENERATE, data=raw) as response:
+        assert response.status == 400
+        assert "body" in (await response.json())["error"]["message"]
+
+
+async def test_unknown_paths_and_methods(client: EngineClient) -> None:
+    assert (await client.post("/v1/embeddings", {})).status == 404
+    assert (await client.get(GENERATE)).status == 405
+
+
+async def test_a_request_without_the_key_is_refused(mesh: EngineMesh) -> None:
+    body = {"token_ids": [1, 2], "sampling_params": {"max_tokens": 2}}
+    for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "open-sesame-not"}):
+        async with aiohttp.ClientSession(mesh.url, headers=headers) as session:
+            stranger = EngineClient(session)
+            for path in (GENERATE, CHAT, TEXT):
+                answer = await stranger.post(path, body)
+                assert answer.status == 401
+                assert "API key" in answer.message
+            assert (await stranger.get("/v1/models")).status == 401
+            assert (await stranger.get("/health")).status == 200
+
+
+async def test_refused_requests_leave_no_trace(mesh: EngineMesh, client: EngineClient) -> None:
+    version = await client.version()
+    assert (version["in_flight"], version["paused"], version["version"]) == (0, False, mesh.version)
+    assert (await client.get("/health")).body == {"status": "ok"}

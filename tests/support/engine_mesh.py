@@ -1,0 +1,275 @@
+"""One real engine program behind its HTTP server, beside a real weight hub: what the engine contract is tested on.
+
+Both are processes of their own and outlive a test: an engine takes up to a minute and a half to start. Everything a
+test asks for goes over HTTP, or through the hub as a trainer would do it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import torch
+
+from meshrl.client import ChannelOptions, WeightSyncClient
+from meshrl.trainer.publisher import Adapter, Publisher
+from meshrl.wire.types import Activation, ActivationPolicy, Transport
+from plain_model import plain_model, plain_state, save_model
+
+API_KEY = "open-sesame"
+MODEL_NAME = "tiny"
+MAX_MODEL_LEN = 1024
+SLOTS = 16
+LEASE_S = 24.0  # an agent looks at its engine every third of it, when it has nothing else to say
+START_S = 300.0
+STOP_S = 60.0
+POLL_S = 0.02
+REPOSITORY = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineKind:
+    """An engine under test, and how far its numbers may be from those of a plain forward pass in float32."""
+
+    name: str
+    python: Path
+    dtype: torch.dtype
+    clear_margin: float
+    """Logits nearer to each other than this may be ranked either way."""
+    logprob_atol: float
+    logprob_mean: float
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What came back over HTTP."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: Any
+
+    @property
+    def message(self) -> str:
+        return str(self.body["error"]["message"])
+
+
+class Program:
+    """One program of the mesh, started with a configuration file; its log says where it listens."""
+
+    def __init__(self, python: Path, module: str, config: Mapping[str, Any], folder: Path, name: str) -> None:
+        path = folder / f"{name}.toml"
+        path.write_text(_toml(config))
+        self.log = folder / f"{name}.log"
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "PYTHONPATH": os.pathsep.join(str(REPOSITORY / part) for part in ("services", "clients/python")),
+        }
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [str(python), "-m", module, "@", str(path)], stdout=log, stderr=subprocess.STDOUT, env=environment
+            )
+
+    def address(self, pattern: str) -> str:
+        """The first group of `pattern` once the log has it. Fails with the log when the program ends before."""
+        end_s = time.monotonic() + START_S
+        while (found := re.search(pattern, self.log.read_text(errors="replace"))) is None:
+            assert self.process.poll() is None, f"the program ended early:\n{self.log.read_text()[-6000:]}"
+            assert time.monotonic() < end_s, f"not up in {START_S} s:\n{self.log.read_text()[-6000:]}"
+            time.sleep(0.1)
+        return found.group(1)
+
+    def stop(self) -> None:
+        """SIGTERM, and SIGKILL when that does not end it."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        try:
+            self.process.wait(STOP_S)
+        except subprocess.TimeoutExpired:  # the next test must not share the machine with it
+            self.process.kill()
+            self.process.wait(STOP_S)
+
+
+class EngineMesh:
+    """A hub, an engine and what a trainer has published so far."""
+
+    def __init__(self, kind: EngineKind, folder: Path, *, seed: int = 0) -> None:
+        """Starts both with the plain model of `seed` as base; publish a version before asking for tokens."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self.kind, self.folder, self.base_seed = kind, folder, seed
+        self.model_folder = save_model(folder / "model", seed, kind.dtype)
+        hub = {"server": {"port": 0}, "output_dir": str(folder), "lease_s": LEASE_S}
+        self.hub = Program(Path(sys.executable), "meshrl.weights.main", hub, folder, "weights")
+        self.hub_address = self.hub.address(r"serving WeightSync at (\S+)")
+        self.seed: int | None = None
+        self.version = -1
+        self.engine, self.url = self._start_engine()
+
+    def _start_engine(self) -> tuple[Program, str]:
+        config = {
+            "engine": self.kind.name.partition("-")[0],
+            "max_model_len": MAX_MODEL_LEN,
+            "max_num_seqs": SLOTS,
+            "served_model_name": MODEL_NAME,
+            "api_key": API_KEY,
+            "output_dir": str(self.folder),
+            **self.kind.config,
+            "model": {"name": str(self.model_folder), "dtype": self.kind.dtype_name, "device": "cpu"},
+            "server": {"port": 0},
+            "weight_broadcast": {"address": self.hub_address},
+        }
+        program = Program(self.kind.python, "meshrl.inference.main", config, self.folder, "inference")
+        return program, program.address(r"on (http://\S+)")
+
+    def restart_engine(self) -> None:
+        """A new engine after a test has ended the last one; the hub gives it the newest version."""
+        self.engine, self.url = self._start_engine()
+
+    def close(self) -> None:
+        self.engine.stop()
+        self.hub.stop()
+
+    # --- what a trainer does ----------------------------------------------------------------------
+
+    async def publish(
+        self,
+        seed: int,
+        *,
+        transport: Transport = Transport.FILESYSTEM,
+        policy: ActivationPolicy = ActivationPolicy.ROLLING,
+    ) -> Activation:
+        """Has the plain model of `seed` served as the next version; returns once the engine serves it."""
+        activation = await self.publish_state(plain_state(seed, self.kind.dtype), transport=transport, policy=policy)
+        self.seed = seed
+        return activation
+
+    async def publish_state(
+        self,
+        state: Mapping[str, torch.Tensor],
+        *,
+        transport: Transport = Transport.FILESYSTEM,
+        policy: ActivationPolicy = ActivationPolicy.ROLLING,
+        adapter: Adapter | None = None,
+    ) -> Activation:
+        options = ChannelOptions(unary_deadline_s=30.0, retry_attempts=2, retry_backoff_s=0.05)
+        async with WeightSyncClient(self.hub_address, options) as client:
+            publisher = Publisher(
+                client,
+                run_id="run",
+                epoch=1,
+                transport=transport,
+                broadcast_dir=self.folder / "broadcasts",
+                chunk_bytes=4096,
+                adapter=adapter,
+            )
+            self.version += 1
+            self.seed = None
+            await publisher.publish(self.version, state)
+            activation = await client.activate_version(
+                run_id="run", version=self.version, policy=policy, prepare_deadline_s=60.0
+            )
+            await publisher.close()
+        return activation
+
+    # --- what a client does -----------------------------------------------------------------------
+
+    def session(self) -> aiohttp.ClientSession:
+        return aiohttp.ClientSession(
+            self.url,
+            headers={"Authorization": f"Bearer {API_KEY}"},
+            timeout=aiohttp.ClientTimeout(total=90.0),
+        )
+
+
+class EngineClient:
+    """HTTP calls to one engine, with an answer read whole."""
+
+    def __init__(self, session: aiohttp.ClientSession) -> None:
+        self.session = session
+
+    async def get(self, path: str, **kwargs: Any) -> Answer:
+        async with self.session.get(path, **kwargs) as response:
+            return await _read(response)
+
+    async def post(self, path: str, body: Any = None, **kwargs: Any) -> Answer:
+        async with self.session.post(path, json=body, **kwargs) as response:
+            return await _read(response)
+
+    async def generate(
+        self, prompt: Sequence[int], *, n: int = 1, extra: Mapping[str, Any] | None = None, **sampling: Any
+    ) -> list[dict[str, Any]]:
+        """The choices of the token route, logprobs included; 40 tokens past any end token unless told otherwise."""
+        params = {"max_tokens": 40, "ignore_eos": True, "logprobs": 1, "n": n, **sampling}
+        body = {"model": MODEL_NAME, "token_ids": list(prompt), "sampling_params": params, **(extra or {})}
+        answer = await self.post("/inference/v1/generate", body)
+        assert answer.status == 200, answer.body
+        choices: list[dict[str, Any]] = answer.body["choices"]
+        assert [choice["index"] for choice in choices] == list(range(n))
+        return choices
+
+    async def one(self, prompt: Sequence[int], **sampling: Any) -> dict[str, Any]:
+        return (await self.generate(prompt, **sampling))[0]
+
+    async def greedy(self, prompt: Sequence[int], max_tokens: int = 40) -> dict[str, Any]:
+        return await self.one(prompt, temperature=0.0, max_tokens=max_tokens)
+
+    async def version(self) -> dict[str, Any]:
+        body: dict[str, Any] = (await self.get("/version")).body
+        return body
+
+    async def until_in_flight(self, count: int, deadline_s: float = 20.0) -> None:
+        await self.until("in_flight", count, deadline_s)
+
+    async def until(self, key: str, value: Any, deadline_s: float) -> None:
+        """Until /version says `value`."""
+        end_s = time.monotonic() + deadline_s
+        while (found := await self.version())[key] != value:
+            assert time.monotonic() < end_s, f"{key} is not {value} after {deadline_s} s: {found}"
+            await asyncio.sleep(POLL_S)
+
+
+async def _read(response: aiohttp.ClientResponse) -> Answer:
+    is_json = response.content_type == "application/json"
+    body = await response.json() if is_json else await response.text()
+    return Answer(status=response.status, headers=response.headers, body=body)
+
+
+def logprobs_of(choice: Mapping[str, Any]) -> list[float]:
+    """(T,) of a choice of the token route."""
+    return [entry["logprob"] for entry in choice["logprobs"]["content"]]
+
+
+def reference(mesh: EngineMesh) -> Any:
+    """The plain model whose weights the engine serves."""
+    assert mesh.seed is not None, "the live weights are no plain model's; publish one first"
+    return plain_model(mesh.seed)
+
+
+def _toml(table: Mapping[str, Any]) -> str:
+    """Plain values first, then tables one level deep."""
+    lines = [f"{key} = {_value(value)}" for key, value in table.items() if not isinstance(value, Mapping)]
+    for name, inner in table.items():
+        if isinstance(inner, Mapping):
+            lines += [f"[{name}]", *(f"{key} = {_value(value)}" for key, value in inner.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _value(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool | int | float) else f'"{value}"'

@@ -1,0 +1,138 @@
+"""The plain model that an engine is held against: a tiny Qwen3 in float32, one forward pass over the whole sequence.
+
+Shapes: P prompt tokens, T completion tokens, V tokens of the vocabulary. What the engine sampled is fed back, so one
+flipped near-tie does not make everything after it incomparable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from meshrl.models.state import hf_state
+
+VOCAB = 64
+EOS = 0
+MAX_POSITIONS = 2048
+
+
+@cache
+def plain_model(seed: int) -> Qwen3ForCausalLM:
+    """Random weights that bfloat16 can hold, so engines of either dtype serve the very same model. Do not change it."""
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=MAX_POSITIONS,
+        tie_word_embeddings=True,
+        initializer_range=0.2,
+        eos_token_id=EOS,
+        bos_token_id=None,
+    )
+    model = Qwen3ForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():  # but not the buffers: the rotary frequencies are float32 everywhere
+            parameter.copy_(parameter.bfloat16())
+    return model
+
+
+def plain_state(seed: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """What a trainer publishes of it."""
+    return hf_state(plain_model(seed), dtype)
+
+
+def save_model(folder: Path, seed: int, dtype: torch.dtype) -> Path:
+    """Writes the folder of a checkpoint with its tokenizer."""
+    config = Qwen3Config.from_dict(plain_model(seed).config.to_dict())
+    model = Qwen3ForCausalLM(config).to(dtype)
+    model.load_state_dict(plain_model(seed).state_dict())
+    model.save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """Bytes: letters, digits and some signs, ids 1 to 63; 0 ends a text."""
+    letters = [chr(code) for code in (*range(ord("a"), ord("z") + 1), *range(ord("A"), ord("X")))]
+    byte_names = ["</s>", *letters, *"0123456789", ":", "Ċ", ".", "Ġ"]
+    vocabulary = {name: index for index, name in enumerate(byte_names)}
+    assert len(vocabulary) == VOCAB
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+    tokenizer.chat_template = (
+        "{% for message in messages %}{{ message.role[0] }}:{{ message.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}a:{% endif %}"
+    )
+    return tokenizer
+
+
+@torch.no_grad()
+def logits_of(model: Qwen3ForCausalLM, prompt: Sequence[int], completion: Sequence[int]) -> torch.Tensor:
+    """(T, V) float32 logits that each token of the completion was sampled from."""
+    logits_1SV = model(torch.tensor([[*prompt, *completion]])).logits
+    return logits_1SV[0, len(prompt) - 1 : -1]
+
+
+@torch.no_grad()
+def logits_across(
+    before: Qwen3ForCausalLM,
+    after: Qwen3ForCausalLM,
+    prompt: Sequence[int],
+    completion: Sequence[int],
+    boundary: int,
+) -> torch.Tensor:
+    """As `logits_of`, where the weights change after `boundary` tokens and the KV cache made so far is kept."""
+    sequence = [*prompt, *completion]
+    kept = len(prompt) + boundary - 1  # the last token sampled by the old weights is the first that the new ones read
+    first = before(torch.tensor([sequence[:kept]]), use_cache=True)
+    second = after(
+        torch.tensor([sequence[kept:-1]]),
+        past_key_values=first.past_key_values,
+        cache_position=torch.arange(kept, len(sequence) - 1),
+        use_cache=True,
+    )
+    return torch.cat([first.logits[0, len(prompt) - 1 :], second.logits[0]])
+
+
+@torch.no_grad()
+def greedy_loop(model: Qwen3ForCausalLM, prompt: Sequence[int], count: int) -> list[int]:
+    """`count` tokens, each the most likely one after a forward pass over everything before it."""
+    sequence = list(prompt)
+    for _ in range(count):
+        sequence.append(int(model(torch.tensor([sequence])).logits[0, -1].argmax()))
+    return sequence[len(prompt) :]
+
+
+def processed_logprobs(
+    logits_TV: torch.Tensor, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+) -> torch.Tensor:
+    """(T, V) logprobs of what is sampled from: temperature, then min_p, top_k and top_p, normalised again; float64."""
+    scaled_TV = logits_TV.double() / temperature
+    probs_TV = scaled_TV.softmax(-1)
+    scaled_TV = scaled_TV.masked_fill(probs_TV < min_p * probs_TV.amax(-1, keepdim=True), -torch.inf)
+    ranked = scaled_TV.sort(-1, descending=True)
+    ranked_TV = ranked.values
+    if top_k:
+        ranked_TV[:, top_k:] = -torch.inf
+    mass_TV = ranked_TV.softmax(-1)
+    ranked_TV = ranked_TV.masked_fill(mass_TV.cumsum(-1) - mass_TV >= top_p, -torch.inf)
+    kept_TV = torch.empty_like(ranked_TV).scatter_(-1, ranked.indices, ranked_TV)
+    return kept_TV.log_softmax(-1)
+
+
+def at(logprobs_TV: torch.Tensor, completion: Sequence[int]) -> list[float]:
+    """(T,) the logprobs of the tokens themselves."""
+    picked: list[float] = logprobs_TV.gather(-1, torch.tensor(list(completion))[:, None])[:, 0].tolist()
+    return picked
