@@ -147,6 +147,8 @@ def _on_thread(function: Callable[[], Result]) -> asyncio.Future[Result]:
     done: Future[Result] = Future()
 
     def run() -> None:
+        if not done.set_running_or_notify_cancel():
+            return
         try:
             done.set_result(function())
         except MeshError as error:

@@ -92,7 +92,7 @@ def _meet(group: JoinGroup, device: torch.device) -> Receiver:
 
 async def _close(receiver: Receiver) -> None:
     await asyncio.wait({_on_thread(receiver.close)}, timeout=GRACE_S)
-    _on_thread(lambda: _keep(receiver))
+    _keep(receiver)
 
 
 def _close_late(meeting: asyncio.Future[Receiver]) -> None:
@@ -100,11 +100,18 @@ def _close_late(meeting: asyncio.Future[Receiver]) -> None:
     if not meeting.cancelled() and meeting.exception() is None:
         receiver = meeting.result()
         _on_thread(receiver.close)
-        _on_thread(lambda: _keep(receiver))
+        _keep(receiver)
 
 
-def _keep(_receiver: Receiver) -> None:
-    time.sleep(KEEP_S)
+def _keep(receiver: Receiver) -> None:
+    """Has a thread hold it until whoever lets go of it does not wait."""
+    kept = [receiver]
+
+    def hold() -> None:
+        time.sleep(KEEP_S)
+        kept.clear()
+
+    threading.Thread(target=hold, name="group", daemon=True).start()
 
 
 def _on_thread(function: Callable[[], Result]) -> asyncio.Future[Result]:
@@ -112,6 +119,8 @@ def _on_thread(function: Callable[[], Result]) -> asyncio.Future[Result]:
     done: Future[Result] = Future()
 
     def run() -> None:
+        if not done.set_running_or_notify_cancel():
+            return
         try:
             done.set_result(function())
         except MeshError as error:  # a new one for whoever waits: the frames of this one hold the group
