@@ -6,6 +6,7 @@ flipped near-tie does not make everything after it incomparable.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -14,11 +15,13 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from meshrl.models.lora import adapted_layers, apply_lora
 from meshrl.models.state import hf_state
 
 VOCAB = 64
 EOS = 0
 MAX_POSITIONS = 2048
+RANK, ALPHA, TARGETS = 4, 6.0, ("q_proj", "down_proj")
 
 
 @cache
@@ -49,6 +52,19 @@ def plain_model(seed: int) -> Qwen3ForCausalLM:
 def plain_state(seed: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """What a trainer publishes of it."""
     return hf_state(plain_model(seed), dtype)
+
+
+@cache
+def adapted_model(base_seed: int, seed: int) -> Qwen3ForCausalLM:
+    """The plain model with LoRA adapters of `seed` beside its layers."""
+    model = copy.deepcopy(plain_model(base_seed))
+    apply_lora(model, rank=RANK, alpha=ALPHA, dropout=0.0, target_modules=TARGETS)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for layer in adapted_layers(model).values():
+            layer.lora_A.normal_(std=0.2, generator=generator)
+            layer.lora_B.normal_(std=0.2, generator=generator)
+    return model
 
 
 def save_model(folder: Path, seed: int, dtype: torch.dtype) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,20 @@ def session_mesh(engine_kind: EngineKind, tmp_path_factory: pytest.TempPathFacto
     mesh = EngineMesh(engine_kind, tmp_path_factory.mktemp(engine_kind.name))
     yield mesh
     mesh.close()
+
+
+@pytest.fixture(scope="module")
+def start_mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., EngineMesh]]:
+    """Starts further engines for the tests of one file; arguments are those of `kind_of`."""
+    started: list[EngineMesh] = []
+
+    def start(name: str, dtype: torch.dtype = torch.float32, **config: Any) -> EngineMesh:
+        started.append(EngineMesh(kind_of(name, dtype, **config), tmp_path_factory.mktemp(name)))
+        return started[-1]
+
+    yield start
+    for mesh in started:
+        mesh.close()
 
 
 @pytest.fixture

@@ -1,0 +1,91 @@
+"""Versions that are LoRA adapters: the engine then is the plain model with that adapter, and with no other."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine_mesh import EngineClient, EngineKind, EngineMesh
+from meshrl.models.lora import adapter_config, adapter_state, peft_state, save_adapter
+from meshrl.trainer.publisher import Adapter
+from meshrl.wire.manifest import layout_signature
+from meshrl.wire.types import AdapterConfig, Transport
+from plain_checks import check_greedy
+from plain_model import ALPHA, RANK, TARGETS, adapted_model, logits_across, logits_of, plain_state
+
+PROMPTS = ([1, 2, 3], [1 + index % 63 for index in range(400)])
+LENGTH = 800
+LORA = {"vllm": {"vllm": {"enable_lora": True, "max_lora_rank": 8}}}
+pytestmark = pytest.mark.timeout(400)  # another engine starts
+
+
+@pytest.fixture(scope="module")
+def lora_mesh(engine_kind: EngineKind, start_mesh: Callable[..., EngineMesh]) -> EngineMesh:
+    return start_mesh(engine_kind.name, **LORA.get(engine_kind.name, {}))
+
+
+@pytest.fixture
+async def lora_client(lora_mesh: EngineMesh) -> AsyncIterator[EngineClient]:
+    torch.set_num_threads(1)
+    async with lora_mesh.session() as session:
+        yield EngineClient(session)
+
+
+async def publish(mesh: EngineMesh, seed: int, transport: Transport = Transport.FILESYSTEM) -> None:
+    state = plain_state(mesh.base_seed, mesh.kind.dtype)
+    layout = [(name, mesh.kind.dtype_name, tuple(tensor.shape)) for name, tensor in state.items()]
+    adapter = Adapter(
+        config=AdapterConfig(rank=RANK, lora_alpha=ALPHA, target_modules=TARGETS),
+        base_layout=layout_signature(layout),
+    )
+    weights = peft_state(adapter_state(adapted_model(mesh.base_seed, seed)))
+    await mesh.publish_state(weights, transport=transport, adapter=adapter)
+
+
+async def serves(mesh: EngineMesh, client: EngineClient, seed: int, version: int) -> None:
+    for prompt in PROMPTS:
+        choice = await client.greedy(prompt)
+        assert choice["version_spans"] == [[0, 40, version]]
+        logits = logits_of(adapted_model(mesh.base_seed, seed), prompt, choice["token_ids"])
+        check_greedy(mesh.kind, logits, choice)
+
+
+@pytest.mark.parametrize("transport", [Transport.FILESYSTEM, Transport.STREAM], ids=lambda each: each.value)
+async def test_each_adapter_version_takes_the_place_of_the_one_before(
+    lora_mesh: EngineMesh, lora_client: EngineClient, transport: Transport
+) -> None:
+    for seed in (1, 2):
+        await publish(lora_mesh, seed, transport)
+        await serves(lora_mesh, lora_client, seed, lora_mesh.version)
+
+
+async def test_a_request_in_flight_goes_on_under_the_new_adapter(
+    lora_mesh: EngineMesh, lora_client: EngineClient
+) -> None:
+    await publish(lora_mesh, 3)
+    old = lora_mesh.version
+    running = asyncio.create_task(lora_client.greedy([1, 2, 3], LENGTH))
+    await lora_client.until_in_flight(1)
+    await publish(lora_mesh, 4)
+    choice = await running
+    (start, boundary, first), (again, end, second) = choice["version_spans"]
+    assert (start, again, end, first, second) == (0, boundary, LENGTH, old, lora_mesh.version)
+    before, after = (adapted_model(lora_mesh.base_seed, seed) for seed in (3, 4))
+    check_greedy(
+        lora_mesh.kind, logits_across(before, after, [1, 2, 3], choice["token_ids"], boundary), choice
+    )
+
+
+async def test_an_adapter_is_loaded_by_hand(lora_mesh: EngineMesh, lora_client: EngineClient, tmp_path: Path) -> None:
+    await publish(lora_mesh, 1)
+    model = adapted_model(lora_mesh.base_seed, 5)
+    save_adapter(tmp_path, adapter_state(model), adapter_config(model, "tiny"))
+    body = {"lora_name": "five", "lora_path": str(tmp_path), "version": lora_mesh.version + 100}
+    answer = await lora_client.post("/load_lora_adapter", body)
+    assert answer.status == 200, answer.body
+    assert (answer.body["version"], answer.body["lora_name"]) == (lora_mesh.version + 100, "five")
+    await serves(lora_mesh, lora_client, 5, lora_mesh.version + 100)
