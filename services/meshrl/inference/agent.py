@@ -175,7 +175,9 @@ class WeightAgent:
             try:
                 yield await asyncio.wait_for(outbox.get(), lease.lease_s / 3)
             except TimeoutError:
-                self._look()
+                if self._changed_by_hand():  # a new session: the hub then has its own version served again
+                    logger.warning("weights were loaded by hand as version {}: registering anew", self._engine.version)
+                    return
                 yield self._report(Tell())
 
     def _report(self, tell: Tell) -> AgentReport:
@@ -195,16 +197,13 @@ class WeightAgent:
             target_artifact_id=artifact_id,
         )
 
-    def _look(self) -> None:
-        """Tells the hub when an admin route has loaded weights by hand: it will have its own version served again."""
+    def _changed_by_hand(self) -> bool:
+        """Whether an admin route has loaded other weights than those that the hub was told of."""
         root = self._engine.root
-        if root is None or root == self._live_root:
-            return
-        actions = self.machine.displaced(self._engine.version)
-        if actions:
-            logger.warning("weights were loaded by hand as version {}; telling the hub", self._engine.version)
-            self._live_root = root
-            self._perform(actions)
+        if root is None or root == self._live_root or not self.machine.displaced(self._engine.version):
+            return False
+        self._live_root = root
+        return True
 
     # --- actions --------------------------------------------------------------------------------
 

@@ -245,12 +245,12 @@ class AgentMachine:
         """The held pause ended."""
         return self._finish(report) if self.held else []
 
-    def displaced(self, version: int | None) -> list[Action]:
-        """Somebody else has put other weights into the engine: what the hub had it serve is gone."""
+    def displaced(self, version: int | None) -> bool:
+        """Somebody else has put other weights into the engine; whether that replaced what the hub had it serve."""
         if self.state not in (AgentState.READY, AgentState.FETCHING, AgentState.PREPARED) or self._poisoned:
-            return []
+            return False
         self.version, self.artifact_id, self.last_applied = version, "", None
-        return [Tell()]
+        return True
 
     def apply_failed(self, fault: AgentFault) -> list[Action]:
         """The engine may hold torn weights: it stays paused until another version was applied in full."""
