@@ -35,7 +35,7 @@ from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest_file import to_json
 from meshrl.wire.types import JoinGroup, Manifest
 
-POLL_S = (0.001, 0.02)
+POLL_S = (0.001, 0.005)
 RPC_DEADLINE_S = 60.0
 STAGE_DEADLINE_S = 600.0
 RECEIVE_STALL_S = 30.0
