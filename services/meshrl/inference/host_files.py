@@ -93,6 +93,8 @@ class HostBytes:
         """Deletes the file of its own; who has mapped it keeps the bytes."""
         if self.own is not None:
             self.own.unlink(missing_ok=True)
+            with suppress(OSError):  # another version is in it, or it is gone already
+                self.own.parent.rmdir()
 
 
 def map_files(entries: Sequence[FileEntry]) -> HostBytes:
