@@ -26,7 +26,6 @@ from meshrl.training.model_config import TrainerModelConfig
 from meshrl.wire.types import Batch
 from trainer_kit import VOCAB, free_port, up
 
-
 Transport = Literal["auto", "filesystem", "nccl", "stream"]
 
 

@@ -41,9 +41,11 @@ class ServedEngine:
 
 
 @asynccontextmanager
-async def serving_engine(model: str, hub: str, engine_id: str = "e0") -> AsyncIterator[ServedEngine]:
+async def serving_engine(
+    model: str, hub: str, engine_id: str = "e0", kind: type[EmbeddedEngine] = EmbeddedEngine
+) -> AsyncIterator[ServedEngine]:
     loaded = AutoModelForCausalLM.from_pretrained(model).eval()
-    engine = EmbeddedEngine(
+    engine = kind(
         loaded,
         max_model_len=64,
         num_slots=1,
@@ -60,7 +62,7 @@ async def serving_engine(model: str, hub: str, engine_id: str = "e0") -> AsyncIt
         served = ServedEngine(engine, loaded, asyncio.create_task(agent.run(stop)))
         try:
             async with asyncio.timeout(20):
-                while engine_id not in {known.engine_id for known in await known_engines(client)}:
+                while engine_id not in {known.engine_id for known in await known_engines(client)}:  # noqa: ASYNC110 - no event for it
                     await asyncio.sleep(0.05)
             yield served
         finally:

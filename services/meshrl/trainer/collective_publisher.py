@@ -29,10 +29,11 @@ from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest import SUM128, build_manifest
 from meshrl.wire.types import AgentState, EngineInfo, Manifest, OpenedGroup, Transport
 
-ATTEMPTS = 3  # groups that a publication tries; whoever lacks the version then gets it later
+ATTEMPTS = 3  # groups of all that a publication tries
 MEET_S = 30.0
 WATCH_S = 1.0
-SETTLE_S = 5.0  # engines take a moment to say that a transfer broke
+SETTLE_S = 0.2
+STUCK_S = 60.0
 BACKOFF_S = (2.0, 60.0)  # between two sends to the same engine on its own
 GRACE_S = 10.0  # what the other ranks may take beyond the deadlines that they keep themselves
 _PASSING = frozenset({Reason.UNREACHABLE, Reason.DRAINING, Reason.DEADLINE_PASSED, Reason.GROUP_BROKEN})
@@ -87,6 +88,7 @@ class CollectivePublisher:
         self._busy = asyncio.Lock()
         self._group: OpenedGroup | None = None
         self._newest: int | None = None
+        self._stuck: dict[str, float] = {}  # engines that are asked into no group of all until then
         self._has: set[str] = set()  # engines that took the newest version from us
         self._pauses: dict[str, _Pause] = {}
         self._watching: asyncio.Task[None] | None = None
@@ -164,16 +166,17 @@ class CollectivePublisher:
 
     async def _group_of_all(self) -> None:
         """Sees to a group of all engines. Without one the version is staged all the same, and brought later."""
-        without: set[str] = set()
         try:
             for _ in range(ATTEMPTS):
-                seats = await self._seats()
-                if self._complete(seats) or not seats.keys() - without:
+                now_s = time.monotonic()
+                self._stuck = {name: until_s for name, until_s in self._stuck.items() if until_s > now_s}
+                seats = {name: engine for name, engine in (await self._seats()).items() if name not in self._stuck}
+                if not seats or self._complete(seats):
                     return
-                missing = await self._open(without=without)
+                missing = await self._open(without=self._stuck)
                 if not missing:
                     return
-                without |= missing
+                self._stuck |= dict.fromkeys(missing, now_s + STUCK_S)
         except MeshError as error:
             if error.reason not in _PASSING:
                 raise
@@ -185,8 +188,12 @@ class CollectivePublisher:
             return False
         return all(engine.group_generation == group.generation for engine in seats.values())
 
-    async def _open(self, *, engine_ids: Collection[str] = (), without: Collection[str] = ()) -> set[str]:
+    async def _open(
+        self, *, engine_ids: Collection[str] = (), without: Collection[str] = (), unless: Collection[str] = ()
+    ) -> set[str]:
         """Opens a group and meets its engines; returns those that did not come, and there is no group then.
+
+        Neither is there one when its engines are just those in `unless`.
 
         Raises MeshError GROUP_BROKEN when no engine can take part or it failed otherwise, and as the hub.
         """
@@ -201,6 +208,8 @@ class CollectivePublisher:
             without=sorted(without),
             deadline_s=self._meet_s,
         )
+        if {member.engine_id for member in opened.members} == set(unless):
+            return set()
         word = {
             "do": "meet",
             "generation": opened.generation,
@@ -234,42 +243,52 @@ class CollectivePublisher:
     # --- sending ----------------------------------------------------------------------------------
 
     async def _bring(self, version: int) -> None:
-        """Sends a sealed version to the group; after a break to those that still lack it and come."""
-        without: set[str] = set()
-        for _ in range(ATTEMPTS):
-            try:
-                if self._group is None:
-                    lacking = await self._lacking(version) - without
-                    if not lacking:
-                        return
-                    without |= await self._open(engine_ids=lacking)
-                if self._group is not None:
-                    await self._send(version, self._group)
-                    return
-            except MeshError as error:
-                self._group = None
-                if error.reason not in _PASSING:
-                    raise
-                logger.warning("version {} did not reach every engine: {}", version, error)
-        logger.error("version {} is sealed, but not every engine took it; they get it when they come", version)
+        """Sends a sealed version to the group; after a break to those that still lack it."""
+        broken: Collection[str] = ()
+        if self._group is not None:
+            broken = [member.engine_id for member in self._group.members]
+            if await self._try(version):
+                return
+            await asyncio.sleep(SETTLE_S)  # engines that had all of it say so
+        # The hub leaves out who is dead. Who lives and is stuck shows when each is sent the version alone.
+        lacking = await self._lacking(version)
+        if lacking and not await self._try(version, lacking, unless=broken):
+            for name in sorted(await self._lacking(version)):
+                if not await self._try(version, {name}):
+                    self._stuck[name] = time.monotonic() + STUCK_S
+                    logger.error("engine {} did not take version {}; it gets it again later", name, version)
+
+    async def _try(self, version: int, engine_ids: Collection[str] = (), unless: Collection[str] = ()) -> bool:
+        """Sends a version to the group, or to one of `engine_ids`, but not to just the engines in `unless`.
+
+        Returns whether there was nothing left to do for them.
+        """
+        try:
+            if engine_ids:
+                await self._open(engine_ids=engine_ids, unless=unless)
+            if self._group is None:
+                return False
+            await self._send(version, self._group)
+        except MeshError as error:
+            if error.reason not in _PASSING:
+                raise
+            logger.warning("version {} did not reach {}: {}", version, sorted(engine_ids) or "the group", error)
+            return False
+        return True
 
     async def _send(self, version: int, group: OpenedGroup) -> None:
         word = {"do": "send", "version": version}
         # Each rank ends a send that stands still; one that moves may take as long as it must.
         deadline_s = self._transfer_deadline_s * 10
-        await self._in_thread(lambda: self._crew.work(word, deadline_s=deadline_s))
+        try:
+            await self._in_thread(lambda: self._crew.work(word, deadline_s=deadline_s))
+        except MeshError:
+            self._group = None
+            raise
         self._has |= {member.engine_id for member in group.members}
 
     async def _lacking(self, version: int) -> set[str]:
-        """Engines without the version, once those of a broken group have said so."""
-        end_s = time.monotonic() + SETTLE_S
-        while True:
-            seats = await self._seats()
-            fetching = {name for name, engine in seats.items() if engine.state is AgentState.FETCHING}
-            if not fetching or time.monotonic() > end_s:
-                break
-            await asyncio.sleep(0.1)
-        return {name for name, engine in seats.items() if name not in fetching and not self._holds(engine, version)}
+        return {name for name, engine in (await self._seats()).items() if not self._holds(engine, version)}
 
     def _holds(self, engine: EngineInfo, version: int) -> bool:
         """Whether an engine has the newest version; the same number may also be that of an earlier epoch."""
@@ -288,36 +307,26 @@ class CollectivePublisher:
             try:
                 async with self._busy:
                     suspects = await self._bring_to_late(suspects)
-            except MeshError as error:  # an engine that went, or a new version came in between: looked at again
+            except MeshError as error:  # the hub is away, or a new version came in between: looked at again
                 logger.warning("the newest version was not sent again: {}", error)
 
     async def _bring_to_late(self, suspects: set[str]) -> set[str]:
-        """Sends the newest version to engines that lacked it the last time as well; returns those that lack it."""
+        """Sends the newest version to an engine that lacked it the last time as well; returns those that lack it."""
         version = self._newest
         if version is None:
             return set()
         now_s = time.monotonic()
-        seats = await self._seats()
-        lacking = {
-            name
-            for name, engine in seats.items()
-            if engine.state is not AgentState.FETCHING and not self._holds(engine, version)
-        }
+        lacking = await self._lacking(version)
         late = {n for n in lacking & suspects if n not in self._pauses or now_s >= self._pauses[n].until_s}
         if not late:
             return lacking
-        for name in late:
-            wait_s = self._pauses[name].next_s if name in self._pauses else BACKOFF_S[0]
-            self._pauses[name] = _Pause(until_s=now_s + wait_s, next_s=min(2 * wait_s, BACKOFF_S[1]))
-        logger.info("sending version {} again, to {}", version, sorted(late))
-        missing = await self._open(engine_ids=late)
-        if not missing and self._group is not None:
-            try:
-                await self._send(version, self._group)
-            except MeshError:
-                self._group = None
-                raise
-        return lacking - late
+        name = min(late)  # one by one: an engine that breaks its group breaks no other's
+        wait_s = self._pauses[name].next_s if name in self._pauses else BACKOFF_S[0]
+        self._pauses[name] = _Pause(until_s=now_s + wait_s, next_s=min(2 * wait_s, BACKOFF_S[1]))
+        logger.info("sending version {} again, to {}", version, name)
+        if await self._try(version, {name}):
+            self._stuck.pop(name, None)
+        return lacking - {name}
 
     async def _in_thread(self, work: Callable[[], Result]) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)

@@ -77,8 +77,8 @@ async def test_auto_takes_files_in_memory_where_everybody_is_on_one_host_and_rem
             _, manifest = await activate(hub, 1)
             file = Path(manifest.files[0].path)
             assert file.is_relative_to("/dev/shm")
-            assert file.exists()
-        assert not file.parent.parent.exists()
+            assert await asyncio.to_thread(file.exists)
+        assert not await asyncio.to_thread(file.parent.parent.exists)
 
 
 @pytest.mark.parametrize(("transport", "travels"), [("filesystem", "filesystem"), ("nccl", "stream")])

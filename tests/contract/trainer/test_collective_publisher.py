@@ -1,0 +1,189 @@
+"""The nccl transport when engines or the trainer come, go and break, over gloo: real hub, real engines."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from meshrl.client import WeightSyncClient
+from meshrl.collective.group import open_store
+from meshrl.inference.embedded import EmbeddedEngine
+from meshrl.models.state import hf_state
+from meshrl.trainer.collective_publisher import CollectivePublisher
+from meshrl.trainer.crew import Crew, Word
+from meshrl.trainer.exits import GroupExit, PublicationSettings
+from meshrl.trainer.uploading import PublishReport
+from meshrl.training.parallel import ParallelContext
+from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.types import JoinGroup, Manifest
+from served_engine import ServedEngine, activate, serving_engine
+
+DEADLINE_S = 2.0
+
+
+class Trainer:
+    """A model, its exit and the publisher, as rank 0 of a trainer of one process has them."""
+
+    def __init__(self, model: str, client: WeightSyncClient, epoch: int) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(model)
+        self.store = open_store("127.0.0.1", deadline_s=5.0)
+        address = f"127.0.0.1:{self.store.port}"
+        settings = PublicationSettings(
+            transport="nccl", epoch=epoch, adapter_only=False, in_shares=True, folder="", chunk_bytes=4096,
+            bucket_bytes=2048, num_threads=1, backend="gloo", deadline_s=DEADLINE_S, store_address=address,
+        )  # fmt: skip
+        self.exit = GroupExit(self.model, torch.float32, ParallelContext(), settings)
+        self.publisher = CollectivePublisher(
+            client, Crew(self.exit.worker, None, size=1), self.exit.rows, self.store, run_id="main", epoch=epoch,
+            backend="gloo", store_address=address, transfer_deadline_s=DEADLINE_S, watch_s=0.1,
+        )  # fmt: skip
+
+    async def publish(self, version: int) -> PublishReport:
+        """A step that changes every weight, and its version."""
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.add_(0.01 * (version + 1))
+        return await self.publisher.publish(version, self.exit.take(version))
+
+    def is_served_by(self, served: ServedEngine) -> bool:
+        ours, live = hf_state(self.model), hf_state(served.model)
+        return all(torch.equal(tensor, ours[name]) for name, tensor in live.items())
+
+
+@asynccontextmanager
+async def trainer(model: str, hub: str, epoch: int = 1) -> AsyncIterator[Trainer]:
+    async with WeightSyncClient(hub) as client:
+        made = Trainer(model, client, epoch)
+        yield made
+        await made.publisher.close()
+
+
+class Frozen(EmbeddedEngine):
+    """Joins groups but never takes a byte."""
+
+    async def receive(self, manifest: Manifest) -> None:
+        await asyncio.sleep(3600)
+
+
+class Absent(EmbeddedEngine):
+    """Says that it brings a rank, and never comes."""
+
+    async def join_group(self, group: JoinGroup) -> None:
+        await asyncio.sleep(3600)
+
+
+async def test_engine_that_comes_late_gets_the_newest_version_and_is_in_the_next_group(model: str, hub: str) -> None:
+    async with serving_engine(model, hub, "e0") as first, trainer(model, hub) as training:
+        report = await training.publish(0)
+        assert report.wire_s > 0
+        assert set(report.parts_s) == {"snapshot", "digest", "group", "stage", "seal", "wire"}
+        await activate(hub, 0)
+        async with serving_engine(model, hub, "late") as late:
+            async with asyncio.timeout(15):
+                while late.engine.version != 0:  # noqa: ASYNC110 - the engine has no event for it
+                    await asyncio.sleep(0.05)
+            assert training.is_served_by(late)
+            await training.publish(1)
+            activation, _ = await activate(hub, 1)
+            assert {report.engine_id for report in activation.engines} == {"e0", "late"}
+            assert training.is_served_by(first)
+            assert training.is_served_by(late)
+
+
+async def test_trainer_without_engines_publishes_and_the_first_engine_gets_the_version(model: str, hub: str) -> None:
+    async with trainer(model, hub) as training:
+        await training.publish(0)
+        await training.publish(1)
+        async with serving_engine(model, hub) as served:
+            activation, _ = await activate(hub, 1)
+            assert [report.engine_id for report in activation.engines] == ["e0"]
+            assert training.is_served_by(served)
+
+
+async def test_engine_that_takes_nothing_holds_nobody_up_for_longer_than_the_deadline(model: str, hub: str) -> None:
+    async with (
+        serving_engine(model, hub, "good") as good,
+        serving_engine(model, hub, "stuck", Frozen) as stuck,
+        trainer(model, hub) as training,
+    ):
+        began_s = time.monotonic()
+        await training.publish(0)
+        assert time.monotonic() - began_s < DEADLINE_S + 12.0
+        await stuck.kill()
+        await activate(hub, 0)
+        assert training.is_served_by(good)
+        await training.publish(1)
+        await activate(hub, 1)
+        assert training.is_served_by(good)
+
+
+async def test_engine_that_does_not_come_to_the_group_is_left_out(model: str, hub: str) -> None:
+    async with (
+        serving_engine(model, hub, "good") as good,
+        serving_engine(model, hub, "away", Absent) as away,
+        trainer(model, hub) as training,
+    ):
+        await training.publish(0)
+        await away.kill()
+        activation, _ = await activate(hub, 0)
+        assert [report.engine_id for report in activation.engines] == ["good"]
+        assert training.is_served_by(good)
+
+
+async def test_engine_killed_while_it_receives_does_not_stop_the_trainer(model: str, hub: str) -> None:
+    async with (
+        serving_engine(model, hub, "good") as good,
+        serving_engine(model, hub, "dies", Frozen) as dies,
+        trainer(model, hub) as training,
+    ):
+        publishing = asyncio.create_task(training.publish(0))
+        await asyncio.sleep(0.5)
+        await dies.kill()
+        await asyncio.wait_for(publishing, DEADLINE_S + 15.0)
+        await activate(hub, 0)
+        assert training.is_served_by(good)
+
+
+async def test_trainer_that_dies_in_a_broadcast_leaves_the_engine_on_its_version(model: str, hub: str) -> None:
+    async with serving_engine(model, hub) as served:
+        async with trainer(model, hub) as training:
+            await training.publish(0)
+            await activate(hub, 0)
+            before = {name: tensor.clone() for name, tensor in hf_state(served.model).items()}
+            worker = training.exit.worker
+            send = worker.work
+
+            def dies(word: Word) -> dict[str, object]:
+                if word["do"] == "send":
+                    worker.leave()
+                    raise MeshError(Reason.INTERNAL, "killed")
+                return send(word)
+
+            training.publisher._crew.own.work = dies  # type: ignore[method-assign]  # the death of a process
+            with pytest.raises(MeshError, match="killed"):
+                await training.publish(1)
+        live = hf_state(served.model)
+        assert all(torch.equal(live[name], tensor) for name, tensor in before.items())
+        async with trainer(model, hub, epoch=2) as restarted:
+            await restarted.publish(1)
+            activation, manifest = await activate(hub, 1)
+            assert (manifest.epoch, activation.engines[0].applied.root) == (2, manifest.result_root)
+            assert restarted.is_served_by(served)
+
+
+async def test_snapshot_outlives_the_next_steps(model: str, hub: str) -> None:
+    async with serving_engine(model, hub) as served, trainer(model, hub) as training:
+        taken = training.exit.take(0)
+        expected = {name: tensor.clone() for name, tensor in hf_state(training.model).items()}
+        with torch.no_grad():
+            for parameter in training.model.parameters():
+                parameter.zero_()
+        await training.publisher.publish(0, taken)
+        await activate(hub, 0)
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in hf_state(served.model).items())
