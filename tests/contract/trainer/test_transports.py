@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import shutil
+import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+import torch
 from opentelemetry import trace
 
 from meshrl.client import TrainerClient
+from meshrl.models.state import hf_state
 from meshrl.trainer.config import TrainerConfig
 from meshrl.trainer.program import serve
 from meshrl.training.model_config import LoraConfig
@@ -97,3 +102,31 @@ async def test_adapter_alone_gives_the_engine_the_merged_weights(
         assert manifest.adapter.target_modules == ("down_proj", "q_proj")
         assert "base_model.model.model.layers.1.mlp.down_proj.lora_B.weight" in {t.name for t in manifest.tensors}
         assert served.differs_from(Path(folder)) == []
+
+
+@pytest.mark.parametrize("transport", ["filesystem", "nccl", "stream"])
+async def test_trainer_killed_after_a_step_and_started_again_goes_on_in_a_new_epoch(
+    tmp_path: Path, model: str, hub: str, transport: Transport
+) -> None:
+    async with serving_engine(model, hub) as served:
+        config = configure(tmp_path / "out", model, hub, ranks=2, transport=transport)
+        async with two_ranks(config) as program:
+            await program.client.submit_batch(batch(1, ranks=2))
+            await until(program.client, StepState.DONE, 1)
+            await activate(hub, 1)
+            before = {name: tensor.clone() for name, tensor in hf_state(served.model).items()}
+            await program.client.submit_batch(batch(2, ranks=2))
+            await until(program.client, StepState.RUNNING, 2)
+            for pid in program.rank_pids():
+                os.kill(pid, signal.SIGKILL)
+        live = hf_state(served.model)
+        assert all(torch.equal(live[name], tensor) for name, tensor in before.items())
+        await asyncio.to_thread(shutil.move, tmp_path / "out", tmp_path / "first")
+        again = configure(tmp_path / "out", model, hub, ranks=1, transport=transport)
+        (tmp_path / "out").mkdir()
+        await asyncio.to_thread(shutil.copy, tmp_path / "first/trainer_epoch", tmp_path / "out/trainer_epoch")
+        async with one_rank(again) as client:
+            folder = await train(client, 1, ranks=1)
+            _, manifest = await activate(hub, 1)
+            assert manifest.epoch == 2
+            assert served.differs_from(Path(folder)) == []
