@@ -130,3 +130,19 @@ async def test_trainer_killed_after_a_step_and_started_again_goes_on_in_a_new_ep
             _, manifest = await activate(hub, 1)
             assert manifest.epoch == 2
             assert served.differs_from(Path(folder)) == []
+
+
+async def test_ranks_bring_their_rows_of_merged_weights(tmp_path: Path, model: str, hub: str) -> None:
+    config = configure(tmp_path / "out", model, hub, ranks=2, transport="nccl")
+    lora = LoraConfig(rank=2, alpha=4.0, target_modules=["q_proj", "down_proj"])
+    config = config.model_copy(
+        update={
+            "model": config.model.model_copy(update={"lora": lora}),
+            "weight_broadcast": config.weight_broadcast.model_copy(update={"lora_adapter_only": False}),
+        }
+    )
+    async with serving_engine(model, hub) as served, two_ranks(config) as program:
+        folder = await train(program.client, 2, ranks=2)
+        _, manifest = await activate(hub, 2)
+        assert (manifest.kind, manifest.transport.value) == (VersionKind.FULL, "nccl")
+        assert served.differs_from(Path(folder)) == []
