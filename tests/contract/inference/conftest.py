@@ -28,8 +28,9 @@ def kind_of(name: str, dtype: torch.dtype = torch.float32, **config: Any) -> Eng
         dtype=dtype,
         config={**CONFIGS[name], **config},
         clear_margin=1e-3 if exact else 0.1,
-        logprob_atol=1e-4 if exact else 0.05,
-        logprob_mean=1e-5 if exact else 0.01,
+        # transformers itself is this far from float32 in bfloat16, at a temperature of 0.7
+        logprob_atol=1e-4 if exact else 0.15,
+        logprob_mean=1e-5 if exact else 0.035,
     )
 
 

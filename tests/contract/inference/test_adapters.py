@@ -75,9 +75,7 @@ async def test_a_request_in_flight_goes_on_under_the_new_adapter(
     (start, boundary, first), (again, end, second) = choice["version_spans"]
     assert (start, again, end, first, second) == (0, boundary, LENGTH, old, lora_mesh.version)
     before, after = (adapted_model(lora_mesh.base_seed, seed) for seed in (3, 4))
-    check_greedy(
-        lora_mesh.kind, logits_across(before, after, [1, 2, 3], choice["token_ids"], boundary), choice
-    )
+    check_greedy(lora_mesh.kind, logits_across(before, after, [1, 2, 3], choice["token_ids"], boundary), choice)
 
 
 async def test_an_adapter_is_loaded_by_hand(lora_mesh: EngineMesh, lora_client: EngineClient, tmp_path: Path) -> None:
