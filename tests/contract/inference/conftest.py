@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine_mesh import EngineClient, EngineKind, EngineMesh
+from engine_mesh import START_S, EngineClient, EngineKind, EngineMesh
 
 REPOSITORY = Path(__file__).parents[3]
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -43,6 +43,13 @@ def vllm_python() -> Path:
             pytest.fail(reason)
         pytest.skip(reason)
     return python
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The first test of an engine waits for its start, which takes vLLM minutes on a busy machine."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.timeout(START_S + 100.0))
 
 
 @pytest.fixture(scope="session", params=["embedded", "vllm"])

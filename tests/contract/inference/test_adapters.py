@@ -20,7 +20,6 @@ from plain_model import ALPHA, RANK, TARGETS, adapted_model, logits_across, logi
 PROMPTS = ([1, 2, 3], [1 + index % 63 for index in range(400)])
 LENGTH = 800
 LORA = {"vllm": {"vllm": {"enable_lora": True, "max_lora_rank": 8}}}
-pytestmark = pytest.mark.timeout(400)  # another engine starts
 
 
 @pytest.fixture(scope="module")

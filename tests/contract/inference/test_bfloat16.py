@@ -13,7 +13,6 @@ from plain_checks import check_greedy, check_logprobs
 from plain_model import logits_of
 
 PROMPTS = ([1, 2, 3], [1 + index % 63 for index in range(400)])
-pytestmark = pytest.mark.timeout(400)  # another engine starts
 
 
 @pytest.fixture(scope="module")
