@@ -34,5 +34,7 @@ def check_request(engine: Engine, request: GenerateRequest, *, capacity: int, vo
         )
     if not (min(request.prompt_ids) >= 0 and max(request.prompt_ids) < vocab_size):
         raise MeshError(Reason.INVALID_REQUEST, f"prompt token ids must be in [0, {vocab_size})")
+    if not all(0 <= token < vocab_size for token in request.sampling.stop_token_ids):
+        raise MeshError(Reason.INVALID_REQUEST, f"stop_token_ids must be in [0, {vocab_size})")
     if request.sampling.max_tokens < 1:
         raise MeshError(Reason.INVALID_REQUEST, f"max_tokens must be at least 1, got {request.sampling.max_tokens}")

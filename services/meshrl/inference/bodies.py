@@ -26,9 +26,9 @@ class Sampling(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
     n: int = Field(default=1, ge=1, le=MAX_COMPLETIONS)
-    temperature: float | None = Field(default=None, ge=0.0)
+    temperature: float | None = Field(default=None, ge=0.0, allow_inf_nan=False)
     top_p: float | None = Field(default=None, gt=0.0, le=1.0)
-    top_k: int | None = Field(default=None, ge=-1)
+    top_k: int | None = Field(default=None, ge=-1, le=2**31 - 1)
     min_p: float | None = Field(default=None, ge=0.0, le=1.0)
     min_tokens: int | None = Field(default=None, ge=0)
     max_tokens: int | None = Field(default=None, ge=1)

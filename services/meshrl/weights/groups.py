@@ -149,12 +149,14 @@ class Groups:
 def first_version(request: GroupRequest, sealed: Collection[Key], decided: Key | None) -> int:
     """Returns the first version that a group carries.
 
-    A group of named engines is for a re-send of the newest version, one of all engines for what is not decided yet.
+    A group of named engines is for a re-send of the newest version, one of all engines for what is sealed from now on:
+    an engine that still lacked the version before would wait for bytes that nobody sends, and break the group.
     """
-    if not request.engine_ids:
-        return decided[1] + 1 if decided is not None and decided[0] == request.epoch else 0
     known = [*sealed, decided] if decided is not None else sealed
-    return max((key[1] for key in known if key[0] == request.epoch), default=0)
+    newest = max((key[1] for key in known if key[0] == request.epoch), default=None)
+    if newest is None:
+        return 0
+    return newest if request.engine_ids else newest + 1
 
 
 def _hindrance(engine: EngineRecord, request: GroupRequest) -> str | None:

@@ -14,6 +14,11 @@ MESSAGES = [{"role": "user", "content": "abc"}]
 
 SAMPLING: dict[str, tuple[dict[str, Any], str]] = {
     "temperature below 0": ({"temperature": -0.1}, "temperature"),
+    "temperature infinite": ({"temperature": float("inf")}, "temperature"),
+    "top_k beyond 64 bits": ({"top_k": 2**70}, "top_k"),
+    "stop token out of vocabulary": ({"stop_token_ids": [64]}, "stop_token_ids"),
+    "stop token below 0": ({"stop_token_ids": [-1]}, "stop_token_ids"),
+    "stop token out of vocabulary, not before": ({"stop_token_ids": [64], "min_tokens": 3}, "stop_token_ids"),
     "temperature NaN": ({"temperature": float("nan")}, "temperature"),
     "top_p 0": ({"top_p": 0.0}, "top_p"),
     "top_p above 1": ({"top_p": 1.5}, "top_p"),

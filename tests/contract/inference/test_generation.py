@@ -114,3 +114,20 @@ async def test_prompts_of_any_length_and_context_are_filled(mesh: EngineMesh, cl
 async def test_a_model_name_is_not_asked_for(client: EngineClient) -> None:
     choices = await client.generate([1, 2, 3], extra={"model": "another"}, max_tokens=2)
     assert len(choices[0]["token_ids"]) == 2
+
+
+async def test_prompt_logprobs_are_those_of_a_plain_forward_pass_or_refused(
+    mesh: EngineMesh, client: EngineClient
+) -> None:
+    sampling = {"temperature": 0.0, "max_tokens": 5, "ignore_eos": True, "logprobs": 1, "prompt_logprobs": 1}
+    answer = await client.post("/inference/v1/generate", {"token_ids": [9, 8, 7, 6], "sampling_params": sampling})
+    if answer.status == 400:
+        assert "prompt_logprobs" in answer.message
+        return
+    assert answer.status == 200, answer.body
+    assert answer.body["choices"][0]["token_ids"] == (await client.greedy([9, 8, 7, 6], 5))["token_ids"]
+    first, *entries = answer.body["prompt_logprobs"]
+    assert first is None
+    expected = at(processed_logprobs(logits_of(reference(mesh), [9], [8, 7, 6])), [8, 7, 6])
+    found = [entry[str(token)]["logprob"] for entry, token in zip(entries, [8, 7, 6], strict=True)]
+    assert found == pytest.approx(expected, abs=mesh.kind.logprob_atol)

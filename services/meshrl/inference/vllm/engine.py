@@ -19,6 +19,7 @@ from vllm.inputs import tokens_input
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from meshrl.inference.admission import check_request
 from meshrl.inference.engine import (
     CollectiveSeat,
     EngineStats,
@@ -39,7 +40,6 @@ POLL_S = (0.001, 0.005)
 RPC_DEADLINE_S = 60.0
 STAGE_DEADLINE_S = 600.0
 RECEIVE_STALL_S = 30.0
-RETRY_AFTER_S = 1.0
 
 
 class VllmEngine:
@@ -166,10 +166,10 @@ class VllmEngine:
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
         self._admit(request)
         prompt = tokens_input(list(request.prompt_ids), cache_salt=self._clock.salt)
-        params = self._requests.params(request)
         self._in_flight += 1
         self._idle.clear()
         try:
+            params = self._requests.params(request)
             outputs = self._llm.generate(
                 prompt, params, f"{request.request_id}-{uuid.uuid4().hex}",
                 lora_request=None if self._adapters is None else self._adapters.request,
@@ -197,29 +197,8 @@ class VllmEngine:
 
     def _admit(self, request: GenerateRequest) -> None:
         self._check_fit()
-        if self._draining:
-            raise MeshError(Reason.DRAINING, "this engine is shutting down; use another one")
-        if self.version is None:
-            message = "this engine has no weight version yet; it serves once its agent has applied one"
-            raise MeshError(Reason.VERSION_NOT_AVAILABLE, message, retry_after_s=RETRY_AFTER_S)
-        if self._in_flight >= self.num_slots + self._max_queue:
-            raise MeshError(
-                Reason.OVERLOADED,
-                f"{self.num_slots} slots and a queue of {self._max_queue} are full; retry, or raise max_queue",
-                retry_after_s=RETRY_AFTER_S,
-            )
-        length = len(request.prompt_ids)
-        if not 0 < length < self.max_model_len:
-            raise MeshError(
-                Reason.INVALID_REQUEST,
-                f"the prompt has {length} tokens; it needs at least 1 and at most {self.max_model_len - 1}, one less "
-                f"than the maximum context length of {self.max_model_len} tokens",
-            )
-        if not (min(request.prompt_ids) >= 0 and max(request.prompt_ids) < self.vocab_size):
-            raise MeshError(Reason.INVALID_REQUEST, f"prompt token ids must be in [0, {self.vocab_size})")
+        check_request(self, request, capacity=self.num_slots + self._max_queue, vocab_size=self.vocab_size)
         sampling = request.sampling
-        if sampling.max_tokens < 1:
-            raise MeshError(Reason.INVALID_REQUEST, f"max_tokens must be at least 1, got {sampling.max_tokens}")
         if sampling.raw_logprobs and (sampling.truncated or sampling.temperature not in (0.0, 1.0)):
             raise MeshError(
                 Reason.NOT_SUPPORTED,

@@ -125,6 +125,7 @@ class WholeCompletions(Scheduler):  # type: ignore[misc]  # vLLM has no types he
                 kept.experts.append(output.routed_experts)
             kept.prefill_stats = kept.prefill_stats or output.prefill_stats
             if output.finish_reason is None:
+                output.new_token_ids = []  # they leave with the last output; the prompt's logprobs come but once
                 return output.new_prompt_logprobs_tensors is not None
             output.new_token_ids = kept.tokens.tolist()
             output.prefill_stats = kept.prefill_stats

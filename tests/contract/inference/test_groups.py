@@ -1,0 +1,118 @@
+"""The nccl transport, over gloo here: bytes from a sender's group straight into the engine, which checks them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from engine_mesh import EngineClient, EngineMesh, reference
+from group_senders import GroupSenders, Parcel, flipped
+from meshrl.client import WeightSyncClient
+from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.types import Activation, AgentState, EngineInfo
+from plain_checks import check_greedy
+from plain_model import logits_of, plain_state
+
+PROMPT = [1, 2, 3]
+pytestmark = pytest.mark.timeout(300)
+
+
+def other_seed(mesh: EngineMesh) -> int:
+    """Of weights that are not the live ones."""
+    return 1 if mesh.seed == 0 else 0
+
+
+@asynccontextmanager
+async def group_of(mesh: EngineMesh, senders: GroupSenders) -> AsyncIterator[WeightSyncClient]:
+    """A hub client once the engine and the senders are in a new group."""
+    async with WeightSyncClient(mesh.hub_address) as hub:
+        await asyncio.wait_for(_open(hub, senders), 60.0)
+        try:
+            yield hub
+        finally:
+            senders.die()
+
+
+async def _open(hub: WeightSyncClient, senders: GroupSenders) -> None:
+    opened = await hub.open_group(
+        run_id="run", epoch=1, store_address=senders.address, backend="gloo",
+        num_senders=senders.plan.num_senders, deadline_s=30.0,
+    )  # fmt: skip
+    await senders.meet(opened.generation, deadline_s=30.0)
+    await until(hub, lambda engine: engine.group_generation == opened.generation)
+
+
+async def until(hub: WeightSyncClient, holds: Callable[[EngineInfo], bool]) -> None:
+    """Waits until the hub says so of the engine."""
+    async with asyncio.timeout(30.0):
+        while not holds((await hub.list_engines())[0]):  # noqa: ASYNC110 - another process, which tells nobody
+            await asyncio.sleep(0.05)
+
+
+async def seal(mesh: EngineMesh, hub: WeightSyncClient, parcel: Parcel) -> None:
+    staged = await hub.create_version(parcel.manifest)
+    mesh.version = parcel.manifest.version
+    await hub.seal_version(run_id="run", epoch=1, version=mesh.version, artifact_id=staged.artifact_id)
+
+
+async def activate(mesh: EngineMesh, hub: WeightSyncClient) -> Activation:
+    return await hub.activate_version(run_id="run", version=mesh.version, prepare_deadline_s=30.0)
+
+
+async def check_served(mesh: EngineMesh, client: EngineClient, version: int) -> None:
+    choice = await client.greedy(PROMPT)
+    assert choice["version_spans"] == [[0, 40, version]]
+    check_greedy(mesh.kind, logits_of(reference(mesh), PROMPT, choice["token_ids"]), choice)
+
+
+@pytest.mark.parametrize("num_senders", [1, 2])
+async def test_after_a_broadcast_the_engine_is_the_plain_model_of_the_new_weights(
+    mesh: EngineMesh, client: EngineClient, num_senders: int
+) -> None:
+    senders = GroupSenders(num_senders=num_senders)
+    async with group_of(mesh, senders) as hub:
+        for _ in range(2):
+            seed = other_seed(mesh)
+            parcel = senders.parcel(mesh.version + 1, plain_state(seed, mesh.kind.dtype))
+            await seal(mesh, hub, parcel)
+            await senders.send(parcel)
+            activation = await activate(mesh, hub)
+            mesh.seed = seed
+            assert [each.applied.root for each in activation.engines] == [parcel.manifest.result_root]
+            await check_served(mesh, client, mesh.version)
+
+
+async def test_damaged_broadcast_is_refused_and_the_old_weights_stay(mesh: EngineMesh, client: EngineClient) -> None:
+    before = mesh.version
+    senders = GroupSenders()
+    async with group_of(mesh, senders) as hub:
+        parcel = senders.parcel(mesh.version + 1, plain_state(other_seed(mesh), mesh.kind.dtype))
+        await seal(mesh, hub, parcel)
+        await senders.send(flipped(parcel))
+        with pytest.raises(MeshError, match="DIGEST_MISMATCH") as refused:
+            await activate(mesh, hub)
+        assert refused.value.reason is Reason.ENGINES_NOT_READY
+        await check_served(mesh, client, before)
+    await mesh.publish(other_seed(mesh))
+    await check_served(mesh, client, mesh.version)
+
+
+async def test_sender_that_dies_leaves_the_old_weights_and_the_next_version_comes(
+    mesh: EngineMesh, client: EngineClient
+) -> None:
+    before = mesh.version
+    senders = GroupSenders(num_senders=2)
+    async with group_of(mesh, senders) as hub:
+        parcel = senders.parcel(mesh.version + 1, plain_state(other_seed(mesh), mesh.kind.dtype))
+        await seal(mesh, hub, parcel)
+        sending = asyncio.create_task(senders.send(parcel, senders=[0]))  # the second one never speaks
+        await until(hub, lambda engine: engine.state is AgentState.FETCHING)
+        senders.die()
+        await asyncio.wait({sending})
+        assert isinstance(sending.exception(), MeshError | None)
+        await check_served(mesh, client, before)
+    await mesh.publish(other_seed(mesh))
+    await check_served(mesh, client, mesh.version)
