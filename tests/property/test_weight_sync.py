@@ -181,7 +181,7 @@ def test_long_runs_keep_the_law_and_get_versions_through() -> None:
         kinds["sent"] += mesh.sent
     # The walk would prove nothing if little happened in it.
     assert kinds["committed"] > 100
-    assert kinds["retired"] > 50
+    assert kinds["retired"] > 30
     assert kinds["aborted"] > 100
     assert kinds["epoch"] > 60
     assert kinds["group"] > 100

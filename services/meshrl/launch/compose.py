@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from meshrl.core.config import BaseConfig
+from meshrl.core.config import BaseConfig, ConfigError
 from meshrl.core.config.shared import ServerConfig
 from meshrl.core.config.values import assign
 from meshrl.inference.config import InferenceConfig
@@ -93,7 +93,7 @@ def compose(
         Part(
             name="trainer",
             module="meshrl.trainer.main",
-            config=with_values(trainer, {"weight_broadcast.address": hub}),
+            config=with_values(trainer, {"weight_broadcast.address": hub, **_transport(config, placement)}),
             end_stage=CLIENTS,
             environ=shown(placement.trainer),
             restarts=config.restarts_of("trainer"),
@@ -107,6 +107,18 @@ def compose(
             restarts=config.restarts_of("orchestrator"),
         ),
     )
+
+
+def _transport(config: RLConfig, placement: Placement) -> dict[str, Any]:
+    """What a GPU that trainer and engine share means for how versions travel: NCCL has no place for both on one."""
+    if not any(placement.shared(number) for number in range(len(placement.engines))):
+        return {}
+    if config.trainer.weight_broadcast.type == "nccl":
+        raise ConfigError(
+            "weights.transport is 'nccl', but trainer and engine share a GPU, where NCCL has no place for both; use"
+            " 'filesystem' or 'auto', or give them GPUs of their own"
+        )
+    return {"weight_broadcast.type": "filesystem"} if config.trainer.weight_broadcast.type == "auto" else {}
 
 
 def reach(server: ServerConfig) -> str:

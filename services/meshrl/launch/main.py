@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import time
 import uuid
@@ -23,6 +24,7 @@ from meshrl.launch.folder import empty_folder, holds_a_run
 from meshrl.launch.gpus import VARIABLE, visible
 from meshrl.launch.ports import FreePorts
 from meshrl.launch.supervise import Grace, Program, Supervisor
+from meshrl.trainer.transport import shm_folder
 
 _NAME = "rl"
 
@@ -129,6 +131,7 @@ def _launch(config: RLConfig, free_ports: FreePorts) -> int:
     grace = Grace(shutdown_s=config.shutdown_grace_s, failure_s=config.failure_grace_s)
     supervisor = Supervisor(programs(parts, layout), grace=grace, show=_show)
     code = run(supervisor.run)
+    shutil.rmtree(shm_folder(config.output_dir), ignore_errors=True)  # a trainer that was killed leaves it behind
     logger.info(
         "the run {}; metrics, logs and traces are in {}", "is over" if code == 0 else "failed", layout.output_dir
     )

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from meshrl.core.config import dump_toml, load_config
+from meshrl.core.config import ConfigError, dump_toml, load_config
 from meshrl.launch.compose import Part, compose
 from meshrl.launch.config import RLConfig
 
@@ -330,3 +330,16 @@ def test_each_launch_has_a_name_of_its_own() -> None:
 
     assert named(session="a") == "a"
     assert named("--orchestrator.session", "mine", session="a") == "mine"
+
+
+def test_versions_travel_by_files_where_trainer_and_engine_share_a_gpu() -> None:
+    shared = ("--inference-gpu-ids", "0", "--trainer-gpu-ids", "0")
+    config = load("--inference", *shared)
+    parts = {part.name: part for part in compose(config, lambda _: 40001, gpus=("0",))}
+    assert parts["trainer"].config.weight_broadcast.type == "filesystem"
+    assert parts["inference"].config.share_gpu
+    apart = load("--inference", "--inference-gpu-ids", "0", "--trainer-gpu-ids", "1")
+    parts = {part.name: part for part in compose(apart, lambda _: 40001, gpus=("0", "1"))}
+    assert parts["trainer"].config.weight_broadcast.type == "auto"
+    with pytest.raises(ConfigError, match="share a GPU"):
+        compose(load("--inference", *shared, "--weights.transport", "nccl"), lambda _: 40001, gpus=("0",))
