@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from meshrl.collective.digest import digest_bytes, sum128
 from meshrl.collective.receiving import Receiver
-
 from meshrl.inference.vllm.files import PortionReader
 from meshrl.inference.vllm.shadow import Shadow, build_shadow
 from meshrl.wire.errors import MeshError, Reason
