@@ -33,6 +33,7 @@ ELSEWHERE = {
 """Arguments of vLLM that have a key of their own here, which both engines read, or none in vLLM's arguments."""
 
 SHARED_GPU_UTILIZATION = 0.5
+VLLM_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 
 class InferenceConfig(BaseConfig):
@@ -102,6 +103,10 @@ class InferenceConfig(BaseConfig):
     enforce_eager: bool | None = None
     """vLLM: run without CUDA graphs and compilation: slower, and up sooner."""
 
+    lora_rank: int | None = Field(default=None, ge=1, le=512)
+    """Versions are LoRA adapters of at most this rank; None means whole models. vLLM has to know before it starts; the
+    embedded engine takes both. `rl` sets it."""
+
     share_gpu: bool = False
     """A trainer works on the same GPU: gpu_memory_utilization is 0.5 unless it is given. `rl` sets it."""
 
@@ -169,6 +174,8 @@ class InferenceConfig(BaseConfig):
         given = {key: getattr(self, key) for key in (*VLLM_KEYS, *BOTH_ENGINES)}
         if self.share_gpu and "gpu_memory_utilization" not in self.vllm and given["gpu_memory_utilization"] is None:
             given["gpu_memory_utilization"] = SHARED_GPU_UTILIZATION
+        if self.lora_rank is not None:
+            given |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": _lora_room(self.lora_rank)}
         given |= {
             "model": self.model.name,
             "dtype": self.model.dtype,
@@ -194,6 +201,11 @@ class InferenceConfig(BaseConfig):
 
     def _size(self, key: str) -> int:
         return int(self.vllm_argument(key) or 1)
+
+
+def _lora_room(rank: int) -> int:
+    """The smallest rank that vLLM can be started for and that holds `rank`."""
+    return next(room for room in VLLM_LORA_RANKS if room >= rank)
 
 
 def only_vllm(keys: Sequence[str]) -> str:

@@ -169,7 +169,8 @@ def _engines(
     if config.inference is None:
         return []
     given = config.inference
-    broadcast = given.weight_broadcast or config.trainer.weight_broadcast
+    broadcast, lora = given.weight_broadcast or config.trainer.weight_broadcast, config.trainer.model.lora
+    adapter_rank = lora.rank if lora is not None and config.trainer.weight_broadcast.lora_adapter_only else None
     engines = []
     for number in range(config.engine_count):
         port = given.server.port + number if given.server.port else free_port(given.server.host)
@@ -177,6 +178,7 @@ def _engines(
             "server.port": port,
             "weight_broadcast": {**broadcast.model_dump(), "address": hub},
             "share_gpu": given.share_gpu or placement.shared(number),
+            "lora_rank": given.lora_rank or adapter_rank,
         }
         if (given.vllm_argument("data_parallel_size") or 1) > 1 and not given.vllm_argument("data_parallel_rpc_port"):
             values["data_parallel_rpc_port"] = free_port(

@@ -347,7 +347,10 @@ def _follow(values: dict[str, Any], name: str, key: str, other: str) -> None:
     """Gives a component the value that another component has for a key that it does not set itself."""
     section, source = values.setdefault(name, {}), values.get(other)
     if isinstance(section, dict) and isinstance(source, Mapping) and source.get(key) is not None:
-        section.setdefault(key, source[key])
+        value = source[key]
+        if key == "model" and isinstance(value, Mapping):  # a trainer's model has keys that only trainers know
+            value = {part: value[part] for part in value if part in ModelConfig.model_fields}
+        section.setdefault(key, value)
 
 
 def _environments_of(orchestrator: Any) -> list[dict[str, Any]]:

@@ -343,3 +343,12 @@ def test_versions_travel_by_files_where_trainer_and_engine_share_a_gpu() -> None
     assert parts["trainer"].config.weight_broadcast.type == "auto"
     with pytest.raises(ConfigError, match="share a GPU"):
         compose(load("--inference", *shared, "--weights.transport", "nccl"), lambda _: 40001, gpus=("0",))
+
+
+def test_engines_are_told_of_the_adapters_that_the_trainer_publishes() -> None:
+    parts = parts_of(load("--inference", "--trainer.model.lora.rank", "12"))
+    assert parts["inference"].config.lora_rank == 12
+    arguments = parts["inference"].config.vllm_arguments()
+    assert (arguments["enable_lora"], arguments["max_lora_rank"]) == (True, 16)
+    merged = ("--trainer.model.lora.rank", "12", "--no-trainer.weight-broadcast.lora-adapter-only")
+    assert parts_of(load("--inference", *merged))["inference"].config.lora_rank is None
