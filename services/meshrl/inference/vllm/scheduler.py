@@ -19,6 +19,8 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import LogprobsLists
 
+from meshrl.inference.vllm.orphans import end_with_parent
+
 PARCEL = "meshrl"
 """Key of what a finished request carries, in the one field that vLLM passes through untouched."""
 
@@ -59,6 +61,7 @@ class WholeCompletions(Scheduler):  # type: ignore[misc]  # vLLM has no types he
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        end_with_parent()
         self._kept: dict[str, Kept] = {}
         self._pauses = 0  # that have ended
 
