@@ -84,7 +84,11 @@ class Program:
         }
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [str(python), "-m", module, "@", str(path)], stdout=log, stderr=subprocess.STDOUT, env=environment
+                [str(python), "-m", module, "@", str(path)],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
             )
 
     def address(self, pattern: str) -> str:

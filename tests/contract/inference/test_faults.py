@@ -1,0 +1,166 @@
+"""Programs are killed in every state of a version: no torn weights, no orphans, and the next version is served."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from engine_mesh import EngineClient, EngineMesh, Program, reference
+from group_senders import GroupSenders
+from meshrl.client import ChannelOptions, WeightSyncClient
+from meshrl.trainer.publisher import Publisher
+from meshrl.wire.errors import MeshError
+from meshrl.wire.types import AgentState, EngineInfo, Transport
+from plain_checks import check_greedy
+from plain_model import logits_of, plain_state
+
+PROMPT = [1, 2, 3]
+pytestmark = pytest.mark.timeout(400)
+
+
+def other_seed(mesh: EngineMesh) -> int:
+    """Of weights that are not the live ones."""
+    return 1 if mesh.seed == 0 else 0
+
+
+async def seal(mesh: EngineMesh, seed: int) -> None:
+    """Publishes the next version without activating it; the engine prepares it."""
+    async with WeightSyncClient(mesh.hub_address) as hub:
+        publisher = Publisher(
+            hub, run_id="run", epoch=1, transport=Transport.FILESYSTEM, broadcast_dir=mesh.folder / "broadcasts",
+            chunk_bytes=4096,
+        )  # fmt: skip
+        mesh.version += 1
+        await publisher.publish(mesh.version, plain_state(seed, mesh.kind.dtype))
+        await publisher.close()
+
+
+async def until(mesh: EngineMesh, holds: Callable[[EngineInfo], bool], deadline_s: float = 60.0) -> None:
+    """Waits until the hub says so of the engine."""
+    async with WeightSyncClient(mesh.hub_address) as hub, asyncio.timeout(deadline_s):
+        while not any(holds(engine) for engine in await _engines(hub)):  # noqa: ASYNC110 - nobody tells a test
+            await asyncio.sleep(0.05)
+
+
+async def _engines(hub: WeightSyncClient) -> tuple[EngineInfo, ...]:
+    with contextlib.suppress(MeshError):  # a hub that was killed is not back yet
+        return await hub.list_engines()
+    return ()
+
+
+async def activate(mesh: EngineMesh, seed: int) -> None:
+    async with WeightSyncClient(mesh.hub_address, ChannelOptions(unary_deadline_s=60.0)) as hub:
+        await hub.activate_version(run_id="run", version=mesh.version, prepare_deadline_s=60.0)
+    mesh.seed = seed
+
+
+async def check_served(mesh: EngineMesh) -> None:
+    async with mesh.session() as session:
+        choice = await EngineClient(session).greedy(PROMPT)
+    assert choice["version_spans"] == [[0, 40, mesh.version]]
+    check_greedy(mesh.kind, logits_of(reference(mesh), PROMPT, choice["token_ids"]), choice)
+
+
+def kill(program: Program) -> None:
+    """SIGKILL for the program alone; whatever it started must notice."""
+    group = os.getpgid(program.process.pid)
+    program.process.kill()
+    program.process.wait(20)
+    end_s = time.monotonic() + 30.0
+    while _alive(group):
+        assert time.monotonic() < end_s, "processes that the engine had started outlive it"
+        time.sleep(0.1)
+
+
+def _alive(group: int) -> bool:
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            fields = status.read_text().rpartition(")")[2].split()
+            if int(fields[2]) == group and fields[0] != "Z":
+                return True
+    return False
+
+
+def _child_of(parent: int, name: str) -> int:
+    """Process id of a child by its name."""
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            called = (status.parent / "comm").read_text() + (status.parent / "cmdline").read_text()
+            if int(status.read_text().rpartition(")")[2].split()[1]) == parent and name in called:
+                return int(status.parent.name)
+    raise AssertionError(f"process {parent} has no child {name}")
+
+
+async def test_engine_killed_with_a_version_prepared_serves_it_after_its_restart(mesh: EngineMesh) -> None:
+    seed = other_seed(mesh)
+    await seal(mesh, seed)
+    await until(mesh, lambda engine: engine.state is AgentState.PREPARED)
+    kill(mesh.engine)
+    mesh.restart_engine()
+    await activate(mesh, seed)
+    await check_served(mesh)
+
+
+async def test_engine_killed_in_a_broadcast_takes_the_next_version_after_its_restart(mesh: EngineMesh) -> None:
+    senders = GroupSenders(num_senders=2)
+    async with WeightSyncClient(mesh.hub_address) as hub:
+        opened = await hub.open_group(
+            run_id="run", epoch=1, store_address=senders.address, backend="gloo", num_senders=2, deadline_s=30.0
+        )
+        await senders.meet(opened.generation, deadline_s=30.0)
+        await until(mesh, lambda engine: engine.group_generation == opened.generation)
+        parcel = senders.parcel(mesh.version + 1, plain_state(other_seed(mesh), mesh.kind.dtype))
+        staged = await hub.create_version(parcel.manifest)
+        mesh.version += 1
+        await hub.seal_version(run_id="run", epoch=1, version=mesh.version, artifact_id=staged.artifact_id)
+    sending = asyncio.create_task(senders.send(parcel, senders=[0]))  # the second one never speaks
+    await until(mesh, lambda engine: engine.state is AgentState.FETCHING)
+    kill(mesh.engine)
+    senders.die()
+    await asyncio.wait({sending})
+    assert isinstance(sending.exception(), MeshError)
+    mesh.restart_engine()
+    await mesh.publish(other_seed(mesh))
+    await check_served(mesh)
+
+
+async def test_hub_killed_with_a_version_sealed_decides_it_after_its_restart(mesh: EngineMesh) -> None:
+    seed = other_seed(mesh)
+    await seal(mesh, seed)
+    await until(mesh, lambda engine: engine.state is AgentState.PREPARED)
+    mesh.hub.process.send_signal(signal.SIGKILL)
+    mesh.hub.process.wait(20)
+    await check_still_served(mesh)
+    host, _, port = mesh.hub_address.rpartition(":")
+    config = {"server": {"host": host, "port": int(port)}, "output_dir": str(mesh.folder), "lease_s": 5.0}
+    mesh.hub = Program(Path(sys.executable), "meshrl.weights.main", config, mesh.folder, "weights_again")
+    await until(mesh, lambda engine: engine.state is AgentState.PREPARED)
+    await activate(mesh, seed)
+    await check_served(mesh)
+
+
+async def check_still_served(mesh: EngineMesh) -> None:
+    """The version before the newest one, without a hub."""
+    async with mesh.session() as session:
+        choice = await EngineClient(session).greedy(PROMPT)
+    assert choice["version_spans"] == [[0, 40, mesh.version - 1]]
+    check_greedy(mesh.kind, logits_of(reference(mesh), PROMPT, choice["token_ids"]), choice)
+
+
+async def test_program_ends_when_the_process_that_holds_its_model_is_killed(mesh: EngineMesh) -> None:
+    if mesh.kind.name == "embedded":
+        pytest.skip("its model is in the program itself")
+    core = _child_of(mesh.engine.process.pid, "EngineCore")
+    os.kill(core, signal.SIGKILL)
+    assert await asyncio.to_thread(mesh.engine.process.wait, 60) == 1
+    mesh.restart_engine()
+    await until(mesh, lambda engine: engine.serving_version == mesh.version)
+    await check_served(mesh)
