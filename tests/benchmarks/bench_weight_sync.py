@@ -25,6 +25,7 @@ import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -166,48 +167,55 @@ async def lead(args: argparse.Namespace, parts: Any) -> list[dict[str, float]]:
 
 
 class Mesh:
-    """The hub and one engine of a shape."""
+    """The hub and the engines of a shape."""
 
     def __init__(self, args: argparse.Namespace, shape: Path, folder: Path) -> None:
         self.args, self.folder = args, folder
         folder.mkdir(parents=True)
-        self.hub, self.port = f"127.0.0.1:{free_port()}", free_port()
+        self.hub, self.ports = f"127.0.0.1:{free_port()}", [free_port() for _ in range(args.engines)]
         self.shape = folder / "model"
         shutil.copytree(shape, self.shape)
         self.programs = [self._start("weights", [], "--server.port", self.hub.rpartition(":")[2])]
-        tensor_parallel = max(1, len(args.engine_gpus))
+        each = len(args.engine_gpus) // args.engines  # GPUs of an engine
         flags = ["--engine", args.engine, "--model.name", str(self.shape), "--max-model-len", "1024"]
         if args.engine == "vllm":
             flags += ["--model.dtype", "bfloat16", "--vllm.load_format", "dummy", "--max-num-seqs", "128"]
-            flags += ["--tensor-parallel-size", str(tensor_parallel), "--enforce-eager"]
+            flags += ["--tensor-parallel-size", str(max(1, each)), "--enforce-eager"]
             flags += ["--gpu-memory-utilization", str(args.gpu_memory_utilization)] if args.engine_gpus else []
         else:
             model = build(self.shape, torch.device("cpu"), ParallelContext(device=torch.device("cpu")))
             model.bfloat16().save_pretrained(self.shape)
             flags += ["--model.dtype", "bfloat16"]
-        self.programs.append(
-            self._start(
-                "inference", args.engine_gpus, *flags, "--server.port", str(self.port),
-                "--weight-broadcast.address", self.hub, python=args.engine_python,
-            )
-        )  # fmt: skip
+        for number, port in enumerate(self.ports):
+            self.programs.append(
+                self._start(
+                    "inference", args.engine_gpus[number * each : (number + 1) * each], *flags,
+                    "--server.port", str(port), "--weight-broadcast.address", self.hub,
+                    python=args.engine_python, log=f"inference-{number}",
+                )
+            )  # fmt: skip
         end_s = time.monotonic() + 300.0
-        while not self._healthy():
-            if self.programs[1].poll() is not None or time.monotonic() > end_s:
-                raise SystemExit((folder / "inference.out").read_text()[-6000:])
+        while not all(map(self._healthy, self.ports)):
+            ended = any(program.poll() is not None for program in self.programs)
+            if ended or time.monotonic() > end_s:
+                raise SystemExit(self.last_words())
             time.sleep(0.5)
 
+    def last_words(self) -> str:
+        """Of every engine."""
+        return "\n".join(path.read_text()[-3000:] for path in sorted(self.folder.glob("inference-*.out")))
+
     def _start(
-        self, program: str, gpus: list[str], *flags: str, python: str = sys.executable
+        self, program: str, gpus: list[str], *flags: str, python: str = sys.executable, log: str = ""
     ) -> subprocess.Popen[bytes]:
         environ = {**os.environ, **({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {})}
         command = [python, "-m", f"meshrl.{program}.main", "--output-dir", str(self.folder), *flags]
-        with (self.folder / f"{program}.out").open("wb") as out:
+        with (self.folder / f"{log or program}.out").open("wb") as out:
             return subprocess.Popen(command, env=environ, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
 
-    def _healthy(self) -> bool:
+    def _healthy(self, port: int) -> bool:
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=2):
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2):
                 return True
         except (urllib.error.URLError, OSError):
             return False
@@ -236,7 +244,9 @@ class Mesh:
             out = subprocess.PIPE if rank == 0 else (self.folder / f"rank{rank}-{transport}.out").open("wb")
             errors = (self.folder / f"rank{rank}-{transport}.err").open("wb")
             processes.append(subprocess.Popen(command, env=environ, stdout=out, stderr=errors))
-        with Load(self.port, args.load):
+        with ExitStack() as loads:
+            for each in self.ports:
+                loads.enter_context(Load(each, args.load))
             said, _ = processes[0].communicate(timeout=400)
         for process in processes:
             process.wait(60)
@@ -352,6 +362,7 @@ def main() -> None:
     parser.add_argument("--engine-python", default=sys.executable)
     parser.add_argument("--trainer-gpus", type=split, default=[])
     parser.add_argument("--engine-gpus", type=split, default=[])
+    parser.add_argument("--engines", type=int, default=1, help="engines that share the engine GPUs evenly")
     parser.add_argument("--ranks", type=int, default=1, help="ranks of a trainer on the CPU")
     parser.add_argument("--steps", type=int, default=4, help="versions measured")
     parser.add_argument("--stream-steps", type=int, default=2, help="the same for the stream, which is slow")
@@ -389,12 +400,13 @@ def main() -> None:
                 for epoch, transport in enumerate(args.transports, 1):
                     records = mesh.measure(transport, epoch)
                     everything[f"{shape} {transport}"] = records
-                    ranks = f"{max(1, len(args.trainer_gpus), args.ranks)} to {max(1, len(args.engine_gpus))}"
+                    each = max(1, len(args.engine_gpus) // args.engines)
+                    ranks = f"{max(1, len(args.trainer_gpus), args.ranks)} to {args.engines} x {each}"
                     if records:
                         print(line_of(shape, transport, ranks, records, link), flush=True)
                     else:
                         print(f"| {shape} | {transport} | failed |", flush=True)
-                        print((mesh.folder / "inference.out").read_text()[-2500:], file=sys.stderr)
+                        print(mesh.last_words(), file=sys.stderr)
                     if args.json:
                         args.json.write_text(json.dumps(everything, indent=1))
             finally:

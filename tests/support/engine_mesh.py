@@ -34,7 +34,7 @@ LEASE_S = 24.0  # an agent looks at its engine every third of it, when it has no
 START_S = 300.0
 STOP_S = 60.0
 POLL_S = 0.02
-REPOSITORY = Path(__file__).parents[2]
+SOURCES = tuple(str(Path(__file__).parents[2] / part) for part in ("services", "clients/python"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +48,7 @@ class EngineKind:
     """Logits nearer to each other than this may be ranked either way."""
     logprob_atol: float
     logprob_mean: float
+    device: str = "cpu"
     config: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -80,7 +81,7 @@ class Program:
             "OMP_NUM_THREADS": "1",
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "PYTHONPATH": os.pathsep.join(str(REPOSITORY / part) for part in ("services", "clients/python")),
+            "PYTHONPATH": os.pathsep.join(filter(None, (*SOURCES, os.environ.get("PYTHONPATH")))),
         }
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
@@ -135,7 +136,7 @@ class EngineMesh:
             "api_key": API_KEY,
             "output_dir": str(self.folder),
             **self.kind.config,
-            "model": {"name": str(self.model_folder), "dtype": self.kind.dtype_name, "device": "cpu"},
+            "model": {"name": str(self.model_folder), "dtype": self.kind.dtype_name, "device": self.kind.device},
             "server": {"port": 0},
             "weight_broadcast": {"address": self.hub_address},
         }

@@ -1,4 +1,7 @@
-"""The trainer's end of the nccl transport over gloo, for tests of engines: meets, broadcasts, damages, dies."""
+"""The trainer's end of the nccl transport, for tests of engines: meets, broadcasts, damages, dies.
+
+Over gloo; over NCCL where the engine under test is on a GPU, with each sender on one of the GPUs after it.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+import pytest
 import torch
 
 from meshrl.collective.digest import digest_bytes, sum128
@@ -20,6 +24,7 @@ from meshrl.wire.errors import MeshError
 from meshrl.wire.types import AdapterConfig, CollectivePlan, JoinGroup, Manifest, TensorEntry, Transport
 
 CPU = torch.device("cpu")
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 STALL_S = 3.0
 
 Result = TypeVar("Result")
@@ -36,7 +41,14 @@ class Parcel:
 class GroupSenders:
     """Senders of one trainer. They share a store, as the ranks of a trainer do."""
 
-    def __init__(self, *, num_senders: int = 1, bucket_bytes: int = 4096) -> None:
+    def __init__(self, *, num_senders: int = 1, bucket_bytes: int = 4096, device: str = "cpu") -> None:
+        """`device` is the engine's kind of device. Skips the test when there is no GPU for every sender."""
+        self.backend = BACKENDS[device]
+        self._devices = [CPU] * num_senders
+        if device == "cuda":
+            if torch.cuda.device_count() <= num_senders:
+                pytest.skip(f"{num_senders} sender(s) and an engine need {num_senders + 1} GPUs")
+            self._devices = [torch.device("cuda", 1 + sender) for sender in range(num_senders)]
         self.plan = CollectivePlan(num_senders=num_senders, bucket_bytes=bucket_bytes)
         self._store = open_store("127.0.0.1", deadline_s=10.0)
         self.address = f"127.0.0.1:{self._store.port}"
@@ -47,7 +59,7 @@ class GroupSenders:
         return JoinGroup(
             generation=generation,
             store_address=self.address,
-            backend="gloo",
+            backend=self.backend,
             num_senders=self.plan.num_senders,
             num_receivers=num_receivers,
             first_receiver=first_receiver,
@@ -62,10 +74,10 @@ class GroupSenders:
                     lambda sender=sender: Sender.meet(
                         reach_store(self.address, deadline_s=5.0),
                         generation=generation,
-                        backend="gloo",
+                        backend=self.backend,
                         sender=sender,
                         num_receivers=num_receivers,
-                        device=CPU,
+                        device=self._devices[sender],
                         deadline_s=deadline_s,
                     )
                 )
@@ -126,14 +138,16 @@ class GroupSenders:
         shards = [self._shards(state, sender) for sender in range(self.plan.num_senders)]
         return Parcel(
             manifest=manifest,
-            snapshots=tuple(take_snapshot(entries, self.plan, own, rank, CPU) for rank, own in enumerate(shards)),
+            snapshots=tuple(
+                take_snapshot(entries, self.plan, own, rank, self._devices[rank]) for rank, own in enumerate(shards)
+            ),
         )
 
     def _shards(self, state: Mapping[str, torch.Tensor], sender: int) -> dict[str, torch.Tensor]:
         shards = {}
         for name, tensor in state.items():
             start, end = rows_of(tensor.shape[0], sender, self.plan.num_senders)
-            shards[name] = tensor[start:end]
+            shards[name] = tensor[start:end].to(self._devices[sender])
         return shards
 
 

@@ -14,6 +14,8 @@ import torch
 from engine_mesh import START_S, EngineClient, EngineKind, EngineMesh
 
 REPOSITORY = Path(__file__).parents[3]
+DEVICE = os.environ.get("MESHRL_TEST_DEVICE", "cpu")
+"""Set it to cuda to hold engines on a GPU against the same plain model, which stays on the CPU."""
 CONFIGS: dict[str, dict[str, Any]] = {
     "embedded": {"kv_cache_bytes": 2**28, "torch_threads": 1},
     "vllm": {"enforce_eager": True},
@@ -21,11 +23,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def kind_of(name: str, dtype: torch.dtype = torch.float32, **config: Any) -> EngineKind:
+    if name == "vllm" and DEVICE == "cuda":  # its attention kernels take no float32
+        dtype, config = torch.bfloat16, {"gpu_memory_utilization": 0.2, **config}
     exact = dtype == torch.float32
     return EngineKind(
         name=name,
         python=Path(sys.executable) if name == "embedded" else vllm_python(),
         dtype=dtype,
+        device=DEVICE,
         config={**CONFIGS[name], **config},
         clear_margin=1e-3 if exact else 0.1,
         # transformers itself is this far from float32 in bfloat16, at a temperature of 0.7

@@ -110,10 +110,15 @@ async def test_engine_killed_with_a_version_prepared_serves_it_after_its_restart
 
 
 async def test_engine_killed_in_a_broadcast_takes_the_next_version_after_its_restart(mesh: EngineMesh) -> None:
-    senders = GroupSenders(num_senders=2)
+    senders = GroupSenders(num_senders=2, device=mesh.kind.device)
     async with WeightSyncClient(mesh.hub_address) as hub:
         opened = await hub.open_group(
-            run_id="run", epoch=1, store_address=senders.address, backend="gloo", num_senders=2, deadline_s=30.0
+            run_id="run",
+            epoch=1,
+            store_address=senders.address,
+            backend=senders.backend,
+            num_senders=2,
+            deadline_s=30.0,
         )
         await senders.meet(opened.generation, deadline_s=30.0)
         await until(mesh, lambda engine: engine.group_generation == opened.generation)

@@ -1,4 +1,4 @@
-"""The nccl transport, over gloo here: bytes from a sender's group straight into the engine, which checks them."""
+"""The nccl transport, over gloo on the CPU: bytes from a sender's group straight into the engine, which checks them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def group_of(mesh: EngineMesh, senders: GroupSenders) -> AsyncIterator[Wei
 
 async def _open(hub: WeightSyncClient, senders: GroupSenders) -> None:
     opened = await hub.open_group(
-        run_id="run", epoch=1, store_address=senders.address, backend="gloo",
+        run_id="run", epoch=1, store_address=senders.address, backend=senders.backend,
         num_senders=senders.plan.num_senders, deadline_s=30.0,
     )  # fmt: skip
     await senders.meet(opened.generation, deadline_s=30.0)
@@ -72,7 +72,7 @@ async def check_served(mesh: EngineMesh, client: EngineClient, version: int) -> 
 async def test_after_a_broadcast_the_engine_is_the_plain_model_of_the_new_weights(
     mesh: EngineMesh, client: EngineClient, num_senders: int
 ) -> None:
-    senders = GroupSenders(num_senders=num_senders)
+    senders = GroupSenders(num_senders=num_senders, device=mesh.kind.device)
     async with group_of(mesh, senders) as hub:
         for _ in range(2):
             seed = other_seed(mesh)
@@ -87,7 +87,7 @@ async def test_after_a_broadcast_the_engine_is_the_plain_model_of_the_new_weight
 
 async def test_damaged_broadcast_is_refused_and_the_old_weights_stay(mesh: EngineMesh, client: EngineClient) -> None:
     before = mesh.version
-    senders = GroupSenders()
+    senders = GroupSenders(device=mesh.kind.device)
     async with group_of(mesh, senders) as hub:
         parcel = senders.parcel(mesh.version + 1, plain_state(other_seed(mesh), mesh.kind.dtype))
         await seal(mesh, hub, parcel)
@@ -104,7 +104,7 @@ async def test_sender_that_dies_leaves_the_old_weights_and_the_next_version_come
     mesh: EngineMesh, client: EngineClient
 ) -> None:
     before = mesh.version
-    senders = GroupSenders(num_senders=2)
+    senders = GroupSenders(num_senders=2, device=mesh.kind.device)
     async with group_of(mesh, senders) as hub:
         parcel = senders.parcel(mesh.version + 1, plain_state(other_seed(mesh), mesh.kind.dtype))
         await seal(mesh, hub, parcel)
