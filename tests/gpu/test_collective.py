@@ -121,9 +121,10 @@ def test_a_receiver_whose_sender_is_killed_raises_in_time_and_lives_on(environme
 def _sender(port: int) -> None:
     device = torch.device("cuda:0")
     store = reach_store(f"127.0.0.1:{port}", deadline_s=MEET_S)
-    Sender.meet(store, generation=1, backend="nccl", sender=0, num_receivers=1, device=device, deadline_s=MEET_S)
+    held = Sender.meet(store, generation=1, backend="nccl", sender=0, num_receivers=1, device=device, deadline_s=MEET_S)
     store.wait(["receiver is in"], timedelta(seconds=MEET_S))
     time.sleep(1.0)
+    assert held is not None  # whoever lets go of a sender closes its connections, which would be another end
     os.kill(os.getpid(), signal.SIGKILL)
 
 
