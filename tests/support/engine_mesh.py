@@ -28,7 +28,7 @@ from plain_model import plain_model, plain_state, save_model
 
 API_KEY = "open-sesame"
 MODEL_NAME = "tiny"
-MAX_MODEL_LEN = 1024
+MAX_MODEL_LEN = 2048
 SLOTS = 16
 LEASE_S = 24.0  # an agent looks at its engine every third of it, when it has nothing else to say
 START_S = 300.0

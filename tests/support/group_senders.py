@@ -95,9 +95,8 @@ class GroupSenders:
 
     def die(self) -> None:
         """Breaks the group without a word: its connections close, as they do when a process ends."""
-        # Who lets go of a sender last waits for its broadcast under way: that is a thread of its own for each.
         while self._senders:
-            threading.Thread(target=_let_go, args=([self._senders.pop()],), daemon=True).start()
+            threading.Thread(target=_vanish, args=(self._senders.pop(),), daemon=True).start()
 
     def parcel(
         self,
@@ -151,13 +150,17 @@ class GroupSenders:
         return shards
 
 
-def _let_go(last: list[Sender]) -> None:
-    last[0].abort()
-    last.clear()
+def _vanish(sender: Sender) -> None:
+    """What the kernel does for a process that ends: with the last reference to its group gloo closes connections."""
+    sender.abort()
+    communicator = sender._communicator
+    if communicator._device.type == "cpu":
+        communicator._outlived.detach()
+        del communicator._group
 
 
 def _on_thread(function: Callable[[], Result]) -> asyncio.Future[Result]:
-    """On a daemon thread, where the frames of a failure are dropped too: they hold the group."""
+    """On a daemon thread, which does not hold up the end of the tests while it blocks."""
     done: Future[Result] = Future()
 
     def run() -> None:
@@ -166,7 +169,7 @@ def _on_thread(function: Callable[[], Result]) -> asyncio.Future[Result]:
         try:
             done.set_result(function())
         except MeshError as error:
-            done.set_exception(MeshError(error.reason, error.message))
+            done.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
     return asyncio.wrap_future(done)

@@ -9,6 +9,8 @@ import contextlib
 import os
 import threading
 import time
+import weakref
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,6 +26,7 @@ POLL_S = 0.0002
 ATTEMPT_S = 1.0
 NCCL_OP_S = 24 * 3600.0  # deadlines are kept here: torch's own would end the process
 GLOO_OP_S = 300.0  # also how long gloo looks for its peers, which have met just before
+KEEP_S = GLOO_OP_S + 30.0  # an operation of gloo's that is under way has ended by then
 # torch's watchdog and its monitor end the whole process a minute after they saw that a peer is gone. Here that is an
 # error of one transfer: what they would do is left undone. torch reads these when a group is made, and nowhere else.
 NCCL_SETTINGS: Mapping[str, str] = {
@@ -107,6 +110,8 @@ class Communicator:
         self._meet(own, rank, size, deadline_s)
         try:
             self._group = _process_group(own, rank, size, backend, device)
+            if backend == "gloo":
+                self._outlived = _KEEPER.outlive(self, self._group)
             probe = torch.full((1,), generation % 251 if rank == 0 else 255, dtype=torch.uint8, device=device)
             self.finish(self.broadcast(probe), deadline_s)
         except RuntimeError as error:
@@ -171,6 +176,44 @@ class Communicator:
         group = getattr(self, "_group", None)  # absent while it is still being made
         if group is not None:
             group.abort()
+
+
+class _Keeper:
+    """Keeps gloo groups for a while after their communicators are gone.
+
+    gloo cannot end an operation under way, and a group whose last reference goes waits for its own, with the
+    interpreter's lock held: the whole program would stand still for minutes.
+    """
+
+    def __init__(self) -> None:
+        self._kept: deque[tuple[float, Any]] = deque()
+        self._thread: threading.Thread | None = None
+        self._starting = threading.Lock()
+
+    def outlive(self, owner: object, group: Any) -> weakref.finalize[..., object]:
+        """Holds `group` from now on, until KEEP_S after `owner` is collected; never by the end of the program."""
+        with self._starting:
+            if self._thread is None:
+                self._thread = threading.Thread(target=_let_go, args=(self._kept,), name="group-keeper", daemon=True)
+                self._thread.start()
+        kept = weakref.finalize(owner, _keep, self._kept, group)
+        kept.atexit = False
+        return kept
+
+
+def _keep(kept: deque[tuple[float, Any]], group: Any) -> None:
+    """Called by the garbage collector in whichever thread: it takes no lock."""
+    kept.append((time.monotonic() + KEEP_S, group))
+
+
+def _let_go(kept: deque[tuple[float, Any]]) -> None:
+    while True:
+        time.sleep(KEEP_S / 10)
+        while kept and kept[0][0] < time.monotonic():
+            kept.popleft()
+
+
+_KEEPER = _Keeper()
 
 
 def _process_group(store: Store, rank: int, size: int, backend: str, device: torch.device) -> Any:

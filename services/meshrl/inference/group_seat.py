@@ -1,15 +1,13 @@
 """An in-process engine's place in a group of the nccl transport: joins, receives and leaves on threads of its own.
 
 Whatever blocks in a group blocks a thread that nobody waits for longer than a deadline; the event loop and the engine's
-thread never do. That includes letting go of one: gloo cannot end an operation under way, and its groups wait for theirs
-when the last reference to them goes, so that goes on such a thread as well.
+thread never do.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, TypeVar
@@ -24,7 +22,6 @@ if TYPE_CHECKING:
     from meshrl.collective.receiving import Receiver, ReceiveTimes, Sink
 
 GRACE_S = 5.0  # beyond a deadline that the other side keeps itself
-KEEP_S = 330.0  # an operation of gloo's that is under way has ended by then
 
 Result = TypeVar("Result")
 
@@ -92,26 +89,12 @@ def _meet(group: JoinGroup, device: torch.device) -> Receiver:
 
 async def _close(receiver: Receiver) -> None:
     await asyncio.wait({_on_thread(receiver.close)}, timeout=GRACE_S)
-    _keep(receiver)
 
 
 def _close_late(meeting: asyncio.Future[Receiver]) -> None:
     """Closes what a meeting came to after nobody wanted it any more."""
     if not meeting.cancelled() and meeting.exception() is None:
-        receiver = meeting.result()
-        _on_thread(receiver.close)
-        _keep(receiver)
-
-
-def _keep(receiver: Receiver) -> None:
-    """Has a thread hold it until whoever lets go of it does not wait."""
-    kept = [receiver]
-
-    def hold() -> None:
-        time.sleep(KEEP_S)
-        kept.clear()
-
-    threading.Thread(target=hold, name="group", daemon=True).start()
+        _on_thread(meeting.result().close)
 
 
 def _on_thread(function: Callable[[], Result]) -> asyncio.Future[Result]:
@@ -123,10 +106,8 @@ def _on_thread(function: Callable[[], Result]) -> asyncio.Future[Result]:
             return
         try:
             done.set_result(function())
-        except MeshError as error:  # a new one for whoever waits: the frames of this one hold the group
-            done.set_exception(MeshError(error.reason, error.message))
         except BaseException as error:  # noqa: BLE001 - belongs to whoever waits
-            done.set_exception(error.with_traceback(None))
+            done.set_exception(error.with_traceback(None))  # whose frames hold the buffers of the group
 
     threading.Thread(target=run, name="group", daemon=True).start()
     future = asyncio.wrap_future(done)

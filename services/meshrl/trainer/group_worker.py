@@ -6,7 +6,6 @@ The training thread lays the newest snapshot down (`GroupWorker.held`), a publis
 from __future__ import annotations
 
 import threading
-import time
 from typing import Any
 
 import torch
@@ -16,8 +15,6 @@ from meshrl.collective.group import reach_store
 from meshrl.collective.sending import Sender, Snapshot
 from meshrl.trainer.crew import Held, Word
 from meshrl.wire.errors import MeshError, Reason
-
-KEEP_S = 330.0  # an operation of gloo's that is under way has ended by then
 
 
 class GroupWorker:
@@ -36,19 +33,12 @@ class GroupWorker:
         self._sending = False
 
     def work(self, word: Word) -> dict[str, Any]:
-        failure: MeshError | None = None
-        try:
-            if word["do"] == "meet":
-                self._meet(int(word["generation"]), int(word["num_receivers"]), float(word["deadline_s"]))
-            elif word["do"] == "send":
-                self._send(int(word["version"]))
-            else:
-                self.leave()
-        except MeshError as error:  # a new one for whoever hears of it: the frames of this one hold the group
-            failure = MeshError(error.reason, error.message)
-            self._keep(error)
-        if failure is not None:
-            raise failure
+        if word["do"] == "meet":
+            self._meet(int(word["generation"]), int(word["num_receivers"]), float(word["deadline_s"]))
+        elif word["do"] == "send":
+            self._send(int(word["version"]))
+        else:
+            self.leave()
         return {}
 
     def leave(self) -> None:
@@ -56,22 +46,6 @@ class GroupWorker:
         group, self._group = self._group, None
         if group is not None:
             group.abort()
-            self._keep(group)
-
-    def _keep(self, held: object) -> None:
-        """Has a thread hold what refers to a gloo group that was ended.
-
-        gloo cannot end an operation under way, and whoever lets go of the last reference to its group waits for it.
-        """
-        if self._backend != "gloo":
-            return
-        kept = [held]
-
-        def hold() -> None:
-            time.sleep(KEEP_S)
-            kept.clear()
-
-        threading.Thread(target=hold, name="group", daemon=True).start()
 
     def make_way(self) -> torch.Tensor | None:
         """For the training thread, before its next snapshot: whoever still sends the last one again stops.

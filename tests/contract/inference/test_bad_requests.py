@@ -40,8 +40,8 @@ SAMPLING: dict[str, tuple[dict[str, Any], str]] = {
 }
 PROMPTS: dict[str, tuple[Any, str]] = {
     "empty": ([], "send 1 to 1023 prompt tokens"),
-    "as long as the context": ([1] * MAX_MODEL_LEN, "maximum context length is 1024 tokens"),
-    "far too long": ([1] * 5000, "maximum context length is 1024 tokens"),
+    "as long as the context": ([1] * MAX_MODEL_LEN, f"maximum context length is {MAX_MODEL_LEN} tokens"),
+    "far too long": ([1] * 5000, f"maximum context length is {MAX_MODEL_LEN} tokens"),
     "token out of vocabulary": ([1, 64], r"\[0, 64\)"),
     "token below 0": ([1, -1], r"\[0, 64\)"),
     "token beyond 64 bits": ([2**70], r"token_ids|\[0, 64\)"),
@@ -69,7 +69,12 @@ async def test_prompt_that_cannot_be_served(client: EngineClient, prompt: Any, m
 
 
 async def test_text_routes_refuse_what_is_not_a_prompt(client: EngineClient) -> None:
-    await refused(client, TEXT, {"model": MODEL_NAME, "prompt": "a" * 2000}, "maximum context length is 1024 tokens")
+    await refused(
+        client,
+        TEXT,
+        {"model": MODEL_NAME, "prompt": "a" * 2 * MAX_MODEL_LEN},
+        f"maximum context length is {MAX_MODEL_LEN} tokens",
+    )
     await refused(client, TEXT, {"model": MODEL_NAME, "prompt": []}, "an empty list")
     await refused(client, TEXT, {"model": MODEL_NAME, "prompt": [1, 64]}, r"\[0, 64\)")
     await refused(client, CHAT, {"model": MODEL_NAME, "messages": []}, "messages")

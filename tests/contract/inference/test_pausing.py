@@ -10,7 +10,7 @@ import pytest
 
 from engine_mesh import MODEL_NAME, EngineClient, EngineMesh, logprobs_of
 
-LENGTH = 600
+LENGTH = 1500  # seconds of work for either engine
 LONG_ENOUGH_S = 0.5  # many steps of either engine
 PROMPTS = [[1, 2, 3], [4, 5], [6] * 30]
 

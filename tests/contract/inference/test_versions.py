@@ -15,7 +15,7 @@ from plain_model import logits_across, logits_of, plain_model, plain_state
 
 PROMPT = [1, 2, 3]
 LONG_PROMPT = [1 + index % 63 for index in range(400)]  # several blocks of any prefix cache
-LENGTH = 800
+LENGTH = 1500
 TRANSPORTS = pytest.mark.parametrize("transport", [Transport.FILESYSTEM, Transport.STREAM], ids=lambda each: each.value)
 
 

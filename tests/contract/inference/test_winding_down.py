@@ -9,7 +9,7 @@ import time
 
 from engine_mesh import EngineClient, EngineMesh
 
-LENGTH = 900
+LENGTH = 1500
 
 
 async def test_requests_in_flight_are_finished_before_the_program_ends(mesh: EngineMesh, client: EngineClient) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import torch
 from torch.distributed import TCPStore
 
 from meshrl.collective.digest import digest_bytes, sum128
-from meshrl.collective.group import open_store, reach_store
+from meshrl.collective.group import Communicator, open_store, reach_store
 from meshrl.collective.plan import rows_of
 from meshrl.collective.receiving import Receiver
 from meshrl.collective.sending import Sender, take_snapshot
@@ -223,3 +224,22 @@ def test_group_without_a_store_is_broken() -> None:
     with pytest.raises(MeshError, match=r"127\.0\.0\.1:9") as caught:
         Receiver.join(group, index=0, device=CPU)
     assert caught.value.reason is Reason.GROUP_BROKEN
+
+
+def test_group_that_is_dropped_with_a_broadcast_under_way_does_not_stop_the_program() -> None:
+    store = open_store("127.0.0.1", deadline_s=10.0)
+    with ThreadPoolExecutor(2) as pool:
+        sides = [
+            pool.submit(
+                Communicator, reach_store(f"127.0.0.1:{store.port}", deadline_s=5.0), generation=1, sender=0, rank=rank,
+                size=2, backend="gloo", device=CPU, deadline_s=5.0,
+            )
+            for rank in range(2)
+        ]  # fmt: skip
+        sender, receiver = (side.result() for side in sides)
+    receiver.broadcast(torch.empty(100, dtype=torch.uint8))  # which never comes
+    began_s = time.monotonic()
+    del sides, receiver
+    gc.collect()
+    assert time.monotonic() - began_s < 5.0
+    sender.abort()
