@@ -183,6 +183,7 @@ class EngineMesh:
                 broadcast_dir=self.folder / "broadcasts",
                 chunk_bytes=4096,
                 adapter=adapter,
+                num_threads=3,
             )
             self.version += 1
             self.seed = None

@@ -1,7 +1,7 @@
 """Publishes versions as files that all sender ranks write together, without gathering any weights.
 
-On each rank the training thread copies its rows aside; a publishing thread writes them into the file of the version
-and hashes a share of it. Rank 0 makes the file before and the manifest after, and stages and seals the version.
+On each rank the training thread copies its rows aside; a publishing thread writes them into the version's files and
+hashes a share of them. Rank 0 makes the files before and the manifest after, and stages and seals the version.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import torch
 from meshrl.trainer.crew import Crew, Held, Word, answers_by
 from meshrl.trainer.rows import RowBytes, Rows
 from meshrl.trainer.uploading import PublishReport, Uploader
-from meshrl.trainer.version_file import VersionFile
+from meshrl.trainer.version_files import VersionFiles
 from meshrl.wire.manifest import build_manifest
-from meshrl.wire.types import FileEntry, Manifest, Transport
+from meshrl.wire.types import Manifest, Transport
 
 
 class FileWorker:
@@ -43,8 +43,8 @@ class FileWorker:
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="version-file")
         self._host: torch.Tensor | None = None
 
-    def file(self, version: int) -> VersionFile:
-        return VersionFile(
+    def files(self, version: int) -> VersionFiles:
+        return VersionFiles(
             self._folder,
             version=version,
             epoch=self._epoch,
@@ -58,21 +58,21 @@ class FileWorker:
         version = int(word["version"])
         if word["do"] == "write":
             rows: RowBytes = self.held.get(version, deadline_s=self._deadline_s)
-            self._write(self.file(version), rows)
+            self._write(self.files(version), rows)
             return {}
-        tensors, chunks = self.file(version).hash(self._sender, self._rows.collective.num_senders)
+        tensors, chunks = self.files(version).hash(self._sender, self._rows.collective.num_senders)
         return {
             "tensors": {str(index): digest.hex() for index, digest in tensors.items()},
             "chunks": {str(index): digest.hex() for index, digest in chunks.items()},
         }
 
-    def _write(self, file: VersionFile, rows: RowBytes) -> None:
+    def _write(self, files: VersionFiles, rows: RowBytes) -> None:
         data = self._on_host(rows).numpy().data
         pieces, at = [], 0
         for offset, length in rows.spans:
             pieces.append((offset, data[at : at + length]))
             at += length
-        file.write(pieces)
+        files.write(pieces)
 
     def _on_host(self, rows: RowBytes) -> torch.Tensor:
         """The bytes in host memory: pinned, since the copy from a GPU is then as fast as the bus."""
@@ -126,15 +126,15 @@ class FilePublisher:
         """Nothing runs between two publications."""
 
     def _write(self, version: int) -> Manifest:
-        file = self._worker.file(version)
-        file.begin()
+        files = self._worker.files(version)
+        files.begin()
         self._crew.work({"do": "write", "version": version}, deadline_s=self._deadline_s)
         answers = self._crew.work({"do": "hash", "version": version}, deadline_s=self._deadline_s)
         tensors, chunks = (
             {int(index): bytes.fromhex(digest) for index, digest in answers_by(key, answers).items()}
             for key in ("tensors", "chunks")
         )
-        listed_tensors, listed_chunks = file.entries(tensors, chunks)
+        listed_tensors, listed_chunks = files.listed(tensors, chunks)
         manifest = build_manifest(
             run_id=self._run_id,
             epoch=self._epoch,
@@ -142,7 +142,7 @@ class FilePublisher:
             transport=Transport.FILESYSTEM,
             tensors=listed_tensors,
             chunks=listed_chunks,
-            files=(FileEntry(path=str(file.path), offset=0, num_bytes=file.num_bytes),),
+            files=files.entries,
         )
-        file.finish(manifest)
+        files.finish(manifest)
         return manifest

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from meshrl.client import WeightSyncClient
 from meshrl.collective.sending import TORCH_DTYPES
 from meshrl.trainer.uploading import RETRY_FOR_S, PublishReport, Uploader
-from meshrl.trainer.version_file import VersionFile
+from meshrl.trainer.version_files import VersionFiles
 from meshrl.wire import manifest as manifests
 from meshrl.wire.types import AdapterConfig, ChunkEntry, FileEntry, Manifest, TensorEntry, Transport
 
@@ -139,8 +139,8 @@ class Publisher:
     def _write(
         self, version: int, plans: Sequence[manifests.TensorPlan], tensors: Mapping[str, torch.Tensor]
     ) -> Manifest:
-        """Writes the safetensors file and hashes it, then the manifest; each is renamed when whole."""
-        file = VersionFile(
+        """Writes the safetensors files and hashes them, then the manifest; each is renamed when whole."""
+        files = VersionFiles(
             self._broadcast_dir,
             version=version,
             epoch=self._epoch,
@@ -149,12 +149,10 @@ class Publisher:
             threads=self._threads,
             num_threads=self._num_threads,
         )
-        file.begin()
-        file.write((plan.offset, bytes_of(tensors[plan.name])) for plan in plans)
-        listed = file.entries(*file.hash(0, 1))
-        whole = FileEntry(path=str(file.path), offset=0, num_bytes=file.num_bytes)
-        manifest = self._manifest(version, *listed, files=(whole,))
-        file.finish(manifest)
+        files.begin()
+        files.write((plan.offset, bytes_of(tensors[plan.name])) for plan in plans)
+        manifest = self._manifest(version, *files.listed(*files.hash(0, 1)), files=files.entries)
+        files.finish(manifest)
         return manifest
 
     def _pack(

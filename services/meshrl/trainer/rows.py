@@ -14,7 +14,7 @@ from torch import nn
 from meshrl.collective.plan import buckets
 from meshrl.models.state import own_rows, published_tensors
 from meshrl.trainer.publisher import DTYPE_NAMES
-from meshrl.trainer.version_file import entry
+from meshrl.trainer.version_files import entry
 from meshrl.training.parallel import SHARD, ParallelContext
 from meshrl.wire.manifest import TensorPlan, layout_signature, plan_tensors
 from meshrl.wire.types import CollectivePlan, TensorEntry

@@ -217,18 +217,20 @@ class VersionStore:
         """Deletes the spool of an artifact and those of its publisher's files that may go. Errors are logged."""
         self._artifacts.pop(artifact_id, None)
         shutil.rmtree(self._spool_dir / artifact_id, ignore_errors=True)
+        payloads: dict[Path, list[Path]] = {}
         for path in map(Path, paths):
-            beside = manifest_path(path)
+            payloads.setdefault(manifest_path(path), []).append(path)
+        for beside, of_one in payloads.items():
             try:
                 if artifact_id_of(from_json(beside.read_bytes())) != artifact_id:
-                    logger.warning("{} is kept: the manifest beside it is of another artifact", path)
+                    logger.warning("{} are kept: the manifest beside them is of another artifact", of_one)
                     continue
-                path.unlink(missing_ok=True)
-                beside.unlink(missing_ok=True)
-                if path.parent.name.startswith("step_") and not any(path.parent.iterdir()):
-                    path.parent.rmdir()
+                for path in (*of_one, beside):
+                    path.unlink(missing_ok=True)
+                if beside.parent.name.startswith("step_") and not any(beside.parent.iterdir()):
+                    beside.parent.rmdir()
             except (OSError, ValueError) as error:  # the version is retired all the same; only disk space is lost
-                logger.warning("{} is kept: {}", path, error)
+                logger.warning("{} are kept: {}", of_one, error)
 
 
 def write_synced(path: Path, data: bytes) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from engine_mesh import START_S, EngineClient, EngineKind, EngineMesh
+from meshrl.trainer import version_files
 
 REPOSITORY = Path(__file__).parents[3]
 DEVICE = os.environ.get("MESHRL_TEST_DEVICE", "cpu")
@@ -81,6 +82,12 @@ def start_mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..
     yield start
     for mesh in started:
         mesh.close()
+
+
+@pytest.fixture(autouse=True)
+def several_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Versions that are files come in several of them, as large ones do."""
+    monkeypatch.setattr(version_files, "FILE_BYTES", 4096)
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from meshrl.core.serve import GrpcServer
 from meshrl.inference.agent import WeightAgent
 from meshrl.inference.config import InferenceConfig
 from meshrl.inference.engine import CollectiveSeat, FinishReason, GenerateRequest, HostVersion, TokenChunk
+from meshrl.trainer import version_files
 from meshrl.trainer.publisher import Publisher
 from meshrl.weights.config import WeightsConfig
 from meshrl.weights.hub import Hub
@@ -107,6 +108,12 @@ class MemoryEngine:
         return state.keys() == self.live.keys() and all(torch.equal(self.live[name], state[name]) for name in state)
 
 
+@pytest.fixture(autouse=True)
+def several_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Versions come in several files, as large ones do."""
+    monkeypatch.setattr(version_files, "FILE_BYTES", 4096)
+
+
 class Mesh:
     """One hub at a fixed port that can be killed and restarted, and whoever talks to it."""
 
@@ -151,6 +158,7 @@ class Mesh:
             broadcast_dir=self.folder / "broadcasts",
             chunk_bytes=4096,
             retry_for_s=retry_for_s,
+            num_threads=3,
         )
 
     def start_agent(self, engine_id: str, engine: MemoryEngine) -> WeightAgent:

@@ -24,7 +24,7 @@ def flip_a_byte(mesh: Any, transport: Transport, version: int, artifact: str) ->
     if transport is Transport.STREAM:
         path = mesh.folder / "weight_hub" / "artifacts" / artifact / "payload"
     else:
-        (path,) = (mesh.folder / "broadcasts" / f"step_{version}").glob("*.safetensors")
+        path = max((mesh.folder / "broadcasts" / f"step_{version}").glob("*-of-*.safetensors"))
     with Path(path).open("r+b") as file:
         file.seek(-5000, 2)
         byte = file.read(1)[0]

@@ -1,6 +1,6 @@
-"""The two files of a version on disk: a safetensors file and, beside it, its manifest as JSON.
+"""The files of a version on disk: its bytes in one or more safetensors files and, beside them, its manifest as JSON.
 
-The publisher writes both, the hub and agents read them. The payload of a file is always its last `num_bytes` bytes,
+The publisher writes them, the hub and agents read them. The payload of a file is always its last `num_bytes` bytes,
 whatever header stands before it.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,15 +27,22 @@ from meshrl.wire.types import (
     VersionKind,
 )
 
+_NUMBERED = re.compile(r"-\d{5}-of-\d{5}$")
 
-def payload_name(epoch: int) -> str:
-    """Returns the name of a version's safetensors file; epochs never share one, so none overwrites another's."""
-    return f"weights-e{epoch}.safetensors"
+
+def payload_names(epoch: int, count: int) -> list[str]:
+    """Returns the names of a version's safetensors files, numbered as Hugging Face numbers them when there are several.
+
+    Epochs never share one, so none overwrites another's.
+    """
+    if count == 1:
+        return [f"weights-e{epoch}.safetensors"]
+    return [f"weights-e{epoch}-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
 
 
 def manifest_path(payload: Path) -> Path:
-    """Returns where the manifest of a payload file lies."""
-    return payload.with_suffix(".json")
+    """Returns where the manifest lies that a payload file belongs to."""
+    return payload.with_name(_NUMBERED.sub("", payload.stem) + ".json")
 
 
 SAFETENSORS_NAMES: Mapping[str, str] = {
