@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from meshrl.client import WeightSyncClient
 from meshrl.collective.sending import TORCH_DTYPES
 from meshrl.trainer.uploading import RETRY_FOR_S, PublishReport, Uploader
-from meshrl.trainer.version_files import VersionFiles
+from meshrl.trainer.version_files import VersionFiles, in_threads
 from meshrl.wire import manifest as manifests
 from meshrl.wire.types import AdapterConfig, ChunkEntry, FileEntry, Manifest, TensorEntry, Transport
 
@@ -158,15 +158,18 @@ class Publisher:
     def _pack(
         self, version: int, plans: Sequence[manifests.TensorPlan], tensors: Mapping[str, torch.Tensor]
     ) -> tuple[Manifest, NDArray[np.uint8]]:
-        """Copies the tensors into one buffer in stream order, hashing what is copied."""
-        hashed = manifests.StreamHasher(plans, self._chunk_bytes)
-        buffer: NDArray[np.uint8] = np.empty(sum(plan.num_bytes for plan in plans), dtype=np.uint8)
-        for plan in plans:
+        """Copies the tensors into one buffer in stream order, and hashes it."""
+        num_bytes = sum(plan.num_bytes for plan in plans)
+        buffer: NDArray[np.uint8] = np.empty(num_bytes, dtype=np.uint8)
+
+        def copy(plan: manifests.TensorPlan) -> None:
             target = buffer[plan.offset : plan.offset + plan.num_bytes]
             target[:] = np.frombuffer(bytes_of(tensors[plan.name]), dtype=np.uint8)
-            hashed.update(target.data)
+
+        in_threads(self._threads, copy, plans)
+        listed = manifests.entries_of(buffer.data, plans, self._chunk_bytes, each=self._threads.map)
         buffer.flags.writeable = False
-        return self._manifest(version, *hashed.entries()), buffer
+        return self._manifest(version, *listed), buffer
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -102,7 +102,7 @@ class VersionFiles:
                     written = os.pwrite(fds[index], data, at)
                     at, data = at + written, data[written:]
 
-            self._each(put, _in_turn([_slices(index, found) for index, found in enumerate(by_file)]))
+            in_threads(self._threads, put, _in_turn([_slices(index, found) for index, found in enumerate(by_file)]))
 
     def hash(self, share: int, shares: int) -> tuple[dict[int, bytes], dict[int, bytes]]:
         """BLAKE3 of a share's tensors and chunks by index, read back from the files."""
@@ -120,7 +120,7 @@ class VersionFiles:
                 return hasher.digest()
 
             spans = [(self._plans[index].offset, sizes[index]) for index in tensors]
-            digests = self._each(digest, [*spans, *self._chunks[first:last]])
+            digests = in_threads(self._threads, digest, [*spans, *self._chunks[first:last]])
         return dict(zip(tensors, digests, strict=False)), dict(enumerate(digests[len(tensors) :], first))
 
     def listed(
@@ -156,16 +156,16 @@ class VersionFiles:
                 offset = stop
             index += 1
 
-    def _each(self, work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-        if self._num_threads == 1 or len(items) < 2:
-            return [work(item) for item in items]
-        futures = [self._threads.submit(work, item) for item in items]
-        try:
-            return [future.result() for future in futures]
-        finally:
-            for future in futures:  # after a failure nobody may use the files any more
-                if not future.cancel():
-                    future.exception()
+
+def in_threads(threads: ThreadPoolExecutor, work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+    """The results in order. When a piece fails, those that have begun are over before this raises."""
+    futures = [threads.submit(work, item) for item in items]
+    try:
+        return [future.result() for future in futures]
+    finally:
+        for future in futures:  # after a failure nobody may use the files or the buffer any more
+            if not future.cancel():
+                future.exception()
 
 
 def entry(plan: TensorPlan, digest: bytes = b"") -> TensorEntry:

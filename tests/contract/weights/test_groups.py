@@ -12,7 +12,7 @@ import pytest
 
 from meshrl.v1 import weights_pb2 as pb
 from meshrl.wire.errors import MeshError, Reason
-from meshrl.wire.manifest import SUM128, StreamHasher, artifact_id, build_manifest, plan_tensors
+from meshrl.wire.manifest import SUM128, artifact_id, build_manifest, entries_of, plan_tensors
 from meshrl.wire.types import (
     AdapterConfig,
     AgentCommand,
@@ -231,9 +231,7 @@ async def test_an_adapter_is_staged_sealed_and_prepared_like_a_full_version(
     path = mesh.folder / "adapter.bin"
     path.write_bytes(data)
     plans = plan_tensors([("base_model.model.q_proj.lora_A.weight", "float32", (1, 4))])
-    hashed = StreamHasher(plans, 4096)
-    hashed.update(memoryview(data))
-    tensors, chunks = hashed.entries()
+    tensors, chunks = entries_of(memoryview(data), plans, 4096)
     files = (FileEntry(path=str(path), offset=0, num_bytes=16),) if transport is Transport.FILESYSTEM else ()
     manifest = build_manifest(
         run_id="run",

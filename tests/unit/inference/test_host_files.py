@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from meshrl.inference.host_files import HostBytes, Spool, empty_bytes, map_files
 from meshrl.inference.live_weights import tensor_bytes
-from meshrl.wire.manifest import StreamHasher, build_manifest, plan_tensors
+from meshrl.wire.manifest import build_manifest, entries_of, plan_tensors
 from meshrl.wire.types import FileEntry, Manifest, Transport
 
 
@@ -29,9 +29,7 @@ def weights() -> dict[str, torch.Tensor]:
 def packed(state: dict[str, torch.Tensor], files: tuple[FileEntry, ...] = ()) -> tuple[Manifest, bytes]:
     plans = plan_tensors((name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in state.items())
     stream = b"".join(bytes(tensor_bytes(state[plan.name])) for plan in plans)
-    hasher = StreamHasher(plans, 4096)
-    hasher.update(memoryview(stream))
-    tensors, chunks = hasher.entries()
+    tensors, chunks = entries_of(memoryview(stream), plans, 4096)
     transport = Transport.FILESYSTEM if files else Transport.STREAM
     return build_manifest(
         run_id="run", epoch=1, version=3, transport=transport, tensors=tensors, chunks=chunks, files=files

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 
 from meshrl.trainer import version_files
 from meshrl.trainer.version_files import VersionFiles
-from meshrl.wire.manifest import StreamHasher, build_manifest, plan_tensors
+from meshrl.wire.manifest import build_manifest, entries_of, plan_tensors
 from meshrl.wire.manifest_file import PayloadReader, from_json, manifest_path
 from meshrl.wire.types import Transport
 
@@ -56,10 +56,8 @@ def test_shares_make_the_files_and_the_digests_of_one_writer(
             assert not tensors.keys() & hashed[0].keys()
             tensors |= hashed[0]
             chunks |= hashed[1]
-    expected = StreamHasher(PLANS, 4096)
-    expected.update(DATA.data)
     listed = writers[0].listed(tensors, chunks)
-    assert listed == expected.entries()
+    assert listed == entries_of(DATA.data, PLANS, 4096)
     manifest = build_manifest(
         run_id="run", epoch=1, version=3, transport=Transport.FILESYSTEM, tensors=listed[0], chunks=listed[1],
         files=writers[0].entries,

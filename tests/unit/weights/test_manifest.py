@@ -6,6 +6,7 @@ import dataclasses
 import json
 import struct
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,7 @@ SPECS = (("b", "float32", (3, 5)), ("a", "bfloat16", (7,)), ("empty", "float32",
 
 
 def build(stream: bytes, *, chunk_bytes: int = 4096, run_id: str = "run") -> Manifest:
-    hashed = manifests.StreamHasher(manifests.plan_tensors(SPECS), chunk_bytes)
-    hashed.update(memoryview(stream))
-    tensors, chunks = hashed.entries()
+    tensors, chunks = manifests.entries_of(memoryview(stream), manifests.plan_tensors(SPECS), chunk_bytes)
     return manifests.build_manifest(
         run_id=run_id, epoch=1, version=2, transport=Transport.STREAM, tensors=tensors, chunks=chunks
     )
@@ -60,28 +59,24 @@ def test_element_sizes_agree_with_the_tensor_codec() -> None:
 
 
 @settings(deadline=None, max_examples=50)  # a busy machine is not a slow function
-@given(st.lists(st.integers(0, 9000), max_size=6), st.integers(4096, 9000), st.data())
-def test_hashes_do_not_depend_on_how_the_stream_is_cut(sizes: list[int], chunk_bytes: int, data: st.DataObject) -> None:
+@given(st.lists(st.integers(0, 9000), max_size=6), st.integers(4096, 9000))
+def test_hashes_are_those_of_the_spans_on_threads_too(sizes: list[int], chunk_bytes: int) -> None:
     plans = manifests.plan_tensors([(f"t{index}", "uint8", (size,)) for index, size in enumerate(sizes)])
     stream = np.random.default_rng(0).bytes(sum(sizes))
-    whole, pieces = manifests.StreamHasher(plans, chunk_bytes), manifests.StreamHasher(plans, chunk_bytes)
-    whole.update(memoryview(stream))
-    at = 0
-    while at < len(stream):
-        step = data.draw(st.integers(1 + len(stream) // 20, len(stream)))
-        pieces.update(memoryview(stream)[at : at + step])
-        at += step
-    assert whole.entries() == pieces.entries()
-    assert sum(length for _, length in manifests.plan_chunks(len(stream), chunk_bytes)) == len(stream)
+    with ThreadPoolExecutor(3) as threads:
+        tensors, chunks = manifests.entries_of(memoryview(stream), plans, chunk_bytes, each=threads.map)
+    assert (tensors, chunks) == manifests.entries_of(memoryview(stream), plans, chunk_bytes)
+    for spanned in (tensors, chunks):
+        lengths = [each.num_bytes if isinstance(each, TensorEntry) else each.length for each in spanned]
+        assert sum(lengths) == len(stream)
+        for each, length in zip(spanned, lengths, strict=True):
+            assert each.digest == blake3.blake3(stream[each.offset : each.offset + length]).digest()
 
 
-def test_stream_that_is_too_short_or_too_long_is_an_error() -> None:
-    hashed = manifests.StreamHasher(manifests.plan_tensors(SPECS), 4096)
-    hashed.update(memoryview(STREAM[:-1]))
-    with pytest.raises(ValueError, match="ended after 3 of 4"):
-        hashed.entries()
-    with pytest.raises(ValueError, match="longer"):
-        hashed.update(memoryview(b"ab"))
+@pytest.mark.parametrize("stream", [STREAM[:-1], STREAM + b"a"])
+def test_stream_that_is_too_short_or_too_long_is_an_error(stream: bytes) -> None:
+    with pytest.raises(ValueError, match=f"has {len(stream)} bytes, its plan {len(STREAM)}"):
+        manifests.entries_of(memoryview(stream), manifests.plan_tensors(SPECS), 4096)
 
 
 def test_root_depends_on_names_and_values_and_not_on_order_or_run() -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from blake3 import blake3
@@ -178,79 +178,42 @@ def plan_chunks(num_bytes: int, chunk_bytes: int) -> tuple[tuple[int, int], ...]
     return tuple((offset, min(chunk_bytes, num_bytes - offset)) for offset in range(0, num_bytes, chunk_bytes))
 
 
-class StreamHasher:
-    """Hashes tensors and chunks in one pass over the byte stream, however it is cut into pieces.
+def entries_of(
+    stream: memoryview,
+    plans: Sequence[TensorPlan],
+    chunk_bytes: int,
+    *,
+    each: Callable[[Callable[[tuple[int, int]], bytes], Iterable[tuple[int, int]]], Iterable[bytes]] = map,
+) -> tuple[tuple[TensorEntry, ...], tuple[ChunkEntry, ...]]:
+    """Returns what a manifest lists of a byte stream that lies in memory. `each` is `map` or the like, on threads.
 
-    Feed the stream in order with `update`; a piece may span tensors and chunks. It holds no data.
+    Raises ValueError for a stream that is not as long as its plan.
     """
-
-    def __init__(self, plans: Sequence[TensorPlan], chunk_bytes: int) -> None:
-        self._tensors = _RunHasher([(plan.offset, plan.num_bytes) for plan in plans])
-        self._plans = tuple(plans)
-        num_bytes = plans[-1].offset + plans[-1].num_bytes if plans else 0
-        self._spans = plan_chunks(num_bytes, chunk_bytes)
-        self._chunks = _RunHasher(self._spans)
-
-    def update(self, piece: memoryview) -> None:
-        """Takes the next bytes of the stream (a flat view of bytes)."""
-        step = 2**20  # both hashes read a stretch while it is still in cache
-        for start in range(0, len(piece), step):
-            part = piece[start : start + step]
-            self._tensors.update(part)
-            self._chunks.update(part)
-
-    def entries(self) -> tuple[tuple[TensorEntry, ...], tuple[ChunkEntry, ...]]:
-        """Returns what was hashed. Raises ValueError when the stream is not complete."""
-        digests = self._tensors.digests()
-        tensors = tuple(
-            TensorEntry(
-                name=plan.name,
-                dtype=plan.dtype,
-                shape=plan.shape,
-                offset=plan.offset,
-                num_bytes=plan.num_bytes,
-                digest=tensor_digest,
-            )
-            for plan, tensor_digest in zip(self._plans, digests, strict=True)
+    num_bytes = sum(plan.num_bytes for plan in plans)
+    if len(stream) != num_bytes:
+        raise ValueError(f"the byte stream has {len(stream)} bytes, its plan {num_bytes}")
+    chunks = plan_chunks(num_bytes, chunk_bytes)
+    digests = list(
+        each(
+            lambda span: digest(stream[span[0] : sum(span)]),
+            [*((plan.offset, plan.num_bytes) for plan in plans), *chunks],
         )
-        chunks = tuple(
-            ChunkEntry(offset=offset, length=length, digest=chunk_digest)
-            for (offset, length), chunk_digest in zip(self._spans, self._chunks.digests(), strict=True)
+    )
+    tensors = tuple(
+        TensorEntry(
+            name=plan.name,
+            dtype=plan.dtype,
+            shape=plan.shape,
+            offset=plan.offset,
+            num_bytes=plan.num_bytes,
+            digest=found,
         )
-        return tensors, chunks
-
-
-class _RunHasher:
-    """One digest for each of consecutive spans of a stream."""
-
-    def __init__(self, spans: Sequence[tuple[int, int]]) -> None:
-        self._lengths = [length for _, length in spans]
-        self._digests: list[bytes] = []
-        self._state = blake3()
-        self._filled = 0
-        self._close_full()
-
-    def update(self, piece: memoryview) -> None:
-        while len(piece):
-            if len(self._digests) == len(self._lengths):
-                raise ValueError("the byte stream is longer than its plan")
-            room = self._lengths[len(self._digests)] - self._filled
-            part = piece[:room]
-            self._state.update(part)
-            self._filled += len(part)
-            piece = piece[room:]
-            self._close_full()
-
-    def _close_full(self) -> None:
-        while len(self._digests) < len(self._lengths) and self._filled == self._lengths[len(self._digests)]:
-            self._digests.append(self._state.digest())
-            self._state = blake3()
-            self._filled = 0
-
-    def digests(self) -> list[bytes]:
-        if len(self._digests) != len(self._lengths):
-            raise ValueError(f"the byte stream ended after {len(self._digests)} of {len(self._lengths)} spans")
-        return self._digests
+        for plan, found in zip(plans, digests, strict=False)
+    )
+    return tensors, tuple(
+        ChunkEntry(offset=offset, length=length, digest=found)
+        for (offset, length), found in zip(chunks, digests[len(plans) :], strict=True)
+    )
 
 
 def build_manifest(
