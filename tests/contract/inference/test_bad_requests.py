@@ -39,7 +39,7 @@ SAMPLING: dict[str, tuple[dict[str, Any], str]] = {
     "stop string for token ids": ({"stop": "x"}, "use stop_token_ids"),
 }
 PROMPTS: dict[str, tuple[Any, str]] = {
-    "empty": ([], "send 1 to 1023 prompt tokens"),
+    "empty": ([], f"send 1 to {MAX_MODEL_LEN - 1} prompt tokens"),
     "as long as the context": ([1] * MAX_MODEL_LEN, f"maximum context length is {MAX_MODEL_LEN} tokens"),
     "far too long": ([1] * 5000, f"maximum context length is {MAX_MODEL_LEN} tokens"),
     "token out of vocabulary": ([1, 64], r"\[0, 64\)"),

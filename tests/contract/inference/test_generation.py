@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from engine_mesh import EngineClient, EngineMesh, logprobs_of, reference
+from engine_mesh import MAX_MODEL_LEN, EngineClient, EngineMesh, logprobs_of, reference
 from plain_checks import check_greedy, check_logprobs
 from plain_model import at, greedy_loop, logits_of, processed_logprobs
 
@@ -104,7 +104,7 @@ async def test_completions_of_one_request_differ_and_repeat_with_its_seed(client
 
 
 async def test_prompts_of_any_length_and_context_are_filled(mesh: EngineMesh, client: EngineClient) -> None:
-    longest = [1 + index % 63 for index in range(1023)]
+    longest = [1 + index % 63 for index in range(MAX_MODEL_LEN - 1)]
     choice = await client.one(longest, temperature=0.0, max_tokens=500)
     assert len(choice["token_ids"]) == 1
     assert choice["finish_reason"] == "length"
