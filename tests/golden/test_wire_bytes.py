@@ -35,6 +35,8 @@ from meshrl.wire.types import (
     RolloutRequest,
     Sample,
     Sampling,
+    Sleep,
+    SleepOutcome,
     StepEvent,
     StepState,
     TensorEntry,
@@ -223,6 +225,16 @@ def group_messages(manifest):
         deadline_s=30.0,
     )
     yield "open_group_request", asked.SerializeToString()
+    sleeper = dataclasses.replace(registration, can_sleep=True)
+    yield "registration_can_sleep", convert.registration_to_proto(sleeper).SerializeToString()
+    answer = dataclasses.replace(report, sleeping=True, sleep_answered=4)
+    yield "agent_report_sleeping", convert.agent_report_to_proto(answer).SerializeToString()
+    yield "agent_command_sleep", convert.agent_command_to_proto(Sleep(number=4)).SerializeToString()
+    asleep = dataclasses.replace(engine, sleeping=True, can_sleep=True)
+    yield "engine_info_sleeping", convert.engine_info_to_proto(asleep).SerializeToString()
+    yield "sleep_request", weights_pb2.SleepEnginesRequest(engine_pool="p", deadline_s=30.0).SerializeToString()
+    outcome = SleepOutcome(asleep=2, awake=1, seconds=0.5)
+    yield "sleep_outcome", convert.sleep_outcome_to_proto(outcome).SerializeToString()
 
 
 @pytest.mark.parametrize(("name", "data"), list(messages()), ids=lambda value: value if isinstance(value, str) else "")

@@ -1,15 +1,21 @@
-"""Groups, and versions that travel in one or hold an adapter, become messages and come back the same."""
+"""Groups, versions that travel in one or hold an adapter, and sleep become messages and come back the same."""
 
 import pytest
 
 from meshrl.wire import convert
 from meshrl.wire.types import (
     AdapterConfig,
+    AgentRegistration,
+    AgentReport,
+    AgentState,
     CollectivePlan,
+    EngineInfo,
     GroupMember,
     JoinGroup,
     Manifest,
     OpenedGroup,
+    Sleep,
+    SleepOutcome,
     TensorEntry,
     Transport,
     VersionKind,
@@ -47,8 +53,41 @@ OPENED = OpenedGroup(generation=3, members=(GroupMember(engine_id="i", first_rec
         (MANIFEST, convert.manifest_to_proto, convert.manifest_from_proto),
         (JOIN, convert.agent_command_to_proto, convert.agent_command_from_proto),
         (OPENED, convert.opened_group_to_proto, convert.opened_group_from_proto),
+        (Sleep(number=3), convert.agent_command_to_proto, convert.agent_command_from_proto),
+        (
+            AgentReport(lease_id="l", state=AgentState.READY, sleeping=True, sleep_answered=3),
+            convert.agent_report_to_proto,
+            convert.agent_report_from_proto,
+        ),
+        (
+            AgentRegistration(
+                engine_id="e", url="u", transports=(Transport.STREAM,), layout_signature=b"s", can_sleep=True
+            ),
+            convert.registration_to_proto,
+            convert.registration_from_proto,
+        ),
+        (
+            EngineInfo(
+                engine_id="e",
+                url="u",
+                engine_pool="",
+                state=AgentState.READY,
+                serving_version=1,
+                routable=True,
+                last_seen_s=0.5,
+                sleeping=True,
+                can_sleep=True,
+            ),
+            convert.engine_info_to_proto,
+            convert.engine_info_from_proto,
+        ),
+        (
+            SleepOutcome(asleep=2, awake=1, seconds=0.5),
+            convert.sleep_outcome_to_proto,
+            convert.sleep_outcome_from_proto,
+        ),
     ],
-    ids=["manifest", "join", "opened"],
+    ids=["manifest", "join", "opened", "sleep", "report", "registration", "engine", "outcome"],
 )
 def test_values_survive_the_trip(value, to_proto, from_proto):
     message = to_proto(value)

@@ -24,6 +24,7 @@ from meshrl.wire.types import (
     Lease,
     Manifest,
     OpenedGroup,
+    SleepOutcome,
     StagedVersion,
     VersionEvent,
     VersionInfo,
@@ -43,6 +44,7 @@ class WeightSyncClient(ServiceClient):
         "GetManifest",
         "ListEngines",
         "OpenGroup",
+        "SleepEngines",
     )
 
     def __init__(self, address: str, options: ChannelOptions | None = None, *, tracer: Tracer | None = None) -> None:
@@ -215,6 +217,17 @@ class WeightSyncClient(ServiceClient):
             deadline_s=deadline_s,
         )
         return convert.opened_group_from_proto(await self._unary(self._stub.OpenGroup, "OpenGroup", request))
+
+    async def sleep_engines(self, engine_pool: str = "", *, deadline_s: float) -> SleepOutcome:
+        """Has engines without work give their memory back until the next version or request.
+
+        Engines that have not answered after `deadline_s` count as awake, like those that cannot sleep or have work.
+        """
+        request = pb.SleepEnginesRequest(engine_pool=engine_pool, deadline_s=deadline_s)
+        limit_s = deadline_s + self.options.unary_deadline_s
+        return convert.sleep_outcome_from_proto(
+            await self._unary(self._stub.SleepEngines, "SleepEngines", request, limit_s)
+        )
 
     async def list_engines(self, engine_pool: str = "") -> tuple[EngineInfo, ...]:
         """Returns the engines that the hub knows, in order of registration."""

@@ -170,7 +170,7 @@ class AdapterConfig(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., lora_alpha: _Optional[float] = ..., target_modules: _Optional[_Iterable[str]] = ..., base_model: _Optional[str] = ...) -> None: ...
 
 class RegisterRequest(_message.Message):
-    __slots__ = ("contract_version", "engine_id", "url", "engine_pool", "transports", "layout_signature", "held_version", "held_root", "collective_ranks", "collective_backend", "host")
+    __slots__ = ("contract_version", "engine_id", "url", "engine_pool", "transports", "layout_signature", "held_version", "held_root", "collective_ranks", "collective_backend", "host", "can_sleep")
     CONTRACT_VERSION_FIELD_NUMBER: _ClassVar[int]
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     URL_FIELD_NUMBER: _ClassVar[int]
@@ -182,6 +182,7 @@ class RegisterRequest(_message.Message):
     COLLECTIVE_RANKS_FIELD_NUMBER: _ClassVar[int]
     COLLECTIVE_BACKEND_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
+    CAN_SLEEP_FIELD_NUMBER: _ClassVar[int]
     contract_version: str
     engine_id: str
     url: str
@@ -193,7 +194,8 @@ class RegisterRequest(_message.Message):
     collective_ranks: int
     collective_backend: str
     host: str
-    def __init__(self, contract_version: _Optional[str] = ..., engine_id: _Optional[str] = ..., url: _Optional[str] = ..., engine_pool: _Optional[str] = ..., transports: _Optional[_Iterable[_Union[Transport, str]]] = ..., layout_signature: _Optional[bytes] = ..., held_version: _Optional[int] = ..., held_root: _Optional[bytes] = ..., collective_ranks: _Optional[int] = ..., collective_backend: _Optional[str] = ..., host: _Optional[str] = ...) -> None: ...
+    can_sleep: bool
+    def __init__(self, contract_version: _Optional[str] = ..., engine_id: _Optional[str] = ..., url: _Optional[str] = ..., engine_pool: _Optional[str] = ..., transports: _Optional[_Iterable[_Union[Transport, str]]] = ..., layout_signature: _Optional[bytes] = ..., held_version: _Optional[int] = ..., held_root: _Optional[bytes] = ..., collective_ranks: _Optional[int] = ..., collective_backend: _Optional[str] = ..., host: _Optional[str] = ..., can_sleep: bool = ...) -> None: ...
 
 class RegisterResponse(_message.Message):
     __slots__ = ("contract_version", "lease_id", "lease_s", "max_chunk_bytes", "committed_version")
@@ -210,7 +212,7 @@ class RegisterResponse(_message.Message):
     def __init__(self, contract_version: _Optional[str] = ..., lease_id: _Optional[str] = ..., lease_s: _Optional[float] = ..., max_chunk_bytes: _Optional[int] = ..., committed_version: _Optional[int] = ...) -> None: ...
 
 class SessionRequest(_message.Message):
-    __slots__ = ("lease_id", "state", "serving_version", "target_version", "fault", "applied", "group_generation", "target_artifact_id")
+    __slots__ = ("lease_id", "state", "serving_version", "target_version", "fault", "applied", "group_generation", "target_artifact_id", "sleeping", "sleep_answered")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     SERVING_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -219,6 +221,8 @@ class SessionRequest(_message.Message):
     APPLIED_FIELD_NUMBER: _ClassVar[int]
     GROUP_GENERATION_FIELD_NUMBER: _ClassVar[int]
     TARGET_ARTIFACT_ID_FIELD_NUMBER: _ClassVar[int]
+    SLEEPING_FIELD_NUMBER: _ClassVar[int]
+    SLEEP_ANSWERED_FIELD_NUMBER: _ClassVar[int]
     lease_id: str
     state: AgentState
     serving_version: int
@@ -227,7 +231,9 @@ class SessionRequest(_message.Message):
     applied: ApplyReport
     group_generation: int
     target_artifact_id: str
-    def __init__(self, lease_id: _Optional[str] = ..., state: _Optional[_Union[AgentState, str]] = ..., serving_version: _Optional[int] = ..., target_version: _Optional[int] = ..., fault: _Optional[_Union[AgentFault, _Mapping]] = ..., applied: _Optional[_Union[ApplyReport, _Mapping]] = ..., group_generation: _Optional[int] = ..., target_artifact_id: _Optional[str] = ...) -> None: ...
+    sleeping: bool
+    sleep_answered: int
+    def __init__(self, lease_id: _Optional[str] = ..., state: _Optional[_Union[AgentState, str]] = ..., serving_version: _Optional[int] = ..., target_version: _Optional[int] = ..., fault: _Optional[_Union[AgentFault, _Mapping]] = ..., applied: _Optional[_Union[ApplyReport, _Mapping]] = ..., group_generation: _Optional[int] = ..., target_artifact_id: _Optional[str] = ..., sleeping: bool = ..., sleep_answered: _Optional[int] = ...) -> None: ...
 
 class AgentFault(_message.Message):
     __slots__ = ("reason", "message")
@@ -252,20 +258,22 @@ class ApplyReport(_message.Message):
     def __init__(self, version: _Optional[int] = ..., root: _Optional[bytes] = ..., pause_s: _Optional[float] = ..., prepare_s: _Optional[float] = ..., requests_kept: _Optional[int] = ...) -> None: ...
 
 class SessionResponse(_message.Message):
-    __slots__ = ("prepare", "commit", "abort", "resume", "drain", "join_group")
+    __slots__ = ("prepare", "commit", "abort", "resume", "drain", "join_group", "sleep")
     PREPARE_FIELD_NUMBER: _ClassVar[int]
     COMMIT_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
     RESUME_FIELD_NUMBER: _ClassVar[int]
     DRAIN_FIELD_NUMBER: _ClassVar[int]
     JOIN_GROUP_FIELD_NUMBER: _ClassVar[int]
+    SLEEP_FIELD_NUMBER: _ClassVar[int]
     prepare: Prepare
     commit: Commit
     abort: Abort
     resume: Resume
     drain: DrainAgent
     join_group: JoinGroup
-    def __init__(self, prepare: _Optional[_Union[Prepare, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., drain: _Optional[_Union[DrainAgent, _Mapping]] = ..., join_group: _Optional[_Union[JoinGroup, _Mapping]] = ...) -> None: ...
+    sleep: Sleep
+    def __init__(self, prepare: _Optional[_Union[Prepare, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., drain: _Optional[_Union[DrainAgent, _Mapping]] = ..., join_group: _Optional[_Union[JoinGroup, _Mapping]] = ..., sleep: _Optional[_Union[Sleep, _Mapping]] = ...) -> None: ...
 
 class Prepare(_message.Message):
     __slots__ = ("version", "artifact_id")
@@ -318,6 +326,12 @@ class JoinGroup(_message.Message):
     first_receiver: int
     deadline_s: float
     def __init__(self, generation: _Optional[int] = ..., store_address: _Optional[str] = ..., backend: _Optional[str] = ..., num_senders: _Optional[int] = ..., num_receivers: _Optional[int] = ..., first_receiver: _Optional[int] = ..., deadline_s: _Optional[float] = ...) -> None: ...
+
+class Sleep(_message.Message):
+    __slots__ = ("number",)
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    def __init__(self, number: _Optional[int] = ...) -> None: ...
 
 class CreateVersionRequest(_message.Message):
     __slots__ = ("manifest", "chunk")
@@ -543,6 +557,24 @@ class GroupMember(_message.Message):
     num_ranks: int
     def __init__(self, engine_id: _Optional[str] = ..., first_receiver: _Optional[int] = ..., num_ranks: _Optional[int] = ...) -> None: ...
 
+class SleepEnginesRequest(_message.Message):
+    __slots__ = ("engine_pool", "deadline_s")
+    ENGINE_POOL_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
+    engine_pool: str
+    deadline_s: float
+    def __init__(self, engine_pool: _Optional[str] = ..., deadline_s: _Optional[float] = ...) -> None: ...
+
+class SleepEnginesResponse(_message.Message):
+    __slots__ = ("asleep", "awake", "seconds")
+    ASLEEP_FIELD_NUMBER: _ClassVar[int]
+    AWAKE_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    asleep: int
+    awake: int
+    seconds: float
+    def __init__(self, asleep: _Optional[int] = ..., awake: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
+
 class ListEnginesRequest(_message.Message):
     __slots__ = ("engine_pool",)
     ENGINE_POOL_FIELD_NUMBER: _ClassVar[int]
@@ -556,7 +588,7 @@ class ListEnginesResponse(_message.Message):
     def __init__(self, engines: _Optional[_Iterable[_Union[EngineInfo, _Mapping]]] = ...) -> None: ...
 
 class EngineInfo(_message.Message):
-    __slots__ = ("engine_id", "url", "engine_pool", "state", "serving_version", "routable", "last_seen_s", "last_fault", "transports", "collective_ranks", "collective_backend", "group_generation", "host")
+    __slots__ = ("engine_id", "url", "engine_pool", "state", "serving_version", "routable", "last_seen_s", "last_fault", "transports", "collective_ranks", "collective_backend", "group_generation", "host", "sleeping", "can_sleep")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     URL_FIELD_NUMBER: _ClassVar[int]
     ENGINE_POOL_FIELD_NUMBER: _ClassVar[int]
@@ -570,6 +602,8 @@ class EngineInfo(_message.Message):
     COLLECTIVE_BACKEND_FIELD_NUMBER: _ClassVar[int]
     GROUP_GENERATION_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
+    SLEEPING_FIELD_NUMBER: _ClassVar[int]
+    CAN_SLEEP_FIELD_NUMBER: _ClassVar[int]
     engine_id: str
     url: str
     engine_pool: str
@@ -583,4 +617,6 @@ class EngineInfo(_message.Message):
     collective_backend: str
     group_generation: int
     host: str
-    def __init__(self, engine_id: _Optional[str] = ..., url: _Optional[str] = ..., engine_pool: _Optional[str] = ..., state: _Optional[_Union[AgentState, str]] = ..., serving_version: _Optional[int] = ..., routable: bool = ..., last_seen_s: _Optional[float] = ..., last_fault: _Optional[_Union[AgentFault, _Mapping]] = ..., transports: _Optional[_Iterable[_Union[Transport, str]]] = ..., collective_ranks: _Optional[int] = ..., collective_backend: _Optional[str] = ..., group_generation: _Optional[int] = ..., host: _Optional[str] = ...) -> None: ...
+    sleeping: bool
+    can_sleep: bool
+    def __init__(self, engine_id: _Optional[str] = ..., url: _Optional[str] = ..., engine_pool: _Optional[str] = ..., state: _Optional[_Union[AgentState, str]] = ..., serving_version: _Optional[int] = ..., routable: bool = ..., last_seen_s: _Optional[float] = ..., last_fault: _Optional[_Union[AgentFault, _Mapping]] = ..., transports: _Optional[_Iterable[_Union[Transport, str]]] = ..., collective_ranks: _Optional[int] = ..., collective_backend: _Optional[str] = ..., group_generation: _Optional[int] = ..., host: _Optional[str] = ..., sleeping: bool = ..., can_sleep: bool = ...) -> None: ...

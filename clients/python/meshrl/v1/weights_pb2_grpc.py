@@ -90,6 +90,11 @@ class WeightSyncStub(object):
                 request_serializer=meshrl_dot_v1_dot_weights__pb2.OpenGroupRequest.SerializeToString,
                 response_deserializer=meshrl_dot_v1_dot_weights__pb2.OpenGroupResponse.FromString,
                 _registered_method=True)
+        self.SleepEngines = channel.unary_unary(
+                '/meshrl.v1.WeightSync/SleepEngines',
+                request_serializer=meshrl_dot_v1_dot_weights__pb2.SleepEnginesRequest.SerializeToString,
+                response_deserializer=meshrl_dot_v1_dot_weights__pb2.SleepEnginesResponse.FromString,
+                _registered_method=True)
         self.ListEngines = channel.unary_unary(
                 '/meshrl.v1.WeightSync/ListEngines',
                 request_serializer=meshrl_dot_v1_dot_weights__pb2.ListEnginesRequest.SerializeToString,
@@ -196,6 +201,17 @@ class WeightSyncServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SleepEngines(self, request, context):
+        """Has engines without work give their memory back: weights go to host memory, the KV cache is dropped.
+        It is theirs again with the next version or the next request, whichever comes first, so engines that
+        sleep stay routable. An engine with requests in flight, with a version under way or without a sleep
+        mode stays awake and is counted. Returns once every engine has answered, at the latest after
+        deadline_s; whoever has not answered by then counts as awake. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListEngines(self, request, context):
         """The engines the hub knows, with the version each serves. Idempotent.
         """
@@ -255,6 +271,11 @@ def add_WeightSyncServicer_to_server(servicer, server):
                     servicer.OpenGroup,
                     request_deserializer=meshrl_dot_v1_dot_weights__pb2.OpenGroupRequest.FromString,
                     response_serializer=meshrl_dot_v1_dot_weights__pb2.OpenGroupResponse.SerializeToString,
+            ),
+            'SleepEngines': grpc.unary_unary_rpc_method_handler(
+                    servicer.SleepEngines,
+                    request_deserializer=meshrl_dot_v1_dot_weights__pb2.SleepEnginesRequest.FromString,
+                    response_serializer=meshrl_dot_v1_dot_weights__pb2.SleepEnginesResponse.SerializeToString,
             ),
             'ListEngines': grpc.unary_unary_rpc_method_handler(
                     servicer.ListEngines,
@@ -538,6 +559,33 @@ class WeightSync(object):
             '/meshrl.v1.WeightSync/OpenGroup',
             meshrl_dot_v1_dot_weights__pb2.OpenGroupRequest.SerializeToString,
             meshrl_dot_v1_dot_weights__pb2.OpenGroupResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SleepEngines(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/meshrl.v1.WeightSync/SleepEngines',
+            meshrl_dot_v1_dot_weights__pb2.SleepEnginesRequest.SerializeToString,
+            meshrl_dot_v1_dot_weights__pb2.SleepEnginesResponse.FromString,
             options,
             channel_credentials,
             insecure,

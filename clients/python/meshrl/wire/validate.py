@@ -180,6 +180,13 @@ def validate_open_group_request(message: weights_pb2.OpenGroupRequest) -> None:
     violations.done("the group request")
 
 
+def validate_sleep_request(message: weights_pb2.SleepEnginesRequest) -> None:
+    """Raises INVALID_REQUEST unless the wait has an end."""
+    violations = _Violations()
+    violations.positive_s(message.deadline_s, "deadline_s")
+    violations.done("the sleep request")
+
+
 def validate_fetch_request(message: weights_pb2.FetchRequest) -> None:
     """Raises INVALID_REQUEST unless an artifact is named and no range is empty."""
     violations = _Violations()

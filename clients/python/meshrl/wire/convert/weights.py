@@ -28,6 +28,8 @@ from meshrl.wire.types import (
     OpenedGroup,
     Prepare,
     Resume,
+    Sleep,
+    SleepOutcome,
     Transport,
     VersionEvent,
     VersionInfo,
@@ -77,6 +79,7 @@ def registration_to_proto(registration: AgentRegistration, *, contract_version: 
         collective_ranks=registration.collective_ranks,
         collective_backend=registration.collective_backend,
         host=registration.host,
+        can_sleep=registration.can_sleep,
     )
 
 
@@ -93,6 +96,7 @@ def registration_from_proto(message: pb.RegisterRequest) -> AgentRegistration:
         collective_ranks=message.collective_ranks,
         collective_backend=message.collective_backend,
         host=message.host,
+        can_sleep=message.can_sleep,
     )
 
 
@@ -153,6 +157,8 @@ def agent_report_to_proto(report: AgentReport) -> pb.SessionRequest:
         applied=None if report.applied is None else _apply_to_proto(report.applied),
         group_generation=report.group_generation,
         target_artifact_id=report.target_artifact_id,
+        sleeping=report.sleeping,
+        sleep_answered=report.sleep_answered,
     )
 
 
@@ -167,6 +173,8 @@ def agent_report_from_proto(message: pb.SessionRequest) -> AgentReport:
         applied=_apply_from_proto(message.applied) if message.HasField("applied") else None,
         group_generation=optional(message, "group_generation"),
         target_artifact_id=message.target_artifact_id,
+        sleeping=message.sleeping,
+        sleep_answered=optional(message, "sleep_answered"),
     )
 
 
@@ -194,6 +202,8 @@ def agent_command_to_proto(command: AgentCommand) -> pb.SessionResponse:
                     deadline_s=command.deadline_s,
                 )
             )
+        case Sleep(number=number):
+            return pb.SessionResponse(sleep=pb.Sleep(number=number))
 
 
 def agent_command_from_proto(message: pb.SessionResponse) -> AgentCommand | None:
@@ -221,6 +231,8 @@ def agent_command_from_proto(message: pb.SessionResponse) -> AgentCommand | None
                 first_receiver=group.first_receiver,
                 deadline_s=group.deadline_s,
             )
+        case "sleep":
+            return Sleep(number=message.sleep.number)
         case _:
             return None
 
@@ -240,6 +252,8 @@ def engine_info_to_proto(engine: EngineInfo) -> pb.EngineInfo:
         collective_backend=engine.collective_backend,
         group_generation=engine.group_generation,
         host=engine.host,
+        sleeping=engine.sleeping,
+        can_sleep=engine.can_sleep,
     )
 
 
@@ -259,7 +273,17 @@ def engine_info_from_proto(message: pb.EngineInfo) -> EngineInfo:
         collective_backend=message.collective_backend,
         group_generation=optional(message, "group_generation"),
         host=message.host,
+        sleeping=message.sleeping,
+        can_sleep=message.can_sleep,
     )
+
+
+def sleep_outcome_to_proto(outcome: SleepOutcome) -> pb.SleepEnginesResponse:
+    return pb.SleepEnginesResponse(asleep=outcome.asleep, awake=outcome.awake, seconds=outcome.seconds)
+
+
+def sleep_outcome_from_proto(message: pb.SleepEnginesResponse) -> SleepOutcome:
+    return SleepOutcome(asleep=message.asleep, awake=message.awake, seconds=message.seconds)
 
 
 def opened_group_to_proto(group: OpenedGroup) -> pb.OpenGroupResponse:

@@ -131,6 +131,7 @@ class AgentRegistration:
     collective_ranks: int = 0
     collective_backend: str = ""
     host: str = ""
+    can_sleep: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +163,10 @@ class ApplyReport:
 
 @dataclass(frozen=True, kw_only=True)
 class AgentReport:
-    """One message from an agent; doubles as a heartbeat. `target_artifact_id` is the content of `target_version`."""
+    """One message from an agent; doubles as a heartbeat. `target_artifact_id` is the content of `target_version`.
+
+    `sleep_answered` is the number of the last Sleep that was carried out or declined; `sleeping` says which.
+    """
 
     lease_id: str
     state: AgentState
@@ -172,6 +176,8 @@ class AgentReport:
     applied: ApplyReport | None = None
     group_generation: int | None = None
     target_artifact_id: str = ""
+    sleeping: bool = False
+    sleep_answered: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,7 +223,14 @@ class JoinGroup:
     deadline_s: float
 
 
-AgentCommand = Prepare | Commit | Abort | Resume | DrainAgent | JoinGroup
+@dataclass(frozen=True, kw_only=True)
+class Sleep:
+    """Give memory back until the next version or request, unless there is work. `number` names it in the answer."""
+
+    number: int
+
+
+AgentCommand = Prepare | Commit | Abort | Resume | DrainAgent | JoinGroup | Sleep
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -308,3 +321,14 @@ class EngineInfo:
     collective_backend: str = ""
     group_generation: int | None = None
     host: str = ""
+    sleeping: bool = False
+    can_sleep: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class SleepOutcome:
+    """How many engines sleep, how many stay awake (no sleep mode, work, or no answer), and the seconds it took."""
+
+    asleep: int
+    awake: int
+    seconds: float
