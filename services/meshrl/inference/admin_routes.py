@@ -1,4 +1,4 @@
-"""Routes that change an engine: pausing it, loading weights by hand, joining a group by hand.
+"""Routes that change an engine: pausing it, putting it to sleep, loading weights by hand, joining a group by hand.
 
 They are for an engine that follows no weight hub, such as one under a trainer of its own. Where there is a hub, its
 agent does all of this; what is loaded by hand is then undone as soon as the agent notices, and a group joined by hand
@@ -19,8 +19,11 @@ from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import JoinGroup
 
 ADMIN_PATHS = frozenset(
-    {"/pause", "/resume", "/update_weights", "/reload_weights", "/load_lora_adapter", "/init_broadcaster"}
-)
+    {
+        "/pause", "/resume", "/sleep", "/wake_up", "/is_sleeping", "/update_weights", "/reload_weights",
+        "/load_lora_adapter", "/init_broadcaster",
+    }
+)  # fmt: skip
 
 
 class AdapterBody(BaseModel):
@@ -61,6 +64,9 @@ class AdminRoutes:
     def add_to(self, router: web.UrlDispatcher) -> None:
         router.add_post("/pause", self._pause)
         router.add_post("/resume", self._resume)
+        router.add_post("/sleep", self._sleep)
+        router.add_post("/wake_up", self._wake_up)
+        router.add_get("/is_sleeping", self._is_sleeping)
         router.add_post("/update_weights", self._update_weights)
         router.add_post("/reload_weights", self._reload_weights)
         router.add_post("/load_lora_adapter", self._load_lora_adapter)
@@ -72,6 +78,22 @@ class AdminRoutes:
     async def _resume(self, _request: web.Request) -> web.StreamResponse:
         await self._engine.resume()
         return web.json_response({"status": "running", "in_flight": self._engine.in_flight})
+
+    async def _sleep(self, _request: web.Request) -> web.StreamResponse:
+        """Until the next request or version; with either under way the engine stays awake, and the answer says so."""
+        if not self._engine.can_sleep:
+            raise MeshError(
+                Reason.NOT_SUPPORTED, "this engine has no sleep mode; start vLLM on a GPU with enable_sleep_mode"
+            )
+        asleep = await self._engine.sleep()
+        return web.json_response({"is_sleeping": asleep, "in_flight": self._engine.in_flight})
+
+    async def _wake_up(self, _request: web.Request) -> web.StreamResponse:
+        await self._engine.wake()
+        return web.json_response({"is_sleeping": self._engine.sleeping})
+
+    async def _is_sleeping(self, _request: web.Request) -> web.StreamResponse:
+        return web.json_response({"is_sleeping": self._engine.sleeping})
 
     async def _update_weights(self, request: web.Request) -> web.StreamResponse:
         body = parse(WeightsBody, await request.read())

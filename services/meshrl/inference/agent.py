@@ -11,7 +11,7 @@ import asyncio
 import platform
 import random
 import time
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from meshrl.inference.agent_states import (
     StartApply,
     StartFetch,
     StartJoin,
+    StartSleep,
     Tell,
 )
 from meshrl.inference.bringing import VersionBringer
@@ -50,6 +51,7 @@ from meshrl.wire.types import (
 
 _PERMANENT = frozenset({Reason.CONTRACT_MISMATCH, Reason.INVALID_REQUEST, Reason.NOT_SUPPORTED})
 APPLY_DEADLINE_S = 60.0
+SLEEP_DEADLINE_S = 240.0  # beyond what an engine gives itself
 BACKOFF_S = (0.1, 5.0)
 
 
@@ -75,13 +77,14 @@ class WeightAgent:
         *,
         fetch_stall_s: float = 30.0,
         hold_deadline_s: float = 30.0,
+        sleep_deadline_s: float = SLEEP_DEADLINE_S,
         spool_dir: Path | None = None,
     ) -> None:
         """`address` is the host:port at which the engine serves.
 
         fetch_stall_s: give up a fetch after this long without a new chunk; hold_deadline_s: end a gang's pause if the
-        hub never does; spool_dir: where streamed versions become files for engines that want files, /dev/shm where
-        there is one and it has room.
+        hub never does; sleep_deadline_s: for the engine to fall asleep or wake up; spool_dir: where streamed versions
+        become files for engines that want files, /dev/shm where there is one and it has room.
         """
         self._client = client
         self._engine = engine
@@ -89,7 +92,7 @@ class WeightAgent:
         self._url = f"http://{address}"
         spool = Spool(spool_dir, self._engine_id) if engine.stages_from_files else None
         self._bringer = VersionBringer(client, engine, VersionFetcher(client, stall_s=fetch_stall_s, spool=spool))
-        self._hold_deadline_s = hold_deadline_s
+        self._hold_deadline_s, self._sleep_deadline_s = hold_deadline_s, sleep_deadline_s
         self.machine = AgentMachine(version=engine.version)
         self._lease: Lease | None = None
         self._outbox: asyncio.Queue[AgentReport] = asyncio.Queue()
@@ -159,6 +162,7 @@ class WeightAgent:
                 collective_ranks=0 if seat is None else seat.ranks,
                 collective_backend="" if seat is None else seat.backend,
                 host=platform.node(),
+                can_sleep=self._engine.can_sleep,
             )
         )
         self._outbox = asyncio.Queue()
@@ -195,6 +199,8 @@ class WeightAgent:
             applied=tell.applied,
             group_generation=machine.group,
             target_artifact_id=artifact_id,
+            sleeping=self._engine.sleeping,
+            sleep_answered=machine.sleep_answered,
         )
 
     def _changed_by_hand(self) -> bool:
@@ -224,6 +230,8 @@ class WeightAgent:
                 case StartJoin():
                     self._cancel_join()
                     self._join_task = self._spawn(self._join(action.group))
+                case StartSleep():
+                    self._spawn(self._sleep(action.number))
                 case Leave():
                     self._leave.set()
 
@@ -248,11 +256,25 @@ class WeightAgent:
             await self._engine.join_group(group)
         except MeshError as error:  # the publisher goes on without this engine, or opens another group
             logger.warning("group {} was not joined: {}", group.generation, error)
-            fault = AgentFault(reason=error.reason.name, message=error.message)
-            self._perform(self.machine.join_failed(group, fault))
+            self._perform(self.machine.join_failed(group, _fault_of(error)))
             return
         logger.info("joined group {}", group.generation)
         self._perform(self.machine.joined(group))
+
+    async def _sleep(self, number: int) -> None:
+        fault = None
+        try:
+            await self._within_sleep_deadline("falling asleep", self._engine.sleep())
+        except MeshError as error:  # the engine says itself whether it may serve on
+            logger.error("the engine does not sleep: {}", error)
+            fault = _fault_of(error)
+        self._perform(self.machine.slept(number, fault))
+
+    async def _within_sleep_deadline(self, doing: str, work: Awaitable[object]) -> None:
+        try:
+            await asyncio.wait_for(work, self._sleep_deadline_s)
+        except TimeoutError as error:
+            raise MeshError(Reason.DEADLINE_PASSED, f"{doing} took longer than {self._sleep_deadline_s:g} s") from error
 
     async def _fetch(self, version: int, artifact_id: str) -> None:
         began_s = time.monotonic()
@@ -260,8 +282,7 @@ class WeightAgent:
             manifest, adopt = await self._stage(version, artifact_id)
         except MeshError as error:  # the old version stays; the hub decides what comes next
             logger.error("version {} is refused: {}", version, error)
-            fault = AgentFault(reason=error.reason.name, message=error.message)
-            self._perform(self.machine.fetch_failed(artifact_id, fault))
+            self._perform(self.machine.fetch_failed(artifact_id, _fault_of(error)))
             return
         except Exception as error:  # noqa: BLE001 (a defect here must not leave the hub waiting; nothing was applied)
             logger.exception("fetching version {} failed", version)
@@ -275,6 +296,7 @@ class WeightAgent:
 
     async def _stage(self, version: int, artifact_id: str) -> tuple[Manifest, bool]:
         generation = self.machine.group
+        await self._within_sleep_deadline("waking up", self._engine.wake())
         manifest = await self._bringer.manifest(version, artifact_id)
         through_group = manifest.transport is Transport.NCCL
         # Who is in a group takes what is broadcast, or the others would wait for it. An adapter alone says nothing of
@@ -363,6 +385,10 @@ class WeightAgent:
         )
         self._prepared, self._live_root = None, b""
         self._perform(self.machine.apply_failed(AgentFault(reason=reason.name, message=message)))
+
+
+def _fault_of(error: MeshError) -> AgentFault:
+    return AgentFault(reason=error.reason.name, message=error.message)
 
 
 async def _either(first: asyncio.Event, second: asyncio.Event) -> None:

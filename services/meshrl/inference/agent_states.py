@@ -6,7 +6,8 @@ applied version leads back to READY. An artifact is applied only after its fetch
 so an engine never serves half of a version or one that was not decided.
 
 Groups of the nccl transport come and go beside these states: joining one, failing to or losing it changes neither what
-is served nor what is being fetched by other means.
+is served nor what is being fetched by other means. Sleep is beside them as well: an engine that sleeps is READY, and
+whatever needs it wakes it.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from meshrl.wire.types import (
     JoinGroup,
     Prepare,
     Resume,
+    Sleep,
 )
 
 # A fetch that is abandoned for a newer one passes through the state it started from.
@@ -87,11 +89,19 @@ class StartJoin:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StartSleep:
+    """Put the engine to sleep unless it has work; then `slept`."""
+
+    number: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Tell:
     """Report to the hub now: the state, and what is given here.
 
-    The target is what a fault is about where that is not the machine's target any more. A fault `of_group` is about no
-    version: a target that is still fetched is left out of the report, so that nobody takes it for one of the target.
+    The target is what a fault is about where that is not the machine's target any more. A fault `of_group`, or of
+    sleep, is about no version: a target that is still fetched is left out of the report, so that nobody takes it for
+    one of the target.
     """
 
     fault: AgentFault | None = None
@@ -106,7 +116,7 @@ class Leave:
     """The hub asked this agent to end."""
 
 
-Action = StartFetch | CancelFetch | StartApply | ResumeEngine | StartJoin | Tell | Leave
+Action = StartFetch | CancelFetch | StartApply | ResumeEngine | StartJoin | StartSleep | Tell | Leave
 
 
 class AgentMachine:
@@ -121,6 +131,7 @@ class AgentMachine:
         self.held = False  # applied, and paused until Resume
         self.last_applied: ApplyReport | None = None
         self.group: int | None = None  # generation of the group that the engine is in
+        self.sleep_answered: int | None = None  # last Sleep of this session that is over, whatever came of it
         self._asked: JoinGroup | None = None  # the group that the engine is in or on its way into
         self._poisoned = False
         self._queued: Commit | Prepare | None = None
@@ -130,6 +141,7 @@ class AgentMachine:
 
     def connected(self) -> list[Action]:
         """A new session began: a gang that waited for the old one will not be resumed by it."""
+        self.sleep_answered = None  # another hub may count from the beginning
         actions: list[Action] = [Tell(applied=self.last_applied)]
         return actions + ([ResumeEngine()] if self.held else [])
 
@@ -149,6 +161,9 @@ class AgentMachine:
                 return [] if self.state is AgentState.APPLYING else [Leave()]
             case JoinGroup():
                 return self._join(command)
+            case Sleep():
+                has_work = self.state is not AgentState.READY or self._leaving
+                return self.slept(command.number) if has_work else [StartSleep(number=command.number)]
 
     def _prepare(self, command: Prepare) -> list[Action]:
         if self.state is AgentState.APPLYING or (self.target is not None and self.target.committed):
@@ -222,6 +237,11 @@ class AgentMachine:
             return []
         self._asked = None
         return [Tell(fault=fault, of_group=True)]
+
+    def slept(self, number: int, fault: AgentFault | None = None) -> list[Action]:
+        """A Sleep is over: the engine sleeps, has work, or could not, which is a fault of no version."""
+        self.sleep_answered = number
+        return [Tell(fault=fault, of_group=fault is not None)]
 
     def group_lost(self, generation: int | None) -> list[Action]:
         """The group broke while the engine was in it; nothing is lost but the group."""

@@ -24,6 +24,11 @@ def choose_engine(config: InferenceConfig) -> Choice:
     choice = decide(config, has_vllm=importlib.util.find_spec("vllm") is not None, has_gpu=torch.cuda.is_available())
     if choice.engine == "embedded" and config.vllm_only:
         raise ValueError(f"{only_vllm(config.vllm_only)} (engine = '{config.engine}': {choice.reason})")
+    if config.sleep_while_training and not torch.cuda.is_available():
+        raise ValueError(
+            "inference.sleep_while_training needs a GPU: vLLM has no sleep mode on a CPU; leave it out, or run on a"
+            " machine with a GPU"
+        )
     return choice
 
 

@@ -110,6 +110,11 @@ class InferenceConfig(BaseConfig):
     share_gpu: bool = False
     """A trainer works on the same GPU: gpu_memory_utilization is 0.5 unless it is given. `rl` sets it."""
 
+    sleep_while_training: bool = False
+    """vLLM on a GPU that the trainer shares, at max_async_level 0: while the trainer trains, weights go to host memory
+    and the KV cache is dropped; the next version, or a request, takes the memory again. `rl` then has the orchestrator
+    ask for it, and the trainer give its cached memory back after each step."""
+
     torch_threads: int | None = Field(default=None, ge=1)
     """Threads for torch kernels; None means torch's own choice."""
 
@@ -157,6 +162,11 @@ class InferenceConfig(BaseConfig):
             for key in self.vllm
             if key in (*VLLM_KEYS, *BOTH_ENGINES) and getattr(self, key) is not None
         ]
+        if self.sleep_while_training and self.vllm.get("enable_sleep_mode") is False:
+            problems.append(
+                "inference.sleep_while_training needs vLLM's sleep mode, but inference.vllm.enable_sleep_mode is off;"
+                " leave inference.vllm.enable_sleep_mode out"
+            )
         if self.engine == "embedded" and self.vllm_only:
             problems.append(only_vllm(self.vllm_only))
         if problems:
@@ -167,13 +177,16 @@ class InferenceConfig(BaseConfig):
     def vllm_only(self) -> tuple[str, ...]:
         """The keys that are set and that only vLLM knows."""
         own = [key for key in VLLM_KEYS if getattr(self, key) is not None]
-        return (*own, *(["headless"] if self.headless else []), *(f"vllm.{key}" for key in self.vllm))
+        own += [key for key in ("headless", "sleep_while_training") if getattr(self, key)]
+        return (*own, *(f"vllm.{key}" for key in self.vllm))
 
     def vllm_arguments(self) -> dict[str, Any]:
         """vLLM's engine arguments: what is set here and in the `vllm` table, and the model."""
         given = {key: getattr(self, key) for key in (*VLLM_KEYS, *BOTH_ENGINES)}
         if self.share_gpu and "gpu_memory_utilization" not in self.vllm and given["gpu_memory_utilization"] is None:
             given["gpu_memory_utilization"] = SHARED_GPU_UTILIZATION
+        if self.sleep_while_training:
+            given["enable_sleep_mode"] = True
         if self.lora_rank is not None:
             given |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": _lora_room(self.lora_rank)}
         given |= {

@@ -32,6 +32,7 @@ from meshrl.inference.live_weights import Layout, LiveWeights
 from meshrl.inference.runner import ModelRunner
 from meshrl.inference.sampling import stream_keys
 from meshrl.inference.scheduler import Row, SlotTable
+from meshrl.inference.sleep import NeverSleeps
 from meshrl.inference.staging import Staging
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import JoinGroup, Manifest
@@ -60,7 +61,7 @@ class _Call:
     done: Future[Any]
 
 
-class EmbeddedEngine:
+class EmbeddedEngine(NeverSleeps):
     """An `Engine` (see `engine.py`) over one in-process model. `start` it on the loop that will consume its tokens."""
 
     def __init__(

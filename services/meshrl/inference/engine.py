@@ -170,6 +170,14 @@ class Engine(Protocol):
         """What the engine brings into a group; None when it cannot take part."""
 
     @property
+    def can_sleep(self) -> bool:
+        """Whether `sleep` can give memory back."""
+
+    @property
+    def sleeping(self) -> bool:
+        """Whether it has; a request or a version wakes the engine."""
+
+    @property
     def paused(self) -> bool: ...
 
     @property
@@ -201,6 +209,19 @@ class Engine(Protocol):
 
     async def close(self, deadline_s: float = 0.0) -> None:
         """Drains for at most `deadline_s`, aborts what is left and frees the model."""
+
+    async def sleep(self) -> bool:
+        """Gives memory back (weights to the host, KV cache dropped) until the next `wake`; whether the engine sleeps.
+
+        With requests in flight, a pause or a version under way it stays awake. Sleeping twice is fine, and sleeping and
+        waking take turns. A failure leaves the engine unfit for good and raises MeshError ENGINE_FAILED.
+        """
+
+    async def wake(self) -> None:
+        """Takes the memory again; `generate`, `pause`, `stage` and `receive` do so themselves. Waking twice is fine.
+
+        A failure leaves the engine unfit for good and raises MeshError ENGINE_FAILED.
+        """
 
     async def stage(self, host: HostVersion) -> None:
         """Builds the shadow of a version while generation goes on; one staged before is dropped.

@@ -16,6 +16,7 @@ from meshrl.core.serve import GrpcServer
 from meshrl.inference.agent import WeightAgent
 from meshrl.inference.config import InferenceConfig
 from meshrl.inference.engine import CollectiveSeat, FinishReason, GenerateRequest, HostVersion, TokenChunk
+from meshrl.inference.sleep import Sleeper
 from meshrl.trainer import version_files
 from meshrl.trainer.publisher import Publisher
 from meshrl.weights.config import WeightsConfig
@@ -51,10 +52,36 @@ class MemoryEngine:
         self.fail_apply = False
         self.history: list[str] = []
         self.before_apply: Callable[[], Awaitable[None]] | None = None
+        self.can_sleep = False
+        self.before_sleep: Callable[[], Awaitable[None]] | None = None
+        self.sleeper = Sleeper(self._fall_asleep, self._wake_up, busy=lambda: self.in_flight > 0, deadline_s=3.0)
+
+    @property
+    def sleeping(self) -> bool:
+        return self.sleeper.sleeping
+
+    async def sleep(self) -> bool:
+        return await self.sleeper.sleep()
+
+    async def wake(self) -> None:
+        await self.sleeper.wake()
+
+    async def _fall_asleep(self) -> None:
+        if self.before_sleep is not None:
+            await self.before_sleep()
+        self.history.append("sleep")
+
+    async def _wake_up(self) -> None:
+        self.history.append("wake")
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
         if self.unfit is not None:
             raise MeshError(Reason.ENGINE_FAILED, self.unfit)
+        self.in_flight += 1
+        try:
+            await self.wake()
+        finally:
+            self.in_flight -= 1
         yield TokenChunk(
             start=0,
             token_ids=np.zeros(1, np.int32),

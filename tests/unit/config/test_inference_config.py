@@ -138,3 +138,21 @@ def test_keys_of_vllm_are_refused_when_auto_comes_to_the_embedded_engine() -> No
         choose_engine(load("--headless", "--model.device", "cpu"))
     chosen = choose_engine(load("--engine", "embedded"))
     assert chosen == Choice(engine="embedded", reason="as configured")
+
+
+def test_sleep_while_training_switches_vllms_sleep_mode_on(capsys: pytest.CaptureFixture[str]) -> None:
+    assert load("--sleep-while-training").vllm_arguments()["enable_sleep_mode"] is True
+    assert "enable_sleep_mode" not in load().vllm_arguments()
+    message = refusal(capsys, "--sleep-while-training", "--vllm.enable-sleep-mode", "false")
+    assert "leave inference.vllm.enable_sleep_mode out" in message
+    message = refusal(capsys, "--sleep-while-training", "--engine", "embedded")
+    assert "the embedded engine has no inference.sleep_while_training" in message
+
+
+@pytest.mark.parametrize(
+    ("engine", "says"), [("vllm", "no sleep mode on a CPU"), ("auto", "the embedded engine has no")]
+)
+def test_sleep_while_training_is_refused_without_a_gpu(monkeypatch: pytest.MonkeyPatch, engine: str, says: str) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ValueError, match=says):
+        choose_engine(load("--sleep-while-training", "--engine", engine))

@@ -1,4 +1,4 @@
-"""Loading adapters and joining groups by hand, and who may."""
+"""Loading adapters, joining groups and putting an engine to sleep by hand, and who may."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from meshrl.inference.checkpoints import WeightLoader
 from meshrl.inference.embedded import EmbeddedEngine
 from meshrl.inference.http import InferenceServer
 from meshrl.inference.live_weights import LiveWeights
+from meshrl.inference.sleep import Sleeper
 from meshrl.models.lora import ADAPTER_CONFIG, adapted_layers, adapter_config, adapter_state, apply_lora, save_adapter
 from meshrl.models.state import hf_state
 
@@ -118,7 +119,7 @@ async def test_from_elsewhere_the_key_opens_admin_routes_and_nothing_else_does(
     monkeypatch.setattr("aiohttp.web.BaseRequest.remote", "10.1.2.3")
     engine = await start_engine()
     with_key, without = await serve(engine, api_key="secret"), await serve(engine)
-    for path in ("/pause", "/load_lora_adapter", "/init_broadcaster"):
+    for path in ("/pause", "/load_lora_adapter", "/init_broadcaster", "/sleep", "/wake_up"):
         assert (await post(without, path, {}, headers={"Authorization": "Bearer secret"}))[0] == 403
         assert (await post(with_key, path, {}))[0] == 401
     assert not engine.paused
@@ -131,3 +132,41 @@ async def test_this_host_needs_no_key_for_admin_routes(serve: Start, start_engin
     client = await serve(engine, api_key="secret")
     assert (await post(client, "/pause", {}))[0] == 200
     assert engine.paused
+
+
+async def test_engine_is_put_to_sleep_and_woken_by_hand(serve: Start, start_engine: EngineFactory) -> None:
+    """The embedded engine has no sleep mode, so its answers to the three verbs are the only thing that is made up."""
+    engine = await start_engine()
+    busy = False
+
+    async def nothing() -> None:
+        return None
+
+    class Sleepy:
+        sleeper = Sleeper(nothing, nothing, busy=lambda: busy, deadline_s=5.0)
+        can_sleep = True
+        sleeping = property(lambda self: self.sleeper.sleeping)
+        sleep, wake = sleeper.sleep, sleeper.wake
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(engine, name)
+
+    client = await serve(Sleepy())  # type: ignore[arg-type] # the rest is the engine's
+
+    async def is_sleeping() -> Any:
+        async with client.get("/is_sleeping") as response:
+            return (await response.json())["is_sleeping"]
+
+    assert await post(client, "/sleep", {}) == (200, {"is_sleeping": True, "in_flight": 0})
+    assert await is_sleeping()
+    assert await post(client, "/wake_up", {}) == (200, {"is_sleeping": False})
+    assert not await is_sleeping()
+    busy = True
+    assert await post(client, "/sleep", {}) == (200, {"is_sleeping": False, "in_flight": 0})
+
+
+async def test_engine_without_a_sleep_mode_says_so(serve: Start, start_engine: EngineFactory) -> None:
+    client = await serve(await start_engine())
+    status, answer = await post(client, "/sleep", {})
+    assert (status, answer["error"]["reason"]) == (400, "NOT_SUPPORTED")
+    assert await post(client, "/wake_up", {}) == (200, {"is_sleeping": False})

@@ -1,11 +1,19 @@
-"""Groups in the agent's rules: they come, fail and go beside whatever the agent does."""
+"""Groups and sleep in the agent's rules: they come, fail and go beside whatever the agent does."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from meshrl.inference.agent_states import AgentMachine, CancelFetch, StartApply, StartFetch, StartJoin, Tell
-from meshrl.wire.types import AgentFault, AgentState, ApplyReport, Commit, JoinGroup, Prepare
+from meshrl.inference.agent_states import (
+    AgentMachine,
+    CancelFetch,
+    StartApply,
+    StartFetch,
+    StartJoin,
+    StartSleep,
+    Tell,
+)
+from meshrl.wire.types import AgentFault, AgentState, ApplyReport, Commit, JoinGroup, Prepare, Sleep
 
 FAULT = AgentFault(reason="GROUP_BROKEN", message="rank 0 did not come")
 GROUP = JoinGroup(
@@ -91,3 +99,30 @@ def test_abandoned_version_stays_cancelled_beside_a_group() -> None:
     first, *_ = machine.command(Prepare(version=6, artifact_id="six"))
     assert first == StartFetch(version=6, artifact_id="six")
     assert CancelFetch() not in machine.command(replace(GROUP, generation=9))
+
+
+def test_sleep_is_started_where_nothing_is_under_way_and_answered_when_it_is_over() -> None:
+    machine = serving()
+    assert machine.command(Sleep(number=7)) == [StartSleep(number=7)]
+    assert (machine.state, machine.sleep_answered) == (AgentState.READY, None)
+    assert machine.slept(7) == [Tell()]
+    assert machine.sleep_answered == 7
+    machine.connected()
+    assert machine.sleep_answered is None
+
+
+def test_sleep_is_declined_at_once_while_a_version_is_under_way() -> None:
+    machine = serving()
+    machine.command(Prepare(version=5, artifact_id="five"))
+    assert machine.command(Sleep(number=1)) == [Tell()]
+    machine.fetched("five")
+    assert machine.command(Sleep(number=2)) == [Tell()]
+    assert (machine.state, machine.sleep_answered) == (AgentState.PREPARED, 2)
+
+
+def test_failed_sleep_is_a_fault_of_no_version() -> None:
+    machine = serving()
+    machine.command(Sleep(number=1))
+    fault = AgentFault(reason="ENGINE_FAILED", message="no host memory")
+    assert machine.slept(1, fault) == [Tell(fault=fault, of_group=True)]
+    assert (machine.state, machine.version, machine.sleep_answered) == (AgentState.READY, 4, 1)

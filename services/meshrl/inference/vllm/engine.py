@@ -3,6 +3,9 @@
 Requests go to vLLM's engine process as token ids and come back whole (see `scheduler`), unless they stream. Weights go
 to its workers: staged on a thread beside the running model, copied over between two steps (see `worker`). A version has
 its own prefix-cache salt, so what one version computed is never read by the next.
+
+Asleep (vLLM's sleep mode, level 1), its scheduler is paused and only a copy of the weights on the host is left. Waking
+ends that pause, which the scheduler counts like any other; with no request in flight it is no version's boundary.
 """
 
 from __future__ import annotations
@@ -11,7 +14,8 @@ import asyncio
 import dataclasses
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 from loguru import logger
@@ -28,6 +32,7 @@ from meshrl.inference.engine import (
     TokenChunk,
 )
 from meshrl.inference.live_weights import Layout
+from meshrl.inference.sleep import Sleeper
 from meshrl.inference.vllm.adapters import AdapterStore, StagedAdapter
 from meshrl.inference.vllm.installed import client_errors
 from meshrl.inference.vllm.requests import RequestCodec
@@ -40,6 +45,7 @@ POLL_S = (0.001, 0.005)
 RPC_DEADLINE_S = 60.0
 STAGE_DEADLINE_S = 600.0
 RECEIVE_STALL_S = 30.0
+SLEEP_DEADLINE_S = 180.0
 
 
 class VllmEngine:
@@ -67,6 +73,9 @@ class VllmEngine:
         self._paused_at = self._last_pause_s = 0.0
         self._unfit: str | None = None
         self._in_flight = 0
+        self._versions_under_way = 0  # staged, received or groups joined, at this moment
+        self.can_sleep = bool(config.model_config.enable_sleep_mode) and self._device == "cuda"
+        self._sleeper = Sleeper(self._fall_asleep, self._wake_up, busy=self._has_work, deadline_s=SLEEP_DEADLINE_S)
         self._idle = asyncio.Event()
         self._idle.set()
         self._counts = dict.fromkeys(("tokens", "prompt", "finished"), 0)
@@ -92,7 +101,7 @@ class VllmEngine:
 
     @property
     def unfit(self) -> str | None:
-        return self._unfit or self.lost
+        return self._unfit or self._sleeper.failed or self.lost
 
     @property
     def lost(self) -> str | None:
@@ -105,6 +114,10 @@ class VllmEngine:
     @property
     def draining(self) -> bool:
         return self._draining
+
+    @property
+    def sleeping(self) -> bool:
+        return self._sleeper.sleeping
 
     @property
     def stages_from_files(self) -> bool:
@@ -165,10 +178,11 @@ class VllmEngine:
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
         self._admit(request)
-        prompt = tokens_input(list(request.prompt_ids), cache_salt=self._clock.salt)
-        self._in_flight += 1
+        self._in_flight += 1  # from here on it does not fall asleep
         self._idle.clear()
         try:
+            await self._sleeper.wake()
+            prompt = tokens_input(list(request.prompt_ids), cache_salt=self._clock.salt)
             params = self._requests.params(request)
             outputs = self._llm.generate(
                 prompt, params, f"{request.request_id}-{uuid.uuid4().hex}",
@@ -210,9 +224,48 @@ class VllmEngine:
         if self.unfit is not None:
             raise MeshError(Reason.ENGINE_FAILED, f"this engine must be reseeded: {self.unfit}")
 
+    # --- sleep ------------------------------------------------------------------------------
+
+    async def sleep(self) -> bool:
+        return await self._sleeper.sleep() if self.can_sleep else False
+
+    async def wake(self) -> None:
+        await self._sleeper.wake()
+
+    def _has_work(self) -> bool:
+        return bool(self._in_flight or self._versions_under_way or self._paused or self._staged is not None)
+
+    async def _fall_asleep(self) -> None:
+        began_s = time.monotonic()
+        free_before = int(await self._rpc("meshrl_sleep"))
+        # "keep" and not vLLM's own "abort": nothing is ever dropped for sleep.
+        await self._core(self._llm.sleep(level=1, mode="keep"), SLEEP_DEADLINE_S)
+        freed = int(await self._rpc("meshrl_free_bytes")) - free_before
+        logger.info("asleep after {:.2f} s; {:.2f} GiB are free again", time.monotonic() - began_s, freed / 2**30)
+
+    async def _wake_up(self) -> None:
+        began_s = time.monotonic()
+        self._clock.resumed()  # the scheduler counts the end of this pause, too
+        await self._core(self._llm.wake_up(), SLEEP_DEADLINE_S)
+        logger.info("awake after {:.2f} s", time.monotonic() - began_s)
+
+    @contextmanager
+    def _version_under_way(self) -> Iterator[None]:
+        """While it is, the engine does not fall asleep."""
+        self._versions_under_way += 1
+        try:
+            yield
+        finally:
+            self._versions_under_way -= 1
+
     # --- weights ----------------------------------------------------------------------------
 
     async def pause(self) -> int:
+        with self._version_under_way():
+            await self._sleeper.wake()
+            return await self._pause()
+
+    async def _pause(self) -> int:
         if not self._paused:
             self._paused, self._paused_at = True, time.monotonic()
             # Not through AsyncLLM.pause_generation, which sleeps 20 ms on top for tidier logs.
@@ -227,6 +280,11 @@ class VllmEngine:
 
     async def stage(self, host: HostVersion) -> None:
         self._staged = None
+        with self._version_under_way():
+            await self._sleeper.wake()
+            await self._stage(host)
+
+    async def _stage(self, host: HostVersion) -> None:
         if host.adapter is not None or self._adapters is not None:
             self._staged = await self._stage_adapter(host)
             return
@@ -270,18 +328,21 @@ class VllmEngine:
         self._name_weights(version, root, same=True)
 
     async def join_group(self, group: JoinGroup) -> None:
-        await self._rpc("meshrl_join", dataclasses.asdict(group))
-        await self._settle(group.deadline_s + RPC_DEADLINE_S)
+        with self._version_under_way():
+            await self._rpc("meshrl_join", dataclasses.asdict(group))
+            await self._settle(group.deadline_s + RPC_DEADLINE_S)
 
     async def receive(self, manifest: Manifest) -> None:
         self._staged = None
-        try:
-            await self._rpc("meshrl_receive", manifest.version, to_json(manifest), RECEIVE_STALL_S)
-            await self._settle(STAGE_DEADLINE_S)
-        except asyncio.CancelledError:
-            await asyncio.shield(self.leave_group())
-            raise
-        self._staged = manifest.version
+        with self._version_under_way():
+            await self._sleeper.wake()
+            try:
+                await self._rpc("meshrl_receive", manifest.version, to_json(manifest), RECEIVE_STALL_S)
+                await self._settle(STAGE_DEADLINE_S)
+            except asyncio.CancelledError:
+                await asyncio.shield(self.leave_group())
+                raise
+            self._staged = manifest.version
 
     async def leave_group(self) -> None:
         await self._rpc("meshrl_leave")
@@ -325,12 +386,12 @@ class VllmEngine:
                 return answer
         return answers[0] if answers else None
 
-    async def _core(self, call: Any) -> Any:
+    async def _core(self, call: Any, deadline_s: float = RPC_DEADLINE_S) -> Any:
         """Awaits a call to vLLM's engine process. Raises MeshError ENGINE_FAILED for whatever goes wrong there."""
         try:
-            return await asyncio.wait_for(call, RPC_DEADLINE_S)
+            return await asyncio.wait_for(call, deadline_s)
         except TimeoutError as error:
-            text = f"vLLM's engine process did not answer within {RPC_DEADLINE_S:g} s"
+            text = f"vLLM's engine process did not answer within {deadline_s:g} s"
             raise MeshError(Reason.ENGINE_FAILED, text) from error
         except MeshError:
             raise

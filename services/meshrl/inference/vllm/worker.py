@@ -6,6 +6,7 @@ engine asks about. All names begin with `meshrl_`, since the class shares its na
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -65,7 +66,7 @@ class WeightsExtension:
     def meshrl_open(self) -> dict[str, Any]:
         """Builds the shadow; once, before requests come. Says what was built."""
         worker: Any = self
-        self._meshrl_shadow: Shadow = build_shadow(worker)
+        self._meshrl_shadow: Shadow | None = build_shadow(worker)
         self._meshrl_reader = PortionReader(self._meshrl_device())
         self._meshrl_job: Job | None = None
         self._meshrl_receiver: Receiver | None = None
@@ -74,26 +75,30 @@ class WeightsExtension:
 
     def meshrl_stage(self, version: int, files: Sequence[str]) -> None:
         """Starts to fill the shadow from safetensors files under Hugging Face names."""
+        shadow = self._meshrl_ready_shadow()
 
         def work() -> None:
-            self._meshrl_shadow.begin()
+            shadow.begin()
             for path in files:
                 for tensors in self._meshrl_reader.portions(Path(path)):
-                    self._meshrl_shadow.add(tensors)
-            self._meshrl_finish(version)
+                    shadow.add(tensors)
+            shadow.finish()
+            self._meshrl_staged = version
 
         self._meshrl_start(work)
 
     def meshrl_receive(self, version: int, manifest_json: bytes, stall_s: float) -> None:
         """Starts to fill the shadow from what the senders of the group broadcast."""
         manifest, receiver = from_json(manifest_json), self._meshrl_receiver
+        shadow = self._meshrl_ready_shadow()
 
         def work() -> None:
             if receiver is None:
                 raise MeshError(Reason.GROUP_BROKEN, "this worker is in no group")
-            self._meshrl_shadow.begin()
-            receiver.receive(manifest, self._meshrl_shadow.add, stall_s=stall_s)
-            self._meshrl_finish(version)
+            shadow.begin()
+            receiver.receive(manifest, shadow.add, stall_s=stall_s)
+            shadow.finish()
+            self._meshrl_staged = version
 
         self._meshrl_start(work)
 
@@ -108,7 +113,7 @@ class WeightsExtension:
             self._meshrl_job.join(
                 APPLY_WAIT_S
             )  # the engine asks one of its data-parallel parts only whether it is done
-        if self._meshrl_staged != version:
+        if self._meshrl_staged != version or self._meshrl_shadow is None:
             raise RuntimeError(f"version {version} is not staged here, but {self._meshrl_staged}")
         began_s = time.perf_counter()
         self._meshrl_staged = None
@@ -116,6 +121,25 @@ class WeightsExtension:
         if self._meshrl_device().type == "cuda":
             torch.cuda.synchronize(self._meshrl_device())
         return time.perf_counter() - began_s
+
+    def meshrl_sleep(self) -> int:
+        """Drops the shadow, which vLLM's sleep does not know of; returns the bytes of the device that were free before.
+
+        The shadow is built anew for the next version, by what room there is then.
+        """
+        free_bytes, job = self.meshrl_free_bytes(), self._meshrl_job
+        if job is not None and not job.join(APPLY_WAIT_S):
+            raise RuntimeError("the weight job before does not end")
+        self._meshrl_shadow = self._meshrl_staged = self._meshrl_job = None
+        gc.collect()
+        if self._meshrl_device().type == "cuda":
+            torch.cuda.empty_cache()
+        return free_bytes
+
+    def meshrl_free_bytes(self) -> int:
+        """Bytes of the device that nobody uses; 0 for a CPU."""
+        device = self._meshrl_device()
+        return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else 0
 
     def meshrl_join(self, group: Mapping[str, Any]) -> None:
         """Starts to join a group, in which the engine's workers follow each other."""
@@ -147,9 +171,11 @@ class WeightsExtension:
             for name, p in parameters
         ).hex()
 
-    def _meshrl_finish(self, version: int) -> None:
-        self._meshrl_shadow.finish()
-        self._meshrl_staged = version
+    def _meshrl_ready_shadow(self) -> Shadow:
+        """The shadow, built here and not on the job's thread: building one sets defaults of the whole process."""
+        if self._meshrl_shadow is None:
+            self._meshrl_shadow = build_shadow(self)
+        return self._meshrl_shadow
 
     def _meshrl_start(self, work: Callable[[], None]) -> None:
         before = self._meshrl_job
