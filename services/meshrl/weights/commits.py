@@ -62,6 +62,7 @@ class CommitRules:
         self.records: dict[Key, VersionRecord] = {}
         self.pool = EnginePool(lease_s)
         self.groups = Groups()
+        self._sleeps = 0  # rounds of SleepEngines so far
         self._max_chunk_bytes = max_chunk_bytes
         self._keep_versions = keep_versions
         self._min_engines = min_engines

@@ -15,6 +15,7 @@ from typing import Any
 from meshrl.weights import log_entries as entries
 from meshrl.weights.commits import CommitRules
 from meshrl.weights.groups import GroupRequest, first_version
+from meshrl.weights.sleeping import SleepRound
 from meshrl.weights.states import (
     LIVE,
     UNDECIDED,
@@ -210,6 +211,11 @@ class Coordinator(CommitRules):
             actions += self._drop(other, f"version {record.version} was committed instead")
         return [*actions, *self._settle(now_s)]
 
+    def sleep(self, engine_pool: str) -> tuple[SleepRound, list[Action]]:
+        """Tells the engines of a pool (empty: all) to give their memory back until there is work."""
+        self._sleeps += 1
+        return SleepRound.begin(self.pool.of_pool(engine_pool), self._sleeps)
+
     # --- engines ------------------------------------------------------------------------------
 
     def register(self, registration: AgentRegistration, lease_id: str, now_s: float) -> tuple[Lease, list[Action]]:
@@ -228,6 +234,7 @@ class Coordinator(CommitRules):
         """The session of a lease starts. Raises LEASE_EXPIRED."""
         engine = self.pool.leased(lease_id)
         engine.connected, engine.sent, engine.join_sent, engine.seen_s = True, None, 0, now_s
+        engine.sleep_answered = None
         return self._settle(now_s)
 
     def disconnect(self, lease_id: str) -> None:
@@ -242,6 +249,7 @@ class Coordinator(CommitRules):
         engine.seen_s = now_s
         was = engine.state
         engine.state = report.state
+        engine.sleeping, engine.sleep_answered = report.sleeping, report.sleep_answered
         target = self._target_of(engine, report)
         if report.applied is not None:
             engine.serving, engine.root = report.applied.version, report.applied.root

@@ -19,6 +19,8 @@ class EnginePool:
     def register(self, registration: AgentRegistration, lease_id: str, now_s: float) -> list[Action]:
         """Gives `registration` a lease; its earlier one ends."""
         before = self.engines.get(registration.engine_id)
+        if before is not None:
+            before.connected = False  # for whoever waits for an answer on that session
         self.engines[registration.engine_id] = EngineRecord(
             engine_id=registration.engine_id,
             url=registration.url,
@@ -31,6 +33,7 @@ class EnginePool:
             host=registration.host,
             collective_ranks=registration.collective_ranks,
             collective_backend=registration.collective_backend,
+            can_sleep=registration.can_sleep,
             # Until it reports, it is taken to be where it was: commits wait for it.
             group_generation=None if before is None else before.group_generation,
         )
@@ -50,11 +53,16 @@ class EnginePool:
         """Drops every engine that was not heard of for a lease."""
         gone = [engine for engine in self.engines.values() if not self._live(engine, now_s)]
         for engine in gone:
+            engine.connected = False
             del self.engines[engine.engine_id]
         return [EndSession(lease_id=engine.lease_id) for engine in gone]
 
     def _live(self, engine: EngineRecord, now_s: float) -> bool:
         return now_s - engine.seen_s <= self.lease_s
+
+    def of_pool(self, engine_pool: str) -> tuple[EngineRecord, ...]:
+        """The engines of a pool; empty is all of them."""
+        return tuple(e for e in self.engines.values() if not engine_pool or e.engine_pool == engine_pool)
 
     def infos(self, engine_pool: str, records: Iterable[VersionRecord], now_s: float) -> tuple[EngineInfo, ...]:
         """Lists the engines of a pool (empty: all), with whether requests may be sent to each."""
@@ -77,9 +85,10 @@ class EnginePool:
                 collective_backend=engine.collective_backend,
                 group_generation=engine.group_generation,
                 host=engine.host,
+                sleeping=engine.sleeping,
+                can_sleep=engine.can_sleep,
             )
-            for engine in self.engines.values()
-            if not engine_pool or engine.engine_pool == engine_pool
+            for engine in self.of_pool(engine_pool)
         )
 
     def describe(self, ready: Collection[str], faults: Mapping[str, AgentFault], outside: Mapping[str, str]) -> str:

@@ -38,6 +38,7 @@ from meshrl.wire.types import (
     Lease,
     Manifest,
     OpenedGroup,
+    SleepOutcome,
     StagedVersion,
     VersionEvent,
     VersionInfo,
@@ -76,6 +77,7 @@ class Hub:
         self._sessions: dict[str, _Session] = {}
         self._waiters: dict[Key, list[asyncio.Future[Activation]]] = {}
         self._changed = asyncio.Event()
+        self._heard = asyncio.Event()  # of an engine, or that time has passed
         self._opening = asyncio.Lock()  # a repeated request is not answered before the first one is durable
         self._draining = False
         self._tasks: list[asyncio.Task[None]] = []
@@ -123,6 +125,11 @@ class Hub:
         while True:
             await asyncio.sleep(period_s)
             self._enqueue(self.coordinator.tick(self._now()))
+            self._hear()
+
+    def _hear(self) -> None:
+        self._heard.set()
+        self._heard = asyncio.Event()
 
     def _enqueue(self, actions: Sequence[Action]) -> asyncio.Future[None]:
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -278,6 +285,18 @@ class Hub:
         await self._enqueue(actions)
         return await outcome
 
+    async def sleep_engines(self, engine_pool: str, deadline_s: float) -> SleepOutcome:
+        """Has engines sleep until there is work; waits for their answers, for at most `deadline_s`."""
+        began_s = self._now()
+        asked, actions = self.coordinator.sleep(engine_pool)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(deadline_s):
+                await self._enqueue(actions)
+                while not asked.over and not self._draining:
+                    await self._heard.wait()
+        logger.info("{} engines sleep, {} stay awake", asked.asleep, asked.awake)
+        return SleepOutcome(asleep=asked.asleep, awake=asked.awake, seconds=self._now() - began_s)
+
     async def watch_versions(self, run_id: str, after_revision: int) -> AsyncIterator[VersionEvent]:
         """Yields each version that changed after a revision in its current state, then every later change.
 
@@ -345,6 +364,7 @@ class Hub:
             if report.lease_id != lease_id:
                 raise invalid([FieldViolation("lease_id", "must be the same in every report of a session")])
             await self._enqueue(self.coordinator.report(report, self._now()))
+            self._hear()
 
     async def get_manifest(self, run_id: str, version: int | None, artifact_id: str = "") -> tuple[Manifest, str]:
         """Returns a sealed version's manifest and its artifact_id; `artifact_id` names one of several epochs.

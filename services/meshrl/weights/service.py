@@ -148,6 +148,13 @@ class WeightSyncService(weights_pb2_grpc.WeightSyncServicer):
         )
         return convert.opened_group_to_proto(opened)
 
+    async def SleepEngines(
+        self, request: pb.SleepEnginesRequest, context: grpc.aio.ServicerContext
+    ) -> pb.SleepEnginesResponse:
+        validate.validate_sleep_request(request)
+        outcome = await self._hub.sleep_engines(request.engine_pool, request.deadline_s)
+        return convert.sleep_outcome_to_proto(outcome)
+
     async def ListEngines(
         self, request: pb.ListEnginesRequest, context: grpc.aio.ServicerContext
     ) -> pb.ListEnginesResponse:

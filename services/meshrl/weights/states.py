@@ -145,6 +145,9 @@ class EngineRecord:
     newest_generation: int = 0  # newest group that it ever was in
     broken_generation: int = 0  # group that broke for it: it is told nothing more about versions of that one
     join_sent: int = 0  # last group that it was told to join on the current stream
+    can_sleep: bool = False
+    sleeping: bool = False
+    sleep_answered: int | None = None  # last Sleep of the current stream that it carried out or declined
 
     def serves(self, record: VersionRecord) -> bool:
         return self.serving == record.version and self.root == record.root
