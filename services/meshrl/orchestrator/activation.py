@@ -1,4 +1,7 @@
-"""Relays versions from the trainer to the engines: tells the hub to commit, and judges what to do when it cannot."""
+"""Relays versions from the trainer to the engines: tells the hub to commit, and judges what to do when it cannot.
+
+Between two versions of a synchronous run it also has engines sleep, which is never worth ending a run for.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Activation, ActivationPolicy
 
 _SERVICE = "weight hub"
+SLEEP_MARGIN_S = 5.0  # of the hub's answer beyond the deadline that it keeps itself
 _NOT_THERE_YET = frozenset({Reason.UNKNOWN_VERSION, Reason.VERSION_NOT_SEALED, Reason.UNKNOWN_RUN})
 _GONE = frozenset({Reason.UNKNOWN_VERSION, Reason.VERSION_SUPERSEDED, Reason.STALE_EPOCH})
 
@@ -97,6 +101,20 @@ class Activator:
                 raise VersionGoneError(str(error)) from error
             logger.error(f"version {version} was not activated, engines keep serving the one before: {error}")
             return None
+
+    async def sleep_engines(self) -> float:
+        """Has engines give their memory back until the next version; returns seconds. A failure is only a warning."""
+        began_s, deadline_s = self._clock(), self._config.deadlines.sleep_s
+        try:
+            async with asyncio.timeout(deadline_s + SLEEP_MARGIN_S):
+                outcome = await self._client.sleep_engines(self._config.engine_pool, deadline_s=deadline_s)
+        except (MeshError, TimeoutError) as error:
+            why = str(error) or f"the {_SERVICE} did not answer in time"
+            logger.warning(f"engines were not put to sleep, and the step goes on beside them: {why}")
+        else:
+            if outcome.awake:
+                logger.warning(f"{outcome.awake} engines stay awake while the trainer trains, {outcome.asleep} sleep")
+        return self._clock() - began_s
 
     async def _commit(self, version: int, prepare_deadline_s: float) -> Activation:
         return await self._client.activate_version(

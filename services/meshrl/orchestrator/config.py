@@ -175,6 +175,9 @@ class DeadlinesConfig(BaseConfig):
     eval_s: float = Field(default=3600.0, gt=0.0)
     """For one evaluation."""
 
+    sleep_s: float = Field(default=60.0, gt=0.0)
+    """For engines to fall asleep, with sleep_engines; then the step goes on beside those that are still awake."""
+
 
 class OrchestratorConfig(BaseConfig):
     """Schedules rollouts, makes batches, submits them, activates the versions that come out."""
@@ -224,6 +227,10 @@ class OrchestratorConfig(BaseConfig):
     min_ready: int = Field(default=0, ge=0)
     """Engines that must serve a version before its activation counts; 0 means all that are in the pool."""
 
+    sleep_engines: bool = False
+    """At max_async_level 0, have engines give their memory back while the trainer trains; the next version wakes them.
+    rl sets it with inference.sleep_while_training."""
+
     engine_pool: str = ""
     """Pool of engines to sample from; empty is the only or first one."""
 
@@ -272,6 +279,15 @@ class OrchestratorConfig(BaseConfig):
             raise ValueError(
                 f"orchestrator.max_inflight_rollouts must be at least group_size ({self.group_size}),"
                 f" got {self.max_inflight_rollouts}; use {self.batch_size}, or leave it unset"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _sleep_needs_idle_engines(self) -> Self:
+        if self.sleep_engines and self.max_async_level > 0:
+            raise ValueError(
+                f"orchestrator.sleep_engines needs max_async_level 0, got {self.max_async_level}: above it engines"
+                " generate while the trainer trains; set max_async_level to 0, or leave sleep_engines out"
             )
         return self
 

@@ -97,6 +97,7 @@ class TrainLoop:
         self._changed = asyncio.Event()
         self._submitted: dict[int, SubmittedStep] = {}
         self._finishing = False
+        self._evaluating = False
         self._cancelling: set[str] = set()
         self._lost_groups = LostGroups(config, sleep=sleep)
         self._go_on()
@@ -149,6 +150,8 @@ class TrainLoop:
                 step = self.plan.next_step
                 await self._wait_for_trainer_place()
                 groups = await self._gather()
+                if self.config.sleep_engines and not (self.plan.in_flight or self._evaluating):
+                    self._tally.sleep_engines_s = await self._activator.sleep_engines()  # the trainer gets their memory
                 await self._submit(step, groups)
             self._feed.end()
             await finishing
@@ -384,7 +387,9 @@ class TrainLoop:
         """Scores the active version and writes a record of its own under `step`."""
         if self._evaluator is None:
             return
+        self._evaluating = True
         scores = await self._evaluator.evaluate(version=self.plan.active_version if version is None else version)
+        self._evaluating = False
         await asyncio.to_thread(self._monitor.log, step, scores)
 
     async def _evaluate_last(self) -> None:

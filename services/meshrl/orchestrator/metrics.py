@@ -38,6 +38,7 @@ class StepTally:
     dropped: Counter[str] = field(default_factory=Counter)
     wait_for_rollouts_s: float = 0.0
     wait_for_ckpt_s: float = 0.0
+    sleep_engines_s: float | None = None  # None: they were not asked to
 
     def drop(self, reason: DropReason) -> None:
         self.dropped[reason.value] += 1
@@ -83,6 +84,7 @@ def step_metrics(
             "time/step": seconds,
             "time/wait_for_rollouts": tally.wait_for_rollouts_s,
             "time/wait_for_ckpt": tally.wait_for_ckpt_s,
+            **({} if tally.sleep_engines_s is None else {"time/sleep_engines": tally.sleep_engines_s}),
             "progress/tokens": float(progress.tokens),
             "progress/samples": float(progress.samples),
             "progress/problems": float(progress.problems),

@@ -74,6 +74,8 @@ class Script:
     engines: int = 1
     uploads: list[tuple[int, int, str]] = field(default_factory=list)
     trained: dict[tuple[int, int], str] = field(default_factory=dict)
+    sleep_fails: Reason | None = None
+    sleep_takes_s: float = 0.0
 
     def uploads_of(self, epoch: int, step: int) -> str:
         """The one digest that a process of the trainer was given for a step."""
@@ -247,6 +249,13 @@ class WeightsServicer(weights_pb2_grpc.WeightSyncServicer):
             last_seen_s=0.0,
         )
         return weights_pb2.ListEnginesResponse(engines=[convert.engine_info_to_proto(engine)] * self.script.engines)
+
+    async def SleepEngines(self, request, context):  # noqa: N802 - the name is gRPC's
+        self.script.log.append(("sleep", self.script.in_flight))
+        await asyncio.sleep(self.script.sleep_takes_s)
+        if self.script.sleep_fails is not None:
+            raise MeshError(self.script.sleep_fails, "scripted")
+        return weights_pb2.SleepEnginesResponse(asleep=1, awake=0, seconds=self.script.sleep_takes_s)
 
     async def ActivateVersion(self, request, context):  # noqa: N802 - the name is gRPC's
         script, version = self.script, request.version
