@@ -68,6 +68,10 @@ class TrainerConfig(BaseConfig):
     """Largest block of logits kept at once, in MiB; more are made in pieces and again in backward. None means what
     suits the device."""
 
+    release_memory: bool = False
+    """Give the GPU memory that torch keeps for later back at the end of each step, before the version is published: an
+    engine on the same GPU then finds room when it wakes. rl sets it with inference.sleep_while_training."""
+
     torch_threads: int | None = Field(default=None, ge=1)
     """Threads for torch kernels; None means torch's own choice."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from loguru import logger
 
@@ -22,11 +24,14 @@ class Follower:
         *,
         publish_dtype: torch.dtype,
         ckpt: CheckpointConfig | None,
+        release: Callable[[], None] = lambda: None,
     ) -> None:
+        """`release` gives memory that no tensor needs back to the device, after each step."""
         self._learner = learner
         self._checkpointer = checkpointer
         self._publish_dtype = publish_dtype
         self._ckpt = ckpt
+        self._release = release
         self._exit: Exit | None = None
 
     def run(self) -> None:
@@ -43,6 +48,7 @@ class Follower:
         elif isinstance(order, Gather):
             assert self._exit is not None, "rank 0 opens the exits before it takes a version"
             self._exit.take(self._learner.step_done)
+            self._release()
         elif isinstance(order, Open):
             self._exit = open_exit(order.settings, self._learner.model, self._publish_dtype, self._learner.parallel)
         else:

@@ -46,9 +46,13 @@ class TrainLoop:
         *,
         ckpt: CheckpointConfig | None,
         publish_deadline_s: float,
+        release: Callable[[], None] = lambda: None,
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
-        """`take` lays the weights of a version aside, with the other ranks; `publish` brings them out meanwhile."""
+        """`take` lays the weights of a version aside, with the other ranks; `publish` brings them out meanwhile.
+
+        `release` gives memory that no tensor needs back to the device, after each step.
+        """
         self._learner = learner
         self._desk = desk
         self._take, self._publish = take, publish
@@ -57,7 +61,7 @@ class TrainLoop:
         self._orders = orders
         self._ckpt = ckpt
         self._publish_deadline_s = publish_deadline_s
-        self._on_end = on_end
+        self._release, self._on_end = release, on_end
         self._publishing: Future[PublishReport] | None = None
         self._save_ckpt_s = 0.0  # since the last DONE
         self._saved_step = learner.step_done  # a step that is on disk, or needs no checkpoint
@@ -104,6 +108,7 @@ class TrainLoop:
         settled = time.perf_counter()
         self._orders.give(Gather())
         taken = self._take(result.step)  # the next step changes the live weights
+        self._release()  # once the version is published, an engine may need the room
         ended = time.perf_counter()
         timings_s = {
             "wait_for_batch": wait_s,

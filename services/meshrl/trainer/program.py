@@ -24,6 +24,7 @@ from meshrl.trainer.config import TrainerConfig
 from meshrl.trainer.desk import TrainerDesk
 from meshrl.trainer.follow import Follower
 from meshrl.trainer.loop import TrainLoop
+from meshrl.trainer.memory import releaser
 from meshrl.trainer.orders import Orders
 from meshrl.trainer.publication import Publication, decide, open_publication
 from meshrl.trainer.publisher import next_epoch
@@ -61,7 +62,13 @@ def follow_rank_0(config: TrainerConfig) -> int:
         parts = build_parts(config, os.environ)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it to all ranks: rank 0 says when to stop
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        Follower(parts.learner, parts.checkpointer, publish_dtype=parts.compute_dtype, ckpt=config.ckpt).run()
+        Follower(
+            parts.learner,
+            parts.checkpointer,
+            publish_dtype=parts.compute_dtype,
+            ckpt=config.ckpt,
+            release=releaser(parts.learner.device, wanted=config.release_memory),
+        ).run()
         parts.leave()
     except ConfigError as error:
         logger.error("{}", error)
@@ -150,6 +157,7 @@ def train_loop(
         orders,
         ckpt=config.ckpt,
         publish_deadline_s=config.publish_deadline_s,
+        release=releaser(parts.learner.device, wanted=config.release_memory),
         on_end=parts.leave,
     )
 

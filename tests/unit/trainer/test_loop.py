@@ -26,6 +26,7 @@ from meshrl.models.logprobs import PackedPolicy
 from meshrl.models.state import gather_state
 from meshrl.trainer.desk import TrainerDesk
 from meshrl.trainer.loop import TrainLoop
+from meshrl.trainer.memory import releaser
 from meshrl.trainer.orders import Orders
 from meshrl.trainer.spans import StepSpans
 from meshrl.trainer.steps import StepBook
@@ -126,7 +127,9 @@ class Running:
             Orders(learner.parallel),
             ckpt=ckpt,
             publish_deadline_s=10.0,
+            release=lambda: self.released_after.append(sorted(self.hub.versions)),
         )
+        self.released_after: list[list[int]] = []  # versions that were published when memory was given back
         self.thread = threading.Thread(target=self._run, daemon=True)  # a test that fails must not hang the others
 
     def _run(self) -> None:
@@ -357,3 +360,19 @@ async def test_drain_finishes_what_is_queued(tmp_path: Path) -> None:
         trainer.desk.submit(replace(batch(2)), "b")
         async with asyncio.timeout(10):
             assert await trainer.desk.drain() == 2
+
+
+async def test_memory_is_given_back_after_each_step_before_its_version_is_published(tmp_path: Path) -> None:
+    async with running(tmp_path) as trainer:
+        for step in (1, 2):
+            trainer.desk.submit(batch(step), str(step))
+            await trainer.until(StepState.DONE, step)
+        assert trainer.released_after == [[], [1]]
+
+
+def test_memory_is_given_back_where_it_is_wanted_and_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("emptied"))
+    for device, wanted in (("cpu", True), ("cuda", False), ("cuda", True)):
+        releaser(torch.device(device), wanted=wanted)()
+    assert calls == ["emptied"]
