@@ -75,6 +75,10 @@ def compose(
     }
     if session and not config.orchestrator.session:
         orchestrator_values["session"] = session
+    trainer_values: dict[str, Any] = {"weight_broadcast.address": hub, **_transport(config, placement)}
+    if config.inference is not None and config.inference.sleep_while_training:
+        _check_sleep(config.inference, placement)
+        orchestrator_values["sleep_engines"] = trainer_values["release_memory"] = True
     if config.trainer.ckpt is not None and not config.trainer.ckpt.weights_only:
         orchestrator_values["checkpoint_interval"] = config.trainer.ckpt.interval
     others_restart = config.restarts or config.restarts_of("trainer")
@@ -93,7 +97,7 @@ def compose(
         Part(
             name="trainer",
             module="meshrl.trainer.main",
-            config=with_values(trainer, {"weight_broadcast.address": hub, **_transport(config, placement)}),
+            config=with_values(trainer, trainer_values),
             end_stage=CLIENTS,
             environ=shown(placement.trainer),
             restarts=config.restarts_of("trainer"),
@@ -119,6 +123,17 @@ def _transport(config: RLConfig, placement: Placement) -> dict[str, Any]:
             " 'filesystem' or 'auto', or give them GPUs of their own"
         )
     return {"weight_broadcast.type": "filesystem"} if config.trainer.weight_broadcast.type == "auto" else {}
+
+
+def _check_sleep(inference: InferenceConfig, placement: Placement) -> None:
+    """Engines that sleep while the trainer trains do so for a trainer on the same GPU."""
+    apart = [number for number in range(len(placement.engines)) if not placement.shared(number)]
+    if apart and not inference.share_gpu:
+        raise ConfigError(
+            "inference.sleep_while_training gives memory to a trainer on the same GPU, but trainer and engine share"
+            " none; list the same GPU in inference_gpu_ids and trainer_gpu_ids, set inference.share_gpu where they are"
+            " placed in another way, or leave sleep_while_training out"
+        )
 
 
 def reach(server: ServerConfig) -> str:

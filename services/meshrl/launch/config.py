@@ -258,6 +258,12 @@ class RLConfig(BaseConfig):
         problems += self._restarts()
         if self.trainer.bench is not None:
             problems.append("trainer.bench measures the trainer without a run; start `trainer --bench`, or set bench")
+        level = self.orchestrator.max_async_level
+        if self.inference is not None and self.inference.sleep_while_training and level > 0:
+            problems.append(
+                f"inference.sleep_while_training needs max_async_level 0, got {level}: above it engines generate while"
+                " the trainer trains; set max_async_level to 0, or leave sleep_while_training out"
+            )
         if self.inference is not None and self.inference.headless:
             problems.append("inference.headless is for other nodes; start `inference --headless` there, and rl here")
         return problems

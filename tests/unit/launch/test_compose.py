@@ -352,3 +352,43 @@ def test_engines_are_told_of_the_adapters_that_the_trainer_publishes() -> None:
     assert (arguments["enable_lora"], arguments["max_lora_rank"]) == (True, 16)
     merged = ("--trainer.model.lora.rank", "12", "--no-trainer.weight-broadcast.lora-adapter-only")
     assert parts_of(load("--inference", *merged))["inference"].config.lora_rank is None
+
+
+SLEEPS = ("--inference", "--inference.sleep-while-training", "--max-async-level", "0")
+
+
+@pytest.mark.parametrize(
+    ("argv", "gpus"),
+    [
+        (("--inference-gpu-ids", "0", "--trainer-gpu-ids", "0"), ("0", "1")),
+        ((), ("0",)),
+        (("--inference.share-gpu",), ()),
+    ],
+    ids=["listed", "the only one", "said"],
+)
+def test_engines_that_sleep_are_asked_to_and_find_room_when_they_wake(
+    argv: tuple[str, ...], gpus: tuple[str, ...]
+) -> None:
+    parts = {part.name: part.config for part in compose(load(*SLEEPS, *argv), lambda _: 40001, gpus=gpus)}
+    assert parts["inference"].vllm_arguments()["enable_sleep_mode"] is True
+    assert parts["orchestrator"].sleep_engines
+    assert parts["trainer"].release_memory
+    awake = {part.name: part.config for part in compose(load("--inference"), lambda _: 40001, gpus=("0",))}
+    assert not awake["orchestrator"].sleep_engines
+    assert not awake["trainer"].release_memory
+
+
+def test_sleep_while_training_needs_a_shared_gpu() -> None:
+    apart = ("--inference-gpu-ids", "0", "--trainer-gpu-ids", "1")
+    for argv, gpus in ((apart, ("0", "1")), ((), ())):
+        with pytest.raises(ConfigError, match="list the same GPU in inference_gpu_ids and trainer_gpu_ids"):
+            compose(load(*SLEEPS, *argv), lambda _: 40001, gpus=gpus)
+
+
+def test_sleep_while_training_needs_level_0_and_vllm(capsys: pytest.CaptureFixture[str]) -> None:
+    message = refusal(capsys, *SLEEPS[:2], "--max-async-level", "1")
+    assert "inference.sleep_while_training needs max_async_level 0, got 1" in message
+    assert "set max_async_level to 0" in message
+    assert "the embedded engine has no" in refusal(capsys, *SLEEPS, "--inference.engine", "embedded")
+    message = refusal(capsys, "--orchestrator.sleep-engines")
+    assert "orchestrator.sleep_engines needs max_async_level 0, got 2" in message
