@@ -7,6 +7,7 @@ from pathlib import Path
 import aiohttp
 
 from engine_mesh import EngineClient, EngineMesh
+from meshrl.client import WeightSyncClient
 from plain_checks import check_greedy
 from plain_model import logits_of, plain_model, save_model
 
@@ -63,3 +64,16 @@ async def test_admin_routes_need_no_key_on_this_host(mesh: EngineMesh) -> None:
         stranger = EngineClient(session)
         assert (await stranger.post("/pause")).status == 200
         assert (await stranger.post("/resume")).status == 200
+
+
+async def test_engine_without_a_sleep_mode_says_so_and_serves_on(mesh: EngineMesh, client: EngineClient) -> None:
+    assert mesh.seed is not None
+    answer = await client.post("/sleep")
+    assert answer.status == 400, answer.body
+    assert "this engine has no sleep mode" in answer.message
+    assert (await client.get("/is_sleeping")).body == {"is_sleeping": False}
+    assert (await client.post("/wake_up")).body == {"is_sleeping": False}
+    async with WeightSyncClient(mesh.hub_address) as hub:
+        outcome = await hub.sleep_engines(deadline_s=5.0)
+    assert (outcome.asleep, outcome.awake) == (0, 1)
+    await serves(mesh, client, mesh.seed, mesh.version)
