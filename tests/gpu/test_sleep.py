@@ -140,7 +140,9 @@ def test_requests_that_come_together_all_wait_for_the_one_waking(server: str) ->
             expected = await client.greedy(PROMPT)
             assert await sleep(client)
             answers = await asyncio.gather(*(client.greedy(PROMPT) for _ in range(8)))
-            assert all(answer["token_ids"] == expected["token_ids"] for answer in answers)
+            assert [answer["version_spans"] for answer in answers] == [[[0, 40, 0]]] * 8
+            assert not await asleep(client)
+            assert (await client.greedy(PROMPT))["token_ids"] == expected["token_ids"]  # alone, as the first one was
 
     asyncio.run(run())
 
