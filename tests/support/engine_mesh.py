@@ -13,7 +13,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,8 @@ import torch
 
 from meshrl.client import ChannelOptions, WeightSyncClient
 from meshrl.trainer.publisher import Adapter, Publisher
-from meshrl.wire.types import Activation, ActivationPolicy, Transport
+from meshrl.wire.errors import MeshError
+from meshrl.wire.types import Activation, ActivationPolicy, AgentState, EngineInfo, Transport
 from plain_model import plain_model, plain_state, save_model
 
 API_KEY = "open-sesame"
@@ -161,18 +163,29 @@ class EngineMesh:
         policy: ActivationPolicy = ActivationPolicy.ROLLING,
     ) -> Activation:
         """Has the plain model of `seed` served as the next version; returns once the engine serves it."""
-        activation = await self.publish_state(plain_state(seed, self.kind.dtype), transport=transport, policy=policy)
-        self.seed = seed
-        return activation
+        await self.seal(plain_state(seed, self.kind.dtype), transport=transport)
+        return await self.activate(seed, policy=policy)
 
     async def publish_state(
         self,
         state: Mapping[str, torch.Tensor],
         *,
         transport: Transport = Transport.FILESYSTEM,
-        policy: ActivationPolicy = ActivationPolicy.ROLLING,
         adapter: Adapter | None = None,
     ) -> Activation:
+        """The same with any weights, or an adapter; they may be refused."""
+        self.seed = None
+        await self.seal(state, transport=transport, adapter=adapter)
+        return await self.activate(None)
+
+    async def seal(
+        self,
+        state: Mapping[str, torch.Tensor],
+        *,
+        transport: Transport = Transport.FILESYSTEM,
+        adapter: Adapter | None = None,
+    ) -> None:
+        """Publishes the next version; the engine prepares it beside its work and serves on with the one before."""
         options = ChannelOptions(unary_deadline_s=30.0, retry_attempts=2, retry_backoff_s=0.05)
         async with WeightSyncClient(self.hub_address, options) as client:
             publisher = Publisher(
@@ -186,13 +199,43 @@ class EngineMesh:
                 num_threads=3,
             )
             self.version += 1
-            self.seed = None
             await publisher.publish(self.version, state)
-            activation = await client.activate_version(
+            await publisher.close()
+
+    async def until(self, holds: Callable[[EngineInfo], bool], deadline_s: float = 60.0) -> None:
+        """Waits until the hub, which may be on its way back, says so of the engine."""
+        async with WeightSyncClient(self.hub_address) as hub, asyncio.timeout(deadline_s):
+            while not any(holds(engine) for engine in await _engines(hub)):  # noqa: ASYNC110 - nobody tells a test
+                await asyncio.sleep(0.05)
+
+    async def activate(
+        self,
+        seed: int | None,
+        *,
+        policy: ActivationPolicy = ActivationPolicy.ROLLING,
+        hub: WeightSyncClient | None = None,
+    ) -> Activation:
+        """Has the newest version, which is the plain model of `seed`, served; through a line to the hub that is up."""
+        self.seed = None
+        async with AsyncExitStack() as stack:
+            if hub is None:
+                hub = await stack.enter_async_context(
+                    WeightSyncClient(self.hub_address, ChannelOptions(unary_deadline_s=60.0))
+                )
+            activation = await hub.activate_version(
                 run_id="run", version=self.version, policy=policy, prepare_deadline_s=60.0
             )
-            await publisher.close()
+        self.seed = seed
         return activation
+
+    @asynccontextmanager
+    async def prepared(self, state: Mapping[str, torch.Tensor], **how: Any) -> AsyncIterator[WeightSyncClient]:
+        """With the next version ready in the engine, a line to the hub that is up: to activate it without a wait."""
+        await self.seal(state, **how)
+        await self.until(lambda engine: engine.state is AgentState.PREPARED)
+        async with WeightSyncClient(self.hub_address) as hub:
+            await hub.list_engines()
+            yield hub
 
     # --- what a client does -----------------------------------------------------------------------
 
@@ -201,6 +244,7 @@ class EngineMesh:
             self.url,
             headers={"Authorization": f"Bearer {API_KEY}"},
             timeout=aiohttp.ClientTimeout(total=90.0),
+            connector=aiohttp.TCPConnector(keepalive_timeout=300.0),
         )
 
 
@@ -249,6 +293,12 @@ class EngineClient:
         while (found := await self.version())[key] != value:
             assert time.monotonic() < end_s, f"{key} is not {value} after {deadline_s} s: {found}"
             await asyncio.sleep(POLL_S)
+
+
+async def _engines(hub: WeightSyncClient) -> tuple[EngineInfo, ...]:
+    with suppress(MeshError):  # a hub that was killed is not back yet
+        return await hub.list_engines()
+    return ()
 
 
 async def _read(response: aiohttp.ClientResponse) -> Answer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -17,6 +18,7 @@ from meshrl.trainer import version_files
 REPOSITORY = Path(__file__).parents[3]
 DEVICE = os.environ.get("MESHRL_TEST_DEVICE", "cpu")
 """Set it to cuda to hold engines on a GPU against the same plain model, which stays on the CPU."""
+CONNECTIONS = 6  # made before a test needs them: a busy machine takes its time for one
 CONFIGS: dict[str, dict[str, Any]] = {
     "embedded": {"kv_cache_bytes": 2**28, "torch_threads": 1},
     "vllm": {"enforce_eager": True},
@@ -104,4 +106,6 @@ async def mesh(session_mesh: EngineMesh) -> EngineMesh:
 @pytest.fixture
 async def client(mesh: EngineMesh) -> AsyncIterator[EngineClient]:
     async with mesh.session() as session:
-        yield EngineClient(session)
+        client = EngineClient(session)
+        await asyncio.gather(*(client.version() for _ in range(CONNECTIONS)))
+        yield client

@@ -19,6 +19,7 @@ from plain_model import ALPHA, RANK, TARGETS, adapted_model, logits_across, logi
 
 PROMPTS = ([1, 2, 3], [1 + index % 63 for index in range(400)])
 LENGTH = 1500
+SOME_TOKENS_S = 0.5  # in which a request makes some of them, and not all
 LORA = {"vllm": {"vllm": {"enable_lora": True, "max_lora_rank": 8}}}
 
 
@@ -34,14 +35,19 @@ async def lora_client(lora_mesh: EngineMesh) -> AsyncIterator[EngineClient]:
         yield EngineClient(session)
 
 
-async def publish(mesh: EngineMesh, seed: int, transport: Transport = Transport.FILESYSTEM) -> None:
+def weights_of(mesh: EngineMesh, seed: int) -> tuple[dict[str, torch.Tensor], Adapter]:
+    """An adapter as a trainer publishes it."""
     state = plain_state(mesh.base_seed, mesh.kind.dtype)
     layout = [(name, mesh.kind.dtype_name, tuple(tensor.shape)) for name, tensor in state.items()]
     adapter = Adapter(
         config=AdapterConfig(rank=RANK, lora_alpha=ALPHA, target_modules=TARGETS),
         base_layout=layout_signature(layout),
     )
-    weights = peft_state(adapter_state(adapted_model(mesh.base_seed, seed)))
+    return dict(peft_state(adapter_state(adapted_model(mesh.base_seed, seed)))), adapter
+
+
+async def publish(mesh: EngineMesh, seed: int, transport: Transport = Transport.FILESYSTEM) -> None:
+    weights, adapter = weights_of(mesh, seed)
     await mesh.publish_state(weights, transport=transport, adapter=adapter)
 
 
@@ -67,10 +73,13 @@ async def test_a_request_in_flight_goes_on_under_the_new_adapter(
 ) -> None:
     await publish(lora_mesh, 3)
     old = lora_mesh.version
-    running = asyncio.create_task(lora_client.greedy([1, 2, 3], LENGTH))
-    await lora_client.until_in_flight(1)
-    await publish(lora_mesh, 4)
-    choice = await running
+    weights, adapter = weights_of(lora_mesh, 4)
+    async with lora_mesh.prepared(weights, adapter=adapter) as hub:
+        running = asyncio.create_task(lora_client.greedy([1, 2, 3], LENGTH))
+        await lora_client.until_in_flight(1)
+        await asyncio.sleep(SOME_TOKENS_S)
+        await lora_mesh.activate(None, hub=hub)
+        choice = await running
     (start, boundary, first), (again, end, second) = choice["version_spans"]
     assert (start, again, end, first, second) == (0, boundary, LENGTH, old, lora_mesh.version)
     before, after = (adapted_model(lora_mesh.base_seed, seed) for seed in (3, 4))

@@ -8,17 +8,15 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from engine_mesh import EngineClient, EngineMesh, Program, reference
 from group_senders import GroupSenders
-from meshrl.client import ChannelOptions, WeightSyncClient
-from meshrl.trainer.publisher import Publisher
+from meshrl.client import WeightSyncClient
 from meshrl.wire.errors import MeshError
-from meshrl.wire.types import AgentState, EngineInfo, Transport
+from meshrl.wire.types import AgentState
 from plain_checks import check_greedy
 from plain_model import logits_of, plain_state
 
@@ -29,37 +27,6 @@ pytestmark = pytest.mark.timeout(400)
 def other_seed(mesh: EngineMesh) -> int:
     """Of weights that are not the live ones."""
     return 1 if mesh.seed == 0 else 0
-
-
-async def seal(mesh: EngineMesh, seed: int) -> None:
-    """Publishes the next version without activating it; the engine prepares it."""
-    async with WeightSyncClient(mesh.hub_address) as hub:
-        publisher = Publisher(
-            hub, run_id="run", epoch=1, transport=Transport.FILESYSTEM, broadcast_dir=mesh.folder / "broadcasts",
-            chunk_bytes=4096,
-        )  # fmt: skip
-        mesh.version += 1
-        await publisher.publish(mesh.version, plain_state(seed, mesh.kind.dtype))
-        await publisher.close()
-
-
-async def until(mesh: EngineMesh, holds: Callable[[EngineInfo], bool], deadline_s: float = 60.0) -> None:
-    """Waits until the hub says so of the engine."""
-    async with WeightSyncClient(mesh.hub_address) as hub, asyncio.timeout(deadline_s):
-        while not any(holds(engine) for engine in await _engines(hub)):  # noqa: ASYNC110 - nobody tells a test
-            await asyncio.sleep(0.05)
-
-
-async def _engines(hub: WeightSyncClient) -> tuple[EngineInfo, ...]:
-    with contextlib.suppress(MeshError):  # a hub that was killed is not back yet
-        return await hub.list_engines()
-    return ()
-
-
-async def activate(mesh: EngineMesh, seed: int) -> None:
-    async with WeightSyncClient(mesh.hub_address, ChannelOptions(unary_deadline_s=60.0)) as hub:
-        await hub.activate_version(run_id="run", version=mesh.version, prepare_deadline_s=60.0)
-    mesh.seed = seed
 
 
 async def check_served(mesh: EngineMesh) -> None:
@@ -101,11 +68,11 @@ def _child_of(parent: int, name: str) -> int:
 
 async def test_engine_killed_with_a_version_prepared_serves_it_after_its_restart(mesh: EngineMesh) -> None:
     seed = other_seed(mesh)
-    await seal(mesh, seed)
-    await until(mesh, lambda engine: engine.state is AgentState.PREPARED)
+    await mesh.seal(plain_state(seed, mesh.kind.dtype))
+    await mesh.until(lambda engine: engine.state is AgentState.PREPARED)
     kill(mesh.engine)
     mesh.restart_engine()
-    await activate(mesh, seed)
+    await mesh.activate(seed)
     await check_served(mesh)
 
 
@@ -121,13 +88,13 @@ async def test_engine_killed_in_a_broadcast_takes_the_next_version_after_its_res
             deadline_s=30.0,
         )
         await senders.meet(opened.generation, deadline_s=30.0)
-        await until(mesh, lambda engine: engine.group_generation == opened.generation)
+        await mesh.until(lambda engine: engine.group_generation == opened.generation)
         parcel = senders.parcel(mesh.version + 1, plain_state(other_seed(mesh), mesh.kind.dtype))
         staged = await hub.create_version(parcel.manifest)
         mesh.version += 1
         await hub.seal_version(run_id="run", epoch=1, version=mesh.version, artifact_id=staged.artifact_id)
     sending = asyncio.create_task(senders.send(parcel, senders=[0]))  # the second one never speaks
-    await until(mesh, lambda engine: engine.state is AgentState.FETCHING)
+    await mesh.until(lambda engine: engine.state is AgentState.FETCHING)
     kill(mesh.engine)
     senders.die()
     await asyncio.wait({sending})
@@ -139,16 +106,16 @@ async def test_engine_killed_in_a_broadcast_takes_the_next_version_after_its_res
 
 async def test_hub_killed_with_a_version_sealed_decides_it_after_its_restart(mesh: EngineMesh) -> None:
     seed = other_seed(mesh)
-    await seal(mesh, seed)
-    await until(mesh, lambda engine: engine.state is AgentState.PREPARED)
+    await mesh.seal(plain_state(seed, mesh.kind.dtype))
+    await mesh.until(lambda engine: engine.state is AgentState.PREPARED)
     mesh.hub.process.send_signal(signal.SIGKILL)
     mesh.hub.process.wait(20)
     await check_still_served(mesh)
     host, _, port = mesh.hub_address.rpartition(":")
     config = {"server": {"host": host, "port": int(port)}, "output_dir": str(mesh.folder), "lease_s": 5.0}
     mesh.hub = Program(Path(sys.executable), "meshrl.weights.main", config, mesh.folder, "weights_again")
-    await until(mesh, lambda engine: engine.state is AgentState.PREPARED)
-    await activate(mesh, seed)
+    await mesh.until(lambda engine: engine.state is AgentState.PREPARED)
+    await mesh.activate(seed)
     await check_served(mesh)
 
 
@@ -167,5 +134,5 @@ async def test_program_ends_when_the_process_that_holds_its_model_is_killed(mesh
     os.kill(core, signal.SIGKILL)
     assert await asyncio.to_thread(mesh.engine.process.wait, 60) == 1
     mesh.restart_engine()
-    await until(mesh, lambda engine: engine.serving_version == mesh.version)
+    await mesh.until(lambda engine: engine.serving_version == mesh.version)
     await check_served(mesh)

@@ -16,6 +16,7 @@ from plain_model import logits_across, logits_of, plain_model, plain_state
 PROMPT = [1, 2, 3]
 LONG_PROMPT = [1 + index % 63 for index in range(400)]  # several blocks of any prefix cache
 LENGTH = 1500
+SOME_TOKENS_S = 0.5  # in which a request makes some of them, and not all
 TRANSPORTS = pytest.mark.parametrize("transport", [Transport.FILESYSTEM, Transport.STREAM], ids=lambda each: each.value)
 
 
@@ -59,9 +60,12 @@ async def test_a_request_in_flight_goes_on_under_the_new_version(
     assert mesh.seed is not None
     old, old_seed = mesh.version, mesh.seed
     prompts = [PROMPT, [4, 5], [6] * 30]
-    running = [asyncio.create_task(client.greedy(prompt, LENGTH)) for prompt in prompts]
-    await client.until_in_flight(3)
-    activation = await mesh.publish(other_seed(mesh), policy=policy)
+    new_seed = other_seed(mesh)
+    async with mesh.prepared(plain_state(new_seed, mesh.kind.dtype)) as hub:
+        running = [asyncio.create_task(client.greedy(prompt, LENGTH)) for prompt in prompts]
+        await client.until_in_flight(3)
+        await asyncio.sleep(SOME_TOKENS_S)
+        activation = await mesh.activate(new_seed, policy=policy, hub=hub)
     assert activation.engines[0].applied.requests_kept == 3
     assert 0.0 < activation.engines[0].applied.pause_s < 5.0
     for prompt, task in zip(prompts, running, strict=True):
@@ -125,7 +129,7 @@ async def test_weights_of_another_layout_are_refused_and_the_live_ones_stay(
         await mesh.publish_state(state)
     assert refused.value.reason is Reason.ENGINES_NOT_READY
     assert name in refused.value.message
-    mesh.seed = seed
+    assert seed is not None
     assert (await client.version())["version"] == version
     choice = await client.greedy(PROMPT)
-    check_greedy(mesh.kind, logits_of(reference(mesh), PROMPT, choice["token_ids"]), choice)
+    check_greedy(mesh.kind, logits_of(plain_model(seed), PROMPT, choice["token_ids"]), choice)
