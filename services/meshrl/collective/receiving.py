@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 
 from meshrl.collective.digest import digest_bytes, sum128
+from meshrl.collective.dtypes import TORCH_DTYPES
 from meshrl.collective.group import Broadcast, Communicator, reach_store
 from meshrl.collective.plan import Bucket, buckets
-from meshrl.collective.sending import TORCH_DTYPES
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import JoinGroup, Manifest, TensorEntry
 

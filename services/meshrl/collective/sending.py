@@ -14,25 +14,11 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from meshrl.collective.digest import sum128
+from meshrl.collective.dtypes import TORCH_DTYPES
 from meshrl.collective.group import Communicator
 from meshrl.collective.plan import Bucket, buckets, sender_bytes
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import CollectivePlan, TensorEntry
-
-TORCH_DTYPES: Mapping[str, torch.dtype] = {
-    "bool": torch.bool,
-    "uint8": torch.uint8,
-    "int8": torch.int8,
-    "int16": torch.int16,
-    "int32": torch.int32,
-    "int64": torch.int64,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float32": torch.float32,
-    "float64": torch.float64,
-    "float8_e4m3": torch.float8_e4m3fn,
-    "float8_e5m2": torch.float8_e5m2,
-}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

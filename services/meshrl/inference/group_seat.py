@@ -63,7 +63,7 @@ class GroupSeat:
         self._transfer = _on_thread(lambda: receiver.receive(manifest, sink, stall_s=self._stall_s))
         try:
             times = await asyncio.shield(self._transfer)
-        except BaseException:
+        except BaseException:  # cancelled, too: the senders must not wait for this rank
             if self._receiver is receiver:
                 await asyncio.shield(self.leave())
             raise

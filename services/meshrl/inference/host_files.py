@@ -12,7 +12,7 @@ import re
 import shutil
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ import torch
 from blake3 import blake3
 from numpy.typing import NDArray
 
+from meshrl.collective.dtypes import TORCH_DTYPES
 from meshrl.wire.manifest import TensorPlan
 from meshrl.wire.manifest_file import safetensors_header
 from meshrl.wire.types import FileEntry, Manifest, TensorEntry
@@ -30,21 +31,6 @@ SHARED_MEMORY = Path("/dev/shm")
 SPARE_BYTES = 2**28  # left free in shared memory: vLLM and torch use it as well
 
 Bytes = NDArray[np.uint8]
-
-TORCH_DTYPES: Mapping[str, torch.dtype] = {
-    "bool": torch.bool,
-    "uint8": torch.uint8,
-    "int8": torch.int8,
-    "int16": torch.int16,
-    "int32": torch.int32,
-    "int64": torch.int64,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float32": torch.float32,
-    "float64": torch.float64,
-    "float8_e4m3": torch.float8_e4m3fn,
-    "float8_e5m2": torch.float8_e5m2,
-}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

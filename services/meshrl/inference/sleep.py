@@ -72,7 +72,7 @@ class Sleeper:
             raise self._fail(f"{doing} took longer than {self._deadline_s:g} s") from error
         except MeshError as error:
             raise self._fail(f"{doing} failed: {error.message}") from error
-        except Exception as error:
+        except Exception as error:  # whatever it was, nobody knows what memory there is
             raise self._fail(f"{doing} failed: {error!r}") from error
 
     def _fail(self, what: str) -> MeshError:

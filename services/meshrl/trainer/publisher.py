@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from meshrl.client import WeightSyncClient
-from meshrl.collective.sending import TORCH_DTYPES
+from meshrl.collective.dtypes import TORCH_DTYPES
 from meshrl.trainer.uploading import RETRY_FOR_S, PublishReport, Uploader
 from meshrl.trainer.version_files import VersionFiles, in_threads
 from meshrl.wire import manifest as manifests

@@ -395,5 +395,5 @@ class VllmEngine:
             raise MeshError(Reason.ENGINE_FAILED, text) from error
         except MeshError:
             raise
-        except Exception as error:
+        except Exception as error:  # vLLM brings its workers' failures over as bare ones
             raise MeshError(Reason.ENGINE_FAILED, f"vLLM: {error}") from error
