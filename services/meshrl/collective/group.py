@@ -25,7 +25,7 @@ from meshrl.wire.errors import MeshError, Reason
 POLL_S = 0.0002
 ATTEMPT_S = 1.0
 NCCL_OP_S = 24 * 3600.0  # deadlines are kept here: torch's own would end the process
-GLOO_OP_S = 300.0  # also how long gloo looks for its peers, which have met just before
+GLOO_OP_S = 300.0  # as above, but gloo knows no way to end an operation before
 KEEP_S = GLOO_OP_S + 30.0  # an operation of gloo's that is under way has ended by then
 # torch's watchdog and its monitor end the whole process a minute after they saw that a peer is gone. Here that is an
 # error of one transfer: what they would do is left undone. torch reads these when a group is made, and nowhere else.
@@ -109,7 +109,7 @@ class Communicator:
         own = PrefixStore(f"g{generation}/s{sender}", store)
         self._meet(own, rank, size, deadline_s)
         try:
-            self._group = _process_group(own, rank, size, backend, device)
+            self._group = _process_group(own, rank, size, backend, device, deadline_s)
             if backend == "gloo":
                 self._outlived = _KEEPER.outlive(self, self._group)
             probe = torch.full((1,), generation % 251 if rank == 0 else 255, dtype=torch.uint8, device=device)
@@ -216,9 +216,11 @@ def _let_go(kept: deque[tuple[float, Any]]) -> None:
 _KEEPER = _Keeper()
 
 
-def _process_group(store: Store, rank: int, size: int, backend: str, device: torch.device) -> Any:
+def _process_group(store: Store, rank: int, size: int, backend: str, device: torch.device, deadline_s: float) -> Any:
     if backend == "gloo":
-        return ProcessGroupGloo(store, rank, size, timedelta(seconds=GLOO_OP_S))
+        group = ProcessGroupGloo(store, rank, size, timedelta(seconds=max(1.0, deadline_s)))  # to connect to the others
+        group._set_default_timeout(timedelta(seconds=GLOO_OP_S))  # for what is done in it; torch has no other name
+        return group
     if backend == "nccl" and device.type == "cuda":
         from torch.distributed import ProcessGroupNCCL  # only builds with CUDA have it
 
