@@ -33,6 +33,7 @@ MODEL_NAME = "tiny"
 MAX_MODEL_LEN = 2048
 SLOTS = 16
 LEASE_S = 24.0  # an agent looks at its engine every third of it, when it has nothing else to say
+COMMIT_S = 10.0  # an engine that has not applied by then is out of the pool
 START_S = 300.0
 STOP_S = 60.0
 POLL_S = 0.02
@@ -122,7 +123,7 @@ class EngineMesh:
         folder.mkdir(parents=True, exist_ok=True)
         self.kind, self.folder, self.base_seed = kind, folder, seed
         self.model_folder = save_model(folder / "model", seed, kind.dtype)
-        hub = {"server": {"port": 0}, "output_dir": str(folder), "lease_s": LEASE_S}
+        hub = {"server": {"port": 0}, "output_dir": str(folder), "lease_s": LEASE_S, "commit_deadline_s": COMMIT_S}
         self.hub = Program(Path(sys.executable), "meshrl.weights.main", hub, folder, "weights")
         self.hub_address = self.hub.address(r"serving WeightSync at (\S+)")
         self.seed: int | None = None

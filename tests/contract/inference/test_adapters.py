@@ -19,7 +19,6 @@ from plain_model import ALPHA, RANK, TARGETS, adapted_model, logits_across, logi
 
 PROMPTS = ([1, 2, 3], [1 + index % 63 for index in range(400)])
 LENGTH = 1500
-SOME_TOKENS_S = 0.5  # in which a request makes some of them, and not all
 LORA = {"vllm": {"vllm": {"enable_lora": True, "max_lora_rank": 8}}}
 
 
@@ -77,7 +76,7 @@ async def test_a_request_in_flight_goes_on_under_the_new_adapter(
     async with lora_mesh.prepared(weights, adapter=adapter) as hub:
         running = asyncio.create_task(lora_client.greedy([1, 2, 3], LENGTH))
         await lora_client.until_in_flight(1)
-        await asyncio.sleep(SOME_TOKENS_S)
+        await lora_client.one([1, 2], max_tokens=3)  # came last: by now the one before it has tokens
         await lora_mesh.activate(None, hub=hub)
         choice = await running
     (start, boundary, first), (again, end, second) = choice["version_spans"]

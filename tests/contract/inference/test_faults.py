@@ -8,6 +8,9 @@ import os
 import signal
 import sys
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +19,7 @@ from engine_mesh import EngineClient, EngineMesh, Program, reference
 from group_senders import GroupSenders
 from meshrl.client import WeightSyncClient
 from meshrl.wire.errors import MeshError
-from meshrl.wire.types import AgentState
+from meshrl.wire.types import ActivationPolicy, AgentRegistration, AgentReport, AgentState, Prepare, Transport
 from plain_checks import check_greedy
 from plain_model import logits_of, plain_state
 
@@ -102,6 +105,62 @@ async def test_engine_killed_in_a_broadcast_takes_the_next_version_after_its_res
     mesh.restart_engine()
     await mesh.publish(other_seed(mesh))
     await check_served(mesh)
+
+
+async def test_engine_killed_in_a_gang_that_has_applied_serves_what_was_decided_after_its_restart(
+    mesh: EngineMesh,
+) -> None:
+    seed = other_seed(mesh)
+    async with partner_that_never_applies(mesh):
+        await mesh.seal(plain_state(seed, mesh.kind.dtype))
+        gang = asyncio.create_task(mesh.activate(seed, policy=ActivationPolicy.GANG))
+        await mesh.until(lambda engine: engine.state is AgentState.APPLYING and engine.serving_version == mesh.version)
+        kill(mesh.engine)  # paused under the new weights, waiting for the partner
+    await asyncio.wait({gang}, timeout=120.0)
+    assert isinstance(gang.exception(), MeshError)
+    mesh.seed = seed
+    mesh.restart_engine()
+    await mesh.until(lambda engine: engine.serving_version == mesh.version)
+    await check_served(mesh)
+    await mesh.publish(other_seed(mesh))
+    await check_served(mesh)
+
+
+@asynccontextmanager
+async def partner_that_never_applies(mesh: EngineMesh) -> AsyncIterator[None]:
+    """A second engine, as the hub sees it: it prepares what it is told to and does no more."""
+    async with WeightSyncClient(mesh.hub_address) as hub:
+        serves, _ = await hub.get_manifest("run")
+        lease = await hub.register(
+            AgentRegistration(
+                engine_id="partner",
+                url="http://127.0.0.1:1",
+                transports=(Transport.FILESYSTEM,),
+                layout_signature=serves.layout_signature,
+                held_version=serves.version,
+                held_root=serves.result_root,
+            )
+        )
+        ready = AgentReport(lease_id=lease.lease_id, state=AgentState.READY, serving_version=serves.version)
+        outbox: asyncio.Queue[AgentReport] = asyncio.Queue()
+        outbox.put_nowait(ready)
+
+        async def reports() -> AsyncIterator[AgentReport]:
+            while True:
+                yield await outbox.get()
+
+        async def follow() -> None:
+            async for command in hub.session(reports()):
+                if isinstance(command, Prepare):
+                    prepared = replace(ready, state=AgentState.PREPARED, target_version=command.version)
+                    outbox.put_nowait(replace(prepared, target_artifact_id=command.artifact_id))
+
+        following = asyncio.create_task(follow())
+        try:
+            yield
+        finally:
+            following.cancel()
+            await asyncio.wait({following})
 
 
 async def test_hub_killed_with_a_version_sealed_decides_it_after_its_restart(mesh: EngineMesh) -> None:

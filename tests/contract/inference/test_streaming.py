@@ -97,10 +97,8 @@ async def test_a_client_that_leaves_frees_its_slots(client: EngineClient, stream
     await client.until_in_flight(SLOTS)
     request.cancel()
     await asyncio.wait({request})
-    await client.until_in_flight(0, deadline_s=5.0)
-    began_s = time.monotonic()
+    await client.until_in_flight(0, deadline_s=whole_s / 2)  # not because they were done
     assert len((await client.one(PROMPT, max_tokens=3))["token_ids"]) == 3
-    assert time.monotonic() - began_s < whole_s / 3  # it did not wait for a slot until one of those was done
 
 
 async def hold(session: aiohttp.ClientSession, body: Mapping[str, Any]) -> None:

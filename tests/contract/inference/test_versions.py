@@ -16,7 +16,6 @@ from plain_model import logits_across, logits_of, plain_model, plain_state
 PROMPT = [1, 2, 3]
 LONG_PROMPT = [1 + index % 63 for index in range(400)]  # several blocks of any prefix cache
 LENGTH = 1500
-SOME_TOKENS_S = 0.5  # in which a request makes some of them, and not all
 TRANSPORTS = pytest.mark.parametrize("transport", [Transport.FILESYSTEM, Transport.STREAM], ids=lambda each: each.value)
 
 
@@ -64,7 +63,7 @@ async def test_a_request_in_flight_goes_on_under_the_new_version(
     async with mesh.prepared(plain_state(new_seed, mesh.kind.dtype)) as hub:
         running = [asyncio.create_task(client.greedy(prompt, LENGTH)) for prompt in prompts]
         await client.until_in_flight(3)
-        await asyncio.sleep(SOME_TOKENS_S)
+        await client.one(PROMPT, max_tokens=3)  # came last: by now those before it have tokens
         activation = await mesh.activate(new_seed, policy=policy, hub=hub)
     assert activation.engines[0].applied.requests_kept == 3
     assert 0.0 < activation.engines[0].applied.pause_s < 5.0
@@ -81,14 +80,15 @@ async def test_a_request_in_flight_goes_on_under_the_new_version(
 
 async def test_spans_cover_every_token_over_several_versions(mesh: EngineMesh, client: EngineClient) -> None:
     first = mesh.version
-    running = [asyncio.create_task(client.one([1, 2], max_tokens=1000, seed=seed)) for seed in range(4)]
+    running = [asyncio.create_task(client.one([1, 2], max_tokens=LENGTH, seed=seed)) for seed in range(4)]
     await client.until_in_flight(4)
+    await client.one(PROMPT, max_tokens=3)  # came last: by now those before it have tokens
     for _ in range(2):
         await mesh.publish(other_seed(mesh))
     for task in running:
         spans = (await task)["version_spans"]
         assert [start for start, *_ in spans] == [0, *(end for _, end, _ in spans[:-1])]
-        assert spans[-1][1] == 1000
+        assert spans[-1][1] == LENGTH
         assert [version for *_, version in spans] == [first, first + 1, first + 2][: len(spans)]
 
 
