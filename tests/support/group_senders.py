@@ -21,7 +21,7 @@ from meshrl.collective.plan import rows_of
 from meshrl.collective.sending import Sender, Snapshot, take_snapshot
 from meshrl.wire import manifest as manifests
 from meshrl.wire.errors import MeshError
-from meshrl.wire.types import AdapterConfig, CollectivePlan, JoinGroup, Manifest, TensorEntry, Transport
+from meshrl.wire.types import AdapterConfig, CollectivePlan, JoinGroup, Manifest, Transport
 
 CPU = torch.device("cpu")
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
@@ -111,17 +111,7 @@ class GroupSenders:
         plans = manifests.plan_tensors(
             (name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for name, tensor in state.items()
         )
-        entries = tuple(
-            TensorEntry(
-                name=plan.name,
-                dtype=plan.dtype,
-                shape=plan.shape,
-                offset=plan.offset,
-                num_bytes=plan.num_bytes,
-                digest=digest_bytes(sum128(state[plan.name].contiguous())),
-            )
-            for plan in plans
-        )
+        entries = tuple(plan.entry(digest_bytes(sum128(state[plan.name].contiguous()))) for plan in plans)
         manifest = manifests.build_manifest(
             run_id=run_id,
             epoch=epoch,

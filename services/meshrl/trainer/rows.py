@@ -14,7 +14,6 @@ from torch import nn
 from meshrl.collective.plan import buckets
 from meshrl.models.state import own_rows, published_tensors
 from meshrl.trainer.publisher import DTYPE_NAMES
-from meshrl.trainer.version_files import entry
 from meshrl.training.parallel import SHARD, ParallelContext
 from meshrl.wire.manifest import TensorPlan, layout_signature, plan_tensors
 from meshrl.wire.types import CollectivePlan, TensorEntry
@@ -52,7 +51,7 @@ class Rows:
 
     def tensors(self) -> tuple[TensorEntry, ...]:
         """What a manifest lists, without digests."""
-        return tuple(entry(plan) for plan in self.plans)
+        return tuple(plan.entry() for plan in self.plans)
 
     def spans(self, sender: int) -> Iterator[tuple[TensorPlan, int, int]]:
         """(tensor, start, end): the bytes of each tensor that a sender brings, in stream order."""

@@ -128,7 +128,7 @@ class VersionFiles:
     ) -> tuple[tuple[TensorEntry, ...], tuple[ChunkEntry, ...]]:
         """What the manifest lists of tensors and chunks, from the digests of all shares."""
         return (
-            tuple(entry(plan, tensors[index]) for index, plan in enumerate(self._plans)),
+            tuple(plan.entry(tensors[index]) for index, plan in enumerate(self._plans)),
             tuple(
                 ChunkEntry(offset=offset, length=length, digest=chunks[index])
                 for index, (offset, length) in enumerate(self._chunks)
@@ -166,18 +166,6 @@ def in_threads(threads: ThreadPoolExecutor, work: Callable[[Item], Result], item
         for future in futures:  # after a failure nobody may use the files or the buffer any more
             if not future.cancel():
                 future.exception()
-
-
-def entry(plan: TensorPlan, digest: bytes = b"") -> TensorEntry:
-    """What a manifest says of a tensor."""
-    return TensorEntry(
-        name=plan.name,
-        dtype=plan.dtype,
-        shape=plan.shape,
-        offset=plan.offset,
-        num_bytes=plan.num_bytes,
-        digest=digest,
-    )
 
 
 def _parts(folder: Path, epoch: int, plans: Sequence[TensorPlan], most: int) -> list[_Part]:

@@ -149,6 +149,17 @@ class TensorPlan:
     offset: int
     num_bytes: int
 
+    def entry(self, digest: bytes = b"") -> TensorEntry:
+        """Returns what a manifest lists of it."""
+        return TensorEntry(
+            name=self.name,
+            dtype=self.dtype,
+            shape=self.shape,
+            offset=self.offset,
+            num_bytes=self.num_bytes,
+            digest=digest,
+        )
+
 
 def plan_tensors(specs: Iterable[tuple[str, str, Sequence[int]]]) -> tuple[TensorPlan, ...]:
     """Lays tensors out in the order of the byte stream. Raises ValueError for an unknown dtype or a name used twice."""
@@ -199,17 +210,7 @@ def entries_of(
             [*((plan.offset, plan.num_bytes) for plan in plans), *chunks],
         )
     )
-    tensors = tuple(
-        TensorEntry(
-            name=plan.name,
-            dtype=plan.dtype,
-            shape=plan.shape,
-            offset=plan.offset,
-            num_bytes=plan.num_bytes,
-            digest=found,
-        )
-        for plan, found in zip(plans, digests, strict=False)
-    )
+    tensors = tuple(plan.entry(found) for plan, found in zip(plans, digests, strict=False))
     return tensors, tuple(
         ChunkEntry(offset=offset, length=length, digest=found)
         for (offset, length), found in zip(chunks, digests[len(plans) :], strict=True)
