@@ -5,6 +5,7 @@ Every wait ends: at a deadline, or when another thread breaks the group. What we
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import threading
@@ -26,6 +27,7 @@ POLL_S = 0.0002
 ATTEMPT_S = 1.0
 NCCL_OP_S = 24 * 3600.0  # deadlines are kept here: torch's own would end the process
 GLOO_OP_S = 300.0  # as above, but gloo knows no way to end an operation before
+EXIT_WAIT_S = 10.0  # for meetings under way, at the end of the program
 KEEP_S = GLOO_OP_S + 30.0  # an operation of gloo's that is under way has ended by then
 # torch's watchdog and its monitor end the whole process a minute after they saw that a peer is gone. Here that is an
 # error of one transfer: what they would do is left undone. torch reads these when a group is made, and nowhere else.
@@ -189,6 +191,23 @@ class _Keeper:
         self._kept: deque[tuple[float, Any]] = deque()
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
+        self._meeting: set[int] = set()
+        atexit.register(self._wait_for_meetings)
+
+    @contextlib.contextmanager
+    def meeting(self) -> Iterator[None]:
+        """While gloo connects. A thread that comes out of it as the interpreter ends would abort the process."""
+        mine = threading.get_ident()
+        self._meeting.add(mine)
+        try:
+            yield
+        finally:
+            self._meeting.discard(mine)
+
+    def _wait_for_meetings(self) -> None:
+        end_s = time.monotonic() + EXIT_WAIT_S
+        while self._meeting and time.monotonic() < end_s:
+            time.sleep(0.02)
 
     def outlive(self, owner: object, group: Any) -> weakref.finalize[..., object]:
         """Holds `group` from now on, until KEEP_S after `owner` is collected; never by the end of the program."""
@@ -218,7 +237,8 @@ _KEEPER = _Keeper()
 
 def _process_group(store: Store, rank: int, size: int, backend: str, device: torch.device, deadline_s: float) -> Any:
     if backend == "gloo":
-        group = ProcessGroupGloo(store, rank, size, timedelta(seconds=max(1.0, deadline_s)))  # to connect to the others
+        with _KEEPER.meeting():
+            group = ProcessGroupGloo(store, rank, size, timedelta(seconds=max(1.0, deadline_s)))  # to connect to all
         group._set_default_timeout(timedelta(seconds=GLOO_OP_S))  # for what is done in it; torch has no other name
         return group
     if backend == "nccl" and device.type == "cuda":

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -243,3 +245,19 @@ def test_group_that_is_dropped_with_a_broadcast_under_way_does_not_stop_the_prog
     gc.collect()
     assert time.monotonic() - began_s < 5.0
     sender.abort()
+
+
+def test_program_that_ends_while_it_meets_ends_in_order() -> None:
+    script = """
+import threading, time, torch
+from meshrl.collective.group import Communicator, open_store
+store = open_store("127.0.0.1", deadline_s=10.0)
+store.set("g1/s0/here/1", "1")  # who came, and is gone since
+how = dict(generation=1, sender=0, rank=0, size=2, backend="gloo", device=torch.device("cpu"), deadline_s=2.0)
+threading.Thread(target=lambda: Communicator(store, **how), daemon=True).start()
+time.sleep(0.5)
+"""
+    began_s = time.monotonic()
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60.0)
+    assert ended.returncode == 0, ended.stderr
+    assert time.monotonic() - began_s > 2.0  # it waited for the meeting's own deadline
