@@ -12,13 +12,14 @@ import signal
 import sys
 import uuid
 from collections import deque
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch.distributed.elastic.rendezvous.registry as rendezvous
 from loguru import logger
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.rendezvous import RendezvousParameters
@@ -55,6 +56,8 @@ class RankAgent:
         log_dir.mkdir(parents=True, exist_ok=True)
         self._role = role
         self._logs = log_dir
+        self._pids: Mapping[int, int] = {}  # by rank
+        self._untold: list[int] = []  # the pid of rank 0 until it is told to drain
         self._draining = False
         self._run_id = uuid.uuid4().hex[:8]
         parameters = RendezvousParameters(
@@ -75,7 +78,7 @@ class RankAgent:
             local_addr="localhost",
         )
         logs = DefaultLogsSpecs(log_dir=str(log_dir), redirects=Std.ALL, tee={0: show})
-        self._agent = LocalElasticAgent(spec, logs, exit_barrier_timeout=EXIT_BARRIER_S)
+        self._agent = _Agent(spec, logs, exit_barrier_timeout=EXIT_BARRIER_S, on_start=self._on_start)
         self._rendezvous = spec.rdzv_handler
 
     def run(self, environment: MutableMapping[str, str]) -> int:
@@ -91,20 +94,23 @@ class RankAgent:
         return self._exit_code(result)
 
     def _on_signal(self, signum: int, frame: Any) -> None:
-        pids = self._pids()
-        if not pids:  # still meeting: nothing to drain
-            sys.exit(0)
         if self._draining:
             logger.warning("second {}: leaving at once", signal.Signals(signum).name)
-            for pid in pids.values():
+            for pid in self._pids.values():
                 _send(pid, signal.SIGKILL)
             os._exit(128 + signum)
         self._draining = True
-        _send(pids[0], signal.SIGTERM)
+        self._drain()
 
-    def _pids(self) -> Mapping[int, int]:
-        workers = self._agent.get_worker_group().workers
-        return {worker.global_rank: worker.id for worker in workers if isinstance(worker.id, int)}
+    def _on_start(self, pids: Mapping[int, int]) -> None:
+        self._pids = pids
+        self._untold.append(pids[0])
+        if self._draining:
+            self._drain()
+
+    def _drain(self) -> None:
+        with suppress(IndexError):  # not started, or told: a signal may come at any line here
+            _send(self._untold.pop(), signal.SIGTERM)
 
     def _exit_code(self, result: RunResult) -> int:
         if not result.is_failed():
@@ -125,6 +131,19 @@ class RankAgent:
             for path in self._logs.glob(f"{self._run_id}_*/attempt_0/{rank}/{stream}.log"):
                 lines.extend(path.read_text(errors="replace").splitlines()[-LAST_LINES:])
         return list(lines)
+
+
+class _Agent(LocalElasticAgent):
+    """Says which processes it has started. To leave in the midst of that would orphan them, and torch's log threads."""
+
+    def __init__(self, *arguments: Any, on_start: Callable[[Mapping[int, int]], None], **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._on_start = on_start
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        pids: dict[int, Any] = super()._start_workers(worker_group)
+        self._on_start(pids)
+        return pids
 
 
 def _send(pid: int, signum: signal.Signals) -> None:

@@ -105,7 +105,7 @@ async def test_a_stream_ends_at_the_deadline_of_its_request_and_the_margin(mesh)
         with pytest.raises(MeshError) as seen:
             await anext(client.run_rollouts(dataclasses.replace(REQUEST, deadline_s=0.1)))
     assert seen.value.reason is Reason.DEADLINE_PASSED
-    assert 0.1 < deadlines[0] <= 0.3
+    assert 0.1 < deadlines[0] < 0.35  # gRPC rounds it up
 
 
 async def test_closing_a_stream_cancels_it_at_the_server(mesh, rollout_client):

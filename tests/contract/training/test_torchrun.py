@@ -17,17 +17,29 @@ from meshrl.training.torchrun import RankAgent
 agent = RankAgent("group_member", sys.argv[2:], ranks=2, log_dir=Path(sys.argv[1]), role="trainer")
 sys.exit(agent.run(os.environ))
 """
+# Raises the signal where torch's agent has begun the processes but has not said so yet.
+TOLD = """
+import signal
+from torch.distributed.elastic.multiprocessing.{module} import {name} as Part
+method = Part.{method}
+def told(self):
+    result = method(self)
+    signal.raise_signal(signal.SIGTERM)
+    Part.{method} = method
+    return result
+Part.{method} = told
+"""
 Start = Callable[..., "Group"]
 
 
 class Group:
-    def __init__(self, folder: Path, mode: str) -> None:
+    def __init__(self, folder: Path, mode: str, script: str) -> None:
         self.folder = folder
         self.console = folder / "console.txt"
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
         with self.console.open("wb") as out:
             self.agent = subprocess.Popen(
-                [sys.executable, "-c", AGENT, str(folder / "logs"), str(folder), mode],
+                [sys.executable, "-c", script, str(folder / "logs"), str(folder), mode],
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 env=environment,
@@ -53,14 +65,15 @@ class Group:
 def start(tmp_path: Path) -> Iterator[Start]:
     groups: list[Group] = []
 
-    def begin(mode: str = "") -> Group:
-        groups.append(Group(tmp_path, mode))
+    def begin(mode: str = "", script: str = AGENT) -> Group:
+        groups.append(Group(tmp_path, mode, script))
         return groups[-1]
 
     yield begin
     for group in groups:
         if group.agent.poll() is None:
             group.agent.kill()
+            group.agent.wait(10)
 
 
 def runs(pid: int) -> bool:
@@ -114,14 +127,26 @@ def test_a_rank_that_fails_before_the_group_is_up_ends_it_and_its_words_are_show
     assert "rank 1 has a problem" in group.console.read_text()
 
 
-def test_a_group_that_is_told_to_end_before_it_is_up_ends_in_order(start: Start) -> None:
+def test_a_group_that_is_told_to_end_while_its_ranks_start_ends_in_order(start: Start) -> None:
     group = start()
     end = time.monotonic() + 30
     while not list(group.folder.glob("logs/*/attempt_0/0/stdout.log")):
         assert time.monotonic() < end
         time.sleep(0.01)
     group.agent.send_signal(signal.SIGTERM)
-    assert group.agent.wait(20) == 0, group.console.read_text()
+    assert group.agent.wait(60) == 0, group.console.read_text()
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "method"), [("api", "SubprocessContext", "_start"), ("tail_log", "TailLog", "start")]
+)
+def test_a_signal_in_the_midst_of_the_start_is_passed_on_to_the_ranks(
+    start: Start, module: str, name: str, method: str
+) -> None:
+    group = start(script=TOLD.format(module=module, name=name, method=method) + AGENT)
+    assert group.agent.wait(30) == 0, group.console.read_text()
+    assert "Traceback" not in group.console.read_text()
+    assert subprocess.run(["pgrep", "-f", str(group.folder)], capture_output=True, timeout=10).stdout == b""
 
 
 def test_an_idle_rank_0_keeps_the_others_from_giving_up(start: Start) -> None:
