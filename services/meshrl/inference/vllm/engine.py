@@ -101,11 +101,13 @@ class VllmEngine:
 
     @property
     def unfit(self) -> str | None:
-        return self._unfit or self._sleeper.failed or self.lost
+        return self._unfit or self.lost
 
     @property
     def lost(self) -> str | None:
-        return "vLLM's engine process is gone; its last log lines say why" if self._llm.errored else None
+        if self._llm.errored:
+            return "vLLM's engine process is gone; its last log lines say why"
+        return self._sleeper.failed
 
     @property
     def in_flight(self) -> int:
