@@ -53,6 +53,7 @@ class GroupSenders:
         self._store = open_store("127.0.0.1", deadline_s=10.0)
         self.address = f"127.0.0.1:{self._store.port}"
         self._senders: list[Sender] = []
+        self._idle: set[Sender] = set()  # every broadcast of theirs is over
 
     def group(self, generation: int, *, num_receivers: int = 1, first_receiver: int = 0) -> JoinGroup:
         """What a receiver is told."""
@@ -84,6 +85,7 @@ class GroupSenders:
                 for sender in range(self.plan.num_senders)
             ]
         )
+        self._idle = set(self._senders)
 
     async def send(self, parcel: Parcel, *, senders: Sequence[int] | None = None, stall_s: float = STALL_S) -> None:
         """Broadcasts it, or only some senders' share. Raises MeshError GROUP_BROKEN."""
@@ -91,12 +93,24 @@ class GroupSenders:
         await asyncio.gather(*[self._send(self._senders[one], parcel.snapshots[one], stall_s) for one in chosen])
 
     def _send(self, sender: Sender, snapshot: Snapshot, stall_s: float) -> asyncio.Future[None]:
-        return _on_thread(lambda: sender.send(snapshot, stall_s=stall_s))
+        def send() -> None:
+            self._idle.discard(sender)
+            sender.send(snapshot, stall_s=stall_s)
+            self._idle.add(sender)
+
+        return _on_thread(send)
 
     def die(self) -> None:
-        """Breaks the group without a word: its connections close, as they do when a process ends."""
+        """Breaks the group without a word.
+
+        Connections close, as they do when a process ends, but for those with a broadcast under way: gloo waits for it.
+        """
         while self._senders:
-            threading.Thread(target=_vanish, args=(self._senders.pop(),), daemon=True).start()
+            sender = self._senders.pop()
+            sender.abort()
+            if sender in self._idle:
+                _close(sender)
+        self._idle = set()
 
     def parcel(
         self,
@@ -140,9 +154,8 @@ class GroupSenders:
         return shards
 
 
-def _vanish(sender: Sender) -> None:
-    """What the kernel does for a process that ends: with the last reference to its group gloo closes connections."""
-    sender.abort()
+def _close(sender: Sender) -> None:
+    """With the last reference to its group gloo closes connections, as the kernel does for a process that ends."""
     communicator = sender._communicator
     if communicator._device.type == "cpu":
         communicator._outlived.detach()

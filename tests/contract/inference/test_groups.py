@@ -58,8 +58,8 @@ async def seal(mesh: EngineMesh, hub: WeightSyncClient, parcel: Parcel) -> None:
     await hub.seal_version(run_id="run", epoch=1, version=mesh.version, artifact_id=staged.artifact_id)
 
 
-async def activate(mesh: EngineMesh, hub: WeightSyncClient) -> Activation:
-    return await hub.activate_version(run_id="run", version=mesh.version, prepare_deadline_s=30.0)
+async def activate(mesh: EngineMesh, hub: WeightSyncClient, prepare_deadline_s: float = 30.0) -> Activation:
+    return await hub.activate_version(run_id="run", version=mesh.version, prepare_deadline_s=prepare_deadline_s)
 
 
 async def check_served(mesh: EngineMesh, client: EngineClient, version: int) -> None:
@@ -93,7 +93,7 @@ async def test_damaged_broadcast_is_refused_and_the_old_weights_stay(mesh: Engin
         await seal(mesh, hub, parcel)
         await senders.send(flipped(parcel))
         with pytest.raises(MeshError, match="DIGEST_MISMATCH") as refused:
-            await activate(mesh, hub)
+            await activate(mesh, hub, prepare_deadline_s=3.0)  # until then a trainer could have sent it again
         assert refused.value.reason is Reason.ENGINES_NOT_READY
         await check_served(mesh, client, before)
     await mesh.publish(other_seed(mesh))
