@@ -78,8 +78,11 @@ class TrainerConfig(BaseConfig):
     seed: int = 0
     """Seed of everything random in training."""
 
-    hub_deadline_s: float = Field(default=120.0, ge=0.0)
-    """At start, how long to look for the weight hub."""
+    hub_deadline_s: float = Field(default=240.0, ge=0.0)
+    """At start, how long to look for the weight hub and, with `weight_broadcast.type` auto, for a first engine.
+
+    vLLM takes minutes to start a large model. Less than the orchestrator's `deadlines.startup_s`, which waits for this.
+    """
 
     publish_deadline_s: float = Field(default=600.0, gt=0.0)
     """How long the hub may take to seal a version; beyond it the trainer ends."""
