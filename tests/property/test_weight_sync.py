@@ -131,7 +131,10 @@ def walk(seed: int, steps: int) -> WeightSync:
         return draw.random() < 0.5
 
     usual: list[tuple[float, Callable[[str], None]]] = [
-        (publishing, lambda _: mesh.publish(draw.randrange(4), draw.random() < 0.8, 0, draw.choice(transports))),
+        (
+            publishing,
+            lambda _: mesh.publish(draw.randrange(4), draw.random() < 0.8, 0, draw.choice(transports), flip()),
+        ),
         (1.0, lambda _: mesh.activate(draw.choice([0, 0, 0, 1, 2]), flip(), draw.choice([0, 0, 0, 1, 2]))),
         (4.0, lambda _: mesh.hub_works(draw.randrange(1, 12))),
         (3.0, lambda name: mesh.connect(name)),

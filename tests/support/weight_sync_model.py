@@ -170,8 +170,11 @@ class SimulatedHub(RuleBasedStateMachine):
 
     # --- publisher and orchestrator ---------------------------------------------------------------
 
-    @rule(content=st.integers(0, 3), seal=st.booleans(), skip=st.integers(0, 1), transport=TRANSPORTS)
-    def publish(self, content: int, seal: bool, skip: int, transport: Transport) -> None:
+    @rule(
+        content=st.integers(0, 3), seal=st.booleans(), skip=st.integers(0, 1), transport=TRANSPORTS,
+        arrives=st.booleans(),
+    )  # fmt: skip
+    def publish(self, content: int, seal: bool, skip: int, transport: Transport, arrives: bool) -> None:
         manifest = manifest_of(self.epoch, self.next_version + skip, content, transport)
         artifact = artifact_id(manifest)
         self.manifests[artifact] = manifest
@@ -183,6 +186,8 @@ class SimulatedHub(RuleBasedStateMachine):
             self.next_version += 1
             return
         self.take(actions)
+        if arrives and transport is Transport.STREAM:
+            self.take(self.coordinator.arrives(record, self.now_s))
         if seal and record.state is VersionState.STAGING:
             self.take(self.coordinator.seal(record.key, "", self.now_s, self.now_s))
             self.next_version = manifest.version + 1
@@ -234,7 +239,7 @@ class SimulatedHub(RuleBasedStateMachine):
 
     @rule(content=st.integers(0, 3), gang=st.booleans(), min_ready=st.integers(0, 2), transport=TRANSPORTS)
     def publish_and_activate(self, content: int, gang: bool, min_ready: int, transport: Transport) -> None:
-        self.publish(content, True, 0, transport)
+        self.publish(content, True, 0, transport, False)
         self.activate(0, gang, min_ready)
 
     @rule(back=st.integers(0, 2), really=RARELY)

@@ -239,6 +239,8 @@ class CommitRules:
         ]
         busy = [r for r in sealed if r.busy]
         target = min(busy, key=lambda r: r.key) if busy else max(sealed, key=lambda r: r.key, default=None)
+        if target is None:
+            target = self._arriving(engine)
         if target is not None and target.key in engine.faulted:
             target = None
         if newest is not None and not engine.serves(newest) and self._can_serve(engine, newest):
@@ -256,6 +258,11 @@ class CommitRules:
         if target is None or engine.prepared == target.artifact_id:
             return None, None
         return Prepare(version=target.version, artifact_id=target.artifact_id), target.key
+
+    def _arriving(self, engine: EngineRecord) -> VersionRecord | None:
+        """The version whose upload an engine may follow. A shadow holds one version: none is given up for it."""
+        arriving = (r for r in self.records.values() if r.state is VersionState.STAGING and r.arriving)
+        return max((r for r in arriving if self.groups.outside(engine, r) is None), key=lambda r: r.key, default=None)
 
     def _give_up(
         self, record: VersionRecord, reason: Reason, text: str, faults: Mapping[str, AgentFault] | None = None

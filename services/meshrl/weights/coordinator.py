@@ -104,6 +104,13 @@ class Coordinator(CommitRules):
         actions = self._begin_epoch(manifest.run_id, manifest.epoch)
         return record, [*actions, *self._log(record, entries.staged(record))]
 
+    def arrives(self, record: VersionRecord, now_s: float) -> list[Action]:
+        """The first bytes of a staged version come: engines with nothing else to fetch follow its upload."""
+        if record.state is not VersionState.STAGING or record.arriving:
+            return []
+        record.arriving = True
+        return self._settle(now_s)
+
     def sealing(self, *, run_id: str, epoch: int, version: int, artifact: str) -> VersionRecord | None:
         """Returns the record whose bytes must be checked before `seal`; None when it is sealed already.
 
@@ -128,6 +135,11 @@ class Coordinator(CommitRules):
             return []
         record.traceparent, record.sealed_s = traceparent, now_s
         self._move(record, VersionState.SEALED)
+        for engine in [
+            e for e in self.pool.engines.values() if key in e.faulted
+        ]:  # it gave up while bytes were missing
+            engine.faulted.discard(key)
+            engine.sent = None
         return [*self._log(record, entries.sealed(record, wall_s)), *self._settle(now_s)]
 
     def abort(self, *, run_id: str, epoch: int, version: int, message: str, now_s: float) -> list[Action]:

@@ -70,6 +70,7 @@ class VersionRecord:
     traceparent: str = ""
     sealed_s: float = 0.0
     attempt: Attempt | None = None
+    arriving: bool = False  # its bytes come in, and engines may fetch those that are here
     deciding: bool = False  # the decision is on its way to the log
     policy: ActivationPolicy = ActivationPolicy.ROLLING
     min_ready: int = 0

@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import shutil
 import threading
+from bisect import bisect_right
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -119,6 +120,16 @@ class VersionStore:
         with artifact.lock:
             chunks = artifact.manifest.chunks
             return tuple(chunk.offset for index, chunk in enumerate(chunks) if index not in artifact.received)
+
+    def received_to(self, artifact_id: str, start: int, end: int) -> int:
+        """Returns where the bytes that are here without a gap from `start` on end, `end` at most; `start`: none are."""
+        artifact = self._get(artifact_id)
+        chunks = artifact.manifest.chunks
+        with artifact.lock:
+            index = bisect_right(chunks, start, key=lambda chunk: chunk.offset) - 1
+            while index < len(chunks) and chunks[index].offset < end and index in artifact.received:
+                index += 1
+        return end if index == len(chunks) else max(start, min(end, chunks[index].offset))
 
     def write(self, artifact_id: str, chunk: Chunk) -> None:
         """Takes one chunk. Raises INVALID_REQUEST, CHUNK_CORRUPT (its checksum), DIGEST_MISMATCH (the manifest's)."""
