@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from meshrl.wire import manifest as manifests
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Manifest, Transport
 
+CHECKS_AT_ONCE = 4  # chunks of a version that are hashed while the next ones arrive
 # Worth asking again: the link or the hub was away, or a chunk was damaged on its way.
 _TRANSIENT = frozenset({Reason.UNREACHABLE, Reason.DRAINING, Reason.DEADLINE_PASSED, Reason.CHUNK_CORRUPT})
 
@@ -131,26 +133,54 @@ class VersionFetcher:
         patience: asyncio.Timeout,
     ) -> None:
         loop = asyncio.get_running_loop()
+        checks = _Checks(manifest, buffer, missing)
         order = sorted(missing)
         filled = 0  # bytes of the chunk at order[0] that have arrived
         ranges = _ranges(manifest, order)
-        async for piece in self._client.fetch(artifact_id, ranges):
-            patience.reschedule(loop.time() + self._stall_s)
-            data = np.frombuffer(piece.data, dtype=np.uint8)  # the checksum takes no memoryview
-            if google_crc32c.value(data) != piece.crc32c:
-                raise MeshError(Reason.CHUNK_CORRUPT, f"bytes at {piece.offset} do not match their CRC32C")
-            chunk = manifest.chunks[order[0]] if order else None
-            if chunk is None or piece.offset != chunk.offset + filled or filled + len(data) > chunk.length:
-                raise MeshError(Reason.CHUNK_CORRUPT, f"bytes at {piece.offset} are not those that were asked for")
-            filled += len(data)
-            buffer[piece.offset : piece.offset + len(data)] = data
-            if filled == chunk.length:
-                if not await asyncio.to_thread(_sound, manifest, order[0], buffer):
-                    raise _mismatch(manifest, order[0])
-                missing.discard(order.pop(0))
-                filled = 0
+        try:
+            async for piece in self._client.fetch(artifact_id, ranges):
+                patience.reschedule(loop.time() + self._stall_s)
+                data = np.frombuffer(piece.data, dtype=np.uint8)  # the checksum takes no memoryview
+                if google_crc32c.value(data) != piece.crc32c:
+                    raise MeshError(Reason.CHUNK_CORRUPT, f"bytes at {piece.offset} do not match their CRC32C")
+                chunk = manifest.chunks[order[0]] if order else None
+                if chunk is None or piece.offset != chunk.offset + filled or filled + len(data) > chunk.length:
+                    raise MeshError(Reason.CHUNK_CORRUPT, f"bytes at {piece.offset} are not those that were asked for")
+                filled += len(data)
+                buffer[piece.offset : piece.offset + len(data)] = data
+                if filled == chunk.length:
+                    await checks.begin(order.pop(0))
+                    filled = 0
+        finally:  # where the line breaks, too: what is here is not fetched again
+            await checks.end()
         if order:
             raise MeshError(Reason.UNREACHABLE, f"the hub ended the stream with {len(order)} chunks to go")
+
+
+class _Checks:
+    """Hashes a few chunks that are here while the next ones arrive; those that are sound leave `missing`."""
+
+    def __init__(self, manifest: Manifest, buffer: Bytes, missing: set[int]) -> None:
+        self._manifest, self._buffer, self._missing = manifest, buffer, missing
+        self._under_way: deque[tuple[int, asyncio.Task[bool]]] = deque()
+
+    async def begin(self, index: int) -> None:
+        """Starts to check a chunk. Raises MeshError DIGEST_MISMATCH for an earlier one."""
+        if len(self._under_way) == CHECKS_AT_ONCE:
+            await self._end_first()
+        check = asyncio.create_task(asyncio.to_thread(_sound, self._manifest, index, self._buffer))
+        self._under_way.append((index, check))
+
+    async def end(self) -> None:
+        """Returns once every check is over. Raises MeshError DIGEST_MISMATCH."""
+        while self._under_way:
+            await self._end_first()
+
+    async def _end_first(self) -> None:
+        index, check = self._under_way.popleft()
+        if not await check:
+            raise _mismatch(self._manifest, index)
+        self._missing.discard(index)
 
 
 def _ranges(manifest: Manifest, indices: Sequence[int]) -> list[tuple[int, int]]:

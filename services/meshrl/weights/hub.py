@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Literal
 
@@ -420,9 +420,9 @@ class Hub:
             at, end = offset, offset + length
             while at < end:
                 stop = await self._here(artifact_id, at, end)
-                pieces = self._store.read(artifact_id, at, stop, most)
-                while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
-                    yield piece
+                async with aclosing(_read_ahead(self._store.read(artifact_id, at, stop, most))) as pieces:
+                    async for piece in pieces:
+                        yield piece
                 at = stop
 
     async def _here(self, artifact_id: str, at: int, end: int) -> int:
@@ -446,3 +446,15 @@ class Hub:
     def list_engines(self, engine_pool: str) -> tuple[EngineInfo, ...]:
         """The engines that hold a lease."""
         return self.coordinator.pool.infos(engine_pool, self.coordinator.records.values(), self._now())
+
+
+async def _read_ahead(pieces: Iterator[Chunk]) -> AsyncGenerator[Chunk, None]:
+    """Yields `pieces`, which block, with the next one being made on a thread while the last one is taken."""
+    making = asyncio.create_task(asyncio.to_thread(next, pieces, None))
+    try:
+        while (piece := await making) is not None:
+            making = asyncio.create_task(asyncio.to_thread(next, pieces, None))
+            yield piece
+    finally:
+        with suppress(Exception):  # nobody wants it any more
+            await making
