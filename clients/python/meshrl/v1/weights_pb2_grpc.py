@@ -142,7 +142,8 @@ class WeightSyncServicer(object):
 
     def SealVersion(self, request, context):
         """Declares a staged version complete. Every chunk must be there and every digest right. Agents
-        start to prepare it at once. Idempotent.
+        start to prepare it at once; those with no other version to prepare fetch a streamed one already
+        while its chunks arrive. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -175,7 +176,8 @@ class WeightSyncServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetManifest(self, request, context):
-        """Returns the manifest of a version that is sealed or later. Idempotent.
+        """Returns the manifest of a version that is sealed or later; by its artifact_id also that of one
+        whose chunks arrive. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -183,8 +185,9 @@ class WeightSyncServicer(object):
 
     def Fetch(self, request, context):
         """Streams byte ranges of a version in chunks, each with its checksum. Resume by asking for the
-        ranges still missing. Idempotent. NOT_FOUND once a version is retired; DATA_LOSS when the
-        bytes at rest no longer match the manifest.
+        ranges still missing. Of a version that is not sealed, chunks are sent as they arrive; UNAVAILABLE
+        when no more of them do. Idempotent. NOT_FOUND once a version is retired; DATA_LOSS when the bytes
+        at rest no longer match the manifest.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
