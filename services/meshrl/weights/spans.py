@@ -11,7 +11,8 @@ from meshrl.wire.types import Activation
 def record_sync(tracer: trace.Tracer, answer: Activation, wall_s: float) -> None:
     """Writes the spans of a commit that ended at `wall_s`, linked from the train span that made the version.
 
-    Engines report durations only, so a prepare is drawn from the seal on and a pause up to the end.
+    Engines report durations only, so a prepare is drawn from the seal on, and a pause up to the end. A prepare that
+    does not fit between them began before the seal, with an upload, and is drawn up to the pause.
     """
     sealed_s = wall_s - answer.lag_s
     link = link_from(answer.version.traceparent)
@@ -33,11 +34,12 @@ def record_sync(tracer: trace.Tracer, answer: Activation, wall_s: float) -> None
             "meshrl.engine_id": engine.engine_id,
             "meshrl.requests_kept": engine.applied.requests_kept,
         }
-        prepare = tracer.start_span(SYNC_PREPARE_SPAN, context=inside, start_time=_ns(sealed_s), attributes=who)
-        prepare.end(_ns(sealed_s + engine.applied.prepare_s))
-        pause = tracer.start_span(
-            SYNC_PAUSE_SPAN, context=inside, start_time=_ns(wall_s - engine.applied.pause_s), attributes=who
-        )
+        paused_s = wall_s - engine.applied.pause_s
+        prepared_s = min(sealed_s + engine.applied.prepare_s, paused_s)
+        began_s = prepared_s - engine.applied.prepare_s
+        prepare = tracer.start_span(SYNC_PREPARE_SPAN, context=inside, start_time=_ns(began_s), attributes=who)
+        prepare.end(_ns(prepared_s))
+        pause = tracer.start_span(SYNC_PAUSE_SPAN, context=inside, start_time=_ns(paused_s), attributes=who)
         pause.end(_ns(wall_s))
     sync.end(_ns(wall_s))
 
