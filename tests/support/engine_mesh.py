@@ -52,6 +52,8 @@ class EngineKind:
     logprob_atol: float
     logprob_mean: float
     device: str = "cpu"
+    mixture: bool = False
+    """Whether its model is the plain mixture of experts."""
     config: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -122,7 +124,7 @@ class EngineMesh:
         """Starts both with the plain model of `seed` as base; publish a version before asking for tokens."""
         folder.mkdir(parents=True, exist_ok=True)
         self.kind, self.folder, self.base_seed = kind, folder, seed
-        self.model_folder = save_model(folder / "model", seed, kind.dtype)
+        self.model_folder = save_model(folder / "model", seed, kind.dtype, mixture=kind.mixture)
         hub = {"server": {"port": 0}, "output_dir": str(folder), "lease_s": LEASE_S, "commit_deadline_s": COMMIT_S}
         self.hub = Program(Path(sys.executable), "meshrl.weights.main", hub, folder, "weights")
         self.hub_address = self.hub.address(r"serving WeightSync at (\S+)")
@@ -164,7 +166,8 @@ class EngineMesh:
         policy: ActivationPolicy = ActivationPolicy.ROLLING,
     ) -> Activation:
         """Has the plain model of `seed` served as the next version; returns once the engine serves it."""
-        await self.seal(plain_state(seed, self.kind.dtype), transport=transport)
+        state = plain_state(seed, self.kind.dtype, mixture=self.kind.mixture)
+        await self.seal(state, transport=transport)
         return await self.activate(seed, policy=policy)
 
     async def publish_state(
@@ -316,7 +319,7 @@ def logprobs_of(choice: Mapping[str, Any]) -> list[float]:
 def reference(mesh: EngineMesh) -> Any:
     """The plain model whose weights the engine serves."""
     assert mesh.seed is not None, "the live weights are no plain model's; publish one first"
-    return plain_model(mesh.seed)
+    return plain_model(mesh.seed, mixture=mesh.kind.mixture)
 
 
 def _toml(table: Mapping[str, Any]) -> str:

@@ -1,5 +1,7 @@
 """The plain model that an engine is held against: a tiny Qwen3 in float32, one forward pass over the whole sequence.
 
+Dense, or a mixture of experts.
+
 Shapes: P prompt tokens, T completion tokens, V tokens of the vocabulary. What the engine sampled is fed back, so one
 flipped near-tie does not make everything after it incomparable.
 """
@@ -7,13 +9,20 @@ flipped near-tie does not make everything after it incomparable.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from meshrl.models.lora import adapted_layers, apply_lora
 from meshrl.models.state import hf_state
@@ -22,40 +31,49 @@ VOCAB = 64
 EOS = 0
 MAX_POSITIONS = 2048
 RANK, ALPHA, TARGETS = 4, 6.0, ("q_proj", "down_proj")
+SHAPE: Mapping[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": MAX_POSITIONS,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.2,
+    "eos_token_id": EOS,
+    "bos_token_id": None,
+}
+EXPERTS: Mapping[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+
+PlainModel = Qwen3ForCausalLM | Qwen3MoeForCausalLM
+
+
+def _empty_model(mixture: bool) -> PlainModel:
+    if mixture:
+        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE, **EXPERTS))
+    return Qwen3ForCausalLM(Qwen3Config(**SHAPE))
 
 
 @cache
-def plain_model(seed: int) -> Qwen3ForCausalLM:
+def plain_model(seed: int, *, mixture: bool = False) -> PlainModel:
     """Random weights that bfloat16 can hold, so engines of either dtype serve the very same model. Do not change it."""
     torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=MAX_POSITIONS,
-        tie_word_embeddings=True,
-        initializer_range=0.2,
-        eos_token_id=EOS,
-        bos_token_id=None,
-    )
-    model = Qwen3ForCausalLM(config).eval()
+    model = _empty_model(mixture).eval()
     with torch.no_grad():
         for parameter in model.parameters():  # but not the buffers: the rotary frequencies are float32 everywhere
             parameter.copy_(parameter.bfloat16())
     return model
 
 
-def plain_state(seed: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def plain_state(seed: int, dtype: torch.dtype, *, mixture: bool = False) -> dict[str, torch.Tensor]:
     """What a trainer publishes of it."""
-    return hf_state(plain_model(seed), dtype)
+    return hf_state(plain_model(seed, mixture=mixture), dtype)
 
 
 @cache
-def adapted_model(base_seed: int, seed: int) -> Qwen3ForCausalLM:
+def adapted_model(base_seed: int, seed: int) -> PlainModel:
     """The plain model with LoRA adapters of `seed` beside its layers."""
     model = copy.deepcopy(plain_model(base_seed))
     apply_lora(model, rank=RANK, alpha=ALPHA, dropout=0.0, target_modules=TARGETS)
@@ -67,11 +85,10 @@ def adapted_model(base_seed: int, seed: int) -> Qwen3ForCausalLM:
     return model
 
 
-def save_model(folder: Path, seed: int, dtype: torch.dtype) -> Path:
+def save_model(folder: Path, seed: int, dtype: torch.dtype, *, mixture: bool = False) -> Path:
     """Writes the folder of a checkpoint with its tokenizer."""
-    config = Qwen3Config.from_dict(plain_model(seed).config.to_dict())
-    model = Qwen3ForCausalLM(config).to(dtype)
-    model.load_state_dict(plain_model(seed).state_dict())
+    model = _empty_model(mixture).to(dtype)
+    model.load_state_dict(plain_model(seed, mixture=mixture).state_dict())
     model.save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
     return folder
@@ -95,7 +112,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 @torch.no_grad()
-def logits_of(model: Qwen3ForCausalLM, prompt: Sequence[int], completion: Sequence[int]) -> torch.Tensor:
+def logits_of(model: PlainModel, prompt: Sequence[int], completion: Sequence[int]) -> torch.Tensor:
     """(T, V) float32 logits that each token of the completion was sampled from."""
     logits_1SV = model(torch.tensor([[*prompt, *completion]])).logits
     return logits_1SV[0, len(prompt) - 1 : -1]
@@ -103,8 +120,8 @@ def logits_of(model: Qwen3ForCausalLM, prompt: Sequence[int], completion: Sequen
 
 @torch.no_grad()
 def logits_across(
-    before: Qwen3ForCausalLM,
-    after: Qwen3ForCausalLM,
+    before: PlainModel,
+    after: PlainModel,
     prompt: Sequence[int],
     completion: Sequence[int],
     boundary: int,
@@ -123,7 +140,7 @@ def logits_across(
 
 
 @torch.no_grad()
-def greedy_loop(model: Qwen3ForCausalLM, prompt: Sequence[int], count: int) -> list[int]:
+def greedy_loop(model: PlainModel, prompt: Sequence[int], count: int) -> list[int]:
     """`count` tokens, each the most likely one after a forward pass over everything before it."""
     sequence = list(prompt)
     for _ in range(count):

@@ -25,7 +25,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def kind_of(name: str, dtype: torch.dtype = torch.float32, **config: Any) -> EngineKind:
+def kind_of(name: str, dtype: torch.dtype = torch.float32, *, mixture: bool = False, **config: Any) -> EngineKind:
     if name == "vllm" and DEVICE == "cuda":  # its attention kernels take no float32
         dtype, config = torch.bfloat16, {"gpu_memory_utilization": 0.2, **config}
     exact = dtype == torch.float32
@@ -34,6 +34,7 @@ def kind_of(name: str, dtype: torch.dtype = torch.float32, **config: Any) -> Eng
         python=Path(sys.executable) if name == "embedded" else vllm_python(),
         dtype=dtype,
         device=DEVICE,
+        mixture=mixture,
         config={**CONFIGS[name], **config},
         clear_margin=1e-3 if exact else 0.1,
         # transformers itself is this far from float32 in bfloat16, at a temperature of 0.7
@@ -77,8 +78,8 @@ def start_mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..
     """Starts further engines for the tests of one file; arguments are those of `kind_of`."""
     started: list[EngineMesh] = []
 
-    def start(name: str, dtype: torch.dtype = torch.float32, **config: Any) -> EngineMesh:
-        started.append(EngineMesh(kind_of(name, dtype, **config), tmp_path_factory.mktemp(name)))
+    def start(name: str, dtype: torch.dtype = torch.float32, **how: Any) -> EngineMesh:
+        started.append(EngineMesh(kind_of(name, dtype, **how), tmp_path_factory.mktemp(name)))
         return started[-1]
 
     yield start

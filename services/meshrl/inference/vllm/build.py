@@ -43,7 +43,11 @@ async def open_vllm_engine(config: InferenceConfig) -> Any:
         adapters=None if lora is None else AdapterStore(lora.max_lora_rank),
         version=0 if config.weight_broadcast is None else None,
     )
-    await engine.start()
+    try:
+        await engine.start()
+    except BaseException:
+        await engine.close()
+        raise
     return engine
 
 

@@ -34,7 +34,7 @@ from meshrl.inference.engine import (
 from meshrl.inference.live_weights import Layout
 from meshrl.inference.sleep import Sleeper
 from meshrl.inference.vllm.adapters import AdapterStore, StagedAdapter
-from meshrl.inference.vllm.installed import client_errors
+from meshrl.inference.vllm.installed import VllmError, client_errors
 from meshrl.inference.vllm.requests import RequestCodec
 from meshrl.inference.vllm.spans import VersionClock
 from meshrl.wire.errors import MeshError, Reason
@@ -43,6 +43,7 @@ from meshrl.wire.types import JoinGroup, Manifest
 
 POLL_S = (0.001, 0.005)
 RPC_DEADLINE_S = 60.0
+OPEN_DEADLINE_S = 1800.0  # a checkpoint may be read once more
 STAGE_DEADLINE_S = 600.0
 RECEIVE_STALL_S = 30.0
 SLEEP_DEADLINE_S = 180.0
@@ -152,8 +153,10 @@ class VllmEngine:
     # --- life -------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Builds the workers' shadows."""
-        made = await self._rpc("meshrl_open")
+        """Builds the workers' shadows. Raises VllmError when this model cannot take versions."""
+        made = await self._rpc("meshrl_open", deadline_s=OPEN_DEADLINE_S)
+        if "reason" in made:
+            raise VllmError(made["message"])
         logger.info(
             "weight versions are staged as {} on {} ({} worker(s))", made["shadow"], made["device"], self._ranks
         )
@@ -379,10 +382,10 @@ class VllmEngine:
         if "reason" in outcome:
             raise MeshError(Reason[outcome["reason"]], outcome["message"])
 
-    async def _rpc(self, method: str, *args: Any) -> Any:
+    async def _rpc(self, method: str, *args: Any, deadline_s: float = RPC_DEADLINE_S) -> Any:
         """Calls every worker; the first one that failed, else the first one's answer; None while any has none."""
-        call = self._llm.collective_rpc(method, timeout=RPC_DEADLINE_S, args=args)
-        answers = await self._core(call)
+        call = self._llm.collective_rpc(method, timeout=deadline_s, args=args)
+        answers = await self._core(call, deadline_s)
         for answer in answers:
             if answer is None or (isinstance(answer, dict) and "reason" in answer):
                 return answer

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+from collections.abc import Iterable
 from typing import Any
+
+import torch
 
 OLDEST, NEWEST = (0, 26), (0, 32)
 
@@ -53,3 +56,25 @@ def client_errors() -> tuple[type[Exception], ...]:
 
     own: Any = getattr(exceptions, "VLLMClientError", None)
     return (ValueError,) if own is None else (ValueError, own)
+
+
+def load_anew(runner: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+    """Loads tensors of Hugging Face names over the live weights of a worker's model; returns parameters that got none.
+
+    The runner's own `reload_weights` does the same, but only logs these.
+    """
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+    model = runner.get_model()
+    expected = {name for name, _ in model.named_parameters()}
+    initialize_layerwise_reload(model)
+    loaded = model.load_weights(iter(tensors))
+    finalize_layerwise_reload(model, runner.model_config)
+    reset_lora = getattr(runner, "reset_lora_state", None)  # 0.32 has it
+    if reset_lora is not None:
+        reset_lora()
+    runner.reset_encoder_cache()
+    runner.reset_mm_cache()
+    if loaded is None or runner.model_config.quantization is not None:  # names that are not those of the checkpoint
+        return set()
+    return {name.replace(".base_layer.", ".") for name in expected} - {n.replace(".base_layer.", ".") for n in loaded}

@@ -4,22 +4,32 @@ vLLM's models load Hugging Face checkpoints into fused and sharded parameters. T
 more without storage for anything but its parameters, so that vLLM's own loading fills it. Where kernels keep weights in
 a packed form of their own (CPUs), there is nothing to copy over: then the shadow is the checkpoint's tensors, and they
 are loaded in the pause.
+
+Some layers rearrange their weights within the same shape once they are loaded; mixtures of experts do on some GPUs.
+That cannot be seen, so where there are such layers a shadow first has to make the live weights out of their checkpoint.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
+from loguru import logger
 from torch import nn
 from vllm.config import set_current_vllm_config
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.utils import initialize_model
 
-from meshrl.inference.vllm.files import Named
+from meshrl.collective.digest import digest_bytes, sum128
+from meshrl.inference.vllm.installed import load_anew
 
 HEADROOM_BYTES = 2**30
+Weights = Iterable[tuple[str, torch.Tensor]]  # by Hugging Face name
 
 
 class Shadow(Protocol):
@@ -28,14 +38,20 @@ class Shadow(Protocol):
     def begin(self) -> None:
         """Forgets what was added."""
 
-    def add(self, tensors: Named) -> None:
+    def add(self, tensors: Weights) -> None:
         """Takes tensors by Hugging Face name; they are only valid during the call."""
 
     def finish(self) -> None:
         """All tensors were added. Raises ValueError naming parameters that got nothing."""
 
     def apply(self) -> None:
-        """Makes the shadow live."""
+        """Makes the shadow live. Raises ValueError naming parameters that got nothing."""
+
+    def rehearse(self, checkpoint: Weights) -> list[str]:
+        """Loads what is live once more, from its checkpoint; names the parameters that come out otherwise.
+
+        Live weights may then be wrong. Leaves the shadow empty.
+        """
 
 
 class ParameterShadow:
@@ -64,7 +80,7 @@ class ParameterShadow:
     def begin(self) -> None:
         self._loaded = set()
 
-    def add(self, tensors: Named) -> None:
+    def add(self, tensors: Weights) -> None:
         loaded = self._model.load_weights(iter(tensors))
         if loaded is None or self._loaded is None:  # a model that does not say what it loaded
             self._loaded = None
@@ -77,6 +93,13 @@ class ParameterShadow:
             if missing:
                 raise ValueError(f"{len(missing)} parameters got no weights, first {missing[0]!r}")
 
+    def rehearse(self, checkpoint: Weights) -> list[str]:
+        self.begin()
+        self.add(checkpoint)
+        self.finish()
+        shadow = dict(self._model.named_parameters())
+        return [name for name, live in self._live.items() if not torch.equal(shadow[name].data, live.data)]
+
     def apply(self) -> None:
         names = [name for name, _ in self._model.named_parameters()]
         shadow = dict(self._model.named_parameters())
@@ -87,14 +110,14 @@ class ParameterShadow:
 class CheckpointShadow:
     """The checkpoint's own tensors; `apply` has vLLM load them in place."""
 
-    def __init__(self, runner: Any) -> None:
-        self._runner = runner
+    def __init__(self, runner: Any, device: torch.device) -> None:
+        self._runner, self._device = runner, device
         self._tensors: dict[str, torch.Tensor] = {}
 
     def begin(self) -> None:
         self._tensors = {}
 
-    def add(self, tensors: Named) -> None:
+    def add(self, tensors: Weights) -> None:
         self._tensors.update((name, tensor.clone()) for name, tensor in tensors)
 
     def finish(self) -> None:
@@ -102,27 +125,92 @@ class CheckpointShadow:
             raise ValueError("no tensors came")
 
     def apply(self) -> None:
-        self._runner.reload_weights(weights_iterator=iter(self._tensors.items()))
-        for module in self._runner.get_model().modules():
-            # A head that shares its weights with the embedding is not loaded, so it would keep its packed copy.
-            if isinstance(module, ParallelLMHead) and module.weight.numel():
-                module.quant_method.process_weights_after_loading(module)
+        self._load(self._tensors.items())
         self._tensors = {}
 
+    def rehearse(self, checkpoint: Weights) -> list[str]:
+        model = self._runner.get_model()
+        before = _digests(model)
+        self._load(checkpoint)
+        return [name for name, digest in _digests(model).items() if before.get(name) != digest]
 
-def build_shadow(worker: Any) -> Shadow:
-    """The shadow that suits a vLLM worker: its device, its memory and whether its kernels repack weights."""
+    def _load(self, tensors: Weights) -> None:
+        missing = sorted(load_anew(self._runner, tensors))
+        if self._device.type == "cpu":
+            _pack_again(self._runner.get_model())
+        if missing:
+            raise ValueError(f"{len(missing)} parameters got no weights, first {missing[0]!r}")
+
+
+def build_shadow(worker: Any, *, in_place: bool = False) -> Shadow:
+    """The shadow that suits a vLLM worker: its device, its memory and whether its kernels repack weights.
+
+    `in_place`: only one that loads in place does, as `tried_shadow` found.
+    """
     runner, device = worker.model_runner, torch.device(worker.device)
     live = runner.get_model()
-    if device.type != "cuda":
-        return CheckpointShadow(runner)
+    if in_place or device.type != "cuda":
+        return CheckpointShadow(runner, device)
     free_bytes, _ = torch.cuda.mem_get_info(device)
     if ParameterShadow.bytes_of(live) + HEADROOM_BYTES > free_bytes:
-        return CheckpointShadow(runner)
+        return CheckpointShadow(runner, device)
     try:
         return ParameterShadow(live, worker.vllm_config, device)
     except ValueError:  # quantised, for one
-        return CheckpointShadow(runner)
+        return CheckpointShadow(runner, device)
+
+
+def tried_shadow(worker: Any) -> tuple[Shadow, bool]:
+    """The same, tried out where layers may have rearranged their weights, and whether they have; before requests come.
+
+    Raises RuntimeError when no shadow makes the live weights out of their checkpoint, which are wrong then.
+    """
+    shadow = build_shadow(worker)
+    live = worker.model_runner.get_model()
+    if not _may_rearrange(live):
+        return shadow, False
+    loader = get_model_loader(worker.vllm_config.load_config)
+    if not hasattr(loader, "get_all_weights"):
+        logger.warning("there is no checkpoint to try weight versions with (vLLM's load_format)")
+        return shadow, False
+    model_config = worker.vllm_config.model_config
+    rearranged = False
+    if isinstance(shadow, ParameterShadow):
+        changed = shadow.rehearse(loader.get_all_weights(model_config, live))
+        if not changed:
+            return shadow, False
+        rearranged = True
+        logger.info("vLLM rearranged {} weights, first {}: versions are loaded in the pause", len(changed), changed[0])
+        shadow = build_shadow(worker, in_place=True)
+    changed = shadow.rehearse(loader.get_all_weights(model_config, live))
+    if changed:
+        raise RuntimeError(
+            f"{len(changed)} parameters that it loads anew come out otherwise, first {changed[0]!r}; "
+            "use another release of vLLM, other kernels ([inference.vllm] moe_backend), or the embedded engine"
+        )
+    return shadow, rearranged
+
+
+def _may_rearrange(model: nn.Module) -> bool:
+    methods = (getattr(module, "quant_method", None) for module in model.modules())
+    plain = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+    return any(isinstance(method, QuantizeMethodBase) and not isinstance(method, plain) for method in methods)
+
+
+def _digests(model: nn.Module) -> dict[str, bytes]:
+    return {name: digest_bytes(sum128(p.detach().contiguous())) for name, p in model.named_parameters()}
+
+
+def _pack_again(model: nn.Module) -> None:
+    """Has CPU kernels pack weights that vLLM left as they came."""
+    for module in model.modules():
+        # A head that shares its weights with the embedding is not loaded, so it would keep its packed copy.
+        if isinstance(module, ParallelLMHead) and module.weight.numel():
+            module.quant_method.process_weights_after_loading(module)
+        # Experts are packed only the first time (vLLM 0.32).
+        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        if kernel is not None:
+            kernel.fused_experts.process_weights_after_loading(module)
 
 
 def _config_of_its_own(vllm_config: Any) -> Any:

@@ -18,7 +18,7 @@ import torch
 from meshrl.collective.digest import digest_bytes, sum128
 from meshrl.collective.receiving import Receiver
 from meshrl.inference.vllm.files import PortionReader
-from meshrl.inference.vllm.shadow import Shadow, build_shadow
+from meshrl.inference.vllm.shadow import Shadow, build_shadow, tried_shadow
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest import root_of
 from meshrl.wire.manifest_file import from_json
@@ -64,9 +64,14 @@ class WeightsExtension:
     """The weight side of one vLLM worker. Paths, JSON and plain values in; plain values out."""
 
     def meshrl_open(self) -> dict[str, Any]:
-        """Builds the shadow; once, before requests come. Says what was built."""
+        """Builds the shadow; once, before requests come. Says what was built, or {"reason", "message"}."""
         worker: Any = self
-        self._meshrl_shadow: Shadow | None = build_shadow(worker)
+        self._meshrl_shadow: Shadow | None
+        try:
+            self._meshrl_shadow, self._meshrl_in_place = tried_shadow(worker)
+        except (RuntimeError, ValueError) as error:  # torch's and vLLM's own, too
+            text = f"vLLM cannot take weight versions of this model: {error}"
+            return {"reason": Reason.NOT_SUPPORTED.name, "message": text}
         self._meshrl_reader = PortionReader(self._meshrl_device())
         self._meshrl_job: Job | None = None
         self._meshrl_receiver: Receiver | None = None
@@ -174,7 +179,7 @@ class WeightsExtension:
     def _meshrl_ready_shadow(self) -> Shadow:
         """The shadow, built here and not on the job's thread: building one sets defaults of the whole process."""
         if self._meshrl_shadow is None:
-            self._meshrl_shadow = build_shadow(self)
+            self._meshrl_shadow = build_shadow(self, in_place=self._meshrl_in_place)
         return self._meshrl_shadow
 
     def _meshrl_start(self, work: Callable[[], None]) -> None:
