@@ -15,6 +15,7 @@ from typing import TypeVar
 import pytest
 import torch
 
+from meshrl.client import WeightSyncClient
 from meshrl.collective.digest import digest_bytes, sum128
 from meshrl.collective.group import open_store, reach_store
 from meshrl.collective.plan import rows_of
@@ -66,6 +67,21 @@ class GroupSenders:
             first_receiver=first_receiver,
             deadline_s=5.0,
         )
+
+    async def open(self, hub: WeightSyncClient, *, num_receivers: int = 1) -> None:
+        """Forms a group with the hub's one engine; returns once both sides are in it."""
+        opened = await hub.open_group(
+            run_id="run",
+            epoch=1,
+            store_address=self.address,
+            backend=self.backend,
+            num_senders=self.plan.num_senders,
+            deadline_s=30.0,
+        )
+        await self.meet(opened.generation, num_receivers=num_receivers, deadline_s=30.0)
+        async with asyncio.timeout(30.0):
+            while (await hub.list_engines())[0].group_generation != opened.generation:  # noqa: ASYNC110 - nobody tells
+                await asyncio.sleep(0.05)
 
     async def meet(self, generation: int, *, num_receivers: int = 1, deadline_s: float = 5.0) -> None:
         self.die()

@@ -82,16 +82,7 @@ async def test_engine_killed_with_a_version_prepared_serves_it_after_its_restart
 async def test_engine_killed_in_a_broadcast_takes_the_next_version_after_its_restart(mesh: EngineMesh) -> None:
     senders = GroupSenders(num_senders=2, device=mesh.kind.device)
     async with WeightSyncClient(mesh.hub_address) as hub:
-        opened = await hub.open_group(
-            run_id="run",
-            epoch=1,
-            store_address=senders.address,
-            backend=senders.backend,
-            num_senders=2,
-            deadline_s=30.0,
-        )
-        await senders.meet(opened.generation, deadline_s=30.0)
-        await mesh.until(lambda engine: engine.group_generation == opened.generation)
+        await senders.open(hub)
         parcel = senders.parcel(mesh.version + 1, plain_state(other_seed(mesh), mesh.kind.dtype))
         staged = await hub.create_version(parcel.manifest)
         mesh.version += 1

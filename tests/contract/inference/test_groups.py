@@ -29,20 +29,11 @@ def other_seed(mesh: EngineMesh) -> int:
 async def group_of(mesh: EngineMesh, senders: GroupSenders) -> AsyncIterator[WeightSyncClient]:
     """A hub client once the engine and the senders are in a new group."""
     async with WeightSyncClient(mesh.hub_address) as hub:
-        await asyncio.wait_for(_open(hub, senders), 60.0)
+        await asyncio.wait_for(senders.open(hub), 60.0)
         try:
             yield hub
         finally:
             senders.die()
-
-
-async def _open(hub: WeightSyncClient, senders: GroupSenders) -> None:
-    opened = await hub.open_group(
-        run_id="run", epoch=1, store_address=senders.address, backend=senders.backend,
-        num_senders=senders.plan.num_senders, deadline_s=30.0,
-    )  # fmt: skip
-    await senders.meet(opened.generation, deadline_s=30.0)
-    await until(hub, lambda engine: engine.group_generation == opened.generation)
 
 
 async def until(hub: WeightSyncClient, holds: Callable[[EngineInfo], bool]) -> None:

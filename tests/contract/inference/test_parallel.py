@@ -1,0 +1,53 @@
+"""vLLM on several processes: each loads its own share of a version, whichever way it comes, and they stay in step."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from engine_mesh import EngineClient, EngineMesh, reference
+from group_senders import GroupSenders
+from meshrl.client import WeightSyncClient
+from meshrl.wire.types import Transport
+from plain_checks import check_greedy
+from plain_model import logits_of, plain_state
+
+PROMPTS = ([1, 2, 3], [1 + index % 63 for index in range(400)])
+REQUESTS = 4  # of each prompt, so that every part of the engine gets some
+SIZES = {"tensor": "tensor_parallel_size", "data": "data_parallel_size"}
+
+
+@pytest.fixture(scope="module", params=list(SIZES))
+def parallel_mesh(request: pytest.FixtureRequest, start_mesh: Callable[..., EngineMesh]) -> EngineMesh:
+    return start_mesh("vllm", vllm={SIZES[request.param]: 2})
+
+
+async def check_served(mesh: EngineMesh) -> None:
+    async with mesh.session() as session:
+        client = EngineClient(session)
+        for prompt in PROMPTS:
+            for choice in await asyncio.gather(*(client.greedy(prompt) for _ in range(REQUESTS))):
+                assert choice["version_spans"] == [[0, 40, mesh.version]]
+                check_greedy(mesh.kind, logits_of(reference(mesh), prompt, choice["token_ids"]), choice)
+
+
+async def test_versions_are_the_plain_model_over_files_chunks_and_a_group(parallel_mesh: EngineMesh) -> None:
+    mesh = parallel_mesh
+    for seed, transport in ((0, Transport.FILESYSTEM), (1, Transport.STREAM)):
+        await mesh.publish(seed, transport=transport)
+        await check_served(mesh)
+    senders = GroupSenders(num_senders=2, device=mesh.kind.device)
+    async with WeightSyncClient(mesh.hub_address) as hub:
+        (engine,) = await hub.list_engines()
+        assert engine.collective_ranks == 2
+        await senders.open(hub, num_receivers=2)
+        parcel = senders.parcel(mesh.version + 1, plain_state(0, mesh.kind.dtype))
+        staged = await hub.create_version(parcel.manifest)
+        mesh.version += 1
+        await hub.seal_version(run_id="run", epoch=1, version=mesh.version, artifact_id=staged.artifact_id)
+        await senders.send(parcel)
+        await mesh.activate(0)
+        senders.die()
+    await check_served(mesh)
