@@ -130,7 +130,11 @@ class EngineMesh:
         self.hub_address = self.hub.address(r"serving WeightSync at (\S+)")
         self.seed: int | None = None
         self.version = -1
-        self.engine, self.url = self._start_engine()
+        try:
+            self.engine, self.url = self._start_engine()
+        except BaseException:
+            self.hub.stop()
+            raise
 
     def _start_engine(self) -> tuple[Program, str]:
         config = {
