@@ -12,10 +12,10 @@ import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
 from blake3 import blake3
 
@@ -25,6 +25,7 @@ from meshrl.wire.types import ChunkEntry, FileEntry, Manifest, TensorEntry
 
 SLICE_BYTES = 32 * 2**20  # of one write; a multiple of the page size
 WIDE_BYTES = 64 * 2**20  # tensors from this size on are hashed by several threads at once
+CREATE_ATTEMPTS = 10
 FILE_BYTES = 256 * 2**20  # no file is cut off below this size
 
 Item = TypeVar("Item")
@@ -77,9 +78,8 @@ class VersionFiles:
     def begin(self) -> None:
         """Makes the files with their headers, at full size; by one rank, before any share."""
         for part in self._parts:
-            part.path.parent.mkdir(parents=True, exist_ok=True)
             part.temporary.unlink(missing_ok=True)
-            with part.temporary.open("wb") as file:
+            with _create(part.temporary) as file:
                 file.write(part.header)
                 file.truncate(len(part.header) + part.num_bytes)
 
@@ -166,6 +166,16 @@ def in_threads(threads: ThreadPoolExecutor, work: Callable[[Item], Result], item
         for future in futures:  # after a failure nobody may use the files or the buffer any more
             if not future.cancel():
                 future.exception()
+
+
+def _create(path: Path) -> BinaryIO:
+    """Opens a new file. Its folder may go at any moment: the hub removes those that deleted versions leave empty."""
+    for _ in range(CREATE_ATTEMPTS - 1):
+        with suppress(FileNotFoundError, FileExistsError):  # the latter from mkdir, when it is gone at the second look
+            path.parent.mkdir(parents=True, exist_ok=True)
+            return path.open("wb")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path.open("wb")
 
 
 def _parts(folder: Path, epoch: int, plans: Sequence[TensorPlan], most: int) -> list[_Part]:

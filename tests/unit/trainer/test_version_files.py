@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -93,3 +94,22 @@ def test_file_of_an_attempt_before_is_written_anew(tmp_path: Path) -> None:
         left_over.write_bytes(b"x" * 2 * len(DATA))
         writer.begin()
         assert left_over.read_bytes()[-len(DATA) :] == bytes(len(DATA))
+
+
+def test_a_folder_that_the_hub_finds_empty_and_removes_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, removed = Path.mkdir, []
+
+    def mkdir(folder: Path, *how: Any, **more: Any) -> None:
+        make(folder, *how, **more)
+        if folder.name == "step_3" and len(removed) < 2:  # the hub is at it at this very moment
+            folder.rmdir()
+            removed.append(folder)
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    with ThreadPoolExecutor(2) as threads:
+        files = files_in(tmp_path, threads, 2)
+        files.begin()
+    assert len(removed) == 2
+    assert [Path(entry.path).with_suffix(".tmp").exists() for entry in files.entries] == [True, True]
