@@ -10,9 +10,6 @@ RUN := $(UV) run --frozen --no-sync
 # What contracts must stay compatible with: main, or what was checked out where there is no such branch.
 MAIN = $(shell git rev-parse --verify --quiet main || git rev-parse --verify --quiet origin/main || echo HEAD)
 
-# Tests run in several processes; ARGS="-n 0" for one.
-PARALLEL := -n auto --maxprocesses 4 --dist loadgroup
-
 # Engine of the demo: embedded, or vllm.
 ENGINE ?= embedded
 
@@ -39,10 +36,10 @@ demo: setup $(if $(filter vllm,$(ENGINE)),vllm) ## Train a small model to revers
 	$(RUN) python -m meshrl.launch.demo --engine $(ENGINE) $(ARGS)
 
 test: setup vllm $(BUF) ## Run every test that needs no GPU
-	$(RUN) pytest -m "not gpu" $(PARALLEL) $(ARGS)
+	$(RUN) pytest -m "not gpu" $(ARGS)
 
 unit: setup ## Run the tests that start no processes
-	$(RUN) pytest -m "not gpu and not mesh" $(PARALLEL) $(ARGS)
+	$(RUN) pytest -m "not gpu and not mesh" $(ARGS)
 
 check: lint types layers contracts drift test ## Everything that must be green before a commit
 

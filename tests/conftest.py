@@ -8,11 +8,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests of one file, and all of one engine, share what they have started. Whole runs are the longest: first."""
-    items.sort(key=lambda item: item.get_closest_marker("mesh") is None)
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(_group(item)))
+    if hasattr(config, "workerinput"):  # one of several
+        items.sort(key=lambda item: item.get_closest_marker("mesh") is None)
+        for item in items:
+            item.add_marker(pytest.mark.xdist_group(_group(item)))
 
 
 def _group(item: pytest.Item) -> str:
