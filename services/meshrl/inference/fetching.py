@@ -1,7 +1,7 @@
 """Brings a version's bytes to this host and checks them, while the engine goes on generating.
 
-From files, when this host sees them; else from the hub in chunks, resumed from the chunks that are already here. Chunks
-are checked against the manifest as they come, every tensor once all are here: what leaves this module has the
+From files, when this host sees them; else from the hub in chunks, resumed from the chunks that are already here. Every
+piece has a checksum of its own, every tensor is hashed once all of it is here: what leaves this module has the
 manifest's result root.
 """
 
@@ -22,11 +22,9 @@ from loguru import logger
 
 from meshrl.client import WeightSyncClient
 from meshrl.inference.host_files import Bytes, HostBytes, Spool, empty_bytes, map_files
-from meshrl.wire import manifest as manifests
 from meshrl.wire.errors import MeshError, Reason
-from meshrl.wire.types import Manifest, Transport
+from meshrl.wire.types import Manifest, TensorEntry, Transport
 
-CHECKS_AT_ONCE = 4  # chunks of a version that are hashed while the next ones arrive
 # Worth asking again: the link or the hub was away, or a chunk was damaged on its way.
 _TRANSIENT = frozenset({Reason.UNREACHABLE, Reason.DRAINING, Reason.DEADLINE_PASSED, Reason.CHUNK_CORRUPT})
 
@@ -91,24 +89,26 @@ class VersionFetcher:
         except OSError as error:
             text = f"no room on this host for the {manifest.num_bytes} bytes of version {manifest.version}: {error}"
             raise MeshError(Reason.OVERLOADED, text) from error
+        arrival = _Arrival(manifest, held)
         try:
-            await self._stream(manifest, artifact_id, held.parts[0][1], set(range(len(manifest.chunks))))
-            wrong = await _wrong_tensor(manifest, held)
-            if wrong is not None:
-                raise _damaged(manifest, wrong)
+            await self._stream(manifest, artifact_id, arrival)
+            await arrival.check_rest()
         except BaseException:  # abandoned fetches leave no file either
             held.release()
             raise
+        finally:
+            arrival.stop()
         return held
 
-    async def _stream(self, manifest: Manifest, artifact_id: str, buffer: Bytes, missing: set[int]) -> None:
+    async def _stream(self, manifest: Manifest, artifact_id: str, arrival: _Arrival) -> None:
+        missing = arrival.missing
         loop = asyncio.get_running_loop()
         progress_s, wait_s = loop.time(), 0.1
         while missing:
             before = len(missing)
             try:
                 async with asyncio.timeout(self._stall_s) as patience:
-                    await self._stream_once(manifest, artifact_id, buffer, missing, patience)
+                    await self._stream_once(manifest, artifact_id, arrival, patience)
             except TimeoutError:
                 error = MeshError(Reason.UNREACHABLE, f"no chunk of the version came for {self._stall_s:g} s")
             except MeshError as failure:
@@ -125,62 +125,70 @@ class VersionFetcher:
             wait_s = min(2 * wait_s, 2.0)
 
     async def _stream_once(
-        self,
-        manifest: Manifest,
-        artifact_id: str,
-        buffer: Bytes,
-        missing: set[int],
-        patience: asyncio.Timeout,
+        self, manifest: Manifest, artifact_id: str, arrival: _Arrival, patience: asyncio.Timeout
     ) -> None:
         loop = asyncio.get_running_loop()
-        checks = _Checks(manifest, buffer, missing)
-        order = sorted(missing)
+        order = sorted(arrival.missing)
         filled = 0  # bytes of the chunk at order[0] that have arrived
-        ranges = _ranges(manifest, order)
-        try:
-            async for piece in self._client.fetch(artifact_id, ranges):
-                patience.reschedule(loop.time() + self._stall_s)
-                data = np.frombuffer(piece.data, dtype=np.uint8)  # the checksum takes no memoryview
-                if google_crc32c.value(data) != piece.crc32c:
-                    raise MeshError(Reason.CHUNK_CORRUPT, f"bytes at {piece.offset} do not match their CRC32C")
-                chunk = manifest.chunks[order[0]] if order else None
-                if chunk is None or piece.offset != chunk.offset + filled or filled + len(data) > chunk.length:
-                    raise MeshError(Reason.CHUNK_CORRUPT, f"bytes at {piece.offset} are not those that were asked for")
-                filled += len(data)
-                buffer[piece.offset : piece.offset + len(data)] = data
-                if filled == chunk.length:
-                    await checks.begin(order.pop(0))
-                    filled = 0
-        finally:  # where the line breaks, too: what is here is not fetched again
-            await checks.end()
+        async for piece in self._client.fetch(artifact_id, _ranges(manifest, order)):
+            patience.reschedule(loop.time() + self._stall_s)
+            data = np.frombuffer(piece.data, dtype=np.uint8)  # the checksum takes no memoryview
+            if google_crc32c.value(data) != piece.crc32c:
+                raise MeshError(Reason.CHUNK_CORRUPT, f"bytes at {piece.offset} do not match their CRC32C")
+            chunk = manifest.chunks[order[0]] if order else None
+            if chunk is None or piece.offset != chunk.offset + filled or filled + len(data) > chunk.length:
+                raise MeshError(Reason.CHUNK_CORRUPT, f"bytes at {piece.offset} are not those that were asked for")
+            filled += len(data)
+            arrival.put(piece.offset, data)
+            if filled == chunk.length:
+                arrival.complete(order.pop(0))
+                filled = 0
         if order:
             raise MeshError(Reason.UNREACHABLE, f"the hub ended the stream with {len(order)} chunks to go")
 
 
-class _Checks:
-    """Hashes a few chunks that are here while the next ones arrive; those that are sound leave `missing`."""
+class _Arrival:
+    """A version that comes in chunks. Each tensor is hashed once its bytes are here, beside the arrival of the rest."""
 
-    def __init__(self, manifest: Manifest, buffer: Bytes, missing: set[int]) -> None:
-        self._manifest, self._buffer, self._missing = manifest, buffer, missing
-        self._under_way: deque[tuple[int, asyncio.Task[bool]]] = deque()
+    def __init__(self, manifest: Manifest, held: HostBytes) -> None:
+        self.missing = set(range(len(manifest.chunks)))
+        self._manifest, self._held = manifest, held
+        self._next_chunk = 0  # the first one that may be missing
+        self._to_come = deque(sorted(manifest.tensors, key=lambda entry: entry.offset + entry.num_bytes))
+        self._here: asyncio.Queue[TensorEntry | None] = asyncio.Queue()
+        self._hashing = asyncio.create_task(self._hash())
 
-    async def begin(self, index: int) -> None:
-        """Starts to check a chunk. Raises MeshError DIGEST_MISMATCH for an earlier one."""
-        if len(self._under_way) == CHECKS_AT_ONCE:
-            await self._end_first()
-        check = asyncio.create_task(asyncio.to_thread(_sound, self._manifest, index, self._buffer))
-        self._under_way.append((index, check))
+    def put(self, offset: int, data: Bytes) -> None:
+        buffer = self._held.parts[0][1]
+        buffer[offset : offset + len(data)] = data
 
-    async def end(self) -> None:
-        """Returns once every check is over. Raises MeshError DIGEST_MISMATCH."""
-        while self._under_way:
-            await self._end_first()
+    def complete(self, index: int) -> None:
+        """All bytes of a chunk are here. Raises MeshError DIGEST_MISMATCH for a tensor that was here before."""
+        self.missing.discard(index)
+        while self._next_chunk < len(self._manifest.chunks) and self._next_chunk not in self.missing:
+            self._next_chunk += 1
+        whole = self._next_chunk == len(self._manifest.chunks)
+        end = self._manifest.num_bytes if whole else self._manifest.chunks[self._next_chunk].offset
+        while self._to_come and self._to_come[0].offset + self._to_come[0].num_bytes <= end:
+            self._here.put_nowait(self._to_come.popleft())
+        if self._hashing.done():
+            self._hashing.result()
 
-    async def _end_first(self) -> None:
-        index, check = self._under_way.popleft()
-        if not await check:
-            raise _mismatch(self._manifest, index)
-        self._missing.discard(index)
+    async def check_rest(self) -> None:
+        """Returns once every tensor is as the manifest says. Raises MeshError DIGEST_MISMATCH."""
+        for entry in self._to_come:  # of a version without bytes
+            self._here.put_nowait(entry)
+        self._here.put_nowait(None)
+        await self._hashing
+
+    def stop(self) -> None:
+        if not self._hashing.cancel() and not self._hashing.cancelled():
+            self._hashing.exception()  # raised before, or nobody waits for it any more
+
+    async def _hash(self) -> None:
+        while (entry := await self._here.get()) is not None:
+            if not await asyncio.to_thread(self._held.is_sound, entry):
+                raise _damaged(self._manifest, entry.name)
 
 
 def _ranges(manifest: Manifest, indices: Sequence[int]) -> list[tuple[int, int]]:
@@ -193,19 +201,6 @@ def _ranges(manifest: Manifest, indices: Sequence[int]) -> list[tuple[int, int]]
         else:
             ranges.append((chunk.offset, chunk.length))
     return ranges
-
-
-def _sound(manifest: Manifest, index: int, buffer: Bytes) -> bool:
-    chunk = manifest.chunks[index]
-    return manifests.digest(buffer.data[chunk.offset : chunk.offset + chunk.length]) == chunk.digest
-
-
-def _mismatch(manifest: Manifest, index: int) -> MeshError:
-    where = manifest.chunks[index].offset
-    return MeshError(
-        Reason.DIGEST_MISMATCH,
-        f"the chunk at byte {where} of version {manifest.version} is not what its manifest says; it was not applied",
-    )
 
 
 async def _wrong_tensor(manifest: Manifest, held: HostBytes) -> str | None:

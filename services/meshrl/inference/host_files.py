@@ -71,9 +71,13 @@ class HostBytes:
         for entry in manifest.tensors:
             if stop.is_set():
                 return None
-            if blake3(self.of(entry).data, max_threads=blake3.AUTO).digest() != entry.digest:
+            if not self.is_sound(entry):
                 return entry.name
         return None
+
+    def is_sound(self, entry: TensorEntry) -> bool:
+        """Whether a tensor's digest is the manifest's. Blocking."""
+        return blake3(self.of(entry).data, max_threads=blake3.AUTO).digest() == entry.digest
 
     def release(self) -> None:
         """Deletes the file of its own; who has mapped it keeps the bytes."""
