@@ -132,7 +132,7 @@ class EngineMesh:
         self.version = -1
         try:
             self.engine, self.url = self._start_engine()
-        except BaseException:
+        except BaseException:  # whatever it was, the hub must not outlive it
             self.hub.stop()
             raise
 
