@@ -105,8 +105,9 @@ class Coordinator(CommitRules):
         return record, [*actions, *self._log(record, entries.staged(record))]
 
     def arrives(self, record: VersionRecord, now_s: float) -> list[Action]:
-        """The first bytes of a staged version come: engines with nothing else to fetch follow its upload."""
-        if record.state is not VersionState.STAGING or record.arriving:
+        """The first bytes of a streamed version come: engines with nothing else to fetch follow its upload."""
+        streamed = record.transport is Transport.STREAM
+        if not streamed or record.state is not VersionState.STAGING or record.arriving:
             return []
         record.arriving = True
         return self._settle(now_s)
@@ -135,11 +136,8 @@ class Coordinator(CommitRules):
             return []
         record.traceparent, record.sealed_s = traceparent, now_s
         self._move(record, VersionState.SEALED)
-        for engine in [
-            e for e in self.pool.engines.values() if key in e.faulted
-        ]:  # it gave up while bytes were missing
-            engine.faulted.discard(key)
-            engine.sent = None
+        for engine in self._refused_by(key):  # while bytes were missing
+            engine.try_again(key)
         return [*self._log(record, entries.sealed(record, wall_s)), *self._settle(now_s)]
 
     def abort(self, *, run_id: str, epoch: int, version: int, message: str, now_s: float) -> list[Action]:
@@ -197,10 +195,9 @@ class Coordinator(CommitRules):
         required = frozenset(e.engine_id for e in self.pool.engines.values() if not e.ejected)
         record.attempt = Attempt(min_ready=min_ready, policy=policy, deadline_s=deadline_s, required=required)
         if record.state is VersionState.SEALED:
-            for engine in [e for e in self.pool.engines.values() if record.key in e.faulted]:
+            for engine in self._refused_by(record.key):
                 if record.transport is not Transport.NCCL:  # one more try for whoever refused it before the call
-                    engine.faulted.discard(record.key)
-                    engine.sent = None
+                    engine.try_again(record.key)
                 elif engine.last_fault is not None:  # its bytes come again only in a newer group
                     record.attempt.faults[engine.engine_id] = engine.last_fault
         return record, self._settle(now_s)
@@ -314,6 +311,9 @@ class Coordinator(CommitRules):
         for record in self.records.values():
             if record.state is VersionState.COMMITTING:
                 record.decided_s, record.commit_deadline_s = now_s, now_s + self._commit_deadline_s
+
+    def _refused_by(self, key: Key) -> list[EngineRecord]:
+        return [engine for engine in self.pool.engines.values() if key in engine.faulted]
 
     def _check_run(self, run_id: str) -> None:
         if run_id and run_id != self.run_id:

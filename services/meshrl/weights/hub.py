@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -22,19 +22,9 @@ from meshrl.weights.coordinator import Coordinator
 from meshrl.weights.groups import GroupRequest
 from meshrl.weights.log import DecisionLog
 from meshrl.weights.spans import record_sync
-from meshrl.weights.states import (
-    LIVE,
-    Action,
-    Answer,
-    Append,
-    DeleteBytes,
-    EndSession,
-    Key,
-    Notify,
-    Send,
-    VersionRecord,
-)
+from meshrl.weights.states import LIVE, Action, Answer, Append, DeleteBytes, EndSession, Key, Notify, Send
 from meshrl.weights.store import VersionStore
+from meshrl.weights.transfers import Transfers
 from meshrl.wire import manifest as manifests
 from meshrl.wire import manifest_checks
 from meshrl.wire.errors import FieldViolation, MeshError, Reason, invalid
@@ -57,9 +47,7 @@ from meshrl.wire.types import (
 )
 
 FIRST_REPORT_DEADLINE_S = 10.0
-ARRIVAL_DEADLINE_S = 60.0  # for the next chunk of a version that is fetched while it arrives
 LOG_FILE = "decisions.log"
-WRITES_AT_ONCE = 3  # chunks of one upload
 
 _Session = asyncio.Queue[AgentCommand | None]  # None: the lease is over
 
@@ -81,6 +69,7 @@ class Hub:
         self.coordinator = coordinator
         self._log = DecisionLog(spool_dir / LOG_FILE)
         self._store = VersionStore(spool_dir / "artifacts")
+        self._transfers = Transfers(self._store, coordinator, max_chunk_bytes=max_chunk_bytes)
         self._max_chunk_bytes = max_chunk_bytes
         self._verify_files = verify_files
         self._tracer = tracer or trace.get_tracer("meshrl.weights")
@@ -90,7 +79,6 @@ class Hub:
         self._waiters: dict[Key, list[asyncio.Future[Activation]]] = {}
         self._changed = asyncio.Event()
         self._heard = asyncio.Event()  # of an engine, or that time has passed
-        self._came = asyncio.Event()  # a chunk, or the end of a version that is waited for
         self._opening = asyncio.Lock()  # a repeated request is not answered before the first one is durable
         self._draining = False
         self._tasks: list[asyncio.Task[None]] = []
@@ -121,7 +109,7 @@ class Hub:
         for session in self._sessions.values():
             session.put_nowait(None)
         self._changed.set()
-        self._come()
+        self._transfers.close()
         self._refuse_all(MeshError(Reason.DRAINING, "the hub is shutting down; call again"))
 
     async def stop(self) -> None:
@@ -144,10 +132,6 @@ class Hub:
     def _hear(self) -> None:
         self._heard.set()
         self._heard = asyncio.Event()
-
-    def _come(self) -> None:
-        self._came.set()
-        self._came = asyncio.Event()
 
     def _enqueue(self, actions: Sequence[Action]) -> asyncio.Future[None]:
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -217,7 +201,7 @@ class Hub:
                         future.set_result(action.result)
             case DeleteBytes():
                 await asyncio.to_thread(self._store.delete, action.artifact_id, action.paths)
-                self._come()
+                self._transfers.look_again()
             case Notify():
                 self._changed.set()
                 self._changed = asyncio.Event()
@@ -235,29 +219,11 @@ class Hub:
         if record.state is not VersionState.STAGING:
             return StagedVersion(artifact_id=artifact, missing_offsets=(), max_chunk_bytes=self._max_chunk_bytes)
         await asyncio.to_thread(self._store.open, artifact, manifest)
-        await self._write_all(record, chunks)
+        await self._transfers.take(
+            artifact, chunks, lambda: self._enqueue(self.coordinator.arrives(record, self._now()))
+        )
         missing = await asyncio.to_thread(self._store.missing, artifact)
         return StagedVersion(artifact_id=artifact, missing_offsets=missing, max_chunk_bytes=self._max_chunk_bytes)
-
-    async def _write_all(self, record: VersionRecord, chunks: AsyncIterator[Chunk]) -> None:
-        """Stores chunks as they come; a few are checked and written while the next ones arrive."""
-        writes: set[asyncio.Task[None]] = set()
-        try:
-            async for chunk in chunks:
-                self._enqueue(self.coordinator.arrives(record, self._now()))
-                if len(writes) >= WRITES_AT_ONCE:
-                    done, writes = await asyncio.wait(writes, return_when=asyncio.FIRST_COMPLETED)
-                    for write in done:
-                        write.result()
-                writes.add(asyncio.create_task(self._write(record.artifact_id, chunk)))
-            for write in writes:
-                await write
-        finally:
-            await asyncio.gather(*writes, return_exceptions=True)
-
-    async def _write(self, artifact: str, chunk: Chunk) -> None:
-        await asyncio.to_thread(self._store.write, artifact, chunk)
-        self._come()
 
     async def seal_version(
         self, *, run_id: str, epoch: int, version: int, artifact_id: str, traceparent: str
@@ -401,60 +367,10 @@ class Hub:
             raise MeshError(Reason.VERSION_NOT_SEALED, f"version {record.version} is still being staged")
         return self._store.manifest(record.artifact_id), record.artifact_id
 
-    async def fetch(
-        self, artifact_id: str, ranges: Sequence[tuple[int, int]], chunk_bytes: int
-    ) -> AsyncIterator[Chunk]:
-        """Yields byte ranges (offset, length) of a version, those that still arrive as they do.
-
-        Raises as `VersionStore.read`; VERSION_NOT_SEALED when no bytes arrive; UNREACHABLE when they stop to.
-        """
-        record = self.coordinator.by_artifact(artifact_id)
-        if record.state is VersionState.STAGING and not record.arriving:
-            raise MeshError(Reason.VERSION_NOT_SEALED, f"version {record.version} is still being staged")
-        bad = [r for r in ranges if r[0] < 0 or r[1] < 0 or r[0] + r[1] > record.num_bytes]
-        if bad:
-            text = f"{len(bad)} ranges lie outside the version's {record.num_bytes} bytes, first {bad[0]}"
-            raise invalid([FieldViolation("ranges", text)], "the fetch")
-        most = min(chunk_bytes or self._max_chunk_bytes, self._max_chunk_bytes)
-        for offset, length in ranges or ((0, record.num_bytes),):
-            at, end = offset, offset + length
-            while at < end:
-                stop = await self._here(artifact_id, at, end)
-                async with aclosing(_read_ahead(self._store.read(artifact_id, at, stop, most))) as pieces:
-                    async for piece in pieces:
-                        yield piece
-                at = stop
-
-    async def _here(self, artifact_id: str, at: int, end: int) -> int:
-        """Returns where the bytes that can be read from `at` on end, once there are some."""
-        try:
-            async with asyncio.timeout(ARRIVAL_DEADLINE_S):
-                while True:
-                    came = self._came
-                    if self.coordinator.by_artifact(artifact_id).state is not VersionState.STAGING:
-                        return end
-                    stop = self._store.received_to(artifact_id, at, end)
-                    if stop > at:
-                        return stop
-                    if self._draining:
-                        raise MeshError(Reason.DRAINING)
-                    await came.wait()
-        except TimeoutError as error:
-            text = f"its publisher sent no more of artifact {artifact_id} for {ARRIVAL_DEADLINE_S:g} s"
-            raise MeshError(Reason.UNREACHABLE, text) from error
+    def fetch(self, artifact_id: str, ranges: Sequence[tuple[int, int]], chunk_bytes: int) -> AsyncIterator[Chunk]:
+        """Byte ranges (offset, length) of a version. Raises as `Transfers.give`."""
+        return self._transfers.give(artifact_id, ranges, chunk_bytes)
 
     def list_engines(self, engine_pool: str) -> tuple[EngineInfo, ...]:
         """The engines that hold a lease."""
         return self.coordinator.pool.infos(engine_pool, self.coordinator.records.values(), self._now())
-
-
-async def _read_ahead(pieces: Iterator[Chunk]) -> AsyncGenerator[Chunk, None]:
-    """Yields `pieces`, which block, with the next one being made on a thread while the last one is taken."""
-    making = asyncio.create_task(asyncio.to_thread(next, pieces, None))
-    try:
-        while (piece := await making) is not None:
-            making = asyncio.create_task(asyncio.to_thread(next, pieces, None))
-            yield piece
-    finally:
-        with suppress(Exception):  # nobody wants it any more
-            await making

@@ -150,6 +150,11 @@ class EngineRecord:
     sleeping: bool = False
     sleep_answered: int | None = None  # last Sleep of the current stream that it carried out or declined
 
+    def try_again(self, key: Key) -> None:
+        """What went wrong with a version is forgotten: the engine is told of it once more."""
+        self.faulted.discard(key)
+        self.sent = None
+
     def serves(self, record: VersionRecord) -> bool:
         return self.serving == record.version and self.root == record.root
 

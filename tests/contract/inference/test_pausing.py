@@ -82,6 +82,7 @@ async def test_nothing_is_made_while_paused(client: EngineClient) -> None:
         if (count := len(made)) < LENGTH:
             break
         await client.post("/resume")
+        await asyncio.wait_for(reading, 60.0)
     assert 0 < count < LENGTH
     await asyncio.sleep(LONG_ENOUGH_S)
     assert len(made) == count

@@ -11,7 +11,8 @@ import google_crc32c
 import pytest
 import torch
 
-from meshrl.weights import hub as hub_module
+from meshrl.inference.agent import WeightAgent
+from meshrl.weights import transfers
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest import artifact_id, plan_tensors
 from meshrl.wire.types import AgentState, Chunk, Manifest, StagedVersion, Transport, VersionState
@@ -77,6 +78,16 @@ async def published(mesh: Any, version: int, state: Mapping[str, torch.Tensor]) 
     await activate(mesh, version)
 
 
+async def begun(mesh: Any, engine: Any, state: Any) -> tuple[WeightAgent, Upload]:
+    """An engine that serves version 0 and fetches version 1, of which three chunks are at the hub."""
+    agent: WeightAgent = mesh.start_agent("e0", engine)
+    await published(mesh, 0, state(1))
+    upload = Upload.of(mesh, 1, state(2))
+    upload.send(upload.chunks[:3])
+    await mesh.until(lambda: agent.machine.state is AgentState.FETCHING)
+    return agent, upload
+
+
 @pytest.mark.parametrize("backwards", [False, True], ids=["in order", "last chunk first"])
 async def test_engine_has_a_version_prepared_when_its_upload_ends(
     mesh: Any, engine: Any, state: Any, backwards: bool
@@ -103,11 +114,7 @@ async def test_engine_has_a_version_prepared_when_its_upload_ends(
 
 
 async def test_broken_upload_that_goes_on_is_followed_on(mesh: Any, engine: Any, state: Any) -> None:
-    agent = mesh.start_agent("e0", engine)
-    await published(mesh, 0, state(1))
-    upload = Upload.of(mesh, 1, state(2))
-    upload.send(upload.chunks[:3])
-    await mesh.until(lambda: agent.machine.state is AgentState.FETCHING)
+    agent, upload = await begun(mesh, engine, state)
     assert len((await upload.end()).missing_offsets) == len(upload.chunks) - 3
     upload.send(upload.chunks[3:])
     await mesh.until(lambda: agent.machine.state is AgentState.PREPARED)
@@ -120,11 +127,7 @@ async def test_broken_upload_that_goes_on_is_followed_on(mesh: Any, engine: Any,
 async def test_engine_that_gave_up_on_an_upload_prepares_the_version_once_it_is_sealed(
     mesh: Any, engine: Any, state: Any
 ) -> None:
-    agent = mesh.start_agent("e0", engine)
-    await published(mesh, 0, state(1))
-    upload = Upload.of(mesh, 1, state(2))
-    upload.send(upload.chunks[:3])
-    await mesh.until(lambda: agent.machine.state is AgentState.FETCHING)
+    agent, upload = await begun(mesh, engine, state)
     await mesh.until(lambda: agent.machine.state is AgentState.READY, deadline_s=20.0)  # fetch_stall_s
     (info,) = mesh.hub.list_engines("")
     assert (info.last_fault.reason, info.routable) == (Reason.UNREACHABLE.name, True)
@@ -136,11 +139,7 @@ async def test_engine_that_gave_up_on_an_upload_prepares_the_version_once_it_is_
 
 
 async def test_version_that_is_aborted_as_it_arrives_is_let_go(mesh: Any, engine: Any, state: Any) -> None:
-    agent = mesh.start_agent("e0", engine)
-    await published(mesh, 0, state(1))
-    upload = Upload.of(mesh, 1, state(2))
-    upload.send(upload.chunks[:3])
-    await mesh.until(lambda: agent.machine.state is AgentState.FETCHING)
+    agent, upload = await begun(mesh, engine, state)
     follower = asyncio.create_task(_all_of(mesh, upload))
     await mesh.client().abort_version(run_id="run", epoch=1, version=1, message="")
     await mesh.until(lambda: agent.machine.state is AgentState.READY)
@@ -178,11 +177,7 @@ async def test_sealed_version_is_not_given_up_for_one_that_arrives(mesh: Any, en
 async def test_hub_that_is_killed_in_an_upload_has_engines_follow_the_rest_of_it(
     mesh: Any, engine: Any, state: Any
 ) -> None:
-    agent = mesh.start_agent("e0", engine)
-    await published(mesh, 0, state(1))
-    upload = Upload.of(mesh, 1, state(2))
-    upload.send(upload.chunks[:3])
-    await mesh.until(lambda: agent.machine.state is AgentState.FETCHING)
+    _, upload = await begun(mesh, engine, state)
     await mesh.kill_hub()
     with pytest.raises(MeshError):
         await upload.end()
@@ -205,7 +200,7 @@ async def test_versions_of_which_nothing_arrives_cannot_be_fetched(
         with pytest.raises(MeshError) as refused:
             await call
         assert refused.value.reason is Reason.VERSION_NOT_SEALED
-    monkeypatch.setattr(hub_module, "ARRIVAL_DEADLINE_S", 0.2)
+    monkeypatch.setattr(transfers, "ARRIVAL_DEADLINE_S", 0.2)
     upload.send(upload.chunks[:1])
     await upload.end()
     with pytest.raises(MeshError, match=r"sent no more of artifact .* for 0.2 s") as stalled:

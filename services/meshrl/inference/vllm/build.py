@@ -45,7 +45,7 @@ async def open_vllm_engine(config: InferenceConfig) -> Any:
     )
     try:
         await engine.start()
-    except BaseException:
+    except BaseException:  # whatever it was, vLLM's processes must not outlive it
         await engine.close()
         raise
     return engine

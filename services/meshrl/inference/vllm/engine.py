@@ -106,9 +106,8 @@ class VllmEngine:
 
     @property
     def lost(self) -> str | None:
-        if self._llm.errored:
-            return "vLLM's engine process is gone; its last log lines say why"
-        return self._sleeper.failed
+        gone = "vLLM's engine process is gone; its last log lines say why"
+        return gone if self._llm.errored else self._sleeper.failed
 
     @property
     def in_flight(self) -> int:

@@ -50,7 +50,7 @@ class Shadow(Protocol):
     def rehearse(self, checkpoint: Weights) -> list[str]:
         """Loads what is live once more, from its checkpoint; names the parameters that come out otherwise.
 
-        Live weights may then be wrong. Leaves the shadow empty.
+        Where any do, live weights may be wrong from then on.
         """
 
 
