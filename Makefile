@@ -27,7 +27,7 @@ $(BUF):
 	npm install --silent --no-audit --no-fund --prefix .tools/buf @bufbuild/buf@$(BUF_VERSION)
 
 setup: $(filter .tools/%,$(UV)) ## Create .venv from the lock file
-	$(UV) sync --frozen --quiet --all-groups
+	$(UV) sync --frozen --quiet --all-groups --compile-bytecode
 
 vllm: setup ## Create .tools/vllm, vLLM for the CPU (Linux; a few minutes, once)
 	UV=$(UV) scripts/install_vllm.sh
