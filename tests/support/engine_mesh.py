@@ -85,7 +85,6 @@ class Program:
             **os.environ,
             "OMP_NUM_THREADS": "1",
             "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "PYTHONPATH": os.pathsep.join(filter(None, (*SOURCES, os.environ.get("PYTHONPATH")))),
         }
         with self.log.open("wb") as log:
@@ -291,6 +290,12 @@ class EngineClient:
     async def version(self) -> dict[str, Any]:
         body: dict[str, Any] = (await self.get("/version")).body
         return body
+
+    async def metrics(self) -> dict[str, float]:
+        """The samples of the Prometheus text."""
+        text = (await self.get("/metrics")).body
+        lines = [line.split() for line in text.splitlines() if not line.startswith("#")]
+        return {name: float(value) for name, value in lines}
 
     async def until_in_flight(self, count: int, deadline_s: float = 20.0) -> None:
         await self.until("in_flight", count, deadline_s)

@@ -116,7 +116,8 @@ class InferenceConfig(BaseConfig):
     ask for it, and the trainer give its cached memory back after each step."""
 
     torch_threads: int | None = Field(default=None, ge=1)
-    """Threads for torch kernels; None means torch's own choice."""
+    """Threads for torch kernels; None means the engine's own choice. vLLM on a CPU then runs a model that is not split
+    over workers inside its scheduler's process, which leaves the other cores alone."""
 
     weight_broadcast: WeightBroadcastConfig | None = None
     """Where new weight versions come from; None means a plain server of the base model."""

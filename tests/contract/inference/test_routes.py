@@ -35,19 +35,12 @@ async def test_the_model_is_listed_with_its_context_length(client: EngineClient)
 
 
 async def test_metrics_count_requests_and_tokens(mesh: EngineMesh, client: EngineClient) -> None:
-    before = await metrics(client)
+    before = await client.metrics()
     await client.generate([1, 2, 3], n=2, max_tokens=10)
-    after = await metrics(client)
+    after = await client.metrics()
     grown = {name: after[name] - before[name] for name in after}
     assert grown["meshrl_engine_generated_tokens_total"] == 20
     assert grown["meshrl_engine_finished_requests_total"] == 2
     assert after["meshrl_engine_requests_running"] == after["meshrl_engine_requests_waiting"] == 0
     assert after["meshrl_engine_slots"] == SLOTS
     assert after["meshrl_engine_policy_version"] == mesh.version
-
-
-async def metrics(client: EngineClient) -> dict[str, float]:
-    """The samples of the Prometheus text."""
-    text = (await client.get("/metrics")).body
-    lines = [line.split() for line in text.splitlines() if not line.startswith("#")]
-    return {name: float(value) for name, value in lines}

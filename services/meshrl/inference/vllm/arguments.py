@@ -11,6 +11,7 @@ from meshrl.inference.vllm.installed import VllmError, check_supported
 
 WORKER_EXTENSION = "meshrl.inference.vllm.worker.WeightsExtension"
 MAX_ALTERNATIVES = 64
+_IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 
 # Ours to set: the engine relies on them.
 RESERVED: Mapping[str, str] = {
@@ -21,8 +22,11 @@ RESERVED: Mapping[str, str] = {
 }
 
 
-def engine_arguments(given: Mapping[str, Any]) -> Any:
-    """vLLM's AsyncEngineArgs from snake_case keys. Raises VllmError naming every key that is wrong."""
+def engine_arguments(given: Mapping[str, Any], *, torch_threads: int | None = None) -> Any:
+    """vLLM's AsyncEngineArgs from snake_case keys, for that many threads on a CPU (None: vLLM's own choice).
+
+    Raises VllmError naming every key that is wrong.
+    """
     check_supported()
     from vllm.engine.arg_utils import AsyncEngineArgs
 
@@ -35,7 +39,7 @@ def engine_arguments(given: Mapping[str, Any]) -> Any:
     if problems:
         raise VllmError("inference.vllm: " + "; ".join(problems))
     values = {
-        **_on_this_device(),
+        **_on_this_device(given, torch_threads),
         "skip_tokenizer_init": True,  # text routes have their own tokenizer, and engines speak token ids
         "disable_log_stats": True,
         "max_logprobs": MAX_ALTERNATIVES,
@@ -49,11 +53,19 @@ def engine_arguments(given: Mapping[str, Any]) -> Any:
         raise VllmError(f"inference.vllm: {error}") from error
 
 
-def _on_this_device() -> dict[str, Any]:
+def _on_this_device(given: Mapping[str, Any], torch_threads: int | None) -> dict[str, Any]:
     from vllm.platforms import current_platform
 
+    if not current_platform.is_cpu():
+        return {}
     # vLLM 0.32 cannot give a generator its place back on a CPU, which a seeded prompt in several pieces needs.
-    return {"enable_chunked_prefill": False} if current_platform.is_cpu() else {}
+    values: dict[str, Any] = {"enable_chunked_prefill": False}
+    workers = given.get("tensor_parallel_size", 1) * given.get("pipeline_parallel_size", 1)
+    if torch_threads is not None and workers == 1:
+        # A worker in a process of its own and the scheduler wait for each other in busy loops, which take two cores
+        # whole. vLLM changes plain "uni" back into that, so that it can bind threads; here the threads are given.
+        values["distributed_executor_backend"] = _IN_PROCESS
+    return values
 
 
 def engine_config(arguments: Any, *, headless: bool = False) -> Any:

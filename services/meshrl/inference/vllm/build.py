@@ -24,7 +24,7 @@ _QUIET = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 
 async def open_vllm_engine(config: InferenceConfig) -> Any:
     """A running `VllmEngine`. Raises VllmError (a ValueError) for arguments that vLLM refuses."""
-    _prepare_environment()
+    _prepare_environment(config.torch_threads)
     vllm_config = await asyncio.to_thread(_vllm_config, config)
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -53,7 +53,7 @@ async def open_vllm_engine(config: InferenceConfig) -> Any:
 
 def run_headless(config: InferenceConfig) -> None:
     """Runs this node's share of a data-parallel engine whose front end is on another node; returns when that ends."""
-    _prepare_environment()
+    _prepare_environment(config.torch_threads)
     vllm_config = _vllm_config(config, headless=True)
     from vllm.v1.engine.utils import CoreEngineProcManager
     from vllm.v1.executor import Executor
@@ -81,13 +81,17 @@ def run_headless(config: InferenceConfig) -> None:
 
 
 def _vllm_config(config: InferenceConfig, *, headless: bool = False) -> Any:
-    return engine_config(engine_arguments(config.vllm_arguments()), headless=headless)
+    arguments = engine_arguments(config.vllm_arguments(), torch_threads=config.torch_threads)
+    return engine_config(arguments, headless=headless)
 
 
-def _prepare_environment() -> None:
-    """vLLM's processes are spawned: they must find this package, and start quietly."""
+def _prepare_environment(torch_threads: int | None) -> None:
+    """vLLM's processes are spawned: they must find this package, start quietly, and take their threads from here."""
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
+    if torch_threads is not None:
+        os.environ["OMP_NUM_THREADS"] = str(torch_threads)
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else vLLM counts and binds threads by itself
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     roots = [path for path in sys.path if path.endswith(("services", "clients/python"))]
     known = os.environ.get("PYTHONPATH", "").split(os.pathsep)
