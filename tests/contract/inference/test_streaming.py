@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 from engine_mesh import MODEL_NAME, SLOTS, EngineClient, EngineMesh, logprobs_of
 
 PROMPT = [1, 2, 3]
+ATTEMPTS = 5
 GENERATE = "/inference/v1/generate"
 
 
@@ -84,21 +84,27 @@ async def test_text_stream_ends_at_a_stop_string(client: EngineClient) -> None:
     found = await read(client, "/v1/completions", {**body, "stop": whole[5:8]})
     assert "".join(event["choices"][0]["text"] for event in found) == whole[: whole.index(whole[5:8])]
     assert found[-1]["choices"][0]["finish_reason"] == "stop"
-    await client.until_in_flight(0, deadline_s=5.0)
+    await client.until_in_flight(0, deadline_s=20.0)
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 async def test_a_client_that_leaves_frees_its_slots(client: EngineClient, stream: bool) -> None:
     body = {**generate_body(n=SLOTS, max_tokens=1000), "stream": stream}
-    began_s = time.monotonic()
-    await hold(client.session, body)
-    whole_s = time.monotonic() - began_s
-    request = asyncio.create_task(hold(client.session, body))
-    await client.until_in_flight(SLOTS)
-    request.cancel()
-    await asyncio.wait({request})
-    await client.until_in_flight(0, deadline_s=whole_s / 2)  # not because they were done
+    for _ in range(ATTEMPTS):  # on a busy machine the client may leave when they are done
+        before = await finished(client)
+        request = asyncio.create_task(hold(client.session, body))
+        await client.until_in_flight(SLOTS)
+        request.cancel()
+        await asyncio.wait({request})
+        await client.until_in_flight(0)
+        if (done := await finished(client) - before) == 0:
+            break
+    assert done == 0
     assert len((await client.one(PROMPT, max_tokens=3))["token_ids"]) == 3
+
+
+async def finished(client: EngineClient) -> float:
+    return (await client.metrics())["meshrl_engine_finished_requests_total"]
 
 
 async def hold(session: aiohttp.ClientSession, body: Mapping[str, Any]) -> None:
