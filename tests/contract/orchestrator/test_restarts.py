@@ -64,7 +64,7 @@ class Orchestrator:
         finally:
             for task in (running, killing):
                 task.cancel()
-            await asyncio.wait({running, killing}, timeout=5.0)
+            await asyncio.wait({running, killing}, timeout=30.0)
             await asyncio.to_thread(journal.close)
             await services.close()
             monitor.close()

@@ -163,11 +163,11 @@ async def test_the_same_request_twice_is_refused(start_mesh, engine, make_group)
 
 
 async def test_rollouts_alive_at_the_deadline_are_failures(start_mesh, engine, make_group):
-    engine.delay_s = 5.0
+    engine.delay_s = 60.0
     mesh = await start_mesh([engine], max_concurrent=1)
     began = time.monotonic()
     *failures, summary = await collect(mesh, make_group(group_size=2, deadline_s=0.4))
-    assert time.monotonic() - began < 2.0
+    assert time.monotonic() - began < 30.0
     assert [failure.reason for failure in failures] == ["DEADLINE_PASSED"] * 2
     assert failures[0].retryable
     assert summary.failed == 2
@@ -191,14 +191,14 @@ async def test_cancelled_groups_end_with_a_summary(start_mesh, engine, make_grou
 
 
 async def test_a_caller_that_goes_away_cancels_its_group(start_mesh, engine, make_group):
-    engine.delay_s = 5.0
+    engine.delay_s = 60.0
     mesh = await start_mesh([engine])
     task = asyncio.create_task(collect(mesh, make_group(group_size=2)))
     await engine.arrived.get()
     await engine.arrived.get()
     task.cancel()
-    async with asyncio.timeout(3):
-        await mesh.episodes.drain(3.0)
+    async with asyncio.timeout(30.0):
+        await mesh.episodes.drain(30.0)
     assert (await mesh.client.get_status()).running == 0
 
 

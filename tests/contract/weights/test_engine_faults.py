@@ -233,12 +233,12 @@ async def test_engine_killed_at_any_moment_leaves_nothing_torn_and_the_next_one_
         getattr(engine, moment).shut()
     await trainer.publish(1)
     if moment == "fetching":
-        await asyncio.wait_for(engine.fetching.reached.wait(), 5.0)
+        await asyncio.wait_for(engine.fetching.reached.wait(), 30.0)
     else:
         await mesh.until(lambda: mesh.hub.list_engines("")[0].state is AgentState.PREPARED)
     if moment == "applying":
         commit = asyncio.create_task(trainer.activate(1))
-        await asyncio.wait_for(engine.applying.reached.wait(), 5.0)
+        await asyncio.wait_for(engine.applying.reached.wait(), 30.0)
         assert engine.paused
     await kill(mesh, "e0", engine)
     assert await whole(engine, 0)
@@ -263,7 +263,7 @@ async def test_sender_that_dies_in_the_middle_costs_one_version(mesh: Any, start
     await trainer.activate(0)
     engine.fetching.shut()
     trainer.send(await trainer.seal(1), senders=(0,))  # its other rank never gets to its share
-    await asyncio.wait_for(engine.fetching.reached.wait(), 5.0)
+    await asyncio.wait_for(engine.fetching.reached.wait(), 30.0)
     trainer.die()
     engine.fetching.open.set()
     await mesh.until(lambda: mesh.hub.list_engines("")[0].last_fault is not None)

@@ -39,7 +39,7 @@ def test_sigterm_and_sigint_set_the_event():
 
         async def main(stop, signum=signum):
             os.kill(os.getpid(), signum)
-            await asyncio.wait_for(stop.wait(), 5)
+            await asyncio.wait_for(stop.wait(), 30.0)
             return 0
 
         assert run(main) == 0

@@ -188,7 +188,7 @@ async def test_closing_the_stream_frees_the_slot(start_engine: EngineFactory) ->
     await asyncio.sleep(0.01)
     await stream.aclose()
     waiting.cancel()  # cancelled in the queue or just seated
-    made = await asyncio.wait_for(complete(engine, ask([3], max_tokens=3)), 5.0)
+    made = await asyncio.wait_for(complete(engine, ask([3], max_tokens=3)), 30.0)
     assert len(made.token_ids) == 3
     await asyncio.sleep(0.05)
     assert engine.in_flight == 0
