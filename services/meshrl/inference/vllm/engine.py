@@ -16,7 +16,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Literal
 
 from loguru import logger
 from vllm.inputs import tokens_input
@@ -34,6 +34,7 @@ from meshrl.inference.engine import (
 from meshrl.inference.live_weights import Layout
 from meshrl.inference.sleep import Sleeper
 from meshrl.inference.vllm.adapters import AdapterStore, StagedAdapter
+from meshrl.inference.vllm.calls import RPC_DEADLINE_S, EngineCalls
 from meshrl.inference.vllm.installed import VllmError, client_errors
 from meshrl.inference.vllm.requests import RequestCodec
 from meshrl.inference.vllm.spans import VersionClock
@@ -41,8 +42,6 @@ from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest_file import to_json
 from meshrl.wire.types import JoinGroup, Manifest
 
-POLL_S = (0.001, 0.005)
-RPC_DEADLINE_S = 60.0
 OPEN_DEADLINE_S = 1800.0  # a checkpoint may be read once more
 STAGE_DEADLINE_S = 600.0
 RECEIVE_STALL_S = 30.0
@@ -61,6 +60,7 @@ class VllmEngine:
         self.max_model_len: int = config.model_config.max_model_len
         self.vocab_size = vocab_size
         self._llm, self._layout, self._adapters = llm, layout, adapters
+        self._calls = EngineCalls(llm)
         parallel = config.parallel_config
         self._ranks = parallel.world_size * parallel.data_parallel_size
         self._device = "cuda" if config.device_config.device_type == "cuda" else "cpu"
@@ -153,7 +153,7 @@ class VllmEngine:
 
     async def start(self) -> None:
         """Builds the workers' shadows. Raises VllmError when this model cannot take versions."""
-        made = await self._rpc("meshrl_open", deadline_s=OPEN_DEADLINE_S)
+        made = await self._calls.rpc("meshrl_open", deadline_s=OPEN_DEADLINE_S)
         if "reason" in made:
             raise VllmError(made["message"])
         logger.info(
@@ -241,16 +241,16 @@ class VllmEngine:
 
     async def _fall_asleep(self) -> None:
         began_s = time.monotonic()
-        free_before = int(await self._rpc("meshrl_sleep"))
+        free_before = int(await self._calls.rpc("meshrl_sleep"))
         # "keep" and not vLLM's own "abort": nothing is ever dropped for sleep.
-        await self._core(self._llm.sleep(level=1, mode="keep"), SLEEP_DEADLINE_S)
-        freed = int(await self._rpc("meshrl_free_bytes")) - free_before
+        await self._calls.core(self._llm.sleep(level=1, mode="keep"), SLEEP_DEADLINE_S)
+        freed = int(await self._calls.rpc("meshrl_free_bytes")) - free_before
         logger.info("asleep after {:.2f} s; {:.2f} GiB are free again", time.monotonic() - began_s, freed / 2**30)
 
     async def _wake_up(self) -> None:
         began_s = time.monotonic()
         self._clock.resumed()  # the scheduler counts the end of this pause, too
-        await self._core(self._llm.wake_up(), SLEEP_DEADLINE_S)
+        await self._calls.core(self._llm.wake_up(), SLEEP_DEADLINE_S)
         logger.info("awake after {:.2f} s", time.monotonic() - began_s)
 
     @contextmanager
@@ -273,13 +273,13 @@ class VllmEngine:
         if not self._paused:
             self._paused, self._paused_at = True, time.monotonic()
             # Not through AsyncLLM.pause_generation, which sleeps 20 ms on top for tidier logs.
-            await self._core(self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False))
+            await self._calls.core(self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False))
         return self._in_flight
 
     async def resume(self) -> None:
         if self._paused:
             self._clock.resumed()
-            await self._core(self._llm.resume_generation())
+            await self._calls.core(self._llm.resume_generation())
             self._paused, self._last_pause_s = False, time.monotonic() - self._paused_at
 
     async def stage(self, host: HostVersion) -> None:
@@ -293,8 +293,8 @@ class VllmEngine:
             self._staged = await self._stage_adapter(host)
             return
         self._check_layout(host)
-        await self._rpc("meshrl_stage", host.version, [str(path) for path in host.files])
-        await self._settle(STAGE_DEADLINE_S)
+        await self._calls.rpc("meshrl_stage", host.version, [str(path) for path in host.files])
+        await self._calls.settle(STAGE_DEADLINE_S)
         self._staged = host.version
 
     async def _stage_adapter(self, host: HostVersion) -> StagedAdapter:
@@ -317,10 +317,10 @@ class VllmEngine:
         self._staged = None
         try:
             if isinstance(staged, StagedAdapter) and self._adapters is not None:
-                await self._core(self._llm.add_lora(staged.request))
+                await self._calls.core(self._llm.add_lora(staged.request))
                 self._adapters.serve(staged)
             else:
-                await self._rpc("meshrl_apply", version)
+                await self._calls.rpc("meshrl_apply", version)
         except MeshError as error:
             self._unfit = f"applying version {version} failed: {error.message}"
             raise MeshError(Reason.ENGINE_FAILED, self._unfit) from error
@@ -333,30 +333,30 @@ class VllmEngine:
 
     async def join_group(self, group: JoinGroup) -> None:
         with self._version_under_way():
-            await self._rpc("meshrl_join", dataclasses.asdict(group))
-            await self._settle(group.deadline_s + RPC_DEADLINE_S)
+            await self._calls.rpc("meshrl_join", dataclasses.asdict(group))
+            await self._calls.settle(group.deadline_s + RPC_DEADLINE_S)
 
     async def receive(self, manifest: Manifest) -> None:
         self._staged = None
         with self._version_under_way():
             await self._sleeper.wake()
             try:
-                await self._rpc("meshrl_receive", manifest.version, to_json(manifest), RECEIVE_STALL_S)
-                await self._settle(STAGE_DEADLINE_S)
+                await self._calls.rpc("meshrl_receive", manifest.version, to_json(manifest), RECEIVE_STALL_S)
+                await self._calls.settle(STAGE_DEADLINE_S)
             except asyncio.CancelledError:
                 await asyncio.shield(self.leave_group())
                 raise
             self._staged = manifest.version
 
     async def leave_group(self) -> None:
-        await self._rpc("meshrl_leave")
+        await self._calls.rpc("meshrl_leave")
 
     async def weights_root(self) -> bytes:
         return b""  # the workers hold them fused and sharded
 
     async def fingerprint(self) -> str:
         """Hash over the live parameters in vLLM's own form; equal for engines alike that serve the same weights."""
-        return str(await self._rpc("meshrl_fingerprint"))
+        return str(await self._calls.rpc("meshrl_fingerprint"))
 
     def _name_weights(self, version: int, root: bytes, *, same: bool = False) -> None:
         self._root = root
@@ -369,35 +369,3 @@ class VllmEngine:
         if differ or extra:
             named = f"missing or of another shape: {differ[:3]}; unknown: {extra[:3]}"
             raise MeshError(Reason.LAYOUT_MISMATCH, f"version {host.version} does not fit the served model: {named}")
-
-    async def _settle(self, deadline_s: float) -> None:
-        """Waits for the workers' job. Raises what it failed with."""
-        end_s, wait_s = time.monotonic() + deadline_s, POLL_S[0]
-        while (outcome := await self._rpc("meshrl_outcome")) is None:
-            if time.monotonic() > end_s:
-                raise MeshError(Reason.DEADLINE_PASSED, f"vLLM's workers did not finish within {deadline_s:g} s")
-            await asyncio.sleep(wait_s)
-            wait_s = min(1.5 * wait_s, POLL_S[1])
-        if "reason" in outcome:
-            raise MeshError(Reason[outcome["reason"]], outcome["message"])
-
-    async def _rpc(self, method: str, *args: Any, deadline_s: float = RPC_DEADLINE_S) -> Any:
-        """Calls every worker; the first one that failed, else the first one's answer; None while any has none."""
-        call = self._llm.collective_rpc(method, timeout=deadline_s, args=args)
-        answers = await self._core(call, deadline_s)
-        for answer in answers:
-            if answer is None or (isinstance(answer, dict) and "reason" in answer):
-                return answer
-        return answers[0] if answers else None
-
-    async def _core(self, call: Any, deadline_s: float = RPC_DEADLINE_S) -> Any:
-        """Awaits a call to vLLM's engine process. Raises MeshError ENGINE_FAILED for whatever goes wrong there."""
-        try:
-            return await asyncio.wait_for(call, deadline_s)
-        except TimeoutError as error:
-            text = f"vLLM's engine process did not answer within {deadline_s:g} s"
-            raise MeshError(Reason.ENGINE_FAILED, text) from error
-        except MeshError:
-            raise
-        except Exception as error:  # vLLM brings its workers' failures over as bare ones
-            raise MeshError(Reason.ENGINE_FAILED, f"vLLM: {error}") from error

@@ -1,0 +1,54 @@
+"""Calls to vLLM's engine process and the workers behind it; each ends at a deadline, and fails as a MeshError."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable
+from typing import Any
+
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from meshrl.wire.errors import MeshError, Reason
+
+POLL_S = (0.001, 0.005)
+RPC_DEADLINE_S = 60.0
+
+
+class EngineCalls:
+    """What `VllmEngine` asks of the processes behind one AsyncLLM, beside its requests."""
+
+    def __init__(self, llm: AsyncLLM) -> None:
+        self._llm = llm
+
+    async def rpc(self, method: str, *args: Any, deadline_s: float = RPC_DEADLINE_S) -> Any:
+        """Calls every worker; the first one that failed, else the first one's answer; None while any has none."""
+        call = self._llm.collective_rpc(method, timeout=deadline_s, args=args)
+        answers = await self.core(call, deadline_s)
+        for answer in answers:
+            if answer is None or (isinstance(answer, dict) and "reason" in answer):
+                return answer
+        return answers[0] if answers else None
+
+    async def settle(self, deadline_s: float) -> None:
+        """Waits for the workers' job. Raises what it failed with, or MeshError DEADLINE_PASSED."""
+        end_s, wait_s = time.monotonic() + deadline_s, POLL_S[0]
+        while (outcome := await self.rpc("meshrl_outcome")) is None:
+            if time.monotonic() > end_s:
+                raise MeshError(Reason.DEADLINE_PASSED, f"vLLM's workers did not finish within {deadline_s:g} s")
+            await asyncio.sleep(wait_s)
+            wait_s = min(1.5 * wait_s, POLL_S[1])
+        if "reason" in outcome:
+            raise MeshError(Reason[outcome["reason"]], outcome["message"])
+
+    async def core(self, call: Awaitable[Any], deadline_s: float = RPC_DEADLINE_S) -> Any:
+        """Awaits a call to the engine process. Raises MeshError ENGINE_FAILED for whatever goes wrong there."""
+        try:
+            return await asyncio.wait_for(call, deadline_s)
+        except TimeoutError as error:
+            text = f"vLLM's engine process did not answer within {deadline_s:g} s"
+            raise MeshError(Reason.ENGINE_FAILED, text) from error
+        except MeshError:
+            raise
+        except Exception as error:  # vLLM brings its workers' failures over as bare ones
+            raise MeshError(Reason.ENGINE_FAILED, f"vLLM: {error}") from error
