@@ -73,16 +73,16 @@ async def test_a_request_in_flight_goes_on_under_the_new_adapter(
 ) -> None:
     prompt, seed = [1, 2, 3], 3
     await publish(lora_mesh, seed)
-    for _ in range(ATTEMPTS):  # on a busy machine the version may come when the request is over
+    for _ in range(ATTEMPTS):  # on a busy machine the version may come when the request is over, or not begun
         old, old_seed, seed = lora_mesh.version, seed, seed + 1
         weights, adapter = weights_of(lora_mesh, seed)
         async with lora_mesh.prepared(weights, adapter=adapter) as hub:
             running = asyncio.create_task(lora_client.greedy(prompt, LENGTH))
             await lora_client.until_in_flight(1)
             await lora_client.one([1, 2], max_tokens=3)  # came last: by now the one before it has tokens
-            activation = await lora_mesh.activate(None, hub=hub)
+            await lora_mesh.activate(None, hub=hub)
         choice = await running
-        if activation.engines[0].applied.requests_kept == 1:
+        if len(choice["version_spans"]) == 2:
             break
     (start, boundary, first), (again, end, second) = choice["version_spans"]
     assert (start, again, end, first, second) == (0, boundary, LENGTH, old, lora_mesh.version)

@@ -58,7 +58,7 @@ async def test_a_request_in_flight_goes_on_under_the_new_version(
     mesh: EngineMesh, client: EngineClient, policy: ActivationPolicy
 ) -> None:
     prompts = [PROMPT, [4, 5], [6] * 30]
-    for _ in range(ATTEMPTS):  # on a busy machine the version may come when they are over
+    for _ in range(ATTEMPTS):  # on a busy machine the version may come when they are over, or not begun
         assert mesh.seed is not None
         old, old_seed, new_seed = mesh.version, mesh.seed, other_seed(mesh)
         async with mesh.prepared(plain_state(new_seed, mesh.kind.dtype)) as hub:
@@ -66,9 +66,9 @@ async def test_a_request_in_flight_goes_on_under_the_new_version(
             await client.one(PROMPT, max_tokens=3)  # came last: by now those before it have tokens
             activation = await mesh.activate(new_seed, policy=policy, hub=hub)
         choices = await asyncio.gather(*running)
-        if (kept := activation.engines[0].applied.requests_kept) == len(prompts):
+        if all(len(choice["version_spans"]) == 2 for choice in choices):
             break
-    assert kept == len(prompts)
+    assert activation.engines[0].applied.requests_kept == len(prompts)
     assert 0.0 < activation.engines[0].applied.pause_s < 5.0
     for prompt, choice in zip(prompts, choices, strict=True):
         (start, boundary, first), (again, end, second) = choice["version_spans"]
