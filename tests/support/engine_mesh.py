@@ -97,12 +97,16 @@ class Program:
             )
 
     def address(self, pattern: str) -> str:
-        """The first group of `pattern` once the log has it. Fails with the log when the program ends before."""
+        """The first group of `pattern` once the log has it. Else it ends the program and fails with the log."""
         end_s = time.monotonic() + START_S
-        while (found := re.search(pattern, self.log.read_text(errors="replace"))) is None:
-            assert self.process.poll() is None, f"the program ended early:\n{self.log.read_text()[-6000:]}"
-            assert time.monotonic() < end_s, f"not up in {START_S} s:\n{self.log.read_text()[-6000:]}"
-            time.sleep(0.1)
+        try:
+            while (found := re.search(pattern, self.log.read_text(errors="replace"))) is None:
+                assert self.process.poll() is None, f"the program ended early:\n{self.log.read_text()[-6000:]}"
+                assert time.monotonic() < end_s, f"not up in {START_S} s:\n{self.log.read_text()[-6000:]}"
+                time.sleep(0.1)
+        except BaseException:  # also when the tests are broken off: it must not outlive them
+            self.stop()
+            raise
         return found.group(1)
 
     def stop(self) -> None:
