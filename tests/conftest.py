@@ -23,7 +23,7 @@ def _parse_uncollected(*args: Any, **kwargs: Any) -> Any:
             gc.enable()
 
 
-if sys.version_info < (3, 11, 8) or (3, 12) <= sys.version_info < (3, 12, 2):
+if sys.version_info < (3, 11, 8):
     # pytest parses source to report a failure. There that ends the whole session with a SystemError whenever a
     # garbage collection in the midst of it logs a traceback, which is parsed, too: CPython issue 106905.
     ast.parse = _parse_uncollected

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -60,8 +61,13 @@ def _on_this_device(given: Mapping[str, Any], torch_threads: int | None) -> dict
         return {}
     # vLLM 0.32 cannot give a generator its place back on a CPU, which a seeded prompt in several pieces needs.
     values: dict[str, Any] = {"enable_chunked_prefill": False}
-    workers = given.get("tensor_parallel_size", 1) * given.get("pipeline_parallel_size", 1)
-    if torch_threads is not None and workers == 1:
+    if torch_threads is None:
+        return values
+    if os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind") != "nobind":
+        raise VllmError(
+            "inference.torch_threads and VLLM_CPU_OMP_THREADS_BIND both say which threads vLLM has; leave one out"
+        )
+    if given.get("tensor_parallel_size", 1) * given.get("pipeline_parallel_size", 1) == 1:
         # A worker in a process of its own and the scheduler wait for each other in busy loops, which take two cores
         # whole. vLLM changes plain "uni" back into that, so that it can bind threads; here the threads are given.
         values["distributed_executor_backend"] = _IN_PROCESS
