@@ -6,9 +6,11 @@ import asyncio
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import grpc
+from google.protobuf.message import DecodeError
 from loguru import logger
 from opentelemetry import context as otel_context
 from opentelemetry import trace
@@ -24,6 +26,41 @@ _PUSHBACK_KEY = "grpc-retry-pushback-ms"
 _STOP_UPLOAD_S = 5.0
 
 
+@dataclass(frozen=True)
+class _Method:
+    """A method of a service: its full name, how its messages are read, and whether the service is the mesh's own."""
+
+    name: str
+    deserialize: Callable[[bytes], Any]
+    is_ours: bool
+
+    def parse(self, data: bytes) -> Any:
+        """Returns the message; raises INVALID_REQUEST for bytes that are none of this method."""
+        try:
+            return self.deserialize(data)
+        except DecodeError as error:
+            message = f"{self.name} was sent {len(data)} bytes that are not its message: {error}"
+            raise MeshError(Reason.INVALID_REQUEST, message) from error
+
+
+class _ParsedRequests:
+    """The messages of a stream as a servicer wants them, read from their bytes one by one."""
+
+    def __init__(self, method: _Method, received: AsyncIterator[bytes]) -> None:
+        self._method = method
+        self._received = received
+
+    def __aiter__(self) -> _ParsedRequests:
+        return self
+
+    async def __anext__(self) -> Any:
+        return self._method.parse(await anext(self._received))
+
+
+def _as_they_are(data: bytes) -> bytes:
+    return data
+
+
 async def _stop_upload(request: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> None:
     """Tells the sender of an upload that the answer is ready and takes in what is under way until it stops.
 
@@ -37,10 +74,12 @@ async def _stop_upload(request: AsyncIterator[Any], context: grpc.aio.ServicerCo
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
-    """Wraps the handlers of services whose name starts with "meshrl.", of all four kinds.
+    """Wraps the handlers of all services, of all four kinds.
 
     A MeshError that a servicer raises becomes its gRPC status with details; any other exception is logged and becomes
-    INTERNAL. The caller's trace context is current inside the servicer.
+    INTERNAL. Bytes that are no message of the method are INVALID_ARGUMENT: requests are parsed here, since gRPC itself
+    logs a traceback for them and answers UNKNOWN. Services whose name starts with "meshrl." are counted as well and
+    refused in a drain, and the caller's trace context is current inside the servicer.
     """
 
     def __init__(self, tracer: trace.Tracer) -> None:
@@ -70,61 +109,66 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc
     ) -> Any:
         """Returns the handler with the wrapping around it."""
         handler = await continuation(handler_call_details)
-        method = handler_call_details.method.removeprefix("/")
-        if handler is None or not method.startswith("meshrl."):
+        if handler is None:
             return handler
+        name = handler_call_details.method.removeprefix("/")
+        method = _Method(name, handler.request_deserializer or _as_they_are, name.startswith("meshrl."))
         kind = "_".join(
             "stream" if streams else "unary" for streams in (handler.request_streaming, handler.response_streaming)
         )
         behaviour = getattr(handler, kind)
         make = getattr(grpc, f"{kind}_rpc_method_handler")
         if inspect.isasyncgenfunction(behaviour):
-            wrapped = self._around_stream(behaviour, method)
+            wrapped = self._around_stream(behaviour, method, handler.request_streaming)
         else:
-            is_upload = handler.request_streaming and not handler.response_streaming
-            wrapped = self._around_call(behaviour, method, is_upload)
-        return make(wrapped, handler.request_deserializer, handler.response_serializer)
+            wrapped = self._around_call(behaviour, method, handler.request_streaming)
+        return make(wrapped, None, handler.response_serializer)
 
-    def _around_call(self, behaviour: Any, method: str, is_upload: bool) -> Any:
-        async def call(request: Any, context: grpc.aio.ServicerContext) -> Any:
+    def _around_call(self, behaviour: Any, method: _Method, is_upload: bool) -> Any:
+        async def call(received: Any, context: grpc.aio.ServicerContext) -> Any:
             with self._served(context, method) as span:
                 try:
-                    self._admit()
+                    self._admit(method)
+                    request = _ParsedRequests(method, received) if is_upload else method.parse(received)
                     answer = await behaviour(request, context)
                     if is_upload:
-                        await _stop_upload(request, context)
+                        await _stop_upload(received, context)
                     return answer
                 except Exception as error:  # noqa: BLE001  # the boundary: whatever failed is told to the caller
                     if is_upload and not isinstance(error, grpc.aio.AbortError):
-                        await _stop_upload(request, context)
-                    await self._abort(context, span, method, error)
+                        await _stop_upload(received, context)
+                    await self._abort(context, span, method.name, error)
 
         return call
 
-    def _around_stream(self, behaviour: Any, method: str) -> Any:
-        async def stream(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+    def _around_stream(self, behaviour: Any, method: _Method, takes_stream: bool) -> Any:
+        async def stream(received: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
             with self._served(context, method) as span:
                 try:
-                    self._admit()
+                    self._admit(method)
+                    request = _ParsedRequests(method, received) if takes_stream else method.parse(received)
                     # Tells the client that the stream stands before there is anything to say.
                     await context.send_initial_metadata(((CONTRACT_KEY, CONTRACT_VERSION),))
                     async with aclosing(behaviour(request, context)) as messages:
                         async for message in messages:
                             yield message
                 except Exception as error:  # noqa: BLE001  # the boundary: whatever failed is told to the caller
-                    await self._abort(context, span, method, error)
+                    await self._abort(context, span, method.name, error)
 
         return stream
 
-    def _admit(self) -> None:
-        if self.refusing:
+    def _admit(self, method: _Method) -> None:
+        if self.refusing and method.is_ours:
             raise MeshError(Reason.DRAINING)
 
     @contextmanager
-    def _served(self, context: grpc.aio.ServicerContext, method: str) -> Iterator[trace.Span]:
+    def _served(self, context: grpc.aio.ServicerContext, method: _Method) -> Iterator[trace.Span]:
+        if not method.is_ours:
+            yield trace.INVALID_SPAN
+            return
         self._in_flight += 1
         self._idle.clear()
-        span = self._start_span(context, method)
+        span = self._start_span(context, method.name)
         try:
             yield span
         except (asyncio.CancelledError, GeneratorExit):  # the caller gave up, or the server stops
