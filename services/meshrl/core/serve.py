@@ -25,6 +25,10 @@ DEFAULT_MAX_MESSAGE_BYTES = 64 * 2**20
 MIN_PING_INTERVAL_S = 5.0
 HEALTH_SERVICE = "grpc.health.v1.Health"
 OPEN_FILES = 65536
+# How long and how many calls wait for a busy event loop. Beyond its own limits (30 s; some of the calls after the first
+# 1,000, all after 3,000) gRPC cancels them without a line in any log. Here the deadline of each call is the limit.
+MAX_UNREQUESTED_S = 24 * 3600
+MAX_PENDING_CALLS = 65536
 
 
 class ListenConfig(Protocol):
@@ -125,6 +129,9 @@ def server_options(max_message_bytes: int, min_ping_interval_s: float) -> list[t
         ("grpc.keepalive_time_ms", 30_000),
         ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.http2.lookahead_bytes", 4 * 2**20),
+        ("grpc.server_max_unrequested_time_in_server", MAX_UNREQUESTED_S),
+        ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
+        ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
         ("grpc.so_reuseport", 0),  # a port in use is an error, not a second server behind it
     ]
 
