@@ -28,11 +28,24 @@ _STOP_UPLOAD_S = 5.0
 
 @dataclass(frozen=True)
 class _Method:
-    """A method of a service: its full name, how its messages are read, and whether the service is the mesh's own."""
+    """A method of a service; `is_ours` is false for health and reflection."""
 
     name: str
+    takes_stream: bool
     deserialize: Callable[[bytes], Any]
     is_ours: bool
+
+    async def request(self, received: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> Any:
+        """Returns what the servicer wants: the one message, or an iterator over all of them.
+
+        Raises INVALID_REQUEST where the one message is missing.
+        """
+        if self.takes_stream:
+            return _ParsedRequests(self, received)
+        data = await context.read()
+        if data is grpc.aio.EOF:
+            raise MeshError(Reason.INVALID_REQUEST, f"{self.name} was called without a message; send one")
+        return self.parse(data)
 
     def parse(self, data: bytes) -> Any:
         """Returns the message; raises INVALID_REQUEST for bytes that are none of this method."""
@@ -77,8 +90,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc
     """Wraps the handlers of all services, of all four kinds.
 
     A MeshError that a servicer raises becomes its gRPC status with details; any other exception is logged and becomes
-    INTERNAL. Bytes that are no message of the method are INVALID_ARGUMENT: requests are parsed here, since gRPC itself
-    logs a traceback for them and answers UNKNOWN. Services whose name starts with "meshrl." are counted as well and
+    INTERNAL. Bytes that are no message of the method are INVALID_ARGUMENT, and so is a call without its message:
+    requests are read and parsed here, since gRPC itself logs a traceback and answers UNKNOWN for the first, and never
+    answers the second. Services whose name starts with "meshrl." are counted as well and
     refused in a drain, and the caller's trace context is current inside the servicer.
     """
 
@@ -112,41 +126,40 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc
         if handler is None:
             return handler
         name = handler_call_details.method.removeprefix("/")
-        method = _Method(name, handler.request_deserializer or _as_they_are, name.startswith("meshrl."))
+        deserialize = handler.request_deserializer or _as_they_are
+        method = _Method(name, handler.request_streaming, deserialize, name.startswith("meshrl."))
         kind = "_".join(
             "stream" if streams else "unary" for streams in (handler.request_streaming, handler.response_streaming)
         )
         behaviour = getattr(handler, kind)
-        make = getattr(grpc, f"{kind}_rpc_method_handler")
         if inspect.isasyncgenfunction(behaviour):
-            wrapped = self._around_stream(behaviour, method, handler.request_streaming)
-        else:
-            wrapped = self._around_call(behaviour, method, handler.request_streaming)
-        return make(wrapped, None, handler.response_serializer)
+            wrapped = self._around_stream(behaviour, method)
+            return grpc.stream_stream_rpc_method_handler(wrapped, None, handler.response_serializer)
+        wrapped = self._around_call(behaviour, method)
+        return grpc.stream_unary_rpc_method_handler(wrapped, None, handler.response_serializer)
 
-    def _around_call(self, behaviour: Any, method: _Method, is_upload: bool) -> Any:
+    def _around_call(self, behaviour: Any, method: _Method) -> Any:
         async def call(received: Any, context: grpc.aio.ServicerContext) -> Any:
             with self._served(context, method) as span:
                 try:
                     self._admit(method)
-                    request = _ParsedRequests(method, received) if is_upload else method.parse(received)
-                    answer = await behaviour(request, context)
-                    if is_upload:
+                    answer = await behaviour(await method.request(received, context), context)
+                    if method.takes_stream:
                         await _stop_upload(received, context)
                     return answer
                 except Exception as error:  # noqa: BLE001  # the boundary: whatever failed is told to the caller
-                    if is_upload and not isinstance(error, grpc.aio.AbortError):
+                    if method.takes_stream and not isinstance(error, grpc.aio.AbortError):
                         await _stop_upload(received, context)
                     await self._abort(context, span, method.name, error)
 
         return call
 
-    def _around_stream(self, behaviour: Any, method: _Method, takes_stream: bool) -> Any:
+    def _around_stream(self, behaviour: Any, method: _Method) -> Any:
         async def stream(received: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
             with self._served(context, method) as span:
                 try:
                     self._admit(method)
-                    request = _ParsedRequests(method, received) if takes_stream else method.parse(received)
+                    request = await method.request(received, context)
                     # Tells the client that the stream stands before there is anything to say.
                     await context.send_initial_metadata(((CONTRACT_KEY, CONTRACT_VERSION),))
                     async with aclosing(behaviour(request, context)) as messages:

@@ -81,7 +81,7 @@ async def refusal_of(channel, method, *messages):
         for message in messages:
             yield message
 
-    call = channel.stream_stream(f"/{method}")(outgoing(), timeout=30.0)
+    call = channel.stream_stream(f"/{method}")(outgoing(), timeout=15.0)
     with pytest.raises(grpc.aio.AioRpcError) as seen:
         async for _ in call:
             pass
@@ -99,6 +99,17 @@ async def test_malformed_bytes_are_an_invalid_request_without_a_traceback(reader
     assert reader.errors == []
     assert reader.caplog.records == []
     assert reader.servicer.received == []
+
+
+ONE_MESSAGE = [method for method in METHODS if not method.endswith(("SubmitBatch", "Session", "ServerReflectionInfo"))]
+
+
+@pytest.mark.parametrize("method", ONE_MESSAGE)
+async def test_a_call_without_its_message_is_an_invalid_request(reader, method):
+    refused = await refusal_of(reader.channel, method)
+    assert refused.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert from_rpc_error(refused).message == f"{method} was called without a message; send one"
+    assert reader.errors == []
 
 
 @pytest.mark.parametrize("method", ["meshrl.v1.TrainerService/SubmitBatch", "meshrl.v1.WeightSync/Session"])
