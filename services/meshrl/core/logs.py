@@ -17,6 +17,8 @@ FORMAT = (
 )
 # Libraries that log every request.
 _CHATTY = ("aiohttp.access", "asyncio", "filelock", "httpcore", "httpx", "openai", "urllib3")
+# Errors of this module are a stranger's bytes that are no HTTP: answered with 400, but logged with a traceback each.
+_BAD_HTTP = "aiohttp.http_exceptions"
 
 
 class _IntoLoguru(logging.Handler):
@@ -30,6 +32,10 @@ class _IntoLoguru(logging.Handler):
         frame, depth = inspect.currentframe(), 0
         while frame is not None and (depth == 0 or frame.f_code.co_filename == logging.__file__):
             frame, depth = frame.f_back, depth + 1
+        error = record.exc_info[1] if record.exc_info else None
+        if type(error).__module__ == _BAD_HTTP:
+            logger.opt(depth=depth).warning("{}: {}", record.getMessage(), " ".join(str(error).split()))
+            return
         logger.opt(depth=depth, exception=record.exc_info).log(level, "{}", record.getMessage())
 
 

@@ -1,10 +1,12 @@
 """One log format, whoever logs; one place for every file."""
 
+import asyncio
 import json
 import logging
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 from loguru import logger
 
 from meshrl.core.logs import setup_logging
@@ -57,6 +59,24 @@ def test_setting_up_again_replaces_what_was_there(tmp_path):
     logger.info("once")
     assert (tmp_path / "a.log").read_text() == ""
     assert "once" in (tmp_path / "b.log").read_text()
+
+
+async def test_a_strangers_bytes_that_are_no_http_are_one_line_and_no_traceback(tmp_path):
+    """Bytes come in over a real connection: aiohttp answers 400 and logs what it could not read."""
+    setup_logging("inference", "info", tmp_path / "log")
+    runner = web.AppRunner(web.Application(), shutdown_timeout=1.0)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    reader, writer = await asyncio.open_connection(*runner.addresses[0][:2])
+    writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: nine\r\n\r\n")
+    answer = await asyncio.wait_for(reader.read(-1), 30.0)
+    writer.close()
+    await runner.cleanup()
+    assert b" 400 " in answer.splitlines()[0]
+    (line,) = (tmp_path / "log").read_text().splitlines()
+    assert line.split()[1:3] == ["WARNING", "inference"]
+    assert "Error handling request from 127.0.0.1: 400" in line
+    assert "Content-Length: nine" in line
 
 
 def test_everything_lies_under_the_output_dir():
