@@ -101,6 +101,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc
         self._in_flight = 0
         self._idle = asyncio.Event()
         self._idle.set()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._cut_off_why = ""
         self.refusing = False
 
     @property
@@ -117,6 +119,13 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc
         except TimeoutError:  # the caller decides what becomes of the rest
             return False
         return True
+
+    async def cut_off(self, why: str, deadline_s: float) -> None:
+        """Ends the calls that are being served and tells their callers why; waits until they have heard it."""
+        self._cut_off_why = why
+        for task in self._tasks:
+            task.cancel()
+        await self.wait_idle(deadline_s)
 
     async def intercept_service(
         self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: grpc.HandlerCallDetails
@@ -147,6 +156,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc
                     if method.takes_stream:
                         await _stop_upload(received, context)
                     return answer
+                except asyncio.CancelledError:
+                    await self._abort_if_cut_off(context, span, method.name)
+                    raise
                 except Exception as error:  # noqa: BLE001  # the boundary: whatever failed is told to the caller
                     if method.takes_stream and not isinstance(error, grpc.aio.AbortError):
                         await _stop_upload(received, context)
@@ -165,6 +177,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc
                     async with aclosing(behaviour(request, context)) as messages:
                         async for message in messages:
                             yield message
+                except asyncio.CancelledError:
+                    await self._abort_if_cut_off(context, span, method.name)
+                    raise
                 except Exception as error:  # noqa: BLE001  # the boundary: whatever failed is told to the caller
                     await self._abort(context, span, method.name, error)
 
@@ -179,17 +194,26 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc
         if not method.is_ours:
             yield trace.INVALID_SPAN
             return
+        task = asyncio.current_task()
+        assert task is not None  # gRPC runs each call in one
+        self._tasks.add(task)
         self._in_flight += 1
         self._idle.clear()
         span = self._start_span(context, method.name)
         try:
             yield span
         except (asyncio.CancelledError, GeneratorExit):  # the caller gave up, or the server stops
+            if context.time_remaining() == 0.0:
+                code, why = "DEADLINE_EXCEEDED", "the deadline that its caller set has passed"
+            else:
+                code, why = "CANCELLED", "its caller cancelled it or is gone"
+            logger.debug("{} is broken off: {}", method.name, why)
             if span.is_recording():
-                span.set_attribute("rpc.response.status_code", "CANCELLED")
+                span.set_attribute("rpc.response.status_code", code)
             raise
         finally:
             span.end()
+            self._tasks.discard(task)
             self._in_flight -= 1
             if not self._in_flight:
                 self._idle.set()
@@ -209,6 +233,12 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc
             span.set_attributes({"rpc.system.name": "grpc", "rpc.method": method, "rpc.response.status_code": "OK"})
         otel_context.attach(trace.set_span_in_context(span, remote))
         return span
+
+    async def _abort_if_cut_off(self, context: grpc.aio.ServicerContext, span: trace.Span, method: str) -> None:
+        """Answers a call that this server ends; one that its caller ended has nobody to answer to."""
+        if self._cut_off_why:
+            error = MeshError(Reason.DRAINING, f"the server ended {method}: {self._cut_off_why}")
+            await self._abort(context, span, method, error)
 
     async def _abort(
         self, context: grpc.aio.ServicerContext, span: trace.Span, method: str, error: Exception

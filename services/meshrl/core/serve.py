@@ -23,6 +23,7 @@ from meshrl.wire.errors import MeshError
 
 DEFAULT_MAX_MESSAGE_BYTES = 64 * 2**20
 MIN_PING_INTERVAL_S = 5.0
+SAY_GOODBYE_S = 5.0
 HEALTH_SERVICE = "grpc.health.v1.Health"
 OPEN_FILES = 65536
 # How long and how many calls wait for a busy event loop. Beyond its own limits (30 s; some of the calls after the first
@@ -116,6 +117,8 @@ class GrpcServer:
         self._calls.refusing = True
         if not await self._calls.wait_idle(grace_s):
             logger.warning("cancelling {} calls that did not end within {:g} s", self._calls.in_flight, grace_s)
+            why = f"it shuts down and has waited for {grace_s:g} s"
+            await self._calls.cut_off(why, SAY_GOODBYE_S)
         await self._server.stop(None)
 
 

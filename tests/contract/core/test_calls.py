@@ -241,7 +241,7 @@ async def test_a_watch_gives_up_after_the_time_to_reconnect(make_mesh):
         began = time.monotonic()
         with pytest.raises(MeshError) as seen:
             await anext(events)
-    assert seen.value.reason in (Reason.UNREACHABLE, Reason.CANCELLED)
+    assert seen.value.reason in (Reason.UNREACHABLE, Reason.DRAINING)
     assert time.monotonic() - began < 15.0
 
 
@@ -284,6 +284,35 @@ async def test_an_idle_stream_outlives_three_pings(make_mesh):
         assert (await asyncio.wait_for(first, 30.0)).revision == 1
     await mesh.server.drain(1.0)
     assert mesh.script.calls == ["WatchSteps"]
+
+
+async def sleeping_stream(request, context):
+    await asyncio.sleep(60)
+    yield
+
+
+async def test_a_call_that_a_drain_cuts_off_says_who_ended_it_and_why(make_mesh):
+    mesh = await make_mesh()
+    mesh.script.on["GetRolloutStatus"], mesh.script.on["WatchSteps"] = sleeping, sleeping_stream
+    options = ChannelOptions(reconnect_s=0.01)
+    async with RolloutClient(mesh.address, options) as client, TrainerClient(mesh.address, options) as watcher:
+        calls = [asyncio.create_task(client.get_status()), asyncio.ensure_future(anext(watcher.watch_steps()))]
+        await until(lambda: mesh.server.in_flight == 2)
+        await mesh.server.drain(0.2)
+        ends = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 30.0)
+    assert [str(end) for end in ends] == [
+        f"DRAINING: the server ended meshrl.v1.{method}: it shuts down and has waited for 0.2 s"
+        for method in ("RolloutService/GetRolloutStatus", "TrainerService/WatchSteps")
+    ]
+
+
+async def test_a_call_that_ends_at_its_deadline_names_itself_and_the_deadline(mesh):
+    mesh.script.on["GetRolloutStatus"] = sleeping
+    async with RolloutClient(mesh.address, ChannelOptions(unary_deadline_s=0.25)) as client:
+        with pytest.raises(MeshError) as seen:
+            await client.get_status()
+    call = f"meshrl.v1.RolloutService/GetRolloutStatus of {mesh.address}"
+    assert str(seen.value) == f"DEADLINE_PASSED: {call} was not answered within its deadline of 0.25 s"
 
 
 async def until(condition, deadline_s=5.0):

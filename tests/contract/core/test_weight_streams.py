@@ -184,4 +184,4 @@ async def test_a_session_whose_hub_stops_is_lost_and_not_a_defect(hub):
         await hub.server.drain(0.0)
         with pytest.raises(MeshError) as seen:
             await asyncio.wait_for(end_of(commands), 30.0)
-    assert seen.value.reason in (Reason.UNREACHABLE, Reason.CANCELLED)
+    assert seen.value.reason in (Reason.UNREACHABLE, Reason.DRAINING)

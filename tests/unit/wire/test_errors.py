@@ -125,3 +125,17 @@ def test_an_error_can_cross_a_process_border():
         (FieldViolation("a", "b"),),
         2.0,
     )
+
+
+@pytest.mark.parametrize(
+    ("code", "details", "said"),
+    [
+        ("CANCELLED", "CANCELLED", "the call was ended by the server, which gave no reason; it may have stopped"),
+        ("CANCELLED", "Locally cancelled by application!", "the call was cancelled on this side"),
+        ("CANCELLED", "client is going away", "client is going away"),
+        ("DEADLINE_EXCEEDED", "Deadline Exceeded", "the call was not answered within its deadline"),
+        ("DEADLINE_EXCEEDED", "no slot became free", "no slot became free"),
+    ],
+)
+def test_what_grpc_itself_says_of_a_broken_call_becomes_a_sentence(code, details, said):
+    assert from_rpc_error(_rpc_error(grpc.StatusCode[code], details)).message == said

@@ -166,7 +166,7 @@ class ServiceClient:
             try:
                 return await call(request, timeout=timeout_s, metadata=metadata)
             except grpc.aio.AioRpcError as error:
-                raise self._failed(span, method, error) from error
+                raise self._failed(span, method, error, timeout_s) from error
 
     async def _upload(self, call: Any, method: str, messages: AsyncGenerator[Any, None], deadline_s: float) -> Any:
         """Streams `messages` up and returns the one answer; stops sending once the server begins to answer.
@@ -186,7 +186,7 @@ class ServiceClient:
             try:
                 return await pending
             except grpc.aio.AioRpcError as error:
-                raise self._failed(span, method, error) from error
+                raise self._failed(span, method, error, deadline_s) from error
             except asyncio.CancelledError:
                 upload.raise_failure()
                 raise
@@ -216,7 +216,7 @@ class ServiceClient:
                 async for message in stream:
                     yield message
             except grpc.aio.AioRpcError as error:
-                raise self._failed(span, method, error) from error
+                raise self._failed(span, method, error, deadline_s) from error
             except asyncio.CancelledError:
                 if outgoing is not None:
                     outgoing.raise_failure()
@@ -258,10 +258,10 @@ class ServiceClient:
                             yield event
                     return
             except MeshError as error:
-                # A server that stops cancels its streams; one that dies is unreachable. Both may come back.
+                # A server that stops ends its streams; one that dies is unreachable. Both may come back.
                 lost_at = loop.time() if lost_at is None else lost_at
                 waited_s = loop.time() - lost_at
-                is_lost = error.reason in (Reason.UNREACHABLE, Reason.CANCELLED)
+                is_lost = error.reason in (Reason.UNREACHABLE, Reason.DRAINING, Reason.CANCELLED)
                 if not is_lost or waited_s + backoff_s > self.options.reconnect_s:
                     raise
             await asyncio.sleep(backoff_s)
@@ -295,9 +295,12 @@ class ServiceClient:
             "server.address": self.address,
         }
 
-    def _failed(self, span: trace.Span, method: str, error: grpc.aio.AioRpcError) -> MeshError:
-        failure = from_rpc_error(error)
-        failure.add_note(f"in {self.service}/{method} of {self.address}")
+    def _failed(
+        self, span: trace.Span, method: str, error: grpc.aio.AioRpcError, deadline_s: float | None
+    ) -> MeshError:
+        call = f"{self.service}/{method} of {self.address}"
+        failure = from_rpc_error(error, call=call, deadline_s=deadline_s)
+        failure.add_note(f"in {call}")
         if span.is_recording():
             span.set_attribute("rpc.response.status_code", error.code().name)
             span.set_attribute("error.type", failure.reason.name)

@@ -26,6 +26,11 @@ _MAX_DESCRIPTION_BYTES = 120
 _MAX_METADATA_ENTRIES = 8
 _MAX_METADATA_BYTES = 80
 
+# What gRPC itself says of calls that end without a status of the server's making.
+_LOCALLY_CANCELLED = "Locally cancelled by application!"
+_BARE_CANCELLATIONS = ("", "CANCELLED", "Cancelled")
+_BARE_DEADLINES = ("", "Deadline Exceeded")
+
 # What grpc.aio makes of a stream that ends under a write; it hides the server's status (grpc/grpc#36066).
 _WRITE_FAILED = "Internal error from Core"
 
@@ -205,8 +210,13 @@ def from_rpc_status(status: status_pb2.Status) -> MeshError:
     return MeshError(reason, status.message, violations=violations, retry_after_s=retry_after_s, metadata=metadata)
 
 
-def from_rpc_error(error: grpc.aio.AioRpcError) -> MeshError:
-    """Returns the error behind a failed call, whether a servicer raised it or gRPC itself did."""
+def from_rpc_error(
+    error: grpc.aio.AioRpcError, *, call: str = "the call", deadline_s: float | None = None
+) -> MeshError:
+    """Returns the error behind a failed call, whether a servicer raised it or gRPC itself did.
+
+    `call` names the call and `deadline_s` is the deadline it had, for errors that gRPC itself made up.
+    """
     for key, value in error.trailing_metadata() or ():
         if key == STATUS_DETAILS_KEY:
             status = status_pb2.Status()
@@ -218,7 +228,20 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> MeshError:
     if error.code() is _Code.INTERNAL and error.details() == _WRITE_FAILED:
         return MeshError(Reason.UNREACHABLE, "the server ended the call while a message was being sent")
     reason = _REASON_BY_CODE.get(error.code(), Reason.INTERNAL)
-    return MeshError(reason, error.details() or f"the call ended with {error.code().name}")
+    return MeshError(reason, _said_by_grpc(error, call, deadline_s))
+
+
+def _said_by_grpc(error: grpc.aio.AioRpcError, call: str, deadline_s: float | None) -> str:
+    """Says who ended a call, and why as far as this side knows."""
+    details = error.details() or ""
+    if error.code() is _Code.CANCELLED and details == _LOCALLY_CANCELLED:
+        return f"{call} was cancelled on this side"
+    if error.code() is _Code.CANCELLED and details in _BARE_CANCELLATIONS:
+        return f"{call} was ended by the server, which gave no reason; it may have stopped"
+    if error.code() is _Code.DEADLINE_EXCEEDED and details in _BARE_DEADLINES:
+        within = "its deadline" if deadline_s is None else f"its deadline of {deadline_s:g} s"
+        return f"{call} was not answered within {within}"
+    return details or f"{call} ended with {error.code().name}"
 
 
 def _code_of(number: int) -> Any:
