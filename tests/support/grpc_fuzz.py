@@ -19,6 +19,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor, MethodDescri
 from google.protobuf.message import DecodeError, Message
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from meshrl.core.reflection import describe_v1
 from meshrl.wire.errors import MeshError, Reason, from_rpc_error
 
 MAX_DEPTH = 4
@@ -64,6 +65,7 @@ async def methods_of(channel: grpc.aio.Channel) -> list[Method]:
     answers = [answer async for answer in stub.ServerReflectionInfo(question(), timeout=30.0)]
     services = [service.name for service in answers[0].list_services_response.service]
     pool = descriptor_pool.Default()
+    describe_v1()
     return [
         Method(f"{service}/{method.name}", method)
         for service in services

@@ -12,13 +12,13 @@ from typing import Any, Protocol
 
 import grpc
 from grpc_health.v1 import health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 from loguru import logger
 from opentelemetry import trace
 
 from meshrl.core.config.base import ConfigError
 from meshrl.core.health import HealthServicer
 from meshrl.core.intercept import CallInterceptor
+from meshrl.core.reflection import add_reflection
 from meshrl.wire.errors import MeshError
 
 DEFAULT_MAX_MESSAGE_BYTES = 64 * 2**20
@@ -87,8 +87,7 @@ class GrpcServer:
         """
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._health.set(self._services, serving=False)
-        names = (*self._services, HEALTH_SERVICE, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, self._server)
+        add_reflection((*self._services, HEALTH_SERVICE), self._server)
         host, port = self._config.host, self._config.port
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:

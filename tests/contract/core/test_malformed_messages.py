@@ -21,6 +21,7 @@ METHODS = [
     "meshrl.v1.WeightSync/Session",
     "grpc.health.v1.Health/Check",
     "grpc.health.v1.Health/Watch",
+    "grpc.reflection.v1.ServerReflection/ServerReflectionInfo",
     "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
 ]
 # ruff: noqa: N802  # methods are named by the contract

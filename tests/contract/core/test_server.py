@@ -1,19 +1,25 @@
 """A server's life as its peers see it: health, reflection, drain, and which addresses it takes."""
 
 import asyncio
+import base64
+import json
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import grpc
 import pytest
+from google.protobuf import descriptor_pb2
+from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
 
 from meshrl.client import ChannelOptions, RolloutClient
 from meshrl.core.config.base import ConfigError
 from meshrl.core.serve import GrpcServer
 from meshrl.wire.errors import MeshError, Reason
 
+BUF = Path(__file__).parents[3] / ".tools/buf/node_modules/.bin/buf"
 SERVICE = "meshrl.v1.RolloutService"
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -67,21 +73,54 @@ async def test_a_server_is_not_serving_before_it_says_so(make_mesh):
     await mesh.server.drain(0.0)
 
 
-async def test_reflection_lists_the_services_and_describes_them(channel):
-    stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+@pytest.mark.parametrize("version", ["v1", "v1alpha"])
+async def test_reflection_lists_the_services_and_describes_them(channel, version):
+    reflect = channel.stream_stream(
+        f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
+        request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
+        response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+    )
 
     async def questions():
         yield reflection_pb2.ServerReflectionRequest(list_services="")
-        yield reflection_pb2.ServerReflectionRequest(file_containing_symbol=SERVICE)
+        for symbol in (SERVICE, "google.rpc.BadRequest", f"grpc.reflection.{version}.ServerReflection"):
+            yield reflection_pb2.ServerReflectionRequest(file_containing_symbol=symbol)
 
-    listed, described = [answer async for answer in stub.ServerReflectionInfo(questions(), timeout=30.0)]
+    listed, *described = [answer async for answer in reflect(questions(), timeout=30.0)]
     assert {service.name for service in listed.list_services_response.service} == {
         "grpc.health.v1.Health",
+        "grpc.reflection.v1.ServerReflection",
         "grpc.reflection.v1alpha.ServerReflection",
         SERVICE,
         "meshrl.v1.TrainerService",
     }
-    assert len(described.file_descriptor_response.file_descriptor_proto) >= 1
+    packages = []
+    for answer in described:
+        files = [
+            descriptor_pb2.FileDescriptorProto.FromString(data)
+            for data in answer.file_descriptor_response.file_descriptor_proto
+        ]
+        packages.append({file.package for file in files} - {"google.protobuf"})
+    assert packages == [{"meshrl.v1"}, {"google.rpc"}, {f"grpc.reflection.{version}"}]
+
+
+@pytest.mark.parametrize("protocol", ["grpc-v1", "grpc-v1alpha"])
+async def test_buf_curl_prints_an_error_with_its_details(mesh, protocol):
+    """buf prints each detail by its type and bytes, whatever is reflected: it resolves no types for errors."""
+
+    async def refuses(request, context):
+        raise MeshError(Reason.OVERLOADED, "all slots are taken", retry_after_s=2.0)
+
+    mesh.script.on["GetRolloutStatus"] = refuses
+    url = f"http://{mesh.address}/{SERVICE}/GetRolloutStatus"
+    flags = ("--http2-prior-knowledge", "--protocol", "grpc", "--reflect-protocol", protocol, "-d", "{}")
+    buf = await asyncio.create_subprocess_exec(BUF, "curl", *flags, url, stderr=asyncio.subprocess.PIPE)
+    _, said = await asyncio.wait_for(buf.communicate(), 60.0)
+    error = json.loads(said)
+    assert (error["code"], error["message"]) == ("resource_exhausted", "all slots are taken")
+    details = {detail["type"]: base64.b64decode(detail["value"] + "==") for detail in error["details"]}
+    assert error_details_pb2.ErrorInfo.FromString(details["google.rpc.ErrorInfo"]).reason == "OVERLOADED"
+    assert error_details_pb2.RetryInfo.FromString(details["google.rpc.RetryInfo"]).retry_delay.seconds == 2
 
 
 async def test_a_drain_finishes_what_is_in_flight_and_refuses_the_rest(make_mesh, answers):

@@ -1,0 +1,48 @@
+"""Server reflection: tells tools such as `buf curl` and `grpcurl` which services and messages there are.
+
+Offered as grpc.reflection.v1, which tools ask for first, and as v1alpha, which older ones know. The two have the same
+messages, and the library has code for v1alpha only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+from google.protobuf import descriptor_pb2, descriptor_pool, text_format
+from grpc_reflection.v1alpha import reflection_pb2
+from grpc_reflection.v1alpha.reflection import SERVICE_NAME as V1ALPHA
+from grpc_reflection.v1alpha.reflection import aio
+
+V1 = V1ALPHA.replace("v1alpha", "v1")
+
+
+def add_reflection(services: Sequence[str], server: Any) -> None:
+    """Adds reflection of `services` (full names) and of itself to a grpc.aio server that has not started yet.
+
+    It describes every message that this program knows, the google.rpc types of error details among them.
+    """
+    describe_v1()
+    servicer = aio.ReflectionServicer((*services, V1, V1ALPHA))
+    handler = grpc.stream_stream_rpc_method_handler(
+        servicer.ServerReflectionInfo,
+        request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
+        response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
+    )
+    for name in (V1, V1ALPHA):
+        methods = {"ServerReflectionInfo": handler}
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, methods),))
+
+
+def describe_v1() -> None:
+    """Adds the description of v1 to the process's pool of descriptors, once."""
+    name = reflection_pb2.DESCRIPTOR.name.replace("v1alpha", "v1")
+    pool = descriptor_pool.Default()
+    try:
+        pool.FindFileByName(name)
+    except KeyError:
+        file = descriptor_pb2.FileDescriptorProto()
+        reflection_pb2.DESCRIPTOR.CopyToProto(file)
+        renamed = text_format.MessageToString(file).replace("v1alpha", "v1")
+        pool.AddSerializedFile(text_format.Parse(renamed, descriptor_pb2.FileDescriptorProto()).SerializeToString())
