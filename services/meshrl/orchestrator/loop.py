@@ -326,7 +326,7 @@ class TrainLoop:
                 self._sample_with(version)
         if redone := self._journal.redone(step):
             served["progress/redone"] = 1.0
-        await self._write(submitted, record.trainer_metrics(done) | served)
+        await self._write(submitted, served, trainer=record.trainer_metrics(done))
         await self._journal.state_checkpoint()
         if self._evaluator is not None and self._evaluator.due(step) and not redone:
             if synchronous:
@@ -352,8 +352,8 @@ class TrainLoop:
         self.plan.activated(version)
         self._dispatch()
 
-    async def _write(self, submitted: SubmittedStep, others: record.Metrics) -> None:
-        """Writes the one record of a step."""
+    async def _write(self, submitted: SubmittedStep, served: record.Metrics, *, trainer: record.Metrics) -> None:
+        """Writes the one record of a step: its own metrics, how the version was `served`, and the `trainer`'s."""
         now_s = self._clock()
         seconds, self._step_began_s = now_s - self._step_began_s, now_s
         metrics = record.step_metrics(
@@ -366,8 +366,9 @@ class TrainLoop:
             seq_len=self.config.seq_len,
             seconds=seconds,
         )
-        metrics |= {"policy/active_version": float(self.plan.active_version)} | others
+        metrics |= {"policy/active_version": float(self.plan.active_version)} | served
         metrics |= {f"progress/epoch/{name}": value for name, value in self.plan.epochs().items()}
+        metrics = record.merged(metrics, trainer=trainer)
         self._spans.end(submitted.step, {"rl.rollouts": metrics["batch/rollouts"], "rl.step.seconds": seconds})
         await asyncio.to_thread(self._monitor.log, submitted.step, metrics)
         self._journal.logged(submitted.step, forgotten=submitted.step > self._feed.trained)

@@ -1,8 +1,8 @@
 """Turns what happened since the last step into one record of metrics; read by the monitor.
 
-Names are `what/{all,env}/statistic`. Reward, length and error statistics are over every group that was judged for the
-step, filtered ones included, so that a filter does not flatter them; `off_policy`, `advantage` and `batch` are over
-what was trained.
+Names are `what/{all,env}/statistic`; each is filled by one source (see `merged`). Reward, length and error statistics
+are over every group that was judged for the step, filtered ones included, so that a filter does not flatter them;
+`off_policy`, `advantage` and `batch` are over what was trained.
 """
 
 from __future__ import annotations
@@ -90,6 +90,22 @@ def step_metrics(
             "progress/problems": float(progress.problems),
         }
     )
+
+
+def merged(own: Mapping[str, float], **others: Mapping[str, float]) -> Metrics:
+    """One record of the orchestrator's own metrics and of other sources', each by its name.
+
+    A name belongs to the first source that fills it. What another source calls the same is entered behind the name of
+    that source (`trainer/progress/tokens`), so that nobody overwrites a total of the run.
+    """
+    record = dict(own)
+    for source, values in others.items():
+        for name, value in values.items():
+            free = name
+            while free in record:
+                free = f"{source}/{free}"
+            record[free] = value
+    return record
 
 
 def rollout_metrics(groups: Sequence[Group]) -> Metrics:

@@ -172,7 +172,10 @@ class TrainLoop:
     def _metrics(
         self, batch: Batch, result: StepResult, timings_s: Mapping[str, float], train_s: float
     ) -> dict[str, float]:
-        """All metrics of a step. Throughput counts every packed token over the time not spent waiting for a batch."""
+        """All metrics of a step. Throughput counts every packed token over the time not spent waiting for a batch.
+
+        `progress/total_*` count what this trainer has trained: packed tokens and samples, as its checkpoints have them.
+        """
         tokens = sum(len(row.token_ids) for row in batch.micro_batches)
         samples = sum(len(row.rollout_ids) for row in batch.micro_batches)
         progress = self._checkpointer.progress
@@ -188,8 +191,6 @@ class TrainLoop:
             **{f"time/{stage}": length_s for stage, length_s in timings_s.items()},
             "time/save_ckpt": self._save_ckpt_s,
             "progress/step": float(result.step),
-            "progress/tokens": float(tokens),
-            "progress/samples": float(samples),
             "progress/total_tokens": float(progress.tokens),
             "progress/total_samples": float(progress.samples),
         }

@@ -59,6 +59,9 @@ class Script:
     broken_versions: set[int] = field(default_factory=set)
     failing_steps: set[int] = field(default_factory=set)
     durable_every: int = 0
+    metrics: dict[str, float] = field(
+        default_factory=lambda: {"loss/mean": 0.5, "mismatch_kl/all/mean": 1e-6, "optim/grad_norm": 0.1}
+    )
 
     engine_version: int = -1
     trained_version: int = 0
@@ -217,8 +220,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                     script.trained_version = step
                     script.log.append(("trained", step))
                     script.trained[(self.book.epoch, step)] = script.uploads_of(self.book.epoch, step)
-                    metrics = {"loss/mean": 0.5, "mismatch_kl/all/mean": 1e-6, "optim/grad_norm": 0.1}
-                    self.book.finish(step, metrics=metrics, timings_s={"step": script.step_s, "wait_for_batch": 0.0})
+                    timings_s = {"step": script.step_s, "wait_for_batch": 0.0}
+                    self.book.finish(step, metrics=script.metrics, timings_s=timings_s)
                     if script.durable_every and step % script.durable_every == 0:
                         self.book.saved(step)
                 self.changed.notify_all()

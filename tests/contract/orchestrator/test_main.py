@@ -43,6 +43,15 @@ async def test_a_whole_run_exits_zero_and_leaves_metrics_and_an_exact_ledger(mes
     assert (lines[0]["batch/rollouts"], lines[0]["batch/loss_tokens"], lines[0]["batch/groups"]) == (8, 24, 2)
 
 
+async def test_totals_are_the_runs_whatever_the_trainer_calls_its_own(mesh, script, make_config, tmp_path) -> None:
+    script.metrics |= {"progress/tokens": 7.0, "progress/samples": 3.0}
+    assert await orchestrate(make_config(mesh.services, max_steps=3), asyncio.Event(), TRACER) == 0
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["progress/samples"] for line in lines] == [8, 16, 24]
+    assert [line["progress/tokens"] for line in lines] == [40, 80, 120]
+    assert [line["trainer/progress/tokens"] for line in lines] == [7, 7, 7]
+
+
 async def test_a_stop_signal_ends_cleanly_with_exit_code_zero(mesh, script, make_config, tmp_path) -> None:
     script.step_s = 0.05
     stop = asyncio.Event()

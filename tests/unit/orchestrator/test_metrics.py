@@ -2,7 +2,7 @@ import pytest
 
 from meshrl.orchestrator.bench import summary_table
 from meshrl.orchestrator.evals import eval_metrics
-from meshrl.orchestrator.metrics import activation_metrics, distribution, rollout_metrics, trainer_metrics
+from meshrl.orchestrator.metrics import activation_metrics, distribution, merged, rollout_metrics, trainer_metrics
 from meshrl.wire.types import RolloutFailure, StepEvent, StepState
 
 
@@ -36,6 +36,14 @@ def test_trainer_times_keep_their_names_and_its_step_gets_its_own() -> None:
         timings_s={"step": 2.0, "wait_for_batch": 0.5},
     )
     assert trainer_metrics(event) == {"loss/mean": 0.1, "time/train_step": 2.0, "time/wait_for_batch": 0.5}
+
+
+def test_a_name_of_a_record_is_filled_by_one_source_only() -> None:
+    own = {"progress/tokens": 40.0, "batch/tokens": 20.0}
+    record = merged(own, trainer={"loss/mean": 0.5, "progress/tokens": 7.0})
+    assert record == {**own, "loss/mean": 0.5, "trainer/progress/tokens": 7.0}
+    again = merged(record, trainer={"progress/tokens": 8.0})
+    assert again == {**record, "trainer/trainer/progress/tokens": 8.0}
 
 
 def test_a_skipped_version_is_marked() -> None:
