@@ -34,6 +34,8 @@ class DropReason(enum.Enum):
     """It was in flight when the orchestrator ended; nothing that had come back is dropped for it."""
     UNDONE = "step_undone"
     """Its step was forgotten by the trainer, and it is not kept any more."""
+    DAMAGED = "payload_damaged"
+    """What the ledger keeps of it is not as it was written."""
     REMOVED = "environment_removed"
     """Its environment is no longer one of the run's."""
     SUPERSEDED = "superseded"

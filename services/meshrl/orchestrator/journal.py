@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -188,10 +189,13 @@ class Journal:
     # --- reading back -----------------------------------------------------------------------------
 
     async def load_batch(self, step: int) -> Batch:
-        """The batch of a step as it was recorded. Raises RunError when it is not kept."""
+        """The batch of a step as it was recorded. Raises RunError when it is not kept, or damaged."""
         batch = await asyncio.to_thread(self._store.batch, self._records[step])
         if batch is None:
-            raise RunError(f"the ledger at {self._layout.ledger} has lost the batch of step {step}")
+            raise RunError(
+                f"the batch of step {step} in {self._layout.ledger} is damaged or gone; start the orchestrator again:"
+                " what the batch took goes into another one"
+            )
         return batch
 
     async def load_step(self, step: int) -> tuple[tuple[ReadyGroup, ...], Assembled]:
@@ -252,7 +256,7 @@ def write_state(layout: Layout, record: StepRecord) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with partial.open("w", encoding="utf-8") as file:
-            json.dump(state, file)
+            json.dump({**state, "crc32": _checksum(state)}, file)
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
@@ -261,10 +265,27 @@ def write_state(layout: Layout, record: StepRecord) -> None:
 
 
 def read_state(layout: Layout, step: int) -> tuple[Progress, dict[str, int]]:
-    """Totals and tasks drawn up to a step, as its checkpoint says; zeros when it says nothing."""
+    """Totals and tasks drawn up to a step, as its checkpoint says; zeros when it says nothing.
+
+    Raises RunError when the file is damaged. Files from before they had a checksum are read without that check.
+    """
+    path = state_path(layout, step)
     try:
-        state = json.loads(state_path(layout, step).read_text(encoding="utf-8"))
+        state = json.loads(path.read_text(encoding="utf-8"))
+        checksum = state.pop("crc32", None)
+        if checksum is not None and checksum != _checksum(state):
+            raise ValueError("it does not have the checksum it was written with")
+        totals = {name: int(state[name]) for name in ("tokens", "samples", "problems")}
+        return Progress(**totals), {str(name): int(count) for name, count in state["drawn"].items()}
     except FileNotFoundError:
         return Progress(), {}
-    totals = {name: int(state[name]) for name in ("tokens", "samples", "problems")}
-    return Progress(**totals), {str(name): int(count) for name, count in state["drawn"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RunError(
+            f"{path}, which has the run's totals up to step {step}, is damaged ({error}); resume another step with"
+            " --ckpt.resume-step, or delete that file: totals and tasks count from 0 then"
+        ) from error
+
+
+def _checksum(state: Mapping[str, object]) -> int:
+    """Over what the file says, however it is laid out."""
+    return zlib.crc32(json.dumps(state, sort_keys=True).encode())

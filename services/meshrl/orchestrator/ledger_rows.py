@@ -6,6 +6,9 @@ rollouts  the state of each rollout
 payloads  a finished rollout, until its step is durable or it is dropped
 steps     what each step took, and its totals
 parts     the messages of a step's batch as they are uploaded, until the step is durable
+
+Payloads, records of steps and parts have a digest (`seal`), which is checked whenever they are read. Files of layout 1
+had none: their rows are read unchecked.
 """
 
 from __future__ import annotations
@@ -13,15 +16,17 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
+
+from blake3 import blake3
 
 from meshrl.orchestrator.groups import DropReason, Group, GroupTicket
 from meshrl.orchestrator.ledger import Entry, RolloutState
 from meshrl.orchestrator.metrics import Progress
 from meshrl.orchestrator.schedule import TaskRef
 
-LAYOUT = 1
+LAYOUT = 2
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS runs (
   run INTEGER PRIMARY KEY, run_id TEXT NOT NULL, session TEXT NOT NULL, epoch INTEGER NOT NULL,
@@ -40,14 +45,24 @@ CREATE TABLE IF NOT EXISTS rollouts (
   oldest_version INTEGER, step INTEGER, reason TEXT NOT NULL, updated_s REAL NOT NULL
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS rollouts_by_step ON rollouts (run, step) WHERE step IS NOT NULL;
-CREATE TABLE IF NOT EXISTS payloads (rollout_id TEXT PRIMARY KEY, data BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS payloads (
+  rollout_id TEXT PRIMARY KEY, data BLOB NOT NULL, seal BLOB NOT NULL DEFAULT x''
+);
 CREATE TABLE IF NOT EXISTS steps (
-  run INTEGER NOT NULL, step INTEGER NOT NULL, digest TEXT NOT NULL, record TEXT NOT NULL, PRIMARY KEY (run, step)
+  run INTEGER NOT NULL, step INTEGER NOT NULL, digest TEXT NOT NULL, record TEXT NOT NULL,
+  seal BLOB NOT NULL DEFAULT x'', PRIMARY KEY (run, step)
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS parts (
-  run INTEGER NOT NULL, step INTEGER NOT NULL, part INTEGER NOT NULL, data BLOB NOT NULL, PRIMARY KEY (run, step, part)
+  run INTEGER NOT NULL, step INTEGER NOT NULL, part INTEGER NOT NULL, data BLOB NOT NULL,
+  seal BLOB NOT NULL DEFAULT x'', PRIMARY KEY (run, step, part)
 );
 """
+SINCE_LAYOUT_1 = """
+ALTER TABLE payloads ADD COLUMN seal BLOB NOT NULL DEFAULT x'';
+ALTER TABLE steps ADD COLUMN seal BLOB NOT NULL DEFAULT x'';
+ALTER TABLE parts ADD COLUMN seal BLOB NOT NULL DEFAULT x'';
+"""
+"""Brings a file of layout 1 to this one; its rows keep an empty seal."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +106,16 @@ class StepRecord:
         return cls(groups=groups, untrainable=untrainable, progress=progress, **values)
 
 
+def seal(data: bytes, *key: object) -> bytes:
+    """The digest that a row keeps of its data and of its key: neither a damaged row nor another's data has it."""
+    return blake3(repr(key).encode() + b"\0" + data).digest(length=16)
+
+
+def is_sealed(data: bytes, found: bytes, *key: object) -> bool:
+    """Whether the data is as it was written; rows from before there were seals have an empty one and are trusted."""
+    return not found or found == seal(data, *key)
+
+
 @dataclass(frozen=True, kw_only=True)
 class PastGroup:
     """A group of an earlier process; `over` when it had ended. `group` has no rollouts."""
@@ -111,8 +136,20 @@ class Past:
     steps: Mapping[int, StepRecord] = field(default_factory=dict)
     kept: frozenset[int] = frozenset()  # steps whose batch is here
     payloads: frozenset[str] = frozenset()
+    damaged: frozenset[str] = frozenset()  # rollouts whose payload is not as it was written
+    damaged_steps: frozenset[int] = frozenset()  # steps whose record or batch is not as it was written
     drawn: Mapping[str, int] = field(default_factory=dict)  # tasks by environment
     next_sequence: int = 0
+
+    def without(self, rollouts: Collection[str], steps: Collection[int]) -> Past:
+        """The same, but for payloads of rollouts and batches of steps that turned out to be damaged."""
+        return replace(
+            self,
+            payloads=self.payloads - frozenset(rollouts),
+            kept=self.kept - frozenset(steps),
+            damaged=self.damaged | frozenset(rollouts),
+            damaged_steps=self.damaged_steps | frozenset(steps),
+        )
 
     def latest(self, group_id: str) -> str:
         """The group that has the rollouts of this one: itself, or the last that completes it."""
@@ -149,7 +186,7 @@ def read_past(connection: sqlite3.Connection, run: RunRow, *, trainer_step: int)
         (run.run,),
     ).fetchall()
     entries = tuple(sorted(map(_entry, rows), key=_place))
-    steps = connection.execute("SELECT step, record FROM steps WHERE run = ?", (run.run,)).fetchall()
+    steps, damaged_steps = _records(connection, run)
     kept = connection.execute("SELECT DISTINCT step FROM parts WHERE run = ?", (run.run,)).fetchall()
     payloads = {entry.rollout_id for entry in entries}
     payloads &= {rollout_id for (rollout_id,) in connection.execute("SELECT rollout_id FROM payloads")}
@@ -166,7 +203,8 @@ def read_past(connection: sqlite3.Connection, run: RunRow, *, trainer_step: int)
         entries=entries,
         ended=Counter({(RolloutState(state), reason): count for state, reason, count in ended}),
         successors=dict(replaced),
-        steps={step: StepRecord.from_json(text) for step, text in steps},
+        steps=steps,
+        damaged_steps=damaged_steps,
         kept=frozenset(step for (step,) in kept),
         payloads=frozenset(payloads),
         drawn=dict(drawn),
@@ -174,6 +212,18 @@ def read_past(connection: sqlite3.Connection, run: RunRow, *, trainer_step: int)
     )
     group_ids = {past.latest(entry.group_id) for entry in entries} | {group_id for (group_id,) in in_flight}
     return replace(past, groups=read_groups(connection, sorted(group_ids)))
+
+
+def _records(connection: sqlite3.Connection, run: RunRow) -> tuple[dict[int, StepRecord], frozenset[int]]:
+    """The records of steps that are as they were written, and the steps whose record is not."""
+    rows = connection.execute("SELECT step, record, seal FROM steps WHERE run = ?", (run.run,))
+    records, damaged = {}, set()
+    for step, text, found in rows:
+        if is_sealed(text.encode(), found, run.run, step):
+            records[step] = StepRecord.from_json(text)
+        else:
+            damaged.add(step)
+    return records, frozenset(damaged)
 
 
 def read_groups(connection: sqlite3.Connection, group_ids: list[str]) -> dict[str, PastGroup]:

@@ -13,14 +13,29 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
+from google.protobuf.message import DecodeError
+from loguru import logger
+
 from meshrl.orchestrator.groups import DropReason, Group, GroupTicket
 from meshrl.orchestrator.ledger import Entry, RolloutState
-from meshrl.orchestrator.ledger_rows import LAYOUT, SCHEMA, Past, PastGroup, RunRow, StepRecord, last_run
+from meshrl.orchestrator.ledger_rows import (
+    LAYOUT,
+    SCHEMA,
+    SINCE_LAYOUT_1,
+    Past,
+    PastGroup,
+    RunRow,
+    StepRecord,
+    is_sealed,
+    last_run,
+    seal,
+)
 from meshrl.orchestrator.ledger_rows import read_groups as rows_of_groups
 from meshrl.orchestrator.ledger_rows import read_past as rows_of_past
 from meshrl.orchestrator.ledger_writer import ThreadedWriter, Writer
 from meshrl.v1 import rollout_pb2, trainer_pb2
 from meshrl.wire import convert
+from meshrl.wire.errors import MeshError
 from meshrl.wire.types import Batch, Rollout
 
 _UPSERT = """
@@ -30,6 +45,8 @@ ON CONFLICT (key) DO UPDATE SET state = excluded.state, rollout_id = excluded.ro
   updated_s = excluded.updated_s
 """
 _ANY_LENGTH = 2**62
+_UNREADABLE = (ValueError, TypeError, DecodeError, MeshError)
+"""What reading damaged data raises: a digest that does not fit, bytes that are no message, a message that is wrong."""
 
 
 class LedgerStore:
@@ -53,7 +70,10 @@ class LedgerStore:
         with closing(sqlite3.connect(self._path)) as connection, connection:
             connection.execute("PRAGMA journal_mode = WAL")
             known = connection.execute("SELECT COUNT(*) FROM sqlite_master WHERE name = 'rollouts'").fetchone()[0]
-            if known and connection.execute("PRAGMA user_version").fetchone()[0] != LAYOUT:
+            layout = connection.execute("PRAGMA user_version").fetchone()[0]
+            if known and layout == 1:
+                connection.executescript(f"BEGIN IMMEDIATE; {SINCE_LAYOUT_1} PRAGMA user_version = {LAYOUT}; COMMIT;")
+            elif known and layout != LAYOUT:
                 connection.execute(f"ALTER TABLE rollouts RENAME TO rollouts_before_{time.time_ns()}")
             connection.executescript(SCHEMA)
             connection.execute(f"PRAGMA user_version = {LAYOUT}")
@@ -121,7 +141,8 @@ class LedgerStore:
 
         def change(db: sqlite3.Connection) -> None:
             data = convert.rollout_to_proto(rollout).SerializeToString()
-            db.execute("INSERT OR REPLACE INTO payloads VALUES (?, ?)", (rollout.rollout_id, data))
+            row = (rollout.rollout_id, data, seal(data, rollout.rollout_id))
+            db.execute("INSERT OR REPLACE INTO payloads VALUES (?, ?, ?)", row)
 
         self._put(change)
 
@@ -153,19 +174,16 @@ class LedgerStore:
     def batched(self, record: StepRecord, batch: Batch) -> None:
         """What a step took and the messages of its batch, in place of what was known of the step."""
 
+        run, step, text = self._run, record.step, record.to_json()
+
         def change(db: sqlite3.Connection) -> None:
-            db.execute(
-                "INSERT OR REPLACE INTO steps VALUES (?, ?, ?, ?)",
-                (self._run, record.step, record.digest, record.to_json()),
-            )
-            db.execute("DELETE FROM parts WHERE run = ? AND step = ?", (self._run, record.step))
-            db.executemany(
-                "INSERT INTO parts VALUES (?, ?, ?, ?)",
-                (
-                    (self._run, record.step, place, message.SerializeToString())
-                    for place, message in enumerate(convert.batch_to_messages(batch))
-                ),
-            )
+            row = (run, step, record.digest, text, seal(text.encode(), run, step))
+            db.execute("INSERT OR REPLACE INTO steps VALUES (?, ?, ?, ?, ?)", row)
+            db.execute("DELETE FROM parts WHERE run = ? AND step = ?", (run, step))
+            for part, message in enumerate(convert.batch_to_messages(batch)):
+                data = message.SerializeToString()
+                sealed = seal(data, run, step, part)
+                db.execute("INSERT INTO parts VALUES (?, ?, ?, ?, ?)", (run, step, part, data, sealed))
 
         self._put(change)
 
@@ -186,32 +204,57 @@ class LedgerStore:
     # --- reading ----------------------------------------------------------------------------------
 
     def batch(self, record: StepRecord) -> Batch | None:
-        """The batch of a step as it was recorded; None when it is not kept any more. Blocks."""
+        """The batch of a step as it was recorded; None when it is not kept any more, or is damaged. Blocks."""
         with closing(sqlite3.connect(self._path)) as connection:
             parts = connection.execute(
-                "SELECT data FROM parts WHERE run = ? AND step = ? ORDER BY part", (self._run, record.step)
+                "SELECT part, data, seal FROM parts WHERE run = ? AND step = ? ORDER BY part", (self._run, record.step)
             ).fetchall()
         if not parts:
             return None
-        reader = convert.BatchReader(seq_len=_ANY_LENGTH, dp_size=record.dp_size)
-        for (data,) in parts:
-            reader.feed(trainer_pb2.SubmitBatchRequest.FromString(data))
-        return reader.finish()
+        try:
+            return _batch_of([(data, found, (self._run, record.step, part)) for part, data, found in parts], record)
+        except _UNREADABLE as error:
+            logger.warning("the recorded batch of step {} in {} is damaged: {}", record.step, self._path, error)
+            return None
 
     def rollouts(self, rollout_ids: Iterable[str]) -> dict[str, Rollout]:
-        """The payloads that are kept of these rollouts, by id. Blocks."""
+        """The payloads of these rollouts that are kept, by id; those that are damaged are left out. Blocks."""
         found = {}
         with closing(sqlite3.connect(self._path)) as connection:
             for rollout_id in rollout_ids:
-                row = connection.execute("SELECT data FROM payloads WHERE rollout_id = ?", (rollout_id,)).fetchone()
-                if row is not None:
-                    found[rollout_id] = convert.rollout_from_proto(rollout_pb2.Rollout.FromString(row[0]))
+                sql = "SELECT data, seal FROM payloads WHERE rollout_id = ?"
+                if (row := connection.execute(sql, (rollout_id,)).fetchone()) is None:
+                    continue
+                try:
+                    found[rollout_id] = _rollout_of(row[0], row[1], rollout_id)
+                except _UNREADABLE as error:
+                    logger.warning("the payload of rollout {} in {} is damaged: {}", rollout_id, self._path, error)
         return found
 
     def groups(self, group_ids: Sequence[str]) -> dict[str, PastGroup]:
         """Groups by id, without their rollouts. Blocks."""
         with closing(sqlite3.connect(self._path)) as connection:
             return rows_of_groups(connection, list(group_ids))
+
+
+def _rollout_of(data: bytes, found: bytes, rollout_id: str) -> Rollout:
+    """A payload. Raises one of _UNREADABLE when it is not as it was written."""
+    if not is_sealed(data, found, rollout_id):
+        raise ValueError("it does not have the digest that it was written with")
+    return convert.rollout_from_proto(rollout_pb2.Rollout.FromString(data))
+
+
+def _batch_of(parts: Sequence[tuple[bytes, bytes, tuple[int, int, int]]], record: StepRecord) -> Batch:
+    """The batch of its (data, seal, key), in order. Raises one of _UNREADABLE when one is not as it was written."""
+    reader = convert.BatchReader(seq_len=_ANY_LENGTH, dp_size=record.dp_size)
+    for data, found, key in parts:
+        if not is_sealed(data, found, *key):
+            raise ValueError(f"part {key[-1]} does not have the digest that it was written with")
+        reader.feed(trainer_pb2.SubmitBatchRequest.FromString(data))
+    batch = reader.finish()
+    if reader.header is not None and reader.header.digest != record.digest:
+        raise ValueError("it is not the batch that the step's record names")
+    return batch
 
 
 def _row(entry: Entry, run: int, at_s: float) -> tuple[object, ...]:

@@ -24,7 +24,14 @@ from meshrl.wire.types import Activation, Rollout, StepEvent
 Metrics = dict[str, float]
 
 OF_NO_STEP = frozenset(
-    {DropReason.RUN_ENDED, DropReason.RESTARTED, DropReason.UNDONE, DropReason.REMOVED, DropReason.SUPERSEDED}
+    {
+        DropReason.RUN_ENDED,
+        DropReason.RESTARTED,
+        DropReason.UNDONE,
+        DropReason.DAMAGED,
+        DropReason.REMOVED,
+        DropReason.SUPERSEDED,
+    }
 )
 """Why rollouts are dropped between two processes or runs."""
 

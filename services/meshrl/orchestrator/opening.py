@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from loguru import logger
@@ -11,13 +13,16 @@ from loguru import logger
 from meshrl.core.paths import Layout
 from meshrl.orchestrator.config import OrchestratorConfig
 from meshrl.orchestrator.groups import Group
-from meshrl.orchestrator.journal import Journal, Opening, read_state
+from meshrl.orchestrator.journal import Journal, Opening, read_state, state_path
 from meshrl.orchestrator.ledger import Ledger
 from meshrl.orchestrator.ledger_rows import Past, RunRow
 from meshrl.orchestrator.ledger_store import LedgerStore
 from meshrl.orchestrator.ledger_writer import Writer
+from meshrl.orchestrator.metrics import Progress
 from meshrl.orchestrator.recovery import Settlement, goes_on, restore, rows_fit, settle
+from meshrl.orchestrator.retry import RunError
 from meshrl.orchestrator.startup import Mesh
+from meshrl.wire.types import Rollout
 
 
 def open_journal(config: OrchestratorConfig, mesh: Mesh, writer: Writer | None = None) -> Journal:
@@ -66,16 +71,18 @@ def open_journal(config: OrchestratorConfig, mesh: Mesh, writer: Writer | None =
 def _go_on(config: OrchestratorConfig, mesh: Mesh, ledger: Ledger, store: LedgerStore, past: Past) -> Opening:
     layout, step = Layout(config.output_dir), mesh.run.step
     logged = max(logged_steps(layout.metrics_jsonl, past.run.metrics_offset), default=0)
-    settlement = settle(
-        past,
+    decide = partial(
+        settle,
         trainer_step=step,
         logged_step=logged,
         fits=lambda record: rows_fit(record, dp_size=mesh.trainer.dp_size, seq_len=mesh.trainer.seq_len),
         environments={env.resolved_name for env in config.train.env},
     )
+    past, settlement, rollouts = _sound(store, past, decide)
+    progress = _progress(layout, past, step)
     restore(ledger, past, settlement)
-    ready = _ready_groups(store, past, settlement)
-    carried = {group_id: tuple(store.rollouts(rollouts).values()) for group_id, rollouts in settlement.carried}
+    ready = tuple(_with_rollouts(past, *members, rollouts) for members in settlement.ready)
+    carried = {group_id: tuple(rollouts[one] for one in members) for group_id, members in settlement.carried}
     renewed = {ticket.group_id for ticket in settlement.redispatch}
     for group_id in settlement.interrupted:
         if group_id in past.groups and group_id not in renewed:
@@ -85,12 +92,17 @@ def _go_on(config: OrchestratorConfig, mesh: Mesh, ledger: Ledger, store: Ledger
         f" {len(settlement.again)} batches are submitted again, {len(ready)} groups wait for a step,"
         f" {len(settlement.redispatch)} are completed"
     )
-    record = past.steps.get(step)
+    if past.damaged or past.damaged_steps:
+        logger.warning(
+            f"damaged in {layout.ledger}: {len(past.damaged)} rollouts, which are dropped, and the batch or record of"
+            f" steps {sorted(past.damaged_steps) or 'none'}; a step that is not trained gets another batch, one that is"
+            " trained stays trained, but its line of metrics may be missing"
+        )
     return Opening(
         recorded=max(settlement.again, default=step),
         logged=logged,
         unlogged_from=min(settlement.unlogged, default=step + 1),
-        progress=record.progress if record is not None else read_state(layout, step)[0],
+        progress=progress,
         records={known: one for known, one in past.steps.items() if known in past.kept or known == step},
         ready=ready,
         redispatch=settlement.redispatch,
@@ -100,15 +112,42 @@ def _go_on(config: OrchestratorConfig, mesh: Mesh, ledger: Ledger, store: Ledger
     )
 
 
-def _ready_groups(store: LedgerStore, past: Past, settlement: Settlement) -> tuple[Group, ...]:
-    """The groups that are left, with their rollouts."""
-    payloads = store.rollouts(one for _, rollouts in settlement.ready for one in rollouts)
-    groups = []
-    for group_id, rollout_ids in settlement.ready:
-        group = past.groups[group_id].group
-        group.rollouts = [payloads[one] for one in rollout_ids]
-        groups.append(group)
-    return tuple(groups)
+def _sound(
+    store: LedgerStore, past: Past, decide: Callable[[Past], Settlement]
+) -> tuple[Past, Settlement, dict[str, Rollout]]:
+    """Decides, reads what that needs, and decides again without what is damaged.
+
+    Returns what is left, the decision, and the rollouts of groups that wait for a step or are completed.
+    """
+    while True:
+        settlement = decide(past)
+        wanted = [one for _, members in (*settlement.ready, *settlement.carried) for one in members]
+        rollouts = store.rollouts(wanted)
+        lost = frozenset(wanted) - rollouts.keys()
+        batches = (*settlement.unlogged, *settlement.again)
+        unreadable = frozenset(step for step in batches if store.batch(past.steps[step]) is None)
+        if not lost and not unreadable:
+            return past, settlement, rollouts
+        past = past.without(lost, unreadable)
+
+
+def _progress(layout: Layout, past: Past, step: int) -> Progress:
+    """Totals up to the trainer's step. Raises RunError when what had them is damaged."""
+    if step in past.steps:
+        return past.steps[step].progress
+    if step in past.damaged_steps and not state_path(layout, step).exists():
+        raise RunError(
+            f"the record of step {step} in {layout.ledger} is damaged, and nothing else has the run's totals; resume"
+            " another step with --ckpt.resume-step, or move the ledger away and start again: totals count from 0 then"
+        )
+    return read_state(layout, step)[0]
+
+
+def _with_rollouts(past: Past, group_id: str, members: Sequence[str], rollouts: Mapping[str, Rollout]) -> Group:
+    """A group that is left, with its rollouts."""
+    group = past.groups[group_id].group
+    group.rollouts = [rollouts[one] for one in members]
+    return group
 
 
 def end_whole(path: Path) -> int:

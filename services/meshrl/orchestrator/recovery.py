@@ -96,8 +96,18 @@ def settle(
         ready=tuple(sorted(ready.items(), key=lambda item: past.groups[item[0]].group.ticket.sequence)),
         redispatch=tuple(sorted(tickets.values(), key=lambda ticket: (ticket.sequence, ticket.group_id))),
         carried=carried,
-        unlogged=tuple(sorted(step for step in past.kept & set(past.steps) if logged_step < step <= trainer_step)),
+        unlogged=_unlogged(past, trainer_step, logged_step),
     )
+
+
+def _unlogged(past: Past, trainer_step: int, logged_step: int) -> tuple[int, ...]:
+    """The last trained steps without a record, without a gap: before one whose batch is damaged none can be made."""
+    steps: list[int] = []
+    step = trainer_step
+    while step > logged_step and step in past.kept and step in past.steps:
+        steps.append(step)
+        step -= 1
+    return tuple(reversed(steps))
 
 
 def _members(
@@ -112,6 +122,8 @@ def _members(
             dropped.append((entry.rollout_id, DropReason.REMOVED))
         elif entry.rollout_id in past.payloads and group_id in past.groups:
             members[group_id] = (*members.get(group_id, ()), entry.rollout_id)
+        elif entry.rollout_id in past.damaged:
+            dropped.append((entry.rollout_id, DropReason.DAMAGED))
         else:
             dropped.append((entry.rollout_id, DropReason.UNDONE))
     return members, dropped
@@ -121,7 +133,7 @@ def _unfinished(
     past: Past, loose: Sequence[Entry], in_flight: AbstractSet[str], environments: Collection[str]
 ) -> dict[str, GroupTicket]:
     """Tickets for what has not come back of the groups in flight; those that failed are tried once more."""
-    came_back = Counter(entry.group_id for entry in loose)
+    came_back = Counter(entry.group_id for entry in loose if entry.rollout_id not in past.damaged)
     tickets = {}
     for group_id in in_flight & past.groups.keys():
         ticket = past.groups[group_id].group.ticket

@@ -1,0 +1,227 @@
+"""Rows of the ledger are damaged on disk: what is damaged is never used, and costs no more than itself."""
+
+import json
+import random
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from meshrl.core.config.shared import EnvConfig
+from meshrl.core.paths import Layout
+from meshrl.orchestrator.audit import audit
+from meshrl.orchestrator.batches import assemble
+from meshrl.orchestrator.config import OrchestratorConfig, TrainEnvsConfig
+from meshrl.orchestrator.groups import Group
+from meshrl.orchestrator.journal import Journal, read_state, state_path, write_state
+from meshrl.orchestrator.ledger_rows import StepRecord
+from meshrl.orchestrator.ledger_store import LedgerStore
+from meshrl.orchestrator.metrics import Progress
+from meshrl.orchestrator.opening import open_journal
+from meshrl.orchestrator.plan import ReadyGroup
+from meshrl.orchestrator.retry import RunError
+from meshrl.orchestrator.startup import Mesh
+from meshrl.wire.types import EnvironmentInfo, RunInfo, TrainerInfo
+
+
+def reopened(folder: Path, trainer_step: int) -> Journal:
+    """What a process of the orchestrator opens beside a trainer at this step."""
+    config = OrchestratorConfig(
+        train=TrainEnvsConfig(env=[EnvConfig(id="echo")]), batch_size=3, group_size=3, output_dir=folder, session="one"
+    )
+    run = RunInfo(run_id="main", step=trainer_step, version=trainer_step, epoch=1, revision=0, durable_step=0)
+    trainer = TrainerInfo(
+        world_size=1, dp_size=1, seq_len=64, pad_multiple=1, objective="", model="", runs=(run,), max_queued_batches=2
+    )
+    environment = EnvironmentInfo(name="echo", taskset="echo", num_tasks=9)
+    return open_journal(config, Mesh(environments={"echo": environment}, trainer=trainer, run=run))
+
+
+@pytest.fixture
+async def folder(tmp_path: Path, make_group, make_rollout) -> Path:
+    """Three groups have come back, two of them as the batches of steps 1 and 2; the trainer has not trained yet."""
+    journal = reopened(tmp_path, 0)
+
+    def finished(name: str) -> Group:
+        rollouts = tuple(make_rollout(f"{name}{place}", reward=float(place), group_id=name) for place in range(3))
+        group = make_group(name, rollouts, size=3)
+        journal.dispatch(group.ticket)
+        for rollout in rollouts:
+            journal.enter(group.ticket, rollout)
+        journal.close_group(group, cancelled_for="stale")
+        return group
+
+    for step in (1, 2):
+        group = finished(f"g{step}")
+        assembled = assemble(
+            [group.rollouts], run_id="main", step=step, advantage=lambda rewards, lengths: np.asarray(rewards),
+            environments=["echo"], seq_len=64, dp_size=1, traceparent="00-1-2-01",
+        )  # fmt: skip
+        ready = ReadyGroup(group=group, kept=tuple(group.rollouts))
+        await journal.batch([ready], assembled, dp_size=1, drawn={"echo": step})
+    finished("g3")
+    journal.close()
+    return tmp_path
+
+
+def change(folder: Path, sql: str, *values: object) -> None:
+    with closing(sqlite3.connect(folder / "ledger.sqlite")) as connection, connection:
+        assert connection.execute(sql, values).rowcount == 1
+
+
+def flip_in(folder: Path, column: str, where: str, bit: int | Callable[[bytes], int] = 100) -> None:
+    """Flips one bit of a row's data."""
+    table = where.split()[0]
+    with closing(sqlite3.connect(folder / "ledger.sqlite")) as connection, connection:
+        ((data,),) = connection.execute(f"SELECT {column} FROM {where}").fetchall()
+        raw = bytearray(data.encode() if isinstance(data, str) else data)
+        place = (bit if isinstance(bit, int) else bit(bytes(raw))) % (8 * len(raw))
+        raw[place // 8] ^= 1 << place % 8
+        new = raw.decode() if isinstance(data, str) else bytes(raw)
+        connection.execute(f"UPDATE {table} SET {column} = ? {where.removeprefix(table)}", (new,))
+
+
+def states(folder: Path) -> dict[tuple[str, str], int]:
+    return dict(audit(folder).counts)
+
+
+def test_no_flipped_bit_of_a_payload_or_a_batch_is_read(folder: Path) -> None:
+    chance = random.Random(0)
+    store = LedgerStore(folder / "ledger.sqlite")
+    store._run = 1
+    with closing(sqlite3.connect(folder / "ledger.sqlite")) as connection:
+        (text,) = connection.execute("SELECT record FROM steps WHERE step = 1").fetchone()
+        sizes = {
+            "payload": connection.execute("SELECT length(data) FROM payloads WHERE rollout_id = 'g30'").fetchone()[0],
+            "header": connection.execute("SELECT length(data) FROM parts WHERE step = 1 AND part = 0").fetchone()[0],
+            "row": connection.execute("SELECT length(data) FROM parts WHERE step = 1 AND part = 1").fetchone()[0],
+        }
+    record = StepRecord.from_json(text)
+    assert store.rollouts(["g30"])
+    assert store.batch(record) is not None
+    read = []
+    where = {
+        "payload": "payloads WHERE rollout_id = 'g30'",
+        "header": "parts WHERE step = 1 AND part = 0",
+        "row": "parts WHERE step = 1 AND part = 1",
+    }
+    for _ in range(50):
+        for kind, row in where.items():
+            bit = chance.randrange(8 * sizes[kind])
+            flip_in(folder, "data", row, bit)
+            if store.rollouts(["g30"]) if kind == "payload" else store.batch(record) is not None:
+                read.append((kind, bit))
+            flip_in(folder, "data", row, bit)
+    assert read == [], f"{len(read)} of 150 flipped bits were read"
+    assert store.rollouts(["g30"])
+    assert store.batch(record) is not None
+
+
+def test_a_damaged_payload_costs_its_rollout(folder: Path) -> None:
+    flip_in(folder, "data", "payloads WHERE rollout_id = 'g31'")
+    journal = reopened(folder, 0)
+    (group,) = journal.opening.ready
+    assert [rollout.rollout_id for rollout in group.rollouts] == ["g30", "g32"]
+    assert journal.balance().exact
+    assert journal.balance().dropped == {"payload_damaged": 1}
+    journal.close()
+    report = audit(folder)
+    assert report.ok, report.table()
+    assert report.counts[("dropped", "payload_damaged")] == 1
+
+
+def test_too_many_damaged_payloads_cost_their_group(folder: Path) -> None:
+    for name in ("g30", "g31"):
+        flip_in(folder, "data", f"payloads WHERE rollout_id = '{name}'")
+    journal = reopened(folder, 0)
+    assert journal.opening.ready == ()
+    journal.close()
+    assert audit(folder).ok
+    assert states(folder) == {("batched", ""): 6, ("dropped", "payload_damaged"): 2, ("dropped", "group_lost"): 1}
+
+
+@pytest.mark.parametrize(
+    "bit", [lambda data: 8 * data.index(b"echo") + 1, lambda data: 8 * data.index(b"00-1-2-01") + 1, 77]
+)
+async def test_what_a_damaged_batch_took_goes_into_another(folder: Path, bit) -> None:
+    flip_in(folder, "data", "parts WHERE step = 2 AND part = 0", bit)
+    journal = reopened(folder, 0)
+    assert journal.opening.recorded == 1
+    assert sorted(group.ticket.group_id for group in journal.opening.ready) == ["g2", "g3"]
+    assert (await journal.load_batch(1)).step == 1
+    journal.close()
+    assert states(folder) == {("batched", ""): 3, ("finished", ""): 6}
+    assert audit(folder).ok
+
+
+def test_a_batch_under_another_steps_number_is_damaged(folder: Path) -> None:
+    with closing(sqlite3.connect(folder / "ledger.sqlite")) as connection, connection:
+        connection.execute("DELETE FROM parts WHERE step = 2")
+        connection.execute("INSERT INTO parts SELECT run, 2, part, data, seal FROM parts WHERE step = 1")
+    journal = reopened(folder, 0)
+    assert journal.opening.recorded == 1
+    journal.close()
+
+
+def test_a_damaged_batch_that_was_trained_costs_only_its_line_of_metrics(folder: Path) -> None:
+    flip_in(folder, "data", "parts WHERE step = 1 AND part = 1")
+    journal = reopened(folder, 1)
+    assert (journal.opening.recorded, journal.opening.unlogged_from) == (2, 2)
+    assert journal.opening.progress.samples == 3
+    journal.close()
+    assert states(folder) == {("trained", ""): 3, ("batched", ""): 3, ("finished", ""): 3}
+
+
+async def test_a_batch_that_is_damaged_while_the_run_goes_on_ends_with_a_sentence(folder: Path) -> None:
+    journal = reopened(folder, 0)
+    flip_in(folder, "data", "parts WHERE step = 2 AND part = 1")
+    with pytest.raises(RunError, match=r"the batch of step 2 in .*ledger.sqlite is damaged or gone; start"):
+        await journal.load_batch(2)
+    journal.close()
+
+
+def test_a_damaged_record_of_a_step_to_come_releases_it(folder: Path) -> None:
+    flip_in(folder, "record", "steps WHERE step = 2", lambda data: 8 * data.index(b'"tokens": ') + 80)
+    journal = reopened(folder, 0)
+    assert journal.opening.recorded == 1
+    journal.close()
+    assert states(folder) == {("batched", ""): 3, ("finished", ""): 6}
+
+
+def test_totals_come_from_the_checkpoint_where_the_record_is_damaged_or_end_with_a_sentence(folder: Path) -> None:
+    flip_in(folder, "record", "steps WHERE step = 1", lambda data: 8 * data.index(b'"tokens": ') + 80)
+    with pytest.raises(RunError, match=r"the record of step 1 in .*ledger.sqlite is damaged.*--ckpt.resume-step"):
+        reopened(folder, 1)
+    state = Layout(folder).checkpoint_step(1) / "orchestrator" / "progress.json"
+    state.parent.mkdir(parents=True)
+    state.write_text(json.dumps({"step": 1, "tokens": 15, "samples": 3, "problems": 1, "drawn": {"echo": 1}}))
+    journal = reopened(folder, 1)
+    assert journal.opening.progress.tokens == 15
+    journal.close()
+
+
+def test_a_checkpoints_totals_are_read_as_they_were_written_or_not_at_all(folder: Path) -> None:
+    layout = Layout(folder)
+    with closing(sqlite3.connect(layout.ledger)) as connection:
+        (text,) = connection.execute("SELECT record FROM steps WHERE step = 1").fetchone()
+    write_state(layout, StepRecord.from_json(text))
+    assert read_state(layout, 1) == (Progress(tokens=15, samples=3, problems=1), {"echo": 1})
+    path = state_path(layout, 1)
+    path.write_text(path.read_text().replace('"tokens": 15', '"tokens": 17'))
+    with pytest.raises(RunError, match=r"progress.json, which has the run's totals up to step 1, is damaged"):
+        read_state(layout, 1)
+
+
+def test_a_ledger_from_before_there_were_digests_goes_on(folder: Path) -> None:
+    with closing(sqlite3.connect(folder / "ledger.sqlite")) as connection, connection:
+        for table in ("payloads", "steps", "parts"):
+            connection.execute(f"ALTER TABLE {table} DROP COLUMN seal")
+        connection.execute("PRAGMA user_version = 1")
+    journal = reopened(folder, 0)
+    assert journal.opening.recorded == 2
+    assert [len(group.rollouts) for group in journal.opening.ready] == [3]
+    journal.close()
+    assert audit(folder).ok
