@@ -242,7 +242,7 @@ class Checkpointer:
             return str(found).encode()
 
         step = int(self._group.broadcast(self._group.together("find the checkpoint", find)))
-        return step, self._group.together("read the checkpoint", lambda: Manifest.read(self._folder(step)))
+        return step, self._group.together("read the checkpoint", lambda: Manifest.read(self._folder(step), step=step))
 
     def _load(self, folder: Path, manifest: Manifest) -> None:
         optimizer = train_state.optimizer_kind(self._learner)

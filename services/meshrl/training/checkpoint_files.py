@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 MANIFEST = "checkpoint.json"
+CHECKSUM = "crc32"  # its key in the manifest, over all other keys
 FORMAT = "meshrl-checkpoint-1"
 PARTIAL, DELETED, SUPERSEDED = ".partial", ".deleted", "superseded_"
 _BLOCK_BYTES = 2**24
@@ -49,13 +50,18 @@ class Manifest:
     def write(self, folder: Path) -> None:
         """Writes it, and flushes the names that the folder holds."""
         path = folder / MANIFEST
-        path.write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=1), encoding="utf-8")
+        values = {"format": FORMAT, **asdict(self)}
+        path.write_text(json.dumps({**values, CHECKSUM: _checksum(values)}, indent=1), encoding="utf-8")
         flush(path)
         flush(folder)
 
     @classmethod
-    def read(cls, folder: Path) -> Manifest:
-        """Raises CheckpointError for a folder that this program did not write, or that somebody changed."""
+    def read(cls, folder: Path, *, step: int | None = None) -> Manifest:
+        """Reads it; `step` is the one that the folder's name says.
+
+        Raises CheckpointError for a folder that this program did not write, or that is damaged or of another step.
+        Manifests from before they had a checksum are read without that check.
+        """
         try:
             text = (folder / MANIFEST).read_text(encoding="utf-8")
         except FileNotFoundError as error:
@@ -67,16 +73,31 @@ class Manifest:
             raise damaged(folder, f"{MANIFEST} cannot be read ({error})") from error
         try:
             values: dict[str, Any] = json.loads(text)
-            written_as = values.pop("format", None)
+            written_as, checksum = values.get("format"), values.pop(CHECKSUM, None)
+            if written_as == FORMAT and checksum is not None and checksum != _checksum(values):
+                raise damaged(folder, f"{MANIFEST} does not have the checksum it was written with")
             if written_as == FORMAT:
+                del values["format"]
                 files = {name: FileMark(**mark) for name, mark in values.pop("files").items()}
-                return cls(files=files, **values)
+                manifest = cls(files=files, **values)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise damaged(folder, f"{MANIFEST} cannot be read ({error})") from error
-        raise CheckpointError(
-            f"{folder} was written in format {written_as!r}, this program reads {FORMAT!r}; resume it with the version "
-            "that wrote it, or start from its snapshot under weights/"
-        )
+        if written_as != FORMAT:
+            raise CheckpointError(
+                f"{folder} was written in format {written_as!r}, this program reads {FORMAT!r}; resume it with the "
+                "version that wrote it, or start from its snapshot under weights/"
+            )
+        if step is not None and manifest.step != step:
+            raise CheckpointError(
+                f"{folder} holds the checkpoint of step {manifest.step}, not of step {step}; give its folder the name "
+                f"step_{manifest.step} back, or resume another step with ckpt.resume_step"
+            )
+        return manifest
+
+
+def _checksum(values: Mapping[str, Any]) -> int:
+    """Over what a manifest says, however it is laid out."""
+    return zlib.crc32(json.dumps(values, sort_keys=True).encode())
 
 
 def damaged(folder: Path, what: str) -> CheckpointError:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -260,9 +262,28 @@ def _flip(folder: Path) -> None:
     shard.write_bytes(data)
 
 
+def _say(name: str, value: object) -> Callable[[Path], object]:
+    """Another value in the manifest, as somebody's editor or a flipped bit would leave it."""
+
+    def change(folder: Path) -> None:
+        path = folder / files.MANIFEST
+        path.write_text(json.dumps({**json.loads(path.read_text()), name: value}))
+
+    return change
+
+
+def _swap(folder: Path) -> None:
+    """The checkpoint of step 3 under the name of step 6."""
+    shutil.rmtree(folder)
+    shutil.copytree(folder.parent.parent / "step_3" / folder.name, folder)
+
+
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
+        (_say("tokens", 16), r"checkpoint.json does not have the checksum it was written with"),
+        (_say("step", 7), r"checkpoint.json does not have the checksum it was written with"),
+        (_swap, r"step_6/trainer holds the checkpoint of step 3, not of step 6; give its folder the name step_3 back"),
         (_cut, r"__0_0.distcp has \d+ bytes instead of"),
         (_flip, r"__0_0.distcp does not have the checksum"),
         (lambda folder: (folder / ".metadata").unlink(), r"\.metadata cannot be read"),
@@ -283,6 +304,31 @@ def test_a_damaged_or_foreign_checkpoint_is_refused_and_an_earlier_one_resumes(
         Checkpointer(learner, saved, tokenizer=None).restore(-1)
     kit.assert_same(kit.state(learner), before)
     assert Checkpointer(learner, saved, tokenizer=None).restore(3) == 3
+
+
+def test_no_flipped_bit_of_the_manifest_changes_what_is_read(saved: Path) -> None:
+    folder = saved / "checkpoints/step_6/trainer"
+    path, chance, read = folder / files.MANIFEST, random.Random(0), []
+    whole, written = files.Manifest.read(folder, step=6), path.read_bytes()
+    for _ in range(150):
+        data, bit = bytearray(written), chance.randrange(8 * len(written))
+        data[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(data)
+        try:
+            found = files.Manifest.read(folder, step=6)
+        except CheckpointError:
+            continue
+        if found != whole:
+            read.append((bit, found))
+    assert read == []
+
+
+def test_a_manifest_from_before_there_was_a_checksum_resumes(model: str, saved: Path) -> None:
+    path = saved / "checkpoints/step_6/trainer" / files.MANIFEST
+    values = json.loads(path.read_text())
+    del values[files.CHECKSUM]
+    path.write_text(json.dumps(values))
+    assert Checkpointer(kit.build(model), saved, tokenizer=None).restore(-1) == 6
 
 
 @pytest.mark.parametrize(
