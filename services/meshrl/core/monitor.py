@@ -1,14 +1,19 @@
-"""Where metrics go: console, a JSONL file and Weights & Biases; fed by whoever leads a loop (orchestrator, sft)."""
+"""Where metrics go: console, a JSONL file and Weights & Biases; fed by whoever leads a loop (orchestrator, sft).
+
+A destination that fails costs metrics, never the run: it is told once, with what to do, and again when it works.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol
 
 from loguru import logger
 
@@ -43,8 +48,12 @@ class SampleRow:
     advantage: float | None
 
 
+class SinkError(Exception):
+    """A destination does not take metrics now; the message says what to do about it."""
+
+
 class Sink(Protocol):
-    """One destination. Calls come from one thread at a time and may block."""
+    """One destination. Calls come from one thread at a time, may block, and may raise."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
@@ -56,34 +65,44 @@ class Sink(Protocol):
 
 
 class Monitor:
-    """Writes one record to every sink. Safe from several threads; blocking, so call it beside an event loop."""
+    """Writes one record to every sink. Safe from several threads; blocking, so call it beside an event loop.
+
+    Raises nothing: a sink that fails is warned about once, and asked again with every record.
+    """
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
         self._sinks = tuple(sinks)
+        self._failing: set[int] = set()  # places in `_sinks`
         self._lock = threading.Lock()
         self._closed = False
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        with self._lock:
-            for sink in self._sinks:
-                sink.write(step, metrics)
+        self._each(lambda sink: sink.write(step, metrics))
 
     def log_samples(self, step: int, rows: Sequence[SampleRow]) -> None:
-        with self._lock:
-            for sink in self._sinks:
-                sink.write_samples(step, rows)
+        self._each(lambda sink: sink.write_samples(step, rows))
 
     def log_distributions(self, step: int, values: Mapping[str, Sequence[float]]) -> None:
-        with self._lock:
-            for sink in self._sinks:
-                sink.write_distributions(step, values)
+        self._each(lambda sink: sink.write_distributions(step, values))
 
     def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._each(lambda sink: sink.close())
+
+    def _each(self, call: Callable[[Sink], None]) -> None:
         with self._lock:
-            if not self._closed:
-                self._closed = True
-                for sink in self._sinks:
-                    sink.close()
+            for place, sink in enumerate(self._sinks):
+                try:
+                    call(sink)
+                except Exception as error:  # noqa: BLE001  # whatever it is, metrics are not worth a run
+                    if place not in self._failing:
+                        logger.warning("{}; the run goes on without these metrics", error)
+                    self._failing.add(place)
+                else:
+                    if place in self._failing:
+                        logger.info("{} takes metrics again", type(sink).__name__)
+                    self._failing.discard(place)
 
 
 class ConsoleSink:
@@ -109,17 +128,36 @@ class ConsoleSink:
 
 
 class JsonlSink:
-    """One JSON object a record: `{"step": n, name: value, ...}`; numbers that are not finite become null."""
+    """One JSON object a record: `{"step": n, name: value, ...}`; numbers that are not finite become null.
+
+    Lines that a full disk refuses wait in memory and are written, in order, once it takes them.
+    """
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file: TextIO = path.open("a", encoding="utf-8")
+        self._path = path
+        self._file: FileIO | None = None
+        self._waiting: list[bytes] = []
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         record: dict[str, float | None] = {"step": step}
         record |= {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
+        self._waiting.append((json.dumps(record) + "\n").encode())
+        self._write_waiting()
+
+    def _write_waiting(self) -> None:
+        """Raises SinkError when the disk takes no more."""
+        try:
+            if self._file is None:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = self._path.open("ab", buffering=0)
+            while self._waiting:
+                _append_whole(self._file, self._waiting[0])
+                del self._waiting[0]
+        except OSError as error:
+            raise SinkError(
+                f"{self._path} cannot be written ({error.strerror}), {len(self._waiting)} records wait; free some space"
+                " and they follow"
+            ) from error
 
     def write_samples(self, step: int, rows: Sequence[SampleRow]) -> None:
         """Samples go to tables of W&B only; the ledger and the traces name every rollout."""
@@ -128,11 +166,26 @@ class JsonlSink:
         """Histograms go to W&B only; a record has the statistics."""
 
     def close(self) -> None:
-        self._file.close()
+        try:
+            self._write_waiting()
+        finally:
+            if self._file is not None:
+                self._file.close()
+
+
+def _append_whole(file: FileIO, line: bytes) -> None:
+    """Appends the line, or leaves the file as it was. Raises OSError."""
+    size, rest = os.fstat(file.fileno()).st_size, memoryview(line)
+    try:
+        while rest:  # a disk that is nearly full takes a part of it
+            rest = rest[file.write(rest) :]
+    except OSError:
+        os.ftruncate(file.fileno(), size)
+        raise
 
 
 class WandbSink:
-    """A Weights & Biases run. A failing service costs metrics, never the run: it is logged and the sink ends."""
+    """A Weights & Biases run. A service that fails, or cannot be reached at the start, is warned about and left out."""
 
     def __init__(
         self,
@@ -145,19 +198,30 @@ class WandbSink:
         folder: Path,
         settings: Mapping[str, Any],
     ) -> None:
-        import wandb  # heavy, and only needed when it is switched on
+        """WANDB_MODE of the environment, where it is set, comes before `offline`."""
+        self._wandb: Any = None
+        self._run: Any = None
+        try:
+            import wandb  # heavy, and only needed when it is switched on
 
-        folder.mkdir(parents=True, exist_ok=True)
-        self._wandb: Any = wandb
-        self._run: Any = wandb.init(
-            project=project,
-            name=name,
-            group=group,
-            tags=list(tags),
-            dir=str(folder),
-            mode="offline" if offline else "online",
-            config=dict(settings),
-        )
+            folder.mkdir(parents=True, exist_ok=True)
+            self._wandb = wandb
+            mode: Any = os.environ.get("WANDB_MODE") or ("offline" if offline else "online")
+            self._run = wandb.init(
+                project=project,
+                name=name,
+                group=group,
+                tags=list(tags),
+                dir=str(folder),
+                mode=mode,
+                config=dict(settings),
+            )
+        except Exception as error:  # noqa: BLE001  # wandb raises what it likes, and metrics are not worth a run
+            logger.warning(
+                "no metrics go to W&B: {}; run `wandb login` or set WANDB_API_KEY, or set wandb.offline or WANDB_MODE ="
+                " offline and `wandb sync` later",
+                error,
+            )
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         self._guarded(lambda: self._run.log({**metrics, "step": step}))
@@ -186,6 +250,6 @@ class WandbSink:
             return
         try:
             call()
-        except (self._wandb.Error, OSError) as error:  # metrics are not worth a run: go on without W&B
+        except Exception as error:  # noqa: BLE001  # wandb raises what it likes: go on without it
             logger.warning(f"W&B failed and is off from here on: {error}")
             self._run = None

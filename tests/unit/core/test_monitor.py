@@ -1,7 +1,26 @@
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+from loguru import logger
+
 from meshrl.core.monitor import ConsoleSink, JsonlSink, Monitor, SampleRow, WandbSink
+from small_disk import fill, mounted
+
+
+@pytest.fixture
+def warnings_said() -> Iterator[list[str]]:
+    said: list[str] = []
+    handler = logger.add(lambda message: said.append(message.record["message"]), level="WARNING")
+    yield said
+    logger.remove(handler)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    with mounted(tmp_path / "disk", mebibytes=1) as folder:
+        yield folder
 
 
 def test_each_record_is_one_json_line_and_what_is_not_finite_is_null(tmp_path: Path) -> None:
@@ -53,3 +72,75 @@ def test_wandb_offline_takes_metrics_tables_and_histograms(tmp_path: Path) -> No
     sink.write_distributions(1, {"distributions/reward": [0.0, 1.0]})
     sink.close()
     assert list(tmp_path.glob("wandb/offline-run-*"))
+
+
+def test_wandb_mode_of_the_environment_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    sink = WandbSink(project="p", name="n", offline=False, folder=tmp_path, settings={})
+    sink.write(1, {"a": 1.0})
+    sink.close()
+    assert list(tmp_path.glob("wandb/offline-run-*"))
+
+
+def test_wandb_without_a_key_is_warned_about_once_with_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings_said: list[str]
+) -> None:
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("HOME", "WANDB_CONFIG_DIR", "NETRC"):
+        monkeypatch.setenv(name, str(tmp_path / "nobody"))
+    sink = WandbSink(project="p", name="n", offline=False, folder=tmp_path, settings={})
+    monitor = Monitor([sink, JsonlSink(tmp_path / "metrics.jsonl")])
+    monitor.log(1, {"a": 1.0})
+    monitor.log(2, {"a": 1.0})
+    monitor.close()
+    (said,) = warnings_said
+    assert said.startswith("no metrics go to W&B: ")
+    assert "run `wandb login` or set WANDB_API_KEY, or set wandb.offline" in said
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+class FailingSink:
+    """Fails in a way that nobody foresaw, until it is mended."""
+
+    def __init__(self) -> None:
+        self.failing, self.steps = True, []
+
+    def write(self, step: int, metrics: object) -> None:
+        if self.failing:
+            raise RuntimeError("the service is gone")
+        self.steps.append(step)
+
+    def close(self) -> None:
+        raise RuntimeError("the service is gone")
+
+
+def test_a_destination_that_fails_is_warned_about_once_and_the_others_go_on(
+    tmp_path: Path, warnings_said: list[str]
+) -> None:
+    sink = FailingSink()
+    monitor = Monitor([sink, JsonlSink(tmp_path / "metrics.jsonl")])
+    for step in (1, 2, 3):
+        sink.failing = step < 3
+        monitor.log(step, {"a": 1.0})
+    assert (sink.steps, warnings_said) == ([3], ["the service is gone; the run goes on without these metrics"])
+    monitor.close()
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
+
+
+def test_records_that_a_full_disk_refuses_follow_once_there_is_room(small_disk: Path, warnings_said: list[str]) -> None:
+    monitor = Monitor([JsonlSink(small_disk / "metrics.jsonl")])
+    monitor.log(1, {"a": 1.0})
+    filler = fill(small_disk)
+    for step in range(2, 300):  # the last page of the file still takes some
+        monitor.log(step, {"a": 1.0, "b": float("nan")})
+    (said,) = warnings_said
+    assert "metrics.jsonl cannot be written (No space left on device), 1 records wait; free some space" in said
+    whole = [json.loads(line)["step"] for line in (small_disk / "metrics.jsonl").read_text().splitlines()]
+    assert whole == list(range(1, len(whole) + 1))
+    assert 0 < len(whole) < 299
+    filler.unlink()
+    monitor.log(300, {"a": 1.0})
+    monitor.close()
+    steps = [json.loads(line)["step"] for line in (small_disk / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, 301))

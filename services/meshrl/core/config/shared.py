@@ -99,7 +99,7 @@ class WandbConfig(BaseConfig):
     """Tags of the run."""
 
     offline: bool = False
-    """Log to disk only."""
+    """Log to disk only; WANDB_MODE of the environment comes first."""
 
     log_extras: LogExtrasConfig | None = LogExtrasConfig()
     """Sample tables and distributions; None means metrics only."""
