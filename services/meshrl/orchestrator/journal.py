@@ -230,7 +230,7 @@ class Journal:
         return self._ledger.balance()
 
     def close(self) -> None:
-        """Blocks until everything is on disk. Raises sqlite3.Error."""
+        """Blocks until everything is on disk. Raises LedgerFileError."""
         self._store.close()
 
     async def _flush(self) -> None:

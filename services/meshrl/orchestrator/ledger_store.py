@@ -9,7 +9,6 @@ import sqlite3
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,7 +31,7 @@ from meshrl.orchestrator.ledger_rows import (
 )
 from meshrl.orchestrator.ledger_rows import read_groups as rows_of_groups
 from meshrl.orchestrator.ledger_rows import read_past as rows_of_past
-from meshrl.orchestrator.ledger_writer import ThreadedWriter, Writer
+from meshrl.orchestrator.ledger_writer import ThreadedWriter, Writer, ledger_file, unusable
 from meshrl.v1 import rollout_pb2, trainer_pb2
 from meshrl.wire import convert
 from meshrl.wire.errors import MeshError
@@ -52,7 +51,7 @@ _UNREADABLE = (ValueError, TypeError, DecodeError, MeshError)
 class LedgerStore:
     """A ledger file. What changes it never blocks; `flush` and `close` tell when everything before is on disk.
 
-    Reading blocks: call it beside an event loop. Everything raises sqlite3.Error when the file cannot be used.
+    Reading blocks: call it beside an event loop. Everything raises LedgerFileError when the file cannot be used.
     """
 
     def __init__(self, path: Path, writer: Writer | None = None) -> None:
@@ -66,8 +65,11 @@ class LedgerStore:
 
     def open(self) -> RunRow | None:
         """Creates or reopens the file and returns the last run in it."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with closing(sqlite3.connect(self._path)) as connection, connection:
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise unusable(self._path, error) from error
+        with ledger_file(self._path) as connection:
             connection.execute("PRAGMA journal_mode = WAL")
             known = connection.execute("SELECT COUNT(*) FROM sqlite_master WHERE name = 'rollouts'").fetchone()[0]
             layout = connection.execute("PRAGMA user_version").fetchone()[0]
@@ -82,7 +84,7 @@ class LedgerStore:
     def begin(self, run: RunRow) -> RunRow:
         """Starts a run of its own: what earlier ones left open ends with a reason. Returns its row."""
         superseded = DropReason.SUPERSEDED.value
-        with closing(sqlite3.connect(self._path)) as connection, connection:
+        with ledger_file(self._path) as connection:
             connection.execute(
                 "UPDATE rollouts SET state = 'cancelled', reason = ? WHERE state = 'dispatched'", (superseded,)
             )
@@ -104,12 +106,15 @@ class LedgerStore:
 
     def resume(self, run: RunRow, *, trainer_step: int) -> Past:
         """Goes on with the last run; returns what it left. `run` has what may have changed: session and epoch."""
-        with closing(sqlite3.connect(self._path)) as connection, connection:
+        with ledger_file(self._path) as connection:
             connection.execute(
                 "UPDATE runs SET session = ?, epoch = ?, first_step = ?, ended = '' WHERE run = ?",
                 (run.session, run.epoch, run.first_step, run.run),
             )
-            past = rows_of_past(connection, run, trainer_step=trainer_step)
+            try:
+                past = rows_of_past(connection, run, trainer_step=trainer_step)
+            except (ValueError, TypeError, KeyError) as error:  # a row says what no row can say
+                raise unusable(self._path, error) from error
         self._run = run.run
         self._writer.start()
         return past
@@ -119,7 +124,7 @@ class LedgerStore:
         self._put(lambda db: db.execute("UPDATE runs SET ended = ? WHERE run = ?", (reason, self._run)))
 
     def close(self, deadline_s: float = 30.0) -> None:
-        """Writes what is queued and stops. Raises sqlite3.Error when something could not be written."""
+        """Writes what is queued and stops. Raises LedgerFileError when something could not be written."""
         self._writer.close(deadline_s)
 
     # --- changes ----------------------------------------------------------------------------------
@@ -205,7 +210,7 @@ class LedgerStore:
 
     def batch(self, record: StepRecord) -> Batch | None:
         """The batch of a step as it was recorded; None when it is not kept any more, or is damaged. Blocks."""
-        with closing(sqlite3.connect(self._path)) as connection:
+        with ledger_file(self._path) as connection:
             parts = connection.execute(
                 "SELECT part, data, seal FROM parts WHERE run = ? AND step = ? ORDER BY part", (self._run, record.step)
             ).fetchall()
@@ -220,7 +225,7 @@ class LedgerStore:
     def rollouts(self, rollout_ids: Iterable[str]) -> dict[str, Rollout]:
         """The payloads of these rollouts that are kept, by id; those that are damaged are left out. Blocks."""
         found = {}
-        with closing(sqlite3.connect(self._path)) as connection:
+        with ledger_file(self._path) as connection:
             for rollout_id in rollout_ids:
                 sql = "SELECT data, seal FROM payloads WHERE rollout_id = ?"
                 if (row := connection.execute(sql, (rollout_id,)).fetchone()) is None:
@@ -233,7 +238,7 @@ class LedgerStore:
 
     def groups(self, group_ids: Sequence[str]) -> dict[str, PastGroup]:
         """Groups by id, without their rollouts. Blocks."""
-        with closing(sqlite3.connect(self._path)) as connection:
+        with ledger_file(self._path) as connection:
             return rows_of_groups(connection, list(group_ids))
 
 

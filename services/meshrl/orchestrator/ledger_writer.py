@@ -6,13 +6,53 @@ import queue
 import sqlite3
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
+from meshrl.orchestrator.retry import RunError
+
 Change = Callable[[sqlite3.Connection], object]
+
+
+class LedgerFileError(RunError):
+    """The file of the ledger cannot be read or written; the message says what to do."""
+
+
+def unusable(path: Path, error: Exception) -> LedgerFileError:
+    """The error for what SQLite, or the file system below it, said about the file."""
+    code = getattr(error, "sqlite_errorcode", None)
+    primary = None if code is None else code & 0xFF  # the rest says where in SQLite
+    if primary == sqlite3.SQLITE_FULL or primary == sqlite3.SQLITE_IOERR:
+        return LedgerFileError(
+            f"ledger {path} cannot be written ({error}): its disk is full, or fails; free some space and start again:"
+            " the run goes on where it stopped"
+        )
+    if primary in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+        return LedgerFileError(
+            f"ledger {path} is in use ({error}); end the other orchestrator of this output_dir, or choose another one"
+        )
+    if isinstance(error, OSError) or primary in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM):
+        return LedgerFileError(
+            f"ledger {path} cannot be written ({error}); output_dir must be a folder that this user may write, on a"
+            " disk with room"
+        )
+    return LedgerFileError(
+        f"ledger {path} is damaged ({error}); move it and the files {path.name}-wal and {path.name}-shm away and start"
+        " again with --ckpt.resume-step -1: the run goes on from its last checkpoint with a new ledger"
+    )
+
+
+@contextmanager
+def ledger_file(path: Path) -> Iterator[sqlite3.Connection]:
+    """A connection to the file; what is changed in it is committed at the end. Raises LedgerFileError."""
+    try:
+        with closing(sqlite3.connect(path)) as connection, connection:
+            yield connection
+    except (sqlite3.Error, OSError) as error:
+        raise unusable(path, error) from error
 
 
 class Writer(Protocol):
@@ -42,7 +82,7 @@ class ThreadedWriter:
         self._thread.start()
 
     def put(self, change: Change) -> None:
-        """Queues a change. Raises what an earlier one failed with."""
+        """Queues a change. Raises what an earlier one failed with, LedgerFileError where it was the file."""
         self._check()
         self._queue.put(change)
 
@@ -54,13 +94,13 @@ class ThreadedWriter:
         return done
 
     def close(self, deadline_s: float) -> None:
-        """Commits what is queued and stops. Raises sqlite3.Error when something could not be written."""
+        """Commits what is queued and stops. Raises LedgerFileError when something could not be written."""
         if not self._thread.is_alive():
             return
         self._queue.put(None)
         self._thread.join(deadline_s)
         if self._thread.is_alive():
-            raise sqlite3.OperationalError(f"ledger {self._path} was not written within {deadline_s:g} s")
+            raise LedgerFileError(f"ledger {self._path} was not written within {deadline_s:g} s; is its disk too slow?")
         self._check()
 
     def _check(self) -> None:
@@ -69,8 +109,9 @@ class ThreadedWriter:
 
     def _write_all(self) -> None:
         waiting: list[Future[None]] = []
-        connection = sqlite3.connect(self._path, isolation_level=None)
+        connection: sqlite3.Connection | None = None
         try:
+            connection = sqlite3.connect(self._path, isolation_level=None)
             connection.execute("PRAGMA synchronous = NORMAL")
             ended = False
             while not ended:
@@ -84,10 +125,11 @@ class ThreadedWriter:
                         done.set_result(None)
                 waiting = []
         except Exception as error:  # noqa: BLE001  # surfaces at the next call: the run must not go on uncounted
-            self._error = error
-            self._fail(waiting, error)
+            self._error = unusable(self._path, error) if isinstance(error, sqlite3.Error) else error
+            self._fail(waiting, self._error)
         finally:
-            connection.close()
+            if connection is not None:
+                connection.close()
 
     def _fail(self, waiting: list[Future[None]], error: Exception) -> None:
         with suppress(queue.Empty):

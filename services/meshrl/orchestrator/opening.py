@@ -26,7 +26,7 @@ from meshrl.wire.types import Rollout
 
 
 def open_journal(config: OrchestratorConfig, mesh: Mesh, writer: Writer | None = None) -> Journal:
-    """Opens the ledger of `output_dir` for this trainer. Blocks. Raises sqlite3.Error when it cannot be used."""
+    """Opens the ledger of `output_dir` for this trainer. Blocks. Raises RunError when it cannot be used."""
     layout, run = Layout(config.output_dir), mesh.run
     size = end_whole(layout.metrics_jsonl)
     store = LedgerStore(layout.ledger, writer)

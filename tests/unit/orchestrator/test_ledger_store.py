@@ -10,6 +10,7 @@ from meshrl.orchestrator.groups import Group, GroupTicket
 from meshrl.orchestrator.ledger import Ledger
 from meshrl.orchestrator.ledger_rows import Past, RunRow, StepRecord
 from meshrl.orchestrator.ledger_store import LedgerStore
+from meshrl.orchestrator.ledger_writer import LedgerFileError
 from meshrl.orchestrator.metrics import Progress
 from meshrl.orchestrator.recovery import restore, settle
 from meshrl.wire import convert
@@ -214,7 +215,7 @@ def test_a_write_that_fails_surfaces(make_group, path: Path) -> None:
         connection.execute("DROP TABLE rollouts")
     ledger = Ledger(store.record)
     ledger.dispatch(make_group(size=1).ticket)
-    with pytest.raises(sqlite3.OperationalError, match="no such table"):
+    with pytest.raises(LedgerFileError, match="no such table"):
         store.flush().result(5.0)
-    with pytest.raises(sqlite3.OperationalError, match="no such table"):
+    with pytest.raises(LedgerFileError, match="no such table"):
         store.close()
