@@ -8,6 +8,8 @@ prints a table of the last run and exits with 1 when a rule is broken:
     trained   a step trains what its record names, no rollout is named by two steps
     steps     trained steps follow one another without a gap, and each has its record in metrics.jsonl, once but for
               those that were done again
+    totals    the totals of a record in metrics.jsonl are those of the ledger, never fall from a step to a later one,
+              and grow by what the step took
     end       a run that has ended leaves nothing open, and neither does one before the last
 """
 
@@ -19,17 +21,24 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from meshrl.core.paths import Layout
 from meshrl.orchestrator.groups import DropReason
 from meshrl.orchestrator.ledger import OPEN_STATES, RolloutState
 from meshrl.orchestrator.ledger_rows import RunRow, StepRecord, last_run
+from meshrl.orchestrator.ledger_writer import LedgerFileError, unusable
+from meshrl.orchestrator.metrics import Progress
 
 _LOST = (RolloutState.DROPPED, RolloutState.FAILED, RolloutState.CANCELLED)
 _STATES = frozenset(state.value for state in RolloutState)
 _REASONS = frozenset(reason.value for reason in DropReason if reason is not DropReason.RESTARTED)
+_NEVER_FALL = (
+    *(f"progress/{name}" for name in Progress.__dataclass_fields__),  # the ledger's
+    *("progress/total_tokens", "progress/total_samples", "progress/step"),  # the trainer's
+)
 SHOWN = 20
 
 
@@ -44,6 +53,15 @@ class Row:
     rollout_id: str
     step: int | None
     reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepLine:
+    """A step's record in metrics.jsonl; `totals` has those of `_NEVER_FALL` that it holds."""
+
+    step: int
+    redone: bool
+    totals: Mapping[str, float | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,23 +98,30 @@ class AuditReport:
 
 
 def audit(output_dir: Path) -> AuditReport:
-    """Reads ledger and metrics of `output_dir`. Raises FileNotFoundError without one, sqlite3.Error."""
+    """Reads ledger and metrics of `output_dir`. Raises FileNotFoundError without one, LedgerFileError."""
     layout = Layout(output_dir)
     if not layout.ledger.exists():
         raise FileNotFoundError(f"{layout.ledger} does not exist; give the output_dir of a run")
-    with closing(sqlite3.connect(f"file:{layout.ledger}?mode=ro", uri=True)) as connection:
-        run = last_run(connection)
-        if run is None:
-            raise FileNotFoundError(f"{layout.ledger} holds no run")
-        found = connection.execute("SELECT key, run, group_id, state, rollout_id, step, reason FROM rollouts")
-        names = tuple(Row.__dataclass_fields__)
-        rows = [Row(**dict(zip(names, values, strict=True))) for values in found]
-        sizes = dict(connection.execute("SELECT group_id, size FROM groups WHERE run = ?", (run.run,)))
-        texts = connection.execute("SELECT record FROM steps WHERE run = ? ORDER BY step", (run.run,))
-        records = [StepRecord.from_json(text) for (text,) in texts]
-        runs = connection.execute("SELECT COUNT(*) FROM runs").fetchone()[0]
+    try:
+        with closing(sqlite3.connect(f"file:{layout.ledger}?mode=ro", uri=True)) as connection:
+            return _audit(layout, connection)
+    except (sqlite3.Error, ValueError, KeyError, TypeError) as error:  # a row says what no row can say
+        raise unusable(layout.ledger, error) from error
+
+
+def _audit(layout: Layout, connection: sqlite3.Connection) -> AuditReport:
+    run = last_run(connection)
+    if run is None:
+        raise FileNotFoundError(f"{layout.ledger} holds no run")
+    found = connection.execute("SELECT key, run, group_id, state, rollout_id, step, reason FROM rollouts")
+    names = tuple(Row.__dataclass_fields__)
+    rows = [Row(**dict(zip(names, values, strict=True))) for values in found]
+    sizes = dict(connection.execute("SELECT group_id, size FROM groups WHERE run = ?", (run.run,)))
+    texts = connection.execute("SELECT record FROM steps WHERE run = ? ORDER BY step", (run.run,))
+    records = [StepRecord.from_json(text) for (text,) in texts]
+    runs = connection.execute("SELECT COUNT(*) FROM runs").fetchone()[0]
     ours = [row for row in rows if row.run == run.run]
-    lines = list(_step_lines(layout.metrics_jsonl, run.metrics_offset))
+    lines, unreadable = _step_lines(layout.metrics_jsonl, run.metrics_offset)
     trained = sorted({row.step for row in ours if row.state == RolloutState.TRAINED.value and row.step is not None})
     return AuditReport(
         path=layout.ledger,
@@ -105,25 +130,69 @@ def audit(output_dir: Path) -> AuditReport:
         counts=Counter((row.state, row.reason) for row in ours),
         first_step=run.first_step,
         last_step=max(trained, default=0),
-        redone=sum(redone for _, redone in lines),
+        redone=sum(line.redone for line in lines),
         violations=(
+            *unreadable,
             *_states(rows, run),
             *_whole_groups(ours, sizes),
             *_trained(ours, records),
             *_steps(trained, lines, run),
+            *totals(lines, [record for record in records if record.step <= max(trained, default=0)]),
         ),
     )
 
 
-def _step_lines(path: Path, offset: int) -> Iterator[tuple[int, bool]]:
-    """(step, done again) of each step's record since the run began; a half-written last line is none."""
+def _step_lines(path: Path, offset: int) -> tuple[list[StepLine], list[str]]:
+    """Each step's record since the run began, and what cannot be read; a half-written last line is none."""
+    lines: list[StepLine] = []
+    unreadable: list[str] = []
     if not path.exists():
-        return
+        return lines, unreadable
     with path.open("rb") as file:
         file.seek(offset)
-        for line in file:
-            if line.endswith(b"\n") and "time/step" in (record := json.loads(line)):
-                yield int(record["step"]), "progress/redone" in record
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                break
+            try:
+                record = json.loads(line)
+                if "time/step" in record:
+                    held = {name: record[name] for name in _NEVER_FALL if name in record}
+                    lines.append(StepLine(step=int(record["step"]), redone="progress/redone" in record, totals=held))
+            except (ValueError, KeyError, TypeError) as error:
+                unreadable.append(f"{path.name}: record {number} of the run cannot be read ({error})")
+    return lines, unreadable
+
+
+def totals(lines: Sequence[StepLine], records: Sequence[StepRecord]) -> Iterator[str]:
+    """What is wrong with the totals in metrics.jsonl and in the ledger's records, which are in order of steps.
+
+    A step that was done again has several lines; the last one is of the batch that the ledger names.
+    """
+    for before, after in pairwise(lines):
+        for name, value in after.totals.items():
+            earlier = before.totals.get(name)
+            if after.step > before.step and earlier is not None and value is not None and value < earlier:
+                yield f"step {after.step}: {name} is {value:g}, after {earlier:g} at step {before.step}"
+    last = {line.step: line for line in lines}
+    for record in records:
+        said = last[record.step].totals if record.step in last else {}
+        for name, counted in asdict(record.progress).items():
+            if (value := said.get(f"progress/{name}", counted)) != counted:
+                yield f"step {record.step}: progress/{name} is {value} in metrics.jsonl, and {counted} in the ledger"
+    for earlier_record, record in pairwise(records):
+        if record.step == earlier_record.step + 1:
+            yield from _growth(earlier_record, record)
+
+
+def _growth(before: StepRecord, after: StepRecord) -> Iterator[str]:
+    """Whether the ledger's totals of two steps in a row differ by what the second one took."""
+    took = {"samples": sum(len(rollout_ids) for _, rollout_ids in after.groups), "problems": len(after.groups)}
+    for name, count in took.items():
+        grown = getattr(after.progress, name) - getattr(before.progress, name)
+        if grown != count:
+            yield f"step {after.step}: {name} in the ledger grew by {grown}, but the step took {count}"
+    if after.progress.tokens < before.progress.tokens:
+        yield f"step {after.step}: tokens in the ledger fell from {before.progress.tokens} to {after.progress.tokens}"
 
 
 def _states(rows: Sequence[Row], run: RunRow) -> Iterator[str]:
@@ -169,13 +238,13 @@ def _trained(rows: Sequence[Row], records: Sequence[StepRecord]) -> Iterator[str
             yield f"rollout {row.rollout_id}: trained by step {row.step}, but {said} names it"
 
 
-def _steps(trained: Sequence[int], lines: Sequence[tuple[int, bool]], run: RunRow) -> Iterator[str]:
+def _steps(trained: Sequence[int], lines: Sequence[StepLine], run: RunRow) -> Iterator[str]:
     if not trained:
         return
     missing = sorted(set(range(run.first_step, max(trained) + 1)) - set(trained))
     if missing:
         yield f"steps {', '.join(map(str, missing))}: not trained, but later ones are"
-    first = Counter(step for step, redone in lines if not redone)
+    first = Counter(line.step for line in lines if not line.redone)
     for step in trained:
         if not first[step] and run.ended:
             yield f"step {step}: trained, but without a record in metrics.jsonl"
@@ -192,7 +261,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     try:
         report = audit(Path(given[0]))
-    except (FileNotFoundError, sqlite3.Error) as error:
+    except (FileNotFoundError, LedgerFileError) as error:
         sys.stderr.write(f"audit: {error}\n")
         return 2
     sys.stdout.write(report.table() + "\n")

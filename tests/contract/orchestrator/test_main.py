@@ -10,6 +10,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from opentelemetry import trace
 
 from meshrl.core.config import ConfigError
+from meshrl.orchestrator.audit import audit
 from meshrl.orchestrator.main import HEALTH_NAME, orchestrate
 
 TRACER = trace.get_tracer("test")
@@ -50,6 +51,8 @@ async def test_totals_are_the_runs_whatever_the_trainer_calls_its_own(mesh, scri
     assert [line["progress/samples"] for line in lines] == [8, 16, 24]
     assert [line["progress/tokens"] for line in lines] == [40, 80, 120]
     assert [line["trainer/progress/tokens"] for line in lines] == [7, 7, 7]
+    report = audit(tmp_path)
+    assert report.ok, report.table()
 
 
 async def test_a_stop_signal_ends_cleanly_with_exit_code_zero(mesh, script, make_config, tmp_path) -> None:

@@ -4,6 +4,7 @@ import json
 import sqlite3
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -50,7 +51,8 @@ async def run(tmp_path: Path, make_group, make_rollout) -> Path:
         await journal.batch([ready], assembled, dp_size=1, drawn={"echo": step})
         journal.trained(step)
         journal.logged(step)
-        lines.append({"step": step, "time/step": 1.0})
+        counted = {f"progress/{name}": float(count) for name, count in asdict(journal.progress(step)).items()}
+        lines.append({"step": step, "time/step": 1.0, **counted, "progress/total_tokens": 10.0 * step})
     for rollout in finished("g3").rollouts:
         journal._ledger.drop(rollout.rollout_id, "zero_signal")
     lines.append({"step": 2, "eval/echo/avg@1": 0.5})
@@ -74,6 +76,17 @@ def lines(change: Callable[[list[str]], list[str]]) -> Callable[[Path], None]:
         path.write_text("".join(change(path.read_text().splitlines(keepends=True))))
 
     return apply
+
+
+def total(step: int, name: str, value: float | None) -> Callable[[Path], None]:
+    def change(kept: list[str]) -> list[str]:
+        records = [json.loads(line) for line in kept]
+        for record in records:
+            if record["step"] == step and "time/step" in record:
+                record[name] = value
+        return [json.dumps(record) + "\n" for record in records]
+
+    return lines(change)
 
 
 def test_a_run_that_keeps_to_the_rules_is_exact(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,6 +135,23 @@ def test_a_run_that_keeps_to_the_rules_is_exact(run: Path, capsys: pytest.Captur
             "steps 1: not trained, but later ones are",
         ),
         (lines(lambda kept: kept[:1] + kept[2:]), "step 2: trained, but without a record in metrics.jsonl"),
+        (
+            total(2, "progress/samples", 1.0),
+            "step 2: progress/samples is 1, after 2 at step 1",
+        ),
+        (total(2, "progress/samples", 5.0), "step 2: progress/samples is 5.0 in metrics.jsonl, and 4 in the ledger"),
+        (total(1, "progress/tokens", 3.0), "step 1: progress/tokens is 3.0 in metrics.jsonl, and 10 in the ledger"),
+        (total(2, "progress/problems", None), "step 2: progress/problems is None in metrics.jsonl, and 2 in the"),
+        (total(2, "progress/total_tokens", 9.0), "step 2: progress/total_tokens is 9, after 10 at step 1"),
+        (
+            sql("UPDATE steps SET record = replace(record, '\"samples\": 4', '\"samples\": 3') WHERE step = 2"),
+            "step 2: samples in the ledger grew by 1, but the step took 2",
+        ),
+        (
+            sql("UPDATE steps SET record = replace(record, '\"tokens\": 20', '\"tokens\": 9') WHERE step = 2"),
+            "step 2: tokens in the ledger fell from 10 to 9",
+        ),
+        (lines(lambda kept: [*kept, "{\n"]), "metrics.jsonl: record 4 of the run cannot be read"),
         (lines(lambda kept: kept[:2] + kept[1:]), "step 2: 2 records in metrics.jsonl that do not say it was done"),
     ],
 )
@@ -136,9 +166,12 @@ def test_each_broken_rule_is_named(
 
 
 def test_steps_done_again_and_runs_under_way_break_no_rule(run: Path) -> None:
-    lines(lambda kept: [*kept, json.dumps({"step": 2, "time/step": 1.0, "progress/redone": 1.0}) + "\n"])(run)
+    again = [
+        {"step": step, "time/step": 1.0, "progress/redone": 1.0, "progress/samples": 2.0 * step} for step in (1, 2)
+    ]
+    lines(lambda kept: [*kept, *(json.dumps(record) + "\n" for record in again)])(run)
     report = audit(run)
-    assert (report.violations, report.redone) == ((), 1)
+    assert (report.violations, report.redone) == ((), 2)
     sql("UPDATE runs SET ended = ''")(run)
     sql("UPDATE rollouts SET state = 'batched' WHERE step = 2")(run)
     assert audit(run).ok
