@@ -11,6 +11,8 @@ from pathlib import Path
 
 from loguru import logger
 
+from meshrl.core.disk import disk_trouble
+
 FORMAT = (
     "<green>{time:HH:mm:ss.SSS}</green> <level>{level: <7}</level> "
     "<cyan>{extra[process]}</cyan> <level>{message}</level>"
@@ -39,20 +41,51 @@ class _IntoLoguru(logging.Handler):
         logger.opt(depth=depth, exception=record.exc_info).log(level, "{}", record.getMessage())
 
 
+class _LogFile:
+    """A log file. A full disk costs lines of it, said once on stderr, and never the program."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
+        self._file = path.open("ab", buffering=0)
+        self._failing = False
+
+    def write(self, line: str) -> None:
+        try:
+            self._file.write(line.encode())
+        except OSError as error:
+            if not self._failing:
+                sys.stderr.write(f"log lines are lost: {disk_trouble(error) or error} ({self._path})\n")
+            self._failing = True
+        else:
+            self._failing = False
+
+    def stop(self) -> None:
+        """Called by loguru when the log is set up anew."""
+        self._file.close()
+
+
+def _open_log(path: Path) -> _LogFile:
+    try:
+        return _LogFile(path)
+    except OSError as error:
+        raise SystemExit(disk_trouble(error) or f"cannot write {path}: {error}") from error
+
+
 def setup_logging(name: str, level: str, log_file: Path | None = None, *, json_logging: bool = False) -> None:
     """Sends everything at `level` or above to stdout, and to `log_file` if given.
 
     `name` is the process name in each line; with `json_logging` a line is a JSON object. Replaces what was set up
-    before. `log_file` is left to whoever started this process when stdout already goes to a file of its folder.
+    before. `log_file` is left to whoever started this process when stdout already goes to a file of its folder. Ends
+    the process with one sentence where that file cannot be made.
     """
     level = level.upper()
     logger.remove()
     logger.configure(extra={"process": name})
     logger.add(sys.stdout, level=level, format=FORMAT, serialize=json_logging, backtrace=False, diagnose=False)
     if log_file is not None and not stdout_goes_beside(log_file):
-        log_file.parent.mkdir(parents=True, exist_ok=True)
         logger.add(
-            log_file,
+            _open_log(log_file),
             level=level,
             format=FORMAT,
             serialize=json_logging,

@@ -31,6 +31,7 @@ class JsonLinesSpanExporter(SpanExporter):
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: TextIO | None = None
+        self._failing = False
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         """Writes one line; a disk that is full loses the batch and says so, but never stops the program."""
@@ -41,8 +42,14 @@ class JsonLinesSpanExporter(SpanExporter):
             self._file.write(json.dumps(export_request(spans), separators=(",", ":")) + "\n")
             self._file.flush()
         except OSError as error:  # telemetry is not worth a run
-            logger.warning("{} spans could not be written to {}: {}", len(spans), self._path, error)
+            if not self._failing:  # said once, not every second
+                logger.warning(
+                    "{} spans could not be written to {} ({}); free some space there, those made until then are lost",
+                    len(spans), self._path, error.strerror,
+                )  # fmt: skip
+            self._failing = True
             return SpanExportResult.FAILURE
+        self._failing = False
         return SpanExportResult.SUCCESS
 
     def shutdown(self) -> None:

@@ -16,6 +16,7 @@ from loguru import logger
 from opentelemetry import trace
 
 from meshrl.core.config.base import ConfigError
+from meshrl.core.disk import disk_trouble
 from meshrl.core.health import HealthServicer
 from meshrl.core.intercept import CallInterceptor
 from meshrl.core.reflection import add_reflection
@@ -186,8 +187,11 @@ async def _run(main: Callable[[asyncio.Event], Coroutine[Any, Any, int]]) -> int
     except MeshError as error:
         logger.error("{}", error)
         return 1
-    except Exception:  # noqa: BLE001  # last stop of the process: the log has the traceback, the exit code says failure
-        logger.exception("the program failed")
+    except Exception as error:  # noqa: BLE001  # last stop of the process: the log has the traceback, the exit code says failure
+        if (trouble := disk_trouble(error)) is not None:
+            logger.error("{}", trouble)
+        else:
+            logger.exception("the program failed")
         return 1
     finally:
         for signum in (signal.SIGTERM, signal.SIGINT):

@@ -11,6 +11,7 @@ from loguru import logger
 
 from meshrl.core.logs import setup_logging
 from meshrl.core.paths import Layout
+from small_disk import fill, make_read_only, mounted
 
 
 @pytest.fixture(autouse=True)
@@ -88,3 +89,28 @@ def test_everything_lies_under_the_output_dir():
     assert layout.checkpoint_step(3) == Path("out/checkpoints/step_3")
     for path in (layout.metrics_jsonl, layout.summary_json, layout.broadcasts, layout.hub, layout.ledger):
         assert path.parent == Path("out")
+
+
+def test_a_full_disk_costs_lines_of_the_log_and_is_said_once(tmp_path, capsys):
+    with mounted(tmp_path / "disk", mebibytes=1) as disk:
+        setup_logging("trainer", "info", disk / "logs" / "trainer.log")
+        logger.info("before")
+        filler = fill(disk)
+        for step in range(200):
+            logger.info("step {}", step)
+        said = capsys.readouterr().err
+        assert said.count("log lines are lost: cannot write: No space left on device; free some space") == 1
+        assert "Traceback" not in said
+        filler.unlink()
+        logger.info("after")
+        lines = (disk / "logs" / "trainer.log").read_text().splitlines()
+        assert lines[0].endswith("before")
+        assert lines[-1].endswith("after")
+        logger.remove()
+
+
+def test_a_folder_that_may_not_be_written_ends_the_program_with_a_sentence(tmp_path):
+    with mounted(tmp_path / "disk") as disk:
+        make_read_only(disk)
+        with pytest.raises(SystemExit, match=r"disk/run: Read-only file system; output_dir must be a folder that this"):
+            setup_logging("trainer", "info", disk / "run" / "logs" / "trainer.log")

@@ -11,6 +11,7 @@ from opentelemetry.sdk.trace.export import SpanExportResult
 from meshrl.core import telemetry
 from meshrl.core.otlp_file import JsonLinesSpanExporter, span_to_json
 from meshrl.core.telemetry import ROLLOUT_SPAN, TRAIN_SPAN, Tracing, build_provider, traceparent_of
+from small_disk import fill, mounted
 
 REMOTE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
@@ -97,6 +98,22 @@ def test_a_disk_that_fails_loses_spans_and_not_the_program(tmp_path):
     logger.remove(sink)
     assert "could not be written" in warnings[0]
     exporter.shutdown()
+
+
+def test_a_full_disk_is_said_once_and_spans_are_written_again_when_there_is_room(tmp_path):
+    warnings = []
+    sink = logger.add(lambda line: warnings.append(str(line)), level="WARNING")
+    with mounted(tmp_path / "disk", mebibytes=1) as disk:
+        exporter = JsonLinesSpanExporter(disk / "x.jsonl")
+        filler = fill(disk)
+        assert [exporter.export([]) for _ in range(3)] == [SpanExportResult.FAILURE] * 3
+        filler.unlink()
+        assert exporter.export([]) is SpanExportResult.SUCCESS
+        exporter.shutdown()
+    logger.remove(sink)
+    (said,) = warnings
+    assert "could not be written" in said
+    assert "(No space left on device); free some space there" in said
 
 
 def test_tracing_without_a_place_to_write_stays_off(monkeypatch):
