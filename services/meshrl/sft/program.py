@@ -17,6 +17,7 @@ from meshrl.algorithms.losses import cross_entropy_loss
 from meshrl.algorithms.objective import Objective
 from meshrl.algorithms.packing import Packing, TrainSample, pack_samples
 from meshrl.core.config import dump_toml
+from meshrl.core.disk import disk_trouble
 from meshrl.core.monitor import ConsoleSink, JsonlSink, Monitor, Sink, WandbSink
 from meshrl.core.paths import Layout
 from meshrl.models.load import ModelError, load_tokenizer, resolve_device, resolve_dtype
@@ -28,7 +29,7 @@ from meshrl.sft.tokenization import tokenize
 from meshrl.training.build import build_learner
 from meshrl.training.checkpoint import Checkpointer, CheckpointError
 from meshrl.training.fit import check_fits, check_has_device
-from meshrl.training.learner import Learner, StepError
+from meshrl.training.learner import Learner, StepError, UpdateError
 from meshrl.training.lifeline import Lifeline
 from meshrl.training.parallel import ParallelContext
 from meshrl.training.weights_folder import separate_adapters
@@ -37,10 +38,10 @@ from meshrl.training.weights_folder import separate_adapters
 def run_rank(config: SFTConfig, layout: Layout, rank: int) -> None:
     """Runs this rank to its end and leaves the process with its exit code."""
     disable_progress_bar()  # a log has no use for it
-    if rank == 0:
-        dump_toml(config, layout.config("sft"))
     code = 0
     try:
+        if rank == 0:
+            dump_toml(config, layout.config("sft"))
         parallel = _join(config, os.environ)
         lifeline = Lifeline.tie(parallel, os.environ)
         stop = threading.Event()
@@ -50,11 +51,14 @@ def run_rank(config: SFTConfig, layout: Layout, rank: int) -> None:
         parallel.barrier()
         lifeline.release()
         parallel.close()
-    except (ModelError, DataError, CheckpointError, StepError) as error:
+    except (ModelError, DataError, CheckpointError, StepError, UpdateError) as error:
         logger.error("{}", error)
         code = 1
-    except Exception:  # noqa: BLE001  # last stop of the process: its log has the traceback, the group ends with it
-        logger.exception("sft failed")
+    except Exception as error:  # noqa: BLE001  # last stop of the process: its log has the traceback, the group ends with it
+        if (trouble := disk_trouble(error)) is not None:
+            logger.error("{}", trouble)
+        else:
+            logger.exception("sft failed")
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
@@ -64,7 +68,7 @@ def run_rank(config: SFTConfig, layout: Layout, rank: int) -> None:
 def train(config: SFTConfig, stop: threading.Event, parallel: ParallelContext) -> None:
     """The whole program between joining the group and leaving it; every rank runs the same.
 
-    Raises ModelError, DataError, CheckpointError or StepError.
+    Raises ModelError, DataError, CheckpointError, StepError or UpdateError.
     """
     layout = Layout(config.output_dir)
     torch.manual_seed(config.seed)

@@ -31,6 +31,10 @@ class StepError(Exception):
     """The step could not be made; weights and optimizer are as before it, on every rank."""
 
 
+class UpdateError(Exception):
+    """The optimizer failed in the midst of its step: some weights are updated and some are not, so none may be used."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TokenRecord:
     """What a step saw of each rl token, for its metrics; all (N,), on the CPU."""
@@ -104,8 +108,9 @@ class Learner:
         """Accumulates the gradient of the whole batch, clips, steps, and moves the schedule on.
 
         Raises StepError, with everything as before, when the loss or a gradient is not finite (then on every rank), or
-        when a process on its own runs out of device memory; in a group that ends the group, whose ranks wait for each
-        other in the middle of a pass.
+        when a process on its own runs out of device memory before the weights are touched; in a group that ends the
+        group, whose ranks wait for each other in the middle of a pass. Raises UpdateError when the optimizer itself
+        fails: the learner is of no use any more.
         """
         step = self.step_done + 1
         started = time.perf_counter()
@@ -124,7 +129,7 @@ class Learner:
                 )
             zeros = gradient_zeros(self._parameters)
             rate = learning_rate(self._scheduler, peak=self._optim.lr, step=step, max_steps=self._max_steps)
-            self.optimizer.step(rate)
+            self._update(rate)
         except RuntimeError as error:
             if self.parallel.world_size > 1 or not _is_out_of_memory(error):
                 raise
@@ -147,6 +152,17 @@ class Learner:
             forward_backward_s=computed - started,
             optimizer_s=time.perf_counter() - computed,
         )
+
+    def _update(self, rate: float) -> None:
+        """Steps the optimizer. Raises UpdateError whatever it fails with: it updates one parameter after another."""
+        try:
+            self.optimizer.step(rate)
+        except Exception as error:
+            raise UpdateError(
+                f"step {self.step_done + 1}: the optimizer failed in the midst of its step ({error}), so some weights"
+                " may be updated and others not: they are given up, go on from the last checkpoint with"
+                " --ckpt.resume-step -1; where memory was short, set trainer.model.optim_cpu_offload or use more GPUs"
+            ) from error
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> TokenRecord:

@@ -33,7 +33,7 @@ from meshrl.trainer.steps import StepBook
 from meshrl.trainer.uploading import PublishReport
 from meshrl.training.checkpoint import Checkpointer, CheckpointError
 from meshrl.training.config import CheckpointConfig, OptimConfig, SchedulerConfig
-from meshrl.training.learner import Learner
+from meshrl.training.learner import Learner, UpdateError
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Batch, StepEvent, StepState
 
@@ -42,7 +42,7 @@ REPORT = PublishReport(version=1, artifact_id="", root=b"", num_bytes=0, write_s
 STEP_TRACE = "00-1af7651916cd43dd8448eb211c80319c-c7ad6b7169203331-01"
 
 
-def build() -> Learner:
+def build(**optim: str) -> Learner:
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=16,
@@ -57,7 +57,7 @@ def build() -> Learner:
     return Learner(
         PackedPolicy(Qwen3ForCausalLM(config)),
         objective=Objective(loss=partial(aipo_loss, delta=4.0), name="aipo"),
-        optim=OptimConfig(lr=1e-2),
+        optim=OptimConfig.model_validate({"lr": 1e-2, **optim}),
         scheduler=SchedulerConfig(),
         max_steps=None,
     )
@@ -299,6 +299,29 @@ async def test_a_checkpoint_that_was_asked_for_and_fails_is_the_callers_news(tmp
         assert raised.value.reason is Reason.CHECKPOINT_FAILED
         trainer.desk.submit(batch(1), "1")
         await trainer.until(StepState.DONE, 1)
+
+
+async def test_weights_that_are_half_updated_end_the_trainer_and_are_never_used(tmp_path: Path) -> None:
+    learner = build(type="muon")
+
+    def no_memory(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    async with running(tmp_path, CheckpointConfig(interval=1), learner) as trainer:
+        trainer.desk.submit(batch(1), "1")
+        await trainer.until(StepState.DONE, 1)
+        whole = gather_state(learner.model)
+        learner.optimizer.parts[1].register_step_pre_hook(no_memory)
+        trainer.desk.submit(batch(2), "2")
+        failed = await trainer.until(StepState.FAILED, 2)
+        await trainer.ended()
+    assert isinstance(trainer.error, UpdateError)
+    assert "the trainer stopped: step 2: the optimizer failed in the midst of its step" in failed.message
+    assert any(not torch.equal(tensor, whole[name]) for name, tensor in gather_state(learner.model).items())
+    assert sorted(trainer.hub.versions) == [1]
+    resumed = build(type="muon")
+    assert Checkpointer(resumed, tmp_path, tokenizer=None).restore(-1) == 1
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in gather_state(resumed.model).items())
 
 
 async def test_totals_go_on_where_a_checkpoint_left_them(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from meshrl.algorithms.packing import Packing, TrainSample, pack_samples
 from meshrl.models.logprobs import PackedPolicy
 from meshrl.models.state import gather_state
 from meshrl.training.config import OptimConfig, SchedulerConfig
-from meshrl.training.learner import Learner, StepError
+from meshrl.training.learner import Learner, StepError, UpdateError
 from meshrl.training.throughput import matmul_parameters, peak_flops, step_flops
 
 VOCAB = 16
@@ -32,7 +32,7 @@ def build() -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM(config)
 
 
-def learner(loss: Loss = cross_entropy_loss, **optim: float) -> Learner:
+def learner(loss: Loss = cross_entropy_loss, **optim: float | str) -> Learner:
     return Learner(
         PackedPolicy(build()),
         objective=Objective(loss=loss),
@@ -89,6 +89,22 @@ def test_record_holds_every_loss_token_with_its_environment() -> None:
     assert set(tokens.env_index.tolist()) == {0, 1}
     assert (tokens.entropies > 0).all()
     np.testing.assert_allclose(tokens.losses, -tokens.logprobs, atol=1e-6)
+
+
+def test_memory_that_runs_out_in_the_optimizers_step_is_not_called_a_step_that_changed_nothing() -> None:
+    trained, packing = learner(type="muon"), packed(seq_len=64)
+    trained.step(packing.micro_batches)
+    before = gather_state(trained.model)
+
+    def no_memory(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    trained.optimizer.parts[1].register_step_pre_hook(no_memory)  # the first part has stepped by then
+    with pytest.raises(UpdateError, match=r"step 2: the optimizer failed in the midst .*Tried to allocate 2.00 GiB"):
+        trained.step(packing.micro_batches)
+    changed = {name for name, tensor in gather_state(trained.model).items() if not torch.equal(tensor, before[name])}
+    assert 0 < len(changed) < len(before)
+    assert trained.step_done == 1
 
 
 def test_step_that_is_not_finite_leaves_weights_and_optimizer_unchanged() -> None:
