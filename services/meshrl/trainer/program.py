@@ -16,6 +16,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from meshrl.client import WeightSyncClient
 from meshrl.core.config import ConfigError
+from meshrl.core.disk import disk_trouble
 from meshrl.core.paths import Layout
 from meshrl.core.serve import GrpcServer, run
 from meshrl.core.telemetry import setup_tracing
@@ -33,6 +34,8 @@ from meshrl.trainer.spans import StepSpans
 from meshrl.trainer.steps import StepBook
 from meshrl.trainer.thread import TrainingThread
 from meshrl.trainer.uploading import PublishReport
+from meshrl.training.checkpoint import CheckpointError
+from meshrl.training.learner import UpdateError
 from meshrl.v1.trainer_pb2_grpc import add_TrainerServiceServicer_to_server
 from meshrl.wire.errors import MeshError
 
@@ -185,8 +188,14 @@ async def _until_drained(
     except TimeoutError:
         logger.error("the step at hand did not end within {} s (drain_deadline_s)", config.drain_deadline_s)
         return 1
+    except (CheckpointError, UpdateError) as error:  # the message tells what to do
+        logger.error("training ended: {}", error)
+        return 1
     except Exception as error:  # noqa: BLE001  # whatever ended the training thread is the program's exit code
-        logger.opt(exception=error).error("training ended: {}", error)
+        if (trouble := disk_trouble(error)) is not None:
+            logger.error("training ended: {}", trouble)
+        else:
+            logger.opt(exception=error).error("training ended: {}", error)
         return 1
     logger.info("trainer: finished at version {}", desk.book.info().version)
     return code

@@ -19,7 +19,10 @@ from meshrl.training.parallel import ParallelContext
 
 Result = TypeVar("Result")
 
-_NEEDED = "output_dir must be on a disk with room that all ranks share"
+_NEEDED = (
+    "output_dir must be on a disk with room that all ranks share, where this user may write; free some, and resume with"
+    " --ckpt.resume-step -1"
+)
 
 
 class SavingGroup(ParallelContext):

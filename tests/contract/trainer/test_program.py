@@ -1,13 +1,14 @@
 """The trainer program beside a real hub, both in this process: from start to drain, and again from a checkpoint."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from loguru import logger
 from opentelemetry import trace
 from transformers import Qwen3ForCausalLM
 
@@ -22,6 +23,7 @@ from meshrl.training.config import CheckpointConfig, OptimConfig, SchedulerConfi
 from meshrl.training.model_config import TrainerModelConfig
 from meshrl.wire.errors import MeshError
 from meshrl.wire.types import Batch, StepState
+from small_disk import fill, mounted
 from trainer_kit import free_port, until, up
 
 
@@ -124,3 +126,68 @@ def test_what_a_configuration_mends_is_a_config_error(tmp_path: Path, model: str
         build_parts(config.model_copy(update={"model": TrainerModelConfig(name=str(tmp_path / "nothing"))}), {})
     with pytest.raises(ConfigError, match="cannot resume from step 3"):
         build_parts(config.model_copy(update={"ckpt": CheckpointConfig(resume_step=3)}), {})
+
+
+# --- disks without room ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def errors_said() -> Iterator[list[str]]:
+    """Every error that is logged, with its traceback where it has one."""
+    said: list[str] = []
+    handler = logger.add(said.append, level="ERROR", format="{message}\n{exception}")
+    yield said
+    logger.remove(handler)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    with mounted(tmp_path / "disk", mebibytes=32) as folder:
+        yield folder
+
+
+async def test_a_full_disk_ends_the_trainer_with_a_sentence_and_it_resumes(
+    tmp_path: Path, model: str, hub: str, disk: Path, errors_said: list[str]
+) -> None:
+    """The checkpoint's disk is full."""
+    config = configure(tmp_path, model, hub, CheckpointConfig(interval=1)).model_copy(update={"output_dir": disk})
+    async with trainer(config) as (client, running, _):
+        await up(client)
+        await client.submit_batch(batch(1))
+        await until(client, StepState.DONE, 1)
+        while not (disk / "checkpoints" / "step_1" / "trainer").is_dir():  # noqa: ASYNC110  # a local folder
+            await asyncio.sleep(0.01)
+        filler = fill(disk)
+        await client.submit_batch(batch(2))
+        assert await asyncio.wait_for(running, 60) == 1
+    (said,) = errors_said
+    assert "Traceback" not in said
+    assert "No space left on device" in said
+    assert "free some, and resume with --ckpt.resume-step -1" in said
+    filler.unlink()
+    config = configure(tmp_path, model, hub, CheckpointConfig(interval=1, resume_step=-1))
+    async with trainer(config.model_copy(update={"output_dir": disk})) as (client, running, stop):
+        await up(client)
+        (run,) = (await client.get_trainer()).runs
+        assert run.version == 1
+        await client.submit_batch(batch(2))
+        await until(client, StepState.DONE, 2)
+        stop.set()
+        assert await asyncio.wait_for(running, 60) == 0
+
+
+async def test_a_full_disk_for_versions_ends_the_trainer_with_a_sentence(
+    tmp_path: Path, model: str, hub: str, disk: Path, errors_said: list[str]
+) -> None:
+    """The disk of weight_broadcast.broadcast_dir is full; nothing is wrong with that of the checkpoints."""
+    files = WeightBroadcastConfig(type="filesystem", address=hub, broadcast_dir=str(disk))
+    config = configure(tmp_path, model, hub, CheckpointConfig()).model_copy(update={"weight_broadcast": files})
+    async with trainer(config) as (client, running, _):
+        await up(client)
+        fill(disk)
+        await client.submit_batch(batch(1))
+        assert await asyncio.wait_for(running, 60) == 1
+    (said,) = errors_said
+    assert "Traceback" not in said
+    assert "No space left on device" in said
+    assert "free some space" in said
