@@ -32,8 +32,9 @@ T = TypeVar("T")
 def main() -> None:
     """Entry point of the console script `orchestrator`."""
     config = load_config(OrchestratorConfig, prog="orchestrator")
-    setup_logging("orchestrator", config.log.level, json_logging=config.log.json_logging)
-    tracing = setup_tracing("orchestrator", Layout(config.output_dir).traces)
+    layout = Layout(config.output_dir)
+    setup_logging("orchestrator", config.log.level, layout.log("orchestrator"), json_logging=config.log.json_logging)
+    tracing = setup_tracing("orchestrator", layout.traces)
     try:
         code = run(lambda stop: orchestrate(config, stop, tracing))
     finally:

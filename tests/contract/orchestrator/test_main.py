@@ -2,6 +2,8 @@ import asyncio
 import json
 import socket
 import sqlite3
+import subprocess
+import sys
 from pathlib import Path
 
 import grpc
@@ -96,3 +98,22 @@ async def test_health_is_served_where_a_server_is_configured(mesh, script, make_
 async def test_a_run_without_training_environments_is_a_configuration_error(make_config, mesh) -> None:
     with pytest.raises(ConfigError, match=r"orchestrator.train.env must name at least one environment"):
         await orchestrate(make_config(mesh.services, train={"env": []}), asyncio.Event(), TRACER)
+
+
+def test_an_orchestrator_on_its_own_writes_a_log_file(tmp_path: Path) -> None:
+    config = tmp_path / "orchestrator.toml"
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{unused.getsockname()[1]}"
+        config.write_text(
+            f'output_dir = "{tmp_path / "out"}"\n[[train.env]]\nid = "echo"\n[deadlines]\nstartup_s = 0.2\n'
+            f'[services]\nrollout = "{address}"\ntrainer = "{address}"\nweights = "{address}"\n'
+        )
+        ended = subprocess.run(
+            [sys.executable, "-m", "meshrl.orchestrator.main", "@", str(config)],
+            capture_output=True, text=True, check=False, timeout=60,
+        )  # fmt: skip
+    assert ended.returncode == 1
+    log = (tmp_path / "out" / "logs" / "orchestrator.log").read_text()
+    assert address in log
+    assert "Traceback" not in log + ended.stdout + ended.stderr
