@@ -12,7 +12,9 @@ from hypothesis.stateful import invariant
 from meshrl.weights import states as hub
 from meshrl.wire.types import AgentState, Transport, VersionState
 from weight_sync_mesh import SimulatedMesh
-from weight_sync_model import ENGINES, TORN
+from weight_sync_model import COMPACT_AFTER, ENGINES, KEPT_ENDED, TORN
+
+SLACK = 40  # entries of one event, and of those that came while a decision was on its way to the log
 
 
 class WeightSync(SimulatedMesh):
@@ -42,7 +44,7 @@ class WeightSync(SimulatedMesh):
 
     @invariant()
     def decisions_only_go_forward(self) -> None:
-        decided = [(entry["epoch"], entry["version"]) for entry in self.disk if entry["kind"] == "decided"]
+        decided = [(entry["epoch"], entry["version"]) for entry in self.history if entry["kind"] == "decided"]
         assert decided == sorted(set(decided))
 
     @invariant()
@@ -56,6 +58,15 @@ class WeightSync(SimulatedMesh):
         assert replayed.groups.current == self.coordinator.groups.current
         mine = {key: (r.state, r.artifact_id, r.answer) for key, r in self.coordinator.records.items()}
         assert {key: (r.state, r.artifact_id, r.answer) for key, r in replayed.records.items()} == mine
+
+    @invariant()
+    def records_and_log_stay_small(self) -> None:
+        ended = [record for record in self.coordinator.records.values() if record.state not in hub.LIVE]
+        served = [r for r in ended if any(e.serves(r) for e in self.coordinator.pool.engines.values())]
+        live = len(self.coordinator.records) - len(ended)
+        assert len(ended) <= KEPT_ENDED + COMPACT_AFTER + live + len(served) + SLACK
+        snapshot = [entry for entry in self.disk if entry["kind"] in ("snapshot", "version", "group")]
+        assert len(self.disk) - len(snapshot) <= COMPACT_AFTER + live + SLACK
 
     @invariant()
     def at_most_the_kept_versions_stay_committed(self) -> None:
@@ -172,6 +183,7 @@ def walk(seed: int, steps: int) -> WeightSync:
         mesh.decisions_only_go_forward()
         mesh.log_gives_back_the_same_versions()
         mesh.at_most_the_kept_versions_stay_committed()
+        mesh.records_and_log_stay_small()
     mesh.teardown()
     return mesh
 
@@ -180,7 +192,8 @@ def test_long_runs_keep_the_law_and_get_versions_through() -> None:
     kinds: Counter[str] = Counter()
     for seed in range(100):
         mesh = walk(seed, 400)
-        kinds.update(entry["kind"] for entry in mesh.disk)
+        kinds.update(entry["kind"] for entry in mesh.history)
+        kinds["snapshot"] += mesh.disk[0]["kind"] == "snapshot" if mesh.disk else 0
         kinds["sent"] += mesh.sent
     # The walk would prove nothing if little happened in it.
     assert kinds["committed"] > 100
@@ -189,3 +202,4 @@ def test_long_runs_keep_the_law_and_get_versions_through() -> None:
     assert kinds["epoch"] > 60
     assert kinds["group"] > 100
     assert kinds["sent"] > 100
+    assert kinds["snapshot"] > 90

@@ -6,7 +6,7 @@ from typing import Any
 
 from meshrl.weights.coordinator import Coordinator
 from meshrl.weights.groups import GroupRequest
-from meshrl.weights.states import Action, Answer, Append, Send
+from meshrl.weights.states import Action, Answer, Append, Compact, Send
 from meshrl.wire.errors import MeshError
 from meshrl.wire.manifest import artifact_id, build_manifest
 from meshrl.wire.types import (
@@ -66,6 +66,8 @@ class Hub:
                 self.log.append(action.entry)
                 if action.decision is not None:
                     self.take(self.rules.decided(action.decision, self.now_s))
+            elif isinstance(action, Compact):
+                self.log = list(action.entries)
             elif isinstance(action, Send):
                 self.told.setdefault(action.engine_id, []).append(action.command)
             elif isinstance(action, Answer):

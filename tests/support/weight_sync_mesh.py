@@ -67,7 +67,7 @@ class SimulatedMesh(SimulatedHub):
             expected(error, Reason.GROUP_BROKEN)
             return
         assert opened.generation > max(
-            (entry["generation"] for entry in self.disk if entry["kind"] == "group"), default=0
+            (entry["generation"] for entry in self.history if entry["kind"] == "group"), default=0
         )
         self.take(actions)
         if self.group[2]:
@@ -192,8 +192,8 @@ class SimulatedMesh(SimulatedHub):
         return target.artifact_id if target is not None and about_target else ""
 
     def decided_artifacts(self) -> set[str]:
-        staged = {(e["epoch"], e["version"]): e["artifact_id"] for e in self.disk if e["kind"] == "staged"}
-        return {staged[(e["epoch"], e["version"])] for e in self.disk if e["kind"] == "decided"}
+        staged = {(e["epoch"], e["version"]): e["artifact_id"] for e in self.history if e["kind"] == "staged"}
+        return {staged[(e["epoch"], e["version"])] for e in self.history if e["kind"] == "decided"}
 
     @rule(name=st.sampled_from(ENGINES))
     def connect(self, name: str) -> None:

@@ -36,6 +36,7 @@ from meshrl.wire.types import (
 
 TORN = "torn"
 LEASE_S = 10.0
+KEPT_ENDED, COMPACT_AFTER = 2, 7  # small, so that every run forgets versions and compacts its log
 ENGINES = ("a", "b")
 TRANSPORTS = st.sampled_from([Transport.STREAM, Transport.NCCL])
 RARELY = st.sampled_from([False, False, False, False, True])  # else no run gets anywhere
@@ -87,6 +88,7 @@ class SimulatedHub(RuleBasedStateMachine):
         super().__init__()
         self.now_s = 0.0
         self.disk: list[dict[str, Any]] = []
+        self.history: list[dict[str, Any]] = []  # all that ever was durable; the disk's log is compacted
         self.pending: deque[hub.Action] = deque()
         self.engines = {name: Engine() for name in ENGINES}
         self.manifests: dict[str, Manifest] = {}
@@ -101,8 +103,9 @@ class SimulatedHub(RuleBasedStateMachine):
 
     def new_hub(self) -> Coordinator:
         return Coordinator(
-            lease_s=LEASE_S, max_chunk_bytes=2**20, keep_versions=2, min_engines=1, commit_deadline_s=20.0
-        )
+            lease_s=LEASE_S, max_chunk_bytes=2**20, keep_versions=2, min_engines=1, commit_deadline_s=20.0,
+            kept_ended=KEPT_ENDED, compact_after=COMPACT_AFTER,
+        )  # fmt: skip
 
     # --- the hub's shell: actions in order, decisions take effect once durable --------------------
 
@@ -130,8 +133,11 @@ class SimulatedHub(RuleBasedStateMachine):
         action = self.pending.popleft()
         if isinstance(action, hub.Append):
             self.disk.append(dict(action.entry))
+            self.history.append(dict(action.entry))
             if action.decision is not None:
                 self.take(self.coordinator.decided(action.decision, self.now_s))
+        elif isinstance(action, hub.Compact):
+            self.disk = [dict(entry) for entry in action.entries]
         elif isinstance(action, hub.Send):
             for engine in self.engines.values():
                 if engine.lease == action.lease_id:
@@ -249,11 +255,10 @@ class SimulatedHub(RuleBasedStateMachine):
         version = max(0, self.next_version - 1 - back)
         record = self.coordinator.records.get((self.coordinator.epoch, version))
         try:
-            self.take(
-                self.coordinator.abort(
-                    run_id="run", epoch=self.coordinator.epoch, version=version, message="", now_s=self.now_s
-                )
+            _, actions = self.coordinator.abort(
+                run_id="run", epoch=self.coordinator.epoch, version=version, message="", now_s=self.now_s
             )
+            self.take(actions)
         except MeshError as error:
             if error.reason is Reason.VERSION_DECIDED:
                 assert record is not None

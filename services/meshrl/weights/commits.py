@@ -11,15 +11,15 @@ from typing import Any
 from meshrl.weights import log_entries as entries
 from meshrl.weights.engines import EnginePool
 from meshrl.weights.groups import Groups
+from meshrl.weights.records import VersionRecords
 from meshrl.weights.states import (
     DECIDED,
-    LIVE,
-    TRANSITIONS,
     UNDECIDED,
     Action,
     Answer,
     Append,
     Attempt,
+    Compact,
     DeleteBytes,
     EngineRecord,
     Key,
@@ -43,6 +43,9 @@ from meshrl.wire.types import (
     VersionState,
 )
 
+KEPT_ENDED = 32  # versions that are known after they were retired or aborted
+COMPACT_AFTER = 256  # entries of the log
+
 
 class CommitRules:
     """The records of versions and engines, and what follows from them."""
@@ -55,11 +58,16 @@ class CommitRules:
         keep_versions: int,
         min_engines: int,
         commit_deadline_s: float,
+        kept_ended: int = KEPT_ENDED,
+        compact_after: int = COMPACT_AFTER,
     ) -> None:
+        """`kept_ended`: how many versions are known after their end; `compact_after`: entries that the log may have
+        beyond what it must hold.
+        """
         self.run_id = ""
         self.epoch = 0
         self.revision = 0
-        self.records: dict[Key, VersionRecord] = {}
+        self.records = VersionRecords()
         self.pool = EnginePool(lease_s)
         self.groups = Groups()
         self._sleeps = 0  # rounds of SleepEngines so far
@@ -67,10 +75,14 @@ class CommitRules:
         self._keep_versions = keep_versions
         self._min_engines = min_engines
         self._commit_deadline_s = commit_deadline_s
+        self._kept_ended, self._compact_after = kept_ended, compact_after
+        self._num_entries = 0  # in the log since it was last compacted
+        self._wall_offset_s = 0.0  # wall-clock time minus the clock of the rules
+        self._told_of: object = None  # what all engines were told of last; see `_settle`
 
     def newest_decided(self) -> VersionRecord | None:
         """The version that every engine should serve."""
-        return max((r for r in self.records.values() if r.state in DECIDED), key=lambda r: r.key, default=None)
+        return self.records.newest_decided()
 
     # --- rules ----------------------------------------------------------------------------------
 
@@ -98,7 +110,7 @@ class CommitRules:
         if generation is None or generation <= engine.newest_generation:
             return
         engine.newest_generation = generation
-        for record in self.records.values():
+        for record in self.records.live:
             if record.transport is not Transport.NCCL:
                 continue
             engine.faulted.discard(record.key)
@@ -109,7 +121,7 @@ class CommitRules:
 
     def _note_served(self, engine: EngineRecord, applied: ApplyReport | None) -> None:
         newest = self.newest_decided()
-        for record in self.records.values():
+        for record in self.records.live:
             if record.state not in DECIDED or not engine.serves(record):
                 continue
             if engine.state is AgentState.APPLYING:
@@ -128,26 +140,43 @@ class CommitRules:
             if record.state is VersionState.COMMITTING:
                 record.reports.setdefault(engine.engine_id, applied)
 
-    def _settle(self, now_s: float) -> list[Action]:
-        """Does everything that has become possible: decide, give up, finish, retire, tell engines."""
+    def _settle(self, now_s: float, reported: EngineRecord | None = None) -> list[Action]:
+        """Does everything that has become possible: decide, give up, finish, retire, tell engines.
+
+        With `reported`, nothing but this engine has changed: what the others should do follows from the versions, and
+        they are only looked at when those have changed as well.
+        """
         actions: list[Action] = []
-        for record in sorted(self.records.values(), key=lambda r: r.key):
+        for record in sorted(self.records.live, key=lambda r: r.key):
             if record.state is VersionState.SEALED and record.attempt is not None and not record.deciding:
                 actions += self._try_decide(record, record.attempt, now_s)
             if record.state in DECIDED:
                 self._release(record, now_s)
             if record.state is VersionState.COMMITTING:
                 actions += self._try_finish(record, now_s)
-        for engine in self.pool.engines.values():
-            join = self.groups.join(engine, now_s) if engine.connected else None
-            if join is not None:
-                engine.join_sent = join.generation
-                actions.append(Send(engine_id=engine.engine_id, lease_id=engine.lease_id, command=join))
-            command, key = self._desired(engine, now_s)
-            if command is not None and engine.connected and command != engine.sent:
-                engine.sent = command
-                engine.sent_key = key or engine.sent_key
-                actions.append(Send(engine_id=engine.engine_id, lease_id=engine.lease_id, command=command))
+        versions = [(r.key, r.artifact_id, r.state, r.busy, r.arriving, r.released) for r in self.records.live]
+        told_of = (self.groups.generation, versions)
+        others_as_before = reported is not None and told_of == self._told_of
+        self._told_of = told_of
+        newest = self.newest_decided()
+        for engine in (reported,) if reported is not None and others_as_before else self.pool.engines.values():
+            actions += self._tell(engine, newest, now_s)
+        return actions + self._compact_when_due()
+
+    def _tell(self, engine: EngineRecord, newest: VersionRecord | None, now_s: float) -> list[Action]:
+        """Tells an engine what to do next, unless it was told that last."""
+        if not engine.connected:
+            return []
+        actions: list[Action] = []
+        join = self.groups.join(engine, now_s)
+        if join is not None:
+            engine.join_sent = join.generation
+            actions.append(Send(engine_id=engine.engine_id, lease_id=engine.lease_id, command=join))
+        command, key = self._desired(engine, newest, now_s)
+        if command is not None and command != engine.sent:
+            engine.sent = command
+            engine.sent_key = key or engine.sent_key
+            actions.append(Send(engine_id=engine.engine_id, lease_id=engine.lease_id, command=command))
         return actions
 
     def _has(self, engine: EngineRecord, record: VersionRecord) -> bool:
@@ -162,7 +191,7 @@ class CommitRules:
         newest = self.newest_decided()
         if newest is not None and newest.key > record.key:
             return self._give_up(record, Reason.VERSION_SUPERSEDED, f"version {newest.version} was committed first")
-        if any(r.deciding and r.key > record.key for r in self.records.values()):
+        if any(r.deciding and r.key > record.key for r in self.records.live):
             return []  # the newer decision ends this one once it is durable
         live = self.pool.engines
         ready = {engine.engine_id for engine in live.values() if self._has(engine, record)}
@@ -171,11 +200,11 @@ class CommitRules:
         if attempt.min_ready:
             enough, wanted = len(ready) >= attempt.min_ready, attempt.min_ready
         else:
-            least = 1 if any(r.state not in UNDECIDED for r in self.records.values()) else self._min_engines
+            least = self._min_engines if newest is None else 1
             enough, wanted = required <= ready and len(ready) >= least, max(len(required), least)
         if enough:
             record.deciding, record.policy, record.min_ready = True, attempt.policy, attempt.min_ready
-            return [Append(entry=entries.decided(record), decision=record.key)]
+            return [self._append(entries.decided(record), decision=record.key)]
         refused = set(attempt.faults) & set(live) - ready - set(outside)
         short = len(live) - len(refused) < max(1, attempt.min_ready)
         hopeless = bool(refused) and (short or (not attempt.min_ready and bool(refused & required)))
@@ -188,6 +217,8 @@ class CommitRules:
     def _release(self, record: VersionRecord, now_s: float) -> None:
         """Ejects engines past the deadline of the commit, and lets a gang go once all that are left have applied."""
         live = self.pool.engines
+        if not record.commit_set and (record.released or not record.gang):
+            return
         if now_s >= record.commit_deadline_s:
             for engine_id in record.commit_set & set(live) - record.held:
                 live[engine_id].ejected = True
@@ -206,9 +237,9 @@ class CommitRules:
                 commit_s=now_s - record.decided_s,
                 lag_s=now_s - record.sealed_s,
             )
-            self._move(record, VersionState.COMMITTED)
+            self.records.move(record, VersionState.COMMITTED)
             record.answer = entries.with_state(record.answer, VersionState.COMMITTED)
-            actions.append(Append(entry=entries.committed(record, record.answer), committed=record.answer))
+            actions.append(self._append(entries.committed(record, record.answer), committed=record.answer))
             actions.append(self._bump(record))
             actions.append(Answer(key=record.key, result=record.answer))
             record.attempt = None
@@ -230,12 +261,11 @@ class CommitRules:
         applied = engine.engine_id in record.held or engine.state is AgentState.APPLYING
         return applied and engine.serves(record)
 
-    def _desired(self, engine: EngineRecord, now_s: float) -> tuple[AgentCommand | None, Key | None]:
-        newest = self.newest_decided()
+    def _desired(
+        self, engine: EngineRecord, newest: VersionRecord | None, now_s: float
+    ) -> tuple[AgentCommand | None, Key | None]:
         sealed = [
-            r
-            for r in self.records.values()
-            if r.state is VersionState.SEALED and self.groups.outside(engine, r) is None
+            r for r in self.records.live if r.state is VersionState.SEALED and self.groups.outside(engine, r) is None
         ]
         busy = [r for r in sealed if r.busy]
         target = min(busy, key=lambda r: r.key) if busy else max(sealed, key=lambda r: r.key, default=None)
@@ -261,7 +291,7 @@ class CommitRules:
 
     def _arriving(self, engine: EngineRecord) -> VersionRecord | None:
         """The version whose upload an engine may follow. A shadow holds one version: none is given up for it."""
-        arriving = (r for r in self.records.values() if r.state is VersionState.STAGING and r.arriving)
+        arriving = (r for r in self.records.live if r.state is VersionState.STAGING and r.arriving)
         return max((r for r in arriving if self.groups.outside(engine, r) is None), key=lambda r: r.key, default=None)
 
     def _give_up(
@@ -278,7 +308,7 @@ class CommitRules:
         actions: list[Action] = []
         if record.attempt is not None:
             actions += self._give_up(record, Reason.VERSION_SUPERSEDED, f"version {record.version} was dropped: {why}")
-        self._move(record, VersionState.ABORTED)
+        self.records.move(record, VersionState.ABORTED)
         actions += self._log(record, entries.aborted(record, why))
         for engine in self.pool.engines.values():
             if engine.connected and engine.sent_key == record.key and isinstance(engine.sent, Prepare):
@@ -288,31 +318,58 @@ class CommitRules:
         return actions
 
     def _retire(self, newest: VersionRecord) -> list[Action]:
-        committed = sorted((k for k, r in self.records.items() if r.state is VersionState.COMMITTED), reverse=True)
-        late = [k for k, r in self.records.items() if r.state is VersionState.COMMITTING and k < newest.key]
+        live = self.records.live
+        committed = sorted((r.key for r in live if r.state is VersionState.COMMITTED), reverse=True)
+        late = [r.key for r in live if r.state is VersionState.COMMITTING and r.key < newest.key]
         actions: list[Action] = []
         for key in sorted(committed[self._keep_versions :] + late):
             record = self.records[key]
             if record.attempt is not None:
                 text = f"version {newest.version} was committed before enough engines served version {record.version}"
                 actions += self._give_up(record, Reason.VERSION_SUPERSEDED, text)
-            self._move(record, VersionState.RETIRED)
+            self.records.move(record, VersionState.RETIRED)
             actions += [*self._log(record, entries.retired(record)), self._delete(record)]
         return actions
 
     def _delete(self, record: VersionRecord) -> DeleteBytes:
-        needed = {path for other in self.records.values() if other.state in LIVE for path in other.paths}
+        needed = {path for other in self.records.live for path in other.paths}
         return DeleteBytes(artifact_id=record.artifact_id, paths=tuple(p for p in record.paths if p not in needed))
-
-    def _move(self, record: VersionRecord, state: VersionState) -> None:
-        if state not in TRANSITIONS[record.state]:
-            raise AssertionError(f"version {record.key} cannot go from {record.state.value} to {state.value}")
-        record.state = state
 
     def _bump(self, record: VersionRecord) -> Notify:
         self.revision += 1
         record.revision = self.revision
         return Notify(revision=self.revision)
 
-    def _log(self, record: VersionRecord, entry: Mapping[str, Any]) -> list[Action]:
-        return [Append(entry=entry), self._bump(record)]
+    # --- the log ----------------------------------------------------------------------------------
+
+    def _append(self, entry: entries.Entry, **more: Any) -> Append:
+        self._num_entries += 1
+        return Append(entry=entry, **more)
+
+    def _log(self, record: VersionRecord, entry: entries.Entry) -> list[Action]:
+        return [self._append(entry), self._bump(record)]
+
+    def _compact_when_due(self) -> list[Action]:
+        """Forgets versions that ended long ago, and has the log say what is left in a few entries.
+
+        Not while a decision is on its way to the log: until it is durable, nobody can say how things are.
+        """
+        live = self.records.live
+        if self._num_entries < self._compact_after + len(live) or any(record.deciding for record in live):
+            return []
+        engines = self.pool.engines.values()
+        served = {(engine.serving, engine.root) for engine in engines}  # they are vouched for as long as they serve it
+        self.records.forget(keep=self._kept_ended, needed=lambda record: (record.version, record.root) in served)
+        for engine in engines:
+            engine.faulted &= self.records.keys()
+        self._num_entries = 0
+        kept = sorted(self.records.values(), key=lambda record: record.revision)
+        return [
+            Compact(
+                entries=(
+                    entries.snapshot(self.run_id, self.epoch, self.revision),
+                    *(entries.version(record, self._wall_offset_s) for record in kept),
+                    *(entries.group(group, self._wall_offset_s) for group in self.groups.kept),
+                )
+            )
+        ]

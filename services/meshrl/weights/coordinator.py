@@ -21,7 +21,6 @@ from meshrl.weights.states import (
     UNDECIDED,
     Action,
     Answer,
-    Append,
     Attempt,
     EngineRecord,
     Key,
@@ -51,19 +50,20 @@ class Coordinator(CommitRules):
         """Returns a version of the newest epoch that has it; None is the newest committed one. Raises UNKNOWN_*."""
         self._check_run(run_id)
         if version is None:
-            committed = [r for r in self.records.values() if r.state is VersionState.COMMITTED]
+            committed = [r for r in self.records.live if r.state is VersionState.COMMITTED]
             if not committed:
                 raise MeshError(Reason.UNKNOWN_VERSION, "no version is committed yet; activate one first")
             return max(committed, key=lambda r: r.key)
         keys = [key for key in self.records if key[1] == version]
         if not keys:
-            raise MeshError(Reason.UNKNOWN_VERSION, f"version {version} is unknown; create and seal it first")
+            text = f"version {version} is unknown, or ended long ago; create and seal it first"
+            raise MeshError(Reason.UNKNOWN_VERSION, text)
         return self.records[max(keys)]
 
     def by_artifact(self, artifact_id: str) -> VersionRecord:
         """Returns the record of an artifact whose bytes are kept. Raises UNKNOWN_VERSION."""
-        for record in self.records.values():
-            if record.artifact_id == artifact_id and record.state in LIVE:
+        for record in self.records.live:
+            if record.artifact_id == artifact_id:
                 return record
         raise MeshError(Reason.UNKNOWN_VERSION, f"artifact {artifact_id} is unknown or retired; fetch a newer version")
 
@@ -100,7 +100,7 @@ class Coordinator(CommitRules):
                 f"version {key[1]} is older than version {decided.version}, which is {decided.state.value}",
             )
         record = VersionRecord.staged(manifest, artifact)
-        self.records[key] = record  # before older epochs are dropped: files that both name must stay
+        self.records.add(record)  # before older epochs are dropped: files that both name must stay
         actions = self._begin_epoch(manifest.run_id, manifest.epoch)
         return record, [*actions, *self._log(record, entries.staged(record))]
 
@@ -112,8 +112,8 @@ class Coordinator(CommitRules):
         record.arriving = True
         return self._settle(now_s)
 
-    def sealing(self, *, run_id: str, epoch: int, version: int, artifact: str) -> VersionRecord | None:
-        """Returns the record whose bytes must be checked before `seal`; None when it is sealed already.
+    def sealing(self, *, run_id: str, epoch: int, version: int, artifact: str) -> VersionRecord:
+        """Returns the record, whose bytes must be checked before `seal` while it is still being staged.
 
         Raises: UNKNOWN_RUN, STALE_EPOCH, UNKNOWN_VERSION, VERSION_CONFLICT, VERSION_SUPERSEDED.
         """
@@ -125,7 +125,7 @@ class Coordinator(CommitRules):
             )
         if record.state is VersionState.ABORTED:
             raise MeshError(Reason.VERSION_SUPERSEDED, f"version {version} was aborted; stage it again or go on")
-        return record if record.state is VersionState.STAGING else None
+        return record
 
     def seal(self, key: Key, traceparent: str, now_s: float, wall_s: float) -> list[Action]:
         """The bytes of a staged version are complete and right: engines start to prepare it."""
@@ -135,22 +135,25 @@ class Coordinator(CommitRules):
         if record.state is not VersionState.STAGING:
             return []
         record.traceparent, record.sealed_s = traceparent, now_s
-        self._move(record, VersionState.SEALED)
+        self._wall_offset_s = wall_s - now_s
+        self.records.move(record, VersionState.SEALED)
         for engine in self._refused_by(key):  # while bytes were missing
             engine.try_again(key)
         return [*self._log(record, entries.sealed(record, wall_s)), *self._settle(now_s)]
 
-    def abort(self, *, run_id: str, epoch: int, version: int, message: str, now_s: float) -> list[Action]:
+    def abort(
+        self, *, run_id: str, epoch: int, version: int, message: str, now_s: float
+    ) -> tuple[VersionRecord, list[Action]]:
         """Drops a version that is not decided. Raises VERSION_DECIDED once it is."""
         record = self._owned(run_id, epoch, version)
         if record.state is VersionState.ABORTED:
-            return []
+            return record, []
         if record.deciding or record.state not in UNDECIDED:
             raise MeshError(
                 Reason.VERSION_DECIDED,
                 f"version {version} is {record.state.value}: a decision only goes forward; publish the next version",
             )
-        return [*self._drop(record, message or "its publisher aborted it"), *self._settle(now_s)]
+        return record, [*self._drop(record, message or "its publisher aborted it"), *self._settle(now_s)]
 
     def open_group(self, request: GroupRequest, now_s: float, wall_s: float) -> tuple[OpenedGroup, list[Action]]:
         """Forms a group and has its engines join it. The same request again gets the first answer.
@@ -162,11 +165,12 @@ class Coordinator(CommitRules):
             return answer, []
         self._check_owner(request.run_id, request.epoch)
         newest = self.newest_decided()
-        sealed = [key for key, record in self.records.items() if record.state is VersionState.SEALED]
+        sealed = [record.key for record in self.records.live if record.state is VersionState.SEALED]
         first = first_version(request, sealed, None if newest is None else newest.key)
+        self._wall_offset_s = wall_s - now_s
         group = self.groups.open(request, self.pool.engines.values(), first, now_s)
         actions = self._begin_epoch(request.run_id, request.epoch)
-        actions.append(Append(entry=entries.group(group, wall_s - now_s)))
+        actions.append(self._append(entries.group(group, wall_s - now_s)))
         return group.opened(), [*actions, *self._settle(now_s)]
 
     # --- the orchestrator ---------------------------------------------------------------------
@@ -206,7 +210,7 @@ class Coordinator(CommitRules):
         """The decision for `key` is durable: from now on it only goes forward."""
         record = self.records[key]
         record.deciding = False
-        self._move(record, VersionState.COMMITTING)
+        self.records.move(record, VersionState.COMMITTING)
         record.decided_s = now_s
         record.commit_deadline_s = now_s + self._commit_deadline_s
         ready = {e.engine_id for e in self.pool.engines.values() if self._has(e, record)}
@@ -216,7 +220,7 @@ class Coordinator(CommitRules):
         for engine in self.pool.engines.values():
             self._note_served(engine, None)
         actions: list[Action] = [self._bump(record)]
-        for other in [r for r in self.records.values() if r.key < key and r.state in UNDECIDED]:
+        for other in [r for r in self.records.live if r.key < key and r.state in UNDECIDED]:
             actions += self._drop(other, f"version {record.version} was committed instead")
         return [*actions, *self._settle(now_s)]
 
@@ -279,12 +283,14 @@ class Coordinator(CommitRules):
             engine.retry_s = None
         self._note_group(engine, report.group_generation)  # after the fault, which is of the group before
         self._note_served(engine, report.applied)
-        return self._settle(now_s)
+        return self._settle(now_s, engine)
 
     def _target_of(self, engine: EngineRecord, report: AgentReport) -> VersionRecord | None:
         """Returns the version that a report is about; its artifact decides, since epochs share version numbers."""
         told = self.records.get(engine.sent_key) if engine.sent_key is not None else None
         artifact = report.target_artifact_id
+        if report.target_version is None:
+            return None
         if told is not None and told.version == report.target_version and artifact in ("", told.artifact_id):
             return told
         named = (r for r in self.records.values() if r.artifact_id == artifact and r.version == report.target_version)
@@ -298,17 +304,27 @@ class Coordinator(CommitRules):
 
     def recover(self, log: Iterable[Mapping[str, Any]], now_s: float, wall_s: float) -> None:
         """Replays the log of an earlier hub. Engines are not in it: they register again."""
+        self._wall_offset_s = wall_s - now_s
+        records: dict[Key, VersionRecord] = {}
         for entry in log:
             match entry.get("kind"):
+                case "snapshot":
+                    self.run_id, self.epoch, self.revision = entry["run_id"], entry["epoch"], entry["revision"]
+                case "version":
+                    record = entries.version_of(entry, now_s - wall_s)
+                    records[record.key] = record
+                    continue
                 case "epoch":
                     self.run_id, self.epoch = entry["run_id"], entry["epoch"]
                 case "group":
                     self.groups.adopt(entries.group_of(entry, now_s - wall_s))
                 case _:
-                    record = entries.replay(self.records, entry, now_s - wall_s)
+                    record = entries.replay(records, entry, now_s - wall_s)
                     self.revision += 1
                     record.revision = self.revision
-        for record in self.records.values():
+            self._num_entries += 1
+        self.records.replace(records.values())
+        for record in self.records.live:
             if record.state is VersionState.COMMITTING:
                 record.decided_s, record.commit_deadline_s = now_s, now_s + self._commit_deadline_s
 
@@ -333,8 +349,8 @@ class Coordinator(CommitRules):
         if epoch <= self.epoch:
             return []
         self.run_id, self.epoch = run_id, epoch
-        actions: list[Action] = [Append(entry=entries.epoch(run_id, epoch))]
-        for old in [r for r in self.records.values() if r.key[0] < epoch and not r.deciding]:
+        actions: list[Action] = [self._append(entries.epoch(run_id, epoch))]
+        for old in [r for r in self.records.live if r.key[0] < epoch and not r.deciding]:
             actions += self._drop(old, f"epoch {epoch} began")
         return actions
 

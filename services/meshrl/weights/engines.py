@@ -15,13 +15,15 @@ class EnginePool:
     def __init__(self, lease_s: float) -> None:
         self.lease_s = lease_s
         self.engines: dict[str, EngineRecord] = {}
+        self._by_lease: dict[str, EngineRecord] = {}
 
     def register(self, registration: AgentRegistration, lease_id: str, now_s: float) -> list[Action]:
         """Gives `registration` a lease; its earlier one ends."""
         before = self.engines.get(registration.engine_id)
         if before is not None:
             before.connected = False  # for whoever waits for an answer on that session
-        self.engines[registration.engine_id] = EngineRecord(
+            del self._by_lease[before.lease_id]
+        engine = EngineRecord(
             engine_id=registration.engine_id,
             url=registration.url,
             engine_pool=registration.engine_pool,
@@ -37,10 +39,11 @@ class EnginePool:
             # Until it reports, it is taken to be where it was: commits wait for it.
             group_generation=None if before is None else before.group_generation,
         )
+        self.engines[engine.engine_id] = self._by_lease[lease_id] = engine
         return [] if before is None else [EndSession(lease_id=before.lease_id)]
 
     def by_lease(self, lease_id: str) -> EngineRecord | None:
-        return next((engine for engine in self.engines.values() if engine.lease_id == lease_id), None)
+        return self._by_lease.get(lease_id)
 
     def leased(self, lease_id: str) -> EngineRecord:
         """Returns the engine of a lease. Raises LEASE_EXPIRED."""
@@ -54,7 +57,7 @@ class EnginePool:
         gone = [engine for engine in self.engines.values() if not self._live(engine, now_s)]
         for engine in gone:
             engine.connected = False
-            del self.engines[engine.engine_id]
+            del self.engines[engine.engine_id], self._by_lease[engine.lease_id]
         return [EndSession(lease_id=engine.lease_id) for engine in gone]
 
     def _live(self, engine: EngineRecord, now_s: float) -> bool:

@@ -54,19 +54,25 @@ class Group:
 
 
 class Groups:
-    """The current group, and the answers given lately. Only the newest generation is ever current."""
+    """The current group, and those opened lately. Only the newest generation is ever current."""
 
     def __init__(self) -> None:
         self.current: Group | None = None
-        self._answers: OrderedDict[str, OpenedGroup] = OrderedDict()
+        self._by_request: OrderedDict[str, Group] = OrderedDict()
 
     @property
     def generation(self) -> int:
         return 0 if self.current is None else self.current.generation
 
+    @property
+    def kept(self) -> Collection[Group]:
+        """The groups whose requests get their first answer again, the current one last."""
+        return self._by_request.values()
+
     def answer(self, request_id: str) -> OpenedGroup | None:
         """Returns what a request was answered before, if it was."""
-        return self._answers.get(request_id)
+        group = self._by_request.get(request_id)
+        return None if group is None else group.opened()
 
     def open(self, request: GroupRequest, engines: Collection[EngineRecord], first_version: int, now_s: float) -> Group:
         """Makes a new group the current one. Raises GROUP_BROKEN when no engine can take part."""
@@ -108,9 +114,9 @@ class Groups:
     def adopt(self, group: Group) -> None:
         """Makes a group, new or read back from the log, the current one."""
         self.current = group
-        self._answers[group.request_id] = group.opened()
-        while len(self._answers) > KEPT_ANSWERS:
-            self._answers.popitem(last=False)
+        self._by_request[group.request_id] = group
+        while len(self._by_request) > KEPT_ANSWERS:
+            self._by_request.popitem(last=False)
 
     def join(self, engine: EngineRecord, now_s: float) -> JoinGroup | None:
         """Returns what to tell an engine that should join the current group and was not told on this session."""

@@ -22,7 +22,7 @@ from meshrl.weights.coordinator import Coordinator
 from meshrl.weights.groups import GroupRequest
 from meshrl.weights.log import DecisionLog
 from meshrl.weights.spans import record_sync
-from meshrl.weights.states import LIVE, Action, Answer, Append, DeleteBytes, EndSession, Key, Notify, Send
+from meshrl.weights.states import Action, Answer, Append, Compact, DeleteBytes, EndSession, Key, Notify, Send
 from meshrl.weights.store import VersionStore
 from meshrl.weights.transfers import Transfers
 from meshrl.wire import manifest as manifests
@@ -90,7 +90,7 @@ class Hub:
         """Replays the log and starts to serve. Raises LogError or ValueError when the log cannot be used."""
         entries = await asyncio.to_thread(self._log.open)
         self.coordinator.recover(entries, self._now(), self._wall())
-        live = {record.artifact_id for record in self.coordinator.records.values() if record.state in LIVE}
+        live = {record.artifact_id for record in self.coordinator.records.live}
         await asyncio.to_thread(self._store.prepare, live)
         if entries:
             newest = self.coordinator.newest_decided()
@@ -182,6 +182,8 @@ class Hub:
                     version = action.decision[1]
                     logger.info("version {} is decided", version)
                     self._enqueue(self.coordinator.decided(action.decision, self._now()))
+            case Compact():
+                await asyncio.to_thread(self._log.compact, action.entries)
             case Send():
                 session = self._sessions.get(action.lease_id)
                 if session is not None:
@@ -230,18 +232,19 @@ class Hub:
     ) -> VersionInfo:
         """Checks the bytes of a staged version, then lets engines prepare it."""
         record = self.coordinator.sealing(run_id=run_id, epoch=epoch, version=version, artifact=artifact_id)
-        if record is not None:
+        if record.state is VersionState.STAGING:
             await asyncio.to_thread(self._store.verify, artifact_id, self._verify_files)
             await self._enqueue(self.coordinator.seal(record.key, traceparent, self._now(), self._wall()))
             logger.info("version {} is sealed: {} bytes, artifact {}", version, record.num_bytes, artifact_id)
-        return self.coordinator.records[(epoch, version)].info()
+        return record.info()
 
     async def abort_version(self, *, run_id: str, epoch: int, version: int, message: str) -> VersionInfo:
         """Drops an undecided version and its bytes."""
-        await self._enqueue(
-            self.coordinator.abort(run_id=run_id, epoch=epoch, version=version, message=message, now_s=self._now())
+        record, actions = self.coordinator.abort(
+            run_id=run_id, epoch=epoch, version=version, message=message, now_s=self._now()
         )
-        return self.coordinator.records[(epoch, version)].info()
+        await self._enqueue(actions)
+        return record.info()
 
     async def open_group(self, request: GroupRequest) -> OpenedGroup:
         """Has engines join a new group; answers once that is durable. Raises as `Coordinator.open_group`."""

@@ -1,9 +1,11 @@
-"""The hub's durable log: one append-only file, each entry with its length and checksum, synced before it counts.
+"""The hub's durable log: one file, each entry with its length and checksum, synced before it counts.
 
 Layout: the 8 bytes `MESHLOG1`, then for every entry a head of three little-endian 32-bit words (length of the JSON,
 CRC32C of the JSON, CRC32C of the first two words) and the JSON. An append that was cut short by a crash is dropped at
 the next start (nobody was told about it); damage anywhere before the end is an error, since what follows it may hold a
 decision.
+
+So that the log does not grow for ever, `compact` writes a new file of fewer entries and renames it over the old one.
 """
 
 from __future__ import annotations
@@ -12,11 +14,13 @@ import fcntl
 import json
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import google_crc32c
+from loguru import logger
 
 MAGIC = b"MESHLOG1"
 _HEAD = struct.Struct("<III")
@@ -37,26 +41,39 @@ class DecisionLog:
         """Opens, locks and reads the log; creates it when missing. Raises LogError."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         created = not self._path.exists()
-        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            self.close()
-            raise LogError(
-                f"{self._path} is in use by another hub; stop it or give this one its own spool_dir"
-            ) from error
+        self._fd = self._locked()
         if created:
             _sync_folder(self._path.parent)
         try:
+            self._new_path.unlink(missing_ok=True)  # of a hub that was killed before it was renamed
             entries, end = self._read(self._path.read_bytes())
             os.ftruncate(self._fd, end)
             if end == 0:
-                self._write(MAGIC)
+                _write_synced(self._fd, MAGIC)
         except (LogError, OSError):
             self.close()
             raise
         os.lseek(self._fd, 0, os.SEEK_END)
         return entries
+
+    def _locked(self) -> int:
+        """The file, locked. A hub that compacts its log may have put another file in its place meanwhile: that one."""
+        while True:
+            fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.path.samestat(os.fstat(fd), os.stat(self._path)):
+                    return fd
+            except BlockingIOError as error:
+                os.close(fd)
+                raise LogError(
+                    f"{self._path} is in use by another hub; stop it or give this one its own spool_dir"
+                ) from error
+            os.close(fd)
+
+    @property
+    def _new_path(self) -> Path:
+        return self._path.with_name(self._path.name + ".new")
 
     def _read(self, data: bytes) -> tuple[list[Mapping[str, Any]], int]:
         if len(data) < len(MAGIC) and MAGIC.startswith(data):
@@ -87,21 +104,50 @@ class DecisionLog:
 
     def append(self, entry: Mapping[str, Any]) -> None:
         """Returns once the entry is on disk. Raises OSError, after which the log must not be used."""
-        text = json.dumps(entry, separators=(",", ":")).encode()
         os.lseek(self._fd, 0, os.SEEK_END)
-        head = struct.pack("<II", len(text), google_crc32c.value(text))
-        self._write(head + struct.pack("<I", google_crc32c.value(head)) + text)
+        _write_synced(self._fd, _framed(entry))
 
-    def _write(self, data: bytes) -> None:
-        view = memoryview(data)
-        while view:
-            view = view[os.write(self._fd, view) :]
-        os.fdatasync(self._fd)
+    def compact(self, entries: Sequence[Mapping[str, Any]]) -> None:
+        """Puts `entries` in the place of all that was appended; whenever this is broken off, one or the other is there.
+
+        A new file that cannot be written is only logged: the old one goes on. Raises OSError when it is not certain
+        which of the two a next start would find, after which the log must not be used.
+        """
+        try:
+            fd = os.open(self._new_path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ours before it has the name that another hub opens
+                _write_synced(fd, MAGIC + b"".join(map(_framed, entries)))
+                os.replace(self._new_path, self._path)
+            except OSError:
+                os.close(fd)
+                raise
+        except OSError as error:
+            logger.warning("{} was not compacted and grows on: {}", self._path, error)
+            with suppress(OSError):
+                self._new_path.unlink(missing_ok=True)
+            return
+        os.close(self._fd)
+        self._fd = fd
+        _sync_folder(self._path.parent)
 
     def close(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)  # drops the lock, too
             self._fd = -1
+
+
+def _framed(entry: Mapping[str, Any]) -> bytes:
+    text = json.dumps(entry, separators=(",", ":")).encode()
+    head = struct.pack("<II", len(text), google_crc32c.value(text))
+    return head + struct.pack("<I", google_crc32c.value(head)) + text
+
+
+def _write_synced(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+    os.fdatasync(fd)
 
 
 def _sync_folder(folder: Path) -> None:

@@ -85,15 +85,15 @@ def decided(record: VersionRecord) -> Entry:
 
 
 def committed(record: VersionRecord, answer: Activation) -> Entry:
+    return _entry("committed", record, **_fields_of(answer))
+
+
+def _fields_of(answer: Activation) -> dict[str, Any]:
     engines = [
-        {
-            "engine_id": engine.engine_id,
-            **dataclasses.asdict(engine.applied),
-            "root": engine.applied.root.hex(),
-        }
+        {"engine_id": engine.engine_id, **vars(engine.applied), "root": engine.applied.root.hex()}
         for engine in answer.engines
     ]
-    return _entry("committed", record, engines=engines, commit_s=answer.commit_s, lag_s=answer.lag_s)
+    return {"engines": engines, "commit_s": answer.commit_s, "lag_s": answer.lag_s}
 
 
 def aborted(record: VersionRecord, why: str) -> Entry:
@@ -102,6 +102,53 @@ def aborted(record: VersionRecord, why: str) -> Entry:
 
 def retired(record: VersionRecord) -> Entry:
     return _entry("retired", record)
+
+
+def snapshot(run_id: str, number: int, revision: int) -> Entry:
+    """The first entry of a compacted log: the run, its epoch and the last revision. What there is follows."""
+    return {"kind": "snapshot", "run_id": run_id, "epoch": number, "revision": revision}
+
+
+def version(record: VersionRecord, wall_minus_monotonic_s: float) -> Entry:
+    """Everything that the entries of a version said. A decision under way is not in it: wait until it is durable."""
+    return {
+        **staged(record),
+        "kind": "version",
+        "state": record.state.value,
+        "revision": record.revision,
+        "traceparent": record.traceparent,
+        "sealed_wall_s": record.sealed_s + wall_minus_monotonic_s,
+        "policy": record.policy.value,
+        "min_ready": record.min_ready,
+        "answer": None if record.answer is None else _fields_of(record.answer),
+    }
+
+
+def version_of(entry: Entry, monotonic_minus_wall_s: float) -> VersionRecord:
+    """Reads a version back from a compacted log. Raises ValueError for an entry that does not hold one."""
+    try:
+        record = _staged(entry)
+        record.state, record.revision = VersionState(entry["state"]), entry["revision"]
+        record.traceparent = entry["traceparent"]
+        record.sealed_s = entry["sealed_wall_s"] + monotonic_minus_wall_s
+        record.policy, record.min_ready = ActivationPolicy(entry["policy"]), entry["min_ready"]
+        if entry["answer"] is not None:
+            record.answer = with_state(_answer(record, entry["answer"]), VersionState.COMMITTED)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"log entry {dict(entry)!r} makes no sense here: {error!r}") from error
+    return record
+
+
+def _staged(entry: Entry) -> VersionRecord:
+    return VersionRecord(
+        run_id=entry["run_id"],
+        key=(int(entry["epoch"]), int(entry["version"])),
+        artifact_id=entry["artifact_id"],
+        transport=Transport(entry["transport"]),
+        num_bytes=entry["num_bytes"],
+        root=bytes.fromhex(entry["root"]),
+        paths=tuple(entry["paths"]),
+    )
 
 
 def with_state(answer: Activation, state: VersionState) -> Activation:
@@ -118,15 +165,7 @@ def replay(records: dict[Key, VersionRecord], entry: Entry, monotonic_minus_wall
         kind = entry["kind"]
         key = (int(entry["epoch"]), int(entry["version"]))
         if kind == "staged":
-            records[key] = VersionRecord(
-                run_id=entry["run_id"],
-                key=key,
-                artifact_id=entry["artifact_id"],
-                transport=Transport(entry["transport"]),
-                num_bytes=entry["num_bytes"],
-                root=bytes.fromhex(entry["root"]),
-                paths=tuple(entry["paths"]),
-            )
+            records[key] = _staged(entry)
             return records[key]
         record = records[key]
         if kind == "sealed":

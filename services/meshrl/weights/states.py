@@ -6,7 +6,7 @@ order. Times are seconds of one monotonic clock.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -175,6 +175,13 @@ class Append:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Compact:
+    """Put `entries` in the place of the whole log: they say what all that was appended before says."""
+
+    entries: Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Send:
     """Give a command to an engine over the session of this lease."""
 
@@ -213,4 +220,4 @@ class Notify:
     revision: int
 
 
-Action = Append | Send | EndSession | Answer | DeleteBytes | Notify
+Action = Append | Compact | Send | EndSession | Answer | DeleteBytes | Notify

@@ -1,7 +1,9 @@
-"""The durable log: what was appended comes back, a torn end is dropped, damage before it is an error."""
+"""The durable log: what was appended comes back, a torn end is dropped, damage anywhere is an error."""
 
 from __future__ import annotations
 
+import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +66,75 @@ def test_damage_before_the_last_entry_is_an_error_wherever_it_is(tmp_path: Path)
         with pytest.raises(LogError, match="damaged at byte"):
             read(path)
         assert path.read_bytes() == damaged  # left as it is, for whoever repairs it
+
+
+def test_compacted_log_holds_the_new_entries_and_goes_on(tmp_path: Path) -> None:
+    log = DecisionLog(written(tmp_path / "log"))
+    log.open()
+    log.compact(ENTRIES[:2])
+    log.append(ENTRIES[4])
+    with pytest.raises(LogError, match="in use by another hub"):
+        DecisionLog(tmp_path / "log").open()
+    log.close()
+    assert read(tmp_path / "log") == [*ENTRIES[:2], ENTRIES[4]]
+    assert [path.name for path in tmp_path.iterdir()] == ["log"]
+
+
+class KilledError(BaseException):
+    """Nothing after this runs, as in a process that is gone."""
+
+
+def killed_while_compacting(log: DecisionLog, step: str, after: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ends `compact` before or after one of its system calls, and closes what the process had open."""
+    fds = [log._fd]
+    really_open, really_do = os.open, getattr(os, step)
+
+    def opened(*arguments: Any, **more: Any) -> int:
+        fds.append(really_open(*arguments, **more))
+        return fds[-1]
+
+    def kill(*arguments: Any, **more: Any) -> None:
+        if after:
+            done = opened if step == "open" else really_do
+            done(*arguments, **more)
+            if step == "close":
+                fds.remove(arguments[0])
+        raise KilledError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", opened)
+        patch.setattr(os, step, kill)
+        with pytest.raises(KilledError):
+            log.compact([{"kind": "snapshot"}])
+    for fd in set(fds):
+        with suppress(OSError):  # it was closed before the end
+            os.close(fd)
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("step", ["open", "write", "fdatasync", "replace", "close", "fsync"])
+def test_hub_killed_at_any_point_of_compacting_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, after: bool
+) -> None:
+    path = written(tmp_path / "log")
+    log = DecisionLog(path)
+    log.open()
+    killed_while_compacting(log, step, after, monkeypatch)
+    renamed = step in ("close", "fsync") or (step, after) == ("replace", True)
+    assert read(path) == ([{"kind": "snapshot"}] if renamed else ENTRIES)
+    assert [left.name for left in tmp_path.iterdir()] == ["log"]
+
+
+def test_log_that_cannot_be_compacted_goes_on_as_it_is(tmp_path: Path) -> None:
+    path = written(tmp_path / "log")
+    log = DecisionLog(path)
+    log.open()
+    (tmp_path / "log.new").mkdir()  # where the new file should go
+    log.compact([{"kind": "snapshot"}])
+    log.append({"kind": "one more"})
+    log.close()
+    (tmp_path / "log.new").rmdir()
+    assert read(path) == [*ENTRIES, {"kind": "one more"}]
 
 
 def test_log_has_one_owner_at_a_time(tmp_path: Path) -> None:
