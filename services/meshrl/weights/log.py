@@ -2,8 +2,9 @@
 
 Layout: the 8 bytes `MESHLOG1`, then for every entry a head of three little-endian 32-bit words (length of the JSON,
 CRC32C of the JSON, CRC32C of the first two words) and the JSON. An append that was cut short by a crash is dropped at
-the next start (nobody was told about it); damage anywhere before the end is an error, since what follows it may hold a
-decision.
+the next start, since nobody was told about it: the file ends before the entry does, or in the zeros of blocks that were
+never written. Anything else that does not match its checksum, wherever it is, was damaged after it was written and is
+an error, since it may hold a decision.
 
 So that the log does not grow for ever, `compact` writes a new file of fewer entries and renames it over the old one.
 """
@@ -88,14 +89,20 @@ class DecisionLog:
                 return entries, at  # a torn head: the last append was cut short
             length, checksum, head_checksum = _HEAD.unpack_from(data, at)
             end = body + length
-            sound = google_crc32c.value(data[at : at + 8]) == head_checksum
-            if sound and (end > len(data) or (end == len(data) and google_crc32c.value(data[body:]) != checksum)):
-                return entries, at  # the last append was cut short
-            if not sound and not any(data[at:]):
+            if not any(data[at:]):
                 return entries, at  # the file had grown before its data was written
-            if not sound or google_crc32c.value(data[body:end]) != checksum:
+            if google_crc32c.value(data[at : at + 8]) == head_checksum:
+                if end > len(data):
+                    return entries, at  # the last append was cut short
+                whole = google_crc32c.value(data[body:end]) == checksum
+                if not whole and end == len(data) and data.endswith(b"\0"):  # which no entry contains
+                    return entries, at  # its end was never written
+            else:
+                whole = False
+            if not whole:
+                where = "in its last entry" if end >= len(data) else "before its end"
                 raise LogError(
-                    f"{self._path} is damaged at byte {at}, before its end; restore it from a copy, "
+                    f"{self._path} is damaged at byte {at}, {where}; restore it from a copy, "
                     "or move it away and start a new run (engines will be seeded again)"
                 )
             entries.append(json.loads(data[body:end]))

@@ -68,6 +68,28 @@ def test_damage_before_the_last_entry_is_an_error_wherever_it_is(tmp_path: Path)
         assert path.read_bytes() == damaged  # left as it is, for whoever repairs it
 
 
+def test_damage_in_the_last_entry_is_an_error_wherever_it_is(tmp_path: Path) -> None:
+    path = written(tmp_path / "log")
+    whole = bytearray(path.read_bytes())
+    last = len(whole) - len(b'{"kind":"staged","version":4,"text":"xxxx"}') - 12
+    for at in range(last, len(whole)):
+        damaged = bytearray(whole)
+        damaged[at] ^= 0x40
+        path.write_bytes(damaged)
+        with pytest.raises(LogError, match=rf"{path} is damaged at byte {last}, in its last entry; restore it"):
+            read(path)
+        assert path.read_bytes() == damaged
+
+
+def test_last_entry_whose_end_was_never_written_is_dropped(tmp_path: Path) -> None:
+    path = written(tmp_path / "log")
+    whole = path.read_bytes()
+    last = len(whole) - len(b'{"kind":"staged","version":4,"text":"xxxx"}') - 12
+    for end in range(last + 12, len(whole)):
+        path.write_bytes(whole[:end] + bytes(len(whole) - end))
+        assert read(path) == ENTRIES[:4]
+
+
 def test_compacted_log_holds_the_new_entries_and_goes_on(tmp_path: Path) -> None:
     log = DecisionLog(written(tmp_path / "log"))
     log.open()
