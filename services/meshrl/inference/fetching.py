@@ -8,7 +8,6 @@ manifest's result root.
 from __future__ import annotations
 
 import asyncio
-import random
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -21,12 +20,10 @@ import torch
 from loguru import logger
 
 from meshrl.client import WeightSyncClient
+from meshrl.client.transfers import Attempts
 from meshrl.inference.host_files import Bytes, HostBytes, Spool, empty_bytes, map_files
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Manifest, TensorEntry, Transport
-
-# Worth asking again: the link or the hub was away, or a chunk was damaged on its way.
-_TRANSIENT = frozenset({Reason.UNREACHABLE, Reason.DRAINING, Reason.DEADLINE_PASSED, Reason.CHUNK_CORRUPT})
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -102,36 +99,20 @@ class VersionFetcher:
 
     async def _stream(self, manifest: Manifest, artifact_id: str, arrival: _Arrival) -> None:
         missing = arrival.missing
-        loop = asyncio.get_running_loop()
-        progress_s, wait_s = loop.time(), 0.1
+        attempts = Attempts(self._stall_s, left=len(missing))
         while missing:
-            before = len(missing)
             try:
-                async with asyncio.timeout(self._stall_s) as patience:
-                    await self._stream_once(manifest, artifact_id, arrival, patience)
-            except TimeoutError:
-                error = MeshError(Reason.UNREACHABLE, f"no chunk of the version came for {self._stall_s:g} s")
-            except MeshError as failure:
-                error = failure
-            else:
-                continue
-            now_s = loop.time()
-            if len(missing) < before:
-                progress_s, wait_s = now_s, 0.1
-            if error.reason not in _TRANSIENT or now_s - progress_s >= self._stall_s:
-                raise error
-            logger.warning("fetch of version {} resumes, {} chunks missing: {}", manifest.version, len(missing), error)
-            await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))
-            wait_s = min(2 * wait_s, 2.0)
+                await self._stream_once(manifest, artifact_id, arrival)
+            except MeshError as error:
+                await attempts.another(error, left=len(missing))
+                logger.warning(
+                    "fetch of version {} goes on, {} chunks missing: {}", manifest.version, len(missing), error
+                )
 
-    async def _stream_once(
-        self, manifest: Manifest, artifact_id: str, arrival: _Arrival, patience: asyncio.Timeout
-    ) -> None:
-        loop = asyncio.get_running_loop()
+    async def _stream_once(self, manifest: Manifest, artifact_id: str, arrival: _Arrival) -> None:
         order = sorted(arrival.missing)
         filled = 0  # bytes of the chunk at order[0] that have arrived
-        async for piece in self._client.fetch(artifact_id, _ranges(manifest, order)):
-            patience.reschedule(loop.time() + self._stall_s)
+        async for piece in self._client.fetch(artifact_id, _ranges(manifest, order), stall_s=self._stall_s):
             data = np.frombuffer(piece.data, dtype=np.uint8)  # the checksum takes no memoryview
             if google_crc32c.value(data) != piece.crc32c:
                 raise MeshError(Reason.CHUNK_CORRUPT, f"bytes at {piece.offset} do not match their CRC32C")

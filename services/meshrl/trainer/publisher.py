@@ -92,7 +92,7 @@ class Publisher:
             written_s = time.monotonic()
             staged = await self._uploader.stage(manifest, buffer)
             staged_s = time.monotonic()
-            await self._uploader.seal(manifest, staged.artifact_id, traceparent)
+            await self._uploader.seal(manifest, staged.artifact_id, traceparent, buffer)
             report = PublishReport(
                 version=version,
                 artifact_id=staged.artifact_id,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
@@ -14,11 +13,14 @@ from loguru import logger
 from numpy.typing import NDArray
 
 from meshrl.client import WeightSyncClient
+from meshrl.client.transfers import TRANSIENT, Attempts
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Chunk, Manifest, StagedVersion
 
-_TRANSIENT = frozenset({Reason.UNREACHABLE, Reason.DRAINING, Reason.CHUNK_CORRUPT, Reason.DEADLINE_PASSED})
 RETRY_FOR_S = 60.0
+_INCOMPLETE = frozenset({Reason.CHUNKS_MISSING})
+SEAL_S = 30.0
+HASHED_BYTES_PER_S = 50e6  # what a hub on a slow disk still reads and hashes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,47 +63,66 @@ class PublishReport:
 
 
 class Uploader:
-    """The hub as a publisher sees it. `retry_for_s`: how long a hub that is away is called again."""
+    """The hub as a publisher sees it. `retry_for_s`: how long a hub that is away, or takes nothing, is called again."""
 
     def __init__(self, client: WeightSyncClient, *, retry_for_s: float = RETRY_FOR_S) -> None:
         self._client = client
         self._retry_for_s = retry_for_s
 
-    async def seal(self, manifest: Manifest, artifact_id: str, traceparent: str) -> None:
-        """Declares a staged version complete."""
-        await self._client.seal_version(
-            run_id=manifest.run_id,
-            epoch=manifest.epoch,
-            version=manifest.version,
-            artifact_id=artifact_id,
-            traceparent=traceparent,
-        )
-
     async def stage(self, manifest: Manifest, buffer: NDArray[np.uint8] | None = None) -> StagedVersion:
         """Uploads what the hub misses until it misses nothing; resumes after a broken upload."""
-        end_s = time.monotonic() + self._retry_for_s
-        wait_s = 0.2
-        todo = [(chunk.offset, chunk.length) for chunk in manifest.chunks] if buffer is not None else []
-        length_of = dict(todo)
+        length_of = {chunk.offset: chunk.length for chunk in manifest.chunks} if buffer is not None else {}
+        missing: Sequence[int] = tuple(length_of)
+        attempts = Attempts(self._retry_for_s, left=len(missing), also=_INCOMPLETE)
         while True:
+            left: int | None = None
             try:
-                chunks = _chunks(buffer, todo) if buffer is not None else None
-                staged = await self._client.create_version(manifest, chunks)
+                chunks = _chunks(buffer, [(at, length_of[at]) for at in missing]) if buffer is not None else None
+                staged = await self._client.create_version(manifest, chunks, stall_s=self._retry_for_s)
                 if not staged.missing_offsets:
                     return staged
-                error = MeshError(Reason.CHUNKS_MISSING, f"the hub still misses {len(staged.missing_offsets)} chunks")
-            except MeshError as failure:
-                if failure.reason not in _TRANSIENT:
-                    raise
-                error = failure
-            if time.monotonic() + wait_s >= end_s:
-                raise error
-            logger.warning("upload of version {} goes on: {}", manifest.version, error)
-            await asyncio.sleep(wait_s)
-            wait_s = min(2 * wait_s, 5.0)
-            with suppress(MeshError):  # if the hub is still away, the loop finds out and waits on
-                missing = (await self._client.create_version(manifest)).missing_offsets
-                todo = [(offset, length_of[offset]) for offset in missing]
+                missing, left = staged.missing_offsets, len(staged.missing_offsets)
+                failure = MeshError(Reason.CHUNKS_MISSING, f"the hub still misses {left} chunks")
+            except MeshError as error:
+                failure = error
+                if buffer is None or error.reason not in TRANSIENT:
+                    left = len(missing)
+                else:
+                    with suppress(MeshError):  # it is still away, and is sent what it is not known to have
+                        missing = (await self._client.create_version(manifest)).missing_offsets
+                        left = len(missing)
+            await attempts.another(failure, left=left)
+            logger.warning("upload of version {} goes on, {} chunks to go: {}", manifest.version, len(missing), failure)
+
+    async def seal(
+        self, manifest: Manifest, artifact_id: str, traceparent: str, buffer: NDArray[np.uint8] | None = None
+    ) -> None:
+        """Declares a staged version complete, again while the hub is away; chunks that it lost are sent again.
+
+        A hub that must hash the version first has time for all its bytes.
+        """
+        also = _INCOMPLETE if buffer is not None else frozenset()
+        attempts = Attempts(self._retry_for_s, left=0, also=also)
+        while True:
+            began_s = time.monotonic()
+            try:
+                await self._client.seal_version(
+                    run_id=manifest.run_id,
+                    epoch=manifest.epoch,
+                    version=manifest.version,
+                    artifact_id=artifact_id,
+                    traceparent=traceparent,
+                    deadline_s=SEAL_S + manifest.num_bytes / HASHED_BYTES_PER_S,
+                )
+            except MeshError as error:
+                if time.monotonic() - began_s > self._retry_for_s:  # the hub was at work so long
+                    attempts = Attempts(self._retry_for_s, left=0, also=also)
+                await attempts.another(error, left=0)
+                logger.warning("version {} is not sealed yet: {}; asking again", manifest.version, error)
+                if error.reason in _INCOMPLETE:
+                    await self.stage(manifest, buffer)
+            else:
+                return
 
 
 async def _chunks(buffer: NDArray[np.uint8], spans: Sequence[tuple[int, int]]) -> AsyncIterator[Chunk]:

@@ -22,7 +22,18 @@ from meshrl.weights.coordinator import Coordinator
 from meshrl.weights.groups import GroupRequest
 from meshrl.weights.log import DecisionLog
 from meshrl.weights.spans import record_sync
-from meshrl.weights.states import Action, Answer, Append, Compact, DeleteBytes, EndSession, Key, Notify, Send
+from meshrl.weights.states import (
+    Action,
+    Answer,
+    Append,
+    Compact,
+    DeleteBytes,
+    EndSession,
+    Key,
+    Notify,
+    Send,
+    VersionRecord,
+)
 from meshrl.weights.store import VersionStore
 from meshrl.weights.transfers import Transfers
 from meshrl.wire import manifest as manifests
@@ -77,6 +88,7 @@ class Hub:
         self._queue: asyncio.Queue[tuple[Sequence[Action], asyncio.Future[None]]] = asyncio.Queue()
         self._sessions: dict[str, _Session] = {}
         self._waiters: dict[Key, list[asyncio.Future[Activation]]] = {}
+        self._sealing: dict[str, asyncio.Task[None]] = {}  # by artifact
         self._changed = asyncio.Event()
         self._heard = asyncio.Event()  # of an engine, or that time has passed
         self._opening = asyncio.Lock()  # a repeated request is not answered before the first one is durable
@@ -233,10 +245,19 @@ class Hub:
         """Checks the bytes of a staged version, then lets engines prepare it."""
         record = self.coordinator.sealing(run_id=run_id, epoch=epoch, version=version, artifact=artifact_id)
         if record.state is VersionState.STAGING:
-            await asyncio.to_thread(self._store.verify, artifact_id, self._verify_files)
-            await self._enqueue(self.coordinator.seal(record.key, traceparent, self._now(), self._wall()))
-            logger.info("version {} is sealed: {} bytes, artifact {}", version, record.num_bytes, artifact_id)
+            sealing = self._sealing.get(artifact_id)
+            if sealing is None:  # who asks again joins: bytes are not hashed twice, and not in vain for who hung up
+                sealing = self._sealing[artifact_id] = asyncio.create_task(self._seal(record, traceparent))
+            await asyncio.shield(sealing)
         return record.info()
+
+    async def _seal(self, record: VersionRecord, traceparent: str) -> None:
+        try:
+            await asyncio.to_thread(self._store.verify, record.artifact_id, self._verify_files)
+            await self._enqueue(self.coordinator.seal(record.key, traceparent, self._now(), self._wall()))
+        finally:
+            del self._sealing[record.artifact_id]
+        logger.info("version {} is sealed: {} bytes, artifact {}", record.version, record.num_bytes, record.artifact_id)
 
     async def abort_version(self, *, run_id: str, epoch: int, version: int, message: str) -> VersionInfo:
         """Drops an undecided version and its bytes."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -170,8 +171,8 @@ class Mesh:
         await self.hub.stop()
         self._server = None
 
-    def client(self) -> WeightSyncClient:
-        options = ChannelOptions(unary_deadline_s=10.0, retry_attempts=2, retry_backoff_s=0.05)
+    def client(self, **more: Any) -> WeightSyncClient:
+        options = ChannelOptions(**{"unary_deadline_s": 10.0, "retry_attempts": 2, "retry_backoff_s": 0.05, **more})
         client = WeightSyncClient(f"127.0.0.1:{self.port}", options)
         self._clients.append(client)
         return client

@@ -89,8 +89,8 @@ async def test_seal_refuses_files_that_changed_after_they_were_hashed(mesh: Any,
     publisher = mesh.publisher(Transport.FILESYSTEM)
     client, stage = mesh.client(), publisher._client.create_version
 
-    async def damage_then_stage(manifest: Manifest, chunks: Any = None) -> Any:
-        staged = await stage(manifest, chunks)
+    async def damage_then_stage(manifest: Manifest, chunks: Any = None, **more: Any) -> Any:
+        staged = await stage(manifest, chunks, **more)
         flip_a_byte(mesh, Transport.FILESYSTEM, 0, "")
         return staged
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +12,14 @@ import torch
 from safetensors.torch import load_file
 
 from meshrl.client import WeightSyncClient
+from meshrl.client.transfers import Attempts
 from meshrl.trainer.publisher import Publisher, next_epoch
+from meshrl.trainer.uploading import Uploader
 from meshrl.wire import manifest as manifests
 from meshrl.wire import manifest_checks
+from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest_file import from_json, manifest_path
-from meshrl.wire.types import StagedVersion, Transport
+from meshrl.wire.types import StagedVersion, TensorEntry, Transport
 
 
 class FirstHub(WeightSyncClient):
@@ -24,7 +29,7 @@ class FirstHub(WeightSyncClient):
         self.manifest: Any = None
         self.received: dict[int, bytes] = {}
 
-    async def create_version(self, manifest: Any, chunks: Any = None, *, deadline_s: float | None = None) -> Any:
+    async def create_version(self, manifest: Any, chunks: Any = None, *, stall_s: float | None = None) -> Any:
         self.manifest = manifest
         if chunks is not None:
             async for chunk in chunks:
@@ -32,7 +37,7 @@ class FirstHub(WeightSyncClient):
         return StagedVersion(artifact_id=manifests.artifact_id(manifest), missing_offsets=(), max_chunk_bytes=2**22)
 
     async def seal_version(self, **fields: Any) -> Any:
-        return None
+        self.sealed = fields
 
 
 STATE = {
@@ -76,6 +81,36 @@ async def test_floating_tensors_are_cast_and_others_left(tmp_path: Path) -> None
     await publisher(hub, Transport.STREAM, tmp_path, dtype=torch.bfloat16).publish(0, STATE)
     dtypes = {tensor.name: tensor.dtype for tensor in hub.manifest.tensors}
     assert dtypes == {"a": "bfloat16", "b": "bfloat16", "t": "bfloat16", "n": "int64"}
+
+
+async def test_sealing_has_time_for_all_the_bytes_that_the_hub_must_hash() -> None:
+    hub = FirstHub()
+    large = TensorEntry(name="w", dtype="uint8", shape=(65 * 10**9,), offset=0, num_bytes=65 * 10**9, digest=b"")
+    manifest = manifests.build_manifest(
+        run_id="r", epoch=1, version=1, transport=Transport.FILESYSTEM, tensors=(large,), chunks=()
+    )
+    await Uploader(hub).seal(manifest, "a", "")
+    assert hub.sealed["deadline_s"] > 65e9 / 100e6  # a hub that hashes 100 MB/s
+
+
+async def run_attempts(left: Sequence[int | None], length_s: float, stall_s: float) -> int:
+    """How many of these attempts there are when each takes `length_s` and leaves so much."""
+    attempts = Attempts(stall_s, left=100)
+    for count, after in enumerate(left, 1):
+        await asyncio.sleep(length_s)
+        try:
+            await attempts.another(MeshError(Reason.UNREACHABLE), left=after)
+        except MeshError:
+            return count
+    return len(left)
+
+
+async def test_a_transfer_ends_when_no_attempt_brings_it_further_however_long_it_took() -> None:
+    assert await run_attempts([90, 80, 70], 0.6, 0.5) == 3
+    assert await run_attempts([90, None, 80, 80], 0.6, 0.5) == 4
+    assert await run_attempts([None, None], 0.6, 0.5) == 2  # nobody knows whether the second one did
+    assert await run_attempts([100, 100], 0.6, 0.5) == 1
+    assert await run_attempts([99, 100, 100], 0.6, 0.5) == 2
 
 
 def test_epoch_grows_with_every_start(tmp_path: Path) -> None:

@@ -31,14 +31,14 @@ _T = TypeVar("_T")
 class ChannelOptions:
     """How a client talks to its server; the defaults suit a cluster as well as a laptop.
 
-    unary_deadline_s: a unary call; upload_deadline_s: a batch; transfer_deadline_s: a version or its ranges;
+    unary_deadline_s: a unary call; upload_deadline_s: a batch; transfer_stall_s: without a chunk of a version;
     stream_margin_s: what a group's stream may take beyond the deadline_s of its request; reconnect_s: how long a watch
     looks for its server before it gives up; keepalive_s: time between pings, keepalive_timeout_s: wait for an answer.
     """
 
     unary_deadline_s: float = 30.0
     upload_deadline_s: float = 120.0
-    transfer_deadline_s: float = 600.0
+    transfer_stall_s: float = 60.0
     checkpoint_deadline_s: float = 600.0
     stream_margin_s: float = 15.0
     reconnect_s: float = 60.0
@@ -168,7 +168,9 @@ class ServiceClient:
             except grpc.aio.AioRpcError as error:
                 raise self._failed(span, method, error, timeout_s) from error
 
-    async def _upload(self, call: Any, method: str, messages: AsyncGenerator[Any, None], deadline_s: float) -> Any:
+    async def _upload(
+        self, call: Any, method: str, messages: AsyncGenerator[Any, None], deadline_s: float | None
+    ) -> Any:
         """Streams `messages` up and returns the one answer; stops sending once the server begins to answer.
 
         Without that stop, a server that refuses early would race with our writes, and grpc.aio would report the write

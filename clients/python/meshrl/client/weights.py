@@ -9,6 +9,7 @@ from contextlib import aclosing
 from opentelemetry.trace import Tracer
 
 from meshrl.client.channel import ChannelOptions, ServiceClient
+from meshrl.client.transfers import moving, while_moving
 from meshrl.v1 import weights_pb2 as pb
 from meshrl.v1 import weights_pb2_grpc
 from meshrl.wire import convert, frames
@@ -85,24 +86,40 @@ class WeightSyncClient(ServiceClient):
                     yield command
 
     async def create_version(
-        self, manifest: Manifest, chunks: AsyncIterable[Chunk] | None = None, *, deadline_s: float | None = None
+        self, manifest: Manifest, chunks: AsyncIterable[Chunk] | None = None, *, stall_s: float | None = None
     ) -> StagedVersion:
-        """Stages a version: its manifest, then `chunks` in any order. The answer lists what is still missing."""
+        """Stages a version: its manifest, then `chunks` in any order. The answer lists what is still missing.
 
-        async def upload() -> AsyncGenerator[pb.CreateVersionRequest | bytes, None]:
-            yield pb.CreateVersionRequest(manifest=convert.manifest_to_proto(manifest))
-            if chunks is not None:
-                async for chunk in chunks:
-                    yield frames.frame_upload_chunk(chunk)
+        It may take as long as it must while chunks leave; raises UNREACHABLE when none did for `stall_s`.
+        """
+        limit_s = self.options.transfer_stall_s if stall_s is None else stall_s
+        async with while_moving(limit_s, f"the upload of version {manifest.version}") as moves:
 
-        limit_s = self.options.transfer_deadline_s if deadline_s is None else deadline_s
-        response = await self._upload(self._create_version, "CreateVersion", upload(), limit_s)
+            async def upload() -> AsyncGenerator[pb.CreateVersionRequest | bytes, None]:
+                yield pb.CreateVersionRequest(manifest=convert.manifest_to_proto(manifest))
+                if chunks is not None:
+                    async for chunk in chunks:
+                        yield frames.frame_upload_chunk(chunk)
+                        moves()
+
+            response = await self._upload(self._create_version, "CreateVersion", upload(), None)
         return convert.staged_version_from_proto(response)
 
     async def seal_version(
-        self, *, run_id: str, epoch: int, version: int, artifact_id: str, traceparent: str = ""
+        self,
+        *,
+        run_id: str,
+        epoch: int,
+        version: int,
+        artifact_id: str,
+        traceparent: str = "",
+        deadline_s: float | None = None,
     ) -> VersionInfo:
-        """Declares a staged version complete; raises CHUNKS_MISSING or DIGEST_MISMATCH when it is not."""
+        """Declares a staged version complete; raises CHUNKS_MISSING or DIGEST_MISMATCH when it is not.
+
+        The hub may have to hash all of it first: `deadline_s` is for that as well. Asked again meanwhile, it does not
+        begin anew.
+        """
         request = pb.SealVersionRequest(
             request_id=str(uuid.uuid4()),
             run_id=run_id,
@@ -111,7 +128,7 @@ class WeightSyncClient(ServiceClient):
             artifact_id=artifact_id,
             traceparent=traceparent,
         )
-        response = await self._unary(self._stub.SealVersion, "SealVersion", request)
+        response = await self._unary(self._stub.SealVersion, "SealVersion", request, deadline_s)
         return convert.version_info_from_proto(response.version)
 
     async def abort_version(self, *, run_id: str, epoch: int, version: int, message: str) -> VersionInfo:
@@ -174,17 +191,20 @@ class WeightSyncClient(ServiceClient):
         ranges: Sequence[tuple[int, int]] = (),
         chunk_bytes: int = 0,
         *,
-        deadline_s: float | None = None,
+        stall_s: float | None = None,
     ) -> AsyncGenerator[Chunk, None]:
-        """Yields the chunks of (offset, length) ranges, or of everything; `data` is a view into the message."""
+        """Yields the chunks of (offset, length) ranges, or of everything; `data` is a view into the message.
+
+        It may take as long as it must while chunks come; raises UNREACHABLE when none did for `stall_s`.
+        """
         request = pb.FetchRequest(
             artifact_id=artifact_id,
             ranges=[pb.ByteRange(offset=offset, length=length) for offset, length in ranges],
             chunk_bytes=chunk_bytes,
         )
-        limit_s = self.options.transfer_deadline_s if deadline_s is None else deadline_s
-        async with aclosing(self._stream(self._fetch, "Fetch", request, limit_s, with_span=True)) as stream:
-            async for message in stream:
+        limit_s = self.options.transfer_stall_s if stall_s is None else stall_s
+        async with aclosing(self._stream(self._fetch, "Fetch", request, None, with_span=True)) as stream:
+            async for message in moving(stream, limit_s, f"artifact {artifact_id}"):
                 yield frames.parse_fetch(message)
 
     async def open_group(

@@ -1,0 +1,105 @@
+"""Uploads and seals that take long, break off, or meet a hub that comes back: what moves is never given up."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+
+from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.types import Chunk, Transport, VersionState
+
+
+async def test_upload_that_moves_outlives_a_hiccup_after_the_time_for_which_a_hub_may_be_away(
+    mesh: Any, engine: Any, state: Any
+) -> None:
+    publisher = mesh.publisher(Transport.STREAM, retry_for_s=1.0)
+    create, broken = publisher._client.create_version, []
+
+    async def slow_and_broken_once(manifest: Any, chunks: Any = None, **more: Any) -> Any:
+        async def few() -> Any:
+            count = 0
+            async for chunk in chunks:
+                count += 1
+                if count == 8 and not broken:
+                    broken.append(True)
+                    raise MeshError(Reason.UNREACHABLE, "the link broke")
+                await asyncio.sleep(0.2)
+                yield chunk
+
+        return await create(manifest, None if chunks is None else few(), **more)
+
+    publisher._client.create_version = slow_and_broken_once
+    report = await publisher.publish(0, state(1))
+    assert broken
+    mesh.start_agent("e0", engine)
+    await mesh.client().activate_version(run_id="run", version=0, prepare_deadline_s=20.0)
+    assert engine.root == report.root
+
+
+async def test_upload_that_stands_still_ends(mesh: Any, state: Any) -> None:
+    publisher = mesh.publisher(Transport.STREAM)
+    manifest, _ = publisher._pack(0, *_plans(state(1)))
+
+    async def nothing() -> Any:
+        await asyncio.Event().wait()
+        yield Chunk(offset=0, data=b"", crc32c=0)
+
+    with pytest.raises(MeshError, match=r"nothing of the upload of version 0 moved for 0\.3 s") as caught:
+        await asyncio.wait_for(mesh.client().create_version(manifest, nothing(), stall_s=0.3), 20.0)
+    assert caught.value.reason is Reason.UNREACHABLE
+
+
+def _plans(tensors: Any) -> tuple[Any, Any]:
+    from meshrl.wire.manifest import plan_tensors
+
+    return plan_tensors((name, "float32", tuple(t.shape)) for name, t in tensors.items()), tensors
+
+
+async def test_seal_that_takes_longer_than_its_call_goes_on_and_hashes_once(mesh: Any, state: Any) -> None:
+    publisher = mesh.publisher(Transport.FILESYSTEM)
+    verify, go_on, hashed = mesh.hub._store.verify, threading.Event(), []
+
+    def slow(*arguments: Any) -> None:
+        hashed.append(arguments[0])
+        go_on.wait(60.0)
+        verify(*arguments)
+
+    mesh.hub._store.verify = slow
+    manifest = await asyncio.to_thread(publisher._write, 0, *_plans(state(1)))
+    client = mesh.client()
+    artifact = (await client.create_version(manifest)).artifact_id
+    named = {"run_id": "run", "epoch": 1, "version": 0, "artifact_id": artifact}
+    with pytest.raises(MeshError) as late:
+        await client.seal_version(**named, deadline_s=0.2)
+    assert late.value.reason is Reason.DEADLINE_PASSED
+    again = asyncio.create_task(client.seal_version(**named))
+    await asyncio.sleep(0.2)
+    go_on.set()
+    assert (await again).state is VersionState.SEALED
+    assert (await client.seal_version(**named)).state is VersionState.SEALED
+    assert hashed == [artifact]
+
+
+async def test_publisher_seals_though_the_hub_restarts_and_lost_what_it_had(
+    mesh: Any, engine: Any, state: Any, transport: Transport
+) -> None:
+    publisher = mesh.publisher(transport, retry_for_s=20.0)
+    seal, restarted = publisher._client.seal_version, []
+
+    async def after_a_restart(**named: Any) -> Any:
+        if not restarted:
+            restarted.append(True)
+            await mesh.kill_hub()
+            for payload in (mesh.folder / "weight_hub" / "artifacts").glob("*/payload"):
+                payload.write_bytes(bytes(payload.stat().st_size))
+            asyncio.get_running_loop().call_later(0.5, lambda: asyncio.ensure_future(mesh.start_hub()))
+        return await seal(**named)
+
+    publisher._client.seal_version = after_a_restart
+    report = await publisher.publish(0, state(1))
+    mesh.start_agent("e0", engine)
+    await mesh.client().activate_version(run_id="run", version=0, prepare_deadline_s=20.0)
+    assert engine.root == report.root
