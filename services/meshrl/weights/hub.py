@@ -1,8 +1,9 @@
 """The shell around the coordinator: time, the log, the spool, sessions and waiters. Fed by the servicer.
 
 Every event goes into the coordinator on the event loop; the actions it returns are carried out one after the other by
-a single task, so that a command to an engine never overtakes the log entry it depends on. A log that cannot be written
-ends the hub: without it no decision can be made.
+a single task, so that a command to an engine never overtakes the log entry it depends on. Whatever goes wrong there, or
+in the task that watches the time, ends the hub: what it knows is then no longer what its log says, and a hub that is
+started anew knows.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Literal
 from loguru import logger
 from opentelemetry import trace
 
+from meshrl.weights.clock import AwakeClock
 from meshrl.weights.coordinator import Coordinator
 from meshrl.weights.groups import GroupRequest
 from meshrl.weights.log import DecisionLog
@@ -60,7 +62,8 @@ from meshrl.wire.types import (
 FIRST_REPORT_DEADLINE_S = 10.0
 LOG_FILE = "decisions.log"
 
-_Session = asyncio.Queue[AgentCommand | None]  # None: the lease is over
+_HUNG_UP = "the agent hung up"
+_Session = asyncio.Queue[AgentCommand | Literal["the agent hung up"] | None]  # None: the lease is over
 
 
 class Hub:
@@ -84,8 +87,9 @@ class Hub:
         self._max_chunk_bytes = max_chunk_bytes
         self._verify_files = verify_files
         self._tracer = tracer or trace.get_tracer("meshrl.weights")
-        self._now, self._wall = monotonic, wall
+        self._now, self._wall = AwakeClock(monotonic), wall
         self._queue: asyncio.Queue[tuple[Sequence[Action], asyncio.Future[None]]] = asyncio.Queue()
+        self._under_way: asyncio.Future[None] | None = None  # answered once its actions are carried out
         self._sessions: dict[str, _Session] = {}
         self._waiters: dict[Key, list[asyncio.Future[Activation]]] = {}
         self._sealing: dict[str, asyncio.Task[None]] = {}  # by artifact
@@ -107,13 +111,13 @@ class Hub:
         if entries:
             newest = self.coordinator.newest_decided()
             logger.info(
-                "replayed {} log entries: epoch {}, {} versions kept, newest decided {}",
-                len(entries),
-                self.coordinator.epoch,
-                len(live),
+                "replayed {} log entries: epoch {}, {} versions kept, newest decided {}", len(entries),
+                self.coordinator.epoch, len(live),
                 "none" if newest is None else f"{newest.version} ({newest.state.value})",
-            )
+            )  # fmt: skip
         self._tasks = [asyncio.create_task(self._work()), asyncio.create_task(self._tick())]
+        for task in self._tasks:
+            task.add_done_callback(self._ended)
 
     def close_streams(self) -> None:
         """Ends sessions, watches and waits with DRAINING, so that the server can drain."""
@@ -129,10 +133,20 @@ class Hub:
         self.close_streams()
         for task in self._tasks:
             task.cancel()
-        for task in self._tasks:
-            with suppress(asyncio.CancelledError):
-                await task
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.to_thread(self._log.close)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """Neither task ends by itself: nobody must wait for what it would have done."""
+        error = None if task.cancelled() else task.exception()
+        if error is None or self.failed.done():
+            return
+        what = "the log cannot be written" if isinstance(error, OSError) else "the hub met a defect"
+        logger.opt(exception=error).error("{}: {!r}; the hub stops", what, error)
+        self.failed.set_result(error)
+        if self._under_way is not None:
+            self._queue.put_nowait(((), self._under_way))
+        self._refuse_all(MeshError(Reason.INTERNAL, f"{what} and it is shutting down: {error!r}"))
 
     async def _tick(self) -> None:
         period_s = min(0.25, self.coordinator.pool.lease_s / 10)
@@ -148,7 +162,7 @@ class Hub:
     def _enqueue(self, actions: Sequence[Action]) -> asyncio.Future[None]:
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if self.failed.done():
-            done.set_exception(MeshError(Reason.INTERNAL, "the hub cannot write its log and is shutting down"))
+            done.set_exception(MeshError(Reason.INTERNAL, f"the hub is shutting down: {self.failed.result()!r}"))
             done.exception()  # whoever waits still gets it; the ticker does not wait
         elif actions:
             self._queue.put_nowait((actions, done))
@@ -159,30 +173,20 @@ class Hub:
     async def _work(self) -> None:
         while True:
             actions, done = await self._queue.get()
-            try:
-                for action in actions:
-                    await self._perform(action)
-            except OSError as error:  # no log, no decisions: stop rather than go on undurably
-                logger.error("the log cannot be written: {}; the hub stops", error)
-                self.failed.set_result(error)
-                self._queue.put_nowait((actions, done))
-                self._refuse_all(MeshError(Reason.INTERNAL, f"the hub cannot write its log: {error}"))
-                return
+            self._under_way = done
+            for action in actions:
+                await self._perform(action)
             if not done.done():
                 done.set_result(None)
 
     def _refuse_all(self, error: MeshError) -> None:
-        pending = [future for waiters in self._waiters.values() for future in waiters]
+        waiters = [future for waiters in self._waiters.values() for future in waiters]
         self._waiters.clear()
-        while not self._queue.empty():
-            done = self._queue.get_nowait()[1]
-            if not done.done():
-                done.set_exception(error)
-                done.exception()  # the ticker does not look
-        for future in pending:
+        queued = [self._queue.get_nowait()[1] for _ in range(self._queue.qsize())]
+        for future in (*waiters, *queued):
             if not future.done():
                 future.set_exception(error)
-                future.exception()
+                future.exception()  # the ticker does not look
 
     async def _perform(self, action: Action) -> None:
         match action:
@@ -352,21 +356,16 @@ class Hub:
             before.put_nowait(None)
         await self._enqueue([*actions, *self.coordinator.connect(lease_id, self._now())])
         reader = asyncio.create_task(self._read_reports(reports, lease_id))
+        reader.add_done_callback(lambda _: session.put_nowait(_HUNG_UP))
         try:
-            while True:
-                getter = asyncio.create_task(session.get())
-                await asyncio.wait({getter, reader}, return_when=asyncio.FIRST_COMPLETED)
-                if getter.done():
-                    command = getter.result()
-                    if command is None and self._draining:
-                        raise MeshError(Reason.DRAINING, "the hub is shutting down; register again")
-                    if command is None:
-                        raise MeshError(Reason.LEASE_EXPIRED, "the lease is over; register again")
-                    yield command
-                else:
-                    getter.cancel()
+            while (command := await session.get()) is not None:
+                if command is _HUNG_UP:
                     reader.result()
                     return
+                yield command
+            if self._draining:
+                raise MeshError(Reason.DRAINING, "the hub is shutting down; register again")
+            raise MeshError(Reason.LEASE_EXPIRED, "the lease is over; register again")
         finally:
             reader.cancel()
             if self._sessions.get(lease_id) is session:

@@ -72,7 +72,7 @@ def main() -> None:
     """Console script `weights`."""
     config = load_config(WeightsConfig, prog="weights")
     layout = Layout(config.output_dir)
-    setup_logging("weights", config.log.level, layout.log("weights"))
+    setup_logging("weights", config.log.level, layout.log("weights"), json_logging=config.log.json_logging)
     tracing = setup_tracing("weights", layout.traces)
     code = run(lambda stop: serve(config, tracing, stop))
     tracing.close()

@@ -329,8 +329,8 @@ async def test_a_hub_killed_in_each_state_of_a_streamed_version_goes_on_with_it(
     client, staged = mesh.client(), asyncio.Event()
     create = publisher._client.create_version
 
-    async def kill_when_staged(manifest: Manifest, chunks: Any = None) -> Any:
-        answer = await create(manifest, chunks)
+    async def kill_when_staged(manifest: Manifest, chunks: Any = None, **more: Any) -> Any:
+        answer = await create(manifest, chunks, **more)
         if not staged.is_set():
             staged.set()
             await restart(mesh)

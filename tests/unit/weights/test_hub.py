@@ -1,0 +1,169 @@
+"""The hub's shell: a defect ends it for everybody to hear, streams leave nothing behind, a stopped hub loses nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from opentelemetry import trace
+
+from hub_rules import manifest
+from meshrl.weights import main
+from meshrl.weights.config import WeightsConfig
+from meshrl.weights.coordinator import Coordinator
+from meshrl.weights.hub import Hub
+from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.types import (
+    ActivationPolicy,
+    AgentRegistration,
+    AgentReport,
+    AgentState,
+    Chunk,
+    Manifest,
+    Transport,
+    VersionState,
+)
+
+REGISTRATION = AgentRegistration(
+    engine_id="e", url="http://e", transports=(Transport.STREAM, Transport.NCCL), layout_signature=b"l"
+)
+
+
+class Time:
+    """A clock that the test sets; it never stands still, as the real one does not."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        self.now_s += 1e-6
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Time:
+    return Time()
+
+
+@pytest.fixture
+async def hub(tmp_path: Path, clock: Time) -> AsyncIterator[Hub]:
+    coordinator = Coordinator(
+        lease_s=10.0, max_chunk_bytes=2**20, keep_versions=2, min_engines=1, commit_deadline_s=20.0
+    )
+    hub = Hub(coordinator, spool_dir=tmp_path, max_chunk_bytes=2**20, verify_files="digests", monotonic=clock)
+    await hub.start()
+    yield hub
+    await hub.stop()
+
+
+async def no_chunks() -> AsyncIterator[Chunk]:
+    return
+    yield
+
+
+async def seal(hub: Hub, made: Manifest) -> None:
+    staged = await hub.create_version(made, no_chunks())
+    await hub.seal_version(run_id="run", epoch=1, version=made.version, artifact_id=staged.artifact_id, traceparent="")
+
+
+async def activate(hub: Hub, version: int) -> Any:
+    return await hub.activate_version(
+        run_id="run", version=version, policy=ActivationPolicy.ROLLING, min_ready=0, prepare_deadline_s=20.0
+    )
+
+
+def defect(*arguments: Any) -> Any:
+    raise RuntimeError("a defect")
+
+
+async def refused(call: Any) -> None:
+    with pytest.raises(MeshError, match="a defect") as caught:
+        await asyncio.wait_for(call, 15.0)
+    assert caught.value.reason is Reason.INTERNAL
+
+
+async def test_defect_in_the_worker_ends_the_hub_and_every_call(hub: Hub) -> None:
+    await seal(hub, manifest(1))
+    waiting = asyncio.create_task(activate(hub, 1))
+    await asyncio.sleep(0)
+    hub._log.append = defect  # type: ignore[method-assign] # as if it had one
+    await refused(seal(hub, manifest(2)))
+    await refused(waiting)
+    assert isinstance(await asyncio.wait_for(hub.failed, 15.0), RuntimeError)
+    await refused(seal(hub, manifest(3)))
+    await refused(hub.register(REGISTRATION))
+
+
+async def test_defect_in_the_ticker_ends_the_hub_and_every_call(hub: Hub) -> None:
+    await seal(hub, manifest(1))
+    waiting = asyncio.create_task(activate(hub, 1))
+    await asyncio.sleep(0)
+    hub.coordinator.tick = defect  # type: ignore[method-assign] # as if it had one
+    await refused(waiting)
+    assert isinstance(await asyncio.wait_for(hub.failed, 15.0), RuntimeError)
+
+
+async def test_program_ends_with_an_error_when_its_hub_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Coordinator, "tick", defect)
+    config = WeightsConfig(output_dir=tmp_path)
+    code = await asyncio.wait_for(main.serve(config, trace.get_tracer("test"), asyncio.Event()), 30.0)
+    assert code == 1
+
+
+async def test_sessions_that_break_off_leave_no_task_behind(hub: Hub) -> None:
+    async def reports(lease_id: str) -> AsyncIterator[AgentReport]:
+        yield AgentReport(lease_id=lease_id, state=AgentState.JOINING)
+        await asyncio.Event().wait()
+
+    before = asyncio.all_tasks()
+    for _ in range(5):
+        lease = await hub.register(REGISTRATION)
+        session = hub.session(reports(lease.lease_id))
+        listening = asyncio.ensure_future(anext(session))
+        async with asyncio.timeout(15.0):
+            while not hub.coordinator.pool.engines["e"].connected:  # noqa: ASYNC110 (state that has no event)
+                await asyncio.sleep(0)
+            await asyncio.sleep(0.05)
+        listening.cancel()
+        await asyncio.wait({listening})
+    await asyncio.sleep(0.05)
+    assert asyncio.all_tasks() - before == set()
+
+
+async def test_stopped_hub_drops_no_engine_and_gives_up_no_version(hub: Hub, clock: Time) -> None:
+    lease = await hub.register(REGISTRATION)
+    await seal(hub, manifest(1, transport=Transport.NCCL))
+    waiting = asyncio.create_task(activate(hub, 1))
+    await asyncio.sleep(0.05)
+    clock.now_s += 40.0  # SIGSTOP, then SIGCONT
+    heard = hub._heard
+    await asyncio.wait_for(heard.wait(), 15.0)  # it has looked at the time
+    assert not waiting.done()
+    (engine,) = hub.list_engines("")
+    assert engine.engine_id == "e"
+    hub.coordinator.report(AgentReport(lease_id=lease.lease_id, state=AgentState.JOINING), hub._now())
+    assert hub.coordinator.records[1, 1].state is VersionState.SEALED
+    waiting.cancel()
+    for _ in range(12):  # an engine that is silent while the hub runs is dropped as before
+        clock.now_s += 1.0
+        await asyncio.wait_for(hub._heard.wait(), 15.0)
+    assert hub.list_engines("") == ()
+
+
+def test_hub_logs_json_when_told_to(tmp_path: Path) -> None:
+    (tmp_path / "weight_hub").mkdir()
+    (tmp_path / "weight_hub" / "decisions.log").write_text("something else")  # it says so, and ends
+    done = subprocess.run(
+        [sys.executable, "-m", "meshrl.weights.main", "--output-dir", str(tmp_path), "--log.json-logging"],
+        capture_output=True, text=True, timeout=60.0, env={**os.environ, "PYTHONWARNINGS": "default"}, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert any("is not a log of this program" in line["record"]["message"] for line in lines)
