@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from meshrl.collective.dtypes import TORCH_DTYPES
 from meshrl.wire.manifest import TensorPlan
-from meshrl.wire.manifest_file import safetensors_header
+from meshrl.wire.manifest_file import open_regular, safetensors_header
 from meshrl.wire.types import FileEntry, Manifest, TensorEntry
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -88,14 +88,14 @@ class HostBytes:
 
 
 def map_files(entries: Sequence[FileEntry]) -> HostBytes:
-    """Maps a publisher's files. Raises OSError for one that is missing, unreadable or too short.
+    """Maps a publisher's files. Raises OSError for one that is missing, unreadable, too short or not a regular one.
 
     A publisher writes a file under another name first and never changes it afterwards, so it is not cut short below a
     mapping.
     """
     parts = []
     for entry in entries:
-        fd = os.open(entry.path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = open_regular(entry.path)
         try:
             size = os.fstat(fd).st_size
             if size < entry.num_bytes:

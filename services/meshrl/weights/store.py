@@ -30,7 +30,7 @@ from loguru import logger
 from meshrl.wire.errors import FieldViolation, MeshError, Reason, invalid
 from meshrl.wire.manifest import artifact_id as artifact_id_of
 from meshrl.wire.manifest import digest
-from meshrl.wire.manifest_file import PayloadReader, from_json, manifest_path, to_json
+from meshrl.wire.manifest_file import PayloadReader, from_json, manifest_path, open_regular, to_json
 from meshrl.wire.types import Chunk, ChunkEntry, FileEntry, Manifest, Transport
 
 MANIFEST = "manifest.json"
@@ -233,7 +233,9 @@ class VersionStore:
             payloads.setdefault(manifest_path(path), []).append(path)
         for beside, of_one in payloads.items():
             try:
-                if artifact_id_of(from_json(beside.read_bytes())) != artifact_id:
+                with open(open_regular(beside), "rb") as file:
+                    manifest = from_json(file.read())
+                if artifact_id_of(manifest) != artifact_id:
                     logger.warning("{} are kept: the manifest beside them is of another artifact", of_one)
                     continue
                 for path in (*of_one, beside):

@@ -10,6 +10,7 @@ import errno
 import json
 import os
 import re
+import stat
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -165,17 +166,37 @@ def _adapter(fields: Sequence[Any] | None) -> AdapterConfig | None:
     return AdapterConfig(rank=rank, lora_alpha=alpha, target_modules=tuple(targets), base_model=base)
 
 
+def open_regular(path: str | Path) -> int:
+    """Opens a file that somebody else has named, for reading; returns the descriptor.
+
+    Raises OSError for what is not a regular file: opening a pipe would block, and a link may lead anywhere.
+    """
+    _check_regular(os.lstat(path), path)
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
+    try:
+        _check_regular(os.fstat(fd), path)  # something else may have taken its place meanwhile
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _check_regular(found: os.stat_result, path: str | Path) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "is not a regular file, and a version is read from no other", str(path))
+
+
 class PayloadReader:
     """Reads a version's byte stream from the files that hold it. Blocking: use it off the event loop.
 
-    Raises OSError for a file that is missing, unreadable or too short.
+    Raises OSError for a file that is missing, unreadable, too short or not a regular one.
     """
 
     def __init__(self, files: Sequence[FileEntry]) -> None:
         self._parts: list[tuple[int, int, int, int]] = []  # offset, length, descriptor, payload start in the file
         try:
             for file in files:
-                fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
+                fd = open_regular(file.path)
                 self._parts.append((file.offset, file.num_bytes, fd, os.fstat(fd).st_size - file.num_bytes))
                 if self._parts[-1][3] < 0:
                     raise OSError(errno.EIO, f"is shorter than the {file.num_bytes} bytes it should hold", file.path)
