@@ -202,7 +202,7 @@ class SimulatedHub(RuleBasedStateMachine):
     def trainer_restarts(self, back: int, really: bool) -> None:
         if not really:
             return
-        self.epoch += 1
+        self.epoch = self.coordinator.epoch + 1  # the one before may never have published
         self.next_version = max(0, self.next_version - back)
         self.break_group(self.group[0])
 
@@ -217,6 +217,14 @@ class SimulatedHub(RuleBasedStateMachine):
         with pytest.raises(MeshError) as caught:
             self.coordinator.stage(manifest, artifact_id(manifest), self.now_s)
         assert caught.value.reason is Reason.STALE_EPOCH
+
+    @precondition(lambda self: self.coordinator.epoch > 0)
+    @rule(version=st.integers(0, 20), beyond=st.integers(2, 2**40))
+    def epoch_beyond_the_next_is_refused(self, version: int, beyond: int) -> None:
+        manifest = manifest_of(self.coordinator.epoch + beyond, version, 9)
+        with pytest.raises(MeshError) as caught:
+            self.coordinator.stage(manifest, artifact_id(manifest), self.now_s)
+        assert caught.value.reason is Reason.INVALID_REQUEST
 
     @rule(back=st.integers(0, 3), gang=st.booleans(), min_ready=st.integers(0, 2))
     def activate(self, back: int, gang: bool, min_ready: int) -> None:

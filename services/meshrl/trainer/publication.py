@@ -30,6 +30,7 @@ from meshrl.trainer.publisher import Adapter, Publisher
 from meshrl.trainer.rows import Rows, num_senders
 from meshrl.trainer.transport import choose, files_folder, first_engines, known_engines, shm_folder
 from meshrl.trainer.uploading import PublishReport, Uploader
+from meshrl.wire.errors import MeshError
 from meshrl.wire.types import AdapterConfig, EngineInfo, Transport
 
 LOCALHOST = "127.0.0.1"
@@ -62,7 +63,10 @@ class Publication:
 async def decide(
     config: TrainerConfig, parts: TrainerParts, client: WeightSyncClient, epoch: int, environment: Mapping[str, str]
 ) -> PublicationSettings:
-    """How versions leave, but for the store's addresses. With type auto it waits for a first engine."""
+    """How versions leave, but for the store's addresses. With type auto it waits for a first engine.
+
+    `epoch` is the trainer's own; one that started several times without publishing claims the hub's next one.
+    """
     broadcast, parallel = config.weight_broadcast, parts.parallel
     adapter_only = config.model.lora is not None and broadcast.lora_adapter_only
     engines: tuple[EngineInfo, ...] = ()
@@ -92,7 +96,7 @@ async def decide(
     shared = choice.transport is Transport.NCCL or (choice.transport is Transport.FILESYSTEM and one_host)
     return PublicationSettings(
         transport=choice.transport.value,
-        epoch=epoch,
+        epoch=await claimable_epoch(client, epoch),
         adapter_only=adapter_only,
         in_shares=shared and not adapter_only,
         folder=str(folder.absolute()),
@@ -102,6 +106,20 @@ async def decide(
         backend="nccl" if on_gpu else "gloo",
         deadline_s=broadcast.transfer_deadline_s,
     )
+
+
+async def claimable_epoch(client: WeightSyncClient, epoch: int) -> int:
+    """The epoch to publish in: the next one of the hub, where that is below `epoch`.
+
+    Without a hub it is `epoch`. Should that be refused later, the trainer ends, and the next start finds the hub.
+    """
+    try:
+        current = await client.epoch()
+    except MeshError as error:  # programs start in any order
+        if not error.retryable:
+            raise
+        return epoch
+    return min(epoch, current + 1) if current else epoch
 
 
 def open_publication(

@@ -26,7 +26,7 @@ from meshrl.weights.states import (
     Key,
     VersionRecord,
 )
-from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.errors import FieldViolation, MeshError, Reason, invalid
 from meshrl.wire.types import (
     ActivationPolicy,
     AgentRegistration,
@@ -79,8 +79,9 @@ class Coordinator(CommitRules):
     def stage(self, manifest: Manifest, artifact: str, now_s: float) -> tuple[VersionRecord, list[Action]]:
         """Takes a manifest. The same artifact again is the same record, whatever its state.
 
-        Raises: RUN_LIMIT_REACHED for another run; STALE_EPOCH; VERSION_CONFLICT for another artifact of a version that
-        was not aborted; VERSION_SUPERSEDED when a later version is decided.
+        Raises: RUN_LIMIT_REACHED for another run; STALE_EPOCH; INVALID_REQUEST for an epoch beyond the next;
+        VERSION_CONFLICT for another artifact of a version that was not aborted; VERSION_SUPERSEDED when a later version
+        is decided.
         """
         self._check_owner(manifest.run_id, manifest.epoch)
         key = (manifest.epoch, manifest.version)
@@ -344,6 +345,11 @@ class Coordinator(CommitRules):
                 f"this hub serves run {self.run_id!r}, got {run_id!r}; give each run its own hub",
             )
         self._check_epoch(epoch)
+        if self.epoch and epoch > self.epoch + 1:  # or one wrong number would keep every later trainer out
+            text = (
+                f"must be at most {self.epoch + 1}, got {epoch}: this hub is in epoch {self.epoch}; begin the next one"
+            )
+            raise invalid([FieldViolation("epoch", text)])
 
     def _begin_epoch(self, run_id: str, epoch: int) -> list[Action]:
         if epoch <= self.epoch:

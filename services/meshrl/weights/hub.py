@@ -14,7 +14,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from loguru import logger
 from opentelemetry import trace
@@ -23,6 +23,7 @@ from meshrl.weights.clock import AwakeClock
 from meshrl.weights.coordinator import Coordinator
 from meshrl.weights.groups import GroupRequest
 from meshrl.weights.log import DecisionLog
+from meshrl.weights.session import Ended, Session
 from meshrl.weights.spans import record_sync
 from meshrl.weights.states import (
     Action,
@@ -62,9 +63,6 @@ from meshrl.wire.types import (
 FIRST_REPORT_DEADLINE_S = 10.0
 LOG_FILE = "decisions.log"
 
-_HUNG_UP = "the agent hung up"
-_Session = asyncio.Queue[AgentCommand | Literal["the agent hung up"] | None]  # None: the lease is over
-
 
 class Hub:
     """One hub. `start` before use, `stop` after; `failed` is done when the hub must not go on."""
@@ -90,7 +88,7 @@ class Hub:
         self._now, self._wall = AwakeClock(monotonic), wall
         self._queue: asyncio.Queue[tuple[Sequence[Action], asyncio.Future[None]]] = asyncio.Queue()
         self._under_way: asyncio.Future[None] | None = None  # answered once its actions are carried out
-        self._sessions: dict[str, _Session] = {}
+        self._sessions: dict[str, Session] = {}
         self._waiters: dict[Key, list[asyncio.Future[Activation]]] = {}
         self._sealing: dict[str, asyncio.Task[None]] = {}  # by artifact
         self._changed = asyncio.Event()
@@ -123,7 +121,7 @@ class Hub:
         """Ends sessions, watches and waits with DRAINING, so that the server can drain."""
         self._draining = True
         for session in self._sessions.values():
-            session.put_nowait(None)
+            session.put_nowait(Ended.LEASE_OVER)
         self._changed.set()
         self._transfers.close()
         self._refuse_all(MeshError(Reason.DRAINING, "the hub is shutting down; call again"))
@@ -180,10 +178,9 @@ class Hub:
                 done.set_result(None)
 
     def _refuse_all(self, error: MeshError) -> None:
-        waiters = [future for waiters in self._waiters.values() for future in waiters]
+        pending: list[asyncio.Future[Any]] = [future for waiters in self._waiters.values() for future in waiters]
         self._waiters.clear()
-        queued = [self._queue.get_nowait()[1] for _ in range(self._queue.qsize())]
-        for future in (*waiters, *queued):
+        for future in pending + [self._queue.get_nowait()[1] for _ in range(self._queue.qsize())]:
             if not future.done():
                 future.set_exception(error)
                 future.exception()  # the ticker does not look
@@ -208,7 +205,7 @@ class Hub:
             case EndSession():
                 session = self._sessions.pop(action.lease_id, None)
                 if session is not None:
-                    session.put_nowait(None)
+                    session.put_nowait(Ended.LEASE_OVER)
             case Answer():
                 for future in self._waiters.pop(action.key, []):
                     if future.done():
@@ -350,19 +347,19 @@ class Hub:
             raise MeshError(Reason.DRAINING)
         lease_id = first.lease_id
         actions = self.coordinator.report(first, self._now())
-        session: _Session = asyncio.Queue()
+        session: Session = asyncio.Queue()
         before, self._sessions[lease_id] = self._sessions.get(lease_id), session
         if before is not None:
-            before.put_nowait(None)
+            before.put_nowait(Ended.LEASE_OVER)
         await self._enqueue([*actions, *self.coordinator.connect(lease_id, self._now())])
         reader = asyncio.create_task(self._read_reports(reports, lease_id))
-        reader.add_done_callback(lambda _: session.put_nowait(_HUNG_UP))
+        reader.add_done_callback(lambda _: session.put_nowait(Ended.HUNG_UP))
         try:
-            while (command := await session.get()) is not None:
-                if command is _HUNG_UP:
-                    reader.result()
-                    return
+            while not isinstance(command := await session.get(), Ended):
                 yield command
+            if command is Ended.HUNG_UP:
+                reader.result()
+                return
             if self._draining:
                 raise MeshError(Reason.DRAINING, "the hub is shutting down; register again")
             raise MeshError(Reason.LEASE_EXPIRED, "the lease is over; register again")

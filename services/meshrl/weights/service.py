@@ -159,4 +159,6 @@ class WeightSyncService(weights_pb2_grpc.WeightSyncServicer):
         self, request: pb.ListEnginesRequest, context: grpc.aio.ServicerContext
     ) -> pb.ListEnginesResponse:
         engines = self._hub.list_engines(request.engine_pool)
-        return pb.ListEnginesResponse(engines=[convert.engine_info_to_proto(engine) for engine in engines])
+        return pb.ListEnginesResponse(
+            engines=[convert.engine_info_to_proto(engine) for engine in engines], epoch=self._hub.coordinator.epoch
+        )

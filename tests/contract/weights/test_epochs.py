@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from meshrl.trainer.publication import claimable_epoch
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import ActivationPolicy, Transport
 
@@ -78,3 +79,29 @@ async def test_what_was_sealed_and_not_decided_goes_with_its_epoch(
     assert again.version.epoch == 2
     assert engine.holds(state(1))
     assert engine.history.count("apply 1") == 1  # the same bytes are not moved again
+
+
+async def test_an_epoch_beyond_the_next_is_refused_and_keeps_nobody_out(mesh: Any, engine: Any, state: Any) -> None:
+    mesh.start_agent("e0", engine)
+    await mesh.publisher(Transport.STREAM, epoch=7).publish(1, state(1))  # the first one may have any number
+    with pytest.raises(MeshError, match="must be at most 8, got 9: this hub is in epoch 7") as caught:
+        await mesh.publisher(Transport.STREAM, epoch=9).publish(1, state(2))
+    assert caught.value.reason is Reason.INVALID_REQUEST
+    group = {"store_address": "h:1", "backend": "gloo", "num_senders": 1, "deadline_s": 1.0}
+    with pytest.raises(MeshError, match="must be at most 8"):
+        await mesh.client().open_group(run_id="run", epoch=2**63, **group)
+    await mesh.publisher(Transport.STREAM, epoch=8).publish(1, state(3))
+    await activate(mesh, 1)
+    assert engine.holds(state(3))
+
+
+async def test_trainer_that_started_several_times_without_publishing_claims_the_next_epoch(
+    mesh: Any, state: Any
+) -> None:
+    assert await claimable_epoch(mesh.client(), 3) == 3  # nobody has published yet
+    await mesh.publisher(Transport.STREAM, epoch=3).publish(1, state(1))
+    assert await claimable_epoch(mesh.client(), 6) == 4
+    assert await claimable_epoch(mesh.client(), 2) == 2  # its folder is of an older run: refused as stale
+    client = mesh.client()
+    await mesh.kill_hub()
+    assert await claimable_epoch(client, 6) == 6  # nobody to ask yet

@@ -255,3 +255,8 @@ class WeightSyncClient(ServiceClient):
             self._stub.ListEngines, "ListEngines", pb.ListEnginesRequest(engine_pool=engine_pool)
         )
         return tuple(convert.engine_info_from_proto(engine) for engine in response.engines)
+
+    async def epoch(self) -> int:
+        """Returns the epoch of the trainer that publishes; 0 before the first. Who takes over begins the next one."""
+        response = await self._unary(self._stub.ListEngines, "ListEngines", pb.ListEnginesRequest())
+        return int(response.epoch)

@@ -582,10 +582,12 @@ class ListEnginesRequest(_message.Message):
     def __init__(self, engine_pool: _Optional[str] = ...) -> None: ...
 
 class ListEnginesResponse(_message.Message):
-    __slots__ = ("engines",)
+    __slots__ = ("engines", "epoch")
     ENGINES_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     engines: _containers.RepeatedCompositeFieldContainer[EngineInfo]
-    def __init__(self, engines: _Optional[_Iterable[_Union[EngineInfo, _Mapping]]] = ...) -> None: ...
+    epoch: int
+    def __init__(self, engines: _Optional[_Iterable[_Union[EngineInfo, _Mapping]]] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class EngineInfo(_message.Message):
     __slots__ = ("engine_id", "url", "engine_pool", "state", "serving_version", "routable", "last_seen_s", "last_fault", "transports", "collective_ranks", "collective_backend", "group_generation", "host", "sleeping", "can_sleep")

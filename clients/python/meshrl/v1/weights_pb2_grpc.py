@@ -133,8 +133,10 @@ class WeightSyncServicer(object):
         """Stages a version: a manifest, then its bytes in chunks (stream) or none at all when the
         manifest refers to files (filesystem). Chunks may arrive in any order of offset.
         Idempotency: the same artifact again resumes; missing chunks are listed in the answer when the
-        upload ends early. Errors: FAILED_PRECONDITION for a stale epoch; ALREADY_EXISTS for a version
-        of the same epoch with another artifact; DATA_LOSS for a chunk whose checksum is wrong.
+        upload ends early. An epoch begins with its first version and must be the next one (any number at
+        a hub that nobody has published at); ListEngines says which one it is. Errors: FAILED_PRECONDITION
+        for a stale epoch; INVALID_ARGUMENT for one beyond the next; ALREADY_EXISTS for a version of the
+        same epoch with another artifact; DATA_LOSS for a chunk whose checksum is wrong.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -143,7 +145,8 @@ class WeightSyncServicer(object):
     def SealVersion(self, request, context):
         """Declares a staged version complete. Every chunk must be there and every digest right. Agents
         start to prepare it at once; those with no other version to prepare fetch a streamed one already
-        while its chunks arrive. Idempotent.
+        while its chunks arrive. Idempotent: asked again while the hub checks the bytes, a call joins the
+        one before, so a deadline that was too short costs nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -160,7 +163,7 @@ class WeightSyncServicer(object):
         """Commits a sealed version on the engines and returns when min_ready of them serve it. The
         decision is durable before the first engine is told; from then on it only goes forward: an
         engine that fails leaves the pool. Idempotent: a version already committed returns the first
-        answer. Errors: NOT_FOUND; FAILED_PRECONDITION when it is not sealed or a newer version is
+        answer, until the hub forgets it, long after it was retired. Errors: NOT_FOUND; FAILED_PRECONDITION when it is not sealed or a newer version is
         committed; DEADLINE_EXCEEDED when fewer than min_ready engines prepared in time (the version
         stays sealed).
         """
@@ -170,6 +173,7 @@ class WeightSyncServicer(object):
 
     def WatchVersions(self, request, context):
         """Streams changes of version states after a revision, the current state of each version first.
+        Versions that were retired or aborted long ago are left out.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -216,7 +220,7 @@ class WeightSyncServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListEngines(self, request, context):
-        """The engines the hub knows, with the version each serves. Idempotent.
+        """The engines the hub knows, with the version each serves, and whose publications it takes. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
