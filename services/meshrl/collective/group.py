@@ -8,18 +8,19 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import socket
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
-from torch.distributed import BroadcastOptions, ProcessGroupGloo
+from torch.distributed import BroadcastOptions, DistStoreError, ProcessGroupGloo
 
 from meshrl.wire.errors import MeshError, Reason
 
@@ -27,7 +28,7 @@ POLL_S = 0.0002
 ATTEMPT_S = 1.0
 NCCL_OP_S = 24 * 3600.0  # deadlines are kept here: torch's own would end the process
 GLOO_OP_S = 300.0  # as above, but gloo knows no way to end an operation before
-EXIT_WAIT_S = 10.0  # for meetings under way, at the end of the program
+EXIT_WAIT_S = 10.0  # for what torch is at, at the end of the program
 KEEP_S = GLOO_OP_S + 30.0  # an operation of gloo's that is under way has ended by then
 # torch's watchdog and its monitor end the whole process a minute after they saw that a peer is gone. Here that is an
 # error of one transfer: what they would do is left undone. torch reads these when a group is made, and nowhere else.
@@ -41,8 +42,18 @@ _ENVIRONMENT = threading.Lock()  # the environment is the process's own, and so 
 
 
 def open_store(host: str, port: int = 0, *, deadline_s: float) -> TCPStore:
-    """The store that a publisher hosts; its `port` is a free one unless given. Raises MeshError GROUP_BROKEN."""
-    return _store(host, port, deadline_s, is_master=True)
+    """The store that a publisher hosts; its `port` is a free one unless given. Raises MeshError GROUP_BROKEN.
+
+    It listens at `host` and nowhere else: whoever reaches a store may read and write it.
+    """
+
+    def connect(attempt: timedelta) -> TCPStore:
+        listening = _listen(host, port)
+        address, bound = listening.getsockname()[:2]
+        fd = listening.detach()  # from here on it belongs to the store
+        return TCPStore(address, bound, is_master=True, wait_for_workers=False, timeout=attempt, master_listen_fd=fd)
+
+    return _persist(connect, f"no store opens at {host}:{port}", deadline_s)
 
 
 def reach_store(address: str, *, deadline_s: float) -> TCPStore:
@@ -50,22 +61,34 @@ def reach_store(address: str, *, deadline_s: float) -> TCPStore:
     host, _, port = address.rpartition(":")
     if not (host and port.isdecimal()):
         raise MeshError(Reason.GROUP_BROKEN, f"a store's address is host:port, got {address!r}")
-    return _store(host.strip("[]"), int(port), deadline_s, is_master=False)
+
+    def connect(attempt: timedelta) -> TCPStore:
+        return TCPStore(host.strip("[]"), int(port), is_master=False, wait_for_workers=False, timeout=attempt)
+
+    return _persist(connect, f"no store answers at {host}:{port}", deadline_s)
 
 
-def _store(host: str, port: int, deadline_s: float, *, is_master: bool) -> TCPStore:
+def _listen(host: str, port: int) -> socket.socket:
+    """A socket that listens at the first address of `host`."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address, family=family, backlog=1024)
+    except OSError as error:
+        text = f"a store cannot listen at {host}:{port}: {error}; name an address of this host (weight_broadcast.host)"
+        raise MeshError(Reason.GROUP_BROKEN, text) from error
+
+
+def _persist(connect: Callable[[timedelta], TCPStore], failed: str, deadline_s: float) -> TCPStore:
     """Tries again and again: a connection attempt of torch's can get lost, and then takes all its time."""
     end_s = time.monotonic() + deadline_s
     while True:
         attempt_s = min(ATTEMPT_S, max(0.1, end_s - time.monotonic()))
         try:
-            store = TCPStore(
-                host, port, is_master=is_master, wait_for_workers=False, timeout=timedelta(seconds=attempt_s)
-            )
+            with _KEEPER.in_torch():
+                store = connect(timedelta(seconds=attempt_s))
         except RuntimeError as error:
             if time.monotonic() >= end_s:
-                text = f"no store {'opens' if is_master else 'answers'} at {host}:{port}: {error}"
-                raise MeshError(Reason.GROUP_BROKEN, text) from error
+                raise MeshError(Reason.GROUP_BROKEN, f"{failed}: {error}") from error
         else:
             store.set_timeout(timedelta(seconds=deadline_s))
             return store
@@ -122,15 +145,21 @@ class Communicator:
             raise MeshError(Reason.GROUP_BROKEN, f"{self._name}: the probe came back wrong")
 
     def _meet(self, store: Store, rank: int, size: int, deadline_s: float) -> None:
-        end_s = time.monotonic() + deadline_s
-        try:
-            store.set(f"here/{rank}", "1")
-            for other in range(size):
-                left_s = max(0.05, end_s - time.monotonic())
-                store.wait([f"here/{other}"], timedelta(seconds=left_s))
-        except RuntimeError as error:  # torch's DistStoreError, a timeout, or the store is gone
-            text = f"{self._name}: rank {other} of {size} did not come within {deadline_s:g} s"
-            raise MeshError(Reason.GROUP_BROKEN, text) from error
+        end_s, other = time.monotonic() + deadline_s, 0
+        while other < size:
+            wait_s = min(ATTEMPT_S, max(0.05, end_s - time.monotonic()))  # in pieces, so that the program can end
+            try:
+                with _KEEPER.in_torch():
+                    if other == 0:
+                        store.set(f"here/{rank}", "1")
+                    store.wait([f"here/{other}"], timedelta(seconds=wait_s))
+                other += 1
+            except RuntimeError as error:  # torch's DistStoreError, a timeout, or the store is gone
+                if isinstance(error, DistStoreError) and time.monotonic() < end_s:
+                    time.sleep(POLL_S)
+                    continue
+                text = f"{self._name}: rank {other} of {size} did not come within {deadline_s:g} s"
+                raise MeshError(Reason.GROUP_BROKEN, text) from error
 
     def broadcast(self, flat: torch.Tensor) -> Broadcast:
         """Starts to send (rank 0) or to fill (the others) a contiguous buffer; ordered after the current stream."""
@@ -181,7 +210,7 @@ class Communicator:
 
 
 class _Keeper:
-    """Keeps gloo groups for a while after their communicators are gone.
+    """Keeps gloo groups for a while after their communicators are gone, and the interpreter while torch is at work.
 
     gloo cannot end an operation under way, and a group whose last reference goes waits for its own, with the
     interpreter's lock held: the whole program would stand still for minutes.
@@ -191,22 +220,29 @@ class _Keeper:
         self._kept: deque[tuple[float, Any]] = deque()
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
-        self._meeting: set[int] = set()
-        atexit.register(self._wait_for_meetings)
+        self._in_torch: set[int] = set()
+        self._ending = False
+        atexit.register(self._wait_for_torch)
 
     @contextlib.contextmanager
-    def meeting(self) -> Iterator[None]:
-        """While gloo connects. A thread that comes out of it as the interpreter ends would abort the process."""
+    def in_torch(self) -> Iterator[None]:
+        """While torch connects or waits. A thread that comes out of it as the interpreter ends would abort the process.
+
+        Raises MeshError GROUP_BROKEN once the program ends.
+        """
         mine = threading.get_ident()
-        self._meeting.add(mine)
+        self._in_torch.add(mine)
         try:
+            if self._ending:  # looked at after this thread is known to be in it
+                raise MeshError(Reason.GROUP_BROKEN, "the program ends")
             yield
         finally:
-            self._meeting.discard(mine)
+            self._in_torch.discard(mine)
 
-    def _wait_for_meetings(self) -> None:
+    def _wait_for_torch(self) -> None:
+        self._ending = True
         end_s = time.monotonic() + EXIT_WAIT_S
-        while self._meeting and time.monotonic() < end_s:
+        while self._in_torch and time.monotonic() < end_s:
             time.sleep(0.02)
 
     def outlive(self, owner: object, group: Any) -> weakref.finalize[..., object]:
@@ -237,7 +273,7 @@ _KEEPER = _Keeper()
 
 def _process_group(store: Store, rank: int, size: int, backend: str, device: torch.device, deadline_s: float) -> Any:
     if backend == "gloo":
-        with _KEEPER.meeting():
+        with _KEEPER.in_torch():
             group = ProcessGroupGloo(store, rank, size, timedelta(seconds=max(1.0, deadline_s)))  # to connect to all
         group._set_default_timeout(timedelta(seconds=GLOO_OP_S))  # for what is done in it; torch has no other name
         return group

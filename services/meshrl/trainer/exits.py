@@ -35,8 +35,8 @@ STORE_DEADLINE_S = 60.0
 class PublicationSettings:
     """How versions leave this trainer, the same on every rank.
 
-    in_shares: each sender rank brings its rows, else rank 0 gathers them; store_address: where the ranks meet, empty
-    where they need not; engines_address: the same store as engines reach it.
+    in_shares: each sender rank brings its rows, else rank 0 gathers them; store_address: where the ranks meet, and
+    engines with transport nccl, empty where they need not.
     """
 
     transport: str
@@ -50,7 +50,6 @@ class PublicationSettings:
     backend: str
     deadline_s: float
     store_address: str = ""
-    engines_address: str = ""
 
     def to_json(self) -> bytes:
         return json.dumps(asdict(self)).encode()

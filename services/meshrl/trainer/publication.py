@@ -8,7 +8,7 @@ import platform
 import shutil
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import Store
 from meshrl.client import WeightSyncClient
 from meshrl.collective.group import open_store, reach_store
 from meshrl.core.paths import Layout
+from meshrl.core.serve import is_loopback
 from meshrl.models.lora import adapter_config
 from meshrl.trainer.build import TrainerParts
 from meshrl.trainer.collective_publisher import CollectivePublisher
@@ -136,13 +137,16 @@ def open_publication(
     senders = num_senders(parallel)
     store = None
     if decided.transport == Transport.NCCL.value or (decided.in_shares and senders > 1):
-        store = open_store(LOCALHOST, deadline_s=STORE_DEADLINE_S)
-        decided = _with_store(decided, store.port, environment.get("MASTER_ADDR", LOCALHOST), config)
+        one_host = int(environment.get("LOCAL_WORLD_SIZE", "1")) == parallel.world_size
+        host = store_host(decided.transport, config.weight_broadcast.host, environment, one_host=one_host)
+        store = open_store(host, deadline_s=STORE_DEADLINE_S)
+        address = f"[{host}]:{store.port}" if ":" in host else f"{host}:{store.port}"
+        decided = replace(decided, store_address=address)
     orders.give(Open(settings=decided))
     exit_ = open_exit(decided, model, parts.compute_dtype, parallel)
     crew_store = None
     if store is not None and senders > 1:
-        crew_store = reach_store(f"{LOCALHOST}:{store.port}", deadline_s=STORE_DEADLINE_S)
+        crew_store = reach_store(decided.store_address, deadline_s=STORE_DEADLINE_S)
     orders.give(Gather())
     initial = exit_.take(parts.learner.step_done)
     publication = Publication(
@@ -154,12 +158,16 @@ def open_publication(
     return publication, initial
 
 
-def _with_store(
-    settings: PublicationSettings, port: int, ranks_host: str, config: TrainerConfig
-) -> PublicationSettings:
-    host = config.weight_broadcast.host
-    fields = {**vars(settings), "store_address": f"{ranks_host}:{port}"}
-    return PublicationSettings(**{**fields, "engines_address": f"[{host}]:{port}" if ":" in host else f"{host}:{port}"})
+def store_host(transport: str, engines_host: str, environment: Mapping[str, str], *, one_host: bool) -> str:
+    """Where the store listens at which ranks, and engines with transport nccl, meet: at one address, for all of them.
+
+    `engines_host` is the one that was configured for engines; ranks on other hosts cannot reach a loopback address.
+    """
+    if transport != Transport.NCCL.value:
+        return LOCALHOST  # only ranks of one host share files
+    if one_host or not is_loopback(engines_host):
+        return engines_host
+    return environment.get("MASTER_ADDR", engines_host)
 
 
 def _temporary(settings: PublicationSettings, config: TrainerConfig) -> Path | None:
@@ -187,7 +195,7 @@ def _publisher(
             run_id=config.run_id,
             epoch=settings.epoch,
             backend=settings.backend,
-            store_address=settings.engines_address,
+            store_address=settings.store_address,
             transfer_deadline_s=settings.deadline_s,
         )
     if isinstance(exit_, FileExit):

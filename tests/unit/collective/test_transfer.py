@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import socket
 import subprocess
 import sys
 import threading
@@ -261,3 +262,38 @@ time.sleep(0.5)
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60.0)
     assert ended.returncode == 0, ended.stderr
     assert time.monotonic() - began_s > 2.0  # it waited for the meeting's own deadline
+
+
+@pytest.mark.parametrize(
+    "waits",
+    [
+        'reach_store("127.0.0.1:9", deadline_s=60.0)',  # where nobody listens
+        'Communicator(open_store("127.0.0.1", deadline_s=9.0), generation=1, sender=0, rank=0, size=2, backend="gloo", '
+        'device=torch.device("cpu"), deadline_s=60.0)',  # whose other rank never comes
+    ],
+    ids=["reach", "meet"],
+)
+def test_program_that_ends_while_it_looks_for_others_ends_at_once(waits: str) -> None:
+    script = f"""
+import threading, time, torch
+from meshrl.collective.group import Communicator, open_store, reach_store
+for _ in range(4):
+    threading.Thread(target=lambda: {waits}, daemon=True).start()
+time.sleep(0.5)
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=45.0)
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_store_listens_at_its_host_and_nowhere_else() -> None:
+    store = open_store("127.0.0.1", deadline_s=10.0)
+    reach_store(f"127.0.0.1:{store.port}", deadline_s=10.0).set("word", "heard")
+    assert store.get("word") == b"heard"
+    with pytest.raises(ConnectionRefusedError):  # another address of this host
+        socket.create_connection(("127.0.0.2", store.port), 10.0).close()
+
+
+def test_store_that_cannot_listen_where_it_should_says_so() -> None:
+    with pytest.raises(MeshError, match=r"cannot listen at 192\.0\.2\.1:0: .*; name an address of this host") as caught:
+        open_store("192.0.2.1", deadline_s=10.0)
+    assert caught.value.reason is Reason.GROUP_BROKEN

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from meshrl.trainer.publication import store_host
 from meshrl.trainer.transport import SHM, choose, files_folder, shm_folder
 from meshrl.wire.types import AgentState, EngineInfo, Transport
 
@@ -73,3 +74,19 @@ def test_files_lie_in_memory_only_where_everybody_is_here_and_there_is_room(tmp_
 def test_folders_in_memory_differ_by_output_dir(tmp_path: Path) -> None:
     assert shm_folder(tmp_path / "a") != shm_folder(tmp_path / "b")
     assert shm_folder(tmp_path).parent == SHM
+
+
+@pytest.mark.parametrize(
+    ("transport", "engines_host", "one_host", "expected"),
+    [
+        ("filesystem", "10.0.0.5", True, "127.0.0.1"),
+        ("nccl", "127.0.0.1", True, "127.0.0.1"),
+        ("nccl", "10.0.0.5", True, "10.0.0.5"),
+        ("nccl", "10.0.0.5", False, "10.0.0.5"),
+        ("nccl", "127.0.0.1", False, "node-0"),
+    ],
+)
+def test_store_is_where_all_who_meet_there_reach_it(
+    transport: str, engines_host: str, one_host: bool, expected: str
+) -> None:
+    assert store_host(transport, engines_host, {"MASTER_ADDR": "node-0"}, one_host=one_host) == expected

@@ -186,7 +186,10 @@ class WeightBroadcastConfig(BaseConfig):
     """nccl: how long a transfer may stand still before its group is given up and the version sent again."""
 
     host: str = Field(default="127.0.0.1", min_length=1)
-    """nccl: address at which engines reach the trainer; of the network between them where they are on other hosts."""
+    """nccl: address at which engines reach the trainer, and the only one at which it listens for them.
+
+    Of the network between them where they are on other hosts.
+    """
 
     lora_adapter_only: bool = True
     """With model.lora, publish the adapter alone; False publishes whole weights with the adapter merged."""
