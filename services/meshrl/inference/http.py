@@ -9,13 +9,12 @@ import time
 from collections.abc import Awaitable, Callable
 
 from aiohttp import web
-from loguru import logger
 
 from meshrl.inference.admin_routes import ADMIN_PATHS, AdminRoutes
 from meshrl.inference.checkpoints import WeightLoader
 from meshrl.inference.engine import Engine
 from meshrl.inference.openai_routes import OpenAIRoutes
-from meshrl.inference.serving import STATUS_OF, Serving, error_body
+from meshrl.inference.serving import STATUS_OF, Serving, as_mesh_error, error_body
 from meshrl.inference.text import TextCodec
 from meshrl.inference.token_route import TokenRoute
 from meshrl.wire.errors import MeshError, Reason
@@ -84,8 +83,7 @@ class InferenceServer:
                 raise
             return _refusal(error.status, f"{request.method} {request.path}: {error.reason}")
         except Exception as error:  # noqa: BLE001 - a defect in a route must not drop the connection without an answer
-            logger.exception("{} {} failed", request.method, request.path)
-            return _error_response(MeshError(Reason.INTERNAL, f"{type(error).__name__}: {error}"))
+            return _error_response(as_mesh_error(error, request))
 
     async def _needs_tokenizer(self, request: web.Request) -> web.StreamResponse:
         message = (

@@ -18,7 +18,7 @@ from aiohttp import web
 from meshrl.inference.bodies import ChatBody, CompletionBody, parse
 from meshrl.inference.completion import Completion, join, said, spans_json
 from meshrl.inference.engine import FinishReason, GenerateRequest, TokenChunk
-from meshrl.inference.serving import Serving, gather, interleave, json_answer, send_events
+from meshrl.inference.serving import Serving, gather, interleave, json_answer, send_events, whole
 from meshrl.inference.text import TextCodec, TextStream
 from meshrl.wire.errors import MeshError, Reason
 
@@ -105,9 +105,9 @@ class OpenAIRoutes:
     async def _serve(
         self, request: web.Request, body: ChatBody | CompletionBody, choices: list[_Choice]
     ) -> web.StreamResponse:
+        if body.stream:
+            return await send_events(self._serving, request, self._events(body, choices))
         async with self._serving.deadline():
-            if body.stream:
-                return await send_events(request, self._events(body, choices), self._serving.engine.version)
             pieces = await gather([self._whole(choice) for choice in choices])
         answer = self._head(body, choices[0])
         answer["choices"] = [self._choice_json(body, piece) for piece in pieces]
@@ -125,7 +125,7 @@ class OpenAIRoutes:
                 texts.append(_settle(choice, chunk))
                 if choice.text.stopped:
                     break
-        tokens = join(chunks)
+        tokens = join(chunks) if choice.text.stopped else whole(chunks)
         if tokens.finish_reason is FinishReason.ABORT:
             raise MeshError(Reason.DRAINING, "the engine shut down before this completion was finished; send it again")
         reason = FinishReason.STOP if choice.text.stopped else tokens.finish_reason
@@ -134,12 +134,13 @@ class OpenAIRoutes:
     # --- streams ----------------------------------------------------------------------------
 
     async def _events(self, body: ChatBody | CompletionBody, choices: list[_Choice]) -> AsyncGenerator[str, None]:
-        made, ended = 0, 0
-        if isinstance(body, ChatBody):
-            for choice in choices:
-                yield self._event(body, choice, {"delta": {"role": "assistant", "content": ""}})
+        made, ended, opened = 0, 0, False
         async with aclosing(interleave(self._serving.engine, [choice.request for choice in choices])) as chunks:
             async for index, chunk in chunks:
+                if isinstance(body, ChatBody) and not opened:  # not before: a refusal is answered with its own status
+                    opened = True
+                    for each in choices:
+                        yield self._event(body, each, {"delta": {"role": "assistant", "content": ""}})
                 choice = choices[index]
                 if choice.text.stopped:
                     continue

@@ -9,6 +9,7 @@ from contextlib import aclosing, asynccontextmanager
 from typing import Any, TypeVar
 
 from aiohttp import web
+from loguru import logger
 
 from meshrl.inference.completion import Completion, join
 from meshrl.inference.engine import Engine, FinishReason, GenerateRequest, TokenChunk
@@ -16,6 +17,7 @@ from meshrl.wire.completion_frame import MEDIA_TYPE, CompletionFrame, encode
 from meshrl.wire.errors import MeshError, Reason
 
 VERSION_HEADER = "X-Policy-Version"
+UNFINISHED = "the engine ended this completion without a reason; send it again"
 
 Result = TypeVar("Result")
 
@@ -43,10 +45,14 @@ class Serving:
 
     @asynccontextmanager
     async def deadline(self) -> AsyncIterator[None]:
+        """Bounds what runs inside. Raises: MeshError DEADLINE_PASSED once the request took too long."""
+        limit = asyncio.timeout(self.request_deadline_s)
         try:
-            async with asyncio.timeout(self.request_deadline_s):
+            async with limit:
                 yield
         except TimeoutError as error:
+            if not limit.expired():  # another wait's, inside
+                raise
             raise MeshError(
                 Reason.DEADLINE_PASSED,
                 f"the request took longer than request_deadline_s ({self.request_deadline_s:g} s) and was cancelled",
@@ -55,10 +61,17 @@ class Serving:
     async def complete(self, request: GenerateRequest) -> Completion:
         """The whole completion. Raises: MeshError DRAINING when it was cut by a shutdown."""
         async with aclosing(self.engine.generate(request)) as chunks:
-            completion = join([chunk async for chunk in chunks])
+            completion = whole([chunk async for chunk in chunks])
         if completion.finish_reason is FinishReason.ABORT:
             raise MeshError(Reason.DRAINING, "the engine shut down before this completion was finished; send it again")
         return completion
+
+
+def whole(chunks: Sequence[TokenChunk]) -> Completion:
+    """The chunks of a finished completion as one. Raises: MeshError ENGINE_FAILED when the last one is missing."""
+    if not chunks or chunks[-1].finish_reason is None:
+        raise MeshError(Reason.ENGINE_FAILED, UNFINISHED)
+    return join(chunks)
 
 
 async def gather(calls: list[Awaitable[Result]]) -> list[Result]:
@@ -79,15 +92,22 @@ async def cancel(tasks: Sequence[asyncio.Future[Result]]) -> None:
 
 
 async def interleave(engine: Engine, requests: list[GenerateRequest]) -> AsyncGenerator[tuple[int, TokenChunk], None]:
-    """Chunks of several completions as they come, each with the index of its request."""
-    ready: asyncio.Queue[tuple[int, TokenChunk] | BaseException] = asyncio.Queue()
+    """Chunks of several completions as they come, each with the index of its request.
+
+    Raises: whatever one of the completions fails with, at once; the others end with it.
+    """
+    ready: asyncio.Queue[tuple[int, TokenChunk] | Exception] = asyncio.Queue()
 
     async def pump(index: int, request: GenerateRequest) -> None:
+        finished = False
         try:
             async with aclosing(engine.generate(request)) as chunks:
                 async for chunk in chunks:
+                    finished = chunk.finish_reason is not None
                     ready.put_nowait((index, chunk))
-        except MeshError as error:  # the reader raises it; the other completions end with it
+            if not finished:
+                raise MeshError(Reason.ENGINE_FAILED, UNFINISHED)
+        except Exception as error:  # noqa: BLE001 - nobody awaits this task before the end: the reader raises it
             ready.put_nowait(error)
 
     tasks = [asyncio.ensure_future(pump(index, request)) for index, request in enumerate(requests)]
@@ -95,7 +115,7 @@ async def interleave(engine: Engine, requests: list[GenerateRequest]) -> AsyncGe
         open_streams = len(tasks)
         while open_streams:
             item = await ready.get()  # bounded by the request's deadline
-            if isinstance(item, BaseException):
+            if isinstance(item, Exception):
                 raise item
             open_streams -= item[1].finish_reason is not None
             yield item
@@ -113,29 +133,45 @@ def frame_answer(frame: CompletionFrame, version: int | None) -> web.Response:
     return web.Response(body=encode(frame), content_type=MEDIA_TYPE, headers=headers)
 
 
-async def send_events(
-    request: web.Request, events: AsyncGenerator[str, None], version: int | None
-) -> web.StreamResponse:
-    """Server-sent events, ended by [DONE]. An error is answered as one before the first event, later as an event."""
-    async with aclosing(events):
-        return await _send_events(request, events, version)
+async def send_events(serving: Serving, request: web.Request, events: AsyncGenerator[str, None]) -> web.StreamResponse:
+    """Server-sent events within the request's deadline, ended by [DONE].
 
-
-async def _send_events(request: web.Request, events: AsyncIterator[str], version: int | None) -> web.StreamResponse:
-    first = await anext(events)
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-    if version is not None:
-        response.headers[VERSION_HEADER] = str(version)
-    await response.prepare(request)
-    await response.write(f"data: {first}\n\n".encode())
+    An error before the first event is raised. Later the head of the answer is out already, so the error is the last
+    event, in the shape of the error body, and the connection is closed without [DONE].
+    """
+    headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+    if serving.engine.version is not None:
+        headers[VERSION_HEADER] = str(serving.engine.version)
+    response = web.StreamResponse(headers=headers)
     try:
-        async for event in events:
-            await response.write(f"data: {event}\n\n".encode())
-        await response.write(b"data: [DONE]\n\n")
-    except MeshError as error:  # the status line is out; the error goes where the next token would
-        await response.write(f"data: {json.dumps(error_body(error))}\n\n".encode())
+        async with aclosing(events), serving.deadline():
+            first = await anext(events)
+            await response.prepare(request)
+            await _send(response, first)
+            async for event in events:
+                await _send(response, event)
+            await _send(response, "[DONE]")
+    except ConnectionError:  # the client has left, so there is nobody to tell
+        logger.debug("the client of {} left before the end of its stream", request.path)
+    except Exception as error:
+        if not response.prepared:
+            raise
+        response.force_close()
+        await _send(response, json.dumps(error_body(as_mesh_error(error, request))))
     await response.write_eof()
     return response
+
+
+async def _send(response: web.StreamResponse, event: str) -> None:
+    await response.write(f"data: {event}\n\n".encode())
+
+
+def as_mesh_error(error: Exception, request: web.Request) -> MeshError:
+    """What the client is told of an error; one that is no MeshError is a defect here and is logged."""
+    if isinstance(error, MeshError):
+        return error
+    logger.opt(exception=error).error("{} {} failed", request.method, request.path)
+    return MeshError(Reason.INTERNAL, f"{type(error).__name__}: {error}")
 
 
 STATUS_OF: dict[Reason, int] = {

@@ -36,9 +36,9 @@ class TokenRoute:
     async def handle(self, request: web.Request) -> web.StreamResponse:
         body = parse(GenerateBody, await request.read())
         requests = self._requests(body)
+        if body.stream:
+            return await send_events(self._serving, request, self._events(body, requests))
         async with self._serving.deadline():
-            if body.stream:
-                return await send_events(request, self._events(body, requests), self._serving.engine.version)
             completions = await gather([self._serving.complete(each) for each in requests])
         request_id, version = requests[0].request_id, completions[0].version
         if body.sampling_params.fits_a_frame and MEDIA_TYPE in request.headers.get("Accept", ""):
