@@ -102,7 +102,6 @@ async def serve(engine: Engine, name: str, tokenizer: Any, stack: AsyncExitStack
     from meshrl.inference.text import TextCodec
 
     codec = TextCodec(tokenizer)
-    stack.callback(codec.close)
     app = InferenceServer(engine, model_name=name, codec=codec, loader=None).app()
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
     await runner.setup()

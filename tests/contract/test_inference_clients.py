@@ -39,7 +39,6 @@ async def client() -> AsyncIterator[AsyncOpenAI]:
         yield openai
     await runner.cleanup()
     await engine.close()
-    codec.close()
 
 
 class _Renderer(renderers.DefaultRenderer):

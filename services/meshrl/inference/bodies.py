@@ -146,6 +146,8 @@ class _TextBody(Sampling):
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     max_completion_tokens: int | None = Field(default=None, ge=1)
+    response_format: Any = None
+    structured_outputs: Any = None
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -153,6 +155,11 @@ class _TextBody(Sampling):
             raise ValueError("max_tokens and max_completion_tokens differ; send one of them")
         if self.prompt_logprobs is not None:
             raise ValueError("prompt_logprobs is answered by /inference/v1/generate only; leave it out here")
+        if self.response_format not in (None, {"type": "text"}) or self.structured_outputs:
+            raise ValueError(
+                "response_format and structured_outputs are not supported: this engine does not constrain what it "
+                "samples; leave them out, ask for the format in the prompt and check the answer"
+            )
         return self
 
     def limited(self, *, room: int, index: int, logprobs: bool, top_logprobs: int) -> SamplingParams:
@@ -165,13 +172,36 @@ class ChatBody(_TextBody):
     """POST /v1/chat/completions."""
 
     messages: list[dict[str, Any]] = Field(min_length=1)
-    tools: list[dict[str, Any]] | None = None
+    tools: Any = None
     tool_choice: Any = None
+    functions: Any = None
+    function_call: Any = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_ALTERNATIVES)
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+
+    @model_validator(mode="after")
+    def _no_tools(self) -> Self:
+        if (
+            self.tools
+            or self.functions
+            or any(choice not in (None, "none", "auto") for choice in (self.tool_choice, self.function_call))
+        ):
+            raise ValueError(
+                "tools and tool_choice are not supported: this route answers text, and tool calls would stay in it "
+                "unparsed; leave them out, or render the prompt with its tools on your side, send the token ids to "
+                "/inference/v1/generate and parse the calls from the tokens that come back"
+            )
+        return self
+
+    @property
+    def template_arguments(self) -> dict[str, Any]:
+        """What the request gives to the chat template beside its messages."""
+        own = {} if self.chat_template is None else {"chat_template": self.chat_template}
+        return {**(self.chat_template_kwargs or {}), **own}
 
 
 class CompletionBody(_TextBody):

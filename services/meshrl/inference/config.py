@@ -69,6 +69,14 @@ class InferenceConfig(BaseConfig):
     """Most tokens computed in one step; longer prompts are spread over several steps beside the decoding. None means
     vLLM's own default, and 2048 prompt tokens for the embedded engine."""
 
+    max_prompt_bytes: int | None = Field(default=None, ge=1)
+    """Longest text that is tokenized for one prompt, in bytes of UTF-8, the chat template's own text included; longer
+    ones are answered with 400. None means 16 for each token of max_model_len, and at least 65536."""
+
+    trust_request_chat_template: bool = False
+    """Run a chat template that a request brings (`chat_template`, as in vLLM). It is a program: only for clients that
+    are trusted with this machine."""
+
     max_queue: int = Field(default=4096, ge=0)
     """Most requests waiting for a slot; one more is answered with 429."""
 

@@ -27,6 +27,8 @@ from meshrl.wire.errors import MeshError
 
 CLOSE_DEADLINE_S = 5.0
 LOOK_S = 0.5
+MIN_PROMPT_BYTES = 65536
+BYTES_PER_TOKEN = 16  # no text has so many all through
 
 
 async def serve(config: InferenceConfig, stop: asyncio.Event) -> int:
@@ -40,7 +42,7 @@ async def serve(config: InferenceConfig, stop: asyncio.Event) -> int:
         return 0
     try:
         engine = opening.result()
-        codec = await _codec(config)
+        codec = await _codec(config, engine.max_model_len)
     except (ModelError, ValueError) as error:  # a configuration that no retry mends: say it once, without a traceback
         logger.error("{}", error)
         return 2
@@ -64,8 +66,6 @@ async def serve(config: InferenceConfig, stop: asyncio.Event) -> int:
     logger.info("draining {} requests in flight", engine.in_flight)
     await engine.close(config.drain_deadline_s)
     await runner.cleanup()
-    if codec is not None:
-        codec.close()
     return code
 
 
@@ -81,12 +81,17 @@ def _app(config: InferenceConfig, engine: Engine, codec: TextCodec | None) -> we
     return server.app()
 
 
-async def _codec(config: InferenceConfig) -> TextCodec | None:
+async def _codec(config: InferenceConfig, max_model_len: int) -> TextCodec | None:
     try:
-        return TextCodec(await asyncio.to_thread(load_tokenizer, config.model))
+        tokenizer = await asyncio.to_thread(load_tokenizer, config.model)
     except ModelError as error:  # the token-in route works without one
         logger.warning("no tokenizer, so only /inference/v1/generate is served: {}", error)
         return None
+    return TextCodec(
+        tokenizer,
+        max_prompt_bytes=config.max_prompt_bytes or max(MIN_PROMPT_BYTES, BYTES_PER_TOKEN * max_model_len),
+        trust_request_chat_template=config.trust_request_chat_template,
+    )
 
 
 async def _until_stopped(config: InferenceConfig, engine: Engine, address: str, stop: asyncio.Event) -> int:

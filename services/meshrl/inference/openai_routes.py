@@ -28,6 +28,7 @@ class _Choice:
     """One completion on its way to becoming text."""
 
     index: int
+    prompt: int  # which prompt of the request it completes
     prompt_ids: tuple[int, ...]
     request: GenerateRequest
     text: TextStream
@@ -53,19 +54,20 @@ class OpenAIRoutes:
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         body = parse(ChatBody, await request.read())
-        prompt_ids = await self._codec.encode_chat(
-            body.messages,
-            tools=body.tools,
-            add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
-            continue_final_message=body.continue_final_message,
-            **(body.chat_template_kwargs or {}),
-        )
+        async with self._serving.deadline():
+            prompt_ids = await self._codec.encode_chat(
+                body.messages,
+                arguments=body.template_arguments,
+                add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
+                continue_final_message=body.continue_final_message,
+            )
         tops = (body.top_logprobs or 0) if body.logprobs else 0
         return await self._serve(request, body, self._choices(body, [prompt_ids], bool(body.logprobs), tops))
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         body = parse(CompletionBody, await request.read())
-        prompts = await self._prompts(body)
+        async with self._serving.deadline():
+            prompts = await self._prompts(body)
         choices = self._choices(body, prompts, body.logprobs is not None, body.logprobs or 0)
         return await self._serve(request, body, choices)
 
@@ -90,7 +92,7 @@ class OpenAIRoutes:
         request_id = f"{kind}-{uuid.uuid4().hex}"
         stops = body.stop_strings
         choices: list[_Choice] = []
-        for prompt_ids in prompts:
+        for prompt, prompt_ids in enumerate(prompts):
             room = self._serving.room(len(prompt_ids))
             for index in range(body.n):
                 params = body.limited(room=room, index=index, logprobs=logprobs, top_logprobs=tops)
@@ -99,7 +101,7 @@ class OpenAIRoutes:
                     request_id=request_id, prompt_ids=prompt_ids, sampling=params, stream=body.stream or bool(stops)
                 )
                 text = TextStream(self._codec, skip_special_tokens=body.skip_special_tokens, stops=stops)
-                choices.append(_Choice(len(choices), prompt_ids, asked, text))
+                choices.append(_Choice(len(choices), prompt, prompt_ids, asked, text))
         return choices
 
     async def _serve(
@@ -235,5 +237,6 @@ def _settle(choice: _Choice, chunk: TokenChunk) -> str:
 
 
 def _usage(choices: Sequence[_Choice], made: int) -> dict[str, int]:
-    prompts = sum(len(choice.prompt_ids) for choice in {choice.prompt_ids: choice for choice in choices}.values())
+    """As OpenAI counts: each prompt of a request once, however many completions it has."""
+    prompts = sum({choice.prompt: len(choice.prompt_ids) for choice in choices}.values())
     return {"prompt_tokens": prompts, "completion_tokens": made, "total_tokens": prompts + made}

@@ -1,56 +1,98 @@
 """Text in and out of token ids for the OpenAI routes: prompts through the chat template, completions piece by piece.
 
-Encoding changes a fast tokenizer's state, so it runs on one thread of its own; decoding only reads.
+Prompts are bounded before they are tokenized, in bytes and in time (see `tokenizer_pool`); decoding only reads.
 """
 
 from __future__ import annotations
 
-import asyncio
+import inspect
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from meshrl.inference.tokenizer_pool import TokenizerPool
 from meshrl.wire.errors import MeshError, Reason
+
+MAX_PROMPT_BYTES = 2**20
+WORKERS = 2
+ENCODE_LIMIT_S = 10.0
 
 _INCOMPLETE = "\ufffd"  # what a byte-level tokenizer decodes half a character to
 
+_FOREIGN_ARGUMENTS = frozenset({"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters})
+_TEMPLATE_ARGUMENTS = frozenset({"documents", "chat_template"})  # of those, what a request may bring
+
 
 class TextCodec:
-    """The tokenizer behind the OpenAI routes."""
+    """The tokenizer behind the OpenAI routes.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    A chat template is a program. One that comes with a request is run only with `trust_request_chat_template`.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, *, max_prompt_bytes: int = MAX_PROMPT_BYTES, workers: int = WORKERS,
+        encode_limit_s: float = ENCODE_LIMIT_S, trust_request_chat_template: bool = False,
+    ) -> None:  # fmt: skip
         self.tokenizer = tokenizer
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
-
-    def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._max_prompt_bytes = max_prompt_bytes
+        self._trust_request_chat_template = trust_request_chat_template
+        self._pool = TokenizerPool(tokenizer, workers=workers, limit_s=encode_limit_s)
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
-        def work() -> tuple[int, ...]:
-            return tuple(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
-
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        """Token ids of a prompt. Raises: MeshError INVALID_REQUEST when it is too long, in bytes or to tokenize."""
+        self._check_size(text)
+        return await self._pool.run(lambda tokenizer: _ids(tokenizer, text, add_special_tokens))
 
     async def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None, **kwargs: Any
-    ) -> tuple[int, ...]:
-        """Raises: MeshError INVALID_REQUEST when the chat template refuses the messages or there is none."""
+        self, messages: Sequence[Mapping[str, Any]], *, arguments: Mapping[str, Any], add_generation_prompt: bool,
+        continue_final_message: bool = False,
+    ) -> tuple[int, ...]:  # fmt: skip
+        """Token ids of a conversation; `arguments` go to the chat template under their names.
 
-        def work() -> tuple[int, ...]:
-            ids = self.tokenizer.apply_chat_template(
-                list(messages), tools=list(tools) if tools else None, tokenize=True, return_dict=False, **kwargs
-            )
-            return tuple(ids)
+        Raises: MeshError INVALID_REQUEST when the template fails on them, when there is none, or for what is too long.
+        """
+        self._check_arguments(arguments)
+        self._check_size([list(messages), dict(arguments)])
 
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
-        except (TemplateError, ValueError, TypeError, KeyError) as error:  # what templates raise on odd messages
+        def work(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+            try:
+                text = tokenizer.apply_chat_template(
+                    list(messages), tokenize=False, add_generation_prompt=add_generation_prompt,
+                    continue_final_message=continue_final_message, **arguments,
+                )  # fmt: skip
+            except Exception as error:  # a template is a program over what the client sent, so it may raise anything
+                raise MeshError(
+                    Reason.INVALID_REQUEST, f"the chat template cannot render these messages: {error!r}"
+                ) from error
+            self._check_size(text)
+            return _ids(tokenizer, text, add_special_tokens=False)
+
+        return await self._pool.run(work)
+
+    def _check_size(self, value: Any) -> None:
+        size = _text_bytes(value)
+        if size > self._max_prompt_bytes:
             raise MeshError(
-                Reason.INVALID_REQUEST, f"the chat template cannot render these messages: {error}"
-            ) from error
+                Reason.INVALID_REQUEST,
+                f"the prompt's text has {size} bytes, this server tokenizes at most {self._max_prompt_bytes}; send "
+                "less, send token ids, or start the server with a larger inference.max_prompt_bytes",
+            )
+
+    def _check_arguments(self, arguments: Mapping[str, Any]) -> None:
+        if arguments.get("chat_template") is not None and not self._trust_request_chat_template:
+            raise MeshError(
+                Reason.INVALID_REQUEST,
+                "chat_template: a template is a program, and this server runs only its own; leave it out, or start the "
+                "server with inference.trust_request_chat_template",
+            )
+        foreign = sorted((_FOREIGN_ARGUMENTS - _TEMPLATE_ARGUMENTS) & set(arguments))
+        if foreign:
+            raise MeshError(
+                Reason.INVALID_REQUEST,
+                f"chat_template_kwargs cannot set {', '.join(foreign)}; leave it out there, and use the request's own "
+                "field of that name where there is one",
+            )
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         text: str = self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
@@ -58,6 +100,19 @@ class TextCodec:
 
     def token_text(self, token_id: int) -> str:
         return self.decode((token_id,), skip_special_tokens=False)
+
+
+def _ids(tokenizer: PreTrainedTokenizerBase, text: str, add_special_tokens: bool) -> tuple[int, ...]:
+    return tuple(tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+
+def _text_bytes(value: Any) -> int:
+    """Bytes of all texts in a JSON value, keys included."""
+    if isinstance(value, str):
+        return len(value.encode(errors="surrogatepass"))
+    if isinstance(value, Mapping):
+        return sum(_text_bytes(key) + _text_bytes(item) for key, item in value.items())
+    return sum(map(_text_bytes, value)) if isinstance(value, list) else 0
 
 
 class TextStream:

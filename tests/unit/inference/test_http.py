@@ -19,6 +19,7 @@ from meshrl.inference.http import InferenceServer
 from meshrl.inference.text import TextCodec, TextStream
 
 Start = Callable[..., Awaitable[TestClient]]
+MESSAGES = [{"role": "user", "content": "a"}]
 
 
 @pytest.fixture
@@ -39,7 +40,6 @@ async def serve(start_engine: EngineFactory, tmp_path: Path) -> AsyncIterator[St
     yield start
     for client in clients:
         await client.close()
-    codec.close()
 
 
 async def post(client: TestClient, path: str, body: Any, **kwargs: Any) -> tuple[int, Any]:
@@ -200,12 +200,56 @@ async def test_chat_stream_adds_up_to_the_whole_answer(serve: Start) -> None:
     assert all(event["object"] == "chat.completion.chunk" for event in made)
 
 
-async def test_tools_reach_the_template(serve: Start) -> None:
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": [{"type": "function", "function": {"name": "ab", "parameters": {}}}]},
+        {"tool_choice": "required"},
+        {"tool_choice": {"type": "function", "function": {"name": "ab"}}},
+        {"functions": [{"name": "ab"}]},
+        {"response_format": {"type": "json_object"}},
+        {"structured_outputs": {"regex": "a+"}},
+    ],
+)
+async def test_what_would_be_ignored_is_refused(serve: Start, fields: dict[str, Any]) -> None:
     client = await serve()
-    tools = [{"type": "function", "function": {"name": "ab", "parameters": {}}}]
-    body = {"messages": [{"role": "user", "content": "a"}], "tools": tools, "max_tokens": 1, "return_token_ids": True}
-    _, answer = await post(client, "/v1/chat/completions", body)
-    assert make_tokenizer().decode(answer["prompt_token_ids"]) == "t:ab\nu:a\na:"
+    status, answer = await post(client, "/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 1, **fields})
+    assert status == 400
+    assert next(iter(fields)).replace("functions", "tools") in answer["error"]["message"]
+    assert "leave them out" in answer["error"]["message"]
+    if "response_format" in fields:
+        assert (await post(client, "/v1/completions", {"prompt": "a", "max_tokens": 1, **fields}))[0] == 400
+
+
+async def test_neutral_values_of_what_is_not_supported_are_taken(serve: Start) -> None:
+    fields = {"tools": [], "tool_choice": "auto", "response_format": {"type": "text"}, "structured_outputs": None}
+    status, _ = await post(await serve(), "/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 1, **fields})
+    assert status == 200
+
+
+async def test_token_route_takes_what_a_harness_with_tools_passes_through(serve: Start) -> None:
+    """A harness renders tools itself; what else its sampling parameters carry says nothing about how to sample."""
+    sampling = {"max_tokens": 1, "logprobs": 1, "skip_special_tokens": False, "tool_choice": "auto"}
+    more = {"parallel_tool_calls": True, "reasoning_effort": None}
+    body = {"model": "m", "token_ids": [1], "cache_salt": "s", "sampling_params": {**sampling, **more}}
+    assert (await post(await serve(), "/inference/v1/generate", body))[0] == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("fields", "tokens"),
+    [({"prompt": [[1, 2], [1, 2], [3]]}, 5), ({"prompt": ["ab", "ab"], "n": 3}, 4), ({"prompt": "ab", "n": 3}, 2)],
+)
+async def test_usage_counts_every_prompt_once(serve: Start, fields: dict[str, Any], tokens: int, stream: bool) -> None:
+    client = await serve()
+    body = {**fields, "max_tokens": 2, "ignore_eos": True, "stream": stream}
+    if stream:
+        usage = (await events(client, "/v1/completions", {**body, "stream_options": {"include_usage": True}}))[-1][
+            "usage"
+        ]
+    else:
+        usage = (await post(client, "/v1/completions", body))[1]["usage"]
+    assert usage["prompt_tokens"] == tokens
 
 
 async def test_a_stop_string_ends_the_text_before_it(serve: Start) -> None:
@@ -364,4 +408,3 @@ def test_text_streams_hold_back_half_characters_and_half_stop_strings() -> None:
     stream = TextStream(codec, skip_special_tokens=True, stops=("ab",))
     assert [stream.push([each]) for each in make_tokenizer().encode("xab", add_special_tokens=False)] == ["x", "", ""]
     assert stream.stopped
-    codec.close()

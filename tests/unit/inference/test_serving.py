@@ -88,7 +88,6 @@ async def ask() -> AsyncIterator[Ask]:
     yield call  # type: ignore[misc]  # tests give a deadline, too
     for server in servers:
         await server.close()
-    codec.close()
 
 
 def events(chunked: str) -> list[str]:
