@@ -46,7 +46,7 @@ class InferenceConfig(BaseConfig):
     """Name reported by /v1/models; None means model.name. Requests may name any model: one engine serves one."""
 
     server: ServerConfig = ServerConfig(port=8000)
-    """Where to listen. Admin routes answer loopback peers only."""
+    """Where to listen. Admin routes answer who sends the API key; without a key, loopback peers that name this host."""
 
     engine: Literal["auto", "embedded", "vllm"] = "auto"
     """Which engine runs the model; auto takes vLLM where it is installed and there is a GPU, else the embedded one."""

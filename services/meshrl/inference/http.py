@@ -1,16 +1,15 @@
-"""The HTTP face of an engine: OpenAI and token-in routes for everybody, admin routes for this host or with the key."""
+"""The HTTP face of an engine: OpenAI and token-in routes, admin routes, health; `access` says who may call them."""
 
 from __future__ import annotations
 
-import hmac
-import ipaddress
 import json
 import time
 from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
-from meshrl.inference.admin_routes import ADMIN_PATHS, AdminRoutes
+from meshrl.inference.access import Access
+from meshrl.inference.admin_routes import AdminRoutes
 from meshrl.inference.checkpoints import WeightLoader
 from meshrl.inference.engine import Engine
 from meshrl.inference.openai_routes import OpenAIRoutes
@@ -20,7 +19,6 @@ from meshrl.inference.token_route import TokenRoute
 from meshrl.wire.errors import MeshError, Reason
 
 MAX_BODY_BYTES = 64 * 2**20
-OPEN_PATHS = frozenset({"/health", "/version", "/metrics", "/ping"})
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -34,7 +32,7 @@ class InferenceServer:
     ) -> None:  # fmt: skip
         self._engine = engine
         self._loader = loader
-        self._api_key = api_key
+        self._access = Access(api_key)
         self._started = int(time.time())
         self._serving = Serving(
             engine,
@@ -66,15 +64,9 @@ class InferenceServer:
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Keeps strangers out and turns errors into OpenAI's JSON."""
         try:
-            admin = request.path in ADMIN_PATHS
-            if admin and self._api_key is None and not _is_loopback(request.remote):
-                text = "call it from the engine's own host, or start the engine with an API key and send that"
-                return _refusal(403, f"{request.path} is an admin route: {text}")
-            free = request.path in OPEN_PATHS or (admin and _is_loopback(request.remote))
-            if self._api_key is not None and not free:
-                given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-                if not hmac.compare_digest(given.encode(), self._api_key.encode()):
-                    return _refusal(401, "the Authorization header must carry this server's API key as a bearer token")
+            refused = self._access.refusal(request)
+            if refused is not None:
+                return _refusal(refused.status, refused.message)
             return await handler(request)
         except MeshError as error:
             return _error_response(error)
@@ -143,13 +135,6 @@ class InferenceServer:
         for name, value in values.items():
             lines += [f"# TYPE {name} {'counter' if name.endswith('_total') else 'gauge'}", f"{name} {value}"]
         return web.Response(text="\n".join(lines) + "\n", content_type="text/plain")
-
-
-def _is_loopback(remote: str | None) -> bool:
-    try:
-        return remote is not None and ipaddress.ip_address(remote.split("%")[0]).is_loopback
-    except ValueError:  # a name or a socket path: not provably this host
-        return False
 
 
 def _refusal(status: int, message: str) -> web.Response:

@@ -16,6 +16,7 @@ from inference_kit import EngineFactory, make_model
 from transformers import PreTrainedModel
 
 from group_senders import GroupSenders
+from meshrl.inference.admin_routes import ADMIN_PATHS
 from meshrl.inference.checkpoints import WeightLoader
 from meshrl.inference.embedded import EmbeddedEngine
 from meshrl.inference.http import InferenceServer
@@ -127,10 +128,64 @@ async def test_from_elsewhere_the_key_opens_admin_routes_and_nothing_else_does(
     assert engine.paused
 
 
-async def test_this_host_needs_no_key_for_admin_routes(serve: Start, start_engine: EngineFactory) -> None:
+async def test_this_host_needs_the_key_too_where_there_is_one(serve: Start, start_engine: EngineFactory) -> None:
     engine = await start_engine()
     client = await serve(engine, api_key="secret")
-    assert (await post(client, "/pause", {}))[0] == 200
+    for path in sorted(ADMIN_PATHS - {"/is_sleeping"}):
+        assert (await post(client, path, {}))[0] == 401, path
+    assert not engine.paused
+    assert (await post(client, "/pause", {}, headers={"Authorization": "Bearer secret"}))[0] == 200
+    assert engine.paused
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Origin": "http://evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Origin": "http://evil.example", "Host": "evil.example"}, 403),  # its name was made to point here
+        ({"Host": "evil.example:8000"}, 403),
+        ({"Host": "localhost.evil.example"}, 403),
+        ({"Host": "user@127.0.0.1.evil.example"}, 403),
+        ({"Content-Type": "text/plain"}, 415),
+        ({"Content-Type": "application/x-www-form-urlencoded"}, 415),
+        ({"Content-Type": "application/json; charset=utf-8"}, 200),
+        ({"Host": "localhost:8000"}, 200),
+        ({"Host": "[::1]:8000"}, 200),
+        ({"Host": "10.0.0.1"}, 200),
+        ({"Host": "localhost:8000", "Origin": "http://localhost:8000"}, 200),
+    ],
+    ids=str,
+)
+async def test_a_web_page_cannot_reach_admin_routes(
+    serve: Start, start_engine: EngineFactory, headers: dict[str, str], status: int
+) -> None:
+    engine = await start_engine()
+    client = await serve(engine)
+    for path in ("/pause", "/%70ause"):
+        headers = {"Content-Type": "application/json", **headers}
+        async with client.post(path, data=b"{}", headers=headers) as response:
+            assert response.status == status, await response.text()
+            if status != 200:
+                assert "send" in await response.text() or "call it" in await response.text()
+    assert engine.paused is (status == 200)
+
+
+async def test_page_elsewhere_is_refused_with_the_key_too(serve: Start, start_engine: EngineFactory) -> None:
+    engine = await start_engine()
+    client = await serve(engine, api_key="secret")
+    headers = {"Authorization": "Bearer secret", "Origin": "http://evil.example"}
+    assert (await post(client, "/pause", {}, headers=headers))[0] == 403
+    async with client.get("/is_sleeping", headers={**headers, "Origin": "http://evil.example"}) as response:
+        assert response.status == 403
+    assert not engine.paused
+
+
+async def test_admin_routes_without_a_body_need_no_content_type(serve: Start, start_engine: EngineFactory) -> None:
+    engine = await start_engine()
+    client = await serve(engine)
+    async with client.post("/pause", skip_auto_headers=["Content-Type"]) as response:
+        assert response.status == 200
     assert engine.paused
 
 
