@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, SecretStr, field_validator, model_validator
 
 from meshrl.core.config import BaseConfig
 from meshrl.core.config.shared import LogConfig, ModelConfig, ServerConfig, WeightBroadcastConfig
@@ -136,8 +136,16 @@ class InferenceConfig(BaseConfig):
     engine_pool: str = ""
     """Pool this engine belongs to, for rollouts that ask for one."""
 
-    api_key: str | None = None
-    """Bearer token that /v1 and /inference requests must carry; None means none is asked for."""
+    api_key: SecretStr | None = None
+    """Bearer token that every request but those for health, version and metrics must carry. It is never written to a
+    file or a log, and `rl` hands it on; on a command line other users of the machine see it, so better use one of the
+    next two. None means what they hold, and if they hold none, no key is asked for."""
+
+    api_key_file: Path | None = None
+    """File that holds the key instead."""
+
+    api_key_var: str = Field(default="MESHRL_API_KEY", min_length=1)
+    """Environment variable that holds the key, where neither of the two above is set."""
 
     seed: int | None = None
     """Seed of requests that bring none; None means one drawn at start."""
@@ -176,6 +184,8 @@ class InferenceConfig(BaseConfig):
                 "inference.sleep_while_training needs vLLM's sleep mode, but inference.vllm.enable_sleep_mode is off;"
                 " leave inference.vllm.enable_sleep_mode out"
             )
+        if self.api_key is not None and self.api_key_file is not None:
+            problems.append("inference.api_key and inference.api_key_file are both set; keep one")
         if self.engine == "embedded" and self.vllm_only:
             problems.append(only_vllm(self.vllm_only))
         if problems:

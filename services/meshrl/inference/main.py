@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from contextlib import suppress
 from typing import Any
@@ -14,6 +15,7 @@ from meshrl.client import WeightSyncClient
 from meshrl.core.config import load_config
 from meshrl.core.logs import setup_logging
 from meshrl.core.paths import Layout
+from meshrl.core.secret import read_secret
 from meshrl.core.serve import check_bind, run
 from meshrl.inference.agent import WeightAgent
 from meshrl.inference.build import open_engine
@@ -32,8 +34,13 @@ BYTES_PER_TOKEN = 16  # no text has so many all through
 
 
 async def serve(config: InferenceConfig, stop: asyncio.Event) -> int:
-    """Serves until `stop` is set, then drains; returns the exit code. Raises ConfigError for a bind that is refused."""
+    """Serves until `stop` is set, then drains; returns the exit code. Raises ConfigError for a bind or key that is not
+    allowed.
+    """
     check_bind(config.server)
+    api_key = read_secret(
+        "inference.api_key", config.api_key, file=config.api_key_file, variable=config.api_key_var, environ=os.environ
+    )
     opening, stopping = asyncio.create_task(open_engine(config)), asyncio.create_task(stop.wait())
     await asyncio.wait({opening, stopping}, return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()
@@ -46,7 +53,7 @@ async def serve(config: InferenceConfig, stop: asyncio.Event) -> int:
     except (ModelError, ValueError) as error:  # a configuration that no retry mends: say it once, without a traceback
         logger.error("{}", error)
         return 2
-    runner = web.AppRunner(_app(config, engine, codec), handler_cancellation=True, access_log=None)
+    runner = web.AppRunner(_app(config, engine, codec, api_key), handler_cancellation=True, access_log=None)
     await runner.setup()
     site = web.TCPSite(runner, config.server.host, config.server.port, backlog=1024)
     try:
@@ -69,14 +76,14 @@ async def serve(config: InferenceConfig, stop: asyncio.Event) -> int:
     return code
 
 
-def _app(config: InferenceConfig, engine: Engine, codec: TextCodec | None) -> web.Application:
+def _app(config: InferenceConfig, engine: Engine, codec: TextCodec | None, api_key: str | None) -> web.Application:
     server = InferenceServer(
         engine,
         model_name=config.served_model_name or config.model.name,
         codec=codec,
         loader=WeightLoader(engine, config.model.name),
         request_deadline_s=config.request_deadline_s,
-        api_key=config.api_key,
+        api_key=api_key,
     )
     return server.app()
 

@@ -10,10 +10,12 @@ from typing import Any, TypeVar
 from meshrl.core.config import BaseConfig, ConfigError
 from meshrl.core.config.shared import ServerConfig
 from meshrl.core.config.values import assign
+from meshrl.core.secret import checked
 from meshrl.inference.config import InferenceConfig
 from meshrl.launch.config import RLConfig
 from meshrl.launch.gpus import VARIABLE, Placement, place
 from meshrl.orchestrator.config import OrchestratorConfig
+from meshrl.rollout.config import ClientConfig
 from meshrl.trainer.config import TrainerConfig
 from meshrl.weights.config import WeightsConfig
 
@@ -35,8 +37,8 @@ class Part:
     end_stage: int
     """Programs end stage by stage, clients before what they use."""
 
-    environ: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables beyond those of rl."""
+    environ: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Environment variables beyond those of rl; they may hold a secret."""
 
     python: Path | None = None
     """Interpreter to run it with; None means that of rl."""
@@ -69,6 +71,8 @@ def compose(
         rollout_values |= {"client.base_url": [], "weights": hub}  # engines come and go; the hub knows those there are
         if "min_engines" not in config.weights.model_fields_set:
             weights_values["min_engines"] = len(engines)
+    if config.inference is not None:
+        rollout_values |= _key_source(config.inference, config.rollout.client)
     rollout = with_values(rollout, rollout_values)
     orchestrator_values: dict[str, Any] = {
         "services": {"rollout": reach(rollout.server), "trainer": reach(trainer.server), "weights": hub}
@@ -102,7 +106,14 @@ def compose(
             environ=shown(placement.trainer),
             restarts=config.restarts_of("trainer"),
         ),
-        Part(name="rollout", module="meshrl.rollout.main", config=rollout, end_stage=CLIENTS, restarts=config.restarts),
+        Part(
+            name="rollout",
+            module="meshrl.rollout.main",
+            config=rollout,
+            end_stage=CLIENTS,
+            environ=_key_environ(config.inference, rollout.client.api_key_var),
+            restarts=config.restarts,
+        ),
         Part(
             name="orchestrator",
             module="meshrl.orchestrator.main",
@@ -152,6 +163,19 @@ def with_values(config: Config, values: Mapping[str, Any]) -> Config:
     return type(config).model_validate(changed)
 
 
+def _key_environ(inference: InferenceConfig | None, variable: str) -> dict[str, str]:
+    """The engines' key, where the configuration holds it, in the variable that a program reads it from."""
+    key = None if inference is None else inference.api_key
+    return {} if key is None else {variable: checked(key.get_secret_value(), "inference.api_key")}
+
+
+def _key_source(inference: InferenceConfig, client: ClientConfig) -> dict[str, Any]:
+    """Where the rollout program finds the key that its engines ask for, unless it says so itself."""
+    if {"api_key_var", "api_key_file"} & client.model_fields_set:
+        return {}
+    return {"client.api_key_var": inference.api_key_var, "client.api_key_file": inference.api_key_file}
+
+
 def shown(gpus: Sequence[str] | None) -> dict[str, str]:
     """The variable that shows a program only these GPUs."""
     return {} if gpus is None else {VARIABLE: ",".join(gpus)}
@@ -194,6 +218,7 @@ def _engines(
             "weight_broadcast": {**broadcast.model_dump(), "address": hub},
             "share_gpu": given.share_gpu or placement.shared(number),
             "lora_rank": given.lora_rank or adapter_rank,
+            "api_key": None,  # it comes through the environment: the configuration is written to a file
         }
         if (given.vllm_argument("data_parallel_size") or 1) > 1 and not given.vllm_argument("data_parallel_rpc_port"):
             values["data_parallel_rpc_port"] = free_port(
@@ -214,7 +239,7 @@ def _engine_parts(config: RLConfig, engines: Sequence[InferenceConfig], placemen
             module="meshrl.inference.main",
             config=engine,
             end_stage=ENGINES,
-            environ=shown(placement.engines[number]),
+            environ=shown(placement.engines[number]) | _key_environ(config.inference, engine.api_key_var),
             python=engine.python,
             restarts=config.restarts_of("inference"),
         )

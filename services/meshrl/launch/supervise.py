@@ -29,7 +29,7 @@ class Program:
     name: str
     command: Sequence[str]
     log: Path
-    environ: Mapping[str, str] = field(default_factory=dict)
+    environ: Mapping[str, str] = field(default_factory=dict, repr=False)
     end_stage: int = 0
     """Programs are asked to end stage by stage, the lowest first."""
 

@@ -22,6 +22,9 @@ class ClientConfig(BaseConfig):
     api_key_var: str = "MESHRL_API_KEY"
     """Environment variable that holds the engines' bearer token; none is sent while it is unset."""
 
+    api_key_file: Path | None = None
+    """File that holds the token instead of the variable."""
+
     pool: str = ""
     """Name of the pool that these engines form; a request names it or leaves it empty."""
 

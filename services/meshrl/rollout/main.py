@@ -17,6 +17,7 @@ from meshrl.client import ChannelOptions, WeightSyncClient
 from meshrl.core.config import load_config
 from meshrl.core.logs import setup_logging
 from meshrl.core.paths import Layout
+from meshrl.core.secret import read_secret
 from meshrl.core.serve import GrpcServer, run
 from meshrl.core.telemetry import setup_tracing
 from meshrl.rollout import hosting
@@ -70,7 +71,10 @@ async def build(config: RolloutConfig, stack: AsyncExitStack, tracer: Tracer) ->
     """Loads renderer and environments and connects the engines; `stack` closes them. Raises ConfigError."""
     renderer = await asyncio.to_thread(load_renderer, config.tokenizer or config.model.name, config.renderer)
     pool = EnginePool([url.rstrip("/").removesuffix("/v1") for url in config.engine_urls], config.client.pool)
-    api_key = os.environ.get(config.client.api_key_var) or None
+    api_key = read_secret(
+        "rollout.client.api_key", None, file=config.client.api_key_file, variable=config.client.api_key_var,
+        environ=os.environ,
+    )  # fmt: skip
     discovery = await _discovery(config, stack)
     router = await stack.enter_async_context(EngineRouter(pool, config.client, api_key=api_key, discovery=discovery))
     book = SessionBook()

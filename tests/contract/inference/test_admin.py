@@ -59,11 +59,11 @@ async def test_a_folder_that_does_not_fit_is_refused_and_the_weights_stay(
     await serves(mesh, client, mesh.seed, mesh.version)
 
 
-async def test_admin_routes_need_no_key_on_this_host(mesh: EngineMesh) -> None:
+async def test_admin_routes_need_the_key_on_this_host_too(mesh: EngineMesh, client: EngineClient) -> None:
     async with aiohttp.ClientSession(mesh.url) as session:
-        stranger = EngineClient(session)
-        assert (await stranger.post("/pause")).status == 200
-        assert (await stranger.post("/resume")).status == 200
+        assert (await EngineClient(session).post("/pause")).status == 401
+    assert (await client.post("/pause")).status == 200
+    assert (await client.post("/resume")).status == 200
 
 
 async def test_engine_without_a_sleep_mode_says_so_and_serves_on(mesh: EngineMesh, client: EngineClient) -> None:

@@ -20,6 +20,7 @@ class BaseConfig(BaseModel):
         frozen=True,
         validate_default=True,
         use_attribute_docstrings=True,
+        hide_input_in_errors=True,
         validate_by_name=True,
         validate_by_alias=True,
         protected_namespaces=(),

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from datetime import date, datetime, time
 from enum import Enum
 from pathlib import Path, PurePath
 from typing import Any
+
+from pydantic import SecretStr
 
 from meshrl.core.config.base import BaseConfig
 from meshrl.core.config.values import NONE
@@ -17,15 +20,20 @@ _BARE = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ012345678
 
 
 def dump_toml(config: BaseConfig, path: Path) -> None:
-    """Writes every key, None as "None", to `path`, making its folder. Blocking; an older file is replaced at once."""
+    """Writes every key but secrets, None as "None", to `path`, making its folder. An older file is replaced at once.
+
+    Only its owner may read the file: tables of free arguments may hold secrets, too. Blocking.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(path.name + ".part")
-    unfinished.write_text(to_toml(config), encoding="utf-8")
+    unfinished.unlink(missing_ok=True)
+    with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+        file.write(to_toml(config))
     unfinished.replace(path)
 
 
 def to_toml(config: BaseConfig) -> str:
-    """The configuration as TOML, plain keys before sections."""
+    """The configuration as TOML, plain keys before sections; secrets are left out."""
     return "\n".join(_table(_plain(config.model_dump()), ())) + "\n"
 
 
@@ -38,7 +46,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, PurePath):
         return str(value)
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): _plain(item) for key, item in value.items() if not isinstance(item, SecretStr)}
     if isinstance(value, list | tuple | set | frozenset):
         return [_plain(item) for item in value]
     return value

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import SecretStr, ValidationError
 from pydantic_core import ErrorDetails
 
 from meshrl.core.config.schema import Kind, Section, describe, field_kind, find_field, key_names, nearest
@@ -80,7 +80,8 @@ def _explain_one(
     detail = ""
     if not problem["type"].endswith(_TYPE_SAYS_IT):
         detail = "; " + problem["msg"].replace("Input should", "it should")
-    return f"{key}: expected {describe(kind)}, got {_shorten(problem['input'])}{came}{detail}"
+    given = "a value that is not shown" if kind.annotation is SecretStr else _shorten(problem["input"])
+    return f"{key}: expected {describe(kind)}, got {given}{came}{detail}"
 
 
 def _tags(kind: Kind, chooser: str) -> str:

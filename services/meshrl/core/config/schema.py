@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import AliasChoices, BaseModel
+from pydantic import AliasChoices, BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 
 Section = type[BaseModel]
@@ -169,5 +169,11 @@ def _describe_plain(annotation: Any) -> str:
         return " | ".join(_describe_plain(member) for member in get_args(annotation))
     if origin is Annotated:
         return _describe_plain(get_args(annotation)[0])
-    names: dict[Any, str] = {str: "text", bool: "true | false", Any: "any value", pathlib.Path: "path"}
+    names: dict[Any, str] = {
+        str: "text",
+        SecretStr: "text",
+        bool: "true | false",
+        Any: "any value",
+        pathlib.Path: "path",
+    }
     return names[annotation] if annotation in names else str(getattr(annotation, "__name__", "value"))
