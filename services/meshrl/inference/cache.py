@@ -7,19 +7,20 @@ Q query heads, G = Q/H, D head width, L tokens attended to.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from meshrl.models.attention import refuse_strange_scores, scored_attention, window_mask
 
 ATTENTION_NAME = "meshrl_slots"
 PLAN_ARGUMENT = "slot_plan"
+PROBE_ARGUMENT = "slot_probe"
 
 
 @dataclass(frozen=True)
@@ -32,62 +33,40 @@ class Segment:
     offset: int
 
 
-class SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no type information
-    """Keys and values of one layer: (S, H, M, D), allocated once. Zeroed, as masked garbage could be NaN."""
-
-    is_sliding = False
+class SlotLayer:
+    """Keys and values of one call of attention: (S, H, M, D), allocated once; zeroed, as masked garbage can be NaN."""
 
     def __init__(self, num_slots: int, max_len: int, key_like: torch.Tensor, value_like: torch.Tensor) -> None:
-        super().__init__()
         self.num_heads = key_like.shape[1]
         self.max_len = max_len
         self.keys = key_like.new_zeros((num_slots, self.num_heads, max_len, key_like.shape[-1]))
         self.values = value_like.new_zeros((num_slots, self.num_heads, max_len, value_like.shape[-1]))
-        self.is_initialized = True
-        self.plan: StepPlan | None = None
 
-    def update(self, key_1HTD: torch.Tensor, value_1HTD: torch.Tensor, *_: Any, **__: Any) -> tuple[Any, Any]:
-        """Writes the step's keys and values in place and hands them on unchanged; attention reads the slots itself."""
-        if self.plan is None:
-            raise RuntimeError("a slot cache needs a step plan before the forward pass")
-        index = self.plan.flat_index(self.num_heads)
+    def write(self, key_1HTD: torch.Tensor, value_1HTD: torch.Tensor, plan: StepPlan) -> None:
+        """Puts the step's keys and values where its plan says."""
+        index = plan.flat_index(self.num_heads)
         self.keys.view(-1, self.keys.shape[-1]).index_copy_(0, index, _flat(key_1HTD))
         self.values.view(-1, self.values.shape[-1]).index_copy_(0, index, _flat(value_1HTD))
-        return key_1HTD, value_1HTD
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing to do: allocated at construction."""
-
-    def get_seq_length(self) -> int:
-        return 0
-
-    def get_max_length(self) -> int:
-        return self.max_len
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return query_length, 0
 
 
-class SlotCache(Cache):  # type: ignore[misc]  # transformers has no type information
-    """All layers of the cache. A slot is moved or copied by its first `length` tokens only."""
+class SlotCache:
+    """What each call of attention in a forward pass has seen, in the order of the calls.
+
+    Not a cache of transformers: that one holds what a layer chose to keep, which need not be what its attention
+    attends to (latents, shared or split heads). A slot is moved or copied by its first `length` tokens only.
+    """
 
     def __init__(self, layers: Sequence[SlotLayer]) -> None:
-        super().__init__(layers=list(layers))
-        self.slot_layers = tuple(layers)
-
-    def begin(self, plan: StepPlan) -> None:
-        """Sets where the next forward pass writes and what it attends to."""
-        for layer in self.slot_layers:
-            layer.plan = plan
+        self.layers = tuple(layers)
 
     def copy_slot(self, source: int, target: int, length: int) -> None:
-        for layer in self.slot_layers:
+        for layer in self.layers:
             layer.keys[target, :, :length] = layer.keys[source, :, :length]
             layer.values[target, :, :length] = layer.values[source, :, :length]
 
     def swap_slots(self, one: int, other: int, length_one: int, length_other: int) -> None:
         length = max(length_one, length_other)
-        for layer in self.slot_layers:
+        for layer in self.layers:
             for store in (layer.keys, layer.values):
                 kept = store[one, :, :length].clone()
                 store[one, :, :length] = store[other, :, :length]
@@ -95,22 +74,26 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers has no type inform
 
     def clear_slot(self, slot: int) -> None:
         """Zeroes a slot: after non-finite values, which masks do not stop."""
-        for layer in self.slot_layers:
+        for layer in self.layers:
             layer.keys[slot].zero_()
             layer.values[slot].zero_()
 
     @property
     def num_bytes(self) -> int:
-        return sum(store.nbytes for layer in self.slot_layers for store in (layer.keys, layer.values))
+        return sum(store.nbytes for layer in self.layers for store in (layer.keys, layer.values))
 
 
 class StepPlan:
-    """Where each of the step's tokens goes, and the masks, built once and shared by all layers."""
+    """Where each of the step's tokens goes, and the masks, built once and shared by all layers.
+
+    Each call of attention takes the `next_layer`, so a plan is good for one forward pass.
+    """
 
     def __init__(
-        self, *, max_len: int, slots_T: torch.Tensor, positions_T: torch.Tensor, rows: int, extent: int,
-        ragged: bool, segments: Sequence[Segment], dtype: torch.dtype,
+        self, *, cache: SlotCache, max_len: int, slots_T: torch.Tensor, positions_T: torch.Tensor, rows: int,
+        extent: int, ragged: bool, segments: Sequence[Segment], dtype: torch.dtype,
     ) -> None:  # fmt: skip
+        self._layers = iter(cache.layers)
         self.max_len = max_len
         self.slots_T = slots_T
         self.positions_T = positions_T
@@ -122,6 +105,9 @@ class StepPlan:
         self._index: dict[int, torch.Tensor] = {}
         self._decode_masks: dict[int | None, torch.Tensor] = {}
         self._segment_masks: dict[tuple[int, int, int | None], torch.Tensor] = {}
+
+    def next_layer(self) -> SlotLayer:
+        return next(self._layers)
 
     def flat_index(self, num_heads: int) -> torch.Tensor:
         """(T*H,) rows of the (S*H*M, D) view of a layer's store, token by token."""
@@ -175,23 +161,27 @@ def slot_attention(
     *,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention of one step over the slots; returns (1, T, Q, D). Called by the stock modeling code.
 
-    A forward pass without a plan is a plain one over whole sequences and gets the stock attention.
+    `softcap` bounds the scores and `s_aux` has the sinks of each head, where a model has them. A forward pass without
+    a plan is a plain one over whole sequences.
     """
+    refuse_strange_scores(kwargs)
     plan: StepPlan | None = kwargs.get(PLAN_ARGUMENT)
     if plan is None:
-        stock = (module, query_1QTD, key_1HTD, value_1HTD, attention_mask)
-        plain: tuple[torch.Tensor, None] = sdpa_attention_forward(
-            *stock, scaling=scaling, sliding_window=sliding_window, **kwargs
+        return _plain_attention(
+            query_1QTD, key_1HTD, value_1HTD, kwargs.get(PROBE_ARGUMENT), scaling, sliding_window, softcap, s_aux
         )
-        return plain
-    layer: SlotLayer = kwargs["slot_layers"][module.layer_idx]
+    layer = plan.next_layer()
+    layer.write(key_1HTD, value_1HTD, plan)
+    how: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks_Q": s_aux}
     decoded_RQD = None
     if plan.rows:
-        decoded_RQD = _attend_rows(query_1QTD, layer, plan, scaling, sliding_window)
+        decoded_RQD = _attend_rows(query_1QTD, layer, plan, sliding_window, how)
         if not plan.segments:
             return decoded_RQD[None], None
     _, num_queries, num_tokens, _ = query_1QTD.shape
@@ -202,52 +192,62 @@ def slot_attention(
         span = slice(segment.offset, segment.offset + segment.length)
         end = segment.start + segment.length
         whole = segment.start == 0 and sliding_window is None
-        seen_1QLD = F.scaled_dot_product_attention(
+        seen_1QLD = scored_attention(
             query_1QTD[:, :, span],
             key_1HTD[:, :, span] if whole else layer.keys[segment.slot, None, :, :end],
             value_1HTD[:, :, span] if whole else layer.values[segment.slot, None, :, :end],
-            attn_mask=None if whole else plan.segment_mask(segment.start, segment.length, sliding_window),
-            is_causal=whole,
-            scale=scaling,
-            enable_gqa=num_queries != layer.num_heads,
+            mask=None if whole else plan.segment_mask(segment.start, segment.length, sliding_window),
+            causal=whole,
+            **how,
         )
         out_TQD[span] = seen_1QLD[0].transpose(0, 1)
     return out_TQD[None], None
 
 
 def _attend_rows(
-    query_1QTD: torch.Tensor, layer: SlotLayer, plan: StepPlan, scaling: float | None, window: int | None
+    query_1QTD: torch.Tensor, layer: SlotLayer, plan: StepPlan, window: int | None, how: Mapping[str, Any]
 ) -> torch.Tensor:
     """(R, Q, D) one query a row over its slot; the queries that share a key-value head go as one small matrix."""
     rows, num_queries = plan.rows, query_1QTD.shape[1]
+    keys, values = layer.keys[:rows, :, : plan.extent], layer.values[:rows, :, : plan.extent]
+    if how["softcap"] is not None or how["sinks_Q"] is not None:
+        query_RQ1D = query_1QTD[0, :, :rows].transpose(0, 1)[:, :, None]
+        return scored_attention(query_RQ1D, keys, values, mask=plan.decode_mask(window), causal=False, **how)[:, :, 0]
     query_RHGD = query_1QTD[0, :, :rows].transpose(0, 1).reshape(rows, layer.num_heads, -1, query_1QTD.shape[-1])
     seen_RHGD = F.scaled_dot_product_attention(
-        query_RHGD,
-        layer.keys[:rows, :, : plan.extent],
-        layer.values[:rows, :, : plan.extent],
-        attn_mask=plan.decode_mask(window),
-        scale=scaling,
+        query_RHGD, keys, values, attn_mask=plan.decode_mask(window), scale=how["scale"]
     )
     return seen_RHGD.reshape(rows, num_queries, -1)
 
 
-def probe_layers(model: PreTrainedModel) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
-    """Keys and values that one token leaves in each layer: their shapes and dtypes are those of the cache.
+def _plain_attention(
+    query_BQTD: torch.Tensor,
+    key_BHTD: torch.Tensor,
+    value_BHTD: torch.Tensor,
+    seen: list[tuple[torch.Tensor, torch.Tensor]] | None,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+    sinks_Q: torch.Tensor | None,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention of whole sequences; notes its keys and values in `seen`."""
+    if seen is not None:
+        seen.append((key_BHTD, value_BHTD))
+    mask_TT = window_mask(query_BQTD.shape[2], window, query_BQTD.device)
+    out_BQTD = scored_attention(
+        query_BQTD, key_BHTD, value_BHTD, mask=mask_TT, causal=mask_TT is None, scale=scaling, softcap=softcap,
+        sinks_Q=sinks_Q,
+    )  # fmt: skip
+    return out_BQTD.transpose(1, 2), None
 
-    Raises: ValueError for models whose layers keep anything but keys and values (linear attention, convolutions).
-    """
-    cache = DynamicCache(config=model.config)
+
+def probe_layers(model: PreTrainedModel) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
+    """Keys and values of one token in each call of attention: their shapes and dtypes are those of the cache."""
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
     token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
     with torch.inference_mode():
-        model(input_ids=token, past_key_values=cache, use_cache=True)
-    states = []
-    for index, layer in enumerate(cache.layers):
-        if getattr(layer, "keys", None) is None or hasattr(layer, "conv_states"):
-            raise ValueError(
-                f"layer {index} ({type(layer).__name__}) keeps no plain keys and values; use another engine"
-            )
-        states.append((layer.keys, layer.values))
-    return tuple(states)
+        model(input_ids=token, position_ids=token, use_cache=False, **{PROBE_ARGUMENT: seen})
+    return tuple(seen)
 
 
 def bytes_per_slot(states: Sequence[tuple[torch.Tensor, torch.Tensor]], max_len: int) -> int:

@@ -29,7 +29,7 @@ from meshrl.inference.engine import (
     TokenChunk,
 )
 from meshrl.inference.live_weights import Layout, LiveWeights
-from meshrl.inference.runner import ModelRunner
+from meshrl.inference.runner import make_runner
 from meshrl.inference.sampling import stream_keys
 from meshrl.inference.scheduler import Row, SlotTable
 from meshrl.inference.sleep import NeverSleeps
@@ -74,7 +74,7 @@ class EmbeddedEngine(NeverSleeps):
         self.max_queue = max_queue
         self.eos_token_ids = eos_token_ids
         self.vocab_size: int = model.config.get_text_config().vocab_size
-        self._runner = ModelRunner(model, num_slots=num_slots, max_len=max_model_len, kv_cache_bytes=kv_cache_bytes)
+        self._runner = make_runner(model, num_slots=num_slots, max_len=max_model_len, kv_cache_bytes=kv_cache_bytes)
         self._table = SlotTable(num_slots=self._runner.num_slots, max_len=max_model_len, store=self._runner.cache)
         self._weights = LiveWeights(model)
         self._device = model.device

@@ -11,6 +11,7 @@ Shapes: T tokens of a row, S samples, B samples of a block, L longest of a block
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -32,10 +33,15 @@ AttentionName = Literal["auto", "varlen", "cudnn", "sdpa"]
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """What attention over packed rows runs on. Unfused is `sdpa`: torch's own attention over padded blocks."""
+    """What attention over packed rows runs on. Unfused is `sdpa`: torch's own attention over padded blocks.
+
+    `one_block` pads all samples of a row to the longest: for models that run on padded rows, where every rank must make
+    as many forward passes as the others.
+    """
 
     fused: bool = False
     long_from: int | None = None  # fused: samples of this many tokens or more go through cuDNN; None sends none there
+    one_block: bool = False
 
 
 def choose_kernels(wanted: AttentionName, device: torch.device, dtype: torch.dtype) -> Kernels:
@@ -80,20 +86,25 @@ class PackedLayout:
     fused: FusedPlan | None
     blocks: tuple[Block, ...]
     scatter: torch.Tensor  # int64 (T,): place of each token in the blocks' outputs laid end to end
+    lengths: tuple[int, ...]  # (S,) tokens of each sample
+    kernels: Kernels
 
     @classmethod
     def from_offsets(
         cls, sample_offsets: NDArray[np.int64], device: torch.device, kernels: Kernels | None = None
     ) -> PackedLayout:
         """Builds the layout of a row from (S + 1,) offsets; unfused unless `kernels` says otherwise."""
-        if kernels is not None and kernels.fused:
-            plan = FusedPlan.from_offsets(sample_offsets, device, long_from=kernels.long_from)
-            return cls(fused=plan, blocks=(), scatter=torch.empty(0, dtype=torch.int64, device=device))
+        kernels = kernels or Kernels()
         starts, lengths = sample_offsets[:-1], np.diff(sample_offsets)
+        known: tuple[int, ...] = tuple(lengths.tolist())
+        if kernels.fused:
+            plan = FusedPlan.from_offsets(sample_offsets, device, long_from=kernels.long_from)
+            nowhere = torch.empty(0, dtype=torch.int64, device=device)
+            return cls(fused=plan, blocks=(), scatter=nowhere, lengths=known, kernels=kernels)
         scatter = np.empty(int(sample_offsets[-1]), dtype=np.int64)
         blocks: list[Block] = []
         base = 0
-        for members in _similar_lengths(lengths):
+        for members in [np.arange(len(lengths))] if kernels.one_block else _similar_lengths(lengths):
             longest = int(lengths[members].max())
             place = np.arange(longest)[None, :]
             gather = starts[members][:, None] + np.minimum(place, lengths[members][:, None] - 1)
@@ -101,7 +112,12 @@ class PackedLayout:
             scatter[gather[real]] = base + np.flatnonzero(real)
             base += gather.size
             blocks.append(Block(gather=torch.from_numpy(gather).to(device)))
-        return cls(fused=None, blocks=tuple(blocks), scatter=torch.from_numpy(scatter).to(device))
+        place_T = torch.from_numpy(scatter).to(device)
+        return cls(fused=None, blocks=tuple(blocks), scatter=place_T, lengths=known, kernels=kernels)
+
+    def of_one(self, length: int) -> PackedLayout:
+        """The layout of a row with one sample of `length` tokens, on the same device and kernels."""
+        return PackedLayout.from_offsets(np.array([0, length]), self.scatter.device, self.kernels)
 
 
 def _similar_lengths(lengths: NDArray[np.int64]) -> list[NDArray[np.int64]]:
@@ -114,23 +130,6 @@ def _similar_lengths(lengths: NDArray[np.int64]) -> list[NDArray[np.int64]]:
             groups.append(order[first:index])
             first = index
     return groups
-
-
-def supports_packed_attention(model: PreTrainedModel) -> bool:
-    """Whether packed attention computes what the model's own attention would.
-
-    False for models with layers other than full or sliding attention, capped scores or attention sinks, and for those
-    that do not take an attention function; they run as padded rows of one sample each.
-    """
-    config = model.config.get_text_config()
-    layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
-    has_sinks = any(name.endswith("sinks") for name, _ in model.named_parameters())
-    return (
-        bool(getattr(model, "_supports_attention_backend", False))
-        and layer_types <= {"full_attention", "sliding_attention"}
-        and getattr(config, "attn_logit_softcapping", None) is None
-        and not has_sinks
-    )
 
 
 def enable_packed_attention(model: PreTrainedModel) -> None:
@@ -153,12 +152,16 @@ def packed_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
-    **_: Any,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention within each sample of a row, in the signature transformers calls.
 
-    Returns (1, T, H, D). K key-value heads serve H query heads.
+    Returns (1, T, H, D). K key-value heads serve H query heads. `softcap` bounds the scores and `s_aux` (H,) has the
+    sinks, where a model has them; only unfused kernels take those, see `needs_unfused`.
     """
+    refuse_strange_scores(kwargs)
     # Under autocast the norms of some models hand out float32 queries and keys beside half-precision values.
     query_THD, key_TKD, value_TKD = (
         tensor[0].transpose(0, 1).to(value_1KTD.dtype) for tensor in (query_1HTD, key_1KTD, value_1KTD)
@@ -170,7 +173,8 @@ def packed_attention(
         )
         return out_THD.unsqueeze(0), None
 
-    out_THD = _attention_by_blocks(query_THD, key_TKD, value_TKD, packed_layout, scaling, dropout, sliding_window)
+    how = {"scale": scaling, "dropout": dropout, "softcap": softcap, "sinks_Q": s_aux}
+    out_THD = _attention_by_blocks(query_THD, key_TKD, value_TKD, packed_layout, sliding_window, how)
     return out_THD.unsqueeze(0), None
 
 
@@ -180,14 +184,10 @@ def _attention_by_blocks(
     key_TKD: torch.Tensor,
     value_TKD: torch.Tensor,
     layout: PackedLayout,
-    scaling: float | None,
-    dropout: float,
     sliding_window: int | None,
+    how: Mapping[str, Any],
 ) -> torch.Tensor:
-    outputs = [
-        _block_attention(query_THD, key_TKD, value_TKD, block, scaling, dropout, sliding_window)
-        for block in layout.blocks
-    ]
+    outputs = [_block_attention(query_THD, key_TKD, value_TKD, block, sliding_window, how) for block in layout.blocks]
     flat = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return flat.index_select(0, layout.scatter)
 
@@ -197,9 +197,8 @@ def _block_attention(
     key_TKD: torch.Tensor,
     value_TKD: torch.Tensor,
     block: Block,
-    scaling: float | None,
-    dropout: float,
     sliding_window: int | None,
+    how: Mapping[str, Any],
 ) -> torch.Tensor:
     """Causal attention of one padded block; returns (B * L, H, D). Padding comes after every real query's keys."""
     query_BHLD, key_BKLD, value_BKLD = (
@@ -210,12 +209,72 @@ def _block_attention(
     if groups > 1:
         key_BKLD = key_BKLD.repeat_interleave(groups, dim=1)
         value_BKLD = value_BKLD.repeat_interleave(groups, dim=1)
-    mask_LL = None
-    if sliding_window is not None and block.length > sliding_window:
-        place = torch.arange(block.length, device=query_BHLD.device)
-        distance_LL = place[:, None] - place[None, :]
-        mask_LL = (distance_LL >= 0) & (distance_LL < sliding_window)
-    out_BHLD = F.scaled_dot_product_attention(
-        query_BHLD, key_BKLD, value_BKLD, attn_mask=mask_LL, dropout_p=dropout, is_causal=mask_LL is None, scale=scaling
-    )
+    mask_LL = window_mask(block.length, sliding_window, query_BHLD.device)
+    out_BHLD = scored_attention(query_BHLD, key_BKLD, value_BKLD, mask=mask_LL, causal=mask_LL is None, **how)
     return out_BHLD.transpose(1, 2).flatten(0, 1)
+
+
+def window_mask(length: int, window: int | None, device: torch.device) -> torch.Tensor | None:
+    """(L, L) true where a token may see another within a sliding window; None where causality is all there is."""
+    if window is None or length <= window:
+        return None
+    place = torch.arange(length, device=device)
+    distance_LL = place[:, None] - place[None, :]
+    return (distance_LL >= 0) & (distance_LL < window)
+
+
+def scored_attention(
+    query_BQLD: torch.Tensor,
+    key_BHSD: torch.Tensor,
+    value_BHSD: torch.Tensor,
+    *,
+    mask: torch.Tensor | None,
+    causal: bool,
+    scale: float | None,
+    softcap: float | None = None,
+    sinks_Q: torch.Tensor | None = None,
+    dropout: float = 0.0,
+) -> torch.Tensor:
+    """Attention (B, Q, L, D) of L queries to S keys, whose H heads are shared by Q query heads.
+
+    `mask` is true, or 0 of an additive one, where a query sees a key; `causal` needs as many queries as keys. Scores
+    are bounded as softcap * tanh(score / softcap) before the mask (Gemma 2, arXiv 2408.00118); a head's sink joins the
+    softmax as one more score without a value (gpt-oss, arXiv 2508.10925). Those two have no fused kernel here and
+    hold all scores at once.
+    """
+    shared = query_BQLD.shape[1] != key_BHSD.shape[1]
+    if softcap is None and sinks_Q is None:
+        return F.scaled_dot_product_attention(
+            query_BQLD, key_BHSD, value_BHSD, attn_mask=mask, dropout_p=dropout, is_causal=causal, scale=scale,
+            enable_gqa=shared,
+        )  # fmt: skip
+    num_queries, length, num_heads = query_BQLD.shape[1], query_BQLD.shape[2], key_BHSD.shape[1]
+    grouped_BHGLD = query_BQLD.reshape(len(query_BQLD), num_heads, -1, *query_BQLD.shape[2:])
+    scores_BHGLS = grouped_BHGLD @ key_BHSD[:, :, None].transpose(-1, -2)
+    scores_BHGLS = scores_BHGLS.float() * (query_BQLD.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap is not None:
+        scores_BHGLS = softcap * torch.tanh(scores_BHGLS / softcap)
+    if causal:
+        mask = torch.ones(length, length, dtype=torch.bool, device=query_BQLD.device).tril()
+    if mask is not None and mask.dtype is torch.bool:
+        scores_BHGLS = scores_BHGLS.masked_fill(~mask, -torch.inf)
+    elif mask is not None:
+        scores_BHGLS = scores_BHGLS + mask[:, :, None]
+    if sinks_Q is not None:
+        sinks_BHGL1 = sinks_Q.float().view(1, num_heads, -1, 1, 1).expand(*scores_BHGLS.shape[:-1], 1)
+        scores_BHGLS = torch.cat([scores_BHGLS, sinks_BHGL1], dim=-1)
+    weights_BHGLS = F.dropout(scores_BHGLS.softmax(-1)[..., : key_BHSD.shape[2]], dropout)
+    out_BHGLD = weights_BHGLS.to(value_BHSD.dtype) @ value_BHSD[:, :, None]
+    return out_BHGLD.reshape(query_BQLD.shape[0], num_queries, length, -1)
+
+
+STRANGE_SCORES = ("indices", "block_indices", "position_bias")
+
+
+def refuse_strange_scores(arguments: Mapping[str, Any]) -> None:
+    """Raises NotImplementedError for what a model passes to change its scores and this attention would drop."""
+    if strange := [name for name in STRANGE_SCORES if arguments.get(name) is not None]:
+        raise NotImplementedError(
+            f"this model's attention takes {strange[0]!r}, which attention over packed rows and slots does not have; "
+            "add its model_type to UNPACKED_TYPES in meshrl.models.families"
+        )

@@ -17,9 +17,17 @@ from safetensors import safe_open
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from meshrl.core.config.shared import ModelConfig
+from meshrl.models.families import attention_implementation, refusal
 from meshrl.models.lora import is_adapter
 
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -69,7 +77,7 @@ def load_model(config: ModelConfig, *, dtype: torch.dtype | None = None) -> PreT
         config,
         config=model_config,
         dtype=resolve_dtype(config) if dtype is None else dtype,
-        attn_implementation="sdpa",
+        attn_implementation=_runnable(config, model_config),
     )
     return model.to(device).eval()
 
@@ -79,9 +87,23 @@ def empty_model(config: ModelConfig, *, dtype: torch.dtype) -> PreTrainedModel:
     model_config = _model_config(config)
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            model_config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=config.trust_remote_code
+            model_config,
+            dtype=dtype,
+            attn_implementation=_runnable(config, model_config),
+            trust_remote_code=config.trust_remote_code,
         )
     return model
+
+
+def _runnable(config: ModelConfig, model_config: PreTrainedConfig) -> str | None:
+    """The attention to load the model with. Raises ModelError for one that is no causal language model of text."""
+    reason = refusal(model_config)
+    if reason is not None:
+        raise ModelError(
+            f"model.name {config.name!r} is of type {model_config.model_type!r}, which is not supported: {reason}; "
+            "take a causal language model"
+        )
+    return attention_implementation(model_config)
 
 
 @torch.no_grad()
@@ -178,7 +200,11 @@ def _model_config(config: ModelConfig) -> Any:
 def _from_pretrained(auto_class: Any, source: ModelConfig, /, **kwargs: Any) -> Any:
     try:
         return auto_class.from_pretrained(source.name, trust_remote_code=source.trust_remote_code, **kwargs)
-    except (OSError, ValueError) as error:  # what transformers raises for a missing, broken or unknown model
+    except (
+        OSError,
+        ValueError,
+        ImportError,
+    ) as error:  # a missing, broken or unknown model, or one that needs a package
         kind = "folder" if Path(source.name).is_dir() else "hub name (no such folder here)"
         raise ModelError(
             f"cannot load {auto_class.__name__} from model.name {source.name!r}, taken as a {kind}: {error}"

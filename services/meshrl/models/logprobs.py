@@ -5,6 +5,7 @@ Shapes: T tokens of a row, N predicted tokens (those that a loss looks at), V vo
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -18,8 +19,8 @@ from meshrl.models.attention import (
     PackedLayout,
     choose_kernels,
     enable_packed_attention,
-    supports_packed_attention,
 )
+from meshrl.models.families import UNTRAINABLE_TYPES, needs_unfused, positions_grow_beyond, unpacked_reason
 from meshrl.models.head import head_logprobs
 
 # Models that change the logits after the output head name it with one of these; for them the head is not taken apart.
@@ -40,9 +41,10 @@ class PackedRow:
 class PackedPolicy(nn.Module):
     """A causal LM as a function from packed rows to token logprobs.
 
-    Any Hugging Face causal LM works: one whose attention cannot be replaced runs on padded rows of one sample each,
-    which costs padding and gives the same numbers. `max_logits_bytes` bounds the float32 logits there are at once; they
-    are made a piece at a time, and again in the backward pass. `kernels` is what rows must be laid out for.
+    Any Hugging Face causal LM that `families` does not refuse works: one whose attention cannot be replaced runs on
+    padded rows of one sample each, which costs padding and gives the same numbers. `max_logits_bytes` bounds the
+    float32 logits there are at once; they are made a piece at a time, and again in the backward pass. `kernels` is what
+    rows must be laid out for.
     """
 
     def __init__(
@@ -55,21 +57,31 @@ class PackedPolicy(nn.Module):
         device: torch.device | None = None,
         autocast: bool = True,
         compile_head: bool = False,
+        one_pass: bool = False,
     ) -> None:
         """`autocast` is off where the parameters themselves come in compute_dtype; `device` where the model is meta.
 
-        Raises ValueError for an attention that cannot run here.
+        `one_pass`: each row takes one forward pass of the model, whatever its samples, since other ranks wait in it;
+        padded rows then are as long as the longest sample. Raises ValueError for a model that cannot be trained and for
+        an attention that cannot run here.
         """
         super().__init__()
+        if (reason := UNTRAINABLE_TYPES.get(model.config.get_text_config().model_type)) is not None:
+            raise ValueError(
+                f"a model of type {model.config.model_type!r} cannot be trained: {reason}; take another one"
+            )
         self.model = model
-        self.packed = supports_packed_attention(model)
+        self.unpacked_reason = unpacked_reason(model)
+        self.packed = self.unpacked_reason is None
+        self._fixed_positions = positions_grow_beyond(model.config.get_text_config())
+        self._one_pass = one_pass
         device = device or model.device
         dtype = model.dtype if compute_dtype is torch.float32 else compute_dtype
-        self.kernels = Kernels()
+        self.kernels = Kernels(one_block=one_pass)
         if self.packed:
             enable_packed_attention(model)
             dropout = getattr(model.config.get_text_config(), "attention_dropout", 0.0)
-            self.kernels = choose_kernels(attn if not dropout else "sdpa", device, dtype)
+            self.kernels = choose_kernels("sdpa" if dropout or needs_unfused(model) else attn, device, dtype)
         self._compute_dtype = compute_dtype
         self._autocast = autocast and compute_dtype is not torch.float32
         self._max_logits_bytes = max_logits_bytes
@@ -77,11 +89,14 @@ class PackedPolicy(nn.Module):
 
     def forward(self, row: PackedRow) -> tuple[torch.Tensor, torch.Tensor]:
         """Logprobs (N,) and entropies (N,) of the row's predicted tokens, float32; entropies carry no gradient."""
+        if self._must_split(row):
+            parts = [self(sample) for sample in _samples(row)]
+            return torch.cat([logprobs for logprobs, _ in parts]), torch.cat([entropy for _, entropy in parts])
         sources_N = row.predicted - 1
         targets_N = row.token_ids[row.predicted]
         with torch.autocast(row.token_ids.device.type, self._compute_dtype, enabled=self._autocast):
             if not self.packed:
-                return token_logprobs(self._padded_logits(row)[sources_N], targets_N, row.temperatures)
+                return token_logprobs(self._padded_logits(row, sources_N), targets_N, row.temperatures)
             inputs = {
                 "input_ids": row.token_ids[None],
                 "position_ids": row.position_ids[None],
@@ -93,6 +108,19 @@ class PackedPolicy(nn.Module):
                 return token_logprobs(logits_1NV[0], targets_N, row.temperatures)
             hidden_1TE = self.model.base_model(**inputs).last_hidden_state
             return self._head(hidden_1TE[0, sources_N], targets_N, row.temperatures)
+
+    def _must_split(self, row: PackedRow) -> bool:
+        """Whether rotary embeddings that follow the longest sequence of a pass would be wrong for other samples."""
+        limit, lengths = self._fixed_positions, row.layout.lengths
+        if limit is None or max(lengths) <= limit or len(lengths) == 1:
+            return False
+        if self._one_pass:
+            raise ValueError(
+                f"a row has several samples, one of {max(lengths)} tokens, but the rotary embeddings of "
+                f"{type(self.model).__name__} change for all of them beyond {limit}; lower seq_len to {limit}, or "
+                "train on one GPU, where such rows are computed sample by sample"
+            )
+        return True
 
     def _transforms_logits(self) -> bool:
         config = self.model.config.get_text_config()
@@ -127,13 +155,38 @@ class PackedPolicy(nn.Module):
         ]
         return torch.cat([logprobs for logprobs, _ in parts]), torch.cat([entropy for _, entropy in parts])
 
-    def _padded_logits(self, row: PackedRow) -> torch.Tensor:
-        """Logits (T, V) of the row, computed with one padded row per sample; right padding needs no mask."""
-        parts = []
+    def _padded_logits(self, row: PackedRow, sources_N: torch.Tensor) -> torch.Tensor:
+        """Logits (N, V) at the sources, computed with one padded row per sample; right padding needs no mask."""
+        place_N = row.layout.scatter[sources_N]
+        logits_NV: torch.Tensor | None = None
+        base = 0
         for block in row.layout.blocks:
-            logits_BLV = self.model(input_ids=row.token_ids[block.gather], use_cache=False).logits
-            parts.append(logits_BLV.flatten(0, 1))
-        return torch.cat(parts)[row.layout.scatter]
+            flat_PV: torch.Tensor = self.model(input_ids=row.token_ids[block.gather], use_cache=False).logits.flatten(
+                0, 1
+            )
+            here_N = (place_N >= base) & (place_N < base + len(flat_PV))
+            if logits_NV is None:
+                logits_NV = flat_PV.new_zeros((len(place_N), flat_PV.shape[-1]))
+            logits_NV = logits_NV.index_put((here_N.nonzero()[:, 0],), flat_PV[place_N[here_N] - base])
+            base += len(flat_PV)
+        assert logits_NV is not None, "a row has a sample"
+        return logits_NV
+
+
+def _samples(row: PackedRow) -> Iterator[PackedRow]:
+    """The row's samples, each as a row of its own with the same kernels."""
+    start = 0
+    for length in row.layout.lengths:
+        end = start + length
+        here_N = (row.predicted >= start) & (row.predicted < end)
+        yield PackedRow(
+            token_ids=row.token_ids[start:end],
+            position_ids=row.position_ids[start:end],
+            layout=row.layout.of_one(length),
+            predicted=row.predicted[here_N] - start,
+            temperatures=row.temperatures[here_N],
+        )
+        start = end
 
 
 def token_logprobs(

@@ -64,6 +64,7 @@ def build_learner(
         device=parallel.device,
         autocast=not sharded,
         compile_head=config.compile is not None and on_gpu,
+        one_pass=parallel.world_size > 1,
     )
     prepare_blocks(policy, config)
     if parallel.mesh is not None:

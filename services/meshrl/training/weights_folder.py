@@ -40,7 +40,9 @@ class WeightsWriter:
         """`base_name` is the model under the adapters, when those are written on their own as well."""
         with torch.device("meta"):
             self._outline: PreTrainedModel = type(model)._from_config(
-                copy.deepcopy(model.config), dtype=dtype, attn_implementation="sdpa"
+                copy.deepcopy(model.config),
+                dtype=dtype,
+                attn_implementation="eager",  # which every model has
             )
         self._outline.generation_config = copy.deepcopy(model.generation_config)
         self._tokenizer = tokenizer

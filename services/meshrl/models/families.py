@@ -1,0 +1,136 @@
+"""How each kind of model can be run: which attention, in packed rows or not, or not at all; asked where one is loaded.
+
+Three answers, the same for the trainers and the embedded engine:
+
+- packed: attention is replaced by ours, which reads packed rows in training and the slots of the cache in the engine;
+- plain: the model's own forward pass over whole sequences. The trainers pad rows for it; the engine computes every
+  sequence again for each token, which is slow and right;
+- refused, in one sentence that says what to use instead.
+
+What follows from a configuration or a class is a rule; a model type that those rules would misjudge is in a table.
+`tests/unit/models/test_families.py` holds every family that transformers lists against its plain forward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+PACKED_LAYERS = {"full_attention", "sliding_attention"}
+
+UNPACKED_TYPES: Mapping[str, str] = {
+    "doge": "a mask that depends on the values",
+    "electra": "layers between the last hidden state and the output embeddings",
+    "mllama_text_model": "a language model inside another",
+    "minimax_m3_vl_text": "sparse attention",
+    "modernbert-decoder": "layers between the last hidden state and the output embeddings",
+    "moshi": "layers that do not hand arguments on to attention",
+    "nemotron": "layers that do not hand arguments on to attention",
+    "phimoe": "layers that do not tell attention their sliding window",
+    "recurrent_gemma": "recurrent layers",
+}
+"""Model types that look as if packed attention could replace theirs, and what they have instead."""
+
+_NOT_CAUSAL = "its logits at a token depend on later tokens"
+_DRAFTS = "it drafts tokens for another model, of which it needs the hidden states"
+_AUDIO = "it predicts codes of audio, not tokens of text"
+REFUSED_TYPES: Mapping[str, str] = {
+    "blt": "its patches of bytes are drawn by a second model",
+    "cpmant": _NOT_CAUSAL,
+    "gemma4_assistant": _DRAFTS,
+    "gemma4_unified_assistant": _DRAFTS,
+    "musicgen": _AUDIO,
+    "musicgen_melody": _AUDIO,
+    "prophetnet": "it predicts several tokens at once",
+    "reformer": _NOT_CAUSAL,
+    "xlm": _NOT_CAUSAL,
+    "xlnet": _NOT_CAUSAL,
+}
+"""Model types that no part of the mesh can train or sample as a causal language model of text, and why."""
+
+ENCODER_TYPES = frozenset(
+    {
+        "bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert",
+        "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod",
+    }
+)  # fmt: skip
+"""Model types that are causal only with `is_decoder` in their configuration."""
+
+UNTRAINABLE_TYPES: Mapping[str, str] = {
+    "phimoe": "its router draws experts at random in training, so that logprobs are not those of the sampler",
+}
+"""Model types that can be sampled but not trained, and why."""
+
+_GROWING_POSITIONS = ("dynamic", "longrope")
+
+
+def refusal(config: PreTrainedConfig) -> str | None:
+    """Why a model of this configuration is neither trained nor served here; None when it is."""
+    for each in _configs(config):
+        if (reason := REFUSED_TYPES.get(each.model_type)) is not None:
+            return reason
+        if each.model_type in ENCODER_TYPES and not getattr(each, "is_decoder", False):
+            return "its is_decoder is not set, so that its logits at a token depend on later tokens"
+        if getattr(each, "use_bidirectional_attention", None) in (True, "all"):
+            return "its use_bidirectional_attention is set, so that its logits at a token depend on later tokens"
+    return None
+
+
+def attention_implementation(config: PreTrainedConfig) -> str | None:
+    """What to load a model with: "eager" where scores are capped, which SDPA drops; None: as transformers chooses."""
+    capped = any(getattr(each, "attn_logit_softcapping", None) is not None for each in _configs(config))
+    return "eager" if capped else None
+
+
+def unpacked_reason(model: PreTrainedModel, max_len: int | None = None) -> str | None:
+    """What keeps packed attention from computing what the model's own would; None when nothing does.
+
+    With `max_len` it is asked for sequences of up to that many tokens, else for any that `positions_grow_beyond` lets.
+    """
+    config = model.config.get_text_config()
+    strange = set(getattr(config, "layer_types", None) or ()) - PACKED_LAYERS
+    limit = positions_grow_beyond(config)
+    if strange:
+        return f"it has layers of {', '.join(sorted(strange))}"
+    if not (model._supports_attention_backend and model._can_set_attn_implementation()):
+        return "its attention cannot be replaced"
+    if config.model_type in UNPACKED_TYPES:
+        return f"it has {UNPACKED_TYPES[config.model_type]}"
+    if not _is_own_child(model, model.get_output_embeddings()):
+        return "it has layers between the last hidden state and the output embeddings"
+    if max_len is not None and limit is not None and max_len > limit:
+        return f"its rotary embeddings change for sequences of more than {limit} tokens"
+    return None
+
+
+def positions_grow_beyond(config: PreTrainedConfig) -> int | None:
+    """The length beyond which a sequence's rotary embeddings depend on its length; None where they never do."""
+    rope: Any = getattr(config, "rope_parameters", None) or {}
+    limits = []
+    for each in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        if each.get("rope_type") in _GROWING_POSITIONS:
+            original = each.get("original_max_position_embeddings")
+            original = original or getattr(config, "original_max_position_embeddings", None)
+            limits.append(int(original or config.max_position_embeddings))
+    return min(limits, default=None)
+
+
+def needs_unfused(model: PreTrainedModel) -> bool:
+    """Whether attention has capped scores or sinks, which no fused kernel takes here."""
+    capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
+    return capped or any(name.endswith("sinks") for name, _ in model.named_parameters())
+
+
+def _is_own_child(model: PreTrainedModel, head: nn.Module | None) -> bool:
+    return any(child is head for child in model.children())
+
+
+def _configs(config: PreTrainedConfig) -> Iterator[Any]:
+    """The configuration and the one of its language model."""
+    yield config
+    text = config.get_text_config()
+    if text is not config:
+        yield text
