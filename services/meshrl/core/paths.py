@@ -31,6 +31,11 @@ class Layout:
         return self.configs / f"{process}.toml"
 
     @property
+    def lock(self) -> Path:
+        """Locked by the `rl` whose run this is, for as long as it lives; says who that is."""
+        return self.output_dir / "rl.lock"
+
+    @property
     def metrics_jsonl(self) -> Path:
         """One line of metrics a step."""
         return self.output_dir / "metrics.jsonl"

@@ -10,12 +10,12 @@ from meshrl.core.paths import Layout
 
 _OF_A_RUN = (
     "broadcasts", "checkpoints", "configs", "hub", "ledger.sqlite", "ledger.sqlite-shm", "ledger.sqlite-wal", "logs",
-    "metrics.jsonl", "summary.json", "traces", "trainer_epoch", "weight_hub", "weights",
+    "metrics.jsonl", "rl.lock", "summary.json", "traces", "trainer_epoch", "weight_hub", "weights",
 )  # fmt: skip
 
 
 def empty_folder(output_dir: Path, keep: Path | None = None) -> None:
-    """Deletes what is in the folder of an earlier run.
+    """Deletes what is in the folder of an earlier run, but for the lock file of this one.
 
     Raises ConfigError for a folder that is no run's, that holds the home or current folder, or that holds `keep`.
     """
@@ -26,6 +26,8 @@ def empty_folder(output_dir: Path, keep: Path | None = None) -> None:
     if problem is not None:
         raise ConfigError(f"clean_output_dir: {folder} is not emptied: {problem}; choose another output_dir")
     for entry in folder.iterdir():
+        if entry == Layout(folder).lock:
+            continue
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)
         else:
@@ -49,7 +51,8 @@ def _why_not(folder: Path, keep: Path | None) -> str | None:
 
 
 def holds_a_run(output_dir: Path) -> bool:
-    """True when an earlier run has left more than resolved configurations here."""
+    """True when an earlier run has left more than resolved configurations and a lock file here."""
     if not output_dir.is_dir():
         return False
-    return any(entry.name != "configs" for entry in output_dir.iterdir())
+    layout = Layout(output_dir)
+    return any(entry not in (layout.configs, layout.lock) for entry in output_dir.iterdir())

@@ -22,6 +22,7 @@ from meshrl.launch.compose import Part, compose
 from meshrl.launch.config import RLConfig
 from meshrl.launch.folder import empty_folder, holds_a_run
 from meshrl.launch.gpus import VARIABLE, visible
+from meshrl.launch.lock import FolderInUse, FolderLock
 from meshrl.launch.ports import FreePorts
 from meshrl.launch.supervise import Grace, Program, Supervisor
 from meshrl.trainer.transport import shm_folder
@@ -29,16 +30,21 @@ from meshrl.trainer.transport import shm_folder
 _NAME = "rl"
 
 
-def prepare(config: RLConfig, free_port: Callable[[str], int], *, gpus: Sequence[str] = ()) -> tuple[Part, ...]:
-    """Readies the output folder and writes each program's configuration there.
-
-    Raises ConfigError when the folder cannot be used, or what the configuration asks for is not there.
-    """
-    layout = Layout(config.output_dir)
+def resolve(config: RLConfig, free_port: Callable[[str], int], *, gpus: Sequence[str] = ()) -> tuple[Part, ...]:
+    """The programs of a run. Raises ConfigError when what the configuration asks for is not there."""
     parts = compose(config, free_port, session=uuid.uuid4().hex, gpus=gpus)
     for part in parts:
         if part.python is not None and not os.access(part.python, os.X_OK):
             raise ConfigError(f"{part.name}.python: {str(part.python)!r} is no program; give the path of a python")
+    return parts
+
+
+def write_configs(config: RLConfig, parts: Sequence[Part]) -> None:
+    """Readies the output folder and writes each program's configuration there; under the folder's lock.
+
+    Raises ConfigError when the folder cannot be used.
+    """
+    layout = Layout(config.output_dir)
     if config.clean_output_dir and not config.dry_run:
         empty_folder(config.output_dir, keep=Path(config.trainer.model.name))
     try:
@@ -50,7 +56,6 @@ def prepare(config: RLConfig, free_port: Callable[[str], int], *, gpus: Sequence
         raise ConfigError(
             f"output_dir {str(config.output_dir)!r} cannot be written: {error.strerror}; choose another"
         ) from error
-    return parts
 
 
 def programs(parts: Sequence[Part], layout: Layout) -> list[Program]:
@@ -114,10 +119,23 @@ def _launch(config: RLConfig, free_ports: FreePorts) -> int:
     layout = Layout(config.output_dir)
     resumes = config.trainer.ckpt is not None and config.trainer.ckpt.resume_step is not None
     used = holds_a_run(config.output_dir) and not (config.clean_output_dir or resumes)
-    parts = prepare(config, free_ports, gpus=visible(os.environ))
-    if config.dry_run:
-        sys.stdout.write(f"dry run: the configuration is valid; resolved files are in {layout.configs}\n")
-        return 0
+    parts = resolve(config, free_ports, gpus=visible(os.environ))
+    try:
+        with FolderLock(layout) as lock:
+            write_configs(config, parts)
+            if not config.dry_run:
+                return _run(config, parts, lock, used=used)
+            sys.stdout.write(f"dry run: the configuration is valid; resolved files are in {layout.configs}\n")
+    except FolderInUse as error:
+        if not config.dry_run:
+            raise
+        sys.stdout.write(f"dry run: the configuration is valid; nothing was written, since {error.what}\n")
+    return 0
+
+
+def _run(config: RLConfig, parts: Sequence[Part], lock: FolderLock, *, used: bool) -> int:
+    """Starts the programs and watches over them; returns the exit code."""
+    layout = Layout(config.output_dir)
     setup_logging(_NAME, config.log.level, layout.log(_NAME), json_logging=config.log.json_logging)
     if used:
         logger.warning(
@@ -129,7 +147,7 @@ def _launch(config: RLConfig, free_ports: FreePorts) -> int:
     for line in placed(parts):
         logger.info("{}", line)
     grace = Grace(shutdown_s=config.shutdown_grace_s, failure_s=config.failure_grace_s)
-    supervisor = Supervisor(programs(parts, layout), grace=grace, show=_show)
+    supervisor = Supervisor(programs(parts, layout), grace=grace, show=_show, lock_fd=lock.fd)
     code = run(supervisor.run)
     shutil.rmtree(shm_folder(config.output_dir), ignore_errors=True)  # a trainer that was killed leaves it behind
     logger.info(

@@ -64,13 +64,19 @@ class Supervisor:
     """Runs programs until the leader is done, one dies, or it is told to stop. Nothing is left running after `run`.
 
     Each program has a session of its own, so that its children end with it. A guardian process ends them all if this
-    process is killed.
+    process is killed, and holds `lock_fd` until then.
     """
 
     def __init__(
-        self, programs: Sequence[Program], *, grace: Grace | None = None, show: Callable[[str], object] | None = None
+        self,
+        programs: Sequence[Program],
+        *,
+        grace: Grace | None = None,
+        show: Callable[[str], object] | None = None,
+        lock_fd: int | None = None,
     ) -> None:
         self._programs = programs
+        self._lock_fd = lock_fd
         self._grace = grace or Grace()
         self._show = show or sys.stdout.write
         self._children: dict[str, _Child] = {}
@@ -100,6 +106,7 @@ class Supervisor:
         self._guardian = await asyncio.create_subprocess_exec(
             sys.executable, "-I", "-S", guardian.__file__, str(self._grace.failure_s),
             stdin=asyncio.subprocess.PIPE, start_new_session=True,
+            pass_fds=() if self._lock_fd is None else (self._lock_fd,),
         )  # fmt: skip
 
     def _tell_guardian(self, word: str, group: int) -> None:

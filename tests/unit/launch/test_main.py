@@ -12,7 +12,7 @@ import pytest
 from meshrl.core.config import load_config
 from meshrl.core.paths import Layout
 from meshrl.launch.config import RLConfig
-from meshrl.launch.main import import_path, main, newest_checkpoint, placed, prepare, programs
+from meshrl.launch.main import import_path, main, newest_checkpoint, placed, programs, resolve, write_configs
 from meshrl.launch.ports import FreePorts
 
 FILES = ["inference.toml", "orchestrator.toml", "rl.toml", "rollout.toml", "trainer.toml", "weights.toml"]
@@ -54,7 +54,8 @@ def test_dry_run_cleans_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_written_configuration_neither_cleans_nor_stays_dry(tmp_path: Path, free_ports: FreePorts) -> None:
-    prepare(load(tmp_path / "run", "--clean-output-dir"), free_ports)
+    config = load(tmp_path / "run", "--clean-output-dir")
+    write_configs(config, resolve(config, free_ports))
     again = load_config(RLConfig, ["@", str(tmp_path / "run" / "configs" / "rl.toml")], prog="rl", environ={})
     assert (again.clean_output_dir, again.dry_run) == (False, False)
 
@@ -78,7 +79,9 @@ def test_output_dir_that_cannot_be_written_ends_with_code_2(
 def test_every_program_is_started_from_its_own_file_and_can_be_run_as_a_module(
     tmp_path: Path, free_ports: FreePorts
 ) -> None:
-    parts = prepare(load(tmp_path), free_ports)
+    config = load(tmp_path)
+    parts = resolve(config, free_ports)
+    write_configs(config, parts)
     layout = Layout(tmp_path)
     for program in programs(parts, layout):
         executable, dash_m, module, at, path = program.command
@@ -95,7 +98,7 @@ def test_every_program_is_started_from_its_own_file_and_can_be_run_as_a_module(
 def test_an_engine_may_have_an_interpreter_of_its_own(tmp_path: Path, free_ports: FreePorts) -> None:
     other = tmp_path / "python"
     other.symlink_to(sys.executable)
-    parts = prepare(load(tmp_path / "run", "--inference.python", str(other)), free_ports)
+    parts = resolve(load(tmp_path / "run", "--inference.python", str(other)), free_ports)
     started = {program.name: program for program in programs(parts, Layout(tmp_path / "run"))}
     assert started["inference"].command[:3] == [str(other), "-m", "meshrl.inference.main"]
     assert started["trainer"].command[0] == sys.executable
@@ -130,7 +133,7 @@ def test_gpus_that_are_not_there_end_with_code_2(
 
 
 def test_the_log_says_who_works_where(tmp_path: Path, free_ports: FreePorts) -> None:
-    parts = prepare(load(tmp_path, "--trainer-gpu-ids", "0", "--inference-gpu-ids", "0,1"), free_ports)
+    parts = resolve(load(tmp_path, "--trainer-gpu-ids", "0", "--inference-gpu-ids", "0,1"), free_ports)
     assert placed(parts) == [
         "inference works on GPU 0, which the trainer shares",
         "inference_2 works on GPU 1",

@@ -1,0 +1,110 @@
+"""The lock on a run's output folder: one `rl` at a time writes there, and whoever comes second is told who has it."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import platform
+import time
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from types import TracebackType
+from typing import Any, Self
+
+from meshrl.core.config import ConfigError
+from meshrl.core.paths import Layout
+
+ENDING_S = 15.0  # longer than a guardian takes for the programs of an rl that was killed
+POLL_S = 0.1
+
+
+class FolderInUse(ConfigError):
+    """Another rl has the folder."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"output_dir: {what}; wait for its end, stop it, or choose another output_dir")
+        self.what = what
+
+
+class FolderLock:
+    """Holds an output folder for as long as a `with` block lasts; makes the folder when it is missing.
+
+    A file in the folder says who holds it: process id, host and since when. The lock itself is the kernel's (flock), so
+    it ends with the last process that has the file open: rl, and the guardian that ends its programs when rl is killed.
+    Programs that are started by hand on the folder of a run take no part in it.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self._folder, self._path = layout.output_dir, layout.lock
+        self.fd = -1
+        """The locked file, for another process that is to hold the lock as well."""
+
+    def __enter__(self) -> Self:
+        """Raises FolderInUse, or ConfigError when the folder cannot be written or locked.
+
+        Where the holder was killed and its programs are being ended, it waits for that, for up to ENDING_S.
+        """
+        deadline_s = time.monotonic() + ENDING_S
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            while not self._try():
+                holder = self._holder()
+                if not _was_killed(holder) or time.monotonic() > deadline_s:
+                    raise FolderInUse(f"{self._folder} is in use by {_described(holder)}")
+                time.sleep(POLL_S)
+        except OSError as error:
+            raise ConfigError(
+                f"output_dir {str(self._folder)!r} cannot be written: {error.strerror}; choose another"
+            ) from error
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._path.unlink(missing_ok=True)  # while it is locked, so that it is never the file of the next holder
+        os.close(self.fd)
+        self.fd = -1
+
+    def _try(self) -> bool:
+        """Locks the file and writes this process into it; False when another process has the lock."""
+        while True:
+            fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(fd)
+                return False
+            if self._path.exists() and os.path.samestat(os.fstat(fd), self._path.stat()):
+                break
+            os.close(fd)  # its last holder removed it between the opening and the locking
+        os.ftruncate(fd, 0)
+        since = datetime.now(UTC).isoformat(timespec="seconds")
+        os.write(fd, json.dumps({"pid": os.getpid(), "host": platform.node(), "since": since}).encode() + b"\n")
+        self.fd = fd
+        return True
+
+    def _holder(self) -> Mapping[str, Any]:
+        try:
+            holder = json.loads(self._path.read_text())
+        except (FileNotFoundError, ValueError):  # removed, or not written yet
+            return {}
+        return holder if isinstance(holder, dict) else {}
+
+
+def _described(holder: Mapping[str, Any]) -> str:
+    if not holder:
+        return "another rl"
+    return f"rl (pid {holder.get('pid')} on {holder.get('host')}, since {holder.get('since')})"
+
+
+def _was_killed(holder: Mapping[str, Any]) -> bool:
+    """True when the holder was a process of this host that is no more."""
+    pid = holder.get("pid")
+    if holder.get("host") != platform.node() or not isinstance(pid, int):
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:  # it is another user's, and lives
+        return False
+    return False
