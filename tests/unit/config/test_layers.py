@@ -102,3 +102,29 @@ def test_prime_log_level_of_another_tool_that_names_no_level_is_a_warning(
 ) -> None:
     assert load(environ={"PRIME_LOG_LEVEL": "chatty"}).log.level == "info"
     assert "PRIME_LOG_LEVEL is not used" in capsys.readouterr().err
+
+
+def test_a_boolean_in_a_file_switches_an_optional_section(load: Any, toml: Any) -> None:
+    assert load("@", toml("ckpt = true\n")).ckpt.interval is None
+    assert load("@", toml("[ckpt]\ninterval = 5\n", "1.toml"), "@", toml("ckpt = true\n", "2.toml")).ckpt.interval == 5
+    assert load("@", toml("[ckpt]\n", "1.toml"), "@", toml("ckpt = false\n", "2.toml")).ckpt is None
+    assert load("@", toml("ckpt = false\n", "1.toml"), "@", toml("ckpt = true\n", "2.toml")).ckpt is not None
+    nested = load("@", toml("[wandb]\nlog_extras = false\n")).wandb
+    assert nested.log_extras is None
+
+
+@pytest.mark.parametrize(("text", "on"), [("1", True), ("0", False), ("True", True), ("off", False), ("y", True)])
+def test_a_variable_switches_an_optional_section_by_every_word_for_a_boolean(load: Any, text: str, on: bool) -> None:
+    assert (load(environ={"PRIME_WANDB__LOG_EXTRAS": text}).wandb.log_extras is not None) is on
+
+
+def test_a_boolean_within_json_switches_an_optional_section(load: Any) -> None:
+    assert load(environ={"PRIME_WANDB": '{"log_extras": false}'}).wandb.log_extras is None
+    assert load("--wandb", '{"log_extras": true}').wandb.log_extras.interval == 10
+
+
+@pytest.mark.parametrize("value", ["true", "false"])
+def test_a_section_that_is_always_on_takes_no_boolean(load: Any, toml: Any, capsys: Any, value: str) -> None:
+    with pytest.raises(SystemExit):
+        load("@", toml(f"server = {value}\n"))
+    assert f"server: expected section, got {value.capitalize()}" in capsys.readouterr().err

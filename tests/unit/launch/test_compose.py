@@ -392,3 +392,14 @@ def test_sleep_while_training_needs_level_0_and_vllm(capsys: pytest.CaptureFixtu
     assert "the embedded engine has no" in refusal(capsys, *SLEEPS, "--inference.engine", "embedded")
     message = refusal(capsys, "--orchestrator.sleep-engines")
     assert "orchestrator.sleep_engines needs max_async_level 0, got 2" in message
+
+
+def test_booleans_switch_sections_of_programs_and_shared_ones(tmp_path: Path) -> None:
+    path = tmp_path / "rl.toml"
+    path.write_text("inference = true\nwandb = true\nckpt = false\n[trainer.model]\ncompile = true\nac = false\n")
+    config = load("@", str(path))
+    assert config.trainer.model.compile is not None
+    assert config.trainer.model.ac is None
+    assert config.inference is not None
+    assert config.orchestrator.wandb is not None
+    assert config.trainer.ckpt is None

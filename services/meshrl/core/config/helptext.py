@@ -24,7 +24,7 @@ usage: {prog} [@ file.toml]... [--section @ file.toml]... [--key value]...
   @ file.toml             take keys from a TOML file; later files win over earlier ones, key by key
   --section @ file.toml   the same for one section
   --key value             set one key; --key=value is the same
-  --key, --no-key         switch a true/false key, or an optional section, on or off
+  --key, --no-key         switch a true/false key, or an optional section, on or off (key = true, false in a file)
   --key None              no value
   --list 1,2 --list.0.key value   a list, or one entry of it
 

@@ -10,8 +10,8 @@ from meshrl.core.config.base import ConfigError
 from meshrl.core.config.schema import Kind, Section, field_kind, find_field
 
 NONE = "None"
-_ON = {"true", "on", "yes"}
-_OFF = {"false", "off", "no"}
+_ON = {"true", "t", "on", "yes", "y", "1"}
+_OFF = {"false", "f", "off", "no", "n", "0"}
 
 
 def decode(kind: Kind, text: str) -> Any:
@@ -58,6 +58,7 @@ def _guess(text: str) -> Any:
 def canonical(sections: Sequence[Section], data: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The same layer with every key under its present name and "None" as None where a key takes it.
 
+    A boolean for an optional section switches it on, as it is by default or as lower layers have it, or off.
     Unknown keys stay, for validation to name them. Raises ConfigError when two spellings of a key disagree.
     """
     result: dict[str, Any] = {}
@@ -80,6 +81,8 @@ def canonical(sections: Sequence[Section], data: Mapping[str, Any], where: str) 
 def _canonical_value(kind: Kind, value: Any, where: str) -> Any:
     if isinstance(value, str):
         return None if value == NONE and kind.nullable else value
+    if isinstance(value, bool) and kind.sections and kind.item is None and kind.nullable:
+        return {} if value else None
     if kind.item is not None:
         if isinstance(value, list):
             return [_canonical_value(kind.item, item, f"{where}.{place}") for place, item in enumerate(value)]
