@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -21,7 +20,6 @@ from meshrl.client import TrainerClient
 from meshrl.core.config import dump_toml
 from meshrl.core.config.shared import ServerConfig, WeightBroadcastConfig
 from meshrl.trainer.config import TrainerConfig
-from meshrl.trainer.transport import shm_folder
 from meshrl.training.config import OptimConfig
 from meshrl.training.deployment import DeploymentConfig
 from meshrl.training.model_config import TrainerModelConfig
@@ -119,7 +117,6 @@ async def two_ranks(config: TrainerConfig) -> AsyncIterator[Program]:
     finally:
         process.kill()
         process.wait(10)
-        shutil.rmtree(shm_folder(config.output_dir), ignore_errors=True)  # what a trainer that is killed leaves
 
 
 async def gone(pids: list[int], within_s: float) -> bool:

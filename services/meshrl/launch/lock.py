@@ -19,7 +19,7 @@ ENDING_S = 15.0  # longer than a guardian takes for the programs of an rl that w
 POLL_S = 0.1
 
 
-class FolderInUse(ConfigError):
+class FolderInUseError(ConfigError):
     """Another rl has the folder."""
 
     def __init__(self, what: str) -> None:
@@ -41,7 +41,7 @@ class FolderLock:
         """The locked file, for another process that is to hold the lock as well."""
 
     def __enter__(self) -> Self:
-        """Raises FolderInUse, or ConfigError when the folder cannot be written or locked.
+        """Raises FolderInUseError, or ConfigError when the folder cannot be written or locked.
 
         Where the holder was killed and its programs are being ended, it waits for that, for up to ENDING_S.
         """
@@ -51,7 +51,7 @@ class FolderLock:
             while not self._try():
                 holder = self._holder()
                 if not _was_killed(holder) or time.monotonic() > deadline_s:
-                    raise FolderInUse(f"{self._folder} is in use by {_described(holder)}")
+                    raise FolderInUseError(f"{self._folder} is in use by {_described(holder)}")
                 time.sleep(POLL_S)
         except OSError as error:
             raise ConfigError(

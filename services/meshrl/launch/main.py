@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 import time
 import uuid
@@ -22,7 +21,7 @@ from meshrl.launch.compose import Part, compose
 from meshrl.launch.config import RLConfig
 from meshrl.launch.folder import empty_folder, holds_a_run
 from meshrl.launch.gpus import VARIABLE, visible
-from meshrl.launch.lock import FolderInUse, FolderLock
+from meshrl.launch.lock import FolderInUseError, FolderLock
 from meshrl.launch.ports import FreePorts
 from meshrl.launch.supervise import Grace, Program, Supervisor
 from meshrl.trainer.transport import shm_folder
@@ -126,7 +125,7 @@ def _launch(config: RLConfig, free_ports: FreePorts) -> int:
             if not config.dry_run:
                 return _run(config, parts, lock, used=used)
             sys.stdout.write(f"dry run: the configuration is valid; resolved files are in {layout.configs}\n")
-    except FolderInUse as error:
+    except FolderInUseError as error:
         if not config.dry_run:
             raise
         sys.stdout.write(f"dry run: the configuration is valid; nothing was written, since {error.what}\n")
@@ -147,9 +146,15 @@ def _run(config: RLConfig, parts: Sequence[Part], lock: FolderLock, *, used: boo
     for line in placed(parts):
         logger.info("{}", line)
     grace = Grace(shutdown_s=config.shutdown_grace_s, failure_s=config.failure_grace_s)
-    supervisor = Supervisor(programs(parts, layout), grace=grace, show=_show, lock_fd=lock.fd)
+    supervisor = Supervisor(
+        programs(parts, layout),
+        grace=grace,
+        show=_show,
+        lock_fd=lock.fd,
+        # What a trainer that was killed leaves behind; one that rl has not started is still at work there.
+        temporary=[shm_folder(config.output_dir) for part in parts if part.name == "trainer"],
+    )
     code = run(supervisor.run)
-    shutil.rmtree(shm_folder(config.output_dir), ignore_errors=True)  # a trainer that was killed leaves it behind
     logger.info(
         "the run {}; metrics, logs and traces are in {}", "is over" if code == 0 else "failed", layout.output_dir
     )

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from loguru import logger
 
-from meshrl.launch import guardian
+from meshrl.core import guardian
 from meshrl.launch.logtail import LogTail, last_lines
 
 RESTART_PAUSE_S = 0.5
@@ -64,7 +64,7 @@ class Supervisor:
     """Runs programs until the leader is done, one dies, or it is told to stop. Nothing is left running after `run`.
 
     Each program has a session of its own, so that its children end with it. A guardian process ends them all if this
-    process is killed, and holds `lock_fd` until then.
+    process is killed, holds `lock_fd` until then, and removes the `temporary` folders in any case.
     """
 
     def __init__(
@@ -74,9 +74,11 @@ class Supervisor:
         grace: Grace | None = None,
         show: Callable[[str], object] | None = None,
         lock_fd: int | None = None,
+        temporary: Sequence[Path] = (),
     ) -> None:
         self._programs = programs
         self._lock_fd = lock_fd
+        self._temporary = temporary
         self._grace = grace or Grace()
         self._show = show or sys.stdout.write
         self._children: dict[str, _Child] = {}
@@ -104,10 +106,11 @@ class Supervisor:
 
     async def _start_guardian(self) -> None:
         self._guardian = await asyncio.create_subprocess_exec(
-            sys.executable, "-I", "-S", guardian.__file__, str(self._grace.failure_s),
-            stdin=asyncio.subprocess.PIPE, start_new_session=True,
+            *guardian.command(self._grace.failure_s, self._temporary),
+            stdin=asyncio.subprocess.PIPE,
+            start_new_session=True,
             pass_fds=() if self._lock_fd is None else (self._lock_fd,),
-        )  # fmt: skip
+        )
 
     def _tell_guardian(self, word: str, group: int) -> None:
         if self._guardian is not None and self._guardian.stdin is not None:
@@ -119,8 +122,8 @@ class Supervisor:
         self._guardian.stdin.close()
         try:
             await asyncio.wait_for(self._guardian.wait(), self._grace.failure_s + KILL_WAIT_S)
-        except TimeoutError:  # it holds nothing that matters
-            self._guardian.kill()
+        except TimeoutError:  # it ends by itself once the folders are removed
+            logger.warning("the guardian (pid {}) still removes temporary folders", self._guardian.pid)
 
     async def _start(self, program: Program, command: Sequence[str], restarts_left: int) -> None:
         program.log.parent.mkdir(parents=True, exist_ok=True)

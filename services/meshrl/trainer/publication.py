@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import Store
 
 from meshrl.client import WeightSyncClient
 from meshrl.collective.group import open_store, reach_store
+from meshrl.core.guardian import FolderGuardian
 from meshrl.core.paths import Layout
 from meshrl.core.serve import is_loopback
 from meshrl.models.lora import adapter_config
@@ -54,11 +55,14 @@ class Publication:
     exit: Exit
     store: Store | None  # lives as long as this does
     temporary: Path | None  # a folder to remove at the end
+    guardian: FolderGuardian | None  # removes it where this process is killed, unless rl does
 
     async def close(self) -> None:
         await self.publisher.close()
         if self.temporary is not None:
             await asyncio.to_thread(shutil.rmtree, self.temporary, ignore_errors=True)
+        if self.guardian is not None:
+            await asyncio.to_thread(self.guardian.close)
 
 
 async def decide(
@@ -149,11 +153,13 @@ def open_publication(
         crew_store = reach_store(decided.store_address, deadline_s=STORE_DEADLINE_S)
     orders.give(Gather())
     initial = exit_.take(parts.learner.step_done)
+    temporary, layout = _temporary(decided, config), Layout(config.output_dir)
     publication = Publication(
         publisher=_publisher(decided, config, parts, client, exit_, crew_store, store),
         exit=exit_,
         store=store,
-        temporary=_temporary(decided, config),
+        temporary=temporary,
+        guardian=None if temporary is None else FolderGuardian(temporary, lock_file=layout.lock),
     )
     return publication, initial
 

@@ -18,6 +18,7 @@ from meshrl.client import TrainerClient
 from meshrl.models.state import hf_state
 from meshrl.trainer.config import TrainerConfig
 from meshrl.trainer.program import serve
+from meshrl.trainer.transport import shm_folder
 from meshrl.training.model_config import LoraConfig
 from meshrl.wire.types import StepState, VersionKind
 from ranked_trainer import Transport, batch, configure, two_ranks
@@ -84,6 +85,17 @@ async def test_auto_takes_files_in_memory_where_everybody_is_on_one_host_and_rem
             assert file.is_relative_to("/dev/shm")
             assert await asyncio.to_thread(file.exists)
         assert not await asyncio.to_thread(file.parent.parent.exists)
+
+
+async def test_a_trainer_killed_alone_leaves_no_files_in_memory(tmp_path: Path, model: str, hub: str) -> None:
+    config = configure(tmp_path / "out", model, hub, ranks=1, transport="filesystem")
+    async with two_ranks(config) as program:
+        folder = shm_folder(config.output_dir)
+        assert await asyncio.to_thread(folder.is_dir)
+        program.process.kill()
+        async with asyncio.timeout(30.0):
+            while await asyncio.to_thread(folder.exists):  # noqa: ASYNC110 - another process removes it
+                await asyncio.sleep(0.05)
 
 
 @pytest.mark.parametrize(("transport", "travels"), [("filesystem", "filesystem"), ("nccl", "stream")])

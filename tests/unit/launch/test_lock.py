@@ -15,7 +15,7 @@ import pytest
 from meshrl.core.config import ConfigError
 from meshrl.core.paths import Layout
 from meshrl.launch.folder import empty_folder, holds_a_run
-from meshrl.launch.lock import FolderInUse, FolderLock
+from meshrl.launch.lock import FolderInUseError, FolderLock
 from meshrl.launch.main import main
 
 HOLD = """
@@ -42,7 +42,7 @@ def hold(folder: Path) -> "subprocess.Popen[str]":
 def test_the_second_is_told_who_has_the_folder_and_gets_it_afterwards(tmp_path: Path) -> None:
     folder = tmp_path / "a" / "run"
     with hold(folder) as holder:
-        with pytest.raises(FolderInUse) as refused, FolderLock(Layout(folder)):
+        with pytest.raises(FolderInUseError) as refused, FolderLock(Layout(folder)):
             pass
         since = json.loads((folder / "rl.lock").read_text())["since"]
         assert str(refused.value) == (
@@ -57,7 +57,7 @@ def test_the_second_is_told_who_has_the_folder_and_gets_it_afterwards(tmp_path: 
 
 def test_a_folder_is_the_same_under_every_name(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "run")
-    with FolderLock(Layout(tmp_path / "run")), pytest.raises(FolderInUse), FolderLock(Layout(tmp_path / "link")):
+    with FolderLock(Layout(tmp_path / "run")), pytest.raises(FolderInUseError), FolderLock(Layout(tmp_path / "link")):
         pass
 
 
@@ -96,7 +96,7 @@ def test_who_waits_never_locks_a_file_that_its_holder_has_removed(tmp_path: Path
                     time.sleep(0.0001)
                     inside -= 1
                     turns += 1
-            except FolderInUse:
+            except FolderInUseError:
                 time.sleep(0.0001)
         ended += 1
 
