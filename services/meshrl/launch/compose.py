@@ -55,7 +55,8 @@ def compose(
 ) -> tuple[Part, ...]:
     """The programs of a run, servers first; `free_port(host)` gives a port for every server that has none.
 
-    Addresses of programs that are started here replace whatever the configuration says about them. `session` names this
+    Addresses of programs that are started here replace whatever the configuration says about them; for a service that
+    runs already, in orchestrator.services, there is no part, and the others get its address. `session` names this
     launch, so that a program that is started again knows that it goes on. `gpus` are those that may be used. Raises
     ConfigError when there are too few of them.
     """
@@ -63,7 +64,8 @@ def compose(
     rollout = _with_port(config.rollout, config.rollout.server, free_port)
     trainer = _with_port(_plain_trainer(config), config.trainer.server, free_port)
     weights = _with_port(_plain_weights(config), config.weights.server, free_port)
-    hub = reach(weights.server)
+    running = config.orchestrator.services.given()
+    hub = running.get("weights") or reach(weights.server)
     engines = _engines(config, hub, placement, free_port)
     rollout_values: dict[str, Any] = {}
     weights_values: dict[str, Any] = {}
@@ -75,7 +77,7 @@ def compose(
         rollout_values |= _key_source(config.inference, config.rollout.client)
     rollout = with_values(rollout, rollout_values)
     orchestrator_values: dict[str, Any] = {
-        "services": {"rollout": reach(rollout.server), "trainer": reach(trainer.server), "weights": hub}
+        "services": {"rollout": reach(rollout.server), "trainer": reach(trainer.server), "weights": hub, **running}
     }
     if session and not config.orchestrator.session:
         orchestrator_values["session"] = session
@@ -83,13 +85,13 @@ def compose(
     if config.inference is not None and config.inference.sleep_while_training:
         _check_sleep(config.inference, placement)
         orchestrator_values["sleep_engines"] = trainer_values["release_memory"] = True
-    if config.trainer.ckpt is not None and not config.trainer.ckpt.weights_only:
+    if config.trainer.ckpt is not None and not config.trainer.ckpt.weights_only and "trainer" not in running:
         orchestrator_values["checkpoint_interval"] = config.trainer.ckpt.interval
     others_restart = config.restarts or config.restarts_of("trainer")
     if others_restart and "unreachable_s" not in config.orchestrator.deadlines.model_fields_set:
         orchestrator_values["deadlines.unreachable_s"] = RESTART_DEADLINE_S
     orchestrator = with_values(_plain_orchestrator(config), orchestrator_values)
-    return (
+    parts = (
         Part(
             name="weights",
             module="meshrl.weights.main",
@@ -122,6 +124,7 @@ def compose(
             restarts=config.restarts_of("orchestrator"),
         ),
     )
+    return tuple(part for part in parts if part.name not in running)
 
 
 def _transport(config: RLConfig, placement: Placement) -> dict[str, Any]:
@@ -188,7 +191,7 @@ def _with_port(config: Config, server: ServerConfig, free_port: Callable[[str], 
 def _plain_orchestrator(config: RLConfig) -> OrchestratorConfig:
     """The orchestrator's own keys, without those that the rollout program has taken."""
     return OrchestratorConfig.model_validate(
-        config.orchestrator.model_dump(exclude={"client": True, "model": True, "log": {"vf_level"}})
+        config.orchestrator.model_dump(exclude={"client": True, "model": True, "services": True, "log": {"vf_level"}})
     )
 
 

@@ -4,63 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from pydantic import Field, model_validator
 
 from meshrl.core.config import BaseConfig, ConfigError
-from meshrl.core.config.shared import LogConfig, LogLevel, ModelConfig, WandbConfig, WeightBroadcastConfig
+from meshrl.core.config.shared import LogConfig, ModelConfig, WandbConfig, WeightBroadcastConfig
 from meshrl.inference.config import InferenceConfig
 from meshrl.launch.presets import AlgorithmName, settle_preset, spread_preset
+from meshrl.launch.sections import OrchestratorSection, RunDeploymentConfig, TrainerSection, WeightsSection
 from meshrl.launch.shared_keys import COMPONENTS, hand_down, hosted_environments, settle_inference
-from meshrl.orchestrator.config import OrchestratorConfig
-from meshrl.rollout.config import ClientConfig, RolloutConfig
-from meshrl.trainer.config import TrainerConfig
+from meshrl.rollout.config import RolloutConfig
 from meshrl.training.config import CheckpointConfig
-from meshrl.training.deployment import DeploymentConfig
-from meshrl.weights.config import WeightsConfig
-
-
-class OrchestratorLogConfig(LogConfig):
-    """What the orchestrator logs, and the verifiers package beside the environments."""
-
-    vf_level: LogLevel | None = None
-    """Log level of the verifiers package; the same as rollout.vf_level."""
-
-
-class OrchestratorSection(OrchestratorConfig):
-    """The orchestrator, with keys that belong to the rollout program now and are taken at their older place."""
-
-    log: OrchestratorLogConfig = OrchestratorLogConfig()
-    """Logging."""
-
-    model: ModelConfig | None = None
-    """The policy that rollouts are sampled from; the same as rollout.model."""
-
-    client: ClientConfig | None = None
-    """Inference engines that already run; the same as rollout.client."""
-
-
-class TrainerSection(TrainerConfig):
-    """The trainer, with a key that other launchers know and that has no effect here."""
-
-    wandb: WandbConfig | None = None
-    """Taken but not used: the orchestrator logs the trainer's metrics into the run's one W&B run; set wandb instead."""
-
-
-class WeightsSection(WeightsConfig):
-    """The weight hub, with a key of the trainer that is about weights as well."""
-
-    transport: Literal["auto", "filesystem", "nccl", "stream"] | None = None
-    """How versions travel; the same as trainer.weight_broadcast.type."""
-
-
-class RunDeploymentConfig(DeploymentConfig):
-    """How a run is spread over the GPUs of this machine."""
-
-    num_infer_gpus: int | None = Field(default=None, ge=1)
-    """GPUs for inference: the first of those visible; the trainer takes the next ones. None means what num_engines and
-    the sizes of an engine ask for. inference_gpu_ids and trainer_gpu_ids choose the GPUs themselves."""
 
 
 class RLConfig(BaseConfig):
@@ -68,7 +23,8 @@ class RLConfig(BaseConfig):
 
     Shared keys at the top are handed down to the components. Within one file, or on the command line, a component's own
     key wins over the shared one; between them the usual order holds, so --max-steps beats max_steps of any file.
-    Addresses of the programs that rl starts are always set by rl; ports that are not given are free ones.
+    Addresses of the programs that rl starts are always set by rl; ports that are not given are free ones. A service
+    whose address orchestrator.services gives runs already and is not started.
     """
 
     output_dir: Path = Path("outputs")
@@ -184,6 +140,11 @@ class RLConfig(BaseConfig):
         given = self._given_gpus()
         return self.engine_count * self.inference.gpus_per_engine() if given is None else given
 
+    @property
+    def trainer_gpus(self) -> int:
+        """GPUs that the trainer takes; none when one is used that runs already."""
+        return 0 if self.orchestrator.services.trainer is not None else self.trainer.deployment.num_train_gpus
+
     def _given_gpus(self) -> int | None:
         """How many GPUs the configuration gives to inference; None where it does not say."""
         return self.deployment.num_infer_gpus if self.inference_gpu_ids is None else len(self.inference_gpu_ids)
@@ -224,14 +185,39 @@ class RLConfig(BaseConfig):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        problems = [*self._differences(), *self._lengths(), *self._processes()]
+        problems = [*self._running(), *self._differences(), *self._lengths(), *self._processes()]
         if problems:
             raise ValueError("\n".join(problems))
         return self
 
+    def _running(self) -> list[str]:
+        """Services that run already and cannot know what rl starts."""
+        running, problems = self.orchestrator.services, []
+        hub_is_known = running.weights is not None or self.weights.server.port != 0
+        if running.trainer is not None and not hub_is_known:
+            problems.append(
+                f"orchestrator.services.trainer is {running.trainer!r}, a trainer that publishes to the hub that it was"
+                " started with; give that hub in orchestrator.services.weights, or its port in weights.server.port"
+            )
+        engine_is_known = self.inference is None or self.inference.server.port != 0
+        if running.rollout is not None and not hub_is_known and not engine_is_known:
+            problems.append(
+                f"orchestrator.services.rollout is {running.rollout!r}, which cannot know the ports that rl chooses for"
+                " hub and engine; set weights.server.port or inference.server.port to what it was started with, or"
+                " give orchestrator.services.weights"
+            )
+        return problems
+
+    def _started(self) -> set[str]:
+        """Names of the components that rl starts."""
+        return {name for name in COMPONENTS if getattr(self, name) is not None} - set(
+            self.orchestrator.services.given()
+        )
+
     def _differences(self) -> list[str]:
         """Values that must be the same for all programs but are not."""
-        parts = {name: getattr(self, name) for name in COMPONENTS if getattr(self, name) is not None}
+        started = self._started()
+        parts = {name: getattr(self, name) for name in COMPONENTS if name in started}
         problems = [
             f"{name}.output_dir is {str(part.output_dir)!r} but output_dir is {str(self.output_dir)!r};"
             " a run has one folder: set output_dir only"
@@ -242,9 +228,9 @@ class RLConfig(BaseConfig):
             f"{name}.model.name is {parts[name].model.name!r} but trainer.model.name is {self.trainer.model.name!r};"
             " set model.name once"
             for name in ("inference", "rollout")
-            if name in parts and parts[name].model.name != self.trainer.model.name
+            if {name, "trainer"} <= started and parts[name].model.name != self.trainer.model.name
         ]
-        if self.orchestrator.run_id not in ("", self.trainer.run_id):
+        if "trainer" in started and self.orchestrator.run_id not in ("", self.trainer.run_id):
             problems.append(
                 f"orchestrator.run_id is {self.orchestrator.run_id!r} but the trainer's run is"
                 f" {self.trainer.run_id!r}; set run_id once"
@@ -271,7 +257,7 @@ class RLConfig(BaseConfig):
     def _restarts(self) -> list[str]:
         """What a trainer that is started again cannot do without."""
         ckpt, count = self.trainer.ckpt, self.restarts_of("trainer")
-        if not count:
+        if not count or "trainer" not in self._started():
             return []
         key = "restarts" if self.trainer_restarts is None else "trainer_restarts"
         if ckpt is None or ckpt.interval is None:
@@ -323,18 +309,19 @@ class RLConfig(BaseConfig):
     def _lengths(self) -> list[str]:
         """Lengths and counts of one program that another cannot take."""
         problems = []
-        if self.orchestrator.seq_len > self.trainer.seq_len:
+        started = self._started()
+        if "trainer" in started and self.orchestrator.seq_len > self.trainer.seq_len:
             problems.append(
                 f"orchestrator.seq_len ({self.orchestrator.seq_len}) is more than trainer.seq_len"
                 f" ({self.trainer.seq_len}); set seq_len once, or lower the orchestrator's"
             )
-        if self.inference is not None and self.rollout.seq_len > self.inference.max_model_len:
+        if self.inference is not None and "rollout" in started and self.rollout.seq_len > self.inference.max_model_len:
             problems.append(
                 f"rollout.seq_len ({self.rollout.seq_len}) is more than inference.max_model_len"
                 f" ({self.inference.max_model_len}); raise max_model_len, or lower seq_len"
             )
         last, most = self.orchestrator.last_step, self.trainer.max_steps
-        if most is not None and (last is None or last > most):
+        if "trainer" in started and most is not None and (last is None or last > most):
             problems.append(
                 f"orchestrator.max_steps ({last}) is more than trainer.max_steps ({most}); set max_steps once"
             )

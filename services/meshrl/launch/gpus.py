@@ -75,7 +75,7 @@ def _places(config: RLConfig, num_visible: int) -> tuple[list[int], list[int]]:
                 f"{key} lists {beyond[0]}, but the GPUs visible here are 0 to {num_visible - 1}; ids count those in"
                 f" {VARIABLE} where it is set"
             )
-    for_engines, for_trainer = config.engine_gpus, config.trainer.deployment.num_train_gpus
+    for_engines, for_trainer = config.engine_gpus, config.trainer_gpus
     engines, trainer = config.inference_gpu_ids, config.trainer_gpu_ids
     left = [gpu for gpu in range(num_visible) if gpu not in (*(engines or ()), *(trainer or ()))]
     if num_visible == 1 and for_engines == for_trainer == 1:  # nothing to choose: both work on the one that is there

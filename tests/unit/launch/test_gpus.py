@@ -61,6 +61,14 @@ def test_without_gpus_lists_are_taken_as_they_are_and_nothing_else_is_placed() -
     )
 
 
+def test_a_trainer_that_runs_already_takes_none_of_the_gpus_here() -> None:
+    running = ("--orchestrator.services.trainer", "h:1", "--orchestrator.services.weights", "h:2")
+    placement = place(
+        load(*running, "--deployment.num-infer-gpus", "2", "--deployment.num-train-gpus", "8"), ("0", "1")
+    )
+    assert (placement.engines, placement.trainer) == ((("0",), ("1",)), ())
+
+
 @pytest.mark.parametrize(
     ("argv", "gpus", "message"),
     [
