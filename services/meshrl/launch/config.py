@@ -71,7 +71,11 @@ class RLConfig(BaseConfig):
     """Empty output_dir before the start; refused for a folder that does not look like a run."""
 
     dry_run: bool = False
-    """Write the resolved configurations to output_dir/configs and end."""
+    """Check everything, write the resolved configurations to output_dir/configs and end."""
+
+    preflight: bool = True
+    """Before anything is started, look whether model, checkpoint, environments, ports, disk and the like are there, and
+    name all that is not; takes some seconds."""
 
     deployment: RunDeploymentConfig = RunDeploymentConfig()
     """GPUs of inference and of the trainer."""

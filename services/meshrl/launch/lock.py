@@ -8,6 +8,7 @@ import os
 import platform
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from types import TracebackType
 from typing import Any, Self
@@ -28,7 +29,7 @@ class FolderInUseError(ConfigError):
 
 
 class FolderLock:
-    """Holds an output folder for as long as a `with` block lasts; makes the folder when it is missing.
+    """Holds an output folder for as long as a `with` block lasts; makes one that is missing, and leaves none empty.
 
     A file in the folder says who holds it: process id, host and since when. The lock itself is the kernel's (flock), so
     it ends with the last process that has the file open: rl, and the guardian that ends its programs when rl is killed.
@@ -37,6 +38,7 @@ class FolderLock:
 
     def __init__(self, layout: Layout) -> None:
         self._folder, self._path = layout.output_dir, layout.lock
+        self._made = False
         self.fd = -1
         """The locked file, for another process that is to hold the lock as well."""
 
@@ -47,6 +49,7 @@ class FolderLock:
         """
         deadline_s = time.monotonic() + ENDING_S
         try:
+            self._made = not self._folder.exists()
             self._folder.mkdir(parents=True, exist_ok=True)
             while not self._try():
                 holder = self._holder()
@@ -61,6 +64,9 @@ class FolderLock:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._path.unlink(missing_ok=True)  # while it is locked, so that it is never the file of the next holder
+        if self._made:
+            with suppress(OSError):  # something was written there, as it should be
+                self._folder.rmdir()
         os.close(self.fd)
         self.fd = -1
 

@@ -23,6 +23,8 @@ from meshrl.launch.folder import empty_folder, holds_a_run
 from meshrl.launch.gpus import VARIABLE, visible
 from meshrl.launch.lock import FolderInUseError, FolderLock
 from meshrl.launch.ports import FreePorts
+from meshrl.launch.preflight.checks import examine, refusal
+from meshrl.launch.preflight.findings import Finding, Plan, error
 from meshrl.launch.supervise import Grace, Program, Supervisor
 from meshrl.trainer.transport import shm_folder
 
@@ -118,21 +120,45 @@ def _launch(config: RLConfig, free_ports: FreePorts) -> int:
     layout = Layout(config.output_dir)
     resumes = config.trainer.ckpt is not None and config.trainer.ckpt.resume_step is not None
     used = holds_a_run(config.output_dir) and not (config.clean_output_dir or resumes)
-    parts = resolve(config, free_ports, gpus=visible(os.environ))
     try:
         with FolderLock(layout) as lock:
+            parts, findings = checked(config, free_ports)
             write_configs(config, parts)
             if not config.dry_run:
-                return _run(config, parts, lock, used=used)
-            sys.stdout.write(f"dry run: the configuration is valid; resolved files are in {layout.configs}\n")
+                return _run(config, parts, lock, findings, used=used)
+            outcome = f"resolved files are in {layout.configs}"
     except FolderInUseError as error:
         if not config.dry_run:
             raise
-        sys.stdout.write(f"dry run: the configuration is valid; nothing was written, since {error.what}\n")
+        _, findings = checked(config, free_ports, folder_in_use=True)
+        outcome = f"nothing was written, since {error.what}"
+    sys.stdout.writelines(f"{finding.severity}: {finding.text}\n" for finding in findings)
+    sys.stdout.write(f"dry run: the configuration is valid; {outcome}\n")
     return 0
 
 
-def _run(config: RLConfig, parts: Sequence[Part], lock: FolderLock, *, used: bool) -> int:
+def checked(
+    config: RLConfig, free_ports: FreePorts, *, folder_in_use: bool = False
+) -> tuple[tuple[Part, ...], list[Finding]]:
+    """The programs of a run that can start, and what else there is to know. Raises ConfigError naming all problems."""
+    gpus = visible(os.environ)
+    if not config.preflight:
+        return resolve(config, free_ports, gpus=gpus), []
+    parts: tuple[Part, ...] = ()
+    findings = []
+    try:
+        parts = resolve(config, free_ports, gpus=gpus)
+    except ConfigError as problem:  # one problem of all that there may be
+        findings.append(error(str(problem)))
+    chosen = free_ports.given
+    findings += examine(Plan(config=config, parts=parts, gpus=gpus, chosen_ports=chosen, folder_in_use=folder_in_use))
+    problems = refusal(findings)
+    if problems is not None:
+        raise ConfigError(problems)
+    return parts, findings
+
+
+def _run(config: RLConfig, parts: Sequence[Part], lock: FolderLock, findings: Sequence[Finding], *, used: bool) -> int:
     """Starts the programs and watches over them; returns the exit code."""
     layout = Layout(config.output_dir)
     setup_logging(_NAME, config.log.level, layout.log(_NAME), json_logging=config.log.json_logging)
@@ -141,6 +167,8 @@ def _run(config: RLConfig, parts: Sequence[Part], lock: FolderLock, *, used: boo
             "{} holds an earlier run and is used again; --clean-output-dir empties it, --ckpt.resume-step continues it",
             config.output_dir,
         )
+    for finding in findings:
+        logger.log("WARNING" if finding.severity == "warning" else "INFO", "{}", finding.text)
     if config.trainer.wandb is not None:
         logger.warning("trainer.wandb is not used: the orchestrator logs the trainer's metrics; set wandb instead")
     for name, address in config.orchestrator.services.given().items():

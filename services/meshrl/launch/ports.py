@@ -46,6 +46,11 @@ class FreePorts:
                 self._given.add(port)
                 return port
 
+    @property
+    def given(self) -> frozenset[int]:
+        """The ports that were given so far."""
+        return frozenset(self._given)
+
     def close(self) -> None:
         """Gives the ports back."""
         while self._held:

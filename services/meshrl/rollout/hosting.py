@@ -92,11 +92,9 @@ def load(
     Raises ConfigError when it cannot be found or its options are wrong.
     """
     name = config.resolved_name
+    resolved = configured(config, harness=harness, max_turns=max_turns)
     try:
-        env = load_environment(resolve_env_config(env_block(config, harness=harness, max_turns=max_turns)))
-    except ValidationError as error:
-        details = "; ".join(f"{'.'.join(str(part) for part in e['loc'])}: {e['msg']}" for e in error.errors())
-        raise ConfigError(f"environment {name!r}: its args do not fit {config.id!r}: {details}") from error
+        env = load_environment(resolved)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ConfigError(f"environment {name!r}: {config.id!r} cannot be loaded: {error}") from error
     hosted = HostedEnvironment(config, env, model=model, default_sampling=default_sampling)
@@ -104,6 +102,21 @@ def load(
     if hosted.tasks.num_tasks == 0:
         raise ConfigError(f"environment {name!r}: {config.id!r} has no tasks; check its args")
     return hosted
+
+
+def configured(config: EnvConfig, *, harness: str, max_turns: int | None) -> Any:
+    """The configuration that verifiers makes an environment from; imports the taskset, and reads none of its data.
+
+    Raises ConfigError when it cannot be found or its options are wrong.
+    """
+    name = config.resolved_name
+    try:
+        return resolve_env_config(env_block(config, harness=harness, max_turns=max_turns))
+    except ValidationError as error:
+        details = "; ".join(f"{'.'.join(str(part) for part in e['loc'])}: {e['msg']}" for e in error.errors())
+        raise ConfigError(f"environment {name!r}: its args do not fit {config.id!r}: {details}") from error
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(f"environment {name!r}: {config.id!r} cannot be loaded: {error}") from error
 
 
 def env_block(config: EnvConfig, *, harness: str, max_turns: int | None) -> dict[str, Any]:

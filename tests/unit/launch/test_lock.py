@@ -52,7 +52,7 @@ def test_the_second_is_told_who_has_the_folder_and_gets_it_afterwards(tmp_path: 
         holder.communicate()
     with FolderLock(Layout(folder)):
         assert json.loads((folder / "rl.lock").read_text())["pid"] == os.getpid()
-    assert list(folder.iterdir()) == []
+    assert not folder.exists()  # nothing was written there
 
 
 def test_a_folder_is_the_same_under_every_name(tmp_path: Path) -> None:
@@ -138,8 +138,8 @@ def test_nothing_is_written_where_another_rl_runs(
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "trainer.toml").write_text("of the living run")
     before = sorted(tmp_path.rglob("*"))
-    argv = ["rl", "--orchestrator.train.env.0.id", "reverse_text", "--inference", "--output-dir", str(tmp_path), *flags]
-    monkeypatch.setattr(sys, "argv", argv)
+    argv = ["rl", "--orchestrator.train.env.0.id", "reverse_text", "--inference", "--output-dir", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", [*argv, "--no-preflight", *flags])
     with hold(tmp_path) as holder:
         with pytest.raises(SystemExit) as leaving:
             main()

@@ -30,7 +30,8 @@ def free_ports() -> Iterator[FreePorts]:
 
 
 def run_main(monkeypatch: pytest.MonkeyPatch, *argv: str) -> int | str | None:
-    monkeypatch.setattr(sys, "argv", ["rl", "--orchestrator.train.env.0.id", "x", "--inference", *argv])
+    flags = ["--orchestrator.train.env.0.id", "x", "--inference", "--no-preflight"]
+    monkeypatch.setattr(sys, "argv", ["rl", *flags, *argv])
     with pytest.raises(SystemExit) as leaving:
         main()
     return leaving.value.code

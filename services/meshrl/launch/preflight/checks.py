@@ -1,0 +1,42 @@
+"""All checks, in the order of their findings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from meshrl.core.config.report import indent
+from meshrl.launch.preflight.findings import Check, Finding, Plan
+from meshrl.launch.preflight.machine import check_open_files, check_ports, check_wandb
+from meshrl.launch.preflight.models import check_models
+from meshrl.launch.preflight.plugins import check_plugins
+from meshrl.launch.preflight.services import check_hub, check_running_services
+from meshrl.launch.preflight.storage import check_disk, check_resume_step, check_versions
+
+CHECKS: tuple[Check, ...] = (
+    check_models,
+    check_resume_step,
+    check_plugins,
+    check_running_services,
+    check_hub,
+    check_ports,
+    check_open_files,
+    check_disk,
+    check_versions,
+    check_wandb,
+)
+
+
+def examine(plan: Plan) -> list[Finding]:
+    """What all checks find; takes some seconds, most of them for the imports of environments."""
+    return [finding for check in CHECKS for finding in check(plan)]
+
+
+def refusal(findings: Sequence[Finding]) -> str | None:
+    """One message with all findings, when there is an error among them."""
+    errors = [finding.text for finding in findings if finding.severity == "error"]
+    if not errors:
+        return None
+    others = [f"{finding.severity}: {finding.text}" for finding in findings if finding.severity != "error"]
+    if len(errors) == 1 and not others:
+        return errors[0]
+    return f"nothing was started; {len(errors)} problem(s) must be solved first\n{indent([*errors, *others])}"

@@ -1,0 +1,63 @@
+"""What a check is given, and what it finds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from meshrl.launch.compose import Part
+from meshrl.launch.config import RLConfig
+
+Severity = Literal["error", "warning", "note"]
+"""An error stops the run; a warning costs something that the user may miss; a note is good to know."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One thing that was found; `text` names the key, what came, and what to change."""
+
+    severity: Severity
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A run that is about to start."""
+
+    config: RLConfig
+    parts: Sequence[Part]
+    """Its programs; none when they could not be made out, which is a finding of its own."""
+
+    gpus: Sequence[str] = ()
+    """The GPUs that may be used."""
+
+    chosen_ports: Collection[int] = field(default_factory=frozenset)
+    """Ports that rl has found free itself."""
+
+    folder_in_use: bool = False
+    """Another run lives in the output folder, so this one can only be looked at: its ports and hub are taken."""
+
+    def starts(self, program: str) -> bool:
+        """True when rl starts this program rather than using one that runs already."""
+        if program == "inference":
+            return self.config.inference is not None
+        return program not in self.config.orchestrator.services.given()
+
+
+Check = Callable[[Plan], Iterable[Finding]]
+
+
+def error(text: str) -> Finding:
+    """A finding with which the run cannot start."""
+    return Finding(severity="error", text=text)
+
+
+def warning(text: str) -> Finding:
+    """A finding with which the run starts, and lacks something."""
+    return Finding(severity="warning", text=text)
+
+
+def note(text: str) -> Finding:
+    """A finding that is good to know."""
+    return Finding(severity="note", text=text)

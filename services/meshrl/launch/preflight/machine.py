@@ -1,0 +1,86 @@
+"""Does this machine let the programs listen and open as many files as they need, and is there a key for W&B?"""
+
+from __future__ import annotations
+
+import errno
+import netrc
+import os
+import resource
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from meshrl.launch.preflight.findings import Finding, Plan, error, warning
+
+WANDB_URL = "https://api.wandb.ai"
+LEAST_OPEN_FILES = 256
+"""With fewer no program of a run works."""
+
+USUAL_OPEN_FILES = 4096
+"""With fewer a run of the usual size, with hundreds of rollouts in flight, fails calls."""
+
+
+def check_ports(plan: Plan) -> Iterator[Finding]:
+    """Ports that the configuration gives must be free, and given once."""
+    if plan.folder_in_use:
+        return
+    owners: dict[int, str] = {}
+    for part in plan.parts:
+        server = getattr(part.config, "server", None)
+        if server is None or not server.port or server.port in plan.chosen_ports:
+            continue
+        key = f"{part.name}.server.port {server.port}"
+        if server.port in owners:
+            yield error(f"{key} is given to {owners[server.port]} as well; give each program a port of its own")
+            continue
+        owners[server.port] = part.name
+        problem = why_not_free(server.host, server.port)
+        if problem is not None:
+            yield error(f"{key} cannot be used at {server.host} ({problem}); stop what listens there, or leave it out")
+
+
+def check_open_files(plan: Plan) -> Iterator[Finding]:
+    """The hard limit of open files: programs raise their own limit up to it."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard == resource.RLIM_INFINITY or hard >= USUAL_OPEN_FILES:
+        return
+    text = f"only {hard} files may be open at once (ulimit -Hn)"
+    if hard < LEAST_OPEN_FILES:
+        yield error(f"{text}, with which no run works; raise it to {USUAL_OPEN_FILES} or more")
+    else:
+        yield warning(f"{text}, and each rollout and stream takes one; raise it to {USUAL_OPEN_FILES} or more")
+
+
+def check_wandb(plan: Plan) -> Iterator[Finding]:
+    """The key for Weights & Biases, where metrics are to go there at once."""
+    wandb = plan.config.orchestrator.wandb
+    if wandb is None or wandb.offline or os.environ.get("WANDB_MODE", "online") in ("offline", "disabled", "dryrun"):
+        return
+    host = urlsplit(os.environ.get("WANDB_BASE_URL", WANDB_URL)).hostname or ""
+    if not os.environ.get("WANDB_API_KEY") and not _in_netrc(host):
+        yield warning(
+            f"wandb is on, but there is no key for {host}: its metrics will be missing; run 'wandb login', set"
+            " WANDB_API_KEY, or set wandb.offline"
+        )
+
+
+def why_not_free(host: str, port: int) -> str | None:
+    """What the system says against listening at this address; None for nothing."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        try:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+            probe.listen(1)
+        except OSError as problem:
+            return "another process listens there" if problem.errno == errno.EADDRINUSE else str(problem)
+    return None
+
+
+def _in_netrc(host: str) -> bool:
+    path = Path(os.environ.get("NETRC", Path.home() / ".netrc"))
+    try:
+        return netrc.netrc(str(path)).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):  # none, or one that nobody can read
+        return False

@@ -1,0 +1,122 @@
+"""Can environments and functions of the user's own be imported, and do their options fit?
+
+To know that, their modules must be imported, and with them verifiers or torch, which takes seconds: a process of its
+own does it, in which a module may also print, fail or exit as it likes. Nothing loads its data here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from meshrl.core.config import ConfigError
+from meshrl.core.config.shared import EnvConfig
+from meshrl.environments.plugins import BUNDLED
+from meshrl.launch.preflight.findings import Finding, Plan, error, warning
+
+DEADLINE_S = 180.0
+
+
+def check_plugins(plan: Plan) -> Iterator[Finding]:
+    """Environments of the rollout program, the trainer's loss and the orchestrator's advantage."""
+    questions = _questions(plan)
+    if not any(questions.values()):
+        return
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", __name__],
+            input=json.dumps(questions),
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        yield warning(f"environments are not checked: to import them took longer than {DEADLINE_S:g} s")
+        return
+    try:
+        problems = json.loads(done.stdout)
+    except ValueError:  # a module ended the process
+        said = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
+        yield error(f"environments cannot be imported: {said[0]}")
+        return
+    yield from (error(problem) for problem in problems)
+
+
+def _questions(plan: Plan) -> dict[str, Any]:
+    config, loss, advantage = plan.config, plan.config.trainer.loss, plan.config.orchestrator.advantage
+    return {
+        "loss": {"import_path": loss.import_path, "kwargs": loss.kwargs}
+        if plan.starts("trainer") and loss.import_path
+        else None,
+        "advantage": {"import_path": advantage.import_path, "kwargs": advantage.kwargs}
+        if advantage.import_path
+        else None,
+        "environments": {
+            "entries": [entry.model_dump(mode="json") for entry in config.rollout.env],
+            "harness": config.rollout.harness,
+            "max_turns": config.rollout.max_turns,
+        }
+        if plan.starts("rollout") and any(not _is_known(entry) for entry in config.rollout.env)
+        else None,
+    }
+
+
+def _is_known(entry: EnvConfig) -> bool:
+    """True for a taskset of ours without options: nothing can be wrong with it."""
+    return entry.id.replace("-", "_").lower() in BUNDLED and not entry.args
+
+
+def answer(questions: Mapping[str, Any]) -> Iterator[str]:
+    """The problems, one after the other. Imports what the questions are about."""
+    if questions["loss"] is not None:
+        from meshrl.algorithms.losses import load_custom_loss  # imports torch
+
+        try:
+            load_custom_loss(**questions["loss"], key="trainer.loss")
+        except Exception as problem:  # noqa: BLE001  # the user's module may raise anything
+            yield _described("trainer.loss", problem)
+    if questions["advantage"] is not None:
+        from meshrl.algorithms.advantages import load_custom_advantage
+
+        try:
+            load_custom_advantage(**questions["advantage"], key="orchestrator.advantage")
+        except Exception as problem:  # noqa: BLE001  # the same
+            yield _described("orchestrator.advantage", problem)
+    if questions["environments"] is not None:
+        yield from _environments(**questions["environments"])
+
+
+def _environments(entries: list[dict[str, Any]], harness: str, max_turns: int | None) -> Iterator[str]:
+    from meshrl.rollout import hosting  # imports verifiers
+
+    for entry in entries:
+        config = EnvConfig.model_validate(entry)
+        try:
+            hosting.configured(config, harness=harness, max_turns=max_turns)
+        except ConfigError as problem:
+            yield str(problem)
+        except Exception as problem:  # noqa: BLE001  # the same
+            yield _described(f"environment {config.resolved_name!r}: {config.id!r}", problem)
+
+
+def _described(where: str, problem: Exception) -> str:
+    if isinstance(problem, ValueError):  # of load_function, which names the key
+        return str(problem)
+    return f"{where}: its import failed with {type(problem).__name__}: {problem}"
+
+
+def main() -> None:
+    """Reads the questions from stdin and writes the problems to stdout, which modules that print do not get."""
+    stdout, sys.stdout = sys.stdout, sys.stderr
+    json.dump(list(answer(json.load(sys.stdin))), stdout)
+    stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""Do the services that run already answer, and is no other hub at work in the output folder?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from meshrl.client import RolloutClient, TrainerClient, WeightSyncClient
+from meshrl.core.guardian import is_locked
+from meshrl.launch.preflight.findings import Finding, Plan, error, note
+
+HEALTH_DEADLINE_S = 5.0
+SERVICES = {"rollout": RolloutClient.service, "trainer": TrainerClient.service, "weights": WeightSyncClient.service}
+
+
+def check_running_services(plan: Plan) -> Iterator[Finding]:
+    """Asks each service of orchestrator.services for its health."""
+    for program, address in plan.config.orchestrator.services.given().items():
+        key = f"orchestrator.services.{program} {address!r}"
+        try:
+            status = _health(address, SERVICES[program])
+        except grpc.RpcError as problem:
+            yield error(f"{key}: {_explained(problem, SERVICES[program])}")
+            continue
+        if status != health_pb2.HealthCheckResponse.SERVING:
+            name = health_pb2.HealthCheckResponse.ServingStatus.Name(status)
+            yield note(f"{key} answers {name}: the run begins once it serves")
+
+
+def check_hub(plan: Plan) -> Iterator[Finding]:
+    """A hub that was started by hand may be at work in the folder."""
+    if plan.folder_in_use or not plan.starts("weights"):
+        return
+    folder = plan.config.weights.spool_dir or plan.config.output_dir / "weight_hub"
+    if is_locked(str(folder / "decisions.log")):
+        yield error(
+            f"weights.spool_dir: another hub is at work in {folder}; stop it, choose another output_dir, or use it with"
+            " orchestrator.services.weights"
+        )
+
+
+def _health(address: str, service: str) -> int:
+    """Raises grpc.RpcError."""
+    with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+        request = health_pb2.HealthCheckRequest(service=service)
+        answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=HEALTH_DEADLINE_S, wait_for_ready=True)
+    return int(answer.status)
+
+
+def _explained(problem: grpc.RpcError, service: str) -> str:
+    code = problem.code() if isinstance(problem, grpc.Call) else None
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return f"nobody answered within {HEALTH_DEADLINE_S:g} s; start it first, or correct the address"
+    if code is grpc.StatusCode.NOT_FOUND:
+        return f"the server there has no {service}; correct the address"
+    if code is grpc.StatusCode.UNIMPLEMENTED:
+        return "the server there does not say whether it is well; it needs the service grpc.health.v1.Health"
+    return f"{problem}; start it first, or correct the address"
