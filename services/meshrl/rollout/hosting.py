@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from typing import Any
 
+from loguru import logger
 from pydantic import ValidationError
 from verifiers.v1.clients import ModelContext, TrainClientConfig
 from verifiers.v1.configs.agent import AgentConfig, agent_config_fields
@@ -89,16 +90,20 @@ def load(
 ) -> HostedEnvironment:
     """Imports and builds an environment and reads its tasks. Blocks: call it off the event loop.
 
-    Raises ConfigError when it cannot be found or its options are wrong.
+    Raises ConfigError when it cannot be found, its options are wrong, or its own code fails.
     """
     name = config.resolved_name
     resolved = configured(config, harness=harness, max_turns=max_turns)
     try:
         env = load_environment(resolved)
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise ConfigError(f"environment {name!r}: {config.id!r} cannot be loaded: {error}") from error
-    hosted = HostedEnvironment(config, env, model=model, default_sampling=default_sampling)
-    hosted.tasks.load()
+        hosted = HostedEnvironment(config, env, model=model, default_sampling=default_sampling)
+        hosted.tasks.load()
+    except Exception as error:  # code of the taskset's own may raise anything; one sentence names the environment
+        logger.opt(exception=error).debug("environment {} cannot be loaded", name)
+        raise ConfigError(
+            f"environment {name!r}: taskset {config.id!r} cannot load its tasks: {type(error).__name__}: {error};"
+            " correct its args or what it reads (--log.level debug shows where it failed)"
+        ) from error
     if hosted.tasks.num_tasks == 0:
         raise ConfigError(f"environment {name!r}: {config.id!r} has no tasks; check its args")
     return hosted

@@ -1,6 +1,7 @@
 """How an entry of the configuration becomes an environment of verifiers."""
 
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -26,6 +27,10 @@ class WordTask(vf.Task[vf.TaskData]):
 
 class WordTaskset(vf.Taskset[WordTask, WordConfig]):
     def load(self):
+        if self.config.word == "missing":
+            Path("/no/such/words.jsonl").read_text()
+        if self.config.word == "odd":
+            raise RuntimeError("the words are odd")
         if self.config.word:
             yield WordTask(vf.TaskData(prompt=self.config.word), self.config.task)
 
@@ -104,6 +109,22 @@ def test_rollouts_of_a_group_have_seeds_of_their_own():
 def test_an_environment_that_cannot_be_loaded_says_why(entry: dict, words: str):
     with pytest.raises(ConfigError, match=words):
         load(**entry)
+
+
+@pytest.mark.parametrize(
+    ("word", "cause"),
+    [
+        ("missing", "FileNotFoundError: [Errno 2] No such file or directory: '/no/such/words.jsonl'"),
+        ("odd", "RuntimeError: the words are odd"),
+    ],
+)
+def test_a_taskset_whose_own_code_fails_is_named_with_its_cause(word: str, cause: str):
+    with pytest.raises(ConfigError) as refused:
+        load(name="words", args={"word": word})
+    assert str(refused.value) == (
+        f"environment 'words': taskset 'mesh_unit_words' cannot load its tasks: {cause}; correct its args or what it"
+        " reads (--log.level debug shows where it failed)"
+    )
 
 
 def test_a_dotted_module_is_known_to_verifiers_under_one_name_and_loaded_once():
