@@ -17,8 +17,8 @@ FORMAT = (
     "<green>{time:HH:mm:ss.SSS}</green> <level>{level: <7}</level> "
     "<cyan>{extra[process]}</cyan> <level>{message}</level>"
 )
-# Libraries that log every request.
-_CHATTY = ("aiohttp.access", "asyncio", "filelock", "httpcore", "httpx", "openai", "urllib3")
+# Libraries that log every request at INFO, which is shown from level debug on.
+_CHATTY = ("aiohttp.access", "asyncio", "filelock", "httpcore", "httpx", "mcp", "openai", "urllib3")
 # Errors of this module are a stranger's bytes that are no HTTP: answered with 400, but logged with a traceback each.
 _BAD_HTTP = "aiohttp.http_exceptions"
 
@@ -96,7 +96,7 @@ def setup_logging(name: str, level: str, log_file: Path | None = None, *, json_l
     logging.basicConfig(handlers=[_IntoLoguru()], level=level if level != "TRACE" else "DEBUG", force=True)
     logging.captureWarnings(True)
     for library in _CHATTY:
-        logging.getLogger(library).setLevel(logging.WARNING)
+        logging.getLogger(library).setLevel(logging.INFO if level in ("TRACE", "DEBUG") else logging.WARNING)
 
 
 def stdout_goes_beside(log_file: Path) -> bool:

@@ -35,15 +35,28 @@ def test_lines_carry_time_level_and_process(tmp_path, capsys):
 
 
 def test_the_standard_library_logs_the_same_way(tmp_path):
-    setup_logging("rollout", "debug", tmp_path / "log")
+    setup_logging("rollout", "info", tmp_path / "log")
     logging.getLogger("somelib").warning("odd {braces} %d", 7)
-    logging.getLogger("httpx").info("a request")
     logging.getLogger("somelib").log(25, "between levels")
     lines = (tmp_path / "log").read_text().splitlines()
     assert [line.split()[1:] for line in lines] == [
         ["WARNING", "rollout", "odd", "{braces}", "7"],
         ["Level", "25", "rollout", "between", "levels"],
     ]
+
+
+@pytest.mark.parametrize(("level", "shown"), [("info", []), ("debug", ["session", "request"])])
+def test_libraries_that_log_every_call_are_shown_at_debug_alone(tmp_path, level, shown):
+    from mcp.client.streamable_http import logger as mcp_logger
+
+    setup_logging("rollout", level, tmp_path / "log")
+    mcp_logger.info("session")
+    logging.getLogger("httpx").info("request")
+    logging.getLogger("httpcore.connection").debug("bytes")
+    logging.getLogger("asyncio").debug("slow")
+    assert [line.split()[-1] for line in (tmp_path / "log").read_text().splitlines()] == shown
+    mcp_logger.warning("lost")
+    assert (tmp_path / "log").read_text().splitlines()[-1].endswith("lost")
 
 
 def test_json_lines_can_be_parsed(tmp_path):
