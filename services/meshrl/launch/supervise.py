@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +22,8 @@ RESTART_PAUSE_S = 0.5
 BAD_CONFIGURATION = 2  # exit code of a program that would fail again in the same way
 KILL_WAIT_S = 2.0
 TAIL_POLL_S = 0.2
+WAIT_FOR_WORD = ("/bin/sh", "-c", 'read -r word && exec "$@" </dev/null', "sh")
+"""Becomes the command that follows once there is a line on its stdin, and ends when there will be none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,18 +130,25 @@ class Supervisor:
             logger.warning("the guardian (pid {}) still removes temporary folders", self._guardian.pid)
 
     async def _start(self, program: Program, command: Sequence[str], restarts_left: int) -> None:
+        """Starts a program. It runs only once the guardian knows of it, so that it never outlives a killed rl."""
+        if shutil.which(command[0]) is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), command[0])
         program.log.parent.mkdir(parents=True, exist_ok=True)
         with program.log.open("ab") as log:
             start = log.tell()
             process = await asyncio.create_subprocess_exec(
+                *WAIT_FOR_WORD,
                 *command,
-                stdin=asyncio.subprocess.DEVNULL,
+                stdin=asyncio.subprocess.PIPE,
                 stdout=log,
                 stderr=asyncio.subprocess.STDOUT,
                 env={**os.environ, "PYTHONUNBUFFERED": "1", **program.environ},
                 start_new_session=True,
             )
         self._tell_guardian("+", process.pid)
+        assert process.stdin is not None, "it is a pipe"
+        process.stdin.write(b"run\n")
+        process.stdin.close()
         child = _Child(program=program, process=process, log_start=start, restarts_left=restarts_left)
         child.exited = asyncio.create_task(process.wait())
         self._children[program.name] = child

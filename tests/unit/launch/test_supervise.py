@@ -276,18 +276,39 @@ async def test_program_that_cannot_be_started_ends_the_run(programs: Programs, m
     assert any("a program cannot be started" in message for message in messages)
 
 
-def test_nothing_is_left_when_the_supervisor_itself_is_killed(programs: Programs) -> None:
-    programs.add("server", CHILD.format(code=UP + STUBBORN + SLEEP) + SLEEP)
-    programs.add("leader", STUBBORN + SLEEP, leader=True)
+def supervisor_process(programs: Programs, *, temporary: Path, change: str = "") -> "subprocess.Popen[bytes]":
+    """A process that supervises the programs, with `change` made to its code before."""
     code = textwrap.dedent(f"""
-        import asyncio, pathlib
+        import asyncio, os, pathlib, signal
         from meshrl.launch.supervise import Grace, Program, Supervisor
         programs = [Program(**fields) for fields in {[vars_of(program) for program in programs.listed]!r}]
         programs = [Program(**{{**vars(program), 'log': pathlib.Path(program.log)}}) for program in programs]
-        supervisor = Supervisor(programs, grace=Grace(failure_s=0.5))
+        {change}
+        supervisor = Supervisor(programs, grace=Grace(failure_s=0.5), temporary=[pathlib.Path({str(temporary)!r})])
         asyncio.run(supervisor.run(asyncio.Event()))
     """)
-    supervisor = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def test_a_program_does_not_run_before_the_guardian_knows_of_it(programs: Programs, tmp_path: Path) -> None:
+    """rl is killed in the moment between the two: the program must not stay behind, unknown to everybody."""
+    programs.add("leader", SLEEP, leader=True)
+    dies = "Supervisor._tell_guardian = lambda *_: os.kill(os.getpid(), signal.SIGKILL)"
+    supervisor = supervisor_process(programs, temporary=tmp_path / "none", change=dies)
+    assert supervisor.wait(DEADLINE_S) == -signal.SIGKILL
+    time.sleep(1.0)  # it would write its pid meanwhile
+    left = programs.pid("leader")
+    if left is not None:
+        os.kill(left, signal.SIGKILL)
+    assert left is None
+
+
+def test_nothing_is_left_when_the_supervisor_itself_is_killed(programs: Programs, tmp_path: Path) -> None:
+    temporary = tmp_path / "temporary.log"  # a name that is no program's
+    (temporary / "step_1").mkdir(parents=True)
+    programs.add("server", CHILD.format(code=UP + STUBBORN + SLEEP) + SLEEP)
+    programs.add("leader", STUBBORN + SLEEP, leader=True)
+    supervisor = supervisor_process(programs, temporary=temporary)
     try:
         asyncio.run(programs.up("server", "server.child", "leader"))
         assert programs.alive() == ["leader", "server", "server.child"]
@@ -295,6 +316,10 @@ def test_nothing_is_left_when_the_supervisor_itself_is_killed(programs: Programs
         supervisor.kill()
         supervisor.wait(DEADLINE_S)
     assert gone(programs)
+    deadline = time.monotonic() + DEADLINE_S
+    while temporary.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not temporary.exists()
 
 
 def vars_of(program: Program) -> dict[str, object]:
