@@ -2,14 +2,17 @@
 
 Fed by verifiers with a task and the address of its interception server, which samples, records and scores. The
 harnesses that ship with verifiers start a program for each rollout; this one is a coroutine, so a rollout costs
-milliseconds.
+milliseconds. Who hosts it lends it one set of HTTP connections for all rollouts (`lend_connections`), else a rollout
+has its own.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from contextlib import AsyncExitStack
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import aiohttp
@@ -25,11 +28,37 @@ from verifiers.v1.task import TaskData
 from verifiers.v1.trace import Trace
 from verifiers.v1.types import Messages
 
-__all__ = ["InProcessHarness", "InProcessHarnessConfig"]
+__all__ = ["InProcessHarness", "InProcessHarnessConfig", "lend_connections", "open_connections"]
 
-CONNECT_DEADLINE_S = 10.0
 TOOL_DISCOVERY_DEADLINE_S = 60.0
 OK = ProgramResult(exit_code=0, stdout="", stderr="")
+
+
+_LENT: ContextVar[aiohttp.ClientSession | None] = ContextVar("harness_connections", default=None)
+
+
+def open_connections() -> aiohttp.ClientSession:
+    """Connections to an interception server, kept open from one call to the next; as many as there are calls at once.
+
+    There is no deadline for connecting but the kernel's: the server is in this very process, so the kernel connects or
+    refuses at once, and a deadline of the event loop would only find out how busy the loop is. The rollout's own
+    deadline ends a call.
+    """
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0),
+        timeout=aiohttp.ClientTimeout(total=None, connect=None, sock_connect=None, sock_read=None),
+        cookie_jar=aiohttp.DummyCookieJar(),
+    )
+
+
+@contextmanager
+def lend_connections(http: aiohttp.ClientSession | None) -> Iterator[None]:
+    """Conversations that start within use `http` and leave it open; with None each opens and closes its own."""
+    token = _LENT.set(http)
+    try:
+        yield
+    finally:
+        _LENT.reset(token)
 
 
 class ContextExhaustedError(Exception):
@@ -82,7 +111,7 @@ class InProcessHarness(Harness[InProcessHarnessConfig]):  # type: ignore[misc]  
 
 
 class ChatSession(HarnessSession):  # type: ignore[misc]  # verifiers is untyped for the checker
-    """One agent's conversation: keeps its messages, its connection and its tools from one user turn to the next."""
+    """One agent's conversation: keeps its messages, its connections and its tools from one user turn to the next."""
 
     def __init__(
         self,
@@ -137,20 +166,12 @@ class ChatSession(HarnessSession):  # type: ignore[misc]  # verifiers is untyped
                 self._messages.append(await self._use_tool(call))
 
     async def close(self) -> None:
-        """Closes the connection and the tools. Idempotent."""
+        """Closes the tools, and connections of its own. Idempotent."""
         await super().close()
         await self._stack.aclose()
-        if self._http is not None:
-            await self._http.close()
 
     async def _open(self) -> None:
-        self._http = aiohttp.ClientSession(
-            headers={"Authorization": f"Bearer {self.secret}"},
-            timeout=aiohttp.ClientTimeout(
-                total=None, sock_connect=CONNECT_DEADLINE_S
-            ),  # the rollout's deadline ends a call
-            cookie_jar=aiohttp.DummyCookieJar(),
-        )
+        self._http = _LENT.get() or await self._stack.enter_async_context(open_connections())
         if not self.mcp_urls:
             return
         timeout_s = self.harness.config.tool_timeout
@@ -186,9 +207,8 @@ class ChatSession(HarnessSession):  # type: ignore[misc]  # verifiers is untyped
     async def _post(self, url: str, body: dict[str, Any]) -> tuple[int, bytes]:
         assert self._http is not None  # opened by the segment
         try:
-            async with self._http.post(
-                url, data=json.dumps(body).encode(), headers={"Content-Type": "application/json"}
-            ) as response:
+            headers = {"Authorization": f"Bearer {self.secret}", "Content-Type": "application/json"}
+            async with self._http.post(url, data=json.dumps(body).encode(), headers=headers) as response:
                 return response.status, await response.read()
         except aiohttp.ClientError as error:
             raise InterceptionError(f"no answer from the interception server at {url}: {error}") from error

@@ -1,0 +1,73 @@
+"""Connections of the in-process harness to the interception server of its own process."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from meshrl.wire.types import Rollout
+
+LONG_S = 3600.0
+
+
+@asynccontextmanager
+async def watched_connects(monkeypatch: pytest.MonkeyPatch, port: int, before=None) -> AsyncIterator[list[int]]:
+    """Collects a 1 for each connection to `port` of this event loop; `before` is awaited while one is being made."""
+    loop, made = asyncio.get_running_loop(), []
+    connect = loop.sock_connect
+
+    async def watched(sock, address):
+        if address[1] == port:
+            made.append(1)
+            if before is not None:
+                await before()
+        return await connect(sock, address)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "sock_connect", watched)
+        yield made
+
+
+def interception_port(mesh) -> int:
+    return mesh.episodes.environments["mesh_echo"].env._interception._inner.port
+
+
+async def play(mesh, request) -> list[Rollout]:
+    return [event async for event in mesh.client.run_rollouts(request)][:-1]
+
+
+async def test_rollouts_one_after_another_share_a_connection(start_mesh, engine, make_group, monkeypatch):
+    mesh = await start_mesh([engine])
+    async with watched_connects(monkeypatch, interception_port(mesh)) as made:
+        for _ in range(6):
+            (rollout,) = await play(mesh, make_group())
+            assert getattr(rollout, "message", "") == ""
+    assert len(made) == 1
+
+
+async def test_rollouts_at_the_same_time_need_a_connection_each_and_no_more(
+    start_mesh, engine, make_group, monkeypatch
+):
+    mesh = await start_mesh([engine])
+    async with watched_connects(monkeypatch, interception_port(mesh)) as made:
+        for _ in range(3):
+            assert [type(event) for event in await play(mesh, make_group(group_size=4))] == [Rollout] * 4
+    assert 1 <= len(made) <= 4
+
+
+async def test_an_event_loop_that_is_busy_for_a_minute_fails_no_rollout(start_mesh, engine, make_group, monkeypatch):
+    mesh = await start_mesh([engine])
+    loop = asyncio.get_running_loop()
+    clock = loop.time
+
+    async def busy_for_a_minute() -> None:
+        monkeypatch.setattr(loop, "time", lambda: clock() + 60.0)
+        for _ in range(3):  # whatever timer is due by now fires
+            await asyncio.sleep(0)
+
+    async with watched_connects(monkeypatch, interception_port(mesh), busy_for_a_minute) as made:
+        (event,) = await play(mesh, make_group(deadline_s=LONG_S))
+    assert len(made) == 1
+    assert getattr(event, "message", "") == ""
+    assert isinstance(event, Rollout)
