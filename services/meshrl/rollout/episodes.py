@@ -138,7 +138,7 @@ class Episodes:
         if request.task_payload is not None:
             task = environment.tasks.of_payload(request.task_payload)
         else:
-            task = await environment.tasks.at(request.task_index or 0)
+            task = await self._task_at(environment, request)
         need = Requirement(
             pool=request.engine_pool, min_version=request.min_version, exact_version=request.exact_version
         )
@@ -150,6 +150,16 @@ class Episodes:
         self._idle.clear()
         return live
 
+    async def _task_at(self, environment: HostedEnvironment, request: RolloutRequest) -> Task:
+        """The task by its index. Raises as `TaskSource.at` does, and DEADLINE_PASSED when it is too far to draw."""
+        index = request.task_index or 0
+        try:
+            async with asyncio.timeout(request.deadline_s):
+                return await environment.tasks.at(index)
+        except TimeoutError as error:
+            message = f"{_late(request)}: task {index} of {environment.name} is still being drawn; try again later"
+            raise MeshError(Reason.DEADLINE_PASSED, message) from error
+
     def _pump(self) -> None:
         """Starts whatever has a slot now."""
         for group, index in self._table.start():
@@ -160,8 +170,7 @@ class Episodes:
             task.add_done_callback(self._tasks.discard)
 
     def _expire(self, live: _Live) -> None:
-        message = f"not finished within deadline_s = {live.request.deadline_s:g}"
-        error = MeshError(Reason.DEADLINE_PASSED, message)
+        error = MeshError(Reason.DEADLINE_PASSED, _late(live.request))
         self._end(live, Outcome.FAILED, error)
         self._pump()
 
@@ -262,6 +271,10 @@ class Episodes:
         if live.group.over:
             live.events.put_nowait(None)
         return True
+
+
+def _late(request: RolloutRequest) -> str:
+    return f"not finished within deadline_s = {request.deadline_s:g}"
 
 
 def _failure(request: RolloutRequest, rollout_id: str, error: MeshError) -> RolloutFailure:

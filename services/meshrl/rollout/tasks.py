@@ -1,15 +1,19 @@
 """The tasks of one taskset by index, finite or not; asked once a group.
 
-A finite taskset is held as a list. Of an infinite one the latest tasks are held; an older index reads it from the
-start again.
+A finite taskset is held as a list. An infinite one is a generator: verifiers has no other way to a task than to draw
+all before it. So a run that resumes far along draws again up to where it stood, in a thread, once; how long that takes
+is said in the log, and a request that gives up meanwhile loses nothing of it. A taskset that can make any task at once
+says so with a method `task_at(index)`, which is used instead.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+from loguru import logger
 from pydantic import ValidationError
 from verifiers.v1.task import Task
 from verifiers.v1.taskset import Taskset
@@ -17,7 +21,9 @@ from verifiers.v1.taskset import Taskset
 from meshrl.wire.errors import FieldViolation, MeshError, Reason
 
 KEPT_TASKS = 4096
-FURTHEST_SKIP = 100_000
+"""The first so many tasks of an infinite taskset are kept, because evaluations ask for them, and the latest."""
+CHUNK_S = 0.25
+PROGRESS_EVERY_S = 10.0
 
 
 class TaskSource:
@@ -27,10 +33,10 @@ class TaskSource:
         self._taskset = taskset
         self._name = name
         self._finite: list[Task] | None = None
-        self._window: deque[Task] = deque(maxlen=KEPT_TASKS)
-        self._next = 0
-        self._iterator: Iterator[Task] | None = None
-        self._lock = asyncio.Lock()
+        self._task_at: Callable[[int], Task] | None = getattr(taskset, "task_at", None)
+        self._drawn = _Draws(taskset)
+        self._waiting: dict[asyncio.Future[Task], int] = {}
+        self._reader: asyncio.Task[None] | None = None
 
     def load(self) -> None:
         """Reads a finite taskset whole."""
@@ -43,18 +49,29 @@ class TaskSource:
         return None if self._finite is None else len(self._finite)
 
     async def at(self, index: int) -> Task:
-        """The task at `index`. Raises MeshError UNKNOWN_TASK when there is none."""
+        """The task at `index`. Raises MeshError UNKNOWN_TASK when there is none, ENVIRONMENT_FAILED when the taskset
+        breaks.
+
+        Of an infinite taskset it may take as long as drawing all tasks before it; cancel it to give up.
+        """
         if self._finite is not None:
             if index >= len(self._finite):
                 raise MeshError(
                     Reason.UNKNOWN_TASK, f"{self._name} has {len(self._finite)} tasks, there is no task {index}"
                 )
             return self._finite[index]
-        async with self._lock:
-            start = self._next - len(self._window)
-            if start <= index < self._next:
-                return self._window[index - start]
-            return await asyncio.to_thread(self._read_to, index)
+        if self._task_at is not None:
+            return await asyncio.to_thread(self._make, index)
+        if (task := self._drawn.kept(index)) is not None:
+            return task
+        found: asyncio.Future[Task] = asyncio.get_running_loop().create_future()
+        self._waiting[found] = index
+        if self._reader is None or self._reader.done():
+            self._reader = asyncio.create_task(self._read())
+        try:
+            return await found
+        finally:
+            self._waiting.pop(found, None)
 
     def of_payload(self, payload: str) -> Task:
         """A task of the caller's own, from the JSON of the taskset's data. Raises MeshError INVALID_REQUEST."""
@@ -73,22 +90,101 @@ class TaskSource:
             ) from error
         return task_cls(data, self._taskset.config.task)
 
-    def _read_to(self, index: int) -> Task:
-        if index < self._next or self._iterator is None:
-            self._iterator, self._next = iter(self._taskset), 0
-            self._window.clear()
-        if index - self._next > FURTHEST_SKIP:
-            raise MeshError(
-                Reason.UNKNOWN_TASK,
-                f"{self._name} stands at task {self._next}; task {index} is more than {FURTHEST_SKIP} ahead",
-            )
-        while self._next <= index:
+    def _make(self, index: int) -> Task:
+        assert self._task_at is not None  # asked only then
+        try:
+            return _finished(self._taskset, self._task_at(index), index)
+        except Exception as error:  # the taskset's own code; the group fails, with the reason
+            raise self._broken(index, error) from error
+
+    async def _read(self) -> None:
+        """Draws, in a thread and a little at a time, for as long as somebody waits; the smallest index comes first."""
+        began = said = time.monotonic()
+        while self._waiting:
+            target = min(self._waiting.values())
             try:
-                task = next(self._iterator)
-            except StopIteration:
-                raise MeshError(
-                    Reason.UNKNOWN_TASK, f"{self._name} ended after {self._next} tasks, there is no task {index}"
-                ) from None
-            self._window.append(task)
-            self._next += 1
-        return self._window[-1]
+                await asyncio.to_thread(self._drawn.read_towards, target, CHUNK_S)
+            except Exception as error:  # noqa: BLE001  # the taskset's own code: whoever waits hears it
+                self._answer(self._broken(self._drawn.position, error))
+                self._drawn = _Draws(self._taskset)
+                return
+            self._answer()
+            if self._waiting and time.monotonic() - said >= PROGRESS_EVERY_S:
+                said = time.monotonic()
+                drawn = self._drawn.position
+                logger.info("{}: drawing up to task {}, {} drawn in {:.0f} s", self._name, target, drawn, said - began)
+
+    def _answer(self, error: MeshError | None = None) -> None:
+        """Answers whoever waits for a task that is there, or is beyond the end; everybody when there is an `error`."""
+        for found, index in list(self._waiting.items()):
+            task = self._drawn.kept(index)
+            ended = self._drawn.ended_after
+            if found.done():
+                continue
+            if error is not None:
+                found.set_exception(error)
+            elif task is not None:
+                found.set_result(task)
+            elif ended is not None and index >= ended:
+                message = f"{self._name} ended after {ended} tasks, there is no task {index}"
+                found.set_exception(MeshError(Reason.UNKNOWN_TASK, message))
+            else:
+                continue
+            del self._waiting[found]
+
+    def _broken(self, index: int, error: Exception) -> MeshError:
+        return MeshError(
+            Reason.ENVIRONMENT_FAILED, f"{self._name}: task {index} cannot be made: {type(error).__name__}: {error}"
+        )
+
+
+class _Draws:
+    """An infinite taskset drawn from its start: how far, and the tasks that are kept. Not safe between threads, but
+    `kept` may be asked while another thread draws."""
+
+    def __init__(self, taskset: Taskset) -> None:
+        self._taskset = taskset
+        self._plain = taskset.transform is None  # a view yields finished tasks, in an order of its own
+        self._head: list[Task] = []
+        self._latest: deque[tuple[int, Task]] = deque(maxlen=KEPT_TASKS)
+        self._tasks: Iterator[Task] | None = None
+        self.position = 0
+        self.ended_after: int | None = None
+
+    def kept(self, index: int) -> Task | None:
+        """The task at `index` where it is still held."""
+        if index < len(self._head):
+            return self._finish(self._head[index], index)
+        try:
+            first = self._latest[0][0]
+            number, task = self._latest[index - first] if index >= first else (-1, None)
+        except IndexError:  # none held, or not yet drawn
+            return None
+        return self._finish(task, index) if number == index else None
+
+    def read_towards(self, index: int, for_s: float) -> None:
+        """Draws up to `index`, for at most `for_s` seconds; from the start again for a task that was let go."""
+        if self._tasks is None or index < self.position:
+            self._tasks = iter(self._taskset.load() if self._plain else self._taskset)
+            self.position = 0
+            self.ended_after = None
+            self._latest.clear()
+        until = time.monotonic() + for_s
+        while self.position <= index and self.ended_after is None and time.monotonic() < until:
+            task = next(self._tasks, None)
+            if task is None:
+                self.ended_after = self.position
+                return
+            if self.position < KEPT_TASKS and self.position == len(self._head):
+                self._head.append(task)
+            self._latest.append((self.position, task))
+            self.position += 1
+
+    def _finish(self, task: Task, index: int) -> Task:
+        return _finished(self._taskset, task, index) if self._plain else task
+
+
+def _finished(taskset: Taskset, task: Task, index: int) -> Task:
+    """A task as verifiers hands it out: with its position, and the system prompt of the configuration."""
+    prompt = {} if taskset.system_prompt is None else {"system_prompt": taskset.system_prompt}
+    return task.with_data(idx=index, **prompt)

@@ -174,6 +174,17 @@ async def test_rollouts_alive_at_the_deadline_are_failures(start_mesh, engine, m
     assert (await mesh.client.get_status()).running == 0
 
 
+async def test_a_task_that_is_not_drawn_by_the_deadline_refuses_the_group(start_mesh, engine, make_group):
+    mesh = await start_mesh([engine], env=[{"id": "mesh_echo", "args": {"endless": True}}])
+    error = await refused(mesh, make_group(task_index=10**12, deadline_s=0.2))
+    assert error.reason is Reason.DEADLINE_PASSED
+    assert error.message == (
+        "not finished within deadline_s = 0.2: task 1000000000000 of mesh_echo is still being drawn; try again later"
+    )
+    (rollout,) = (await collect(mesh, make_group(task_index=5)))[:-1]
+    assert isinstance(rollout, Rollout)
+
+
 async def test_cancelled_groups_end_with_a_summary(start_mesh, engine, make_group):
     engine.delay_s = 5.0
     mesh = await start_mesh([engine], max_concurrent=2)

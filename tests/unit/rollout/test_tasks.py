@@ -1,5 +1,7 @@
 """Tasks by index, from finite and infinite tasksets."""
 
+import asyncio
+
 import pytest
 import verifiers.v1 as vf
 
@@ -54,16 +56,71 @@ async def test_an_infinite_taskset_is_read_as_far_as_asked_and_again_for_what_it
     assert (await tasks.at(KEPT_TASKS + 9)).data.number == KEPT_TASKS + 9
     assert (await tasks.at(10)).data.number == 10
     assert taskset.reads == KEPT_TASKS + 10
-    assert (await tasks.at(9)).data.number == 9
-    assert taskset.reads == KEPT_TASKS + 20
-    assert (await tasks.at(11)).data.idx == 11
+    assert (await tasks.at(3 * KEPT_TASKS)).data.idx == 3 * KEPT_TASKS
+    assert (await tasks.at(9)).data.number == 9  # the first ones are kept
+    assert taskset.reads == 3 * KEPT_TASKS + 1
+    assert (await tasks.at(KEPT_TASKS)).data.number == KEPT_TASKS
+    assert taskset.reads == 4 * KEPT_TASKS + 2
 
 
-async def test_a_leap_far_ahead_in_an_infinite_taskset_is_refused():
-    _, tasks = source(Numbers)
-    with pytest.raises(MeshError) as caught:
-        await tasks.at(10**12)
+async def test_a_run_resumes_behind_a_hundred_thousand_draws_and_more():
+    taskset, tasks = source(Numbers)
+    assert (await tasks.at(150_000)).data.number == 150_000
+    assert (await tasks.at(149_999)).data.idx == 149_999
+    assert (await tasks.at(0)).data.number == 0
+    assert taskset.reads == 150_001
+
+
+async def test_who_gives_up_waiting_for_a_far_task_has_brought_the_next_one_closer():
+    taskset, tasks = source(Numbers)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01):
+            await tasks.at(10**12)
+    assert tasks._reader is not None
+    await asyncio.wait_for(tasks._reader, 30.0)  # nobody waits, so it stops
+    drawn = taskset.reads
+    assert drawn > 0
+    assert (await tasks.at(drawn + 100)).data.number == drawn + 100
+    assert taskset.reads == drawn + 101
+
+
+class Direct(Numbers):
+    def task_at(self, index: int) -> NumberTask:
+        if index == 13:
+            raise ValueError("thirteen is left out")
+        return NumberTask(NumberData(number=index, prompt=str(index)), self.config.task)
+
+
+async def test_a_taskset_that_makes_any_task_at_once_is_not_drawn_through():
+    taskset, tasks = source(Direct)
+    task = await tasks.at(10**12)
+    assert (task.data.number, task.data.idx) == (10**12, 10**12)
+    assert taskset.reads == 0
+    with pytest.raises(MeshError, match="numbers: task 13 cannot be made: ValueError: thirteen") as caught:
+        await tasks.at(13)
+    assert caught.value.reason is Reason.ENVIRONMENT_FAILED
+
+
+class Breaking(Numbers):
+    def load(self):
+        for number, task in enumerate(super().load()):
+            if number == 5 and self.reads < 10:
+                raise ValueError("no more numbers")
+            if number == 7:
+                return
+            yield task
+
+
+async def test_a_taskset_that_breaks_or_ends_says_so_and_is_drawn_anew():
+    _, tasks = source(Breaking)
+    with pytest.raises(MeshError, match="numbers: task 5 cannot be made: ValueError: no more numbers") as caught:
+        await tasks.at(6)
+    assert caught.value.reason is Reason.ENVIRONMENT_FAILED
+    assert (await tasks.at(6)).data.number == 6
+    with pytest.raises(MeshError, match="numbers ended after 7 tasks, there is no task 9") as caught:
+        await tasks.at(9)
     assert caught.value.reason is Reason.UNKNOWN_TASK
+    assert (await tasks.at(1)).data.number == 1
 
 
 def test_a_payload_becomes_a_task_and_a_bad_one_names_its_fields():
