@@ -13,6 +13,7 @@ from loguru import logger
 
 from meshrl.client import WeightSyncClient
 from meshrl.core.config import load_config
+from meshrl.core.heap import freeze_loaded
 from meshrl.core.logs import setup_logging
 from meshrl.core.paths import Layout
 from meshrl.core.secret import read_secret
@@ -55,6 +56,7 @@ async def serve(config: InferenceConfig, stop: asyncio.Event) -> int:
         return 2
     runner = web.AppRunner(_app(config, engine, codec, api_key), handler_cancellation=True, access_log=None)
     await runner.setup()
+    freeze_loaded()
     site = web.TCPSite(runner, config.server.host, config.server.port, backlog=1024)
     try:
         await site.start()

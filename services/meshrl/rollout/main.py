@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import os
 from contextlib import AsyncExitStack
@@ -15,6 +14,7 @@ from opentelemetry.trace import Tracer
 
 from meshrl.client import ChannelOptions, WeightSyncClient
 from meshrl.core.config import load_config
+from meshrl.core.heap import freeze_loaded
 from meshrl.core.logs import setup_logging
 from meshrl.core.paths import Layout
 from meshrl.core.secret import read_secret
@@ -55,9 +55,7 @@ async def serve(config: RolloutConfig, layout: Layout, stop: asyncio.Event) -> i
         server.add(SERVICE, pb_grpc.add_RolloutServiceServicer_to_server, RolloutServicer(episodes))
         port = await server.start()
         stack.push_async_callback(server.drain, STOP_GRACE_S)
-        # What was loaded stays: keep the collector from walking torch and every taskset again and again.
-        gc.collect()
-        gc.freeze()
+        freeze_loaded()
         server.set_serving()
         logger.info("serving {} on port {}", ", ".join(episodes.environments), port)
         await stop.wait()

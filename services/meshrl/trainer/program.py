@@ -17,6 +17,7 @@ from transformers.utils.logging import disable_progress_bar
 from meshrl.client import WeightSyncClient
 from meshrl.core.config import ConfigError
 from meshrl.core.disk import disk_trouble
+from meshrl.core.heap import freeze_loaded
 from meshrl.core.paths import Layout
 from meshrl.core.serve import GrpcServer, run
 from meshrl.core.telemetry import setup_tracing
@@ -122,6 +123,7 @@ async def serve(config: TrainerConfig, stop: asyncio.Event, tracer: trace.Tracer
             del initial
             if not await _before(stop, first):
                 return 0
+            freeze_loaded()
             desk.open()
             server.set_serving()
             logger.info(
