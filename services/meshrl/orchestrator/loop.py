@@ -74,6 +74,7 @@ class TrainLoop:
         self.config = config
         self.plan = make_plan(config, mesh)
         self.records: list[record.Metrics] = []
+        """Of every step, for the table of a benchmark; empty in other runs, which may be long."""
         self._services = services
         self._mesh = mesh
         self._journal = journal
@@ -380,7 +381,8 @@ class TrainLoop:
             if extras.distributions:
                 values = record.distributions(submitted.groups, submitted.assembled)
                 await asyncio.to_thread(self._monitor.log_distributions, submitted.step, values)
-        self.records.append(metrics)
+        if self.config.bench:
+            self.records.append(metrics)
 
     # --- evaluation ---------------------------------------------------------------------------
 
