@@ -61,8 +61,9 @@ class TrainerConfig(BaseConfig):
     max_concurrent_runs: Literal[1] = 1
     """Runs this trainer holds; only its own in this version."""
 
-    history_events: int = Field(default=10_000, ge=16)
-    """Step events kept for watchers that reconnect."""
+    history_events: int = Field(default=1_000, ge=16)
+    """Step events kept for watchers that reconnect: three a step, and one of them holds the step's metrics, about 10
+    kB."""
 
     max_logits_mib: int | None = Field(default=None, ge=1)
     """Largest block of logits kept at once, in MiB; more are made in pieces and again in backward. None means what

@@ -45,7 +45,7 @@ class StepBook:
     durable_step: int = 0  # the last step that a checkpoint on disk holds
     max_queued: int = 2
     max_steps: int | None = None
-    history_events: int = 10_000
+    history_events: int = 1_000
     step: int = field(init=False)  # the last DONE
     draining: bool = field(init=False, default=False)
     _next_step: int = field(init=False)
