@@ -93,15 +93,16 @@ class Tracing(trace.Tracer):
             self._provider.shutdown()
 
 
-def setup_tracing(service_name: str, traces_dir: Path | None) -> Tracing:
+def setup_tracing(service_name: str, traces_dir: Path | None, max_mib: int | None = None) -> Tracing:
     """Sets up tracing for the whole process and returns its tracer.
 
-    Spans go to `traces_dir/<service_name>.jsonl` and, where OTEL_EXPORTER_OTLP_ENDPOINT is set, to that collector.
-    With neither, tracing stays off and costs next to nothing. Call once, after child processes were started.
+    Spans go to `traces_dir/<service_name>.jsonl`, which keeps the latest `max_mib`, and to a collector where
+    OTEL_EXPORTER_OTLP_ENDPOINT is set. With neither, tracing stays off and costs next to nothing. Call once, after child processes were started.
     """
     exporters: list[SpanExporter] = []
     if traces_dir is not None:
-        exporters.append(JsonLinesSpanExporter(traces_dir / f"{service_name}.jsonl"))
+        max_bytes = None if max_mib is None else max_mib * 2**20
+        exporters.append(JsonLinesSpanExporter(traces_dir / f"{service_name}.jsonl", max_bytes))
     collector = _collector_exporter(os.environ)
     if collector is not None:
         exporters.append(collector)

@@ -34,7 +34,7 @@ def main() -> None:
     config = load_config(OrchestratorConfig, prog="orchestrator")
     layout = Layout(config.output_dir)
     setup_logging("orchestrator", config.log.level, layout.log("orchestrator"), json_logging=config.log.json_logging)
-    tracing = setup_tracing("orchestrator", layout.traces)
+    tracing = setup_tracing("orchestrator", layout.traces, config.log.traces_max_mib)
     try:
         code = run(lambda stop: orchestrate(config, stop, tracing))
     finally:

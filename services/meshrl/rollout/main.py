@@ -47,7 +47,7 @@ def main() -> None:
 
 async def serve(config: RolloutConfig, layout: Layout, stop: asyncio.Event) -> int:
     """Serves until `stop` is set, then drains; returns the exit code. Raises ConfigError."""
-    tracing = setup_tracing("rollout", layout.traces)
+    tracing = setup_tracing("rollout", layout.traces, config.log.traces_max_mib)
     server = GrpcServer(config.server)
     async with AsyncExitStack() as stack:
         stack.push_async_callback(asyncio.to_thread, tracing.close)

@@ -49,7 +49,7 @@ def run_rank(config: TrainerConfig, layout: Layout, rank: int) -> None:
     """Runs this rank to its end and leaves the process with its exit code."""
     disable_progress_bar()  # a log has no use for it
     if rank == 0:
-        tracing = setup_tracing("trainer", layout.traces)
+        tracing = setup_tracing("trainer", layout.traces, config.log.traces_max_mib)
         code = run(lambda stop: serve(config, stop, tracing))
         tracing.close()
     else:

@@ -73,7 +73,7 @@ def main() -> None:
     config = load_config(WeightsConfig, prog="weights")
     layout = Layout(config.output_dir)
     setup_logging("weights", config.log.level, layout.log("weights"), json_logging=config.log.json_logging)
-    tracing = setup_tracing("weights", layout.traces)
+    tracing = setup_tracing("weights", layout.traces, config.log.traces_max_mib)
     code = run(lambda stop: serve(config, tracing, stop))
     tracing.close()
     sys.exit(code)

@@ -89,6 +89,39 @@ def test_the_text_of_a_span_is_its_identity(traced):
     assert written == span_to_json(span)
 
 
+def test_the_latest_spans_are_kept_within_a_bound_over_restarts_too_and_what_goes_is_said(tmp_path):
+    said = []
+    sink = logger.add(said.append, level="INFO", format="{message}")
+    path, most = tmp_path / "rollout.jsonl", 20_000
+    for process in range(3):
+        provider = build_provider("rollout", [JsonLinesSpanExporter(path, most)])
+        tracer = provider.get_tracer("meshrl")
+        for number in range(40):
+            tracer.start_span(f"span {process * 40 + number}").end()
+            provider.force_flush()  # a line a span
+            assert sum(file.stat().st_size for file in tmp_path.iterdir()) <= most
+        provider.shutdown()
+    logger.remove(sink)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["rollout.1.jsonl", "rollout.jsonl"]
+    lines = (tmp_path / "rollout.1.jsonl").read_text().splitlines() + path.read_text().splitlines()
+    names = [json.loads(line)["resourceSpans"][0]["scopeSpans"][0]["spans"][0]["name"] for line in lines]
+    assert names == [f"span {number}" for number in range(120 - len(names), 120)]
+    assert 10 < len(names) < 120
+    assert "rollout.1.jsonl and rollout.jsonl keep the latest" in said[0]
+    assert "log.traces_max_mib" in said[0]
+
+
+def test_a_line_longer_than_the_bound_is_written_whole(tmp_path):
+    path = tmp_path / "trainer.jsonl"
+    provider = build_provider("trainer", [JsonLinesSpanExporter(path, 100)])
+    for name in ("first", "second", "third"):
+        provider.get_tracer("meshrl").start_span(name).end()
+        provider.force_flush()
+    provider.shutdown()
+    assert '"third"' in path.read_text()
+    assert '"second"' in (tmp_path / "trainer.1.jsonl").read_text()
+
+
 def test_a_disk_that_fails_loses_spans_and_not_the_program(tmp_path):
     (tmp_path / "file").write_text("")
     warnings = []

@@ -56,6 +56,10 @@ class LogConfig(BaseConfig):
     json_logging: bool = False
     """Write log lines as JSON objects."""
 
+    traces_max_mib: int | None = Field(default=64, ge=1)
+    """Most MiB of spans that each program keeps below traces/. When PROGRAM.jsonl holds half of it, it becomes
+    PROGRAM.1.jsonl in place of the one before, whose spans are gone. None keeps all, some 2 kB a rollout."""
+
     @model_validator(mode="before")
     @classmethod
     def _other_spellings(cls, values: Any) -> Any:
