@@ -97,7 +97,8 @@ def setup_tracing(service_name: str, traces_dir: Path | None, max_mib: int | Non
     """Sets up tracing for the whole process and returns its tracer.
 
     Spans go to `traces_dir/<service_name>.jsonl`, which keeps the latest `max_mib`, and to a collector where
-    OTEL_EXPORTER_OTLP_ENDPOINT is set. With neither, tracing stays off and costs next to nothing. Call once, after child processes were started.
+    OTEL_EXPORTER_OTLP_ENDPOINT is set. With neither, tracing stays off and costs next to nothing. Call once, after
+    child processes were started.
     """
     exporters: list[SpanExporter] = []
     if traces_dir is not None:

@@ -2,17 +2,18 @@
 
 Fed by verifiers with a task and the address of its interception server, which samples, records and scores. The
 harnesses that ship with verifiers start a program for each rollout; this one is a coroutine, so a rollout costs
-milliseconds. Who hosts it lends it one set of HTTP connections for all rollouts (`lend_connections`), else a rollout
-has its own.
+milliseconds. Who hosts it lends it one set of HTTP connections for all rollouts and hears what each is doing
+(`hosted_by`); without a host a rollout has connections of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
@@ -28,13 +29,24 @@ from verifiers.v1.task import TaskData
 from verifiers.v1.trace import Trace
 from verifiers.v1.types import Messages
 
-__all__ = ["InProcessHarness", "InProcessHarnessConfig", "lend_connections", "open_connections"]
+__all__ = ["HarnessHost", "InProcessHarness", "InProcessHarnessConfig", "hosted_by", "open_connections"]
 
 TOOL_DISCOVERY_DEADLINE_S = 60.0
 OK = ProgramResult(exit_code=0, stdout="", stderr="")
 
 
-_LENT: ContextVar[aiohttp.ClientSession | None] = ContextVar("harness_connections", default=None)
+@dataclass(frozen=True)
+class HarnessHost:
+    """What the process that hosts the harness gives its conversations: connections, which they leave open, and an ear.
+
+    `doing(trace_id, what)` is told what a conversation waits for besides the model, and "" when that is over.
+    """
+
+    http: aiohttp.ClientSession
+    doing: Callable[[str, str], None]
+
+
+_HOST: ContextVar[HarnessHost | None] = ContextVar("harness_host", default=None)
 
 
 def open_connections() -> aiohttp.ClientSession:
@@ -52,13 +64,13 @@ def open_connections() -> aiohttp.ClientSession:
 
 
 @contextmanager
-def lend_connections(http: aiohttp.ClientSession | None) -> Iterator[None]:
-    """Conversations that start within use `http` and leave it open; with None each opens and closes its own."""
-    token = _LENT.set(http)
+def hosted_by(host: HarnessHost) -> Iterator[None]:
+    """Conversations that start within have this host."""
+    token = _HOST.set(host)
     try:
         yield
     finally:
-        _LENT.reset(token)
+        _HOST.reset(token)
 
 
 class ContextExhaustedError(Exception):
@@ -127,6 +139,7 @@ class ChatSession(HarnessSession):  # type: ignore[misc]  # verifiers is untyped
     ) -> None:
         super().__init__(harness, ctx, trace, runtime, endpoint, secret, mcp_urls, data, tool_interception_url)
         self._stack = AsyncExitStack()
+        self._host = _HOST.get()
         self._http: aiohttp.ClientSession | None = None
         self._tools: list[dict[str, Any]] = []
         self._dispatch: dict[str, tuple[str, str]] = {}
@@ -171,14 +184,19 @@ class ChatSession(HarnessSession):  # type: ignore[misc]  # verifiers is untyped
         await self._stack.aclose()
 
     async def _open(self) -> None:
-        self._http = _LENT.get() or await self._stack.enter_async_context(open_connections())
+        if self._host is not None:
+            self._http = self._host.http
+        else:
+            self._http = await self._stack.enter_async_context(open_connections())
         if not self.mcp_urls:
             return
         timeout_s = self.harness.config.tool_timeout
         servers = {name: {"url": url, "timeout": timeout_s} for name, url in self.mcp_urls.items()}
         try:
-            async with asyncio.timeout(TOOL_DISCOVERY_DEADLINE_S):
-                tools, self._dispatch, self._servers = await connect_mcp({"mcpServers": servers}, self._stack)
+            waits = f"waiting for tool servers ({', '.join(sorted(self.mcp_urls))}) to list their tools"
+            with self._doing(waits):
+                async with asyncio.timeout(TOOL_DISCOVERY_DEADLINE_S):
+                    tools, self._dispatch, self._servers = await connect_mcp({"mcpServers": servers}, self._stack)
         except TimeoutError as error:
             names = ", ".join(sorted(self.mcp_urls))
             raise HarnessError(
@@ -234,7 +252,20 @@ class ChatSession(HarnessSession):  # type: ignore[misc]  # verifiers is untyped
         if name not in self._dispatch:
             known = ", ".join(sorted(self._dispatch)) or "none"
             return f"error: unknown tool {name!r}; the tools are: {known}"
-        return await call_mcp(self._servers, self._dispatch, name, arguments)
+        with self._doing(f"in a call of tool {name}"):
+            return await call_mcp(self._servers, self._dispatch, name, arguments)
+
+    @contextmanager
+    def _doing(self, what: str) -> Iterator[None]:
+        """Tells the host what this conversation does."""
+        if self._host is None:
+            yield
+            return
+        self._host.doing(self.trace.id, what)
+        try:
+            yield
+        finally:
+            self._host.doing(self.trace.id, "")
 
     async def _gate(self, call_id: str, name: str, arguments: Any) -> dict[str, Any] | None:
         """Asks the taskset's policy whether a tool call may run; returns the message to use instead, or None."""

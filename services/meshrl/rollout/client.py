@@ -132,6 +132,16 @@ class EngineClient(Client):  # type: ignore[misc]  # verifiers is untyped for th
         response.raw = serialize_completion(response, body["model"])
         return response
 
+    def doing(self, session_id: str, what: str) -> None:
+        """The agent's harness says what it waits for; "" when that is over."""
+        if (session := self._book.get(session_id)) is not None:
+            session.doing = what
+
+    def reachable(self, session_id: str) -> None:
+        """The agent has got the address for its model calls; its tool servers start next."""
+        if (session := self._book.get(session_id)) is not None:
+            session.reachable = True
+
     async def _render(
         self, turn: PendingTurn | None, prompt: list[Any], tail: list[Any], tools: list[dict[str, Any]] | None
     ) -> tuple[list[int], Any, bool]:
@@ -188,6 +198,8 @@ class EngineClient(Client):  # type: ignore[misc]  # verifiers is untyped for th
         except MeshError as error:
             session.failure = error
             raise ProviderError(error.message, status_code=502) from error
+        finally:
+            session.doing = ""
         session.calls.append(Call(completion_ids=sampled.token_ids, spans=sampled.spans))
         return {
             "request_id": sampled.request_id,
@@ -225,6 +237,7 @@ class EngineInterception(Interception):  # type: ignore[misc]  # verifiers is un
 
     @asynccontextmanager
     async def acquire(self, session: RolloutSession) -> AsyncIterator[Slot]:
+        self._client.reachable(session.trace.id)
         async with self._inner.acquire(session) as slot:
             if session.ctx.client == self._endpoint:  # an agent with an endpoint of its own keeps it
                 session.client = self._client

@@ -154,8 +154,10 @@ class EngineRouter:
                 if time.monotonic() >= give_up_at or self._pool.is_past(need):
                     raise self._no_engine(need, why)
                 skip.clear()
+                session.doing = f"waiting for an engine to take its model call ({why})"
                 await self._wait_for_change(give_up_at)
                 continue
+            session.doing = f"in a model call at {engine.url}"
             try:
                 answer = await self._call(engine, session, session_id, body)
             except _UnreachableError as error:

@@ -26,6 +26,7 @@ from meshrl.rollout.pool import Requirement
 from meshrl.rollout.ratios import reshaping
 from meshrl.rollout.samples import rollouts_of, trace_uuid
 from meshrl.rollout.sessions import Session, SessionBook
+from meshrl.rollout.stages import describe
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Rollout, RolloutEvent, RolloutFailure, RolloutRequest, RolloutStatus
 
@@ -41,6 +42,16 @@ class _Live:
     need: Requirement
     events: asyncio.Queue[RolloutEvent | None] = field(default_factory=asyncio.Queue)
     playing: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+    latest: dict[int, tuple[Trace, Session]] = field(default_factory=dict)
+    """The agent's run that began last, by rollout."""
+
+    def doing(self, index: int) -> str:
+        """What a rollout does now."""
+        if index not in self.playing:
+            return "it waited for a place in max_concurrent"
+        if index not in self.latest:
+            return "it was beginning its episode"
+        return f"it was {describe(*self.latest[index], time.time())}"
 
 
 class Episodes:
@@ -170,21 +181,28 @@ class Episodes:
             task.add_done_callback(self._tasks.discard)
 
     def _expire(self, live: _Live) -> None:
-        error = MeshError(Reason.DEADLINE_PASSED, _late(live.request))
-        self._end(live, Outcome.FAILED, error)
+        self._end(live, Outcome.FAILED, Reason.DEADLINE_PASSED)
         self._pump()
 
-    def _end(self, live: _Live, outcome: Outcome, error: MeshError | None = None) -> int:
-        """Ends what is left of a group: counts it at once, so that the stream ends; its tasks wind up behind."""
+    def _end(self, live: _Live, outcome: Outcome, late: Reason | None = None) -> int:
+        """Ends what is left of a group: counts it at once, so that the stream ends; its tasks wind up behind.
+
+        With `late` each is a failure for that reason, which says what it was doing.
+        """
         if live.group.over:
             return 0
-        reason = "" if error is None else error.reason.name
+        reason = "" if late is None else late.name
         running, waiting = self._table.end(live.group, outcome, self._clock(), reason=reason)
+        if late is not None:
+            lost = (*running, *waiting)
+            logger.warning(
+                "{} rollouts of group {} were late; {}", len(lost), live.request.group_id, live.doing(lost[0])
+            )
+            for index in lost:
+                error = MeshError(late, f"{_late(live.request)}: {live.doing(index)}")
+                live.events.put_nowait(_failure(live.request, str(uuid.uuid4()), error))
         for index in running:
             live.playing[index].cancel()
-        if error is not None:
-            for _ in (*running, *waiting):
-                live.events.put_nowait(_failure(live.request, str(uuid.uuid4()), error))
         live.events.put_nowait(None)
         return len(running) + len(waiting)
 
@@ -202,6 +220,7 @@ class Episodes:
                 scores_only=request.scores_only or not trace.agent.trainable,
             )
             sessions[trace.id] = session
+            live.latest[index] = (trace, session)
             self._book.open(trace.id, session)
 
         try:
@@ -228,6 +247,7 @@ class Episodes:
             for session_id in sessions:
                 self._book.close(session_id)
             live.playing.pop(index, None)
+            live.latest.pop(index, None)
             span.end()
             self._pump()
 

@@ -10,7 +10,6 @@ from contextlib import asynccontextmanager
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from typing import Any
 
-import aiohttp
 from loguru import logger
 from pydantic import ValidationError
 from verifiers.v1.clients import ModelContext, TrainClientConfig
@@ -32,7 +31,7 @@ from verifiers.v1.utils.retries import run_episode_with_retry
 
 from meshrl.core.config import ConfigError
 from meshrl.core.config.shared import EnvConfig
-from meshrl.environments.harness import lend_connections, open_connections
+from meshrl.environments.harness import HarnessHost, hosted_by, open_connections
 from meshrl.environments.plugins import plugin_id
 from meshrl.rollout.client import EngineClient, EngineInterception
 from meshrl.rollout.tasks import TaskSource
@@ -53,7 +52,7 @@ class HostedEnvironment:
         self._model = model
         self._default_sampling = default_sampling
         self._package_version = _package_version(type(env.taskset).__module__)
-        self._connections: aiohttp.ClientSession | None = None
+        self._host: HarnessHost | None = None
         self._endpoint = TrainClientConfig(base_url="http://engine-pool.invalid/v1", api_key_var="MESHRL_API_KEY")
 
     @property
@@ -70,7 +69,8 @@ class HostedEnvironment:
     @asynccontextmanager
     async def serving(self, client: EngineClient) -> AsyncIterator[None]:
         """Holds the environment's shared tools and interception server, with the policy's calls going to `client`."""
-        async with self.env.serving(), open_connections() as self._connections:
+        async with self.env.serving(), open_connections() as http:
+            self._host = HarnessHost(http, client.doing)
             # The one reach into verifiers: 0.4 takes no interception of one's own. A contract test guards it.
             self.env._interception = EngineInterception(self.env._interception, client, self._endpoint)
             yield
@@ -83,7 +83,8 @@ class HostedEnvironment:
     async def play(self, task: Task, sampling: Sampling, on_trace: Callable[[Trace], None]) -> Episode:
         """One scored episode of `task`, retried as the environment's own configuration says."""
         context = ModelContext(model=self._model, client=self._endpoint, sampling=_to_verifiers(sampling))
-        with lend_connections(self._connections):
+        assert self._host is not None  # it is served
+        with hosted_by(self._host):
             return await run_episode_with_retry(
                 lambda: self.env.run_episode(task, context, on_trace=on_trace), self.env.config.retries
             )

@@ -29,6 +29,8 @@ class Call:
 class Session:
     """One agent's run. `engine` is the URL that answered last; `failure` says why a model call could not be made.
 
+    `reachable`: set-up has come to its tool servers. `doing` says what it waits for afterwards, as far as its harness
+    or its model call told.
     `stream` numbers the agent runs of one rollout and `started` the model calls of this one: each call draws anew.
     `scores_only`: nothing trains on its tokens, so the logprobs of any engine will do.
     """
@@ -42,6 +44,8 @@ class Session:
     calls: list[Call] = field(default_factory=list)
     failure: MeshError | None = None
     scores_only: bool = False
+    reachable: bool = False
+    doing: str = ""
 
     def next_seed(self, seed: int) -> int:
         """The seed of the next model call of a rollout with `seed`: that itself for the first, others far apart."""

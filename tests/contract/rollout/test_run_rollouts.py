@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import time
 from contextlib import aclosing
 
@@ -170,8 +171,29 @@ async def test_rollouts_alive_at_the_deadline_are_failures(start_mesh, engine, m
     assert time.monotonic() - began < 30.0
     assert [failure.reason for failure in failures] == ["DEADLINE_PASSED"] * 2
     assert failures[0].retryable
+    late = "not finished within deadline_s = 0.4: it was"
+    assert re.match(rf"{late} in a model call at {engine.url}, [\d.]+ s into this stage$", failures[0].message)
+    assert failures[1].message == "not finished within deadline_s = 0.4: it waited for a place in max_concurrent"
     assert summary.failed == 2
     assert (await mesh.client.get_status()).running == 0
+
+
+@pytest.mark.parametrize(
+    ("index", "doing"),
+    [(0, "in the set-up of task and harness"), (1, "in the task's finalize"), (2, "in its rewards")],
+)
+async def test_a_late_rollout_says_which_stage_it_was_in(start_mesh, engine, make_group, index, doing):
+    mesh = await start_mesh([engine], env=[{"id": "mesh_slow"}])
+    failure, _ = await collect(mesh, make_group(environment="mesh_slow", task_index=index, deadline_s=3.0))
+    assert failure.message.startswith(f"not finished within deadline_s = 3: it was {doing}")
+
+
+async def test_a_late_rollout_says_that_no_engine_took_its_call(start_mesh, make_engine, make_group):
+    engine = await make_engine(health=503).start()
+    mesh = await start_mesh([engine])
+    failure, _ = await collect(mesh, make_group(deadline_s=0.4))
+    await engine.stop()
+    assert "it was waiting for an engine to take its model call (no engine is reachable)" in failure.message
 
 
 async def test_a_task_that_is_not_drawn_by_the_deadline_refuses_the_group(start_mesh, engine, make_group):

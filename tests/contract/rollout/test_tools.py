@@ -21,12 +21,20 @@ async def tools_url() -> AsyncIterator[str]:
     """A tool server as verifiers would start one, without the seconds that a process of its own takes."""
     server = MCPServer("text")
     server.add_tool(lambda word: str(len(word)), name="length", description="Counts the characters of a word.")
+    over = asyncio.Event()
+
+    async def wait() -> str:
+        await over.wait()
+        return ""
+
+    server.add_tool(wait, name="wait", description="Waits.")
     security = TransportSecuritySettings(enable_dns_rebinding_protection=False)
     app = server.streamable_http_app(json_response=True, stateless_http=True, transport_security=security)
     listener = socket.create_server(("127.0.0.1", 0))
     http = uvicorn.Server(uvicorn.Config(app, log_level="critical"))
     task = asyncio.create_task(http._serve(sockets=[listener]))  # `serve` would take over the signals of pytest
     yield f"http://127.0.0.1:{listener.getsockname()[1]}/mcp"
+    over.set()
     http.should_exit = True
     await task
 
@@ -57,3 +65,18 @@ async def test_tool_calls_run_and_their_results_go_back_to_the_model(start_mesh,
     assert "unknown tool" in last_prompt
     roles = [span.role for sample in rollout.samples for span in sample.message_spans]
     assert "tool" in roles
+
+
+async def test_a_rollout_whose_tool_is_late_names_the_tool(start_mesh, make_group, engine, tokens, tools_url):
+    call = [TOOL_CALL, *tokens('{"name": "text_wait", "arguments": {}}'), TOOL_CALL_END]
+    engine.reply = lambda request: call
+    mesh = await start_mesh(
+        [engine],
+        env=[{"id": "mesh_tools", "args": {"tools_url": tools_url}}],
+        renderer={"name": "default", "tool_parser": "qwen3"},
+        sampling={"max_tokens": 100},
+        seq_len=1024,
+    )
+    request = make_group(environment="mesh_tools", deadline_s=3.0)
+    failure, _ = [event async for event in mesh.client.run_rollouts(request)]
+    assert failure.message.startswith("not finished within deadline_s = 3: it was in a call of tool text_wait")
