@@ -60,6 +60,7 @@ class LedgerStore:
         self._writer = ThreadedWriter(path) if writer is None else writer
         self._put = self._writer.put
         self._run = 0
+        self._forgotten = 0  # no payload of a step up to this one is left
 
     # --- beginning and end ----------------------------------------------------------------------
 
@@ -193,11 +194,12 @@ class LedgerStore:
         self._put(change)
 
     def forget(self, step: int) -> None:
-        """Steps up to this one are durable: their payloads and batches go."""
+        """Steps up to this one are durable: their payloads and batches go. Looks only at steps not forgotten yet."""
+        after, self._forgotten = self._forgotten, max(self._forgotten, step)
 
         def change(db: sqlite3.Connection) -> None:
-            durable = "SELECT rollout_id FROM rollouts WHERE run = ? AND step <= ?"
-            db.execute(f"DELETE FROM payloads WHERE rollout_id IN ({durable})", (self._run, step))
+            durable = "SELECT rollout_id FROM rollouts WHERE run = ? AND step > ? AND step <= ?"
+            db.execute(f"DELETE FROM payloads WHERE rollout_id IN ({durable})", (self._run, after, step))
             db.execute("DELETE FROM parts WHERE run = ? AND step <= ?", (self._run, step))
 
         self._put(change)
