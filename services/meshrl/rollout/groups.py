@@ -152,8 +152,7 @@ class GroupTable:
 
     def rate(self, now: float) -> float:
         """Rollouts finished a second, over the last minute."""
-        while self._finished_at and self._finished_at[0] < now - RATE_WINDOW_S:
-            self._finished_at.popleft()
+        self._forget_finished(now)
         return len(self._finished_at) / RATE_WINDOW_S
 
     def _count(self, group: Group, outcome: Outcome, now: float, reason: str, sampled_tokens: int) -> None:
@@ -162,8 +161,13 @@ class GroupTable:
         if outcome is Outcome.FINISHED:
             self.finished += 1
             self._finished_at.append(now)
+            self._forget_finished(now)
         elif outcome is Outcome.FAILED:
             self.failures[reason] += 1
+
+    def _forget_finished(self, now: float) -> None:
+        while self._finished_at and self._finished_at[0] < now - RATE_WINDOW_S:
+            self._finished_at.popleft()
 
     def _forget(self, now: float) -> None:
         while self._seen:

@@ -1,8 +1,10 @@
 """The table of groups: admission, order, counting."""
 
+from collections.abc import Sized
+
 import pytest
 
-from meshrl.rollout.groups import GroupTable, Outcome
+from meshrl.rollout.groups import RATE_WINDOW_S, REMEMBERED_S, GroupTable, Outcome
 from meshrl.wire.errors import MeshError, Reason
 
 
@@ -94,3 +96,16 @@ def test_the_rate_covers_the_last_minute():
     assert groups.rate(50.0) == pytest.approx(2 / 60)
     assert groups.rate(70.0) == pytest.approx(1 / 60)
     assert groups.finished == 2
+
+
+def test_what_is_remembered_of_groups_that_are_over_is_bounded_though_nobody_asks_for_the_status():
+    groups = table()
+    for number in range(20_000):  # a group a second
+        group = groups.admit(f"r{number}", f"g{number}", 1, now=float(number))
+        groups.start()
+        groups.settle(group, 0, Outcome.FINISHED, float(number))
+        groups.remove(group)
+    held = {name: len(value) for name, value in vars(groups).items() if isinstance(value, Sized)}
+    assert groups.finished == 20_000
+    assert max(held.values()) <= REMEMBERED_S + 1
+    assert held["_finished_at"] <= RATE_WINDOW_S + 1
