@@ -12,12 +12,14 @@ from loguru import logger
 
 from meshrl.client import WeightSyncClient
 from meshrl.orchestrator.config import OrchestratorConfig
+from meshrl.orchestrator.feed import TrainerFeed
 from meshrl.orchestrator.retry import AWAY, Patience, RunError, failed, persist
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Activation, ActivationPolicy
 
 _SERVICE = "weight hub"
 SLEEP_MARGIN_S = 5.0  # of the hub's answer beyond the deadline that it keeps itself
+LOOK_S = 0.2  # between two looks whether a version is there
 _NOT_THERE_YET = frozenset({Reason.UNKNOWN_VERSION, Reason.VERSION_NOT_SEALED, Reason.UNKNOWN_RUN})
 _GONE = frozenset({Reason.UNKNOWN_VERSION, Reason.VERSION_SUPERSEDED, Reason.STALE_EPOCH})
 
@@ -101,6 +103,28 @@ class Activator:
                 raise VersionGoneError(str(error)) from error
             logger.error(f"version {version} was not activated, engines keep serving the one before: {error}")
             return None
+
+    async def activate_or_skip(self, feed: TrainerFeed, version: int) -> Activation | None:
+        """As `activate`, over restarts of the trainer; None when engines keep the version before.
+
+        A trainer that comes back at an earlier step makes the version again, and it is activated then. One that comes
+        back at a later step never does, so the version is skipped: a later one is activated. The version that it comes
+        back at is published anew, and waited for. Raises RunError when the hub is gone.
+        """
+        give_up_at_s = self._clock() + self._config.deadlines.startup_s
+        while feed.came_back_at <= version:
+            epoch = feed.epoch
+            try:
+                return await self.activate(version)
+            except VersionGoneError as error:
+                if version == feed.came_back_at and self._clock() < give_up_at_s:  # its process has yet to publish it
+                    await self._sleep(LOOK_S)
+                    continue
+                logger.warning(f"version {version} is gone, so the trainer has restarted: {error}")
+                if not await feed.restarts(epoch) or feed.came_back_at < version:
+                    return None
+        logger.warning(f"version {version} is skipped: the trainer went on from step {feed.came_back_at}")
+        return None
 
     async def sleep_engines(self) -> float:
         """Has engines give their memory back until the next version; returns seconds. A failure is only a warning."""

@@ -1,6 +1,7 @@
 """Feeds the trainer: uploads recorded batches in order and reports what became of them, over restarts of the trainer.
 
-    upload   consumes recorded batches; waits for the next one, or while the trainer's queue is full
+    upload   consumes recorded batches; waits for the next one, or while the trainer's queue is full. A batch that the
+             trainer refuses for its content stops it until the loop withdraws that batch and those behind it
     follow   consumes the trainer's events; when it restarts at step k, both cursors go back to k
     next     gives the loop the next step that is done; unblocked by the trainer's events
 
@@ -17,10 +18,14 @@ from opentelemetry import trace
 
 from meshrl.client import TrainerClient
 from meshrl.orchestrator.config import OrchestratorConfig
+from meshrl.orchestrator.refused import Refusal
 from meshrl.orchestrator.retry import Patience, RunError, failed, persist
 from meshrl.orchestrator.trainer_link import StepWatch, TrainerRestartedError
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Batch, RunInfo, StepEvent
+
+REFUSALS_IN_A_ROW = 5
+"""So many batches of one step may be refused for their content before the run ends: more would be refused as well."""
 
 _OUT_OF_STEP = frozenset({Reason.STEP_OUT_OF_ORDER, Reason.BATCH_CONFLICT})
 
@@ -43,6 +48,7 @@ class TrainerFeed:
         span_of: Callable[[int], trace.Span],
         on_back: Callable[[int, int], None],
         on_durable: Callable[[int], None],
+        on_refused: Callable[[], None],
         clock: Callable[[], float],
         sleep: Callable[[float], Awaitable[None]],
     ) -> None:
@@ -50,6 +56,7 @@ class TrainerFeed:
         self.recorded = recorded
         self.trained = trained
         self.uploaded = run.step
+        self.refused: Refusal | None = None
         self.changed = asyncio.Event()
         self._client = client
         self._address = config.services.trainer
@@ -57,6 +64,8 @@ class TrainerFeed:
         self._batch_of = batch_of
         self._span_of = span_of
         self._on_back = on_back
+        self._on_refused = on_refused
+        self._refusals_in_a_row = 0
         self._clock = clock
         self._sleep = sleep
         self._ended = False
@@ -77,14 +86,26 @@ class TrainerFeed:
         """The trainer's process, as far as known."""
         return self._watch.epoch
 
-    async def restarted_at(self, epoch: int) -> int | None:
-        """The step that the trainer came back at after `epoch`; None when it has not, and had the time to."""
-        return self._watch.step if await self._watch.restarts(epoch) else None
+    @property
+    def came_back_at(self) -> int:
+        """Where the trainer's process went on: it makes that version and later ones, and none before."""
+        return self._watch.step
+
+    async def restarts(self, epoch: int) -> bool:
+        """Waits for the process after `epoch`; False when it does not come for as long as a trainer may be away."""
+        return await self._watch.restarts(epoch)
 
     def add(self, step: int) -> None:
         """The batch of the next step is on disk."""
         assert step == self.recorded + 1, f"step {step} after {self.recorded}"
         self.recorded = step
+        self._wake()
+
+    def withdraw(self, step: int) -> None:
+        """The batch of `step`, which was refused, and those after it are taken apart: others come in their place."""
+        self.recorded = step - 1
+        self.uploaded = min(self.uploaded, self.recorded)
+        self.refused = None
         self._wake()
 
     def end(self) -> None:
@@ -93,8 +114,8 @@ class TrainerFeed:
         self._wake()
 
     async def place(self, at_most: int) -> None:
-        """Returns when fewer than `at_most` batches are at the trainer."""
-        while self.recorded - self.trained >= at_most:
+        """Returns when fewer than `at_most` batches are at the trainer, or when it has refused one."""
+        while self.refused is None and self.recorded - self.trained >= at_most:
             await self._change()
 
     async def next(self) -> tuple[int, StepEvent] | None:
@@ -137,9 +158,28 @@ class TrainerFeed:
             except MeshError as error:  # a trainer that has restarted expects an earlier step
                 if error.reason in _OUT_OF_STEP and await self._watch.restarts(epoch):
                     continue
-                raise failed("trainer", self._address, f"taking batch {step}", error) from error
+                if error.reason is not Reason.INVALID_REQUEST or self._ended:
+                    raise failed("trainer", self._address, f"taking batch {step}", error) from error
+                await self._refuse(Refusal(step=step, error=error))
+                continue
+            self._refusals_in_a_row = 0
             if epoch == self._watch.epoch:
                 self.uploaded = step
+
+    async def _refuse(self, refusal: Refusal) -> None:
+        """Waits until the loop has taken the batch apart. Raises RunError when that has been done too often."""
+        self._refusals_in_a_row += 1
+        if self._refusals_in_a_row >= REFUSALS_IN_A_ROW:
+            raise RunError(
+                f"trainer at {self._address} refused {self._refusals_in_a_row} batches in a row, the last of step"
+                f" {refusal.step}: {refusal.error}; leaving out the rollouts at fault has not helped, so see the"
+                " trainer's log for what it takes"
+            )
+        self.refused = refusal
+        self._on_refused()
+        self._wake()
+        while self.refused is not None:
+            await self._change()
 
     async def _submit(self, batch: Batch) -> None:
         patience = Patience(unreachable_s=self._deadlines.unreachable_s, retry_s=self._deadlines.step_s)

@@ -26,6 +26,8 @@ class DropReason(enum.Enum):
     """All rewards of its group are equal."""
     STALE = "stale"
     """Its oldest token is older than the law allows."""
+    REFUSED = "refused_by_trainer"
+    """The trainer refused a batch because of it."""
     UNTRAINABLE = "untrainable"
     """No sampled token fits into the token budget."""
     RUN_ENDED = "run_ended"

@@ -84,6 +84,10 @@ class Journal:
         elif isinstance(event, RolloutFailure):
             self._ledger.fail(ticket.group_id, event.rollout_id, event.reason)
 
+    def is_open(self, rollout_id: str) -> bool:
+        """True from when a rollout has come back until it is dropped, or trained."""
+        return self._ledger.is_open(rollout_id)
+
     def close_group(self, group: Group, *, cancelled_for: str) -> None:
         """A group is over; what an earlier process has of it joins it."""
         self._ledger.close_group(
@@ -129,6 +133,12 @@ class Journal:
     def trained(self, step: int) -> None:
         """The trainer is done with a step."""
         self._ledger.train(step)
+
+    def release(self, step: int) -> None:
+        """The batch of a step is taken apart: what it took is finished, to be taken by another."""
+        self._store.released(step)
+        self._ledger.release(step)
+        del self._records[step]
 
     def progress(self, step: int) -> Progress:
         """Totals up to a step that was batched."""

@@ -123,6 +123,10 @@ class Ledger:
         self._key_of[rollout_id] = key
         self._move(key, RolloutState.FINISHED, rollout_id=rollout_id, oldest_version=oldest_version)
 
+    def is_open(self, rollout_id: str) -> bool:
+        """True for a rollout that has finished and is neither dropped nor trained."""
+        return rollout_id in self._key_of
+
     def fail(self, group_id: str, rollout_id: str, reason: str) -> None:
         """A rollout came back as a failure; one more failure than rollouts dispatched is ignored."""
         if self._unassigned[group_id]:

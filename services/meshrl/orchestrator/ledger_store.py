@@ -193,6 +193,15 @@ class LedgerStore:
 
         self._put(change)
 
+    def released(self, step: int) -> None:
+        """A step will not be trained with the batch that it has. Call it before its rollouts are finished again."""
+
+        def change(db: sqlite3.Connection) -> None:
+            db.execute("DELETE FROM parts WHERE run = ? AND step = ?", (self._run, step))
+            db.execute("DELETE FROM steps WHERE run = ? AND step = ?", (self._run, step))
+
+        self._put(change)
+
     def forget(self, step: int) -> None:
         """Steps up to this one are durable: their payloads and batches go. Looks only at steps not forgotten yet."""
         after, self._forgotten = self._forgotten, max(self._forgotten, step)

@@ -3,6 +3,7 @@
     gather     consumes finished groups, waits until a step has enough; unblocked by the sampling tasks
     record     turns them into a batch and puts it on disk; waits while two batches are at the trainer already
     feed       uploads what is on disk, in order, again after a restart of the trainer
+    dissolve   takes a batch that the trainer refuses apart, with those behind it; their rollouts are gathered again
     finish     waits until the trainer is done with a step, activates its version, writes its record; unblocks sampling
     dispatch   starts a sampling task for every group that the law admits; called whenever that may have changed
 
@@ -17,43 +18,35 @@ import asyncio
 import time
 import uuid
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 
 from loguru import logger
 from opentelemetry import trace
 
 from meshrl.core.monitor import Monitor
 from meshrl.orchestrator import metrics as record
-from meshrl.orchestrator.activation import Activator, VersionGoneError
+from meshrl.orchestrator.activation import Activator
 from meshrl.orchestrator.advantage import build_advantage
-from meshrl.orchestrator.batches import Assembled, assemble
+from meshrl.orchestrator.batches import assemble
 from meshrl.orchestrator.config import OrchestratorConfig
+from meshrl.orchestrator.doomed import DoomedGroups
 from meshrl.orchestrator.evals import Evaluator
 from meshrl.orchestrator.feed import TrainerFeed
-from meshrl.orchestrator.groups import DropReason, GroupTicket, Screened
+from meshrl.orchestrator.groups import DropReason, Group, GroupTicket, Screened
 from meshrl.orchestrator.journal import Journal
 from meshrl.orchestrator.losses import LostGroups
 from meshrl.orchestrator.parts import make_evaluator, make_plan, sampling_by_environment
 from meshrl.orchestrator.plan import ReadyGroup
-from meshrl.orchestrator.retry import RunError, first_cause
-from meshrl.orchestrator.sampling import GroupSampler
+from meshrl.orchestrator.refused import Refusal, at_fault, without
+from meshrl.orchestrator.retry import RunError, failed, first_cause
+from meshrl.orchestrator.sampling import GroupSampler, Problems
 from meshrl.orchestrator.spans import StepSpans
 from meshrl.orchestrator.startup import Mesh, Services
-from meshrl.wire.errors import MeshError
-from meshrl.wire.types import Activation, Batch, StepEvent
+from meshrl.orchestrator.submitted import SubmittedStep, SubmittedSteps
+from meshrl.wire.trainable import rollout_problems
+from meshrl.wire.types import Rollout, StepEvent
 
 BATCHES_AT_TRAINER = 2
 """One that trains and one that waits: the trainer starts the next step at once, and no batch ages longer than that."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class SubmittedStep:
-    """A step that the trainer has, with what its record needs."""
-
-    step: int
-    groups: tuple[ReadyGroup, ...]
-    assembled: Assembled
-    tally: record.StepTally
 
 
 class TrainLoop:
@@ -96,10 +89,10 @@ class TrainLoop:
         self._evaluator: Evaluator | None = make_evaluator(config, mesh, self._sampler, clock)
         self._tally = record.StepTally()
         self._changed = asyncio.Event()
-        self._submitted: dict[int, SubmittedStep] = {}
+        self._submitted = SubmittedSteps(journal)
         self._finishing = False
         self._evaluating = False
-        self._cancelling: set[str] = set()
+        self._doomed = DoomedGroups(self.plan, services.rollout)
         self._lost_groups = LostGroups(config, sleep=sleep)
         self._go_on()
         self._feed = TrainerFeed(
@@ -108,10 +101,11 @@ class TrainLoop:
             run=mesh.run,
             recorded=journal.opening.recorded,
             trained=journal.opening.unlogged_from - 1,
-            batch_of=self._batch,
+            batch_of=self._submitted.batch,
             span_of=self._spans.span,
             on_back=self._go_back,
             on_durable=journal.durable,
+            on_refused=self._changed.set,
             clock=clock,
             sleep=sleep,
         )
@@ -147,10 +141,16 @@ class TrainLoop:
             beside = [self._tasks.create_task(work) for work in (self._feed.follow(), self._feed.upload())]
             finishing = self._tasks.create_task(self._finish_steps())
             self._dispatch()
-            while not self.plan.exhausted:
+            while True:
+                await self._wait_for_trainer_place(1 if self.plan.exhausted else BATCHES_AT_TRAINER)
+                if self._feed.refused is not None:
+                    await self._dissolve(self._feed.refused)
+                    continue
+                if self.plan.exhausted:
+                    break
                 step = self.plan.next_step
-                await self._wait_for_trainer_place()
-                groups = await self._gather()
+                if (groups := await self._gather()) is None:
+                    continue
                 if self.config.sleep_engines and not (self.plan.in_flight or self._evaluating):
                     self._tally.sleep_engines_s = await self._activator.sleep_engines()  # the trainer gets their memory
                 await self._submit(step, groups)
@@ -176,17 +176,15 @@ class TrainLoop:
                 ticket,
                 sampling=self._sampling[ticket.task.environment],
                 traceparent=self._spans.traceparent(ticket.for_step),
+                problems_of=self._problems_of,
                 on_event=lambda event: self._journal.enter(ticket, event),
             )
-        too_old = ticket.group_id in self._cancelling
+        too_old = self._doomed.has(ticket.group_id)
         self._journal.close_group(group, cancelled_for=DropReason.STALE.value if too_old else "rollout_service")
         await self._lost_groups.judge(group)
         screened = self.plan.finish(group)
-        self._cancelling.discard(ticket.group_id)
-        self._drop(screened)
-        if not screened.kept:
-            self._tally.discarded.append(group)
-            self._tally.zero_signal_groups += any(why is DropReason.ZERO_SIGNAL for _, why in screened.dropped)
+        self._doomed.forget(ticket.group_id)
+        self._book(group, screened)
         if self.plan.silent_groups_in_a_row >= self.config.filters.max_zero_signal_groups:
             raise RunError(
                 f"{self.plan.silent_groups_in_a_row} groups in a row had equal rewards, last in"
@@ -195,6 +193,20 @@ class TrainLoop:
             )
         self._dispatch()
 
+    def _problems_of(self, rollout: Rollout) -> Problems:
+        """What keeps the trainer from taking a rollout; no version is newer than the last step with a batch."""
+        if self._journal.is_open(rollout.rollout_id):
+            return [("rollout_id", f"must be a UUID of its own, got that of another rollout, {rollout.rollout_id!r}")]
+        vocab_size = self._mesh.trainer.vocab_size or None
+        return rollout_problems(rollout, vocab_size=vocab_size, newest_version=self._feed.recorded)
+
+    def _book(self, group: Group, screened: Screened) -> None:
+        """Books what was dropped of a group that was judged."""
+        self._drop(screened)
+        if not screened.kept:
+            self._tally.discarded.append(group)
+            self._tally.zero_signal_groups += any(why is DropReason.ZERO_SIGNAL for _, why in screened.dropped)
+
     def _drop(self, screened: Screened) -> None:
         for rollout, reason in screened.dropped:
             self._journal.drop(rollout.rollout_id, reason)
@@ -202,23 +214,25 @@ class TrainLoop:
 
     # --- one step -----------------------------------------------------------------------------
 
-    async def _wait_for_trainer_place(self) -> None:
+    async def _wait_for_trainer_place(self, at_most: int) -> None:
         began_s = self._clock()
-        await self._feed.place(BATCHES_AT_TRAINER)  # bounded by the deadlines of the finishing task
+        await self._feed.place(at_most)  # bounded by the deadlines of the finishing task
         self._tally.wait_for_ckpt_s += self._clock() - began_s
 
-    async def _gather(self) -> list[ReadyGroup]:
-        """The groups of the next step. Raises RunError when none come any more."""
-        while True:
+    async def _gather(self) -> list[ReadyGroup] | None:
+        """The groups of the next step; None when an earlier batch was refused. Raises RunError when none come."""
+        while self._feed.refused is None:
             for _, screened in self.plan.drop_stale():
                 self._drop(screened)
             if (groups := self.plan.take()) is not None:
                 self._dispatch()
                 return groups
-            self._cancel_doomed()
+            if too_old := self._doomed.take():
+                self._tasks.create_task(self._doomed.cancel(too_old))
             self._dispatch()
             self._changed.clear()
             await self._wait_for_change()
+        return None
 
     async def _wait_for_change(self) -> None:
         """Waits for a group or a version, and books whether generation or the trainer was waited for."""
@@ -247,23 +261,6 @@ class TrainLoop:
         else:
             self._tally.wait_for_rollouts_s += waited_s
 
-    def _cancel_doomed(self) -> None:
-        """Stops groups that would come back too old to train on."""
-        doomed = [group_id for group_id in self.plan.doomed() if group_id not in self._cancelling]
-        if doomed:
-            self._cancelling.update(doomed)
-            self._tasks.create_task(self._cancel(doomed))
-
-    async def _cancel(self, group_ids: list[str]) -> None:
-        try:
-            cancelled = await self._services.rollout.cancel_rollouts(group_ids)
-        except MeshError as error:  # not needed for correctness: they come back stale and are dropped
-            logger.warning(f"could not cancel {len(group_ids)} groups that are too old: {error}")
-        else:
-            logger.info(
-                f"cancelled {cancelled} rollouts in flight that would be too old for step {self.plan.next_step}"
-            )
-
     async def _submit(self, step: int, groups: list[ReadyGroup]) -> None:
         """Makes the batch and hands it to the trainer."""
         tally, self._tally = self._tally, record.StepTally()
@@ -284,12 +281,31 @@ class TrainLoop:
         for _ in assembled.untrainable:
             tally.drop(DropReason.UNTRAINABLE)
         await self._journal.batch(groups, assembled, dp_size=self._mesh.trainer.dp_size, drawn=self.plan.drawn())
-        self._submitted[step] = SubmittedStep(step=step, groups=tuple(groups), assembled=assembled, tally=tally)
+        self._submitted.add(SubmittedStep(step=step, groups=tuple(groups), assembled=assembled, tally=tally))
         self._feed.add(step)
 
-    async def _batch(self, step: int) -> Batch:
-        submitted = self._submitted.get(step)
-        return submitted.assembled.batch if submitted is not None else await self._journal.load_batch(step)
+    async def _dissolve(self, refusal: Refusal) -> None:
+        """Drops what the trainer refused a batch for; what else it and those behind it hold is gathered again."""
+        taken = [await self._submitted.take(step) for step in range(refusal.step, self._feed.recorded + 1)]
+        bad = at_fault(refusal, taken[0], vocab_size=self._mesh.trainer.vocab_size or None)
+        if not bad:
+            doing = f"taking batch {refusal.step}"
+            raise failed("trainer", self.config.services.trainer, doing, refusal.error) from refusal.error
+        sound: list[ReadyGroup] = []
+        for submitted in taken:
+            self._journal.release(submitted.step)
+            self._tally.take_back(submitted.tally)
+            for ready, lost in without(submitted, bad):
+                self._drop(Screened(kept=(), dropped=tuple((rollout, DropReason.REFUSED) for rollout in lost)))
+                sound.append(ready)
+        for ready, screened in zip(sound, self.plan.take_back(refusal.step, sound), strict=True):
+            self._book(ready.group, screened)
+        logger.warning(
+            f"the trainer refused batch {refusal.step}, which is made anew without {len(bad)} rollouts"
+            f" ({', '.join(sorted(bad)[:3])}{', ...' if len(bad) > 3 else ''}): {refusal.error}"
+        )
+        self._feed.withdraw(refusal.step)
+        self._dispatch()
 
     def _go_back(self, step: int, done: int) -> None:
         """The trainer restarted at `step`: those after it, up to `done`, are done again."""
@@ -309,17 +325,15 @@ class TrainLoop:
 
     async def _finish(self, step: int, done: StepEvent) -> None:
         self._journal.trained(step)
-        if (submitted := self._submitted.pop(step, None)) is None:  # of an earlier process, or done before
-            groups, assembled = await self._journal.load_step(step)
-            submitted = SubmittedStep(step=step, groups=groups, assembled=assembled, tally=record.StepTally())
+        submitted = await self._submitted.take(step)
         version = step if done.version is None else done.version
         synchronous = self.config.max_async_level == 0
         served: record.Metrics = {}
         activation = None
         if version > self.plan.active_version:  # else engines have moved on: it was done before this process began
             with trace.use_span(self._spans.span(step)):
-                activation = await self._activate(version)
-            served = record.activation_metrics(activation)
+                activation = await self._activator.activate_or_skip(self._feed, version)
+            served = record.activation_metrics(activation, skipped=version < self._feed.came_back_at)
         active = activation is not None and step <= self._feed.trained  # else it is made and activated again
         if active:
             served["policy/active_version"] = float(version)
@@ -336,18 +350,6 @@ class TrainLoop:
                 self._tasks.create_task(self._evaluate(step))
         if active and synchronous:  # sampling goes on only now, after the evaluation
             self._sample_with(version)
-
-    async def _activate(self, version: int) -> Activation | None:
-        """Puts engines on a version; None when they keep the one before, or when the trainer makes it again."""
-        while True:
-            epoch = self._feed.epoch
-            try:
-                return await self._activator.activate(version)
-            except VersionGoneError as error:
-                logger.warning(f"version {version} is gone, so the trainer has restarted: {error}")
-                came_back_at = await self._feed.restarted_at(epoch)
-                if came_back_at is None or came_back_at < version:
-                    return None
 
     def _sample_with(self, version: int) -> None:
         self.plan.activated(version)

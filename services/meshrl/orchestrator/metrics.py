@@ -50,6 +50,14 @@ class StepTally:
     def drop(self, reason: DropReason) -> None:
         self.dropped[reason.value] += 1
 
+    def take_back(self, of_step: StepTally) -> None:
+        """Adds what was judged for a step whose batch was taken apart."""
+        self.discarded[:0] = of_step.discarded
+        self.zero_signal_groups += of_step.zero_signal_groups
+        self.dropped.update(of_step.dropped)
+        self.wait_for_rollouts_s += of_step.wait_for_rollouts_s
+        self.wait_for_ckpt_s += of_step.wait_for_ckpt_s
+
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
@@ -186,10 +194,10 @@ def trainer_metrics(event: StepEvent) -> Metrics:
     return times | {name: value for name, value in event.metrics.items() if name != "time/step"}
 
 
-def activation_metrics(activation: Activation | None) -> Metrics:
-    """How the weights reached the engines; empty when the version was skipped."""
+def activation_metrics(activation: Activation | None, *, skipped: bool = False) -> Metrics:
+    """How the weights reached the engines; None when they kept those before. `skipped`: a later version is there."""
     if activation is None:
-        return {"weights/activated": 0.0}
+        return {"weights/activated": 0.0} | ({"weights/skipped": 1.0} if skipped else {})
     applied = [report.applied for report in activation.engines]
     metrics: Metrics = {
         "weights/activated": 1.0,

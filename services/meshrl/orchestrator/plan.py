@@ -142,9 +142,22 @@ class WorkPlan:
 
     def finish(self, group: Group) -> Screened:
         """Judges a group that is over; what is kept waits for a step, what is dropped frees its slot."""
+        del self._in_flight[group.ticket.group_id]
+        return self._judge(group, group.rollouts)
+
+    def take_back(self, step: int, groups: Sequence[ReadyGroup]) -> list[Screened]:
+        """Groups that the batches of `step` and after had come back, as far as they are `kept`: `step` is next again.
+
+        Returns for each what is left of it.
+        """
+        self.next_step = step
+        for ready in groups:
+            self._order[ready.group.ticket.group_id] = ready.group.ticket.sequence
+        return [self._judge(ready.group, ready.kept) for ready in groups]
+
+    def _judge(self, group: Group, rollouts: Sequence[Rollout]) -> Screened:
         group_id = group.ticket.group_id
-        del self._in_flight[group_id]
-        screened = self._screen(group.rollouts)
+        screened = self._screen(rollouts)
         if any(reason is DropReason.ZERO_SIGNAL for _, reason in screened.dropped):
             self.silent_groups_in_a_row += 1
         if screened.kept:

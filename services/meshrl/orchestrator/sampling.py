@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 
 from loguru import logger
@@ -15,6 +15,9 @@ from meshrl.orchestrator.groups import Group, GroupTicket
 from meshrl.orchestrator.retry import Patience, failed
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Rollout, RolloutEvent, RolloutFailure, RolloutRequest, RolloutSummary, Sampling
+
+Problems = Sequence[tuple[str, str]]
+"""(field, what it must be) for each rule that a rollout breaks."""
 
 _GROUP_ERRORS = frozenset(
     {Reason.DEADLINE_PASSED, Reason.ENVIRONMENT_FAILED, Reason.ENGINE_FAILED, Reason.INTERNAL, Reason.CANCELLED}
@@ -49,11 +52,13 @@ class GroupSampler:
         sampling: Sampling,
         traceparent: str = "",
         scores_only: bool = False,
+        problems_of: Callable[[Rollout], Problems] = lambda rollout: (),
         on_event: Callable[[RolloutEvent], None] = lambda event: None,
     ) -> Group:
         """Returns the group once it is over; what was lost on the way counts as failures of the group.
 
-        With `scores_only` nothing trains on it, so its logprobs may be any.
+        With `scores_only` nothing trains on it, so its logprobs may be any. A rollout of which `problems_of` finds some
+        counts as failed.
 
         Raises RunError when the service is gone, or refuses the group for good.
         """
@@ -64,7 +69,7 @@ class GroupSampler:
             request = self._request(ticket, sampling, traceparent, scores_only)
             try:
                 async with asyncio.timeout(self._deadlines.group_s + _GRACE_S):
-                    await self._gather(request, group, on_event)
+                    await self._gather(request, group, problems_of, on_event)
             except MeshError as error:  # refused, or cut off: what came back stays
                 if group.rollouts or group.failures or error.reason in _GROUP_ERRORS:
                     return self._over(group, began_s, error)
@@ -94,9 +99,23 @@ class GroupSampler:
             scores_only=scores_only,
         )
 
-    async def _gather(self, request: RolloutRequest, group: Group, on_event: Callable[[RolloutEvent], None]) -> None:
+    async def _gather(
+        self,
+        request: RolloutRequest,
+        group: Group,
+        problems_of: Callable[[Rollout], Problems],
+        on_event: Callable[[RolloutEvent], None],
+    ) -> None:
         async with aclosing(self._client.run_rollouts(request)) as events:
-            async for event in events:
+            async for received in events:
+                event = received
+                if isinstance(event, Rollout) and (problems := (*_mistaken(event, group), *problems_of(event))):
+                    event = _bad_rollout(event, problems)
+                if isinstance(event, RolloutFailure) and event.reason == Reason.BAD_ROLLOUT.name:
+                    logger.warning(
+                        f"rollout {event.rollout_id!r} of environment {group.ticket.task.environment!r} from the"
+                        f" rollout service at {self._address} counts as failed: {event.message}"
+                    )
                 if isinstance(event, Rollout):
                     group.rollouts.append(event)
                 elif isinstance(event, RolloutFailure):
@@ -112,3 +131,26 @@ class GroupSampler:
             group.cut_short = error.reason.name
             logger.warning(f"group {group.ticket.group_id} was cut short: {error}")
         return group
+
+
+def _mistaken(rollout: Rollout, group: Group) -> Problems:
+    """What is wrong with who a rollout says it is."""
+    ticket, found = group.ticket, []
+    if not rollout.rollout_id or any(rollout.rollout_id == other.rollout_id for other in group.rollouts):
+        found.append(("rollout_id", f"must be a UUID of its own, got {rollout.rollout_id!r}"))
+    if rollout.group_id != ticket.group_id:
+        found.append(("group_id", f"must be {ticket.group_id!r}, got {rollout.group_id!r}"))
+    if rollout.environment != ticket.task.environment:
+        found.append(("environment", f"must be {ticket.task.environment!r}, got {rollout.environment!r}"))
+    return found
+
+
+def _bad_rollout(rollout: Rollout, problems: Problems) -> RolloutFailure:
+    has_id = all(field != "rollout_id" for field, _ in problems)  # else it is that of another rollout
+    return RolloutFailure(
+        rollout_id=rollout.rollout_id if has_id else "",
+        group_id=rollout.group_id,
+        reason=Reason.BAD_ROLLOUT.name,
+        message="; ".join(f"{field} {problem}" for field, problem in problems),
+        retryable=False,
+    )

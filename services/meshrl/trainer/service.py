@@ -54,6 +54,7 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
             model=facts.model,
             runs=(self._desk.book.info(),),
             max_queued_batches=facts.max_queued_batches,
+            vocab_size=facts.vocab_size,
         )
         return trainer_info_to_proto(info, contract_version=CONTRACT_VERSION)
 

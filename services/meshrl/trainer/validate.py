@@ -7,9 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from meshrl.wire.errors import FieldViolation, invalid
+from meshrl.wire.trainable import are_logprobs, row_problems
 from meshrl.wire.types import Batch, MicroBatch
-
-LOGPROB_ROUNDING = 1e-3  # a certain token's logprob may come out this far above 0 in low precision
 
 
 def check_batch(batch: Batch, *, vocab_size: int) -> None:
@@ -28,14 +27,14 @@ def _problems(row: MicroBatch, vocab_size: int) -> Iterator[tuple[str, str]]:
     expected = np.arange(len(row.token_ids)) - np.repeat(starts, np.diff(row.sample_offsets))
     if (row.position_ids != expected).any():
         yield "position_ids", "must count from 0 within each sample"
-    lowest, highest = int(row.token_ids.min()), int(row.token_ids.max())
-    if lowest < 0 or highest >= vocab_size:
-        yield "token_ids", f"must lie in the model's vocabulary, 0 to {vocab_size - 1}; got {lowest} to {highest}"
-    if row.loss_mask[starts].any():
-        yield "loss_mask", "must be false at the first token of a sample, which nothing predicts"
-    if (row.inference_logprobs[row.loss_mask] > LOGPROB_ROUNDING).any():
-        yield "inference_logprobs", "must be logprobs, so not above 0"
-    if row.ref_logprobs is not None and (row.ref_logprobs[row.ref_kl_weights != 0] > LOGPROB_ROUNDING).any():
-        yield "ref_logprobs", "must be logprobs, so not above 0"
-    if not (np.isfinite(row.temperatures).all() and (row.temperatures > 0).all()):
-        yield "temperatures", "must be above 0: a greedy sample has no distribution to correct for"
+    yield from row_problems(
+        token_ids_T=row.token_ids,
+        loss_mask_T=row.loss_mask,
+        logprobs_T=row.inference_logprobs,
+        starts_S=starts,
+        temperatures_S=row.temperatures,
+        vocab_size=vocab_size,
+        logprobs="inference_logprobs",
+    )
+    if row.ref_logprobs is not None and not are_logprobs(row.ref_logprobs[row.ref_kl_weights != 0]):
+        yield "ref_logprobs", "must be logprobs, so finite and not above 0"

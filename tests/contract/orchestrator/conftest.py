@@ -21,6 +21,7 @@ from meshrl.orchestrator.loop import TrainLoop
 from meshrl.orchestrator.opening import open_journal
 from meshrl.orchestrator.startup import connect, meet
 from meshrl.trainer.steps import StepBook
+from meshrl.trainer.validate import check_batch
 from meshrl.v1 import rollout_pb2, rollout_pb2_grpc, trainer_pb2, trainer_pb2_grpc, weights_pb2, weights_pb2_grpc
 from meshrl.wire import convert
 from meshrl.wire.errors import MeshError, Reason
@@ -29,6 +30,7 @@ from meshrl.wire.types import (
     Activation,
     AgentState,
     ApplyReport,
+    Batch,
     EngineInfo,
     EngineReport,
     EnvironmentInfo,
@@ -58,10 +60,17 @@ class Script:
     refusals: list[Reason] = field(default_factory=list)
     broken_versions: set[int] = field(default_factory=set)
     failing_steps: set[int] = field(default_factory=set)
+    alter: Callable[[RolloutRequest, int, Rollout], Rollout] = lambda request, place, rollout: rollout
+    vocab_size: int = 100
+    tells_vocab_size: bool = True
+    refuses: Callable[[Batch], bool] = lambda batch: False
+    refused_batches: list[int] = field(default_factory=list)
     durable_every: int = 0
     metrics: dict[str, float] = field(
         default_factory=lambda: {"loss/mean": 0.5, "mismatch_kl/all/mean": 1e-6, "optim/grad_norm": 0.1}
     )
+    holds: dict[int, asyncio.Event] = field(default_factory=dict)
+    gone_versions: set[int] = field(default_factory=set)
 
     engine_version: int = -1
     trained_version: int = 0
@@ -125,6 +134,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                 else:
                     finished += 1
                     rollout = finished_rollout(request, script.reward(request, place), version)
+                    rollout = script.alter(request, place, rollout)
                     script.rollout_versions[rollout.rollout_id] = version
                     yield convert.rollout_event_to_proto(rollout)
             cancelled = request.group_size - finished - failed
@@ -184,6 +194,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             model="scripted",
             runs=(self.book.info(),),
             max_queued_batches=2,
+            vocab_size=self.script.vocab_size if self.script.tells_vocab_size else 0,
         )
         return convert.trainer_info_to_proto(info, contract_version=CONTRACT_VERSION)
 
@@ -194,6 +205,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         batch, header = reader.finish(), reader.header
         assert header is not None
         known = self.book.admit(batch.step, header.digest)
+        self._check(batch)
         async with self.changed:
             answer = self.book.accept(batch, header.digest)
             self.changed.notify_all()
@@ -203,6 +215,15 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             self.script.batches[batch.step] = [one for row in batch.micro_batches for one in row.rollout_ids]
             self.script.log.append(("batch", batch.step))
         return trainer_pb2.SubmitBatchResponse(revision=answer.revision, queue_position=answer.queue_position)
+
+    def _check(self, batch: Batch) -> None:
+        try:
+            check_batch(batch, vocab_size=self.script.vocab_size)
+            if self.script.refuses(batch):
+                raise MeshError(Reason.INVALID_REQUEST, "scripted")
+        except MeshError:
+            self.script.refused_batches.append(batch.step)
+            raise
 
     async def train(self) -> None:
         script = self.script
@@ -264,7 +285,9 @@ class WeightsServicer(weights_pb2_grpc.WeightSyncServicer):
         script, version = self.script, request.version
         if version in script.broken_versions:
             raise MeshError(Reason.ENGINES_NOT_READY, f"engine e0 refused version {version}: DIGEST_MISMATCH")
-        if version > script.trained_version:
+        if version in script.holds:
+            await script.holds[version].wait()
+        if version > script.trained_version or version in script.gone_versions:
             raise MeshError(Reason.UNKNOWN_VERSION, f"version {version}")
         await asyncio.sleep(0.005)
         script.engine_version = version

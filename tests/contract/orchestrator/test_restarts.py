@@ -19,6 +19,7 @@ from meshrl.orchestrator.opening import open_journal
 from meshrl.orchestrator.parts import make_plan
 from meshrl.orchestrator.retry import RunError
 from meshrl.orchestrator.startup import connect, meet
+from meshrl.orchestrator.submitted import SubmittedSteps
 
 
 class LosesTheRest(ThreadedWriter):
@@ -54,7 +55,7 @@ class Orchestrator:
         running = asyncio.create_task(loop.run())
         killing = asyncio.create_task(kill_when() if kill_when is not None else asyncio.Event().wait())
         try:
-            await asyncio.wait({running, killing}, return_when=asyncio.FIRST_COMPLETED, timeout=30.0)
+            await asyncio.wait({running, killing}, return_when=asyncio.FIRST_COMPLETED, timeout=45.0)
             if running.done():
                 running.result()
                 journal.end()
@@ -190,16 +191,16 @@ async def test_a_batch_that_is_done_while_it_is_read_for_its_upload_is_not_misse
         await until(lambda: len(script.uploads) == 2)
 
     assert not await Orchestrator(config).run(two_batches)
-    read, late = TrainLoop._batch, []
+    read, late = SubmittedSteps.batch, []
 
-    async def read_late(loop: TrainLoop, step: int):
-        if step not in loop._submitted:
+    async def read_late(steps: SubmittedSteps, step: int):
+        if step not in steps._here:
             late.append(step)
-            await until(lambda: loop._journal._forgotten >= step)
+            await until(lambda: steps._journal._forgotten >= step)
             await asyncio.sleep(0.1)  # the ledger is written
-        return await read(loop, step)
+        return await read(steps, step)
 
-    monkeypatch.setattr(TrainLoop, "_batch", read_late)
+    monkeypatch.setattr(SubmittedSteps, "batch", read_late)
     assert await Orchestrator(config).run()
     assert late
     assert_exact(tmp_path, 4)
@@ -218,6 +219,54 @@ async def test_both_may_die(mesh, script, make_config, tmp_path) -> None:
     assert await Orchestrator(config).run()
     assert_exact(tmp_path, 8)
     assert script.trained[(1, 5)] == script.trained[(2, 5)]
+
+
+async def test_versions_that_a_restarted_trainer_is_ahead_of_are_skipped(mesh, script, make_config, tmp_path) -> None:
+    """It would take far longer than the test has to wait for a trainer that makes them again: it never does."""
+    script.durable_every = 1
+    script.holds[3] = asyncio.Event()
+    config = make_config(
+        mesh.services,
+        max_steps=8,
+        checkpoint_interval=1,
+        deadlines={"startup_s": 5.0, "unreachable_s": 600.0, "step_s": 600.0, "batch_s": 600.0, "activation_s": 600.0},
+    )
+    running = asyncio.create_task(Orchestrator(config).run())
+    await until(lambda: (1, 5) in script.trained or running.done())
+    await mesh.kill_trainer()
+    script.gone_versions = {1, 2, 3, 4}
+    await mesh.start_trainer(5)
+    await asyncio.sleep(0.1)
+    script.holds[3].set()
+    assert await asyncio.wait_for(running, 30.0)
+    assert_exact(tmp_path, 8)
+    lines = {line["step"]: line for line in step_lines(tmp_path)}
+    assert [step for step, line in lines.items() if line.get("weights/skipped")] == [3, 4]
+    assert [step for step, line in lines.items() if line["weights/activated"]] == [1, 2, 5, 6, 7, 8]
+    assert [version for what, version in script.log if what == "active"] == [0, 1, 2, 5, 6, 7, 8]
+
+
+async def test_the_version_that_a_trainer_comes_back_at_is_waited_for(mesh, script, make_config, tmp_path) -> None:
+    """A trainer answers before it has published that version anew."""
+    script.durable_every = 1
+    script.holds[3] = asyncio.Event()
+    config = make_config(
+        mesh.services,
+        max_steps=6,
+        checkpoint_interval=1,
+        deadlines={"startup_s": 60.0, "unreachable_s": 600.0, "step_s": 600.0, "batch_s": 600.0, "activation_s": 600.0},
+    )
+    running = asyncio.create_task(Orchestrator(config).run())
+    await until(lambda: (1, 3) in script.trained or running.done())
+    await mesh.kill_trainer()
+    script.gone_versions = {1, 2, 3}
+    await mesh.start_trainer(3)
+    script.holds[3].set()
+    await asyncio.sleep(2.0)
+    script.gone_versions = {1, 2}
+    assert await asyncio.wait_for(running, 30.0)
+    assert_exact(tmp_path, 6)
+    assert [line["step"] for line in step_lines(tmp_path) if line["weights/activated"]] == [1, 2, 3, 4, 5, 6]
 
 
 async def test_a_new_run_resumes_from_an_earlier_checkpoint(mesh, script, make_config, tmp_path) -> None:

@@ -19,6 +19,7 @@ from meshrl.wire.types import (
     CONTRACT_VERSION,
     EnvironmentInfo,
     RolloutEvent,
+    RolloutFailure,
     RolloutRequest,
     RolloutStatus,
     RolloutSummary,
@@ -46,6 +47,7 @@ class RolloutClient(ServiceClient):
     async def run_rollouts(self, request: RolloutRequest) -> AsyncGenerator[RolloutEvent, None]:
         """Yields the rollouts and failures of one group in order of completion, then its summary.
 
+        A rollout that cannot be read comes as a failure with reason BAD_ROLLOUT; those after it are not lost.
         Closing the iterator (`contextlib.aclosing`) cancels the group. A stream that ends without its summary raises
         UNREACHABLE.
         """
@@ -57,7 +59,7 @@ class RolloutClient(ServiceClient):
         call = self._stub.RunRollouts
         async with aclosing(self._stream(call, "RunRollouts", message, deadline_s, with_span=True)) as stream:
             async for response in stream:
-                event = convert.rollout_event_from_proto(response)
+                event = _event(response)
                 if isinstance(event, RolloutSummary):
                     summary = event  # given out once the call has ended, so that closing then cancels nothing
                 elif event is not None:
@@ -76,3 +78,17 @@ class RolloutClient(ServiceClient):
         """Returns what the server is doing."""
         response = await self._unary(self._stub.GetRolloutStatus, "GetRolloutStatus", pb.GetRolloutStatusRequest())
         return convert.rollout_status_from_proto(response)
+
+
+def _event(response: pb.RunRolloutsResponse) -> RolloutEvent | None:
+    try:
+        return convert.rollout_event_from_proto(response)
+    except MeshError as error:  # of one rollout: the stream goes on
+        rollout = response.rollout
+        return RolloutFailure(
+            rollout_id=rollout.rollout_id,
+            group_id=rollout.group_id,
+            reason=Reason.BAD_ROLLOUT.name,
+            message=str(error),
+            retryable=False,
+        )

@@ -100,7 +100,9 @@ class TrainerServiceServicer(object):
         Returns as soon as the batch is whole, verified and queued; WatchSteps tells the rest.
         Idempotency: by (run_id, step, digest); the same again returns the first answer, another
         digest for a known step is ALREADY_EXISTS.
-        Errors: FAILED_PRECONDITION when step is not the next one; DATA_LOSS when the digest does not
+        Errors: INVALID_ARGUMENT for a batch that cannot be trained, with a field path such as
+        "micro_batches[2].token_ids" for each row that is at fault: the client may submit the step again
+        without it; FAILED_PRECONDITION when step is not the next one; DATA_LOSS when the digest does not
         match; RESOURCE_EXHAUSTED with RetryInfo when max_queued_batches are waiting; UNAVAILABLE
         while draining.
         """

@@ -56,6 +56,7 @@ class Reason(enum.Enum):
     DEADLINE_PASSED = (_Code.DEADLINE_EXCEEDED, True, "no answer before the deadline")
     CANCELLED = (_Code.CANCELLED, False, "the caller cancelled the call")
     ENVIRONMENT_FAILED = (_Code.INTERNAL, True, "an environment crashed while it ran or scored an episode")
+    BAD_ROLLOUT = (_Code.INVALID_ARGUMENT, False, "a finished rollout holds what no trainer takes")
     ENGINE_FAILED = (_Code.UNAVAILABLE, True, "an inference engine did not answer or answered with an error")
     UNKNOWN_RUN = (_Code.NOT_FOUND, False, "the server has no run of this name")
     RUN_EXISTS = (_Code.ALREADY_EXISTS, False, "a run of this name exists")

@@ -325,6 +325,7 @@ def trainer_info_to_proto(info: TrainerInfo, *, contract_version: str = "") -> p
         model=info.model,
         runs=[run_to_proto(run) for run in info.runs],
         max_queued_batches=info.max_queued_batches,
+        vocab_size=info.vocab_size,
     )
 
 
@@ -338,6 +339,7 @@ def trainer_info_from_proto(message: pb.GetTrainerResponse) -> TrainerInfo:
         model=message.model,
         runs=tuple(run_from_proto(run) for run in message.runs),
         max_queued_batches=message.max_queued_batches,
+        vocab_size=message.vocab_size,
     )
 
 

@@ -77,6 +77,7 @@ class TrainerInfo:
     model: str
     runs: tuple[RunInfo, ...]
     max_queued_batches: int
+    vocab_size: int = 0  # of the model; 0 when the trainer does not say
 
 
 class StepState(enum.Enum):

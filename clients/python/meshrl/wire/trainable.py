@@ -1,0 +1,78 @@
+"""What a trainer takes of a token sequence: one set of rules, asked by the orchestrator of each rollout that comes in
+and by the trainer of each batch.
+
+Shapes: T tokens of a row of samples packed one after the other, S samples of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshrl.wire.types import Rollout
+
+LOGPROB_ROUNDING = 1e-3  # a certain token's logprob may come out this far above 0 in low precision
+
+
+def row_problems(
+    *,
+    token_ids_T: NDArray[np.int32],
+    loss_mask_T: NDArray[np.bool_],
+    logprobs_T: NDArray[np.float32],
+    starts_S: NDArray[np.int64],
+    temperatures_S: NDArray[np.float32],
+    vocab_size: int | None,
+    logprobs: str = "logprobs",
+) -> Iterator[tuple[str, str]]:
+    """(field, what it must be) for every rule that a row breaks; there is at least one token.
+
+    `vocab_size` is None where it is not known, `logprobs` the name of that field.
+    """
+    lowest, highest = int(token_ids_T.min()), int(token_ids_T.max())
+    if lowest < 0 or (vocab_size is not None and highest >= vocab_size):
+        known = "be 0 or more" if vocab_size is None else f"lie in the model's vocabulary, 0 to {vocab_size - 1}"
+        yield "token_ids", f"must {known}; got {lowest} to {highest}"
+    if loss_mask_T[starts_S].any():
+        yield "loss_mask", "must be false at the first token of a sample, which nothing predicts"
+    if not are_logprobs(logprobs_T[loss_mask_T]):
+        yield logprobs, "must be logprobs, so finite and not above 0"
+    if not (np.isfinite(temperatures_S).all() and (temperatures_S > 0).all()):
+        yield "temperatures", "must be above 0: a greedy sample has no distribution to correct for"
+
+
+def are_logprobs(values: NDArray[Any]) -> bool:
+    """True when each is the logprob of a token that can be sampled."""
+    return bool(np.isfinite(values).all() and (values <= LOGPROB_ROUNDING).all())
+
+
+def rollout_problems(
+    rollout: Rollout, *, vocab_size: int | None, newest_version: int | None = None
+) -> tuple[tuple[str, str], ...]:
+    """(field, what it must be) for everything that keeps a trainer from taking a finished rollout.
+
+    `newest_version` is the newest that there is; None leaves versions unchecked.
+    """
+    found: list[tuple[str, str]] = []
+    for index, sample in enumerate(rollout.samples):
+        field = f"samples[{index}]"
+        if not len(sample.token_ids):
+            found.append((f"{field}.token_ids", "must not be empty"))
+            continue
+        found += [
+            (f"{field}.{'temperature' if name == 'temperatures' else name}", problem)
+            for name, problem in row_problems(
+                token_ids_T=sample.token_ids,
+                loss_mask_T=sample.loss_mask,
+                logprobs_T=sample.logprobs,
+                starts_S=np.zeros(1, dtype=np.int64),
+                temperatures_S=np.array([sample.temperature], dtype=np.float32),
+                vocab_size=vocab_size,
+            )
+        ]
+        newest = max((span.version for span in sample.version_spans), default=0)
+        if newest_version is not None and newest > newest_version:
+            found.append((f"{field}.version_spans", f"name version {newest}, but the newest is {newest_version}"))
+    return tuple(found)

@@ -1,0 +1,197 @@
+"""Rollouts that no trainer takes: they are lost one by one, and the run goes on."""
+
+import asyncio
+import json
+import sqlite3
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from loguru import logger
+
+from meshrl.orchestrator.audit import audit
+from meshrl.orchestrator.retry import RunError
+from meshrl.wire.types import Rollout, Sample, VersionSpan
+
+
+def with_sample(**changes):
+    def alter(rollout: Rollout) -> Rollout:
+        return replace(rollout, samples=(replace(rollout.samples[0], **changes),))
+
+    return alter
+
+
+def f32(*values: float) -> np.ndarray:
+    return np.array(values, np.float32)
+
+
+NOTHING = Sample(
+    token_ids=np.zeros(0, np.int32), loss_mask=np.zeros(0, np.bool_), logprobs=np.zeros(0, np.float32), version_spans=()
+)
+BAD = {
+    "logprob_above_0": (with_sample(logprobs=f32(0, 0, -1, 0.5, -1)), "samples[0].logprobs"),
+    "logprob_nan": (with_sample(logprobs=f32(0, 0, -1, np.nan, -1)), "samples[0].logprobs"),
+    "logprob_minus_infinity": (with_sample(logprobs=f32(0, 0, -1, -np.inf, -1)), "samples[0].logprobs"),
+    "token_outside_the_vocabulary": (with_sample(token_ids=np.array([0, 1, 2, 3, 100], np.int32)), "[0].token_ids"),
+    "token_below_0": (with_sample(token_ids=np.array([0, -1, 2, 3, 4], np.int32)), "samples[0].token_ids"),
+    "first_token_sampled": (
+        with_sample(loss_mask=np.ones(5, np.bool_), version_spans=(VersionSpan(start=0, end=5, version=0),)),
+        "samples[0].loss_mask",
+    ),
+    "greedy": (with_sample(temperature=0.0), "samples[0].temperature"),
+    "temperature_below_0": (with_sample(temperature=-1.0), "samples[0].temperature"),
+    "temperature_nan": (with_sample(temperature=float("nan")), "samples[0].temperature"),
+    "version_from_the_future": (
+        with_sample(version_spans=(VersionSpan(start=2, end=5, version=10**6),)),
+        "samples[0].version_spans",
+    ),
+    "no_token": (lambda rollout: replace(rollout, samples=(*rollout.samples, NOTHING)), "samples[1].token_ids"),
+    "unequal_lengths": (with_sample(logprobs=f32(0, 0, -1)), "samples[0].logprobs"),
+    "another_environment": (lambda rollout: replace(rollout, environment="other"), "environment"),
+    "another_group": (lambda rollout: replace(rollout, group_id="other"), "group_id"),
+    "no_id": (lambda rollout: replace(rollout, rollout_id=""), "rollout_id"),
+    "the_id_of_another": (lambda rollout: replace(rollout, rollout_id=f"of {rollout.group_id}"), "rollout_id"),
+}
+
+
+def states(folder: Path) -> dict[tuple[str, str], int]:
+    with closing(sqlite3.connect(folder / "ledger.sqlite")) as connection:
+        rows = connection.execute("SELECT state, reason, COUNT(*) FROM rollouts GROUP BY state, reason").fetchall()
+    return {(state, reason): count for state, reason, count in rows}
+
+
+def trained(folder: Path) -> set[str]:
+    with closing(sqlite3.connect(folder / "ledger.sqlite")) as connection:
+        return {one for (one,) in connection.execute("SELECT rollout_id FROM rollouts WHERE state = 'trained'")}
+
+
+def step_lines(folder: Path) -> list[dict[str, float]]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "time/step" in line]
+
+
+@pytest.fixture
+def warnings():
+    said: list[str] = []
+    sink = logger.add(lambda message: said.append(message.record["message"]), level="WARNING")
+    yield said
+    logger.remove(sink)
+
+
+@pytest.mark.parametrize("kind", BAD)
+async def test_a_rollout_that_cannot_be_trained_is_lost_alone(
+    mesh, script, make_config, start, tmp_path, warnings, kind
+) -> None:
+    spoil, field = BAD[kind]
+    script.alter = lambda request, place, rollout: spoil(rollout) if place < 2 else rollout
+    script.reward = lambda request, place: float(place == 2)
+    async with start(make_config(mesh.services, max_steps=3)) as (loop, journal):
+        await asyncio.wait_for(loop.run(), 20.0)
+        journal.end()
+    first_is_fine = kind == "the_id_of_another"  # the second of them is one too many
+    report = audit(tmp_path)
+    assert report.violations == (), report.table()
+    found = states(tmp_path)
+    assert found[("trained", "")] == 3 * 2 * (3 if first_is_fine else 2)
+    assert found[("failed", "BAD_ROLLOUT")] >= 3 * 2 * (1 if first_is_fine else 2)
+    assert script.refused_batches == []
+    assert [line["errored_rollouts/echo"] for line in step_lines(tmp_path)] == [0.25 if first_is_fine else 0.5] * 3
+    said = next(text for text in warnings if field in text)
+    assert mesh.services.rollout in said
+    assert "'echo'" in said
+
+
+def spoil_tokens_of_first(request, place, rollout):
+    if place != 0 or request.task_index % 2:
+        return rollout
+    return replace(rollout, samples=(replace(rollout.samples[0], token_ids=np.array([0, 1, 2, 3, 999], np.int32)),))
+
+
+@pytest.mark.parametrize("level", [0, 2])
+async def test_a_batch_that_the_trainer_refuses_is_dissolved_and_the_run_goes_on(
+    mesh, script, make_config, start, tmp_path, level
+) -> None:
+    """The trainer does not tell its vocabulary, so that the bad token is found by the trainer alone."""
+    script.tells_vocab_size = False
+    calls = iter(range(1000))
+    script.alter = lambda request, place, rollout: (
+        spoil_tokens_of_first(request, place, rollout) if next(calls) < 30 else rollout
+    )
+    async with start(make_config(mesh.services, max_steps=6, max_async_level=level)) as (loop, journal):
+        await asyncio.wait_for(loop.run(), 20.0)
+        journal.end()
+    assert script.refused_batches
+    report = audit(tmp_path)
+    assert report.violations == (), report.table()
+    assert report.last_step == 6
+    assert states(tmp_path)[("dropped", "refused_by_trainer")] >= 1
+    lines = step_lines(tmp_path)
+    assert [line["step"] for line in lines] == list(range(1, 7))
+    assert (
+        sum(line["dropped/refused_by_trainer"] for line in lines) == states(tmp_path)[("dropped", "refused_by_trainer")]
+    )
+    assert lines[-1]["progress/samples"] == states(tmp_path)[("trained", "")]
+
+
+async def test_sound_rollouts_of_a_dissolved_batch_are_trained(mesh, script, make_config, start, tmp_path) -> None:
+    """The last batch, when nothing else is left to do: what is missing is sampled anew."""
+    script.refuses = lambda batch: batch.step == 3 and script.refused_batches.count(3) < 2
+    async with start(make_config(mesh.services, max_steps=3, max_async_level=1)) as (loop, journal):
+        await asyncio.wait_for(loop.run(), 20.0)
+        journal.end()
+    assert script.refused_batches == [3, 3]
+    report = audit(tmp_path)
+    assert report.violations == (), report.table()
+    assert report.last_step == 3
+    assert states(tmp_path)[("dropped", "refused_by_trainer")] == 16
+
+
+async def test_a_trainer_that_refuses_every_batch_ends_the_run(mesh, script, make_config, start) -> None:
+    script.refuses = lambda batch: True
+    async with start(make_config(mesh.services)) as (loop, _):
+        with pytest.raises(RunError, match=r"refused 5 batches in a row.*step 1: INVALID_REQUEST: scripted"):
+            await asyncio.wait_for(loop.run(), 20.0)
+    assert script.refused_batches == [1] * 5
+
+
+async def test_a_bad_batch_in_the_journal_does_not_stop_the_next_process(
+    mesh, script, make_config, start, tmp_path, monkeypatch
+) -> None:
+    """As an orchestrator without the check at its door has left it: recorded, and refused at every start."""
+    monkeypatch.setattr("meshrl.orchestrator.loop.rollout_problems", lambda *_, **__: (), raising=False)
+    spoiled: set[str] = set()
+
+    def spoil(request, place, rollout):
+        altered = spoil_tokens_of_first(request, place, rollout)
+        if altered is not rollout:
+            spoiled.add(rollout.rollout_id)
+        return altered
+
+    script.alter = spoil
+    deadlines = {"startup_s": 5.0, "unreachable_s": 5.0, "step_s": 10.0, "batch_s": 10.0, "activation_s": 5.0}
+    config = make_config(mesh.services, max_steps=4, session="s1", checkpoint_interval=2, deadlines=deadlines)
+    async with start(config) as (loop, _):
+        running = asyncio.create_task(loop.run())
+        await mesh.kill_trainer()  # nothing of what is recorded is uploaded
+        while loop.plan.next_step < 3 and not running.done():  # noqa: ASYNC110  # a plain field of the loop
+            await asyncio.sleep(0.01)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    monkeypatch.undo()
+    script.alter = lambda request, place, rollout: rollout
+    await mesh.start_trainer(0)
+    with closing(sqlite3.connect(tmp_path / "ledger.sqlite")) as connection:
+        recorded = dict(connection.execute("SELECT rollout_id, step FROM rollouts WHERE step > 0").fetchall())
+    assert set(recorded.values()) == {1, 2}
+    assert spoiled & recorded.keys()
+    async with start(config) as (loop, journal):
+        await asyncio.wait_for(loop.run(), 20.0)
+        journal.end()
+    assert set(script.refused_batches) <= {1, 2, 3}
+    report = audit(tmp_path)
+    assert report.violations == (), report.table()
+    assert report.last_step == 4
+    assert recorded.keys() - spoiled <= trained(tmp_path)
+    assert not spoiled & trained(tmp_path)
