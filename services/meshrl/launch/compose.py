@@ -47,7 +47,11 @@ class Part:
 
 
 RESTART_DEADLINE_S = 180.0
-"""How long the others wait for a program that is started again: it imports torch and loads a model first."""
+"""How long the others wait for a program that is started again: it imports torch and loads a model first. A trainer
+may then look for its hub, and with `weight_broadcast.type` auto for a first engine, for its own `hub_deadline_s`."""
+
+START_MARGIN_S = 60.0
+"""What the orchestrator waits at the start beyond the trainer's `hub_deadline_s`, where its default is less."""
 
 
 def compose(
@@ -88,8 +92,11 @@ def compose(
     if config.trainer.ckpt is not None and not config.trainer.ckpt.weights_only and "trainer" not in running:
         orchestrator_values["checkpoint_interval"] = config.trainer.ckpt.interval
     others_restart = config.restarts or config.restarts_of("trainer")
-    if others_restart and "unreachable_s" not in config.orchestrator.deadlines.model_fields_set:
-        orchestrator_values["deadlines.unreachable_s"] = RESTART_DEADLINE_S
+    given, hub_deadline_s = config.orchestrator.deadlines, config.trainer.hub_deadline_s
+    if others_restart and "unreachable_s" not in given.model_fields_set:
+        orchestrator_values["deadlines.unreachable_s"] = RESTART_DEADLINE_S + hub_deadline_s
+    if "startup_s" not in given.model_fields_set:
+        orchestrator_values["deadlines.startup_s"] = max(given.startup_s, hub_deadline_s + START_MARGIN_S)
     orchestrator = with_values(_plain_orchestrator(config), orchestrator_values)
     parts = (
         Part(

@@ -292,7 +292,9 @@ def test_data_parallel_engines_of_several_runs_do_not_meet() -> None:
 def test_restarts_are_everybodys_and_the_orchestrator_waits_for_them() -> None:
     parts = parts_of(load("--restarts", "3", "--ckpt.interval", "2", "--inference.max-model-len", "4096"))
     assert {name: part.restarts for name, part in parts.items()} == dict.fromkeys(COMPONENTS, 3)
-    assert parts["orchestrator"].config.deadlines.unreachable_s == 180.0
+    assert (
+        parts["orchestrator"].config.deadlines.unreachable_s == 180.0 + 240.0
+    )  # a restarted trainer may look that long for engines
     assert parts_of(load())["orchestrator"].config.deadlines.unreachable_s == 8.0
     own = load("--restarts", "3", "--ckpt.interval", "2", "--orchestrator.deadlines.unreachable-s", "9")
     assert parts_of(own)["orchestrator"].config.deadlines.unreachable_s == 9.0
@@ -308,7 +310,7 @@ def test_a_program_may_restart_more_or_less_often_than_the_others() -> None:
     assert alone["orchestrator"].config.deadlines.unreachable_s == 8.0
     trainer = parts_of(load("--ckpt.interval", "2", "--trainer-restarts", "1"))
     assert (trainer["trainer"].restarts, trainer["rollout"].restarts) == (1, 0)
-    assert trainer["orchestrator"].config.deadlines.unreachable_s == 180.0
+    assert trainer["orchestrator"].config.deadlines.unreachable_s == 420.0
     spared = parts_of(load("--restarts", "3", "--trainer-restarts", "0"))
     assert (spared["trainer"].restarts, spared["orchestrator"].restarts) == (0, 3)
 
@@ -459,3 +461,11 @@ def test_service_that_knows_the_port_of_what_rl_starts_is_taken() -> None:
     rollout = ("--orchestrator.services.rollout", "h:1")
     assert "rollout" not in parts_of(load("--inference", *rollout, "--inference.server.port", "7000"))
     assert "rollout" not in parts_of(load(*rollout))
+def test_the_orchestrator_waits_longer_than_a_trainer_may_look_for_its_hub() -> None:
+    deadlines = parts_of(load("--trainer.hub-deadline-s", "600"))["orchestrator"].config.deadlines
+    assert deadlines.startup_s == 660.0
+    assert parts_of(load())["orchestrator"].config.deadlines.startup_s == 300.0
+    own = load("--trainer.hub-deadline-s", "600", "--orchestrator.deadlines.startup-s", "50")
+    assert parts_of(own)["orchestrator"].config.deadlines.startup_s == 50.0
+    patient = load("--restarts", "1", "--ckpt.interval", "1", "--trainer.hub-deadline-s", "600")
+    assert parts_of(patient)["orchestrator"].config.deadlines.unreachable_s == 780.0
