@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from loguru import logger
 
@@ -12,21 +13,30 @@ from meshrl.core.config.shared import EnvConfig
 from meshrl.orchestrator.config import EvalConfig
 from meshrl.orchestrator.groups import Group, GroupTicket
 from meshrl.orchestrator.metrics import Metrics, distribution
+from meshrl.orchestrator.recovery import RESEED
 from meshrl.orchestrator.retry import RunError
 from meshrl.orchestrator.sampling import GroupSampler
 from meshrl.orchestrator.schedule import TaskRef
 from meshrl.wire.types import EnvironmentInfo, Sampling
 
+ATTEMPTS = 3
+"""How often a rollout of an evaluation is sampled before it counts as failed."""
+
 
 def eval_metrics(name: str, groups: Sequence[Group], *, k: int, pass_threshold: float) -> Metrics:
     """`eval/{name}/avg@k` is the mean reward; `pass@k` the share of tasks with a reward of at least `pass_threshold`.
 
-    Tasks without a finished rollout count for neither; `failed` is the share of rollouts that did not finish.
+    Both are over the `scored` rollouts of those `asked` for: a task without one counts for neither. `failed` is the
+    share of rollouts that did not finish.
     """
     answered = [group for group in groups if group.rollouts]
     rollouts = [rollout for group in answered for rollout in group.rollouts]
     asked = sum(group.ticket.size for group in groups)
-    metrics: Metrics = {f"eval/{name}/failed": sum(group.errors for group in groups) / asked if asked else 0.0}
+    metrics: Metrics = {
+        f"eval/{name}/failed": sum(group.errors for group in groups) / asked if asked else 0.0,
+        f"eval/{name}/scored": float(len(rollouts)),
+        f"eval/{name}/asked": float(asked),
+    }
     if answered:
         metrics[f"eval/{name}/avg@{k}"] = sum(rollout.reward for rollout in rollouts) / len(rollouts)
         metrics[f"eval/{name}/pass@{k}"] = sum(
@@ -86,6 +96,7 @@ class Evaluator:
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(self._task(name, index, sampling, version)) for index in indices]
         groups = [task.result() for task in running]
+        _say(name, version, groups)
         return eval_metrics(name, groups, k=self._config.group_size, pass_threshold=self._config.pass_threshold)
 
     def _num_examples(self, name: str) -> int:
@@ -96,7 +107,10 @@ class Evaluator:
         return known if wanted < 0 else min(wanted, known)
 
     async def _task(self, environment: str, index: int, sampling: Sampling, version: int) -> Group:
-        """The same task samples with the same seeds in every evaluation, so that scores differ by the policy alone."""
+        """The same task samples with the same seeds in every evaluation, so that scores differ by the policy alone.
+
+        What is lost is sampled again, up to ATTEMPTS in all; the group holds what came back, and what failed last.
+        """
         size = self._config.group_size
         ticket = GroupTicket(
             group_id=f"eval-{uuid.uuid4()}",
@@ -108,4 +122,31 @@ class Evaluator:
             seed=((self._seed % 2**31) << 32) + index * size,
         )
         async with self._slots:
-            return await self._sampler.sample(ticket, sampling=sampling, scores_only=True)
+            whole = await self._sampler.sample(ticket, sampling=sampling, scores_only=True)
+            for attempt in range(1, ATTEMPTS):
+                missing = whole.lost + whole.cancelled + sum(failure.retryable for failure in whole.failures)
+                if not missing:
+                    break
+                more = replace(
+                    ticket,
+                    group_id=f"eval-{uuid.uuid4()}",
+                    size=missing,
+                    seed=(ticket.seed + (attempt * RESEED if whole.rollouts else 0)) % 2**63,
+                )
+                again = await self._sampler.sample(more, sampling=sampling, scores_only=True)
+                whole.rollouts += again.rollouts
+                whole.failures = [one for one in whole.failures if not one.retryable] + again.failures
+                whole.cancelled, whole.cut_short = again.cancelled, again.cut_short
+        return whole
+
+
+def _say(name: str, version: int, groups: Sequence[Group]) -> None:
+    """How many of how many count, and what the last of the others failed with."""
+    scored, asked = sum(len(group.rollouts) for group in groups), sum(group.ticket.size for group in groups)
+    text = f"evaluation of version {version} in {name} scored {scored} of {asked} rollouts"
+    if scored >= asked:
+        logger.info(text)
+        return
+    failures = [f"{one.reason}: {one.message}" for group in groups for one in group.failures]
+    why = [*failures, *(group.cut_short for group in groups if group.cut_short)]
+    logger.warning(f"{text}; the others were lost in {ATTEMPTS} attempts{f', last with {why[-1]}' if why else ''}")

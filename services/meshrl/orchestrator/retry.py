@@ -23,7 +23,8 @@ class Patience:
 
     A service that is away (AWAY) may come back for `unreachable_s`, counted anew after it answers;
     other retryable refusals go on for `retry_s` in all. The wait is what the service asked for, else it doubles from
-    `base_s` to `most_s`, with jitter so that many callers spread out. `also` names further reasons to try again for.
+    `base_s` to `most_s`, with jitter so that many callers spread out. `also` names further reasons to try again for;
+    one of AWAY that is among them counts as a refusal, for a call that cannot tell.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Patience:
         self._most_s = most_s
         self._jitter = jitter
         self._also = also
+        self._away = AWAY - also
         self._attempts = 0
         self._first_s: float | None = None
         self._away_since_s: float | None = None
@@ -52,7 +54,7 @@ class Patience:
             return None
         if self._first_s is None:
             self._first_s = now_s
-        if error.reason not in AWAY:
+        if error.reason not in self._away:
             self._away_since_s = None
         elif self._away_since_s is None:
             self._away_since_s = now_s

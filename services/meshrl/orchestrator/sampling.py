@@ -19,9 +19,9 @@ from meshrl.wire.types import Rollout, RolloutEvent, RolloutFailure, RolloutRequ
 Problems = Sequence[tuple[str, str]]
 """(field, what it must be) for each rule that a rollout breaks."""
 
-_GROUP_ERRORS = frozenset(
-    {Reason.DEADLINE_PASSED, Reason.ENVIRONMENT_FAILED, Reason.ENGINE_FAILED, Reason.INTERNAL, Reason.CANCELLED}
-)
+_GROUP_ERRORS = frozenset({Reason.DEADLINE_PASSED, Reason.ENVIRONMENT_FAILED, Reason.ENGINE_FAILED, Reason.INTERNAL})
+_NOT_TAKEN_UP = frozenset({Reason.CANCELLED})
+"""gRPC's server cancels a call that its application has not taken up in time: the service is busy, not away."""
 _GRACE_S = 30.0
 
 
@@ -62,7 +62,9 @@ class GroupSampler:
 
         Raises RunError when the service is gone, or refuses the group for good.
         """
-        patience = Patience(unreachable_s=self._deadlines.unreachable_s, retry_s=self._deadlines.retry_s)
+        patience = Patience(
+            unreachable_s=self._deadlines.unreachable_s, retry_s=self._deadlines.retry_s, also=_NOT_TAKEN_UP
+        )
         group = Group(ticket=ticket)
         began_s = self._clock()
         while True:

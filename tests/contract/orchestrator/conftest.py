@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import grpc
 import numpy as np
 import pytest
 from opentelemetry import trace
@@ -57,6 +58,7 @@ class Script:
     reward: Callable[[RolloutRequest, int], float] = lambda request, place: float(place % 2)
     delay: Callable[[RolloutRequest], float] = lambda request: 0.0
     fails: Callable[[RolloutRequest, int], bool] = lambda request, place: False
+    cancels: Callable[[RolloutRequest], bool] = lambda request: False
     refusals: list[Reason] = field(default_factory=list)
     broken_versions: set[int] = field(default_factory=set)
     failing_steps: set[int] = field(default_factory=set)
@@ -118,6 +120,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         if request.min_version is not None and script.engine_version < request.min_version:
             script.refused["VERSION_NOT_AVAILABLE"] += 1
             raise MeshError(Reason.VERSION_NOT_AVAILABLE, "scripted", retry_after_s=0.01)
+        if script.cancels(request):  # as gRPC's server does with a call that is not taken up in time
+            await context.abort(grpc.StatusCode.CANCELLED, "")
         script.requests.append(request)
         script.log.append(("generate", script.engine_version))
         script.in_flight += 1

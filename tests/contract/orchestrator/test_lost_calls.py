@@ -1,0 +1,98 @@
+"""Calls that end before they begin, and rollouts that evaluations lose: asked for again, and never hidden."""
+
+import asyncio
+import json
+from collections import Counter
+
+import pytest
+from loguru import logger
+
+from meshrl.core.config.shared import EnvConfig
+from meshrl.orchestrator.audit import audit
+from meshrl.orchestrator.config import EvalConfig
+
+
+@pytest.fixture
+def said():
+    lines: list[tuple[str, str]] = []
+    sink = logger.add(lambda message: lines.append((message.record["level"].name, message.record["message"])))
+    yield lines
+    logger.remove(sink)
+
+
+async def test_a_stream_that_the_server_cancels_before_its_first_event_is_asked_for_again(
+    mesh, script, make_config, start, tmp_path
+) -> None:
+    asked: Counter[str] = Counter()
+
+    def cancels(request) -> bool:
+        asked[request.group_id] += 1
+        return asked[request.group_id] <= 2
+
+    script.cancels = cancels
+    async with start(make_config(mesh.services, max_steps=3)) as (loop, journal):
+        await asyncio.wait_for(loop.run(), 30.0)
+        journal.end()
+    report = audit(tmp_path)
+    assert report.violations == (), report.table()
+    assert report.counts["trained", ""] == 24
+    assert not [reason for state, reason in report.counts if state == "failed"]
+
+
+async def test_a_server_that_cancels_later_than_it_may_be_away_is_asked_again_all_the_same(
+    mesh, script, make_config, start
+) -> None:
+    """gRPC cancels after 30 s, by default more than unreachable_s: the service is there, it is busy."""
+    asked: Counter[str] = Counter()
+
+    def cancels(request) -> bool:
+        asked[request.group_id] += 1
+        return asked[request.group_id] <= 4
+
+    script.cancels = cancels
+    deadlines = {"startup_s": 5.0, "unreachable_s": 0.01, "retry_s": 60.0, "step_s": 10.0, "batch_s": 30.0}
+    async with start(make_config(mesh.services, max_steps=1, deadlines=deadlines)) as (loop, _):
+        await asyncio.wait_for(loop.run(), 30.0)
+    assert script.trained_version == 1
+
+
+def eval_config(**changes) -> EvalConfig:
+    values = {"env": [EnvConfig(id="echo", name="echo")], "num_examples": 6, "eval_final": False, "group_size": 2}
+    return EvalConfig.model_validate(values | changes)
+
+
+def eval_record(folder) -> dict[str, float]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return next(line for line in lines if "eval/version" in line)
+
+
+async def test_an_evaluation_repeats_what_it_has_lost(mesh, script, make_config, start, tmp_path, said) -> None:
+    failed: Counter[tuple[int, bool]] = Counter()
+
+    def fails(request, place) -> bool:
+        if not request.scores_only or request.task_index % 2:
+            return False
+        failed[request.task_index, place == 0] += 1
+        return failed[request.task_index, place == 0] == 1
+
+    script.fails = fails
+    async with start(make_config(mesh.services, max_steps=1, eval=eval_config())) as (loop, _):
+        await asyncio.wait_for(loop.run(), 30.0)
+    record = eval_record(tmp_path)
+    assert sum(failed.values()) == 12
+    assert (record["eval/echo/scored"], record["eval/echo/asked"]) == (12, 12)
+    assert record["eval/echo/failed"] == 0.0
+    assert ("INFO", "evaluation of version 0 in echo scored 12 of 12 rollouts") in said
+
+
+async def test_an_evaluation_says_what_it_could_not_score(mesh, script, make_config, start, tmp_path, said) -> None:
+    script.fails = lambda request, place: request.scores_only and request.task_index == 3
+    async with start(make_config(mesh.services, max_steps=1, eval=eval_config())) as (loop, _):
+        await asyncio.wait_for(loop.run(), 30.0)
+    record = eval_record(tmp_path)
+    assert (record["eval/echo/scored"], record["eval/echo/asked"]) == (10, 12)
+    assert record["eval/echo/failed"] == pytest.approx(2 / 12)
+    assert sum(request.scores_only and request.task_index == 3 for request in script.requests) == 3
+    warned = [text for level, text in said if level == "WARNING" and "scored 10 of 12 rollouts" in text]
+    assert len(warned) == 1
+    assert "ENVIRONMENT_FAILED: scripted crash" in warned[0]
