@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from loguru import logger
 
 from meshrl.client import ChannelOptions, RolloutClient, TrainerClient, WeightSyncClient
+from meshrl.client.channel import ServiceClient
 from meshrl.core.config.shared import EnvConfig
 from meshrl.orchestrator.config import OrchestratorConfig
-from meshrl.orchestrator.retry import RunError, failed
+from meshrl.orchestrator.retry import RunError, failed, first_cause
 from meshrl.wire.errors import MeshError
 from meshrl.wire.types import EnvironmentInfo, RunInfo, TrainerInfo
 
@@ -56,14 +57,12 @@ async def meet(config: OrchestratorConfig, services: Services) -> Mesh:
         ("trainer", addresses.trainer, services.trainer),
         ("weight hub", addresses.weights, services.weights),
     )
-    results = await asyncio.gather(
-        *(client.wait_until_serving(deadline_s) for _, _, client in waits), return_exceptions=True
-    )
-    for (name, address, _), result in zip(waits, results, strict=True):
-        if isinstance(result, MeshError):
-            raise failed(name, address, "starting", result) from result
-        if isinstance(result, BaseException):
-            raise result
+    try:
+        async with asyncio.TaskGroup() as waiting:
+            for name, address, client in waits:
+                waiting.create_task(_wait_for(name, address, client, deadline_s))
+    except BaseExceptionGroup as failures:  # one that never comes is enough: the others are not waited for
+        raise first_cause(failures) from failures
     try:
         environments = await services.rollout.list_environments()
     except MeshError as error:
@@ -83,6 +82,17 @@ async def meet(config: OrchestratorConfig, services: Services) -> Mesh:
         f" environments {', '.join(mesh.environments)}"
     )
     return mesh
+
+
+async def _wait_for(name: str, address: str, client: ServiceClient, deadline_s: float) -> None:
+    """Says who is waited for, and why, before a person wonders."""
+    try:
+        await client.wait_until_serving(
+            deadline_s,
+            lambda why: logger.info(f"waiting for the {name} at {address}, for up to {deadline_s:g} s: {why}"),
+        )
+    except MeshError as error:
+        raise failed(name, address, "starting", error) from error
 
 
 def find_run(run_id: str, trainer: TrainerInfo) -> RunInfo:

@@ -1,0 +1,68 @@
+"""Before the loop: who is waited for is said at once, and a server that can never be ready is an error at once."""
+
+import asyncio
+import socket
+
+import grpc
+import pytest
+from loguru import logger
+
+from meshrl.orchestrator.retry import RunError
+from meshrl.orchestrator.startup import connect, meet
+
+
+@pytest.fixture
+def said():
+    lines: list[str] = []
+    sink = logger.add(lambda message: lines.append(message.record["message"]), level="INFO")
+    yield lines
+    logger.remove(sink)
+
+
+async def test_a_server_without_health_is_an_error_at_once(mesh, make_config) -> None:
+    server = grpc.aio.server()
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    services = mesh.services.model_copy(update={"trainer": f"127.0.0.1:{port}", "rollout": "127.0.0.1:1"})
+    config = make_config(services, deadlines={"startup_s": 600.0})
+    clients = connect(config)
+    try:
+        with pytest.raises(RunError, match=rf"trainer at 127.0.0.1:{port}.*grpc.health.v1.Health.*add it"):
+            await asyncio.wait_for(meet(config, clients), 30.0)
+    finally:
+        await clients.close()
+        await server.stop(None)
+
+
+async def test_who_is_awaited_and_why_is_said_while_it_is_awaited(mesh, make_config, said) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    config = make_config(mesh.services.model_copy(update={"trainer": address}), deadlines={"startup_s": 600.0})
+    clients = connect(config)
+    waiting = asyncio.create_task(meet(config, clients))
+    try:
+        async with asyncio.timeout(30.0):
+            while not any(address in line for line in said):
+                assert not waiting.done()
+                await asyncio.sleep(0.05)
+    finally:
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        await clients.close()
+    (line,) = (line for line in said if address in line)
+    assert line.startswith(f"waiting for the trainer at {address}, for up to 600 s: ")
+    assert "refused" in line
+
+
+async def test_a_server_that_is_not_ready_yet_is_waited_for(mesh, make_config, said) -> None:
+    mesh.servers["trainer"].set_not_serving()
+    config = make_config(mesh.services, deadlines={"startup_s": 60.0})
+    clients = connect(config)
+    waiting = asyncio.create_task(meet(config, clients))
+    async with asyncio.timeout(30.0):
+        while not any("NOT_SERVING" in line for line in said):
+            await asyncio.sleep(0.05)
+    mesh.servers["trainer"].set_serving()
+    assert (await asyncio.wait_for(waiting, 30.0)).trainer.model == "scripted"
+    await clients.close()
