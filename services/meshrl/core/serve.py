@@ -16,6 +16,7 @@ from loguru import logger
 from opentelemetry import trace
 
 from meshrl.core.config.base import ConfigError
+from meshrl.core.config.flags import flag
 from meshrl.core.disk import disk_trouble
 from meshrl.core.health import HealthServicer
 from meshrl.core.intercept import CallInterceptor
@@ -144,7 +145,7 @@ def check_bind(config: ListenConfig) -> None:
     if not config.insecure and not is_loopback(config.host):
         raise ConfigError(
             f"server.host is {config.host}, which others can reach, and there is no TLS; "
-            "use 127.0.0.1, or allow it with --server.insecure"
+            f"use 127.0.0.1, or allow it with {flag('server.insecure')}"
         )
 
 

@@ -13,6 +13,7 @@ from loguru import logger
 
 import meshrl
 from meshrl.core.config import ConfigError, dump_toml, load_config
+from meshrl.core.config.flags import SECTION
 from meshrl.core.logs import setup_logging
 from meshrl.core.paths import Layout
 from meshrl.core.serve import run
@@ -79,7 +80,11 @@ def programs(parts: Sequence[Part], layout: Layout) -> list[Program]:
             name=part.name,
             command=commands[part.name],
             log=layout.log(part.name),
-            environ={**part.environ, **({} if part.python is None else import_path(os.environ))},
+            environ={
+                **part.environ,
+                **({} if part.python is None else import_path(os.environ)),
+                SECTION: part.name.partition("_")[0],  # engines beyond the first are inference_2 and so on
+            },
             end_stage=part.end_stage,
             leader=part.name == "orchestrator",
             restarts=part.restarts,

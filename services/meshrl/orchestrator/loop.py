@@ -22,6 +22,7 @@ from collections.abc import Awaitable, Callable
 from loguru import logger
 from opentelemetry import trace
 
+from meshrl.core.config.flags import flag
 from meshrl.core.monitor import Monitor
 from meshrl.orchestrator import metrics as record
 from meshrl.orchestrator.activation import Activator
@@ -188,15 +189,15 @@ class TrainLoop:
         if self.plan.silent_groups_in_a_row >= self.config.filters.max_zero_signal_groups:
             raise RunError(
                 f"{self.plan.silent_groups_in_a_row} groups in a row had equal rewards, last in"
-                f" {ticket.task.environment!r}: there is nothing to learn; make the task easier or harder, raise"
-                " orchestrator.group_size or orchestrator.sampling.temperature, or set --no-filters.zero-signal"
+                f" {ticket.task.environment!r}: there is nothing to learn; make the task easier or harder, raise its"
+                f" group_size or sampling.temperature, or set {flag('filters.zero_signal', off=True)}"
             )
         self._dispatch()
 
     def _problems_of(self, rollout: Rollout) -> Problems:
         """What keeps the trainer from taking a rollout; no version is newer than the last step with a batch."""
         if self._journal.is_open(rollout.rollout_id):
-            return [("rollout_id", f"must be a UUID of its own, got that of another rollout, {rollout.rollout_id!r}")]
+            return [("rollout_id", f"must be a UUID of its own, got that of another, {rollout.rollout_id!r}")]
         vocab_size = self._mesh.trainer.vocab_size or None
         return rollout_problems(rollout, vocab_size=vocab_size, newest_version=self._feed.recorded)
 
@@ -300,10 +301,8 @@ class TrainLoop:
                 sound.append(ready)
         for ready, screened in zip(sound, self.plan.take_back(refusal.step, sound), strict=True):
             self._book(ready.group, screened)
-        logger.warning(
-            f"the trainer refused batch {refusal.step}, which is made anew without {len(bad)} rollouts"
-            f" ({', '.join(sorted(bad)[:3])}{', ...' if len(bad) > 3 else ''}): {refusal.error}"
-        )
+        names = ", ".join(sorted(bad)[:3])
+        logger.warning(f"batch {refusal.step} is made anew without {len(bad)} rollouts ({names} ...): {refusal.error}")
         self._feed.withdraw(refusal.step)
         self._dispatch()
 

@@ -66,7 +66,7 @@ async def test_a_server_is_not_serving_before_it_says_so(make_mesh):
     mesh = await make_mesh()
     mesh.server.set_not_serving()
     async with RolloutClient(mesh.address) as client:
-        with pytest.raises(MeshError, match=r"was not serving within 0\.3 s: NOT_SERVING"):
+        with pytest.raises(MeshError, match=r"was not serving within 0\.3 s: its health says NOT_SERVING"):
             await client.wait_until_serving(0.3)
         asyncio.get_running_loop().call_later(0.1, mesh.server.set_serving)
         await client.wait_until_serving(5.0)

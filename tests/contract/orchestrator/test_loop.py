@@ -83,6 +83,20 @@ async def test_zero_signal_groups_are_counted_and_replaced(mesh, script, make_co
     assert sum(line["dropped/zero_signal"] for line in written) <= balance.dropped["zero_signal"]
 
 
+@pytest.mark.parametrize(
+    ("section", "advice"),
+    [("", r"set --no-filters\.zero-signal$"), ("orchestrator", r"set --no-orchestrator\.filters\.zero-signal$")],
+)
+async def test_tasks_without_signal_end_the_run_with_the_flag_to_set(
+    mesh, script, make_config, start, monkeypatch, section, advice
+) -> None:
+    monkeypatch.setenv("MESHRL_SECTION", section)
+    script.reward = lambda request, place: 1.0
+    async with start(make_config(mesh.services, filters={"max_zero_signal_groups": 3})) as (loop, _):
+        with pytest.raises(RunError, match=advice):
+            await loop.run()
+
+
 async def test_a_group_survives_losses_and_errors_are_counted(mesh, script, make_config, start, tmp_path) -> None:
     script.fails = lambda request, place: place == 3
     async with start(make_config(mesh.services, max_steps=2)) as (loop, ledger):

@@ -61,7 +61,7 @@ async def test_a_server_that_is_not_ready_yet_is_waited_for(mesh, make_config, s
     clients = connect(config)
     waiting = asyncio.create_task(meet(config, clients))
     async with asyncio.timeout(30.0):
-        while not any("NOT_SERVING" in line for line in said):
+        while not any("NOT_SERVING" in line for line in said):  # noqa: ASYNC110  # lines of a log
             await asyncio.sleep(0.05)
     mesh.servers["trainer"].set_serving()
     assert (await asyncio.wait_for(waiting, 30.0)).trainer.model == "scripted"

@@ -89,6 +89,7 @@ def test_every_program_is_started_from_its_own_file_and_can_be_run_as_a_module(
         assert (executable, dash_m, at) == (sys.executable, "-m", "@")
         assert Path(path).read_text()
         assert program.log == layout.log(program.name)
+        assert program.environ["MESHRL_SECTION"] == program.name
         spec = importlib.util.find_spec(module)
         assert spec is not None
         assert spec.origin is not None
