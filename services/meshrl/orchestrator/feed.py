@@ -88,7 +88,7 @@ class TrainerFeed:
 
     @property
     def came_back_at(self) -> int:
-        """Where the trainer's process went on: it makes that version and later ones, and none before."""
+        """Where the trainer stood when its process was first heard of: that version and later ones come, none before."""
         return self._watch.step
 
     async def restarts(self, epoch: int) -> bool:

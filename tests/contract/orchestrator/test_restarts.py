@@ -260,10 +260,11 @@ async def test_the_version_that_a_trainer_comes_back_at_is_waited_for(mesh, scri
     await until(lambda: (1, 3) in script.trained or running.done())
     await mesh.kill_trainer()
     script.gone_versions = {1, 2, 3}
+    script.step_s = 4.0  # it is still at step 3 when the orchestrator hears of it
     await mesh.start_trainer(3)
     script.holds[3].set()
     await asyncio.sleep(2.0)
-    script.gone_versions = {1, 2}
+    script.gone_versions, script.step_s = {1, 2}, 0.02
     assert await asyncio.wait_for(running, 30.0)
     assert_exact(tmp_path, 6)
     assert [line["step"] for line in step_lines(tmp_path) if line["weights/activated"]] == [1, 2, 3, 4, 5, 6]
