@@ -208,11 +208,22 @@ class CommitRules:
         refused = set(attempt.faults) & set(live) - ready - set(outside)
         short = len(live) - len(refused) < max(1, attempt.min_ready)
         hopeless = bool(refused) and (short or (not attempt.min_ready and bool(refused & required)))
+        hopeless = hopeless or self._passed_over(record, ready | (set(live) - set(outside)), wanted)
         if hopeless or now_s >= attempt.deadline_s:
             why = self.pool.describe(ready, attempt.faults, outside)
             text = f"version {record.version} stays sealed: {len(ready)} of {wanted} engines prepared it; {why}"
             return self._give_up(record, Reason.ENGINES_NOT_READY, text, attempt.faults)
         return []
+
+    def _passed_over(self, record: VersionRecord, reachable: set[str], wanted: int) -> bool:
+        """True when too few engines can be brought a version, while one of them can be brought a newer one.
+
+        A restarted engine is sent the newest version again: waiting for one before it would keep that from serving.
+        """
+        newer = (r for r in self.records.values() if r.state is VersionState.SEALED and r.key > record.key)
+        return len(reachable) < wanted and any(
+            self._can_serve(engine, version) for version in newer for engine in self.pool.engines.values()
+        )
 
     def _release(self, record: VersionRecord, now_s: float) -> None:
         """Ejects engines past the deadline of the commit, and lets a gang go once all that are left have applied."""

@@ -321,6 +321,28 @@ class TestDeciding:
         hub.prepared("b", made, 2)
         assert hub.heard("a")[-1] == commit(made)  # prepared, though no longer in the current group
 
+    def test_a_version_that_nobody_sends_again_is_given_up_for_the_newer_one_that_is_sent(self, hub: Hub) -> None:
+        """The only engine restarts while two versions are on their way; the trainer sends the newest again."""
+        hub.engine("a")
+        hub.open()
+        hub.say("a", group_generation=1)
+        made, newer = manifest(0), manifest(1)
+        hub.seal(made)
+        hub.activate(0)
+        hub.engine("a")
+        hub.seal(newer)
+        assert hub.answers == []
+        hub.open(engine_ids=("a",))
+        hub.say("a", group_generation=2)
+        (answer,) = hub.answers
+        assert isinstance(answer, MeshError)
+        assert answer.reason is Reason.ENGINES_NOT_READY
+        assert "group 2 is for versions from 1 of epoch 1 on" in answer.message
+        hub.prepared("a", newer, 2)
+        hub.told.clear()
+        hub.activate(1)
+        assert hub.heard("a") == [commit(newer)]
+
     def test_a_report_of_another_epochs_artifact_is_not_taken_for_this_ones(self, hub: Hub) -> None:
         hub.engine("a")
         old, new = manifest(3, transport=Transport.STREAM), manifest(3, epoch=2, transport=Transport.STREAM)
