@@ -94,7 +94,7 @@ class TrainLoop:
         self._finishing = False
         self._evaluating = False
         self._doomed = DoomedGroups(self.plan, services.rollout)
-        self._lost_groups = LostGroups(config, sleep=sleep)
+        self._lost_groups = LostGroups(config, clock=clock, sleep=sleep)
         self._go_on()
         self._feed = TrainerFeed(
             services.trainer,

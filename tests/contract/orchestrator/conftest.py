@@ -58,6 +58,7 @@ class Script:
     reward: Callable[[RolloutRequest, int], float] = lambda request, place: float(place % 2)
     delay: Callable[[RolloutRequest], float] = lambda request: 0.0
     fails: Callable[[RolloutRequest, int], bool] = lambda request, place: False
+    failure_reason: str = "ENVIRONMENT_FAILED"
     cancels: Callable[[RolloutRequest], bool] = lambda request: False
     refusals: list[Reason] = field(default_factory=list)
     broken_versions: set[int] = field(default_factory=set)
@@ -134,7 +135,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                     break
                 if script.fails(request, place):
                     failed += 1
-                    yield convert.rollout_event_to_proto(failure(request))
+                    yield convert.rollout_event_to_proto(failure(request, script.failure_reason))
                 else:
                     finished += 1
                     rollout = finished_rollout(request, script.reward(request, place), version)
@@ -169,11 +170,11 @@ def finished_rollout(request: RolloutRequest, reward: float, version: int) -> Ro
     )
 
 
-def failure(request: RolloutRequest) -> RolloutFailure:
+def failure(request: RolloutRequest, reason: str) -> RolloutFailure:
     return RolloutFailure(
         rollout_id=str(uuid.uuid4()),
         group_id=request.group_id,
-        reason="ENVIRONMENT_FAILED",
+        reason=reason,
         message="scripted crash",
         retryable=True,
     )

@@ -116,6 +116,18 @@ async def test_lost_groups_are_replaced_until_there_are_too_many(mesh, script, m
             await loop.run()
 
 
+async def test_groups_lost_to_an_engine_that_restarts_do_not_end_the_run(mesh, script, make_config, start) -> None:
+    """It may be away for unreachable_s, as a service may; groups that only wait for it are lost much faster."""
+    script.fails = lambda request, place: len(script.requests) <= 12
+    script.failure_reason = "ENGINE_FAILED"
+    patient = {"startup_s": 5.0, "unreachable_s": 60.0, "step_s": 60.0, "batch_s": 60.0, "activation_s": 5.0}
+    config = make_config(mesh.services, filters={"max_lost_groups": 4}, deadlines=patient, max_steps=2)
+    async with start(config) as (loop, ledger):
+        await asyncio.wait_for(loop.run(), 40.0)
+    assert ledger.balance().failed == {"ENGINE_FAILED": 48}
+    assert ledger.balance().trained == 16
+
+
 async def test_a_version_that_cannot_be_activated_is_skipped_where_the_law_allows(
     mesh, script, make_config, start, tmp_path
 ) -> None:
