@@ -88,7 +88,7 @@ class TrainerFeed:
 
     @property
     def came_back_at(self) -> int:
-        """Where the trainer stood when its process was first heard of: that version and later ones come, none before."""
+        """Where the trainer stood when its process was first heard of: no version before that one comes any more."""
         return self._watch.step
 
     async def restarts(self, epoch: int) -> bool:
