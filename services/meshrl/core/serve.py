@@ -164,7 +164,11 @@ def run(main: Callable[[asyncio.Event], Coroutine[Any, Any, int]]) -> int:
     `main` raises is logged and becomes exit code 1 (2 for ConfigError). Raises the limit of open files first.
     """
     raise_open_file_limit()
-    return asyncio.run(_run(main))
+    interrupted = signal.getsignal(signal.SIGINT) or signal.SIG_DFL
+    try:
+        return asyncio.run(_run(main))
+    finally:
+        signal.signal(signal.SIGINT, interrupted)  # the loop leaves Python's own there, which ends in a traceback
 
 
 async def _run(main: Callable[[asyncio.Event], Coroutine[Any, Any, int]]) -> int:

@@ -1,0 +1,57 @@
+"""The console scripts. Each sets up what must hold before the program's imports, which take seconds, and then calls it.
+
+Ctrl-C while a program is still coming up ends it at once and without a traceback; once it runs, `meshrl.core.serve.run`
+drains it instead.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+from types import FrameType
+
+
+def rl() -> None:
+    """Console script `rl`."""
+    _call("meshrl.launch.main")
+
+
+def rollout() -> None:
+    """Console scripts `rollout` and `env-server`."""
+    _call("meshrl.rollout.main")
+
+
+def trainer() -> None:
+    """Console script `trainer`."""
+    _call("meshrl.trainer.main")
+
+
+def weights() -> None:
+    """Console script `weights`."""
+    _call("meshrl.weights.main")
+
+
+def inference() -> None:
+    """Console script `inference`."""
+    _call("meshrl.inference.main")
+
+
+def orchestrator() -> None:
+    """Console script `orchestrator`."""
+    _call("meshrl.orchestrator.main")
+
+
+def sft() -> None:
+    """Console script `sft`."""
+    _call("meshrl.sft.main")
+
+
+def _call(module: str) -> None:
+    signal.signal(signal.SIGINT, _leave)
+    importlib.import_module(module).main()
+
+
+def _leave(signum: int, _frame: FrameType | None) -> None:
+    """Ends the process with a shell's exit code for the signal. There is nothing to clean up yet."""
+    os._exit(128 + signum)
