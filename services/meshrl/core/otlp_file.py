@@ -1,10 +1,11 @@
 """Writes spans as OTLP JSON lines: one ExportTraceServiceRequest a line, as collectors and `meshrl trace` read them.
 
-The mapping is OTLP's for JSON: ids in hexadecimal, 64-bit integers as strings, enums as numbers.
+The mapping is OTLP's for JSON: ids in hexadecimal, other bytes in base64, 64-bit integers as strings, enums as numbers.
 """
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -174,7 +175,7 @@ def _value(value: Any) -> dict[str, Any]:
     if isinstance(value, float):
         return {"doubleValue": value}
     if isinstance(value, bytes):
-        return {"bytesValue": value.hex()}
+        return {"bytesValue": base64.b64encode(value).decode()}
     if isinstance(value, Sequence) and not isinstance(value, str):
         return {"arrayValue": {"values": [_value(item) for item in value]}}
     return {"stringValue": str(value)}

@@ -158,3 +158,21 @@ def test_tracing_without_a_place_to_write_stays_off(monkeypatch):
     assert traceparent_of(span) == ""
     assert telemetry.current_traceparent() == ""
     tracing.close()
+
+
+def test_bytes_in_attributes_are_read_back_by_the_official_schema(traced):
+    """OTLP's JSON is protobuf's, where bytes are base64; only the ids of traces and spans are hexadecimal."""
+    trace_service = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
+    tracing, read = traced
+    digest = bytes(range(240, 256)) + b"\x00\xff"
+    with tracing.start_as_current_span(TRAIN_SPAN) as span:
+        span.set_attributes({"digest": digest, "digests": [digest, b""], "empty": b""})
+    requests, _ = read()
+    scope_spans = requests[0]["resourceSpans"][0]["scopeSpans"]
+    attributes = {item["key"]: item["value"] for item in scope_spans[0]["spans"][0]["attributes"]}
+    assert attributes["digest"] == {"bytesValue": "8PHy8/T19vf4+fr7/P3+/wD/"}
+    message = json_format.ParseDict(requests[0], trace_service.ExportTraceServiceRequest())
+    stored = {item.key: item.value for item in message.resource_spans[0].scope_spans[0].spans[0].attributes}
+    assert stored["digest"].bytes_value == digest
+    assert [each.bytes_value for each in stored["digests"].array_value.values] == [digest, b""]
+    assert stored["empty"].WhichOneof("value") == "bytes_value"
