@@ -28,6 +28,7 @@ MIN_PING_INTERVAL_S = 5.0
 SAY_GOODBYE_S = 5.0
 HEALTH_SERVICE = "grpc.health.v1.Health"
 OPEN_FILES = 65536
+MIN_OPEN_FILES = 256
 # How long and how many calls wait for a busy event loop. Beyond its own limits (30 s; some of the calls after the first
 # 1,000, all after 3,000) gRPC cancels them without a line in any log. Here the deadline of each call is the limit.
 MAX_UNREQUESTED_S = 24 * 3600
@@ -163,7 +164,11 @@ def run(main: Callable[[asyncio.Event], Coroutine[Any, Any, int]]) -> int:
     SIGTERM and SIGINT set the event that `main` is given; a second signal ends the process at once. An error that
     `main` raises is logged and becomes exit code 1 (2 for ConfigError). Raises the limit of open files first.
     """
-    raise_open_file_limit()
+    try:
+        raise_open_file_limit()
+    except ConfigError as error:
+        logger.error("{}", error)
+        return 2
     interrupted = signal.getsignal(signal.SIGINT) or signal.SIG_DFL
     try:
         return asyncio.run(_run(main))
@@ -204,8 +209,16 @@ async def _run(main: Callable[[asyncio.Event], Coroutine[Any, Any, int]]) -> int
 
 
 def raise_open_file_limit() -> None:
-    """Raises the soft limit of open files as far as is allowed: each rollout and stream takes one."""
+    """Raises the soft limit of open files as far as is allowed: each rollout and stream takes one.
+
+    Raises ConfigError where a program could not work with what is allowed.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    if hard != resource.RLIM_INFINITY and hard < MIN_OPEN_FILES:
+        raise ConfigError(
+            f"this process may have {hard} open files, and a program of the mesh needs at least {MIN_OPEN_FILES}, "
+            "thousands with many rollouts; raise the hard limit before it starts (ulimit -Hn 65536, as root)"
+        )

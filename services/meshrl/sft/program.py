@@ -16,10 +16,11 @@ from transformers.utils.logging import disable_progress_bar
 from meshrl.algorithms.losses import cross_entropy_loss
 from meshrl.algorithms.objective import Objective
 from meshrl.algorithms.packing import Packing, TrainSample, pack_samples
-from meshrl.core.config import dump_toml
+from meshrl.core.config import ConfigError, dump_toml
 from meshrl.core.disk import disk_trouble
 from meshrl.core.monitor import ConsoleSink, JsonlSink, Monitor, Sink, WandbSink
 from meshrl.core.paths import Layout
+from meshrl.core.serve import raise_open_file_limit
 from meshrl.models.load import ModelError, load_tokenizer, resolve_device, resolve_dtype
 from meshrl.sft.batches import training_batches
 from meshrl.sft.config import DataConfig, SFTConfig
@@ -40,6 +41,7 @@ def run_rank(config: SFTConfig, layout: Layout, rank: int) -> None:
     disable_progress_bar()  # a log has no use for it
     code = 0
     try:
+        raise_open_file_limit()
         if rank == 0:
             dump_toml(config, layout.config("sft"))
         parallel = _join(config, os.environ)
@@ -51,6 +53,9 @@ def run_rank(config: SFTConfig, layout: Layout, rank: int) -> None:
         parallel.barrier()
         lifeline.release()
         parallel.close()
+    except ConfigError as error:
+        logger.error("{}", error)
+        code = 2
     except (ModelError, DataError, CheckpointError, StepError, UpdateError) as error:
         logger.error("{}", error)
         code = 1

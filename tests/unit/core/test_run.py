@@ -83,3 +83,30 @@ def test_the_limit_of_open_files_is_raised():
 def test_loopback_is_told_from_other_addresses():
     assert [is_loopback(host) for host in ("127.0.0.1", "127.9.9.9", "::1", "localhost")] == [True] * 4
     assert [is_loopback(host) for host in ("0.0.0.0", "::", "192.168.0.1", "", "loopback.example")] == [False] * 5
+
+
+TOO_FEW = """
+import resource, sys
+from meshrl.core.serve import run
+
+async def main(stop):
+    print("up")
+    return 0
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+sys.exit(run(main))
+"""
+
+
+def test_a_program_that_may_open_too_few_files_says_so_in_one_line_and_does_not_start():
+    done = subprocess.run([sys.executable, "-c", TOO_FEW], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert "this process may have 64 open files, and a program of the mesh needs at least 256" in line
+    assert "ulimit -Hn" in line
+
+
+def test_the_start_of_a_program_raises_the_soft_limit_to_what_is_allowed():
+    code = TOO_FEW.replace("(64, 64)", "(64, 512)").replace('print("up")', "print(resource.getrlimit(7)[0])")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "512\n"), done.stderr
