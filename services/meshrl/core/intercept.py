@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass
@@ -259,5 +260,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc
         trailing: list[tuple[str, str | bytes]] = [(STATUS_DETAILS_KEY, status.SerializeToString())]
         if error.reason is Reason.DRAINING:
             trailing.append((_PUSHBACK_KEY, "-1"))  # this server will not come back: do not ask it again
+        elif error.retry_after_s is not None:  # gRPC's own repetitions do not read RetryInfo
+            trailing.append((_PUSHBACK_KEY, str(math.ceil(error.retry_after_s * 1000))))
         await context.abort(error.reason.code, status.message, tuple(trailing))
         raise AssertionError("abort raises")

@@ -22,9 +22,9 @@ class Patience:
     """Decides about one call that is repeated until it is accepted.
 
     A service that is away (AWAY) may come back for `unreachable_s`, counted anew after it answers;
-    other retryable refusals go on for `retry_s` in all. The wait is what the service asked for, else it doubles from
-    `base_s` to `most_s`, with jitter so that many callers spread out. `also` names further reasons to try again for;
-    one of AWAY that is among them counts as a refusal, for a call that cannot tell.
+    other retryable refusals go on for `retry_s` in all. The wait is at least what the service asked for, else it
+    doubles from `base_s` to `most_s`, with jitter so that many callers spread out. `also` names further reasons to
+    try again for; one of AWAY that is among them counts as a refusal, for a call that cannot tell.
     """
 
     def __init__(
@@ -64,9 +64,10 @@ class Patience:
             return None
         wait_s = min(self._most_s, self._base_s * 2.0**self._attempts)
         self._attempts += 1
+        drawn = self._jitter()
         if error.retry_after_s is not None:
-            wait_s = error.retry_after_s
-        return wait_s * (0.5 + 0.5 * self._jitter())
+            return error.retry_after_s * (1.5 - 0.5 * drawn)
+        return wait_s * (0.5 + 0.5 * drawn)
 
 
 async def persist(

@@ -213,7 +213,7 @@ async def _publish_when_hub_is_up(publication: Publication, version: int, initia
             if not error.retryable or time.monotonic() > deadline:
                 raise
             logger.warning("no hub at {} yet: {}", config.weight_broadcast.address, error)
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(max(1.0, error.retry_after_s or 0.0))
         else:
             return
 

@@ -60,6 +60,21 @@ async def test_nothing_else_is_retried(mesh, rollout_client, answers, code):
     assert mesh.script.calls == ["GetRolloutStatus"]
 
 
+async def test_an_unavailable_call_is_not_repeated_before_the_server_wants_it(mesh, rollout_client, answers):
+    """The client's own first wait is 20 ms; the server's RetryInfo asks for more."""
+    asked_s = []
+
+    async def call(request, context):
+        asked_s.append(time.monotonic())
+        if len(asked_s) == 1:
+            raise MeshError(Reason.ENGINE_FAILED, "starting", retry_after_s=1.2)
+        return answers["GetRolloutStatus"]
+
+    mesh.script.on["GetRolloutStatus"] = call
+    assert (await rollout_client.get_status()).running == 3
+    assert asked_s[1] - asked_s[0] >= 1.2
+
+
 async def test_streams_are_not_retried(mesh, rollout_client):
     async def unavailable(request, context):
         await context.abort(grpc.StatusCode.UNAVAILABLE, "gone")

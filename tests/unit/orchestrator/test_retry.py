@@ -39,3 +39,10 @@ def test_time_away_is_counted_anew_after_an_answer() -> None:
     assert waits.wait_s(AWAY, now_s=6.0) is not None
     assert waits.wait_s(AWAY, now_s=10.9) is not None
     assert waits.wait_s(AWAY, now_s=11.0) is None
+
+
+def test_no_wait_is_shorter_than_the_service_asked_for() -> None:
+    full = MeshError(Reason.OVERLOADED, "full", retry_after_s=1.5)
+    waits = [patience(jitter=lambda drawn=drawn: drawn).wait_s(full, now_s=0.0) for drawn in (0.0, 0.25, 0.999, 1.0)]
+    assert min(waits) >= 1.5
+    assert len(set(waits)) == 4, "callers spread out all the same"
