@@ -47,7 +47,11 @@ class _UnreachableError(Exception):
 
 
 class _BusyError(Exception):
-    """The engine takes no more calls now."""
+    """The engine takes no more calls for `retry_after_s`, or for an unknown time where that is 0."""
+
+    def __init__(self, detail: str, retry_after_s: float) -> None:
+        super().__init__(detail)
+        self.retry_after_s = retry_after_s
 
 
 def version_of(payload: Any) -> int | None:
@@ -146,6 +150,7 @@ class EngineRouter:
         last_chance = started + self._config.call_deadline_s
         give_up_at = started + self._config.failover_s
         skip: set[str] = set()
+        not_before: dict[str, float] = {}  # when a busy engine may be asked again, as it said
         why = "no engine is reachable"
         while True:
             engine = self._pool.select(need, prefer=session.engine, skip=skip)
@@ -153,9 +158,9 @@ class EngineRouter:
                 self._refuse_biased(need)
                 if time.monotonic() >= give_up_at or self._pool.is_past(need):
                     raise self._no_engine(need, why)
-                skip.clear()
                 session.doing = f"waiting for an engine to take its model call ({why})"
                 await self._wait_for_change(give_up_at)
+                skip = {url for url, time_s in not_before.items() if time_s > time.monotonic()}
                 continue
             session.doing = f"in a model call at {engine.url}"
             try:
@@ -169,6 +174,7 @@ class EngineRouter:
             except _BusyError as error:
                 why = str(error)
                 skip.add(engine.url)
+                not_before[engine.url] = time.monotonic() + error.retry_after_s
                 continue
             session.engine = engine.url
             return answer
@@ -210,7 +216,9 @@ class EngineRouter:
                 answered = True
                 raw = await reply.read()
                 if reply.status in BUSY:
-                    raise _BusyError(f"{engine.url} answered {reply.status}: {_short(raw)}")
+                    wait = reply.headers.get("Retry-After", "")
+                    detail = f"{engine.url} answered {reply.status}: {_short(raw)}"
+                    raise _BusyError(detail, float(wait) if wait.isdecimal() else 0.0)
                 if reply.status != 200:
                     raise EngineRefusedError(reply.status, f"{engine.url} answered {reply.status}: {_short(raw)}")
                 header = reply.headers.get(VERSION_HEADER, "")

@@ -1,6 +1,7 @@
 """Engines that die, lag behind or change their weights while rollouts run."""
 
 import asyncio
+import time
 
 import pytest
 from aiohttp import web
@@ -104,6 +105,20 @@ async def test_a_call_waits_for_an_engine_that_comes_back(start_mesh, make_group
     rollout, _ = await collect(mesh, make_group())
     assert isinstance(rollout, Rollout)
     assert len(engine.requests) == 2
+
+
+async def test_a_busy_engine_is_not_asked_again_before_it_wants_to_be(start_mesh, make_group, engine):
+    mesh = await start_mesh([engine], client={"failover_s": 30.0})
+    asked_s = []
+
+    def answer(request, body):
+        asked_s.append(time.monotonic())
+        return web.json_response({}, status=503, headers={"Retry-After": "2"}) if len(asked_s) == 1 else None
+
+    engine.on_call = answer
+    rollout, _ = await collect(mesh, make_group(deadline_s=60.0))
+    assert isinstance(rollout, Rollout)
+    assert asked_s[1] - asked_s[0] >= 2.0
 
 
 async def test_an_answer_broken_off_is_not_asked_for_again(start_mesh, make_group, engine, second):
