@@ -186,7 +186,7 @@ def read_past(connection: sqlite3.Connection, run: RunRow, *, trainer_step: int)
         (run.run,),
     ).fetchall()
     entries = tuple(sorted(map(_entry, rows), key=_place))
-    steps, damaged_steps = _records(connection, run)
+    steps, damaged_steps = _records(connection, run, trainer_step)
     kept = connection.execute("SELECT DISTINCT step FROM parts WHERE run = ?", (run.run,)).fetchall()
     payloads = {entry.rollout_id for entry in entries}
     payloads &= {rollout_id for (rollout_id,) in connection.execute("SELECT rollout_id FROM payloads")}
@@ -214,9 +214,18 @@ def read_past(connection: sqlite3.Connection, run: RunRow, *, trainer_step: int)
     return replace(past, groups=read_groups(connection, sorted(group_ids)))
 
 
-def _records(connection: sqlite3.Connection, run: RunRow) -> tuple[dict[int, StepRecord], frozenset[int]]:
-    """The records of steps that are as they were written, and the steps whose record is not."""
-    rows = connection.execute("SELECT step, record, seal FROM steps WHERE run = ?", (run.run,))
+def _records(
+    connection: sqlite3.Connection, run: RunRow, trainer_step: int
+) -> tuple[dict[int, StepRecord], frozenset[int]]:
+    """Records from the trainer's step on and of steps whose batch is kept, and the steps whose record is damaged.
+
+    No other record is needed, or read: each names every rollout of its step.
+    """
+    columns = "SELECT step, record, seal FROM steps WHERE run = ?1"
+    kept = "SELECT DISTINCT step FROM parts WHERE run = ?1 AND step < ?2"
+    rows = connection.execute(
+        f"{columns} AND step >= ?2 UNION ALL {columns} AND step IN ({kept})", (run.run, trainer_step)
+    )
     records, damaged = {}, set()
     for step, text, found in rows:
         if is_sealed(text.encode(), found, run.run, step):

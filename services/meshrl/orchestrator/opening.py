@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import BinaryIO
 
 from loguru import logger
 
@@ -23,6 +25,8 @@ from meshrl.orchestrator.recovery import Settlement, goes_on, restore, rows_fit,
 from meshrl.orchestrator.retry import RunError
 from meshrl.orchestrator.startup import Mesh
 from meshrl.wire.types import Rollout
+
+_BLOCK_BYTES = 2**16
 
 
 def open_journal(config: OrchestratorConfig, mesh: Mesh, writer: Writer | None = None) -> Journal:
@@ -70,7 +74,7 @@ def open_journal(config: OrchestratorConfig, mesh: Mesh, writer: Writer | None =
 
 def _go_on(config: OrchestratorConfig, mesh: Mesh, ledger: Ledger, store: LedgerStore, past: Past) -> Opening:
     layout, step = Layout(config.output_dir), mesh.run.step
-    logged = max(logged_steps(layout.metrics_jsonl, past.run.metrics_offset), default=0)
+    logged = last_logged_step(layout.metrics_jsonl, past.run.metrics_offset)
     decide = partial(
         settle,
         trainer_step=step,
@@ -155,18 +159,45 @@ def end_whole(path: Path) -> int:
     if not path.exists():
         return 0
     with path.open("rb+") as file:
-        data = file.read()
-        size = data.rfind(b"\n") + 1
-        if size < len(data):
-            file.truncate(size)
-    return size
+        size = file.seek(0, os.SEEK_END)
+        for start, block in _blocks_from_the_end(file, 0):
+            if (end := block.rfind(b"\n")) >= 0:
+                whole = start + end + 1
+                break
+        else:
+            whole = 0
+        if whole < size:
+            file.truncate(whole)
+    return whole
 
 
-def logged_steps(path: Path, offset: int) -> list[int]:
-    """The steps whose records follow `offset`, in order of writing; evaluations have records of their own."""
+def last_logged_step(path: Path, offset: int) -> int:
+    """The last step with a record after `offset`, 0 without one; evaluations have records of their own.
+
+    Read from the end: records of steps that were done again follow those of later steps, and say so.
+    """
     if not path.exists():
-        return []
+        return 0
+    rest = b""
     with path.open("rb") as file:
-        file.seek(offset)
-        records = [json.loads(line) for line in file.read().splitlines()]
-    return [int(record["step"]) for record in records if "time/step" in record]
+        for start, block in _blocks_from_the_end(file, offset):
+            lines = (block + rest).split(b"\n")
+            rest = b"" if start == offset else lines.pop(0)  # its beginning is in the block before
+            for line in reversed(lines):
+                try:
+                    record = json.loads(line) if line else {}
+                except ValueError:  # damaged: the audit names it, and the line before it tells as much
+                    continue
+                if "time/step" in record and "progress/redone" not in record:
+                    return int(record["step"])
+    return 0
+
+
+def _blocks_from_the_end(file: BinaryIO, offset: int) -> Iterator[tuple[int, bytes]]:
+    """The bytes after `offset` in blocks, the last one first, with the place where each begins."""
+    end = file.seek(0, os.SEEK_END)
+    while end > offset:
+        start = max(offset, end - _BLOCK_BYTES)
+        file.seek(start)
+        yield start, file.read(end - start)
+        end = start

@@ -1,0 +1,113 @@
+"""What a restarted orchestrator reads of a run that has come far."""
+
+import json
+import sqlite3
+import tracemalloc
+from contextlib import closing
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from meshrl.core.config.shared import EnvConfig
+from meshrl.core.paths import Layout
+from meshrl.orchestrator.config import OrchestratorConfig, TrainEnvsConfig
+from meshrl.orchestrator.journal import Journal
+from meshrl.orchestrator.ledger_rows import StepRecord, seal
+from meshrl.orchestrator.metrics import Progress
+from meshrl.orchestrator.opening import end_whole, last_logged_step, open_journal
+from meshrl.orchestrator.startup import Mesh
+from meshrl.wire.types import EnvironmentInfo, RunInfo, TrainerInfo
+
+ROLLOUTS = 64
+
+
+def opened(folder: Path, trainer_step: int) -> Journal:
+    config = OrchestratorConfig(
+        train=TrainEnvsConfig(env=[EnvConfig(id="echo")]), batch_size=ROLLOUTS, output_dir=folder, session="one"
+    )
+    run = RunInfo(run_id="main", step=trainer_step, version=trainer_step, epoch=1, revision=0, durable_step=0)
+    trainer = TrainerInfo(
+        world_size=1, dp_size=1, seq_len=64, pad_multiple=1, objective="", model="", runs=(run,), max_queued_batches=2
+    )
+    environment = EnvironmentInfo(name="echo", taskset="echo", num_tasks=9)
+    return open_journal(config, Mesh(environments={"echo": environment}, trainer=trainer, run=run))
+
+
+def run_of(folder: Path, steps: int) -> None:
+    """A ledger and metrics as `steps` steps leave them."""
+    opened(folder, 0).close()
+    layout = Layout(folder)
+    record = StepRecord(
+        step=0, digest="", groups=(), advantages={}, untrainable=(), truncated_samples=0, dropped_samples=0,
+        micro_batches=1, longest_row=5, dp_size=1, progress=Progress(), drawn={},
+    )  # fmt: skip
+    with closing(sqlite3.connect(layout.ledger)) as connection, connection, layout.metrics_jsonl.open("w") as metrics:
+        for step in range(1, steps + 1):
+            names = tuple(f"{step:08d}-{place:028d}" for place in range(ROLLOUTS))
+            one = replace(
+                record,
+                step=step,
+                groups=((f"g{step}", names),),
+                advantages=dict.fromkeys(names, 0.123456789),
+                progress=Progress(tokens=step * 320, samples=step * ROLLOUTS, problems=step),
+            )
+            text = one.to_json()
+            connection.execute("INSERT INTO steps VALUES (1, ?, '', ?, ?)", (step, text, seal(text.encode(), 1, step)))
+            connection.executemany(
+                "INSERT INTO rollouts VALUES (?, 1, ?, 'echo', 0, ?, 'trained', ?, 0, ?, '', 0.0)",
+                [(f"g{step}/{place}", f"g{step}", step, name, step) for place, name in enumerate(names)],
+            )
+            connection.execute(
+                "INSERT INTO groups (group_id, run, sequence, environment, task_index, size, for_step, min_version,"
+                " active_version, seed, over) VALUES (?, 1, ?, 'echo', 0, ?, ?, 0, 0, 0, 1)",
+                (f"g{step}", step - 1, ROLLOUTS, step),
+            )
+            line = {"step": step, "time/step": 1.0, **{f"metric/{number}": 0.123456789 for number in range(100)}}
+            metrics.write(json.dumps(line | asdict(one.progress)) + "\n")
+
+
+def test_what_is_read_at_a_restart_does_not_grow_with_the_steps_of_the_run(tmp_path: Path) -> None:
+    peaks = {}
+    for steps in (20, 1000):
+        run_of(tmp_path / str(steps), steps)
+        opened(tmp_path / str(steps), steps).close()  # what is loaded once in a process is loaded
+        tracemalloc.start()
+        journal = opened(tmp_path / str(steps), steps)
+        peaks[steps] = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert (journal.opening.logged, journal.opening.unlogged_from) == (steps, steps + 1)
+        assert journal.opening.progress == Progress(tokens=steps * 320, samples=steps * ROLLOUTS, problems=steps)
+        assert (journal.opening.drawn, journal.opening.next_sequence) == ({"echo": steps}, steps)
+        assert journal.balance().trained == steps * ROLLOUTS
+        journal.close()
+    assert peaks[1000] < 1.2 * peaks[20] + 50_000, peaks
+
+
+@pytest.mark.parametrize(
+    ("lines", "logged"),
+    [
+        ([], 0),
+        ([{"step": 1, "time/step": 1.0}, {"step": 2, "time/step": 1.0}, {"step": 2, "eval/echo/avg@1": 0.5}], 2),
+        (
+            [{"step": step, "time/step": 1.0} for step in (1, 2, 3)]
+            + [{"step": 2, "time/step": 1.0, "progress/redone": 1.0}],
+            3,
+        ),
+        ([{"step": step, "time/step": 1.0, "pad": "x" * 30_000} for step in range(1, 9)], 8),
+        (
+            [{"step": 1, "time/step": 1.0}]
+            + [{"step": 1, "time/step": 1.0, "progress/redone": 1.0, "pad": "x" * 30_000}] * 9,
+            1,
+        ),
+        ([{"step": 7, "time/step": 1.0, "pad": "x" * 200_000}, {"step": 7, "eval": 1.0, "pad": "x" * 200_000}], 7),
+    ],
+)
+def test_the_last_logged_step_is_found_from_the_end(tmp_path: Path, lines: list[dict], logged: int) -> None:
+    path = tmp_path / "metrics.jsonl"
+    earlier = json.dumps({"step": 99, "time/step": 1.0}) + "\n"  # of another run
+    whole = earlier + "".join(json.dumps(line) + "\n" for line in lines)
+    path.write_text(whole + '{"step": 100, "time/st' + "e" * 100_000)
+    assert end_whole(path) == len(whole)
+    assert path.read_text() == whole
+    assert last_logged_step(path, len(earlier)) == logged
