@@ -229,4 +229,6 @@ class TrainLoop:
             self._save_ckpt_s += time.perf_counter() - started
         if not request.weights_only:
             self._desk.saved(self._learner.step_done)
+        if self._ckpt is not None:
+            self._checkpointer.prune(self._ckpt)  # which spares what was asked for: it is the newest
         request.saved.set_result((self._learner.step_done, path))

@@ -156,10 +156,7 @@ class Checkpointer:
 
         def written(step: int, folder: Path) -> None:
             on_durable(step, folder)
-            try:
-                self.prune(config)
-            except OSError as error:  # what is new is on disk; the next save tries again
-                logger.warning("old checkpoints could not be deleted: {}", error)
+            self.prune(config)
 
         if config.save_async:
             self.save_async(weights_only=config.weights_only, on_durable=written)
@@ -187,10 +184,17 @@ class Checkpointer:
     def prune(self, config: CheckpointConfig) -> None:
         """Deletes checkpoints and snapshots beyond `keep_last`, sparing multiples of `keep_interval`.
 
-        The newest checkpoint stays whatever is configured. Other programs' parts of a step go with this one's.
+        The newest checkpoint stays whatever is configured. Other programs' parts of a step go with this one's. What
+        cannot be deleted is left to the next save.
         """
         if self._group.rank:
             return
+        try:
+            self._prune(config)
+        except OSError as error:  # what is new is on disk
+            logger.warning("old checkpoints could not be deleted: {}", error)
+
+    def _prune(self, config: CheckpointConfig) -> None:
         kept = {"keep_last": config.keep_last, "keep_interval": config.keep_interval}
         saved = self._resumable()
         doomed = files.surplus(saved, **kept)

@@ -301,6 +301,23 @@ async def test_a_checkpoint_that_was_asked_for_and_fails_is_the_callers_news(tmp
         await trainer.until(StepState.DONE, 1)
 
 
+@pytest.mark.parametrize("ckpt", [CheckpointConfig(keep_last=2), CheckpointConfig(), None])
+async def test_checkpoints_that_are_asked_for_are_pruned_as_configured(
+    tmp_path: Path, ckpt: CheckpointConfig | None
+) -> None:
+    async with running(tmp_path, ckpt) as trainer:
+        for step in range(1, 5):
+            trainer.desk.submit(batch(step), str(step))
+            await trainer.until(StepState.DONE, step)
+            saved, path = await trainer.desk.save_checkpoint(weights_only=False)
+            assert saved == step
+            assert (path / "checkpoint.json").is_file()
+        await trainer.desk.save_checkpoint(weights_only=True)
+        kept = ["step_3", "step_4"] if ckpt and ckpt.keep_last else [f"step_{step}" for step in range(1, 5)]
+        for root in ("checkpoints", "weights"):
+            assert sorted(path.name for path in (tmp_path / root).iterdir()) == kept
+
+
 async def test_weights_that_are_half_updated_end_the_trainer_and_are_never_used(tmp_path: Path) -> None:
     learner = build(type="muon")
 
