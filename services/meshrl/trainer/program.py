@@ -77,6 +77,9 @@ def follow_rank_0(config: TrainerConfig) -> int:
     except ConfigError as error:
         logger.error("{}", error)
         return 2
+    except (CheckpointError, UpdateError) as error:  # the message tells what to do
+        logger.error("{}", error)
+        return 1
     except Exception:  # noqa: BLE001  # last stop of the process: its log has the traceback, the group ends with it
         logger.exception("this rank failed")
         return 1
