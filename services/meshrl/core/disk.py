@@ -5,20 +5,26 @@ from __future__ import annotations
 import errno
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_REFUSED = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 def disk_trouble(error: BaseException) -> str | None:
-    """The sentence for an error of a full disk or of a folder that may not be written; None for any other error."""
-    if not isinstance(error, OSError) or error.errno not in (*_FULL, *_REFUSED):
+    """The sentence for an error of a full disk or of a file that may not be written; None for any other error."""
+    if not isinstance(error, OSError):
         return None
-    where = f" to {error.filename}" if error.filename else ""
     if error.errno in _FULL:
+        where = f" to {error.filename}" if error.filename else ""
         return (
             f"cannot write{where}: {error.strerror}; free some space and start again, from the last checkpoint"
             " with --ckpt.resume-step -1"
         )
-    return (
-        f"cannot write{where}: {error.strerror}; output_dir must be a folder that this user may write,"
-        " choose another one with --output-dir"
-    )
+    if error.errno == errno.EROFS and error.filename:
+        return (
+            f"cannot write to {error.filename}: {error.strerror}; output_dir must be a folder that this user may write,"
+            " choose another one with --output-dir"
+        )
+    if error.errno in (errno.EACCES, errno.EPERM) and error.filename:  # without a file it may be a port
+        return (
+            f"cannot open {error.filename}: {error.strerror}; give this user the right to it, or, where it is in"
+            " output_dir, choose another one with --output-dir"
+        )
+    return None

@@ -97,7 +97,7 @@ class Monitor:
                     call(sink)
                 except Exception as error:  # noqa: BLE001  # whatever it is, metrics are not worth a run
                     if place not in self._failing:
-                        logger.warning("{}; the run goes on without these metrics", error)
+                        logger.warning("{}; the run goes on", error)
                     self._failing.add(place)
                 else:
                     if place in self._failing:

@@ -1,6 +1,7 @@
 """One log format, whoever logs; one place for every file."""
 
 import asyncio
+import errno
 import json
 import logging
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 from aiohttp import web
 from loguru import logger
 
+from meshrl.core.disk import disk_trouble
 from meshrl.core.logs import setup_logging
 from meshrl.core.paths import Layout
 from small_disk import fill, make_read_only, mounted
@@ -127,3 +129,25 @@ def test_a_folder_that_may_not_be_written_ends_the_program_with_a_sentence(tmp_p
         make_read_only(disk)
         with pytest.raises(SystemExit, match=r"disk/run: Read-only file system; output_dir must be a folder that this"):
             setup_logging("trainer", "info", disk / "run" / "logs" / "trainer.log")
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            OSError(errno.ENOSPC, "No space left on device", "/out/a"),
+            "cannot write to /out/a: No space left on device; f",
+        ),
+        (OSError(errno.ENOSPC, "No space left on device"), "cannot write: No space left on device; free some space"),
+        (
+            PermissionError(errno.EACCES, "Permission denied", "/out"),
+            "cannot open /out: Permission denied; give this user",
+        ),
+        (PermissionError(errno.EACCES, "Permission denied"), None),  # of a port
+        (FileNotFoundError(errno.ENOENT, "No such file or directory", "/out"), None),
+        (ValueError("No space left on device"), None),
+    ],
+)
+def test_only_what_a_disk_refuses_is_explained(error, said):
+    trouble = disk_trouble(error)
+    assert (trouble is None) if said is None else trouble is not None and trouble.startswith(said)
