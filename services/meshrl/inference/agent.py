@@ -1,8 +1,7 @@
 """The agent beside an engine: dials the weight hub, brings new versions in, and swaps them under running requests.
 
 Fed by the hub's commands, it prepares versions while the engine generates and pauses it only to swap. The rules are in
-`agent_states`; this shell does the waiting, fetching and reporting. A hub that is away or restarts is called again with
-backoff, and the engine serves on meanwhile.
+`agent_states`; this shell waits, fetches and reports. A hub that is away is called again while the engine serves on.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ from meshrl.inference.agent_states import (
     StartJoin,
     StartSleep,
     Tell,
+    fault_of,
 )
 from meshrl.inference.bringing import VersionBringer
 from meshrl.inference.config import InferenceConfig
@@ -97,6 +97,7 @@ class WeightAgent:
         self._lease: Lease | None = None
         self._outbox: asyncio.Queue[AgentReport] = asyncio.Queue()
         self._leave = asyncio.Event()
+        self._defect: BaseException | None = None
         self._fetch_task: asyncio.Task[None] | None = None
         self._join_task: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -108,7 +109,7 @@ class WeightAgent:
     # --- life -----------------------------------------------------------------------------------
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Registers and follows the hub. Raises MeshError only for what waiting cannot mend: CONTRACT_MISMATCH."""
+        """Registers and follows the hub. Raises what waiting cannot mend: CONTRACT_MISMATCH, or a defect."""
         self._live_root = self._engine.root or await self._engine.weights_root()
         leaving = asyncio.create_task(_either(stop, self._leave))
         wait_s = BACKOFF_S[0]
@@ -123,6 +124,8 @@ class WeightAgent:
         finally:
             leaving.cancel()
             await self._wind_down()
+        if self._defect is not None:
+            raise self._defect
 
     async def _follow_until(self, leaving: asyncio.Task[None]) -> None:
         following = asyncio.create_task(self._follow())
@@ -238,8 +241,15 @@ class WeightAgent:
     def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._over)
         return task
+
+    def _over(self, task: asyncio.Task[None]) -> None:
+        """A task that failed has left the engine as nobody expects it, perhaps paused: the agent ends with it."""
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._defect = error
+            self._leave.set()
 
     def _cancel_fetch(self) -> None:
         if self._fetch_task is not None:
@@ -254,9 +264,9 @@ class WeightAgent:
     async def _join(self, group: JoinGroup) -> None:
         try:
             await self._engine.join_group(group)
-        except MeshError as error:  # the publisher goes on without this engine, or opens another group
-            logger.warning("group {} was not joined: {}", group.generation, error)
-            self._perform(self.machine.join_failed(group, _fault_of(error)))
+        except Exception as error:  # noqa: BLE001 (whatever it was, the publisher goes on without this engine)
+            logger.warning("group {} was not joined: {!r}", group.generation, error)
+            self._perform(self.machine.join_failed(group, fault_of(error)))
             return
         logger.info("joined group {}", group.generation)
         self._perform(self.machine.joined(group))
@@ -265,9 +275,9 @@ class WeightAgent:
         fault = None
         try:
             await self._within_sleep_deadline("falling asleep", self._engine.sleep())
-        except MeshError as error:  # the engine says itself whether it may serve on
+        except Exception as error:  # noqa: BLE001 (the engine says itself whether it may serve on)
             logger.error("the engine does not sleep: {}", error)
-            fault = _fault_of(error)
+            fault = fault_of(error)
         self._perform(self.machine.slept(number, fault))
 
     async def _within_sleep_deadline(self, doing: str, work: Awaitable[object]) -> None:
@@ -280,14 +290,9 @@ class WeightAgent:
         began_s = time.monotonic()
         try:
             manifest, adopt = await self._stage(version, artifact_id)
-        except MeshError as error:  # the old version stays; the hub decides what comes next
-            logger.error("version {} is refused: {}", version, error)
-            self._perform(self.machine.fetch_failed(artifact_id, _fault_of(error)))
-            return
-        except Exception as error:  # noqa: BLE001 (a defect here must not leave the hub waiting; nothing was applied)
-            logger.exception("fetching version {} failed", version)
-            fault = AgentFault(reason=Reason.INTERNAL.name, message=repr(error))
-            self._perform(self.machine.fetch_failed(artifact_id, fault))
+        except Exception as error:  # noqa: BLE001 (nothing was applied: the old version stays, and the hub must hear)
+            logger.opt(exception=not isinstance(error, MeshError)).error("version {} is refused: {!r}", version, error)
+            self._perform(self.machine.fetch_failed(artifact_id, fault_of(error)))
             return
         prepare_s = time.monotonic() - began_s
         self._prepared = _Prepared(manifest=manifest, artifact_id=artifact_id, adopt=adopt, prepare_s=prepare_s)
@@ -333,11 +338,10 @@ class WeightAgent:
             self._poison(action.version, Reason.ENGINE_FAILED, repr(error))
             return
         self._prepared, self._live_root = None, prepared.manifest.result_root
-        stood_still = action.hold or not prepared.adopt
         report = ApplyReport(
             version=action.version,
             root=prepared.manifest.result_root,
-            pause_s=time.monotonic() - began_s if stood_still else 0.0,
+            pause_s=time.monotonic() - began_s if action.hold or not prepared.adopt else 0.0,
             prepare_s=prepared.prepare_s,
             requests_kept=kept,
         )
@@ -364,12 +368,12 @@ class WeightAgent:
         await asyncio.sleep(self._hold_deadline_s)
         if self.machine.held and self.machine.version == version:
             logger.warning("no resume came for version {} in {:g} s; going on alone", version, self._hold_deadline_s)
-            await self._resume()
+            self._spawn(self._resume())
 
     async def _resume(self) -> None:
         held, self._held = self._held, None
         timer, self._hold_timer = self._hold_timer, None
-        if timer is not None and timer is not asyncio.current_task():
+        if timer is not None:
             timer.cancel()
         if held is None:
             return
@@ -385,10 +389,6 @@ class WeightAgent:
         )
         self._prepared, self._live_root = None, b""
         self._perform(self.machine.apply_failed(AgentFault(reason=reason.name, message=message)))
-
-
-def _fault_of(error: MeshError) -> AgentFault:
-    return AgentFault(reason=error.reason.name, message=error.message)
 
 
 async def _either(first: asyncio.Event, second: asyncio.Event) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import (
     Abort,
     AgentCommand,
@@ -331,3 +332,10 @@ class AgentMachine:
 
 def _refusal(fault: AgentFault, target: Target) -> Tell:
     return Tell(fault=fault, target_version=target.version, target_artifact_id=target.artifact_id)
+
+
+def fault_of(error: Exception) -> AgentFault:
+    """What the hub is told of an error, a defect included."""
+    if isinstance(error, MeshError):
+        return AgentFault(reason=error.reason.name, message=error.message)
+    return AgentFault(reason=Reason.INTERNAL.name, message=repr(error))

@@ -97,8 +97,10 @@ class CollectivePublisher:
         """Publishes what the ranks hold for `version`; returns once it is sealed and was sent to whoever came.
 
         Raises MeshError: STALE_EPOCH when a newer trainer took over; VERSION_CONFLICT or VERSION_SUPERSEDED;
-        UNREACHABLE for a hub that stays away.
+        UNREACHABLE for a hub that stays away. A defect that ended the watch for late engines is raised here as well.
         """
+        if self._watching is not None and self._watching.done():
+            self._watching.result()
         async with self._busy:
             manifest = self._manifest(version, taken)
             began_s = time.monotonic()

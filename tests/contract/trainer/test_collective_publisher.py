@@ -187,3 +187,19 @@ async def test_snapshot_outlives_the_next_steps(model: str, hub: str) -> None:
         await training.publisher.publish(0, taken)
         await activate(hub, 0)
         assert all(torch.equal(tensor, expected[name]) for name, tensor in hf_state(served.model).items())
+
+
+async def test_defect_in_the_watch_for_late_engines_is_heard_at_the_next_version(
+    model: str, hub: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with trainer(model, hub) as training:
+        await training.publish(0)
+
+        async def broken(suspects: set[str]) -> set[str]:
+            raise RuntimeError("a defect")
+
+        monkeypatch.setattr(training.publisher, "_bring_to_late", broken)
+        async with asyncio.timeout(20):
+            await asyncio.wait({training.publisher._watching})
+        with pytest.raises(RuntimeError, match="a defect"):
+            await training.publish(1)

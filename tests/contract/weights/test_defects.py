@@ -1,0 +1,46 @@
+"""Defects in what an agent or a publisher does in the background: somebody hears of each, and nobody waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from meshrl.inference.engine import CollectiveSeat
+from meshrl.wire.errors import Reason
+from meshrl.wire.types import ActivationPolicy, Transport
+
+
+async def broken(*arguments: Any) -> Any:
+    raise RuntimeError("a defect")
+
+
+async def test_agent_ends_when_its_engine_cannot_go_on_after_a_held_swap(mesh: Any, engine: Any, state: Any) -> None:
+    mesh.start_agent("e0", engine)
+    await mesh.until_registered()
+    engine.resume = broken
+    await mesh.publisher(Transport.STREAM).publish(0, state(1))
+    activating = asyncio.create_task(
+        mesh.client().activate_version(
+            run_id="run", version=0, policy=ActivationPolicy.GANG, min_ready=1, prepare_deadline_s=20.0
+        )
+    )
+    running, _ = mesh._agents.pop("e0")
+    with pytest.raises(RuntimeError, match="a defect"):
+        await asyncio.wait_for(running, 20.0)
+    activating.cancel()
+    await asyncio.wait({activating})
+
+
+async def test_hub_hears_of_a_defect_while_an_engine_joins_a_group(mesh: Any, engine: Any) -> None:
+    engine.collective = CollectiveSeat(ranks=1, backend="gloo")
+    engine.join_group = broken
+    mesh.start_agent("e0", engine)
+    await mesh.until_registered()
+    await mesh.client().open_group(
+        run_id="run", epoch=1, store_address="127.0.0.1:9", backend="gloo", num_senders=1, deadline_s=20.0
+    )
+    await mesh.until(lambda: mesh.hub.list_engines("")[0].last_fault is not None, deadline_s=20.0)
+    fault = mesh.hub.list_engines("")[0].last_fault
+    assert (fault.reason, fault.message) == (Reason.INTERNAL.name, "RuntimeError('a defect')")
