@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from transformers.utils.hub import cached_file
 
+from meshrl.collective.dtypes import TORCH_DTYPES
 from meshrl.inference.engine import Engine, HostVersion
 from meshrl.inference.live_weights import Layout
 from meshrl.models.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS
@@ -94,7 +95,7 @@ def read_checkpoint(folder: Path, layout: Layout) -> dict[str, torch.Tensor]:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise MeshError(Reason.INVALID_REQUEST, f"no *.safetensors in {folder}; pass the folder of a checkpoint")
-    dtypes = {name: getattr(torch, dtype) for name, dtype, _ in layout}
+    dtypes = {name: TORCH_DTYPES.get(dtype) or getattr(torch, dtype) for name, dtype, _ in layout}
     tensors: dict[str, torch.Tensor] = {}
     for file in files:
         try:

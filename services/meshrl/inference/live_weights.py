@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from meshrl.collective.dtypes import TORCH_DTYPES
 from meshrl.models.state import hf_state
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest import digest, root_of
 
 MAX_NAMED_DIFFERENCES = 3
+_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 Layout = tuple[tuple[str, str, tuple[int, ...]], ...]
 
@@ -96,8 +98,8 @@ class LiveWeights:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The wire's name of a torch dtype, such as "bfloat16"."""
-    return str(dtype).removeprefix("torch.")
+    """The wire's name of a torch dtype, such as "bfloat16"; torch's own where the wire has none."""
+    return _NAMES.get(dtype) or str(dtype).removeprefix("torch.")
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
