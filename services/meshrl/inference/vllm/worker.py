@@ -7,7 +7,6 @@ engine asks about. All names begin with `meshrl_`, since the class shares its na
 from __future__ import annotations
 
 import gc
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 from meshrl.collective.digest import digest_bytes, sum128
 from meshrl.collective.receiving import Receiver
 from meshrl.inference.vllm.files import PortionReader
+from meshrl.inference.vllm.jobs import Job
 from meshrl.inference.vllm.shadow import Shadow, build_shadow, tried_shadow
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest import root_of
@@ -25,39 +25,6 @@ from meshrl.wire.manifest_file import from_json
 from meshrl.wire.types import JoinGroup
 
 APPLY_WAIT_S = 30.0
-
-
-class Job:
-    """Work on a thread, on the worker's device and a stream of its own, whose outcome the engine asks for."""
-
-    def __init__(self, work: Callable[[], None], device: torch.device) -> None:
-        self._work, self._device = work, device
-        self.outcome: dict[str, Any] | None = None
-        self._thread = threading.Thread(target=self._run, name="meshrl-weights", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        began_s = time.perf_counter()
-        try:
-            if self._device.type == "cuda":
-                torch.cuda.set_device(self._device)
-                stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]  # torch has none
-                with torch.no_grad(), torch.cuda.stream(stream):
-                    self._work()
-                stream.synchronize()
-            else:
-                with torch.no_grad():
-                    self._work()
-        except MeshError as error:
-            self.outcome = {"reason": error.reason.name, "message": error.message}
-        except Exception as error:  # noqa: BLE001 - a thread has no caller: the engine gets it as the outcome
-            self.outcome = {"reason": Reason.LAYOUT_MISMATCH.name, "message": f"{type(error).__name__}: {error}"}
-        else:
-            self.outcome = {"seconds": time.perf_counter() - began_s}
-
-    def join(self, timeout_s: float) -> bool:
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
 
 
 class WeightsExtension:
@@ -117,7 +84,7 @@ class WeightsExtension:
         if self._meshrl_job is not None:
             self._meshrl_job.join(
                 APPLY_WAIT_S
-            )  # the engine asks one of its data-parallel parts only whether it is done
+            )  # the engine asks only one of its data-parallel parts whether it is done
         if self._meshrl_staged != version or self._meshrl_shadow is None:
             raise RuntimeError(f"version {version} is not staged here, but {self._meshrl_staged}")
         began_s = time.perf_counter()
@@ -183,11 +150,14 @@ class WeightsExtension:
         return self._meshrl_shadow
 
     def _meshrl_start(self, work: Callable[[], None]) -> None:
-        before = self._meshrl_job
-        if before is not None and before.outcome is None and not before.join(30.0):
-            raise RuntimeError("the weight job before this one does not end")
+        """Has `work` done on a thread, after the job before it: the worker's next step waits for neither."""
+
+        def alone() -> None:
+            self._meshrl_staged = None  # what the job before staged is overwritten from here on
+            work()
+
         self._meshrl_staged = None
-        self._meshrl_job = Job(work, self._meshrl_device())
+        self._meshrl_job = Job(alone, self._meshrl_device(), after=self._meshrl_job)
 
     def _meshrl_device(self) -> torch.device:
         worker: Any = self

@@ -1,0 +1,63 @@
+"""Work of a vLLM worker that takes longer than a step: on a thread, one job after the other. Needs no vLLM."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from meshrl.wire.errors import MeshError, Reason
+
+BEFORE_DEADLINE_S = 600.0  # a checkpoint may be read to its end
+
+
+class Job:
+    """Work on a thread, on the worker's device and a stream of its own, whose outcome the engine asks for.
+
+    It begins once the job that it takes the place of has ended: both write into one shadow.
+    """
+
+    def __init__(
+        self, work: Callable[[], None], device: torch.device, *, after: Job | None = None,
+        before_deadline_s: float = BEFORE_DEADLINE_S,
+    ) -> None:  # fmt: skip
+        self._work, self._device = work, device
+        self._before: Job | None = after
+        self._before_deadline_s = before_deadline_s
+        self.outcome: dict[str, Any] | None = None
+        self._thread = threading.Thread(target=self._run, name="meshrl-weights", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        began_s = time.perf_counter()
+        try:
+            self._wait_for_the_one_before()
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)
+                stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]  # torch has none
+                with torch.no_grad(), torch.cuda.stream(stream):
+                    self._work()
+                stream.synchronize()
+            else:
+                with torch.no_grad():
+                    self._work()
+        except MeshError as error:
+            self.outcome = {"reason": error.reason.name, "message": error.message}
+        except Exception as error:  # noqa: BLE001 - a thread has no caller: the engine gets it as the outcome
+            self.outcome = {"reason": Reason.LAYOUT_MISMATCH.name, "message": f"{type(error).__name__}: {error}"}
+        else:
+            self.outcome = {"seconds": time.perf_counter() - began_s}
+
+    def _wait_for_the_one_before(self) -> None:
+        before, self._before = self._before, None  # no chain of jobs is kept
+        if before is not None and not before.join(self._before_deadline_s):
+            text = f"the weight job before this one did not end within {self._before_deadline_s:g} s"
+            raise MeshError(Reason.DEADLINE_PASSED, text)
+
+    def join(self, timeout_s: float) -> bool:
+        """Waits for the end; whether it came."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
