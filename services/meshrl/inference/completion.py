@@ -7,7 +7,7 @@ import io
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,14 @@ class Completion:
         """Version that sampled the last token."""
         return self.version_spans[-1].version if self.version_spans else None
 
+    @property
+    def prompt_version(self) -> int | None:
+        """Oldest version that computed a part of the prompt's KV cache; None where this is no beginning."""
+        if not self.version_spans or self.version_spans[0].start > 0:
+            return None
+        first = self.version_spans[0]
+        return first.version if first.prompt_version is None else first.prompt_version
+
 
 def join(chunks: Sequence[TokenChunk]) -> Completion:
     """Puts the chunks of a completion together, in order."""
@@ -47,7 +55,7 @@ def join(chunks: Sequence[TokenChunk]) -> Completion:
     spans: list[VersionSpan] = []
     for span in (span for chunk in chunks for span in chunk.version_spans):
         if spans and spans[-1].version == span.version:
-            spans[-1] = VersionSpan(start=spans[-1].start, end=span.end, version=span.version)
+            spans[-1] = replace(spans[-1], end=span.end)
         else:
             spans.append(span)
     return Completion(
@@ -151,6 +159,7 @@ def token_choice_json(index: int, completion: Completion, *, logprobs: bool, pac
         "token_ids": completion.token_ids.tolist(),
         "version_spans": spans_json(completion.version_spans),
         "weight_versions": weight_versions_json(completion.version_spans),
+        "prompt_version": completion.prompt_version,
     }
     if logprobs:
         fields["completion_logprobs"] = packed(completion.logprobs)

@@ -284,8 +284,8 @@ class EmbeddedEngine(NeverSleeps):
         return await asyncio.to_thread(self._weights.root)
 
     def _name_weights(self, version: int, root: bytes, *, same: bool = False) -> None:
+        self._table.new_weights(version, before=self._version, same=same)
         self._version, self._root = version, root
-        self._table.new_weights(version, same=same)
 
     async def _between_steps(self, function: Callable[[], Result]) -> Result:
         if not self._thread.is_alive():

@@ -1,6 +1,7 @@
 """POST /v1/chat/completions and /v1/completions: OpenAI's shapes over the same engine, whole or as a stream.
 
-Beyond OpenAI's fields a choice carries `version_spans`, and `token_ids` when the request says `return_token_ids`.
+Beyond OpenAI's fields a choice carries `version_spans` and `prompt_version` (see `token_route`), and `token_ids` when
+the request says `return_token_ids`.
 """
 
 from __future__ import annotations
@@ -178,6 +179,7 @@ class OpenAIRoutes:
         fields: dict[str, Any] = {"index": piece.choice.index, "finish_reason": piece.finish_reason}
         fields["stop_reason"] = piece.tokens.stop_token_id
         fields["version_spans"] = spans_json(piece.tokens.version_spans)
+        fields["prompt_version"] = piece.tokens.prompt_version
         if body.return_token_ids:
             fields["token_ids"] = piece.tokens.token_ids.tolist()
         if isinstance(body, ChatBody):

@@ -62,6 +62,7 @@ class Row:
     slot: int = -1  # -1: waiting or gone
     sent: int = 0
     spans: list[list[int]] = field(default_factory=list)  # [first token, version]
+    prompt_version: int | None = None  # that computed the first part of the prompt, once the weights changed after it
     alternatives: list[tuple[NDArray[np.int32], NDArray[np.float32]]] = field(default_factory=list)
 
 
@@ -244,7 +245,7 @@ class SlotTable:
             raw_logprobs=self.raw_logprobs_SM[row.slot, start:end].copy() if params.raw_logprobs else None,
             top_ids=np.stack([ids for ids, _ in tops]) if tops else None,
             top_logprobs=np.stack([logprobs for _, logprobs in tops]) if tops else None,
-            version_spans=_spans(row.spans, start, end),
+            version_spans=_spans(row, start, end),
             finish_reason=reason,
             stop_token_id=int(token_ids[-1]) if reason is FinishReason.STOP else None,
         )
@@ -268,15 +269,17 @@ class SlotTable:
         self.rows.pop()
         row.slot = -1
 
-    def new_weights(self, version: int, *, same: bool = False) -> None:
+    def new_weights(self, version: int, *, before: int | None, same: bool = False) -> None:
         """The live weights are `version` now: rows go on with what they have, but nobody copies their cache any more.
 
-        `same`: only the name changed, not the values.
+        `before` is the version until now. `same`: only the name changed, not the values.
         """
         if not same:
             self.slots["shareable"][: self.occupied] = False
         for row in self.rows:
             generated = int(self.slots["generated"][row.slot])
+            if not same and generated == 0 and self.slots["cached"][row.slot] > 0 and row.prompt_version is None:
+                row.prompt_version = before
             if row.spans and row.spans[-1][0] == generated:
                 row.spans[-1][1] = version
             elif row.spans and row.spans[-1][1] != version:
@@ -310,11 +313,14 @@ class SlotTable:
         self.rows[one].slot, self.rows[other].slot = one, other
 
 
-def _spans(spans: Sequence[Sequence[int]], start: int, end: int) -> tuple[VersionSpan, ...]:
+def _spans(row: Row, start: int, end: int) -> tuple[VersionSpan, ...]:
     """Version spans of tokens [start, end), counted from the start of the completion."""
-    ends = [first for first, _ in spans[1:]] + [end]
+    ends = [first for first, _ in row.spans[1:]] + [end]
     return tuple(
-        VersionSpan(start=max(first, start), end=min(last, end), version=version)
-        for (first, version), last in zip(spans, ends, strict=True)
+        VersionSpan(
+            start=max(first, start), end=min(last, end), version=version,
+            prompt_version=row.prompt_version if first == start == 0 and row.prompt_version != version else None,
+        )
+        for (first, version), last in zip(row.spans, ends, strict=True)
         if max(first, start) < min(last, end)
-    )
+    )  # fmt: skip

@@ -43,6 +43,8 @@ class Sampled:
     logprobs: list[float]  # (T,)
     spans: tuple[tuple[int, int, int], ...]
     finish_reason: str | None
+    prompt_version: int | None = None
+    """Oldest version that computed the prompt, where that is another than the one that sampled the first token."""
 
 
 def read(answer: Answer) -> Sampled:
@@ -66,6 +68,7 @@ def _of_frame(answer: Answer) -> Sampled:
         logprobs=choice.logprobs.tolist(),
         spans=spans or _assumed_spans(answer, len(choice.token_ids)),
         finish_reason=choice.finish_reason,
+        prompt_version=choice.version_spans[0].prompt_version if choice.version_spans else None,
     )
 
 
@@ -80,12 +83,14 @@ def _of_json(answer: Answer) -> Sampled:
         content = (choice.get("logprobs") or {}).get("content") or ()
         logprobs_T = np.array([entry["logprob"] for entry in content], dtype=np.float32)
     _check(logprobs_T, len(token_ids))
+    spans, prompt_version = _spans_of(choice), choice.get("prompt_version")
     return Sampled(
         request_id=payload.get("request_id") or "",
         token_ids=token_ids,
         logprobs=logprobs_T.tolist(),
-        spans=_spans_of(choice) or _assumed_spans(answer, len(token_ids)),
+        spans=spans or _assumed_spans(answer, len(token_ids)),
         finish_reason=choice.get("finish_reason"),
+        prompt_version=int(prompt_version) if spans and prompt_version not in (None, spans[0][2]) else None,
     )
 
 

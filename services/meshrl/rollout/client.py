@@ -200,7 +200,9 @@ class EngineClient(Client):  # type: ignore[misc]  # verifiers is untyped for th
             raise ProviderError(error.message, status_code=502) from error
         finally:
             session.doing = ""
-        session.calls.append(Call(completion_ids=sampled.token_ids, spans=sampled.spans))
+        session.calls.append(
+            Call(completion_ids=sampled.token_ids, spans=sampled.spans, prompt_version=sampled.prompt_version)
+        )
         return {
             "request_id": sampled.request_id,
             "prompt_ids": prompt_ids,

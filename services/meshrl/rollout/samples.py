@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 
 import numpy as np
@@ -109,7 +110,7 @@ def samples_of(branches: Sequence[Branch], calls: Sequence[Call], temperature: f
     token has no model call that accounts for its version.
     """
     unclaimed = list(calls)
-    spans_of_node: dict[int, tuple[tuple[int, int, int], ...]] = {}
+    spans_of_node: dict[int, tuple[VersionSpan, ...]] = {}
     trained: set[int] = set()
     samples: list[Sample] = []
     for branch in branches:
@@ -125,7 +126,7 @@ def samples_of(branches: Sequence[Branch], calls: Sequence[Call], temperature: f
     return tuple(samples)
 
 
-def _claim(node: object, unclaimed: list[Call]) -> tuple[tuple[int, int, int], ...]:
+def _claim(node: object, unclaimed: list[Call]) -> tuple[VersionSpan, ...]:
     """The version spans of a sampled message: those of the earliest unclaimed call that sampled just its tokens."""
     num_sampled = sum(node.mask)  # type: ignore[attr-defined]  # verifiers is untyped for the checker
     if not num_sampled:
@@ -134,12 +135,12 @@ def _claim(node: object, unclaimed: list[Call]) -> tuple[tuple[int, int, int], .
     for position, call in enumerate(unclaimed):
         if call.completion_ids == sampled:
             del unclaimed[position]
-            return call.spans
+            return call.version_spans
     raise MeshError(Reason.INTERNAL, f"no model call accounts for a message of {num_sampled} sampled tokens")
 
 
 def _sample(
-    branch: Branch, fresh: set[int], spans_of_node: Mapping[int, tuple[tuple[int, int, int], ...]], temperature: float
+    branch: Branch, fresh: set[int], spans_of_node: Mapping[int, tuple[VersionSpan, ...]], temperature: float
 ) -> Sample:
     token_ids: list[int] = []
     for node in branch.nodes:
@@ -157,8 +158,8 @@ def _sample(
             start = end - sum(node.mask)
             mask_T[start:end] = True
             logprobs_T[start:end] = node.logprobs
-            for first, last, version in spans_of_node[id(node)]:
-                _append_span(versions, start + first, start + last, version)
+            for span in spans_of_node[id(node)]:
+                _append_span(versions, replace(span, start=start + span.start, end=start + span.end))
         position = end
     return Sample(
         token_ids=np.asarray(token_ids, dtype=np.int32),
@@ -170,9 +171,10 @@ def _sample(
     )
 
 
-def _append_span(spans: list[VersionSpan], start: int, end: int, version: int) -> None:
-    """Appends a span, merged with the last one when they touch and share a version."""
-    if spans and spans[-1].end == start and spans[-1].version == version:
-        spans[-1] = VersionSpan(start=spans[-1].start, end=end, version=version)
+def _append_span(spans: list[VersionSpan], span: VersionSpan) -> None:
+    """Appends a span, merged with the last one when they touch, share a version and nothing lies between them."""
+    last = spans[-1] if spans else None
+    if last is not None and (last.end, last.version, None) == (span.start, span.version, span.prompt_version):
+        spans[-1] = replace(last, end=span.end)
     else:
-        spans.append(VersionSpan(start=start, end=end, version=version))
+        spans.append(span)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from meshrl.rollout.pool import Requirement
 from meshrl.wire.errors import MeshError
+from meshrl.wire.types import VersionSpan
 
 # Far apart modulo 2**63, the range that vLLM takes, so that neighbouring seeds of a group do not meet.
 CALL_STRIDE = 0x1E3779B97F4A7C15
@@ -19,10 +20,20 @@ AGENT_STRIDE = 0x517CC1B727220A95
 
 @dataclass(frozen=True)
 class Call:
-    """One model call: the tokens it sampled, and (start, end, version) spans that cover them."""
+    """One model call: the tokens it sampled, (start, end, version) spans that cover them, and what `Sampled` says of
+    the prompt."""
 
     completion_ids: Sequence[int]
     spans: tuple[tuple[int, int, int], ...]
+    prompt_version: int | None = None
+
+    @property
+    def version_spans(self) -> tuple[VersionSpan, ...]:
+        """The spans, counted from the first sampled token."""
+        return tuple(
+            VersionSpan(start=start, end=end, version=version, prompt_version=None if number else self.prompt_version)
+            for number, (start, end, version) in enumerate(self.spans)
+        )
 
 
 @dataclass

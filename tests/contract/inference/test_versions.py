@@ -53,6 +53,25 @@ async def test_a_prompt_that_was_cached_is_read_anew_by_new_weights(
     check_greedy(mesh.kind, logits_of(reference(mesh), LONG_PROMPT, choice["token_ids"]), choice)
 
 
+async def test_request_that_comes_in_the_pause_reads_nothing_that_older_weights_cached(
+    mesh: EngineMesh, client: EngineClient
+) -> None:
+    await client.greedy(LONG_PROMPT)
+    assert (await client.post("/pause")).status == 200
+    waiting = asyncio.create_task(client.greedy(LONG_PROMPT))
+    async with asyncio.timeout(30.0):
+        while True:
+            if (await client.version())["in_flight"]:
+                break
+            await asyncio.sleep(0.01)
+    await mesh.publish(other_seed(mesh))
+    await client.post("/resume")
+    choice = await waiting
+    assert choice["version_spans"] == [[0, 40, mesh.version]]
+    assert choice["prompt_version"] == mesh.version
+    check_greedy(mesh.kind, logits_of(reference(mesh), LONG_PROMPT, choice["token_ids"]), choice)
+
+
 @pytest.mark.parametrize("policy", [ActivationPolicy.ROLLING, ActivationPolicy.GANG], ids=lambda each: each.value)
 async def test_a_request_in_flight_goes_on_under_the_new_version(
     mesh: EngineMesh, client: EngineClient, policy: ActivationPolicy

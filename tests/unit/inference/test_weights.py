@@ -2,18 +2,23 @@
 
 import asyncio
 import itertools
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from inference_kit import EngineFactory, ask, complete, full_forward, make_model
+from inference_kit import VOCAB, EngineFactory, ask, complete, full_forward, make_model
+from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
+from meshrl.collective.dtypes import TORCH_DTYPES
+from meshrl.inference.checkpoints import read_checkpoint
 from meshrl.inference.embedded import EmbeddedEngine
 from meshrl.inference.engine import HostVersion
 from meshrl.inference.live_weights import LiveWeights
 from meshrl.models.state import hf_state
 from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.types import VersionSpan
 
 
 async def swap(engine: EmbeddedEngine, version: int, weights: PreTrainedModel, root: bytes = b"root") -> None:
@@ -181,3 +186,42 @@ async def test_an_engine_without_a_version_serves_only_after_it_has_one(start_en
     made = await complete(engine, ask([1]))
     assert {span.version for span in made.version_spans} == {7}
     assert (engine.version, engine.root) == (7, b"seven")
+
+
+async def test_prompt_that_an_older_version_computed_is_said(start_engine: EngineFactory) -> None:
+    """A token a step, so that the engine can be paused between the prompt's first token and the completion's."""
+    engine = await start_engine(max_num_batched_tokens=1, version=3)
+    prompt = [index % VOCAB for index in range(80)]
+    version = 3
+    for attempt in range(20):  # the pause may come too late
+        prompt = [*prompt[1:], attempt]
+        before = engine.stats()
+        running = asyncio.create_task(complete(engine, ask(prompt, max_tokens=4, ignore_eos=True)))
+        async with asyncio.timeout(30.0):
+            while True:
+                if engine.stats().prefilled_tokens > before.prefilled_tokens:
+                    break
+                await asyncio.sleep(0)
+        await engine.pause()
+        caught = engine.stats().generated_tokens == before.generated_tokens
+        version += 1
+        await swap(engine, version, make_model(seed=version))
+        chunk = await asyncio.wait_for(running, 30.0)
+        if caught:
+            break
+    assert caught
+    assert chunk.version_spans == (VersionSpan(start=0, end=4, version=version, prompt_version=version - 1),)
+    later = await complete(engine, ask(prompt, max_tokens=4, ignore_eos=True))
+    assert later.version_spans == (VersionSpan(start=0, end=4, version=version),)
+
+
+@pytest.mark.parametrize("name", sorted(TORCH_DTYPES))
+def test_weights_have_the_names_that_their_types_have_in_a_manifest(name: str, tmp_path: Path) -> None:
+    """A version comes with a manifest's names: one of another name would never fit."""
+    layer = torch.nn.Module()
+    layer.register_buffer("weight", torch.zeros(2, 3).to(TORCH_DTYPES[name]))
+    live = LiveWeights(layer)
+    assert live.layout == (("weight", name, (2, 3)),)
+    live.swap(live.stage(1, {"weight": torch.ones(2, 3).to(TORCH_DTYPES[name])}))
+    save_file({"weight": torch.ones(2, 3).to(TORCH_DTYPES[name])}, tmp_path / "model.safetensors")
+    assert read_checkpoint(tmp_path, live.layout)["weight"].dtype == TORCH_DTYPES[name]

@@ -78,3 +78,12 @@ def test_an_answer_without_evidence_of_its_tokens_is_the_engines_fault(answer: A
     with pytest.raises(MeshError, match=words) as caught:
         read(answer)
     assert caught.value.reason is Reason.ENGINE_FAILED
+
+
+def test_prompt_of_an_older_version_is_said_by_frames_and_json_alike() -> None:
+    older = (VersionSpan(start=0, end=3, version=4, prompt_version=2),)
+    assert read(framed([-0.5, -1.5, -0.25], older)).prompt_version == 2
+    assert read(answered({"version_spans": [[0, 3, 4]], "prompt_version": 2})).prompt_version == 2
+    same = (VersionSpan(start=0, end=3, version=4),)
+    assert read(framed([-0.5, -1.5, -0.25], same)).prompt_version is None
+    assert read(answered({"version_spans": [[0, 3, 4]], "prompt_version": 4})).prompt_version is None

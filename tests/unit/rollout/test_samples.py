@@ -85,3 +85,11 @@ def test_tokens_without_a_model_call_are_a_defect():
 def test_trace_ids_become_uuids():
     assert trace_uuid("3714550faf3941a4a405c642e527fb58") == "3714550f-af39-41a4-a405-c642e527fb58"
     assert trace_uuid("mine") == "mine"
+
+
+def test_first_span_of_a_turn_says_which_version_computed_its_prompt():
+    turns = [user(1, 2), assistant([], [3, 4], [-0.1, -0.2]), assistant([], [5], [-0.3])]
+    calls = [Call([3, 4], ((0, 1, 8), (1, 2, 9)), 7), Call([5], ((0, 1, 9),), 8)]
+    (sample,) = samples_of([branch(*turns)], calls, 1.0)
+    assert spans(sample) == [(2, 3, 8), (3, 4, 9), (4, 5, 9)]
+    assert [span.prompt_version for span in sample.version_spans] == [7, None, 8]

@@ -385,3 +385,12 @@ class TestSamples:
     def test_spans_are_sorted_disjoint_and_within(self, bounds):
         spans = tuple(VersionSpan(start=start, end=end, version=1) for start, end in bounds)
         assert self.refuse(version_spans=spans) == ["samples[0].version_spans"]
+
+
+@pytest.mark.parametrize("prompt_version", [None, 0, 2])
+def test_span_keeps_which_version_computed_the_prompt(prompt_version):
+    span = VersionSpan(start=1, end=3, version=3, prompt_version=prompt_version)
+    message = convert.sample_to_proto(make_sample(version_spans=(span,)))
+    assert convert.sample_from_proto(message).version_spans == (span,)
+    tail = "" if prompt_version is None else f"20{prompt_version:02x}"
+    assert message.version_spans[0].SerializeToString().hex() == f"080110031803{tail}"

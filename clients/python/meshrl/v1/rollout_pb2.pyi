@@ -167,14 +167,16 @@ class Sample(_message.Message):
     def __init__(self, token_ids: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., loss_mask: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., logprobs: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., version_spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., message_spans: _Optional[_Iterable[_Union[MessageSpan, _Mapping]]] = ..., temperature: _Optional[float] = ...) -> None: ...
 
 class VersionSpan(_message.Message):
-    __slots__ = ("start", "end", "version")
+    __slots__ = ("start", "end", "version", "prompt_version")
     START_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_VERSION_FIELD_NUMBER: _ClassVar[int]
     start: int
     end: int
     version: int
-    def __init__(self, start: _Optional[int] = ..., end: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
+    prompt_version: int
+    def __init__(self, start: _Optional[int] = ..., end: _Optional[int] = ..., version: _Optional[int] = ..., prompt_version: _Optional[int] = ...) -> None: ...
 
 class MessageSpan(_message.Message):
     __slots__ = ("start", "end", "role")

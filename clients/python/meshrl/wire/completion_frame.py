@@ -7,6 +7,7 @@ The answer of POST /inference/v1/generate to a client that sends `Accept: applic
     request id  UTF-8, padded with zeros to a multiple of 8 bytes
     C times     u32 T, u32 S, i64 stop token (-1: none), u8 finish reason, u8 what follows, 6 bytes zero
                 spans (S,) of u32 start, u32 end, i64 version
+                if its bit is set, i64 prompt version: the first span's, see VersionSpan
                 token ids (T,) int32; then, each if its bit is set, logprobs (T,) and raw logprobs (T,) float32
 
 Finish reasons are numbered as in FINISH_REASONS, 0 for none. Arrays of a decoded frame are views into its bytes.
@@ -15,7 +16,7 @@ Finish reasons are numbered as in FINISH_REASONS, 0 for none. Arrays of a decode
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +32,8 @@ _MAGIC = b"MRCF"
 _HEADER = struct.Struct("<4sHHIIII")
 _CHOICE = struct.Struct("<IIqBB6x")
 _SPAN = struct.Struct("<IIq")
-_LOGPROBS, _RAW_LOGPROBS = 1, 2
+_PROMPT_VERSION = struct.Struct("<q")
+_LOGPROBS, _RAW_LOGPROBS, _HAS_PROMPT_VERSION = 1, 2, 4
 _TOKEN_BYTES = 4
 
 
@@ -75,10 +77,16 @@ def _put(parts: list[bytes], choice: FrameChoice) -> None:
                 raise ValueError(f"a choice of {count} tokens needs as many logprobs, got {len(values)}")
             kinds |= bit
             arrays.append(values.astype("<f4", copy=False).tobytes())
+    spans = choice.version_spans
+    prompt_version = spans[0].prompt_version if spans else None
+    if prompt_version is not None:
+        kinds |= _HAS_PROMPT_VERSION
     stop = -1 if choice.stop_token_id is None else choice.stop_token_id
     finish = FINISH_REASONS.index(choice.finish_reason)
-    parts.append(_CHOICE.pack(count, len(choice.version_spans), stop, finish, kinds))
-    parts.extend(_SPAN.pack(span.start, span.end, span.version) for span in choice.version_spans)
+    parts.append(_CHOICE.pack(count, len(spans), stop, finish, kinds))
+    parts.extend(_SPAN.pack(span.start, span.end, span.version) for span in spans)
+    if prompt_version is not None:
+        parts.append(_PROMPT_VERSION.pack(prompt_version))
     parts.extend(arrays)
 
 
@@ -111,6 +119,9 @@ def _take(data: bytes, at: int) -> tuple[FrameChoice, int]:
         start, end, version = _SPAN.unpack_from(data, at)
         spans.append(VersionSpan(start=start, end=end, version=version))
         at += _SPAN.size
+    if kinds & _HAS_PROMPT_VERSION:
+        spans[0] = replace(spans[0], prompt_version=_PROMPT_VERSION.unpack_from(data, at)[0])
+        at += _PROMPT_VERSION.size
     token_ids = np.frombuffer(data, "<i4", count, at)
     at += count * _TOKEN_BYTES
     values: list[NDArray[np.float32] | None] = []

@@ -40,12 +40,15 @@ class Kept:
     logprobs: array[float] = field(default_factory=lambda: array("f"))
     rows: list[LogprobsLists] = field(default_factory=list)  # K > 0: (T, 1 + K) each
     experts: list[Any] = field(default_factory=list)  # routed experts, (T, layers, experts) each
+    prompt_pause: int | None = None  # pauses before the one that the prompt was computed before, if there was one
     resumed_at: list[int] = field(default_factory=list)  # tokens when a pause ended, one for each since it came
     prefill_stats: Any = None
 
     def parcel(self) -> dict[str, Any]:
         """What goes to the front end; arrays as little-endian bytes."""
         parcel: dict[str, Any] = {"first_pause": self.first_pause, "resumed_at": self.resumed_at}
+        if self.prompt_pause is not None:
+            parcel["prompt_pause"] = self.prompt_pause
         if self.whole and self.logprobs:
             parcel["logprobs"] = self.logprobs.tobytes()
         if self.whole and self.rows:
@@ -82,11 +85,21 @@ class WholeCompletions(Scheduler):  # type: ignore[misc]  # vLLM has no types he
         return finished
 
     def set_pause_state(self, pause_state: PauseState) -> None:
-        """A pause that ends is where a version may end: every engine process counts them alike."""
+        """A pause that ends is where a version may end: every engine process counts them alike.
+
+        Requests whose prompt is not begun yet have the salt of the version before, so they read no cached blocks.
+        """
         if pause_state is PauseState.UNPAUSED and self.pause_state is not PauseState.UNPAUSED:
-            self._pauses += 1
-            for kept in self._kept.values():
+            for request_id, kept in self._kept.items():
                 kept.resumed_at.append(kept.num_tokens)
+                request = self.requests.get(request_id)
+                if request is None:
+                    continue
+                if request.num_computed_tokens == 0:
+                    request.skip_reading_prefix_cache = True
+                elif kept.num_tokens == 0 and kept.prompt_pause is None:
+                    kept.prompt_pause = self._pauses
+            self._pauses += 1
         super().set_pause_state(pause_state)
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:

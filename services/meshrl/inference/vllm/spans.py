@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -38,7 +39,12 @@ class VersionClock:
         self._after_pause.append(self.version)
 
     def spans(self, parcel: Mapping[str, Any], num_tokens: int) -> tuple[VersionSpan, ...]:
-        """Spans over a finished completion of `num_tokens`; empty ones are left out, equal neighbours joined."""
+        """Spans over a finished completion of `num_tokens`; empty ones are left out, equal neighbours joined.
+
+        The first one says which version computed the prompt, where that is another.
+        """
+        prompt_pause = parcel.get("prompt_pause")
+        prompt_version = None if prompt_pause is None else self._after_pause[int(prompt_pause)]
         pause = int(parcel["first_pause"])
         bounds = [0, *parcel["resumed_at"], num_tokens]
         spans: list[VersionSpan] = []
@@ -47,7 +53,8 @@ class VersionClock:
             if end <= start or version is None:
                 continue
             if spans and spans[-1].version == version:
-                spans[-1] = VersionSpan(start=spans[-1].start, end=end, version=version)
+                spans[-1] = replace(spans[-1], end=end)
             else:
-                spans.append(VersionSpan(start=start, end=end, version=version))
+                older = prompt_version if not spans and prompt_version != version else None
+                spans.append(VersionSpan(start=start, end=end, version=version, prompt_version=older))
         return tuple(spans)

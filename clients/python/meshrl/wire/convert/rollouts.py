@@ -119,7 +119,10 @@ def sample_to_proto(sample: Sample) -> pb.Sample:
         token_ids=tensors.encode(sample.token_ids),
         loss_mask=tensors.encode(sample.loss_mask),
         logprobs=tensors.encode(sample.logprobs),
-        version_spans=[pb.VersionSpan(start=s.start, end=s.end, version=s.version) for s in sample.version_spans],
+        version_spans=[
+            pb.VersionSpan(start=s.start, end=s.end, version=s.version, prompt_version=s.prompt_version)
+            for s in sample.version_spans
+        ],
         message_spans=[pb.MessageSpan(start=s.start, end=s.end, role=s.role) for s in sample.message_spans],
         temperature=sample.temperature,
     )
@@ -134,7 +137,13 @@ def sample_from_proto(message: pb.Sample, field: str = "") -> Sample:
     if reader.ok:
         reader.length(loss_mask_T, "loss_mask", len(token_ids_T), "token_ids")
         reader.length(logprobs_T, "logprobs", len(token_ids_T), "token_ids")
-    spans = tuple(VersionSpan(start=s.start, end=s.end, version=s.version) for s in message.version_spans)
+    spans = tuple(
+        VersionSpan(
+            start=s.start, end=s.end, version=s.version,
+            prompt_version=s.prompt_version if s.HasField("prompt_version") else None,
+        )
+        for s in message.version_spans
+    )  # fmt: skip
     if reader.ok:
         _check_version_spans(reader, spans, loss_mask_T)
     reader.done()

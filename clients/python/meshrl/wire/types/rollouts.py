@@ -73,11 +73,16 @@ class RolloutRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class VersionSpan:
-    """Tokens [start, end) were sampled by `version`."""
+    """Tokens [start, end) were sampled by `version`.
+
+    `prompt_version`, on the first span of a reply: the oldest version that computed a part of the KV cache of the
+    prompt before it, where that is another.
+    """
 
     start: int
     end: int
     version: int
+    prompt_version: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
