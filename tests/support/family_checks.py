@@ -116,12 +116,17 @@ def engine_result(model: PreTrainedModel, plain: PreTrainedModel) -> Result:
     shared = rng.integers(2, VOCAB, 9).tolist()
     prompts = [rng.integers(2, VOCAB, length).tolist() for length in PROMPT_LENGTHS]
     prompts += [[*shared, 5, 6], [*shared, 7]]
-    completions = asyncio.run(_complete(engine, prompts))
+    completions = complete_all(engine, prompts)
     apart = 0.0
     for prompt, completion in zip(prompts, completions, strict=True):
         expected = plain_logprobs(plain, [*prompt, *completion.token_ids.tolist()])[len(prompt) - 1 :]
         apart = max(apart, float((torch.from_numpy(completion.logprobs) - expected).abs().max()))
     return Result(way="slots" if isinstance(engine._runner, SlotRunner) else "recomputed", apart=apart)
+
+
+def complete_all(engine: EmbeddedEngine, prompts: Sequence[Sequence[int]]) -> list[TokenChunk]:
+    """Starts the engine, samples a completion of each prompt at once, and closes it."""
+    return asyncio.run(_complete(engine, prompts))
 
 
 async def _complete(engine: EmbeddedEngine, prompts: Sequence[Sequence[int]]) -> list[TokenChunk]:

@@ -179,6 +179,17 @@ class DeadlinesConfig(BaseConfig):
     """For engines to fall asleep, with sleep_engines; then the step goes on beside those that are still awake."""
 
 
+class LogprobCheckConfig(BaseConfig):
+    """At the start, whether engines and trainer give the same tokens the same logprobs."""
+
+    max_mean_abs: float = Field(default=0.05, gt=0.0)
+    """Largest mean of |trainer logprob - engine logprob| in nats that counts as rounding. bfloat16 gives about 0.003;
+    another model, or one that is computed wrongly, gives 0.5 and more."""
+
+    fatal: bool = False
+    """End the run where they differ, before the first new version is served; otherwise they are reported."""
+
+
 class OrchestratorConfig(BaseConfig):
     """Schedules rollouts, makes batches, submits them, activates the versions that come out."""
 
@@ -220,6 +231,9 @@ class OrchestratorConfig(BaseConfig):
 
     deadlines: DeadlinesConfig = DeadlinesConfig()
     """How long to wait for whom."""
+
+    logprob_check: LogprobCheckConfig = LogprobCheckConfig()
+    """Whether engines and trainer agree, looked at in the first step that can tell."""
 
     activation_policy: Literal["rolling", "gang"] = "rolling"
     """rolling: each engine takes a version when it has it; gang: all engines together."""

@@ -35,7 +35,7 @@ from meshrl.orchestrator.feed import TrainerFeed
 from meshrl.orchestrator.groups import DropReason, Group, GroupTicket, Screened
 from meshrl.orchestrator.journal import Journal
 from meshrl.orchestrator.losses import LostGroups
-from meshrl.orchestrator.parts import make_evaluator, make_plan, sampling_by_environment
+from meshrl.orchestrator.parts import make_evaluator, make_logprob_check, make_plan, sampling_by_environment
 from meshrl.orchestrator.plan import ReadyGroup
 from meshrl.orchestrator.refused import Refusal, at_fault, without
 from meshrl.orchestrator.retry import RunError, failed, first_cause
@@ -88,6 +88,7 @@ class TrainLoop:
         self._advantage = build_advantage(config.advantage)
         self._activator = Activator(services.weights, config=config, run_id=mesh.run.run_id, clock=clock, sleep=sleep)
         self._evaluator: Evaluator | None = make_evaluator(config, mesh, self._sampler, clock)
+        self._logprobs = make_logprob_check(config)
         self._tally = record.StepTally()
         self._changed = asyncio.Event()
         self._submitted = SubmittedSteps(journal)
@@ -325,6 +326,7 @@ class TrainLoop:
     async def _finish(self, step: int, done: StepEvent) -> None:
         self._journal.trained(step)
         submitted = await self._submitted.take(step)
+        self._logprobs.look(done, record.staleness_metrics(submitted.groups, step=step, law=self.plan.law))
         version = step if done.version is None else done.version
         synchronous = self.config.max_async_level == 0
         served: record.Metrics = {}

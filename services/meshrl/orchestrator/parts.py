@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from meshrl.orchestrator.config import OrchestratorConfig
 from meshrl.orchestrator.evals import Evaluator
 from meshrl.orchestrator.filters import screen_finished
+from meshrl.orchestrator.logprob_check import LogprobCheck
 from meshrl.orchestrator.plan import PlanLimits, WorkPlan
 from meshrl.orchestrator.retry import RunError
 from meshrl.orchestrator.sampling import GroupSampler
@@ -56,6 +57,11 @@ def make_plan(config: OrchestratorConfig, mesh: Mesh) -> WorkPlan:
 def sampling_by_environment(config: OrchestratorConfig) -> Mapping[str, Sampling]:
     """An environment's own sampling over the run's; what both leave unset is the rollout service's to fill."""
     return {env.resolved_name: env.sampling.to_wire().over(config.sampling.to_wire()) for env in config.train.env}
+
+
+def make_logprob_check(config: OrchestratorConfig) -> LogprobCheck:
+    """Holds the engines' logprobs against the trainer's."""
+    return LogprobCheck(config.logprob_check)
 
 
 def make_evaluator(

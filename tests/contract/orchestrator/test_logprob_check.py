@@ -1,0 +1,44 @@
+"""What a run does when the engines' logprobs are not the trainer's."""
+
+import pytest
+from loguru import logger
+
+from meshrl.orchestrator.retry import RunError
+
+APART = {"mismatch_abs/all/mean": 2.3, "mismatch_abs/all/max": 9.0}
+
+
+@pytest.fixture
+def lines():
+    found: list[str] = []
+    sink = logger.add(found.append, format="{level}|{message}")
+    yield found
+    logger.remove(sink)
+
+
+async def test_run_whose_engines_differ_says_so_once_and_goes_on(mesh, script, make_config, start, lines) -> None:
+    script.metrics |= APART
+    async with start(make_config(mesh.services)) as (loop, _):
+        await loop.run()
+    (warning,) = [line for line in lines if "logprobs of step" in line]
+    assert warning.startswith(
+        "WARNING|logprobs of step 1's tokens by the engines and by the trainer differ by 2.3 nats"
+    )
+    assert script.engine_version == 4
+
+
+async def test_fatal_check_ends_the_run_before_the_version_is_served(mesh, script, make_config, start) -> None:
+    script.metrics |= APART
+    async with start(make_config(mesh.services, logprob_check={"fatal": True})) as (loop, _):
+        with pytest.raises(RunError, match=r"2\.3 nats on average, 9 at most, though both are of version 0; more than"):
+            await loop.run()
+    assert script.engine_version == 0
+
+
+async def test_run_whose_engines_agree_says_so_in_one_line(mesh, script, make_config, start, lines) -> None:
+    script.metrics |= {"mismatch_abs/all/mean": 0.003, "mismatch_abs/all/max": 0.1}
+    async with start(make_config(mesh.services, logprob_check={"fatal": True})) as (loop, _):
+        await loop.run()
+    (line,) = [line for line in lines if "logprobs of step" in line]
+    assert line.startswith("INFO|")
+    assert "differ by 0.003 nats on average, 0.1 at most: they agree" in line
