@@ -87,13 +87,12 @@ class EmbeddedEngine(NeverSleeps):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._idle = asyncio.Event()
         self._idle.set()
-        self._in_flight = 0
-        self._draining = False
+        self._in_flight, self._draining = 0, False
         self._version = version
         self._root: bytes | None = None
-        self._paused = False
-        self._paused_at = 0.0
+        self._paused, self._paused_at = False, 0.0
         self._unfit: str | None = None
+        self._over: MeshError | None = None  # what is answered once the thread takes nothing any more
         self._counts = dict.fromkeys(("tokens", "prefilled", "finished", "steps"), 0)
         self._busy_s = self._last_pause_s = 0.0
 
@@ -206,7 +205,7 @@ class EmbeddedEngine(NeverSleeps):
         )
         self._in_flight += 1
         self._idle.clear()
-        self._inbox.put(_Submit(row))
+        self._put(_Submit(row))
         over = False
         try:
             while not over:
@@ -291,7 +290,7 @@ class EmbeddedEngine(NeverSleeps):
         if not self._thread.is_alive():
             raise MeshError(Reason.ENGINE_FAILED, "the engine's thread is not running; start or restart the engine")
         done: Future[Result] = Future()
-        self._inbox.put(_Call(function, done))
+        self._put(_Call(function, done))
         return await asyncio.wait_for(asyncio.wrap_future(done), COMMAND_DEADLINE_S)
 
     # --- the engine's thread ----------------------------------------------------------------
@@ -305,11 +304,14 @@ class EmbeddedEngine(NeverSleeps):
         except Exception as error:  # noqa: BLE001 - the thread is the engine: its requests must learn that it is gone
             logger.exception("the engine's thread failed")
             self._unfit = f"{type(error).__name__}: {error}"
-            self._fail_all(MeshError(Reason.ENGINE_FAILED, f"the engine failed: {self._unfit}"))
+            self._over = MeshError(Reason.ENGINE_FAILED, f"the engine failed: {self._unfit}")
+            for row in [*self._table.rows, *self._table.waiting]:  # which stay: what failed may have damaged the table
+                row.fail(self._over)
         else:
+            self._over = MeshError(Reason.DRAINING, "this engine has shut down")
             for row in [*self._table.rows, *self._table.waiting]:
                 row.deliver(self._table.chunk(row, FinishReason.ABORT))
-        self._empty_inbox(MeshError(Reason.DRAINING, "this engine has shut down"))
+        self._empty_inbox(self._over)
         self._flush()
 
     def _has_work(self) -> bool:
@@ -368,6 +370,13 @@ class EmbeddedEngine(NeverSleeps):
             row.fail(error)
             self._table.remove(row)
 
+    def _put(self, item: _Submit | _Call) -> None:
+        """Into the inbox; when the thread has emptied it for the last time, the item is answered here."""
+        self._inbox.put(item)
+        if self._over is not None:
+            self._empty_inbox(self._over)
+            self._flush()
+
     def _empty_inbox(self, error: MeshError) -> None:
         """Answers what came in after the last step."""
         while True:
@@ -386,11 +395,6 @@ class EmbeddedEngine(NeverSleeps):
             return
         deliveries, self._outbox = self._outbox, []
         try:
-            self._loop.call_soon_threadsafe(_deliver_all, deliveries)
+            self._loop.call_soon_threadsafe(lambda: [deliver() for deliver in deliveries])
         except RuntimeError:  # the loop is closed: nobody is left to read
             logger.debug("dropped {} deliveries after the event loop had closed", len(deliveries))
-
-
-def _deliver_all(deliveries: list[Callable[[], None]]) -> None:
-    for deliver in deliveries:
-        deliver()
