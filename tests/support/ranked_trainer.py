@@ -43,12 +43,17 @@ class Program:
         return path.read_text()
 
     def rank_pids(self) -> list[int]:
-        listed = subprocess.run(["ps", "-axo", "pid=,ppid="], capture_output=True, text=True, timeout=10, check=True)
-        pairs = [map(int, line.split()) for line in listed.stdout.splitlines()]
-        return sorted(pid for pid, parent in pairs if parent == self.process.pid)
+        return children(self.process.pid)
 
     def exit_code(self, within_s: float) -> int:
         return self.process.wait(within_s)
+
+
+def children(parent: int) -> list[int]:
+    """Ids of the processes that a process has started."""
+    listed = subprocess.run(["ps", "-axo", "pid=,ppid="], capture_output=True, text=True, timeout=10, check=True)
+    pairs = [map(int, line.split()) for line in listed.stdout.splitlines()]
+    return sorted(pid for pid, of in pairs if of == parent)
 
 
 def configure(

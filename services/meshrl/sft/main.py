@@ -10,10 +10,12 @@ from meshrl.core.logs import setup_logging
 from meshrl.core.paths import Layout
 from meshrl.sft.config import SFTConfig
 from meshrl.training.deployment import is_rank, own_rank
+from meshrl.training.lifeline import end_with_agent
 
 
 def main() -> None:
     """Console script `sft`."""
+    end_with_agent(os.environ)
     config = load_config(SFTConfig, prog="sft")
     layout = Layout(config.output_dir)
     if config.deployment.num_train_gpus > 1 and not is_rank(os.environ):

@@ -10,10 +10,12 @@ from meshrl.core.logs import setup_logging
 from meshrl.core.paths import Layout
 from meshrl.trainer.config import TrainerConfig
 from meshrl.training.deployment import is_rank, own_rank
+from meshrl.training.lifeline import end_with_agent
 
 
 def main() -> None:
     """Console script `trainer`."""
+    end_with_agent(os.environ)
     config = load_config(TrainerConfig, prog="trainer")
     layout = Layout(config.output_dir)
     if config.deployment.num_train_gpus > 1 and not is_rank(os.environ):

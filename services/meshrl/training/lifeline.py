@@ -18,6 +18,9 @@ from typing import Protocol
 
 from loguru import logger
 
+AGENT_PID = "MESHRL_AGENT_PID"
+"""Environment variable by which our agent tells a rank whom to watch."""
+
 LOST_PEER = 75  # exit code of a rank that leaves because another one did; tells the agent whose fault it was not
 POLL_S = 0.25
 TIE_DEADLINE_S = 60.0
@@ -59,7 +62,7 @@ class Lifeline:
 
         Under torchrun the agent, which is the parent process, is watched as well.
         """
-        parent = os.getppid() if "TORCHELASTIC_RUN_ID" in environment else None
+        parent = _agent_of(environment)
         peers: dict[socket.socket, str] = {}
         if group.world_size > 1:
             peers = _accept_all(group, environment) if group.rank == 0 else _connect(group)
@@ -97,6 +100,26 @@ class Lifeline:
     def _report(self, what: str) -> None:
         if not self._released.is_set():
             self._lost(what)
+
+
+def end_with_agent(environment: Mapping[str, str]) -> None:
+    """Ends this process soon after the agent that has started it, even when that is gone already.
+
+    Called before anything that takes time: an agent that is killed while its ranks import torch or look for each other
+    would leave them to wait for minutes. Does nothing in a process that is no rank of an agent of ours.
+    """
+    if AGENT_PID in environment:
+        Lifeline({}, lost=leave_at_once, parent=_agent_of(environment))
+
+
+def _agent_of(environment: Mapping[str, str]) -> int | None:
+    """Process id of the agent that has started this rank; None for a process on its own.
+
+    The torchrun command does not say its own: there it is the parent, unless it is gone already.
+    """
+    if AGENT_PID in environment:
+        return int(environment[AGENT_PID])
+    return os.getppid() if "TORCHELASTIC_RUN_ID" in environment else None
 
 
 def leave_at_once(what: str) -> None:

@@ -27,7 +27,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from meshrl.core.logs import stdout_goes_beside
 from meshrl.core.paths import Layout
 from meshrl.training.deployment import DeploymentConfig
-from meshrl.training.lifeline import LOST_PEER
+from meshrl.training.lifeline import AGENT_PID, LOST_PEER
 
 LAST_LINES = 15
 EXIT_BARRIER_S = 30.0
@@ -85,6 +85,7 @@ class RankAgent:
         """Runs the ranks to their end; returns the exit code. `environment` is that of this process, and theirs."""
         environment["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # the others are handled here
         environment.setdefault("OMP_NUM_THREADS", "1")
+        environment[AGENT_PID] = str(os.getpid())
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(signum, self._on_signal)
         try:

@@ -6,7 +6,7 @@ import re
 import signal
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +19,7 @@ from meshrl.core.config import dump_toml
 from meshrl.trainer.config import TrainerConfig
 from meshrl.trainer.program import serve
 from meshrl.wire.types import StepState
-from ranked_trainer import batch, configure, gone, two_ranks
+from ranked_trainer import batch, children, configure, gone, start, two_ranks
 from trainer_kit import free_port, published, running_hub, until, up
 
 STEPS = 3
@@ -105,6 +105,27 @@ async def test_two_nodes_started_by_hand_with_torchrun_are_one_trainer(tmp_path:
         for node in nodes:
             if node.returncode is None:
                 node.kill()
+
+
+async def test_ranks_that_have_only_begun_end_with_their_agent(tmp_path: Path, model: str, hub: str) -> None:
+    config = configure(tmp_path / "two", model, hub, ranks=2)
+    config.output_dir.mkdir()
+    agent = start(config, tmp_path / "console.txt")
+    ranks: list[int] = []
+    try:
+        async with asyncio.timeout(90):
+            while len(ranks) < 2:
+                ranks = await asyncio.to_thread(children, agent.pid)
+                await asyncio.sleep(0.05)
+    finally:
+        agent.kill()
+        agent.wait(10)
+    try:
+        assert await gone(ranks, 30)
+    finally:
+        for pid in ranks:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("victim", [0, 1], ids=["first started", "last started"])
