@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import re
 import shutil
 import tempfile
 import threading
@@ -23,6 +22,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from meshrl.collective.dtypes import TORCH_DTYPES
+from meshrl.core.paths import spool_name
 from meshrl.wire.manifest import TensorPlan
 from meshrl.wire.manifest_file import open_regular, safetensors_header
 from meshrl.wire.types import FileEntry, Manifest, TensorEntry
@@ -120,7 +120,7 @@ class Spool:
 
     def __init__(self, folder: Path | None, engine_id: str) -> None:
         """`folder`: where to put that folder; None is shared memory, or the temporary folder while that is full."""
-        self._name = "meshrl-spool-" + re.sub(r"[^A-Za-z0-9.-]", "_", engine_id)
+        self._name = spool_name(engine_id)
         self._choices = [folder] if folder is not None else [SHARED_MEMORY, Path(tempfile.gettempdir())]
         for choice in self._choices:
             shutil.rmtree(choice / self._name, ignore_errors=True)  # of an engine that was killed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,7 @@ import meshrl
 from meshrl.core.config import ConfigError, dump_toml, load_config
 from meshrl.core.config.flags import SECTION
 from meshrl.core.logs import setup_logging
-from meshrl.core.paths import Layout
+from meshrl.core.paths import Layout, spool_name
 from meshrl.core.serve import run
 from meshrl.inference.config import InferenceConfig
 from meshrl.launch.compose import Part, compose
@@ -27,7 +28,8 @@ from meshrl.launch.ports import FreePorts
 from meshrl.launch.preflight.checks import examine, refusal
 from meshrl.launch.preflight.findings import Finding, Plan, error
 from meshrl.launch.supervise import Grace, Program, Supervisor
-from meshrl.trainer.transport import shm_folder
+from meshrl.trainer.config import TrainerConfig
+from meshrl.trainer.transport import SHM, shm_folder
 
 _NAME = "rl"
 
@@ -186,14 +188,25 @@ def _run(config: RLConfig, parts: Sequence[Part], lock: FolderLock, findings: Se
         grace=grace,
         show=_show,
         lock_fd=lock.fd,
-        # What a trainer that was killed leaves behind; one that rl has not started is still at work there.
-        temporary=[shm_folder(config.output_dir) for part in parts if part.name == "trainer"],
+        temporary=temporary_folders(parts),
     )
     code = run(supervisor.run)
     logger.info(
         "the run {}; metrics, logs and traces are in {}", "is over" if code == 0 else "failed", layout.output_dir
     )
     return code
+
+
+def temporary_folders(parts: Sequence[Part]) -> list[Path]:
+    """Folders outside of output_dir in which the programs of a run leave files when they are killed."""
+    folders = []
+    for part in parts:
+        if isinstance(part.config, TrainerConfig):
+            folders.append(shm_folder(part.config.output_dir))
+        elif isinstance(part.config, InferenceConfig):
+            spool = spool_name(part.config.engine_id or part.config.server.address)
+            folders += [SHM / spool, Path(tempfile.gettempdir()) / spool]
+    return folders
 
 
 def placed(parts: Sequence[Part]) -> list[str]:

@@ -21,6 +21,7 @@ from meshrl.launch.logtail import LogTail, last_lines
 RESTART_PAUSE_S = 0.5
 BAD_CONFIGURATION = 2  # exit code of a program that would fail again in the same way
 KILL_WAIT_S = 2.0
+REMOVAL_WAIT_S = 30.0
 TAIL_POLL_S = 0.2
 WAIT_FOR_WORD = ("/bin/sh", "-c", 'read -r word && exec "$@" </dev/null', "sh")
 """Becomes the command that follows once there is a line on its stdin, and ends when there will be none."""
@@ -125,7 +126,7 @@ class Supervisor:
             return
         self._guardian.stdin.close()
         try:
-            await asyncio.wait_for(self._guardian.wait(), self._grace.failure_s + KILL_WAIT_S)
+            await asyncio.wait_for(self._guardian.wait(), self._grace.failure_s + REMOVAL_WAIT_S)
         except TimeoutError:  # it ends by itself once the folders are removed
             logger.warning("the guardian (pid {}) still removes temporary folders", self._guardian.pid)
 
