@@ -1,3 +1,5 @@
+from collections.abc import Sized
+
 import pytest
 
 from meshrl.trainer.steps import StepBook
@@ -183,6 +185,17 @@ def test_revisions_that_are_gone_or_not_yet_made_are_expired() -> None:
         with pytest.raises(MeshError) as caught:
             steps.events_after(revision)
         assert caught.value.reason is Reason.REVISION_EXPIRED
+
+
+def test_what_a_long_run_holds_of_its_steps_is_bounded_without_being_asked() -> None:
+    steps = book()
+    for step in range(1, 1501):
+        submit(steps, step)
+        run(steps)
+        done(steps, step)
+    held = {name: len(value) for name, value in vars(steps).items() if isinstance(value, Sized)}
+    assert held["_events"] == 1000
+    assert max(held.values()) == 1000
 
 
 def test_events_and_the_run_name_the_last_step_on_disk() -> None:
