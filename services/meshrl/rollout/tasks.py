@@ -144,7 +144,8 @@ class _Draws:
 
     def __init__(self, taskset: Taskset) -> None:
         self._taskset = taskset
-        self._plain = taskset.transform is None  # a view yields finished tasks, in an order of its own
+        # A view, or an order of the taskset's own, yields finished tasks; else only those asked for are finished.
+        self._plain = taskset.transform is None and type(taskset).__iter__ is Taskset.__iter__
         self._head: list[Task] = []
         self._latest: deque[tuple[int, Task]] = deque(maxlen=KEPT_TASKS)
         self._tasks: Iterator[Task] | None = None

@@ -146,7 +146,8 @@ class EnvConfig(BaseConfig):
     """One environment: a taskset, its options and its share of the tasks."""
 
     id: str = Field(min_length=1)
-    """Taskset: a name that verifiers knows or a Python module."""
+    """Taskset: a name that verifiers knows or a Python module. A run that resumes draws an infinite one again up to
+    where it stood, unless the taskset has a method task_at(index) that makes any task at once."""
 
     name: str | None = Field(default=None, min_length=1)
     """Name in metrics and requests; None means the id."""
