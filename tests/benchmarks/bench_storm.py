@@ -15,29 +15,21 @@ wait has an end. Ports are free ones and everything is under output_dir, so that
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import random
-import re
 import signal
-import socket
-import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-import tomllib
-import urllib.request
 from collections import Counter
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import grpc
-from bench_objectives import RECIPE, warm_up
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from bench_objectives import warm_up
+from storm_run import Run, StormError
 
 from meshrl.launch.demo_report import EDGE_STEPS, curves, read_records
 
@@ -48,13 +40,6 @@ BEYOND_RESTART_S = 15.0
 START_S = 600.0
 READY_S = 420.0  # for a victim to come back
 STEPS_S = 420.0  # for steps to be completed once it has
-END_S = 180.0
-POLL_S = 0.05
-ENDLESS = 1_000_000
-
-
-class StormError(Exception):
-    """The storm cannot go on; the message says why."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,141 +68,6 @@ class Fault:
         )
 
 
-class Steps:
-    """Follows metrics.jsonl on a thread: when each step was completed, steps that were done again included."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._lock = threading.Lock()
-        self._times: list[float] = []
-        self._newest = 0
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._follow, daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        self._ended.set()
-        self._thread.join(10.0)
-
-    @property
-    def newest(self) -> int:
-        """The highest step with a record."""
-        with self._lock:
-            return self._newest
-
-    def times(self) -> list[float]:
-        with self._lock:
-            return list(self._times)
-
-    def since(self, at_s: float) -> int:
-        """Steps completed after a time."""
-        return sum(done > at_s for done in self.times())
-
-    def longest_gap_s(self, since_s: float) -> float:
-        """From the last completed step before `since_s` on, up to now."""
-        times = self.times()
-        before = [done for done in times if done <= since_s]
-        points = [before[-1] if before else since_s, *(done for done in times if done > since_s)]
-        return max((after - earlier for earlier, after in itertools.pairwise(points)), default=0.0)
-
-    def _follow(self) -> None:
-        offset = 0
-        while not self._ended.wait(POLL_S):
-            if not self._path.exists():
-                continue
-            with self._path.open("rb") as file:
-                file.seek(offset)
-                data = file.read()
-            whole = data[: data.rfind(b"\n") + 1]
-            offset += len(whole)
-            records = [json.loads(line) for line in whole.splitlines()]
-            done = [int(record["step"]) for record in records if "time/step" in record]
-            with self._lock:
-                self._times += [time.monotonic()] * len(done)
-                self._newest = max([self._newest, *done])
-
-
-class Run:
-    """One `rl` process and its programs; what they do is read from files and asked of their health."""
-
-    def __init__(self, model: Path, output_dir: Path, *, transport: str, restarts: int, flags: list[str]) -> None:
-        self.output_dir = output_dir
-        self.console = output_dir.with_name(output_dir.name + ".console")
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self._orchestrator_port = free.getsockname()[1]
-        given = ["--model.name", model, "--max-steps", ENDLESS, "--output-dir", output_dir]
-        given += ["--ckpt.interval", 2, "--ckpt.keep-last", 2, "--restarts", restarts]
-        given += ["--weights.transport", transport, "--orchestrator.server.port", self._orchestrator_port, *flags]
-        command = [sys.executable, "-m", "meshrl.launch.main", "@", RECIPE, *map(str, given)]
-        output_dir.parent.mkdir(parents=True, exist_ok=True)
-        with self.console.open("wb") as out:
-            self.process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
-        self.steps = Steps(output_dir / "metrics.jsonl")
-
-    def _log(self) -> str:
-        path = self.output_dir / "logs" / "rl.log"
-        return path.read_text(errors="replace") if path.exists() else ""
-
-    def pid(self, program: str) -> int:
-        """Of the program's latest process."""
-        return int(re.findall(rf"started {program} \(pid (\d+)\)", self._log())[-1])
-
-    def starts(self) -> Counter[str]:
-        """How often each program was started."""
-        return Counter(re.findall(r"started (\w+) \(pid \d+\)", self._log()))
-
-    def is_ready(self, program: str) -> bool:
-        """Whether its health says that it serves."""
-        if program == "orchestrator":
-            return _serves(self._orchestrator_port)
-        port = tomllib.loads((self.output_dir / "configs" / f"{program}.toml").read_text())["server"]["port"]
-        return _answers(port) if program == "inference" else _serves(port)
-
-    def wait(self, condition, deadline_s: float, what: str) -> None:  # type: ignore[no-untyped-def]  # () -> bool
-        """Raises StormError when the run ends, or it takes longer than `deadline_s`."""
-        end = time.monotonic() + deadline_s
-        while not condition():
-            if self.process.poll() is not None:
-                raise StormError(f"the run ended with exit code {self.process.returncode} while waiting for {what}")
-            if time.monotonic() > end:
-                raise StormError(f"no {what} within {deadline_s:g} s")
-            time.sleep(POLL_S)
-
-    def end(self) -> int:
-        """Asks it to end; the exit code, 124 when it hangs and has to be killed."""
-        if self.process.poll() is None:
-            self.process.terminate()
-        try:
-            return self.process.wait(timeout=END_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()  # its guardian ends the programs
-            self.process.wait()
-            return 124
-        finally:
-            self.steps.close()
-
-    def tail(self) -> str:
-        if not self.console.exists():
-            return ""
-        return "\n".join(self.console.read_text(errors="replace").splitlines()[-25:])
-
-
-def _serves(port: int) -> bool:
-    with grpc.insecure_channel(f"127.0.0.1:{port}", options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
-        stub = health_pb2_grpc.HealthStub(channel)
-        with suppress(grpc.RpcError):
-            reply = stub.Check(health_pb2.HealthCheckRequest(), timeout=1.0)
-            return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
-    return False
-
-
-def _answers(port: int) -> bool:
-    with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1.0) as reply:
-        return bool(reply.status == 200)
-    return False
-
-
 class Storm:
     """Draws the faults and measures them, one at a time."""
 
@@ -226,21 +76,29 @@ class Storm:
         self._source = source
         self._stop_s = stop_s
         self.faults: list[Fault] = []
+        self._starts: Counter[str] = Counter()  # when the last fault was over
 
     def begin(self) -> None:
         self._run.wait(lambda: self._run.steps.newest >= FIRST_STEPS, START_S, f"step {FIRST_STEPS}")
         self.began_s = time.monotonic()
+        self._starts = self._run.starts()
 
-    @property
-    def usual_step_s(self) -> float:
-        times = self._run.steps.times()
-        return statistics.median(after - before for before, after in itertools.pairwise(times))
+    def settle(self) -> None:
+        """Returns once every program is up, one that was started since the last fault for at least two steps."""
+        while True:
+            for name in PROGRAMS:
+                self._run.wait(lambda name=name: self._run.is_ready(name), READY_S, f"health of {name}")
+            if self._run.starts() == self._starts:
+                return
+            self._starts, up_s = self._run.starts(), time.monotonic()
+            self._run.wait(lambda up_s=up_s: self._run.steps.since(up_s) >= STEPS_UP, STEPS_S, f"{STEPS_UP} steps")
 
     def strike(self, kind: str, victim: str) -> Fault:
         """One fault, up to two steps after the victim is back. Raises StormError when it does not come back."""
         run = self._run
-        time.sleep(self._source.uniform(0.0, 1.5 * self.usual_step_s))  # anywhere in a step
-        pid, starts, usual_step_s = run.pid(victim), run.starts(), self.usual_step_s
+        self.settle()
+        time.sleep(self._source.uniform(0.0, 1.5 * self._run.steps.usual_s()))  # anywhere in a step
+        pid, starts, usual_step_s = run.pid(victim), run.starts(), self._run.steps.usual_s()
         at_s, at_step = time.monotonic(), run.steps.newest
         if kind == "kill":
             os.kill(pid, signal.SIGKILL)
@@ -252,7 +110,8 @@ class Storm:
             try:
                 time.sleep(self._source.uniform(*self._stop_s))
             finally:
-                os.killpg(pid, signal.SIGCONT)
+                with suppress(ProcessLookupError):  # it died of the stop: the report names it among the restarted
+                    os.killpg(pid, signal.SIGCONT)
             back_s = time.monotonic()
         run.wait(lambda: run.steps.since(back_s) >= STEPS_UP, STEPS_S, f"{STEPS_UP} steps after {kind} of {victim}")
         others = run.starts() - starts
@@ -268,11 +127,8 @@ class Storm:
             also_restarted=tuple(sorted((+others).elements())),
         )
         self.faults.append(fault)
-        for name in fault.also_restarted:  # it may be the next victim
-            run.wait(lambda name=name: run.is_ready(name), READY_S, f"health of {name}")
-        if fault.also_restarted:
-            ready_s = time.monotonic()
-            run.wait(lambda: run.steps.since(ready_s) >= STEPS_UP, STEPS_S, f"{STEPS_UP} steps")
+        if not fault.also_restarted:  # the victim itself has been up for two steps
+            self._starts = run.starts()
         return fault
 
 
@@ -310,9 +166,9 @@ def report(
         "audit_exact": audit.returncode == 0,
         "audit": audit.stdout + audit.stderr,
         "steps": run.steps.newest,
-        "usual_step_s": storm.usual_step_s if len(run.steps.times()) > 1 else None,
-        "reward_first": sum(rewards[:edge]) / edge if edge else None,
-        "reward_last": sum(rewards[-edge:]) / edge if edge else None,
+        "usual_step_s": run.steps.usual_s() if len(run.steps.times()) > 1 else None,
+        "reward_first": round(sum(rewards[:edge]) / edge, 3) if edge else None,
+        "reward_last": round(sum(rewards[-edge:]) / edge, 3) if edge else None,
         "planned": planned,
         "worst_excess_s": worst.excess_s if worst is not None else None,
         "faults": [asdict(fault) | {"excess_s": fault.excess_s} for fault in storm.faults],
@@ -325,12 +181,10 @@ def show(result: dict[str, object], storm: Storm) -> None:
     if worst is not None:
         print(f"largest stall beyond the victim's own restart: {worst.line().strip()}")
     for victim in PROGRAMS:
-        of_victim = [fault for fault in storm.faults if fault.victim == victim]
-        if of_victim:
-            most = max(fault.excess_s for fault in of_victim)
-            print(f"  {victim:<12} {len(of_victim):3d} faults, largest excess {most:+.1f} s")
-    if result["reward_first"] is not None:
-        print(f"training reward {result['reward_first']:.3f} -> {result['reward_last']:.3f}")
+        excesses_s = [fault.excess_s for fault in storm.faults if fault.victim == victim]
+        if excesses_s:
+            print(f"  {victim:<12} {len(excesses_s):3d} faults, largest excess {max(excesses_s):+.1f} s")
+    print(f"training reward {result['reward_first']} -> {result['reward_last']}")
     count = f"{len(storm.faults)} of {result['planned']} faults over {result['steps']} steps"
     print(f"{count}; exit code {result['exit_code']}")
     if result["failure"]:
@@ -365,7 +219,7 @@ def storm_over(read: argparse.Namespace, model: Path, output_dir: Path) -> bool:
     failure = ""
     try:
         storm.begin()
-        print(f"steady at step {run.steps.newest}, a step takes {storm.usual_step_s:.1f} s", flush=True)
+        print(f"steady at step {run.steps.newest}, a step takes {run.steps.usual_s():.1f} s", flush=True)
         for kind, victim in chosen:
             if time.monotonic() - storm.began_s > read.deadline_s:
                 raise StormError(f"{len(storm.faults)} faults took {read.deadline_s:g} s (--deadline-s)")
