@@ -190,8 +190,9 @@ class TrainLoop:
         if self.plan.silent_groups_in_a_row >= self.config.filters.max_zero_signal_groups:
             raise RunError(
                 f"{self.plan.silent_groups_in_a_row} groups in a row had equal rewards, last in"
-                f" {ticket.task.environment!r}: there is nothing to learn; make the task easier or harder, raise its"
-                f" group_size or sampling.temperature, or set {flag('filters.zero_signal', off=True)}"
+                f" {ticket.task.environment!r}: there is nothing to learn; make the task easier or harder, raise"
+                " orchestrator.group_size or orchestrator.sampling.temperature, or set"
+                f" {flag('filters.zero_signal', off=True)}"
             )
         self._dispatch()
 
