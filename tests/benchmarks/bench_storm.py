@@ -9,7 +9,8 @@ A fault is drawn when its victim has been up for at least two steps. Its stall i
 step from then on, less the usual time of a step; its own restart is the time from the kill until its health says that
 it serves, or the length of the stop. Prints a line a fault, then the audit of the ledger; exits with 1 when a stall
 exceeds the victim's own restart by more than 15 s, the run fails, or the ledger is not exact. Ends by itself: every
-wait has an end. Ports are free ones and everything is under output_dir, so that several may run side by side.
+wait has an end. Ports are free ones and everything is under output_dir, so that several may run side by side; --model
+then spares each its own warm-up. Run it from the root of the repository.
 """
 
 from __future__ import annotations
