@@ -461,6 +461,8 @@ def test_service_that_knows_the_port_of_what_rl_starts_is_taken() -> None:
     rollout = ("--orchestrator.services.rollout", "h:1")
     assert "rollout" not in parts_of(load("--inference", *rollout, "--inference.server.port", "7000"))
     assert "rollout" not in parts_of(load(*rollout))
+
+
 def test_the_orchestrator_waits_longer_than_a_trainer_may_look_for_its_hub() -> None:
     deadlines = parts_of(load("--trainer.hub-deadline-s", "600"))["orchestrator"].config.deadlines
     assert deadlines.startup_s == 660.0
