@@ -54,3 +54,14 @@ def test_model_that_looks_ahead_is_refused_at_load(family: str, tmp_path: Path) 
     (tmp_path / "config.json").write_text(json.dumps(stored | ahead))
     with pytest.raises(ModelError, match=f"of type '{family}', .*not supported: .* on later tokens; take"):
         load_model(ModelConfig(name=str(tmp_path), device="cpu"))
+
+
+def test_rotary_embeddings_that_grow_with_a_sequence_are_those_of_each_sequence_alone() -> None:
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 8}
+    factors = {"short_factor": [1.0] * 4, "long_factor": [3.0, 5.0, 7.0, 9.0]}
+    grown = {"rope_parameters": rope | factors, "original_max_position_embeddings": 8}
+    plain = tiny_model("phi3", **grown)
+    trainer = trainer_result(tiny_model("phi3", None, **grown), plain)
+    engine = engine_result(tiny_model("phi3", None, **grown), plain)
+    assert (trainer.way, engine.way) == ("packed", "recomputed")
+    assert max(trainer.apart, engine.apart) <= ATOL_NATS
