@@ -31,6 +31,7 @@ from meshrl.orchestrator.batches import assemble
 from meshrl.orchestrator.config import OrchestratorConfig
 from meshrl.orchestrator.doomed import DoomedGroups
 from meshrl.orchestrator.evals import Evaluator
+from meshrl.orchestrator.extras import log_extras
 from meshrl.orchestrator.feed import TrainerFeed
 from meshrl.orchestrator.groups import DropReason, Group, GroupTicket, Screened
 from meshrl.orchestrator.journal import Journal
@@ -377,14 +378,8 @@ class TrainLoop:
         self._spans.end(submitted.step, {"rl.rollouts": metrics["batch/rollouts"], "rl.step.seconds": seconds})
         await asyncio.to_thread(self._monitor.log, submitted.step, metrics)
         self._journal.logged(submitted.step, forgotten=submitted.step > self._feed.trained)
-        extras = self.config.wandb.log_extras if self.config.wandb is not None else None
-        if extras is not None and submitted.step % extras.interval == 0:
-            rows = record.sample_rows(submitted.groups, submitted.assembled, ratio=extras.sample_ratio)
-            if extras.samples:
-                await asyncio.to_thread(self._monitor.log_samples, submitted.step, rows)
-            if extras.distributions:
-                values = record.distributions(submitted.groups, submitted.assembled)
-                await asyncio.to_thread(self._monitor.log_distributions, submitted.step, values)
+        if (wandb := self.config.wandb) is not None:
+            await log_extras(self._monitor, wandb.log_extras, submitted)
         if self.config.bench:
             self.records.append(metrics)
 
