@@ -35,9 +35,10 @@ SHORT_STEPS = (
     "--orchestrator.eval.interval", "50", "--orchestrator.eval.num-examples", "8",
     "--orchestrator.eval.sampling.max-tokens", "6", "--trainer.optim.lr", "1e-6",
     "--ckpt.interval", "50", "--ckpt.keep-last", "2", "--log.traces-max-mib", "8", "--trainer.history-events", "300",
+    "--no-orchestrator.filters.zero-signal",
 )  # fmt: skip
-"""Well below a second a step, with evaluations and checkpoints in between; the model stays as it is, so that the last
-step has as much to do as the first. What is kept up to a bound reaches it early."""
+"""Well below a second a step, with evaluations and checkpoints in between; the model stays as it is, and groups without
+signal count, so that the last step has as much to do as the first. What is kept up to a bound reaches it early."""
 
 MEMORY_KB_A_STEP = 1.0
 FILES_A_STEP = 0.005

@@ -8,6 +8,7 @@ import os
 import resource
 import signal
 from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 import grpc
@@ -28,6 +29,8 @@ MIN_PING_INTERVAL_S = 5.0
 SAY_GOODBYE_S = 5.0
 HEALTH_SERVICE = "grpc.health.v1.Health"
 OPEN_FILES = 65536
+BLOCKING_THREADS = 8
+"""For files and hashing. Python's own 32 of a large machine come up one by one, each with memory of its own."""
 MIN_OPEN_FILES = 256
 # How long and how many calls wait for a busy event loop. Beyond its own limits (30 s; some of the calls after the first
 # 1,000, all after 3,000) gRPC cancels them without a line in any log. Here the deadline of each call is the limit.
@@ -158,11 +161,14 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def run(main: Callable[[asyncio.Event], Coroutine[Any, Any, int]]) -> int:
+def run(
+    main: Callable[[asyncio.Event], Coroutine[Any, Any, int]], *, blocking_threads: int | None = BLOCKING_THREADS
+) -> int:
     """Runs a program's coroutine on a new event loop; returns its exit code.
 
     SIGTERM and SIGINT set the event that `main` is given; a second signal ends the process at once. An error that
     `main` raises is logged and becomes exit code 1 (2 for ConfigError). Raises the limit of open files first.
+    `blocking_threads` is how many threads `asyncio.to_thread` has; None is as many as Python gives the machine.
     """
     try:
         raise_open_file_limit()
@@ -171,14 +177,16 @@ def run(main: Callable[[asyncio.Event], Coroutine[Any, Any, int]]) -> int:
         return 2
     interrupted = signal.getsignal(signal.SIGINT) or signal.SIG_DFL
     try:
-        return asyncio.run(_run(main))
+        return asyncio.run(_run(main, blocking_threads))
     finally:
         signal.signal(signal.SIGINT, interrupted)  # the loop leaves Python's own there, which ends in a traceback
 
 
-async def _run(main: Callable[[asyncio.Event], Coroutine[Any, Any, int]]) -> int:
+async def _run(main: Callable[[asyncio.Event], Coroutine[Any, Any, int]], blocking_threads: int | None) -> int:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
+    if blocking_threads is not None:
+        loop.set_default_executor(ThreadPoolExecutor(blocking_threads, thread_name_prefix="blocking"))
 
     def on_signal(signum: signal.Signals) -> None:
         if stop.is_set():

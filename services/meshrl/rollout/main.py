@@ -42,7 +42,8 @@ def main() -> None:
     layout = Layout(config.output_dir)
     setup_logging("rollout", config.log.level, layout.log("rollout"), json_logging=config.log.json_logging)
     logging.getLogger("verifiers.v1").setLevel(config.vf_level.upper())
-    raise SystemExit(run(lambda stop: serve(config, layout, stop)))
+    # Environments may have threads of their own kind of work: as many as Python gives them.
+    raise SystemExit(run(lambda stop: serve(config, layout, stop), blocking_threads=None))
 
 
 async def serve(config: RolloutConfig, layout: Layout, stop: asyncio.Event) -> int:

@@ -6,9 +6,10 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 
 from meshrl.core.config.base import ConfigError
-from meshrl.core.serve import is_loopback, raise_open_file_limit, run
+from meshrl.core.serve import BLOCKING_THREADS, is_loopback, raise_open_file_limit, run
 from meshrl.wire.errors import MeshError, Reason
 
 SLOW_TO_STOP = """
@@ -32,6 +33,21 @@ def test_the_exit_code_is_what_main_returns():
         return 7
 
     assert run(main) == 7
+
+
+def test_blocking_work_has_the_same_number_of_threads_on_every_machine():
+    meeting, names = threading.Barrier(BLOCKING_THREADS, timeout=30.0), set()
+
+    def work():
+        meeting.wait()  # until that many are here at once
+        names.add(threading.current_thread().name)
+
+    async def main(stop):
+        await asyncio.gather(*(asyncio.to_thread(work) for _ in range(4 * BLOCKING_THREADS)))
+        return 0
+
+    assert run(main) == 0
+    assert len(names) == BLOCKING_THREADS
 
 
 def test_sigterm_and_sigint_set_the_event():
