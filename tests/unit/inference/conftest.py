@@ -1,4 +1,4 @@
-"""Engines over copies of a tiny random model."""
+"""Engines over copies of a tiny random model, and HTTP servers over them."""
 
 import copy
 import sys
@@ -9,14 +9,18 @@ from typing import Any
 
 import pytest
 import torch
+from aiohttp.test_utils import TestClient, TestServer
 from transformers import PreTrainedModel
 
 from group_senders import GroupSenders
+from meshrl.inference.checkpoints import WeightLoader
 from meshrl.inference.embedded import EmbeddedEngine
+from meshrl.inference.http import InferenceServer
+from meshrl.inference.text import TextCodec
 
 sys.path.append(str(Path(__file__).parent))  # importlib mode puts no test folder on the path; the kit lives here
 
-from inference_kit import EngineFactory, make_model
+from inference_kit import EngineFactory, Start, make_model, make_tokenizer
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -49,6 +53,27 @@ async def start_engine(model: PreTrainedModel) -> AsyncIterator[EngineFactory]:
             return await stack.enter_async_context(running(weights, **settings))
 
         yield start
+
+
+@pytest.fixture
+async def serve(start_engine: EngineFactory) -> AsyncIterator[Start]:
+    """Starts HTTP servers over an engine, by default a new one; gives a client of each, closed after the test."""
+    clients: list[TestClient] = []
+    codec = TextCodec(make_tokenizer())
+
+    async def start(engine: EmbeddedEngine | None = None, base_model: str = "", **settings: Any) -> TestClient:
+        engine = engine or await start_engine(eos_token_ids=(0,))
+        server = InferenceServer(
+            engine, model_name="tiny", codec=codec, loader=WeightLoader(engine, base_model), **settings
+        )
+        client = TestClient(TestServer(server.app()))
+        await client.start_server()
+        clients.append(client)
+        return client
+
+    yield start
+    for client in clients:
+        await client.close()
 
 
 @pytest.fixture

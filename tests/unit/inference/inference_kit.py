@@ -1,9 +1,13 @@
-"""A tiny random Qwen3, requests to an engine and the plain forward pass they are checked against."""
+"""A tiny random Qwen3, requests to an engine or its HTTP routes, and the plain forward pass to check against."""
 
-from collections.abc import Callable
+import base64
+import json
+from collections.abc import Awaitable, Callable
 from typing import Any
 
+import numpy as np
 import torch
+from aiohttp.test_utils import TestClient
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
@@ -13,6 +17,7 @@ from meshrl.inference.engine import GenerateRequest, SamplingParams, TokenChunk
 VOCAB = 40
 
 EngineFactory = Callable[..., Any]
+Start = Callable[..., Awaitable[TestClient]]
 
 
 def make_model(seed: int = 0, **changes: Any) -> PreTrainedModel:
@@ -66,3 +71,22 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
         "{% if add_generation_prompt %}a:{% endif %}"
     )
     return tokenizer
+
+
+async def post(client: TestClient, path: str, body: Any, **kwargs: Any) -> tuple[int, Any]:
+    async with client.post(path, json=body, **kwargs) as response:
+        return response.status, await response.json()
+
+
+async def events(client: TestClient, path: str, body: Any) -> list[Any]:
+    async with client.post(path, json=body) as response:
+        assert response.status == 200
+        assert response.content_type == "text/event-stream"
+        lines = (await response.text()).split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""]
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+
+
+def unpack(field: dict[str, Any]) -> np.ndarray:
+    assert field["dtype"] == "float32"
+    return np.frombuffer(base64.b64decode(field["data"]), "<f4")

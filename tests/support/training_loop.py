@@ -1,0 +1,165 @@
+"""A training loop on its own thread with a real desk and learner; only the hub is a list."""
+
+import asyncio
+import queue
+import threading
+from collections.abc import AsyncIterator, Mapping
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from meshrl.algorithms.losses import aipo_loss
+from meshrl.algorithms.objective import Objective
+from meshrl.algorithms.packing import TrainSample, pack_samples
+from meshrl.models.logprobs import PackedPolicy
+from meshrl.models.state import gather_state
+from meshrl.trainer.desk import TrainerDesk
+from meshrl.trainer.loop import TrainLoop
+from meshrl.trainer.orders import Orders
+from meshrl.trainer.spans import StepSpans
+from meshrl.trainer.steps import StepBook
+from meshrl.trainer.uploading import PublishReport
+from meshrl.training.checkpoint import Checkpointer
+from meshrl.training.config import CheckpointConfig, OptimConfig, SchedulerConfig
+from meshrl.training.learner import Learner
+from meshrl.wire.types import Batch, StepEvent, StepState
+
+ROLLOUT_TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+REPORT = PublishReport(version=1, artifact_id="", root=b"", num_bytes=0, write_s=0.25)
+STEP_TRACE = "00-1af7651916cd43dd8448eb211c80319c-c7ad6b7169203331-01"
+
+
+def build(**optim: str) -> Learner:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=16,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        tie_word_embeddings=True,
+    )
+    return Learner(
+        PackedPolicy(Qwen3ForCausalLM(config)),
+        objective=Objective(loss=partial(aipo_loss, delta=4.0), name="aipo"),
+        optim=OptimConfig.model_validate({"lr": 1e-2, **optim}),
+        scheduler=SchedulerConfig(),
+        max_steps=None,
+    )
+
+
+def batch(step: int, *, advantage: float = 1.0) -> Batch:
+    sample = TrainSample(
+        token_ids=np.arange(6, dtype=np.int32),
+        loss_mask=np.arange(6) >= 2,
+        logprobs=np.full(6, -2.0, np.float32),
+        advantage=advantage,
+        traceparent=ROLLOUT_TRACE,
+    )
+    packing = pack_samples([sample, sample], seq_len=16)
+    return Batch(
+        run_id="main",
+        step=step,
+        micro_batches=packing.micro_batches,
+        loss_tokens=packing.loss_tokens,
+        environments=("env",),
+        traceparent=STEP_TRACE,
+    )
+
+
+class Hub:
+    """Takes versions; each publication waits for the test when `held`."""
+
+    def __init__(self) -> None:
+        self.versions: dict[int, Mapping[str, torch.Tensor]] = {}
+        self.traceparents: list[str] = []
+        self.held = False
+        self.pending: list[Future[Any]] = []
+        self._arrivals: queue.Queue[Future[Any]] = queue.Queue()
+
+    def publish(self, version: int, weights: Mapping[str, torch.Tensor], traceparent: str) -> Future[Any]:
+        self.versions[version] = weights
+        self.traceparents.append(traceparent)
+        done: Future[Any] = Future()
+        if self.held:
+            self.pending.append(done)
+            self._arrivals.put(done)
+        else:
+            done.set_result(REPORT)
+        return done
+
+    async def next_pending(self) -> Future[Any]:
+        return await asyncio.to_thread(self._arrivals.get, True, 10)
+
+
+class Running:
+    def __init__(self, learner: Learner, folder: Path, ckpt: CheckpointConfig | None) -> None:
+        self.learner = learner
+        self.hub = Hub()
+        self.exporter = InMemorySpanExporter()
+        provider = TracerProvider()
+        provider.add_span_processor(SimpleSpanProcessor(self.exporter))
+        self.desk = TrainerDesk(StepBook(run_id="main", epoch=1, start_step=learner.step_done))
+        self.checkpointer = Checkpointer(learner, folder, tokenizer=None)
+        self.error: BaseException | None = None
+        self.loop = TrainLoop(
+            learner,
+            self.desk,
+            lambda version: gather_state(learner.model),
+            self.hub.publish,
+            self.checkpointer,
+            StepSpans(provider.get_tracer("test")),
+            Orders(learner.parallel),
+            ckpt=ckpt,
+            publish_deadline_s=10.0,
+            release=lambda: self.released_after.append(sorted(self.hub.versions)),
+        )
+        self.released_after: list[list[int]] = []  # versions that were published when memory was given back
+        self.thread = threading.Thread(target=self._run, daemon=True)  # a test that fails must not hang the others
+
+    def _run(self) -> None:
+        try:
+            self.loop.run()
+        except BaseException as error:  # noqa: BLE001 - the test looks at whatever ended the thread
+            self.error = error
+
+    async def until(self, state: StepState, step: int) -> StepEvent:
+        async with asyncio.timeout(10):
+            async for event in self.desk.watch(0):
+                if (event.step, event.state) == (step, state):
+                    return event
+        raise AssertionError(f"no {state} for step {step}")
+
+    async def ended(self) -> None:
+        await asyncio.to_thread(self.thread.join, 10)
+        assert not self.thread.is_alive()
+
+    def spans(self) -> dict[str, ReadableSpan]:
+        return {span.name: span for span in self.exporter.get_finished_spans()}
+
+
+@asynccontextmanager
+async def running(
+    folder: Path, ckpt: CheckpointConfig | None = None, learner: Learner | None = None
+) -> AsyncIterator[Running]:
+    trainer = Running(learner or build(), folder, ckpt)
+    trainer.thread.start()
+    try:
+        yield trainer
+    finally:
+        for pending in trainer.hub.pending:
+            if not pending.done():
+                pending.set_result(REPORT)
+        trainer.desk.close()
+        await trainer.ended()

@@ -1,0 +1,64 @@
+"""Services that run already are used, not started."""
+
+from pathlib import Path
+
+import pytest
+
+from meshrl.core.config import dump_toml, load_config
+from meshrl.launch.config import RLConfig
+from run_config import COMPONENTS, load, parts_of, refusal
+
+RUNNING = {"rollout": "10.0.0.1:7001", "trainer": "10.0.0.2:7002", "weights": "10.0.0.3:7003"}
+
+
+@pytest.mark.parametrize("names", [("rollout", "weights"), ("trainer", "weights"), ("weights",), tuple(RUNNING)])
+def test_services_that_run_already_are_used_and_not_started(names: tuple[str, ...]) -> None:
+    flags = [word for name in names for word in (f"--orchestrator.services.{name}", RUNNING[name])]
+    parts = parts_of(load("--inference", *flags))
+    assert set(parts) == set(COMPONENTS) - set(names)
+    services = parts["orchestrator"].config.services
+    for name in RUNNING:
+        here = f"127.0.0.1:{parts[name].config.server.port}" if name in parts else ""
+        assert getattr(services, name) == (RUNNING[name] if name in names else here), name
+    assert parts["inference"].config.weight_broadcast.address == RUNNING["weights"]
+    if "rollout" in parts:
+        assert parts["rollout"].config.weights == RUNNING["weights"]
+    if "trainer" in parts:
+        assert parts["trainer"].config.weight_broadcast.address == RUNNING["weights"]
+
+
+def test_resolved_configuration_of_a_run_starts_all_of_its_programs_again(tmp_path: Path) -> None:
+    dump_toml(load("--inference"), tmp_path / "rl.toml")
+    again = load_config(RLConfig, ["@", str(tmp_path / "rl.toml")], prog="rl", environ={})
+    assert set(parts_of(again)) == set(COMPONENTS)
+
+
+def test_keys_of_a_trainer_that_is_not_started_are_not_held_against_the_others() -> None:
+    flags = ("--orchestrator.services.trainer", "h:1", "--orchestrator.services.weights", "h:2")
+    own = ("--orchestrator.run-id", "theirs", "--orchestrator.seq-len", "9999", "--inference.model.name", "m")
+    engine = ("--inference.max-model-len", "9999")
+    parts = parts_of(load(*engine, *flags, *own, "--restarts", "1", "--ckpt.interval", "5"))
+    assert parts["orchestrator"].config.run_id == "theirs"
+    assert parts["orchestrator"].config.checkpoint_interval is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--orchestrator.services.trainer", "h:1"), "'h:1', a trainer that publishes to the hub that it was started"),
+        (("--orchestrator.services.rollout", "h:1"), "'h:1', which cannot know the ports that rl chooses"),
+        (("--orchestrator.services.rollout", ""), "orchestrator.services.rollout: expected text or None, got ''"),
+    ],
+)
+def test_service_that_could_not_find_what_rl_starts_is_refused(
+    capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], words: str
+) -> None:
+    assert words in refusal(capsys, "--inference", *flags)
+
+
+def test_service_that_knows_the_port_of_what_rl_starts_is_taken() -> None:
+    trainer = parts_of(load("--inference", "--orchestrator.services.trainer", "h:1", "--weights.server.port", "7003"))
+    assert trainer["orchestrator"].config.services.weights == "127.0.0.1:7003"
+    rollout = ("--orchestrator.services.rollout", "h:1")
+    assert "rollout" not in parts_of(load("--inference", *rollout, "--inference.server.port", "7000"))
+    assert "rollout" not in parts_of(load(*rollout))
