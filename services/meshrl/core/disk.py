@@ -7,11 +7,16 @@ import errno
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
+def is_full(error: OSError) -> bool:
+    """Whether there was no room for what was to be written."""
+    return error.errno in _FULL
+
+
 def disk_trouble(error: BaseException) -> str | None:
     """The sentence for an error of a full disk or of a file that may not be written; None for any other error."""
     if not isinstance(error, OSError):
         return None
-    if error.errno in _FULL:
+    if is_full(error):
         where = f" to {error.filename}" if error.filename else ""
         return (
             f"cannot write{where}: {error.strerror}; free some space and start again, from the last checkpoint"

@@ -19,6 +19,7 @@ from meshrl.wire.types import Chunk, Manifest, StagedVersion
 
 RETRY_FOR_S = 60.0
 _INCOMPLETE = frozenset({Reason.CHUNKS_MISSING})
+_NO_ROOM = frozenset({Reason.OVERLOADED})  # versions that the hub retires meanwhile, or a person, may make some
 SEAL_S = 30.0
 HASHED_BYTES_PER_S = 50e6  # what a hub on a slow disk still reads and hashes
 
@@ -73,7 +74,7 @@ class Uploader:
         """Uploads what the hub misses until it misses nothing; resumes after a broken upload."""
         length_of = {chunk.offset: chunk.length for chunk in manifest.chunks} if buffer is not None else {}
         missing: Sequence[int] = tuple(length_of)
-        attempts = Attempts(self._retry_for_s, left=len(missing), also=_INCOMPLETE)
+        attempts = Attempts(self._retry_for_s, left=len(missing), also=_INCOMPLETE | _NO_ROOM)
         while True:
             left: int | None = None
             try:
@@ -85,7 +86,7 @@ class Uploader:
                 failure = MeshError(Reason.CHUNKS_MISSING, f"the hub still misses {left} chunks")
             except MeshError as error:
                 failure = error
-                if buffer is None or error.reason not in TRANSIENT:
+                if buffer is None or error.reason not in TRANSIENT | _NO_ROOM:
                     left = len(missing)
                 else:
                     with suppress(MeshError):  # it is still away, and is sent what it is not known to have

@@ -13,12 +13,14 @@ Blocking: call it off the event loop. Safe for threads as long as no artifact is
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import threading
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -27,6 +29,7 @@ import google_crc32c
 import numpy as np
 from loguru import logger
 
+from meshrl.core.disk import is_full
 from meshrl.wire.errors import FieldViolation, MeshError, Reason, invalid
 from meshrl.wire.manifest import artifact_id as artifact_id_of
 from meshrl.wire.manifest import digest
@@ -35,6 +38,7 @@ from meshrl.wire.types import Chunk, ChunkEntry, FileEntry, Manifest, Transport
 
 MANIFEST = "manifest.json"
 PAYLOAD = "payload"
+SPARE_BYTES = 2**20  # never used by versions: the log needs room to say what becomes of them
 VERIFIERS = 8  # threads that check a version made of files
 
 
@@ -92,16 +96,33 @@ class VersionStore:
                     yield index
 
     def open(self, artifact_id: str, manifest: Manifest) -> None:
-        """Makes room for an artifact; does nothing when it is there already."""
+        """Makes room for an artifact; does nothing when it is there already. Raises OVERLOADED: there is no room."""
         if artifact_id in self._artifacts:
             return
         folder = self._spool_dir / artifact_id
-        folder.mkdir(parents=True, exist_ok=True)
-        write_synced(folder / MANIFEST, to_json(manifest))
-        if manifest.transport is Transport.STREAM:
-            with (folder / PAYLOAD).open("ab") as payload:
-                payload.truncate(manifest.num_bytes)
+        with self._room_for(manifest):
+            folder.mkdir(parents=True, exist_ok=True)
+            write_synced(folder / MANIFEST, to_json(manifest))
+            if manifest.transport is Transport.STREAM:
+                if shutil.disk_usage(folder).free < manifest.num_bytes + SPARE_BYTES:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                with (folder / PAYLOAD).open("ab") as payload:
+                    payload.truncate(manifest.num_bytes)
         self._artifacts[artifact_id] = self._artifact(manifest, folder)
+
+    @contextmanager
+    def _room_for(self, manifest: Manifest) -> Iterator[None]:
+        """Says what to do about a disk that is full, to whoever publishes the version."""
+        try:
+            yield
+        except OSError as error:
+            if not is_full(error):
+                raise
+            raise MeshError(
+                Reason.OVERLOADED,
+                f"the hub has no room for version {manifest.version} in {self._spool_dir}: {error.strerror}; it has "
+                f"{manifest.num_bytes} bytes: free some space there, and send it again",
+            ) from error
 
     def manifest(self, artifact_id: str) -> Manifest:
         return self._get(artifact_id).manifest
@@ -132,7 +153,10 @@ class VersionStore:
         return end if index == len(chunks) else max(start, min(end, chunks[index].offset))
 
     def write(self, artifact_id: str, chunk: Chunk) -> None:
-        """Takes one chunk. Raises INVALID_REQUEST, CHUNK_CORRUPT (its checksum), DIGEST_MISMATCH (the manifest's)."""
+        """Takes one chunk.
+
+        Raises INVALID_REQUEST, CHUNK_CORRUPT (its checksum), DIGEST_MISMATCH (the manifest's), OVERLOADED (no room).
+        """
         artifact = self._get(artifact_id)
         index = artifact.index_of.get(chunk.offset)
         if index is None or len(chunk.data) != artifact.manifest.chunks[index].length:
@@ -151,11 +175,8 @@ class VersionStore:
         with artifact.lock:
             if index in artifact.received:
                 return
-        fd = os.open(artifact.folder / PAYLOAD, os.O_WRONLY | os.O_CLOEXEC)
-        try:
-            os.pwrite(fd, chunk.data, chunk.offset)
-        finally:
-            os.close(fd)
+        with self._room_for(artifact.manifest):
+            _write_at(artifact.folder / PAYLOAD, chunk.offset, data.data)
         with artifact.lock:
             artifact.received.add(index)
 
@@ -244,6 +265,17 @@ class VersionStore:
                     beside.parent.rmdir()
             except (OSError, ValueError) as error:  # the version is retired all the same; only disk space is lost
                 logger.warning("{} are kept: {}", of_one, error)
+
+
+def _write_at(path: Path, offset: int, data: memoryview) -> None:
+    """Writes all of `data` into a file that exists; a disk that fills up takes a part first, and then refuses."""
+    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        while data:
+            written = os.pwrite(fd, data, offset)
+            offset, data = offset + written, data[written:]
+    finally:
+        os.close(fd)
 
 
 def write_synced(path: Path, data: bytes) -> None:

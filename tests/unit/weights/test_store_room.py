@@ -1,0 +1,70 @@
+"""The hub's spool on a small disk: a chunk that found no room has not arrived, whatever part of it was written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import google_crc32c
+import numpy as np
+import pytest
+
+from meshrl.weights.store import VersionStore
+from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.manifest import artifact_id, build_manifest, entries_of, plan_tensors
+from meshrl.wire.types import Chunk, Manifest, Transport
+from small_disk import fill, mounted
+
+CHUNK_BYTES = 3 * 4096
+DATA = np.random.default_rng(0).integers(0, 256, 2 * CHUNK_BYTES, np.uint8).tobytes()
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    with mounted(tmp_path / "disk", mebibytes=4) as folder:
+        yield folder
+
+
+def made() -> Manifest:
+    plans = plan_tensors([("w", "uint8", (len(DATA),))])
+    tensors, chunks = entries_of(memoryview(DATA), plans, CHUNK_BYTES)
+    return build_manifest(
+        run_id="r", epoch=1, version=3, transport=Transport.STREAM, tensors=tensors, chunks=chunks
+    )  # fmt: skip
+
+
+def chunk(offset: int) -> Chunk:
+    data = DATA[offset : offset + CHUNK_BYTES]
+    return Chunk(offset=offset, data=data, crc32c=google_crc32c.value(data))
+
+
+def test_a_chunk_that_was_written_in_part_has_not_arrived(disk: Path) -> None:
+    store, manifest = VersionStore(disk), made()
+    artifact = artifact_id(manifest)
+    store.open(artifact, manifest)
+    filler = fill(disk)
+    with filler.open("r+b") as file:
+        file.truncate(filler.stat().st_size - CHUNK_BYTES - 4096)  # room for a chunk and a third
+    store.write(artifact, chunk(0))
+    with pytest.raises(MeshError) as caught:
+        store.write(artifact, chunk(CHUNK_BYTES))
+    assert caught.value.reason is Reason.OVERLOADED
+    assert store.missing(artifact) == (CHUNK_BYTES,)
+    filler.unlink()
+    store.write(artifact, chunk(CHUNK_BYTES))
+    assert store.missing(artifact) == ()
+    assert b"".join(bytes(piece.data) for piece in store.read(artifact, 0, len(DATA), CHUNK_BYTES)) == DATA
+
+
+def test_a_version_larger_than_the_room_is_refused_before_any_of_it_comes(disk: Path) -> None:
+    store, manifest = VersionStore(disk), made()
+    artifact = artifact_id(manifest)
+    filler = fill(disk)
+    with filler.open("r+b") as file:
+        file.truncate(filler.stat().st_size - len(DATA))  # which the hub's log would not fit beside
+    with pytest.raises(MeshError, match="the hub has no room for version 3") as caught:
+        store.open(artifact, manifest)
+    assert caught.value.reason is Reason.OVERLOADED
+    filler.unlink()
+    store.open(artifact, manifest)
+    assert store.missing(artifact) == (0, CHUNK_BYTES)
