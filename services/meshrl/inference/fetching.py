@@ -77,15 +77,10 @@ class VersionFetcher:
         raise _damaged(manifest, wrong)
 
     async def _streamed(self, manifest: Manifest, artifact_id: str) -> HostBytes:
-        try:
-            held = (
-                empty_bytes(manifest)
-                if self._spool is None
-                else await asyncio.to_thread(self._spool.room_for, manifest)
-            )
-        except OSError as error:
-            text = f"no room on this host for the {manifest.num_bytes} bytes of version {manifest.version}: {error}"
-            raise MeshError(Reason.OVERLOADED, text) from error
+        if self._spool is None:
+            held = empty_bytes(manifest)
+        else:
+            held = await asyncio.to_thread(self._spool.room_for, manifest)
         arrival = _Arrival(manifest, held)
         try:
             await self._stream(manifest, artifact_id, arrival)

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from meshrl.collective.dtypes import TORCH_DTYPES
 from meshrl.core.paths import spool_name
+from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest import TensorPlan
 from meshrl.wire.manifest_file import open_regular, safetensors_header
 from meshrl.wire.types import FileEntry, Manifest, TensorEntry
@@ -126,7 +127,16 @@ class Spool:
             shutil.rmtree(choice / self._name, ignore_errors=True)  # of an engine that was killed
 
     def room_for(self, manifest: Manifest) -> HostBytes:
-        """A safetensors file for a version, all of it allocated, its payload to be filled. Raises OSError: no room."""
+        """A safetensors file for a version, all of it allocated, its payload to be filled.
+
+        Raises MeshError OVERLOADED: no room.
+        """
+        try:
+            return self._allocated(manifest)
+        except OSError as error:
+            raise no_room(manifest.version, self._choices, error) from error
+
+    def _allocated(self, manifest: Manifest) -> HostBytes:
         header = safetensors_header(
             [
                 TensorPlan(name=e.name, dtype=e.dtype, shape=e.shape, offset=e.offset, num_bytes=e.num_bytes)
@@ -155,3 +165,10 @@ class Spool:
             if choice.is_dir() and shutil.disk_usage(choice).free >= size + SPARE_BYTES:
                 return choice / self._name
         return self._choices[-1] / self._name
+
+
+def no_room(version: int, folders: Sequence[Path], error: Exception) -> MeshError:
+    """What to do about a version that cannot be written to the first of `folders` that has room."""
+    where = " or ".join(map(str, folders))
+    text = f"version {version} cannot be written to {where} on this host: {error}; free some space there"
+    return MeshError(Reason.OVERLOADED, f"{text}, and it is brought here again")

@@ -189,9 +189,16 @@ class Mesh:
             num_threads=3,
         )
 
-    def start_agent(self, engine_id: str, engine: MemoryEngine) -> WeightAgent:
-        config = InferenceConfig(engine_id=engine_id)
-        agent = WeightAgent(self.client(), engine, config, "127.0.0.1:8000", fetch_stall_s=3.0, hold_deadline_s=3.0)
+    def start_agent(self, engine_id: str, engine: MemoryEngine, spool_dir: Path | None = None) -> WeightAgent:
+        agent = WeightAgent(
+            self.client(),
+            engine,
+            InferenceConfig(engine_id=engine_id),
+            "127.0.0.1:8000",
+            fetch_stall_s=3.0,
+            hold_deadline_s=3.0,
+            spool_dir=spool_dir,
+        )
         stop = asyncio.Event()
         self._agents[engine_id] = (asyncio.create_task(agent.run(stop)), stop)
         return agent

@@ -63,3 +63,25 @@ async def test_a_version_that_finds_no_room_at_the_hub_ends_with_a_sentence_and_
     mesh.start_agent("e0", engine)
     await mesh.client().activate_version(run_id="run", version=1, prepare_deadline_s=20.0)
     assert engine.root == report.root
+
+
+async def test_an_engine_without_room_for_a_version_refuses_it_in_a_sentence_and_takes_it_when_asked_again(
+    mesh: Any, engine: Any, state: Any, tmp_path: Path, tracebacks: list[str]
+) -> None:
+    engine.stages_from_files = True
+    with mounted(tmp_path / "engine", mebibytes=1) as folder:
+        filler = fill(folder)
+        mesh.start_agent("e0", engine, spool_dir=folder)
+        await mesh.until_registered()
+        report = await mesh.publisher(Transport.STREAM).publish(0, state(1))
+        with pytest.raises(MeshError, match=r"e0 refused it") as caught:
+            await mesh.client().activate_version(run_id="run", version=0, prepare_deadline_s=20.0)
+        assert caught.value.metadata == {"e0": Reason.OVERLOADED.name}
+        fault = mesh.hub.list_engines("")[0].last_fault
+        assert fault.message.startswith(f"version 0 cannot be written to {folder} on this host: [Errno 28]")
+        assert fault.message.endswith("free some space there, and it is brought here again")
+        assert tracebacks == []
+        filler.unlink()
+        await mesh.client().activate_version(run_id="run", version=0, prepare_deadline_s=20.0)
+        assert engine.root == report.root
+        assert list(folder.iterdir()) == []

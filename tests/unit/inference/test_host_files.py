@@ -12,8 +12,10 @@ from safetensors.torch import load_file, save_file
 
 from meshrl.inference.host_files import HostBytes, Spool, empty_bytes, map_files
 from meshrl.inference.live_weights import tensor_bytes
+from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest import build_manifest, entries_of, plan_tensors
 from meshrl.wire.types import FileEntry, Manifest, Transport
+from small_disk import fill, mounted
 
 
 def weights() -> dict[str, torch.Tensor]:
@@ -113,16 +115,17 @@ def test_next_start_of_an_engine_deletes_what_it_left_and_nobody_elses(tmp_path:
     assert others.files[0].exists()
 
 
-def test_no_room_is_an_error_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
+def test_no_room_is_an_error_before_anything_is_written(tmp_path: Path) -> None:
     manifest, _ = packed(weights())
-    spool = Spool(tmp_path, "e0")
-    monkeypatch.setattr("os.posix_fallocate", full)
-    with pytest.raises(OSError, match="No space"):
-        spool.room_for(manifest)
-    assert list(tmp_path.rglob("*.safetensors")) == []
+    with mounted(tmp_path / "disk") as disk:
+        spool = Spool(disk, "e0")
+        filler = fill(disk)
+        with pytest.raises(MeshError, match="No space left on device; free some space there") as caught:
+            spool.room_for(manifest)
+        assert caught.value.reason is Reason.OVERLOADED
+        filler.unlink()
+        assert list(disk.rglob("*.safetensors")) == []
+        assert spool.room_for(manifest).files[0].exists()
 
 
 def test_publishers_own_safetensors_file_is_read_as_it_is(tmp_path: Path) -> None:
