@@ -36,7 +36,8 @@ def command(grace_s: float, folders: Sequence[Path], *, lock_file: Path | None =
 class FolderGuardian:
     """Has a folder removed once this process is gone, unless another process has `lock_file` locked by then."""
 
-    def __init__(self, folder: Path, *, lock_file: Path) -> None:
+    def __init__(self, folder: Path, *, lock_file: Path | None = None) -> None:
+        """Without a `lock_file` the folder is this process's alone."""
         self._process = subprocess.Popen(
             command(0.0, [folder], lock_file=lock_file),
             stdin=subprocess.PIPE,

@@ -7,14 +7,20 @@ import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
-from vllm.lora.request import LoRARequest
 
+from meshrl.core.guardian import FolderGuardian
 from meshrl.inference.engine import HostVersion
+from meshrl.inference.host_files import SHARED_MEMORY, no_room
 from meshrl.inference.live_weights import Layout
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import AdapterConfig
+
+if TYPE_CHECKING:  # vLLM is an extra, and takes seconds to import
+    from vllm.lora.request import LoRARequest
 
 ADAPTER_NAME, ADAPTER_ID = "policy", 1
 PREFIX = "base_model.model."
@@ -30,16 +36,20 @@ class StagedAdapter:
     @property
     def request(self) -> LoRARequest:
         """Loads the folder in place of the adapter that is served."""
-        return LoRARequest(ADAPTER_NAME, ADAPTER_ID, str(self.folder), load_inplace=True)
+        return _request(self.folder, load_inplace=True)
 
 
 class AdapterStore:
-    """The adapter folders of one engine; blocking, so use `write` off the event loop."""
+    """The adapter folders of one engine; blocking, so use `write` off the event loop.
 
-    def __init__(self, max_rank: int) -> None:
+    They are gone when the engine ends, also when it is killed.
+    """
+
+    def __init__(self, max_rank: int, *, folder: Path = SHARED_MEMORY) -> None:
+        """`folder`: where to put them; the temporary folder where it is none."""
         self._max_rank = max_rank
-        shared = Path("/dev/shm")
-        self._root = Path(tempfile.mkdtemp(prefix="meshrl-lora-", dir=shared if shared.is_dir() else None))
+        self._root = Path(tempfile.mkdtemp(prefix="meshrl-lora-", dir=folder if folder.is_dir() else None))
+        self._guardian = FolderGuardian(self._root)
         self._served: StagedAdapter | None = None
 
     @property
@@ -47,14 +57,26 @@ class AdapterStore:
         """What requests name; None while only the base model is served."""
         if self._served is None:
             return None
-        return LoRARequest(ADAPTER_NAME, ADAPTER_ID, str(self._served.folder))
+        return _request(self._served.folder)
 
     def write(self, host: HostVersion, layout: Layout) -> StagedAdapter:
-        """Writes an adapter. Raises MeshError LAYOUT_MISMATCH when it does not fit the base model or vLLM's limit."""
+        """Writes an adapter.
+
+        Raises MeshError LAYOUT_MISMATCH when it does not fit the base model or vLLM's limit, OVERLOADED when there is
+        no room for it.
+        """
         assert host.adapter is not None
         self._check(host, host.adapter, layout)
         folder = self._root / f"version_{host.version}"
         shutil.rmtree(folder, ignore_errors=True)
+        try:
+            self._write(folder, host, host.adapter)
+        except (OSError, SafetensorError) as error:  # the latter for a full disk as well
+            shutil.rmtree(folder, ignore_errors=True)
+            raise no_room(host.version, [self._root.parent], error) from error
+        return StagedAdapter(version=host.version, folder=folder)
+
+    def _write(self, folder: Path, host: HostVersion, adapter: AdapterConfig) -> None:
         folder.mkdir(parents=True)
         save_file(
             {name: tensor.contiguous() for name, tensor in host.tensors.items()}, folder / "adapter_model.safetensors"
@@ -62,16 +84,15 @@ class AdapterStore:
         described = {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
-            "r": host.adapter.rank,
-            "lora_alpha": host.adapter.lora_alpha,
-            "target_modules": list(host.adapter.target_modules),
-            "base_model_name_or_path": host.adapter.base_model,
+            "r": adapter.rank,
+            "lora_alpha": adapter.lora_alpha,
+            "target_modules": list(adapter.target_modules),
+            "base_model_name_or_path": adapter.base_model,
             "bias": "none",
             "use_rslora": False,
             "use_dora": False,
         }
         (folder / "adapter_config.json").write_text(json.dumps(described))
-        return StagedAdapter(version=host.version, folder=folder)
 
     def serve(self, staged: StagedAdapter) -> None:
         """vLLM has loaded it: the folder of the one before goes."""
@@ -81,6 +102,7 @@ class AdapterStore:
 
     def close(self) -> None:
         shutil.rmtree(self._root, ignore_errors=True)
+        self._guardian.close()
 
     def _check(self, host: HostVersion, adapter: AdapterConfig, layout: Layout) -> None:
         if adapter.rank > self._max_rank:
@@ -100,3 +122,9 @@ class AdapterStore:
                     f"version {host.version} does not fit the served model: {name} is {tuple(tensor.shape)}, expected "
                     f"{expected or 'no such layer'}",
                 )
+
+
+def _request(folder: Path, *, load_inplace: bool = False) -> LoRARequest:
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(ADAPTER_NAME, ADAPTER_ID, str(folder), load_inplace=load_inplace)
