@@ -225,6 +225,7 @@ class TrainLoop:
 
     async def _gather(self) -> list[ReadyGroup] | None:
         """The groups of the next step; None when an earlier batch was refused. Raises RunError when none come."""
+        most_s = self._tally.wait_for_rollouts_s + self.config.deadlines.batch_s  # on top of those of dissolved batches
         while self._feed.refused is None:
             for _, screened in self.plan.drop_stale():
                 self._drop(screened)
@@ -235,10 +236,10 @@ class TrainLoop:
                 self._tasks.create_task(self._doomed.cancel(too_old))
             self._dispatch()
             self._changed.clear()
-            await self._wait_for_change()
+            await self._wait_for_change(most_s - self._tally.wait_for_rollouts_s)
         return None
 
-    async def _wait_for_change(self) -> None:
+    async def _wait_for_change(self, left_s: float) -> None:
         """Waits for a group or a version, and books whether generation or the trainer was waited for."""
         idle = self.plan.in_flight == 0
         if idle and not self._finishing and self._feed.trained >= self._feed.recorded:
@@ -248,7 +249,6 @@ class TrainLoop:
                 f" {self.plan.active_version} and no newer one could be activated; see the log of the weight hub at"
                 f" {self.config.services.weights}"
             )
-        left_s = self.config.deadlines.batch_s - self._tally.wait_for_rollouts_s
         began_s = self._clock()
         try:
             async with asyncio.timeout(None if idle else left_s):  # while idle, the finishing task has the deadline

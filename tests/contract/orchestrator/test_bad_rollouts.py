@@ -78,6 +78,14 @@ def step_lines(folder: Path) -> list[dict[str, float]]:
     return [line for line in lines if "time/step" in line]
 
 
+async def until_recorded(folder: Path, step: int, running: asyncio.Task[None]) -> None:
+    """Returns once the batch of a step is on disk, or the loop has ended."""
+    recorded = f"SELECT 1 FROM steps WHERE step = {step}"
+    with closing(sqlite3.connect(folder / "ledger.sqlite")) as connection:
+        while not (running.done() or connection.execute(recorded).fetchall()):  # noqa: ASYNC110  # another's file
+            await asyncio.sleep(0.01)
+
+
 @pytest.fixture
 def warnings():
     said: list[str] = []
@@ -181,10 +189,7 @@ async def test_a_bad_batch_in_the_journal_does_not_stop_the_next_process(
     async with start(config) as (loop, _):
         running = asyncio.create_task(loop.run())
         await mesh.kill_trainer()  # nothing of what is recorded is uploaded
-        async with asyncio.timeout(60.0):
-            while set(recorded_steps(tmp_path).values()) != {1, 2}:
-                assert not running.done(), running.exception()
-                await asyncio.sleep(0.05)
+        await until_recorded(tmp_path, 2, running)
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
     monkeypatch.undo()
@@ -202,3 +207,25 @@ async def test_a_bad_batch_in_the_journal_does_not_stop_the_next_process(
     assert report.last_step == 4
     assert recorded.keys() - spoiled <= trained(tmp_path)
     assert not spoiled & trained(tmp_path)
+
+
+async def test_a_batch_made_anew_has_the_whole_time_of_a_batch(
+    mesh, script, make_config, start, tmp_path, monkeypatch
+) -> None:
+    """Each of the batches waits 6 s for its rollouts by the loop's clock, all of them longer than one may."""
+    script.refuses = lambda batch: batch.step == 1 and len(script.refused_batches) < 4
+    now_s = 0.0
+
+    def pass_time(request, place, rollout):
+        nonlocal now_s
+        now_s += 3.0 if place == 0 else 0.0  # two groups a batch
+        return rollout
+
+    script.alter = pass_time
+    deadlines = {"startup_s": 60.0, "unreachable_s": 60.0, "step_s": 60.0, "batch_s": 20.0, "activation_s": 60.0}
+    async with start(make_config(mesh.services, max_steps=1, max_async_level=0, deadlines=deadlines)) as (loop, _):
+        monkeypatch.setattr(loop, "_clock", lambda: now_s)
+        await asyncio.wait_for(loop.run(), 40.0)
+    assert script.refused_batches == [1] * 4
+    (line,) = step_lines(tmp_path)
+    assert line["time/wait_for_rollouts"] > 20.0, "the record tells of all the waiting"
