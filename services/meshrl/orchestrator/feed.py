@@ -25,7 +25,7 @@ from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Batch, RunInfo, StepEvent
 
 REFUSALS_IN_A_ROW = 5
-"""So many batches of one step may be refused for their content before the run ends: more would be refused as well."""
+"""The run ends when this many batches were refused for their content and none was taken in between."""
 
 _OUT_OF_STEP = frozenset({Reason.STEP_OUT_OF_ORDER, Reason.BATCH_CONFLICT})
 
@@ -108,6 +108,10 @@ class TrainerFeed:
         self.refused = None
         self._wake()
 
+    def not_taken(self, refusal: Refusal) -> RunError:
+        """The error for a batch that the run cannot go on without."""
+        return failed("trainer", self._address, f"taking batch {refusal.step}", refusal.error)
+
     def end(self) -> None:
         """No more batches come."""
         self._ended = True
@@ -158,9 +162,10 @@ class TrainerFeed:
             except MeshError as error:  # a trainer that has restarted expects an earlier step
                 if error.reason in _OUT_OF_STEP and await self._watch.restarts(epoch):
                     continue
+                refusal = Refusal(step=step, error=error)
                 if error.reason is not Reason.INVALID_REQUEST or self._ended:
-                    raise failed("trainer", self._address, f"taking batch {step}", error) from error
-                await self._refuse(Refusal(step=step, error=error))
+                    raise self.not_taken(refusal) from error
+                await self._refuse(refusal)
                 continue
             self._refusals_in_a_row = 0
             if epoch == self._watch.epoch:

@@ -10,7 +10,7 @@ import asyncio
 import json
 import os
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -134,10 +134,12 @@ class Journal:
         """The trainer is done with a step."""
         self._ledger.train(step)
 
-    def release(self, step: int) -> None:
-        """The batch of a step is taken apart: what it took is finished, to be taken by another."""
+    def release(self, step: int, *, damaged: Iterable[str]) -> None:
+        """The batch of a step is taken apart: what it took is finished, to be taken by another, but for the damaged."""
         self._store.released(step)
         self._ledger.release(step)
+        for rollout_id in damaged:
+            self.drop(rollout_id, DropReason.DAMAGED)
         del self._records[step]
 
     def progress(self, step: int) -> Progress:

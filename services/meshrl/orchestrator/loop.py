@@ -39,7 +39,7 @@ from meshrl.orchestrator.losses import LostGroups
 from meshrl.orchestrator.parts import make_evaluator, make_logprob_check, make_plan, sampling_by_environment
 from meshrl.orchestrator.plan import ReadyGroup
 from meshrl.orchestrator.refused import Refusal, at_fault, without
-from meshrl.orchestrator.retry import RunError, failed, first_cause
+from meshrl.orchestrator.retry import RunError, first_cause
 from meshrl.orchestrator.sampling import GroupSampler, Problems
 from meshrl.orchestrator.spans import StepSpans
 from meshrl.orchestrator.startup import Mesh, Services
@@ -293,19 +293,19 @@ class TrainLoop:
         taken = [await self._submitted.take(step) for step in range(refusal.step, self._feed.recorded + 1)]
         bad = at_fault(refusal, taken[0], vocab_size=self._mesh.trainer.vocab_size or None)
         if not bad:
-            doing = f"taking batch {refusal.step}"
-            raise failed("trainer", self.config.services.trainer, doing, refusal.error) from refusal.error
+            raise self._feed.not_taken(refusal) from refusal.error
         sound: list[ReadyGroup] = []
         for submitted in taken:
-            self._journal.release(submitted.step)
+            self._journal.release(submitted.step, damaged=submitted.lost)
             self._tally.take_back(submitted.tally)
             for ready, lost in without(submitted, bad):
                 self._drop(Screened(kept=(), dropped=tuple((rollout, DropReason.REFUSED) for rollout in lost)))
                 sound.append(ready)
         for ready, screened in zip(sound, self.plan.take_back(refusal.step, sound), strict=True):
             self._book(ready.group, screened)
-        names = ", ".join(sorted(bad)[:3])
-        logger.warning(f"batch {refusal.step} is made anew without {len(bad)} rollouts ({names} ...): {refusal.error}")
+        logger.warning(
+            f"batch {refusal.step} is made anew without {len(bad)} rollouts ({min(bad)} ...): {refusal.error}"
+        )
         self._feed.withdraw(refusal.step)
         self._dispatch()
 

@@ -20,6 +20,12 @@ class SubmittedStep:
     assembled: Assembled
     tally: StepTally
 
+    @property
+    def lost(self) -> tuple[str, ...]:
+        """Rollouts that are in the batch, and of which nothing else is kept: their payload in the ledger is damaged."""
+        known = {rollout.rollout_id for ready in self.groups for rollout in ready.kept} | self.assembled.untrainable
+        return tuple(rollout_id for rollout_id in self.assembled.advantages if rollout_id not in known)
+
 
 class SubmittedSteps:
     """Those of this process are in memory; those of an earlier one, or done before, are on disk."""

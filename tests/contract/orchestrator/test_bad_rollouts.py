@@ -229,3 +229,33 @@ async def test_a_batch_made_anew_has_the_whole_time_of_a_batch(
     assert script.refused_batches == [1] * 4
     (line,) = step_lines(tmp_path)
     assert line["time/wait_for_rollouts"] > 20.0, "the record tells of all the waiting"
+
+
+async def test_a_rollout_that_the_ledger_has_lost_is_counted_when_its_batch_is_dissolved(
+    mesh, script, make_config, start, tmp_path
+) -> None:
+    """The batch is recorded by one process and refused at the next, and the payload was damaged in between."""
+    deadlines = {"startup_s": 5.0, "unreachable_s": 5.0, "step_s": 10.0, "batch_s": 10.0, "activation_s": 5.0}
+    config = make_config(mesh.services, max_steps=2, session="s1", checkpoint_interval=2, deadlines=deadlines)
+    async with start(config) as (loop, _):
+        running = asyncio.create_task(loop.run())
+        await mesh.kill_trainer()  # nothing of what is recorded is uploaded
+        await until_recorded(tmp_path, 2, running)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    with closing(sqlite3.connect(tmp_path / "ledger.sqlite")) as connection, connection:
+        ((damaged,),) = connection.execute("SELECT rollout_id FROM rollouts WHERE step = 1 LIMIT 1").fetchall()
+        connection.execute("UPDATE payloads SET data = x'00' WHERE rollout_id = ?", (damaged,))
+    script.refuses = lambda batch: (
+        batch.step == 1 and damaged in {one for row in batch.micro_batches for one in row.rollout_ids}
+    )
+    await mesh.start_trainer(0)
+    async with start(config) as (loop, journal):
+        await asyncio.wait_for(loop.run(), 20.0)
+        assert journal.balance().open == 0
+        journal.end()
+    assert script.refused_batches == [1]
+    assert states(tmp_path)[("dropped", "payload_damaged")] == 1
+    report = audit(tmp_path)
+    assert report.violations == (), report.table()
+    assert report.last_step == 2
