@@ -8,10 +8,10 @@ from loguru import logger
 
 from meshrl.orchestrator.config import OrchestratorConfig
 from meshrl.orchestrator.groups import MIN_SURVIVORS, Group
-from meshrl.orchestrator.retry import RunError
+from meshrl.orchestrator.retry import AWAY, RunError
 from meshrl.wire.errors import Reason
 
-_AWAY = frozenset(reason.name for reason in (Reason.ENGINE_FAILED, Reason.UNREACHABLE))
+_AWAY = frozenset(reason.name for reason in (Reason.ENGINE_FAILED, *AWAY))
 """What groups fail with while an engine or the rollout service is started again."""
 
 

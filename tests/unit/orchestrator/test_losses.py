@@ -1,0 +1,35 @@
+"""When groups that are lost one after the other end a run."""
+
+import pytest
+
+from meshrl.orchestrator.config import OrchestratorConfig
+from meshrl.orchestrator.losses import LostGroups
+from meshrl.orchestrator.retry import RunError
+
+UNREACHABLE_S = 60.0
+
+
+@pytest.mark.parametrize("reason", ["ENGINE_FAILED", "UNREACHABLE", "DRAINING", "CANCELLED"])
+async def test_groups_cut_off_by_a_service_that_restarts_end_no_run_before_it_had_its_time(make_group, reason) -> None:
+    now_s = 0.0
+    slept: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+
+    config = OrchestratorConfig.model_validate(
+        {
+            "train": {"env": [{"id": "echo"}]},
+            "filters": {"max_lost_groups": 4},
+            "deadlines": {"unreachable_s": UNREACHABLE_S},
+        }
+    )
+    lost = LostGroups(config, clock=lambda: now_s, sleep=sleep)
+    group = make_group()
+    group.cut_short = reason
+    for _ in range(20):
+        await lost.judge(group)
+    assert slept[-1] == 2.0
+    now_s = UNREACHABLE_S
+    with pytest.raises(RunError, match=f"21 groups in a row were lost to failures, last in 'echo' with {reason}"):
+        await lost.judge(group)
