@@ -20,7 +20,7 @@ from meshrl.client import TrainerClient
 from meshrl.orchestrator.config import OrchestratorConfig
 from meshrl.orchestrator.refused import Refusal
 from meshrl.orchestrator.retry import Patience, RunError, failed, persist
-from meshrl.orchestrator.trainer_link import StepWatch, TrainerRestartedError
+from meshrl.orchestrator.trainer_link import StepUndoneError, StepWatch
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Batch, RunInfo, StepEvent
 
@@ -106,6 +106,7 @@ class TrainerFeed:
         self.recorded = step - 1
         self.uploaded = min(self.uploaded, self.recorded)
         self.refused = None
+        self._watch.withdraw(step)
         self._wake()
 
     def not_taken(self, refusal: Refusal) -> RunError:
@@ -129,7 +130,7 @@ class TrainerFeed:
                 step = self.trained + 1
                 try:
                     event = await self._watch.done(step, self._deadlines.step_s)
-                except TrainerRestartedError:  # the cursors have gone back
+                except StepUndoneError:  # the cursors have gone back, or the batch is withdrawn
                     continue
                 self.trained = step
                 self._wake()

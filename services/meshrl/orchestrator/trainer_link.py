@@ -30,8 +30,8 @@ CRASH_S = 1.0
 """A trainer that fails a step because it crashes ends its stream within this time."""
 
 
-class TrainerRestartedError(Exception):
-    """The trainer began a new epoch while a step was waited for."""
+class StepUndoneError(Exception):
+    """What was waited for does not come: the trainer began a new epoch, or the batch of the step was withdrawn."""
 
 
 class StepWatch:
@@ -95,7 +95,7 @@ class StepWatch:
     async def done(self, step: int, deadline_s: float) -> StepEvent:
         """The event that ended `step`; one without metrics when the trainer had done it before it was followed.
 
-        Raises TrainerRestartedError, and RunError after `deadline_s`.
+        Raises StepUndoneError, and RunError after `deadline_s`.
         """
         epoch = self.epoch
         if step <= self._run.step and self._caught_up and not self._done[step].done():
@@ -109,9 +109,14 @@ class StepWatch:
                 " raise orchestrator.deadlines.step_s if it needs longer"
             ) from None
         if epoch != self.epoch:  # between the event and now
-            raise TrainerRestartedError
-        del self._done[step]
+            raise StepUndoneError
+        self._done.pop(step, None)
         return event
+
+    def withdraw(self, step: int) -> None:
+        """The trainer does not have the batch of `step`: who waits for the step is told."""
+        if (future := self._done.pop(step, None)) is not None:
+            self._tell_undone(future)
 
     async def restarts(self, epoch: int) -> bool:
         """Waits for the epoch after `epoch`; False when it does not come for as long as a trainer may be away."""
@@ -225,20 +230,25 @@ class StepWatch:
 
     def _enter(self, run: RunInfo) -> None:
         again = run.epoch != self.epoch
-        waiting = [future for future in self._done.values() if not future.done()]
+        waiting = list(self._done.values())
         self._seen = 0 if again else run.revision  # in the same epoch its events are gone
         self._run = run
         self._failed.clear()
         self._done = self._waits()
         for future in waiting:
-            future.set_exception(TrainerRestartedError())
-            future.exception()  # whoever still waits hears of it, and it may be nobody
+            self._tell_undone(future)
         self._on_durable(run.durable_step)
         if again:
             logger.warning(f"the trainer restarted: it is at step {run.step} (epoch {run.epoch})")
             self._on_restart(run)
         changed, self.epoch_changed = self.epoch_changed, asyncio.Event()
         changed.set()
+
+    @staticmethod
+    def _tell_undone(future: asyncio.Future[StepEvent]) -> None:
+        if not future.done():
+            future.set_exception(StepUndoneError())
+            future.exception()  # whoever still waits hears of it, and it may be nobody
 
     @staticmethod
     def _waits() -> defaultdict[int, asyncio.Future[StepEvent]]:
