@@ -23,6 +23,7 @@ import aiohttp
 import torch
 
 from meshrl.client import ChannelOptions, WeightSyncClient
+from meshrl.core.readiness import READY_FILE
 from meshrl.trainer.publisher import Adapter, Publisher
 from meshrl.wire.errors import MeshError
 from meshrl.wire.types import Activation, ActivationPolicy, AgentState, EngineInfo, Transport
@@ -81,10 +82,14 @@ class Program:
         path = folder / f"{name}.toml"
         path.write_text(_toml(config))
         self.log = folder / f"{name}.log"
+        self.ready = folder / f"{name}.ready"
+        """A file that the program makes once it serves."""
+
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
             "VLLM_CPU_KVCACHE_SPACE": "1",
+            READY_FILE: str(self.ready),
             "PYTHONPATH": os.pathsep.join(filter(None, (*SOURCES, os.environ.get("PYTHONPATH")))),
         }
         with self.log.open("wb") as log:

@@ -16,6 +16,7 @@ from meshrl.core.config import load_config
 from meshrl.core.heap import freeze_loaded
 from meshrl.core.logs import setup_logging
 from meshrl.core.paths import Layout
+from meshrl.core.readiness import say_ready
 from meshrl.core.secret import read_secret
 from meshrl.core.serve import check_bind, run
 from meshrl.inference.agent import WeightAgent
@@ -70,6 +71,7 @@ async def serve(config: InferenceConfig, stop: asyncio.Event) -> int:
         "serving {} on http://{}:{} ({} slots of {} tokens)",
         config.model.name, host, port, engine.stats().slots, engine.max_model_len,
     )  # fmt: skip
+    say_ready()
     code = await _until_stopped(config, engine, f"{host}:{port}", stop)
     engine.begin_drain()
     logger.info("draining {} requests in flight", engine.in_flight)

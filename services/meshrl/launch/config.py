@@ -93,7 +93,8 @@ class RLConfig(BaseConfig):
     tensor_parallel_size times data_parallel_size GPUs make one."""
 
     restarts: int = Field(default=0, ge=0)
-    """How many times each program is started again when it dies; beyond it its death ends the run.
+    """How many times each program is started again when it dies; beyond it its death ends the run, as does the third
+    death in a row before it served.
 
     A trainer goes on from its last checkpoint, so ckpt.interval is needed, and the others wait for whoever restarts.
     """

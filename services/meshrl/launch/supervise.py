@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,9 +17,12 @@ from pathlib import Path
 from loguru import logger
 
 from meshrl.core import guardian
+from meshrl.core.readiness import READY_FILE
 from meshrl.launch.logtail import LogTail, last_lines
 
 RESTART_PAUSE_S = 0.5
+MAX_FAILED_STARTS = 3
+"""A program that ended as often in a row before it served is taken to be one that cannot start."""
 BAD_CONFIGURATION = 2  # exit code of a program that would fail again in the same way
 KILL_WAIT_S = 2.0
 REMOVAL_WAIT_S = 30.0
@@ -42,7 +46,7 @@ class Program:
     """Decides when the run is over; its log is shown as well."""
 
     restarts: int = 0
-    """How many times it is started again when it dies."""
+    """How many times it is started again when it dies, unless MAX_FAILED_STARTS in a row ended before it served."""
 
     again: Callable[[], Sequence[str]] | None = None
     """The command of a restart, made when it is needed; None means the same command."""
@@ -62,6 +66,12 @@ class _Child:
     process: asyncio.subprocess.Process
     log_start: int
     restarts_left: int
+    ready: Path
+    """A file that it makes once it serves."""
+
+    failed_starts: int
+    """Starts in a row before this one that ended before it served."""
+
     exited: asyncio.Task[int] | None = None
 
 
@@ -88,6 +98,7 @@ class Supervisor:
         self._show = show or sys.stdout.write
         self._children: dict[str, _Child] = {}
         self._guardian: asyncio.subprocess.Process | None = None
+        self._ready_folder = Path()  # made by `run`
 
     async def run(self, stop: asyncio.Event) -> int:
         """Returns the exit code: 0 when the run is over or was stopped in order, else 1."""
@@ -95,10 +106,12 @@ class Supervisor:
         tail = LogTail(leader.log, self._show)
         showing = asyncio.create_task(tail.follow(TAIL_POLL_S))
         try:
-            await self._start_guardian()
-            for program in self._programs:
-                await self._start(program, program.command, program.restarts)
-            return await self._watch(stop)
+            with tempfile.TemporaryDirectory(prefix="meshrl-rl-", ignore_cleanup_errors=True) as folder:
+                self._ready_folder = Path(folder)
+                await self._start_guardian()
+                for program in self._programs:
+                    await self._start(program, program.command, program.restarts)
+                return await self._watch(stop)
         except OSError as error:
             logger.error("a program cannot be started: {}", error)
             return 1
@@ -111,7 +124,7 @@ class Supervisor:
 
     async def _start_guardian(self) -> None:
         self._guardian = await asyncio.create_subprocess_exec(
-            *guardian.command(self._grace.failure_s, self._temporary),
+            *guardian.command(self._grace.failure_s, [*self._temporary, self._ready_folder]),
             stdin=asyncio.subprocess.PIPE,
             start_new_session=True,
             pass_fds=() if self._lock_fd is None else (self._lock_fd,),
@@ -130,11 +143,14 @@ class Supervisor:
         except TimeoutError:  # it ends by itself once the folders are removed
             logger.warning("the guardian (pid {}) still removes temporary folders", self._guardian.pid)
 
-    async def _start(self, program: Program, command: Sequence[str], restarts_left: int) -> None:
+    async def _start(
+        self, program: Program, command: Sequence[str], restarts_left: int, failed_starts: int = 0
+    ) -> None:
         """Starts a program. It runs only once the guardian knows of it, so that it never outlives a killed rl."""
         if shutil.which(command[0]) is None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), command[0])
         program.log.parent.mkdir(parents=True, exist_ok=True)
+        ready = self._ready_folder / f"{program.name}.{restarts_left}"  # of this start alone
         with program.log.open("ab") as log:
             start = log.tell()
             process = await asyncio.create_subprocess_exec(
@@ -143,14 +159,21 @@ class Supervisor:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=log,
                 stderr=asyncio.subprocess.STDOUT,
-                env={**os.environ, "PYTHONUNBUFFERED": "1", **program.environ},
+                env={**os.environ, "PYTHONUNBUFFERED": "1", **program.environ, READY_FILE: str(ready)},
                 start_new_session=True,
             )
         self._tell_guardian("+", process.pid)
         assert process.stdin is not None, "it is a pipe"
         process.stdin.write(b"run\n")
         process.stdin.close()
-        child = _Child(program=program, process=process, log_start=start, restarts_left=restarts_left)
+        child = _Child(
+            program=program,
+            process=process,
+            log_start=start,
+            restarts_left=restarts_left,
+            ready=ready,
+            failed_starts=failed_starts,
+        )
         child.exited = asyncio.create_task(process.wait())
         self._children[program.name] = child
         logger.info("started {} (pid {}), log in {}", program.name, process.pid, program.log)
@@ -170,10 +193,12 @@ class Supervisor:
                     if child.program.leader and child.process.returncode == 0:
                         logger.info("{} is done; ending the other programs", child.program.name)
                         return await self._end_in_order()
-                    if child.restarts_left == 0 or child.process.returncode == BAD_CONFIGURATION:
-                        self._report(child)
+                    failed = 0 if child.ready.exists() else child.failed_starts + 1
+                    hopeless = child.process.returncode == BAD_CONFIGURATION or failed == MAX_FAILED_STARTS
+                    if child.restarts_left == 0 or hopeless:
+                        self._report(child, failed)
                         return 1  # the caller's way out ends the others
-                    await self._restart(child)
+                    await self._restart(child, failed)
         finally:
             stopped.cancel()
 
@@ -182,19 +207,23 @@ class Supervisor:
         ended = [child for child in self._children.values() if child.process.returncode is not None]
         return sorted(ended, key=_weight_of_end)
 
-    async def _restart(self, child: _Child) -> None:
+    async def _restart(self, child: _Child, failed_starts: int) -> None:
         name, left = child.program.name, child.restarts_left - 1
         logger.warning("{} {}; starting it again ({} more times)", name, how_it_ended(child.process.returncode), left)
         await asyncio.sleep(RESTART_PAUSE_S)
         again = child.program.again
-        await self._start(child.program, child.program.command if again is None else again(), left)
+        command = child.program.command if again is None else again()
+        await self._start(child.program, command, left, failed_starts)
 
-    def _report(self, child: _Child) -> None:
+    def _report(self, child: _Child, failed_starts: int) -> None:
         lines = last_lines(child.program.log, child.log_start)
         shown = "".join(f"\n    {line}" for line in lines) or " (empty)"
+        how = how_it_ended(child.process.returncode)
+        if failed_starts == MAX_FAILED_STARTS:
+            how += f", the last of {failed_starts} starts in a row that ended before it served"
         logger.error(
             "{} died: {}. Ending all other programs. Last lines of {}:{}",
-            child.program.name, how_it_ended(child.process.returncode), child.program.log, shown,
+            child.program.name, how, child.program.log, shown,
         )  # fmt: skip
 
     async def _end_in_order(self) -> int:

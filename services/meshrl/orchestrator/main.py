@@ -14,6 +14,7 @@ from meshrl.core.config import ConfigError, load_config
 from meshrl.core.logs import setup_logging
 from meshrl.core.monitor import ConsoleSink, JsonlSink, Monitor, Sink, WandbSink
 from meshrl.core.paths import Layout
+from meshrl.core.readiness import say_ready
 from meshrl.core.serve import GrpcServer, run
 from meshrl.core.telemetry import setup_tracing
 from meshrl.orchestrator.bench import summary_table
@@ -80,6 +81,7 @@ async def _train(
     monitor = await asyncio.to_thread(open_monitor, config, layout)
     try:
         loop = TrainLoop(config, services, mesh, journal=journal, monitor=monitor, tracer=tracer)
+        say_ready()
         if await _until(stop, loop.run()) is None:
             logger.info(f"stopped before step {loop.plan.next_step} was complete")
         else:

@@ -17,6 +17,7 @@ from meshrl.core.config import load_config
 from meshrl.core.heap import freeze_loaded
 from meshrl.core.logs import setup_logging
 from meshrl.core.paths import Layout
+from meshrl.core.readiness import say_ready
 from meshrl.core.secret import read_secret
 from meshrl.core.serve import GrpcServer, run
 from meshrl.core.telemetry import setup_tracing
@@ -58,6 +59,7 @@ async def serve(config: RolloutConfig, layout: Layout, stop: asyncio.Event) -> i
         stack.push_async_callback(server.drain, STOP_GRACE_S)
         freeze_loaded()
         server.set_serving()
+        say_ready()
         logger.info("serving {} on port {}", ", ".join(episodes.environments), port)
         await stop.wait()
         logger.info("draining for up to {:g} s", config.drain_deadline_s)

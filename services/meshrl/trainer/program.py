@@ -19,6 +19,7 @@ from meshrl.core.config import ConfigError
 from meshrl.core.disk import disk_trouble
 from meshrl.core.heap import freeze_loaded
 from meshrl.core.paths import Layout
+from meshrl.core.readiness import say_ready
 from meshrl.core.serve import GrpcServer, run
 from meshrl.core.telemetry import setup_tracing
 from meshrl.trainer.build import TrainerParts, build_parts
@@ -129,6 +130,7 @@ async def serve(config: TrainerConfig, stop: asyncio.Event, tracer: trace.Tracer
             freeze_loaded()
             desk.open()
             server.set_serving()
+            say_ready()
             logger.info(
                 "trainer: run {!r} at version {} (epoch {}) on {} rank(s), serving TrainerService at {}:{}",
                 config.run_id, learner.step_done, epoch, parts.parallel.world_size, config.server.host, port,

@@ -12,6 +12,7 @@ from opentelemetry import trace
 from meshrl.core.config import load_config
 from meshrl.core.logs import setup_logging
 from meshrl.core.paths import Layout
+from meshrl.core.readiness import say_ready
 from meshrl.core.serve import GrpcServer, run
 from meshrl.core.telemetry import setup_tracing
 from meshrl.weights.config import WeightsConfig
@@ -55,6 +56,7 @@ async def serve(config: WeightsConfig, tracer: trace.Tracer, stop: asyncio.Event
     try:
         port = await server.start()
         server.set_serving()
+        say_ready()
         logger.info("weights: serving WeightSync at {}:{}", config.server.host, port)
         stopping = asyncio.create_task(stop.wait())
         ends: set[asyncio.Future[Any]] = {stopping, hub.failed}

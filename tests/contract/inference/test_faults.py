@@ -170,6 +170,10 @@ async def test_hub_killed_with_a_version_sealed_decides_it_after_its_restart(mes
     await check_served(mesh)
 
 
+def test_program_says_that_it_serves_to_whoever_started_it(mesh: EngineMesh) -> None:
+    assert mesh.engine.ready.exists()
+
+
 async def check_still_served(mesh: EngineMesh) -> None:
     """The version before the newest one, without a hub."""
     async with mesh.session() as session:

@@ -12,6 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from opentelemetry import trace
 
 from meshrl.core.config import ConfigError
+from meshrl.core.readiness import READY_FILE
 from meshrl.orchestrator.audit import audit
 from meshrl.orchestrator.main import HEALTH_NAME, orchestrate
 
@@ -25,9 +26,13 @@ def states(folder: Path) -> dict[str, int]:
     return found
 
 
-async def test_a_whole_run_exits_zero_and_leaves_metrics_and_an_exact_ledger(mesh, make_config, tmp_path) -> None:
+async def test_a_whole_run_exits_zero_and_leaves_metrics_and_an_exact_ledger(
+    mesh, make_config, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setenv(READY_FILE, str(tmp_path / "ready"))
     config = make_config(mesh.services, max_steps=3, bench=True)
     assert await orchestrate(config, asyncio.Event(), TRACER) == 0
+    assert (tmp_path / "ready").exists()
     assert states(tmp_path) == {"trained": 24}
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3]
@@ -70,13 +75,17 @@ async def test_a_stop_signal_ends_cleanly_with_exit_code_zero(mesh, script, make
     assert states(tmp_path)["trained"] >= 8
 
 
-async def test_services_that_never_serve_end_the_program_with_exit_code_one(make_config, mesh) -> None:
+async def test_services_that_never_serve_end_the_program_with_exit_code_one(
+    make_config, mesh, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setenv(READY_FILE, str(tmp_path / "ready"))
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{unused.getsockname()[1]}"
         services = mesh.services.model_copy(update={"trainer": address})
         config = make_config(services, deadlines={"startup_s": 0.5})
         assert await orchestrate(config, asyncio.Event(), TRACER) == 1
+    assert not (tmp_path / "ready").exists()
 
 
 async def test_health_is_served_where_a_server_is_configured(mesh, script, make_config) -> None:

@@ -10,6 +10,7 @@ from opentelemetry.trace import NoOpTracer
 
 from meshrl.core.config import ConfigError, load_config
 from meshrl.core.paths import Layout
+from meshrl.core.readiness import READY_FILE
 from meshrl.core.telemetry import Tracing
 from meshrl.rollout import main as program
 from meshrl.rollout.config import RolloutConfig
@@ -46,7 +47,8 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-async def test_health_follows_the_life_of_the_program(tmp_path, tokenizer_dir, engine, make_group):
+async def test_health_follows_the_life_of_the_program(tmp_path, tokenizer_dir, engine, make_group, monkeypatch):
+    monkeypatch.setenv(READY_FILE, str(tmp_path / "ready"))
     port = free_port()
     path = write_config(tmp_path, tokenizer_dir, engine.url)
     config = load_config(
@@ -63,6 +65,7 @@ async def test_health_follows_the_life_of_the_program(tmp_path, tokenizer_dir, e
         if states[-1] == status.NOT_SERVING:
             states.append((await watch.read()).status)
         assert states[-1] == status.SERVING
+        assert (tmp_path / "ready").exists()
         async with program_client(port) as client:
             engine.delay_s = 0.5
             events = asyncio.create_task(_collect(client, make_group()))

@@ -16,6 +16,7 @@ from meshrl.algorithms.packing import TrainSample, pack_samples
 from meshrl.client import TrainerClient, WeightSyncClient
 from meshrl.core.config import ConfigError
 from meshrl.core.config.shared import ServerConfig, WeightBroadcastConfig
+from meshrl.core.readiness import READY_FILE
 from meshrl.trainer.build import build_parts
 from meshrl.trainer.config import TrainerConfig
 from meshrl.trainer.program import serve
@@ -85,12 +86,16 @@ async def wait_for_version(hub: str, version: int) -> bytes:
                 await asyncio.sleep(0.05)
 
 
-async def test_program_publishes_trains_drains_and_resumes(tmp_path: Path, model: str, hub: str) -> None:
+async def test_program_publishes_trains_drains_and_resumes(
+    tmp_path: Path, model: str, hub: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(READY_FILE, str(tmp_path / "ready"))
     ckpt = CheckpointConfig()
     async with trainer(configure(tmp_path, model, hub, ckpt)) as (client, running, stop):
         first = await wait_for_version(hub, 0)
         await client.submit_batch(batch(1))
         event = await until(client, StepState.DONE, 1)
+        assert (tmp_path / "ready").exists()
         second = await manifest_root(hub, 1)
         assert second != first
         assert event.metrics["optim/lr"] == pytest.approx(0.75e-2)
@@ -113,11 +118,15 @@ async def test_program_publishes_trains_drains_and_resumes(tmp_path: Path, model
     assert (tmp_path / "out" / "checkpoints" / "step_2" / "trainer").is_dir()
 
 
-async def test_stop_before_the_hub_is_up_ends_the_program(tmp_path: Path, model: str) -> None:
+async def test_stop_before_the_hub_is_up_ends_the_program(
+    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(READY_FILE, str(tmp_path / "ready"))
     async with trainer(configure(tmp_path, model, f"127.0.0.1:{free_port()}")) as (client, running, stop):
         await up(client)
         stop.set()
         assert await asyncio.wait_for(running, 30) == 0
+    assert not (tmp_path / "ready").exists()
 
 
 def test_what_a_configuration_mends_is_a_config_error(tmp_path: Path, model: str) -> None:

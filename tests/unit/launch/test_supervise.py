@@ -241,6 +241,32 @@ async def test_engine_that_may_restart_is_started_again(programs: Programs, mess
     assert "WARNING engine was killed by SIGKILL (9); starting it again (0 more times)\n" in messages
 
 
+async def test_program_that_never_serves_is_started_three_times_and_not_for_ever(
+    programs: Programs, messages: list[str]
+) -> None:
+    programs.add("rollout", "sys.exit('No module named verifiers')", restarts=1000)
+    programs.add("leader", SLEEP, leader=True)
+    assert await supervise(programs) == 1
+    assert programs.alive() == []
+    assert programs.log("rollout").count("No module named verifiers") == 3
+    [error] = [message for message in messages if message.startswith("ERROR")]
+    assert error.startswith(
+        "ERROR rollout died: ended with exit code 1, the last of 3 starts in a row that ended before it served. Ending"
+    )
+    assert error.endswith("\n    No module named verifiers\n")
+
+
+async def test_program_that_serves_between_its_deaths_has_all_its_restarts(
+    programs: Programs, messages: list[str]
+) -> None:
+    programs.add("server", "from pathlib import Path; Path(os.environ['MESHRL_READY_FILE']).touch()", restarts=4)
+    programs.add("leader", SLEEP, leader=True)
+    assert await supervise(programs) == 1
+    assert sum("starting it again" in message for message in messages) == 4
+    [error] = [message for message in messages if message.startswith("ERROR")]
+    assert error.startswith("ERROR server died: ended with exit code 0. Ending")
+
+
 async def test_restart_may_have_a_command_of_its_own(programs: Programs) -> None:
     programs.add("trainer", SLEEP, restarts=1)
     programs.add("leader", SLEEP, leader=True)

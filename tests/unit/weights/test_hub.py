@@ -15,6 +15,8 @@ import pytest
 from opentelemetry import trace
 
 from hub_rules import manifest
+from meshrl.core.config.shared import ServerConfig
+from meshrl.core.readiness import READY_FILE
 from meshrl.weights import main
 from meshrl.weights.config import WeightsConfig
 from meshrl.weights.coordinator import Coordinator
@@ -155,6 +157,18 @@ async def test_stopped_hub_drops_no_engine_and_gives_up_no_version(hub: Hub, clo
         clock.now_s += 1.0
         await asyncio.wait_for(hub._heard.wait(), 15.0)
     assert hub.list_engines("") == ()
+
+
+async def test_hub_says_that_it_serves_to_whoever_started_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(READY_FILE, str(tmp_path / "ready"))
+    stop = asyncio.Event()
+    config = WeightsConfig(server=ServerConfig(port=0), output_dir=tmp_path)
+    running = asyncio.create_task(main.serve(config, trace.NoOpTracer(), stop))
+    async with asyncio.timeout(15.0):
+        while not (tmp_path / "ready").exists():  # noqa: ASYNC110 (a file has no event)
+            await asyncio.sleep(0.01)
+    stop.set()
+    assert await asyncio.wait_for(running, 15.0) == 0
 
 
 def test_hub_logs_json_when_told_to(tmp_path: Path) -> None:
