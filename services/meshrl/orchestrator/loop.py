@@ -131,8 +131,9 @@ class TrainLoop:
             if self.config.eval is not None and self.config.eval.eval_base and self._mesh.run.version == 0:
                 await self._evaluate(step=0)
             await self._train()
-            if self.config.eval is not None and self.config.eval.eval_final:
-                await self._evaluate_last()
+            last, final = self.plan.next_step - 1, self.config.eval is not None and self.config.eval.eval_final
+            if final and self._evaluator is not None and last > 0 and not self._evaluator.due(last):
+                await self._evaluate(last)
         except BaseExceptionGroup as failures:  # tasks fail together; the first cause is what a person needs
             raise first_cause(failures) from failures
         finally:
@@ -334,8 +335,12 @@ class TrainLoop:
         served: record.Metrics = {}
         activation = None
         if version > self.plan.active_version:  # else engines have moved on: it was done before this process began
-            with trace.use_span(self._spans.span(step)):
-                activation = await self._activator.activate_or_skip(self._feed, version)
+            try:
+                with trace.use_span(self._spans.span(step)):
+                    activation = await self._activator.activate_or_skip(self._feed, version)
+            except asyncio.CancelledError:  # the run is stopped: the step is trained, and its record says so
+                await self._write(submitted, served, trainer=record.trainer_metrics(done))
+                raise
             served = record.activation_metrics(activation, skipped=version < self._feed.came_back_at)
         active = activation is not None and step <= self._feed.trained  # else it is made and activated again
         if active:
@@ -393,8 +398,3 @@ class TrainLoop:
         scores = await self._evaluator.evaluate(version=self.plan.active_version if version is None else version)
         self._evaluating = False
         await asyncio.to_thread(self._monitor.log, step, scores)
-
-    async def _evaluate_last(self) -> None:
-        step = self.plan.next_step - 1
-        if self._evaluator is not None and step > 0 and not self._evaluator.due(step):
-            await self._evaluate(step)

@@ -75,6 +75,22 @@ async def test_a_stop_signal_ends_cleanly_with_exit_code_zero(mesh, script, make
     assert states(tmp_path)["trained"] >= 8
 
 
+async def test_a_step_that_is_trained_when_the_run_is_stopped_has_its_record(
+    mesh, script, make_config, tmp_path
+) -> None:
+    script.holds[2] = asyncio.Event()  # its version is never published, so its activation is waited for
+    stop = asyncio.Event()
+    running = asyncio.create_task(orchestrate(make_config(mesh.services, max_steps=None), stop, TRACER))
+    async with asyncio.timeout(60.0):
+        while len(script.batches) < 3 or states(tmp_path).get("trained", 0) < 16:  # noqa: ASYNC110  # of two steps
+            await asyncio.sleep(0.05)
+    stop.set()
+    assert await asyncio.wait_for(running, 30.0) == 0
+    report = audit(tmp_path)
+    assert report.ok, report.table()
+    assert report.last_step == 2
+
+
 async def test_services_that_never_serve_end_the_program_with_exit_code_one(
     make_config, mesh, tmp_path, monkeypatch
 ) -> None:

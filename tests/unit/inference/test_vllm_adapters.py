@@ -1,4 +1,4 @@
-"""Adapter folders of a vLLM engine, without vLLM: nothing of them outlives it, and a full disk is said in a sentence."""
+"""Adapter folders of a vLLM engine, without vLLM: nothing of them outlives it, and a full disk is one sentence."""
 
 from __future__ import annotations
 
