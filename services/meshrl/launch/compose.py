@@ -80,24 +80,16 @@ def compose(
     if config.inference is not None:
         rollout_values |= _key_source(config.inference, config.rollout.client)
     rollout = with_values(rollout, rollout_values)
-    orchestrator_values: dict[str, Any] = {
-        "services": {"rollout": reach(rollout.server), "trainer": reach(trainer.server), "weights": hub, **running}
-    }
+    trainer_values: dict[str, Any] = {"weight_broadcast.address": hub, **_transport(config, placement)}
+    addresses = {"rollout": reach(rollout.server), "trainer": reach(trainer.server), "weights": hub, **running}
+    orchestrator_values: dict[str, Any] = {"services": addresses, **_deadlines(config)}
     if session and not config.orchestrator.session:
         orchestrator_values["session"] = session
-    trainer_values: dict[str, Any] = {"weight_broadcast.address": hub, **_transport(config, placement)}
     if config.inference is not None and config.inference.sleep_while_training:
         _check_sleep(config.inference, placement)
         orchestrator_values["sleep_engines"] = trainer_values["release_memory"] = True
     if config.trainer.ckpt is not None and not config.trainer.ckpt.weights_only and "trainer" not in running:
         orchestrator_values["checkpoint_interval"] = config.trainer.ckpt.interval
-    others_restart = config.restarts or config.restarts_of("trainer")
-    given, hub_deadline_s = config.orchestrator.deadlines, config.trainer.hub_deadline_s
-    if others_restart and "unreachable_s" not in given.model_fields_set:
-        orchestrator_values["deadlines.unreachable_s"] = RESTART_DEADLINE_S + hub_deadline_s
-    if "startup_s" not in given.model_fields_set:
-        orchestrator_values["deadlines.startup_s"] = max(given.startup_s, hub_deadline_s + START_MARGIN_S)
-    orchestrator = with_values(_plain_orchestrator(config), orchestrator_values)
     parts = (
         Part(
             name="weights",
@@ -126,7 +118,7 @@ def compose(
         Part(
             name="orchestrator",
             module="meshrl.orchestrator.main",
-            config=orchestrator,
+            config=with_values(_plain_orchestrator(config), orchestrator_values),
             end_stage=0,
             restarts=config.restarts_of("orchestrator"),
         ),
@@ -144,6 +136,18 @@ def _transport(config: RLConfig, placement: Placement) -> dict[str, Any]:
             " 'filesystem' or 'auto', or give them GPUs of their own"
         )
     return {"weight_broadcast.type": "filesystem"} if config.trainer.weight_broadcast.type == "auto" else {}
+
+
+def _deadlines(config: RLConfig) -> dict[str, Any]:
+    """The orchestrator's waits, where it names none itself: the trainer may look for its hub before it answers, and
+    where the others are started again, that may happen in the midst of the run."""
+    given, hub_deadline_s = config.orchestrator.deadlines, config.trainer.hub_deadline_s
+    values: dict[str, Any] = {}
+    if "startup_s" not in given.model_fields_set:
+        values["deadlines.startup_s"] = max(given.startup_s, hub_deadline_s + START_MARGIN_S)
+    if "unreachable_s" not in given.model_fields_set and (config.restarts or config.restarts_of("trainer")):
+        values["deadlines.unreachable_s"] = RESTART_DEADLINE_S + hub_deadline_s
+    return values
 
 
 def _check_sleep(inference: InferenceConfig, placement: Placement) -> None:
