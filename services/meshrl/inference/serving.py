@@ -153,7 +153,7 @@ async def send_events(serving: Serving, request: web.Request, events: AsyncGener
             await _send(response, "[DONE]")
     except ConnectionError:  # the client has left, so there is nobody to tell
         logger.debug("the client of {} left before the end of its stream", request.path)
-    except Exception as error:
+    except Exception as error:  # whatever it is, the client hears of it: in an answer, or as the stream's last event
         if not response.prepared:
             raise
         response.force_close()

@@ -157,7 +157,7 @@ class Learner:
         """Steps the optimizer. Raises UpdateError whatever it fails with: it updates one parameter after another."""
         try:
             self.optimizer.step(rate)
-        except Exception as error:
+        except Exception as error:  # whatever it is, the weights may be half updated, so no step may follow
             raise UpdateError(
                 f"step {self.step_done + 1}: the optimizer failed in the midst of its step ({error}), so some weights"
                 " may be updated and others not: they are given up, go on from the last checkpoint with"
