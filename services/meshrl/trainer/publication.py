@@ -68,7 +68,7 @@ class Publication:
 async def decide(
     config: TrainerConfig, parts: TrainerParts, client: WeightSyncClient, epoch: int, environment: Mapping[str, str]
 ) -> PublicationSettings:
-    """How versions leave, but for the store's addresses. With type auto it waits for a first engine.
+    """How versions leave, but for the store's address. With type auto it waits for a first engine.
 
     `epoch` is the trainer's own; one that started several times without publishing claims the hub's next one.
     """

@@ -163,9 +163,9 @@ class WeightSyncServicer(object):
         """Commits a sealed version on the engines and returns when min_ready of them serve it. The
         decision is durable before the first engine is told; from then on it only goes forward: an
         engine that fails leaves the pool. Idempotent: a version already committed returns the first
-        answer, until the hub forgets it, long after it was retired. Errors: NOT_FOUND; FAILED_PRECONDITION when it is not sealed or a newer version is
-        committed; DEADLINE_EXCEEDED when fewer than min_ready engines prepared in time (the version
-        stays sealed).
+        answer, until the hub forgets it, long after it was retired. Errors: NOT_FOUND;
+        FAILED_PRECONDITION when it is not sealed or a newer version is committed; DEADLINE_EXCEEDED when
+        fewer than min_ready engines prepared in time (the version stays sealed).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -220,7 +220,8 @@ class WeightSyncServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListEngines(self, request, context):
-        """The engines the hub knows, with the version each serves, and whose publications it takes. Idempotent.
+        """The engines the hub knows, with the version each serves, and the epoch whose publications it
+        takes. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
