@@ -200,11 +200,8 @@ def _model_config(config: ModelConfig) -> Any:
 def _from_pretrained(auto_class: Any, source: ModelConfig, /, **kwargs: Any) -> Any:
     try:
         return auto_class.from_pretrained(source.name, trust_remote_code=source.trust_remote_code, **kwargs)
-    except (
-        OSError,
-        ValueError,
-        ImportError,
-    ) as error:  # a missing, broken or unknown model, or one that needs a package
+    # A missing, broken or unknown model, or one that needs a package.
+    except (OSError, ValueError, ImportError) as error:
         kind = "folder" if Path(source.name).is_dir() else "hub name (no such folder here)"
         raise ModelError(
             f"cannot load {auto_class.__name__} from model.name {source.name!r}, taken as a {kind}: {error}"

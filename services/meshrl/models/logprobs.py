@@ -161,9 +161,8 @@ class PackedPolicy(nn.Module):
         logits_NV: torch.Tensor | None = None
         base = 0
         for block in row.layout.blocks:
-            flat_PV: torch.Tensor = self.model(input_ids=row.token_ids[block.gather], use_cache=False).logits.flatten(
-                0, 1
-            )
+            logits_BLV: torch.Tensor = self.model(input_ids=row.token_ids[block.gather], use_cache=False).logits
+            flat_PV = logits_BLV.flatten(0, 1)
             here_N = (place_N >= base) & (place_N < base + len(flat_PV))
             if logits_NV is None:
                 logits_NV = flat_PV.new_zeros((len(place_N), flat_PV.shape[-1]))
