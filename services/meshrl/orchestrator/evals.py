@@ -149,4 +149,5 @@ def _say(name: str, version: int, groups: Sequence[Group]) -> None:
         return
     failures = [f"{one.reason}: {one.message}" for group in groups for one in group.failures]
     why = [*failures, *(group.cut_short for group in groups if group.cut_short)]
-    logger.warning(f"{text}; the others were lost in {ATTEMPTS} attempts{f', last with {why[-1]}' if why else ''}")
+    last = f", the last with {why[-1]}" if why else ""
+    logger.warning(f"{text}; the others failed{last}; failures that may pass were tried {ATTEMPTS} times")
