@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from meshrl.client import WeightSyncClient
-from meshrl.client.transfers import Attempts
+from meshrl.client.transfers import Attempts, while_moving
 from meshrl.trainer.publisher import Publisher, next_epoch
 from meshrl.trainer.uploading import Uploader
 from meshrl.wire import manifest as manifests
@@ -119,3 +119,16 @@ def test_epoch_grows_with_every_start(tmp_path: Path) -> None:
     path.write_text("many")
     with pytest.raises(ValueError, match="should hold the last epoch"):
         next_epoch(path)
+
+
+async def test_chunk_that_leaves_in_the_moment_of_giving_up_is_no_defect() -> None:
+    async def give_up() -> None:
+        async with while_moving(0.01, "a version") as moves:
+            try:
+                await asyncio.Event().wait()
+            finally:  # as the generator of an upload may, which runs in a task of its own
+                moves()
+
+    with pytest.raises(MeshError) as caught:
+        await give_up()
+    assert caught.value.reason is Reason.UNREACHABLE

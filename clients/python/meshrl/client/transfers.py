@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import TypeVar
 
 from meshrl.wire.errors import MeshError, Reason
@@ -28,9 +28,14 @@ async def while_moving(stall_s: float, what: str) -> AsyncIterator[Callable[[], 
     Raises MeshError UNREACHABLE.
     """
     loop = asyncio.get_running_loop()
+
+    def moved() -> None:
+        with suppress(RuntimeError):  # it is being given up, or over: another task may hear of that later
+            timeout.reschedule(loop.time() + stall_s)
+
     try:
         async with asyncio.timeout(stall_s) as timeout:
-            yield lambda: timeout.reschedule(loop.time() + stall_s)
+            yield moved
     except TimeoutError as error:
         raise MeshError(Reason.UNREACHABLE, f"nothing of {what} moved for {stall_s:g} s") from error
 
