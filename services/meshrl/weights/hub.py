@@ -245,11 +245,12 @@ class Hub:
     ) -> VersionInfo:
         """Checks the bytes of a staged version, then lets engines prepare it."""
         record = self.coordinator.sealing(run_id=run_id, epoch=epoch, version=version, artifact=artifact_id)
-        if record.state is VersionState.STAGING:
-            sealing = self._sealing.get(artifact_id)
-            if sealing is None:  # who asks again joins: bytes are not hashed twice, and not in vain for who hung up
-                sealing = self._sealing[artifact_id] = asyncio.create_task(self._seal(record, traceparent))
-            await asyncio.shield(sealing)
+        # Who asks again joins: bytes are not hashed twice, and nobody is answered before the seal is durable.
+        sealing = self._sealing.get(artifact_id)
+        if sealing is None and record.state is VersionState.STAGING:
+            sealing = self._sealing[artifact_id] = asyncio.create_task(self._seal(record, traceparent))
+        if sealing is not None:
+            await asyncio.shield(sealing)  # it goes on when its caller hangs up
         return record.info()
 
     async def _seal(self, record: VersionRecord, traceparent: str) -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,28 @@ async def test_defect_in_the_ticker_ends_the_hub_and_every_call(hub: Hub) -> Non
     hub.coordinator.tick = defect  # type: ignore[method-assign] # as if it had one
     await refused(waiting)
     assert isinstance(await asyncio.wait_for(hub.failed, 15.0), RuntimeError)
+
+
+async def test_seal_that_is_asked_for_again_is_not_answered_before_it_is_durable(hub: Hub) -> None:
+    staged = await hub.create_version(manifest(1), no_chunks())
+    append, writing, may_write = hub._log.append, threading.Event(), threading.Event()
+
+    def slow_append(entry: Any) -> None:
+        writing.set()
+        may_write.wait(15.0)
+        append(entry)
+
+    hub._log.append = slow_append  # type: ignore[method-assign] # a slow disk
+    asked = {"run_id": "run", "epoch": 1, "version": 1, "artifact_id": staged.artifact_id, "traceparent": ""}
+    first = asyncio.create_task(hub.seal_version(**asked))
+    assert await asyncio.to_thread(writing.wait, 15.0)
+    again = asyncio.create_task(hub.seal_version(**asked))
+    await asyncio.sleep(0.05)
+    answered_early = again.done()
+    may_write.set()
+    sealed = await asyncio.wait_for(asyncio.gather(first, again), 15.0)
+    assert [version.state for version in sealed] == [VersionState.SEALED] * 2
+    assert not answered_early
 
 
 async def test_program_ends_with_an_error_when_its_hub_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
