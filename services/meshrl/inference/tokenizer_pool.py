@@ -48,9 +48,13 @@ class TokenizerPool:
         await self._places.acquire()
         tokenizer = self._free.pop() if self._free else None
         loop = asyncio.get_running_loop()
-        done: asyncio.Future[tuple[PreTrainedTokenizerBase, Any, Exception | None]] = loop.create_future()
+        done: asyncio.Future[tuple[PreTrainedTokenizerBase | None, Any, Exception | None]] = loop.create_future()
         thread = threading.Thread(target=self._work, args=(work, tokenizer, loop, done), daemon=True, name="tokenizer")
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:  # this system gives no more threads
+            self._places.release()
+            raise
         try:
             used, result, error = await asyncio.wait_for(asyncio.shield(done), self._limit_s)
         except TimeoutError as late:
@@ -66,7 +70,8 @@ class TokenizerPool:
                 ending = asyncio.create_task(self._end(thread))
                 self._ending.add(ending)
                 ending.add_done_callback(self._ending.discard)
-        self._free.append(used)
+        if used is not None:
+            self._free.append(used)
         if error is not None:
             raise error
         result_of_work: Result = result
@@ -77,8 +82,9 @@ class TokenizerPool:
         done: asyncio.Future[Any],
     ) -> None:  # fmt: skip
         with suppress(_Overrun):  # nobody waits for the result any more
-            used, result, failure = tokenizer or copy.deepcopy(self._original), None, None
+            used, result, failure = tokenizer, None, None
             try:
+                used = copy.deepcopy(self._original) if used is None else used
                 result = work(used)
             except Exception as error:  # noqa: BLE001 - belongs to whoever waits
                 failure = error

@@ -1,6 +1,7 @@
 """Text prompts over HTTP that would hold the tokenizer: templates of a request, long texts, odd template arguments."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from meshrl.inference.http import InferenceServer
 from meshrl.inference.text import TextCodec
+from meshrl.inference.tokenizer_pool import TokenizerPool
 
 Start = Callable[..., Awaitable[TestClient]]
 CHAT = "/v1/chat/completions"
@@ -73,6 +75,29 @@ async def test_endless_templates_are_ended_and_the_routes_go_on(serve: Start) ->
             break
     assert status == 200
     assert (await post(client, "/v1/completions", {"prompt": "abc"}))[0] == 200
+
+
+async def test_tokenizer_that_cannot_be_copied_is_said_and_costs_no_place() -> None:
+    class Uncopied(PreTrainedTokenizerFast):  # type: ignore[misc]  # transformers has no type information
+        def __deepcopy__(self, _memo: Any) -> Any:
+            raise MemoryError("no room for a copy")
+
+    pool = TokenizerPool(Uncopied(tokenizer_object=make_tokenizer().backend_tokenizer), workers=1, limit_s=30.0)
+    for _ in range(2):
+        with pytest.raises(MemoryError, match="no room for a copy"):
+            await asyncio.wait_for(pool.run(lambda tokenizer: None), 15.0)
+
+
+async def test_thread_that_cannot_be_started_costs_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    pool = TokenizerPool(make_tokenizer(), workers=1, limit_s=30.0)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refused)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            await pool.run(lambda tokenizer: None)
+    assert await asyncio.wait_for(pool.run(lambda tokenizer: 1), 15.0) == 1
 
 
 async def test_text_beyond_the_bound_is_refused_before_it_is_tokenized(serve: Start) -> None:
