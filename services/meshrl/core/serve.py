@@ -31,7 +31,7 @@ HEALTH_SERVICE = "grpc.health.v1.Health"
 OPEN_FILES = 65536
 BLOCKING_THREADS = 8
 """For files and hashing. Python's own 32 of a large machine come up one by one, each with memory of its own."""
-MIN_OPEN_FILES = 256
+MIN_OPEN_FILES = 256  # with fewer no program works
 # How long and how many calls wait for a busy event loop. Beyond its own limits (30 s; some of the calls after the first
 # 1,000, all after 3,000) gRPC cancels them without a line in any log. Here the deadline of each call is the limit.
 MAX_UNREQUESTED_S = 24 * 3600

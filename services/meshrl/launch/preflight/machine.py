@@ -11,12 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from meshrl.core.serve import MIN_OPEN_FILES
 from meshrl.launch.preflight.findings import Finding, Plan, error, warning
 
 WANDB_URL = "https://api.wandb.ai"
-LEAST_OPEN_FILES = 256
-"""With fewer no program of a run works."""
-
 USUAL_OPEN_FILES = 4096
 """With fewer a run of the usual size, with hundreds of rollouts in flight, fails calls."""
 
@@ -46,7 +44,7 @@ def check_open_files(plan: Plan) -> Iterator[Finding]:
     if hard == resource.RLIM_INFINITY or hard >= USUAL_OPEN_FILES:
         return
     text = f"only {hard} files may be open at once (ulimit -Hn)"
-    if hard < LEAST_OPEN_FILES:
+    if hard < MIN_OPEN_FILES:
         yield error(f"{text}, with which no run works; raise it to {USUAL_OPEN_FILES} or more")
     else:
         yield warning(f"{text}, and each rollout and stream takes one; raise it to {USUAL_OPEN_FILES} or more")
