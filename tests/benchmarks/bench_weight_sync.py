@@ -30,8 +30,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import aiohttp
 import torch
+from engine_load import Load
 from loguru import logger
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -267,44 +267,6 @@ class Mesh:
                 os.killpg(program.pid, signal.SIGKILL)
 
 
-class Load:
-    """So many requests in flight at the engine, in a process of its own."""
-
-    def __init__(self, port: int, count: int) -> None:
-        self._command = [sys.executable, __file__, "--load-port", str(port), "--load", str(count)]
-        self._count = count
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def __enter__(self) -> None:
-        if self._count:
-            self._process = subprocess.Popen(self._command, stderr=subprocess.DEVNULL)
-
-    def __exit__(self, *exception: object) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-
-
-async def keep_busy(port: int, count: int) -> None:
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as http:
-
-        async def forever(index: int) -> None:
-            body = {
-                "token_ids": [7 + index] * 64,
-                "sampling_params": {"max_tokens": 400, "ignore_eos": True, "logprobs": 1},
-            }
-            while True:
-                try:
-                    async with http.post(f"http://127.0.0.1:{port}/inference/v1/generate", json=body) as answer:
-                        await answer.read()
-                        if answer.status != 200:  # no version yet
-                            await asyncio.sleep(0.2)
-                except aiohttp.ClientError:
-                    await asyncio.sleep(0.2)
-
-        await asyncio.gather(*[forever(index) for index in range(count)])
-
-
 def link_gbps() -> float | None:
     """GB/s of a copy from GPU 0 to GPU 1, the medium between trainer and engine."""
     if torch.cuda.device_count() < 2:
@@ -374,15 +336,12 @@ def main() -> None:
     for hidden in ("--shape", "--transport", "--hub", "--output-dir"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     parser.add_argument("--epoch", type=int, default=1, help=argparse.SUPPRESS)
-    parser.add_argument("--load-port", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     logger.remove()
     logger.add(sys.stderr, level="INFO")
     if args.rank:
         run_rank(args)
-    if args.load_port:
-        asyncio.run(keep_busy(args.load_port, args.load))
     link = link_gbps()
     if link:
         print(f"GPU to GPU: {link:.0f} GB/s\n")
