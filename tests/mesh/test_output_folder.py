@@ -68,7 +68,7 @@ def test_an_interrupt_given_twice_leaves_neither_processes_nor_memory(start_run:
         deadline = time.monotonic() + 30.0
         while word not in run.log("rl") and time.monotonic() < deadline:
             time.sleep(0.05)
-    assert run.finish(deadline_s=10.0) == 128 + signal.SIGINT
+    assert run.finish() == 128 + signal.SIGINT
     deadline = time.monotonic() + 30.0
     while (run.left_running() or in_memory.exists()) and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -33,6 +33,7 @@ from meshrl.training.config import CheckpointConfig, OptimConfig, SchedulerConfi
 from meshrl.training.learner import Learner
 from meshrl.wire.types import Batch, StepEvent, StepState
 
+DEADLINE_S = 60.0
 ROLLOUT_TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 REPORT = PublishReport(version=1, artifact_id="", root=b"", num_bytes=0, write_s=0.25)
 STEP_TRACE = "00-1af7651916cd43dd8448eb211c80319c-c7ad6b7169203331-01"
@@ -100,7 +101,7 @@ class Hub:
         return done
 
     async def next_pending(self) -> Future[Any]:
-        return await asyncio.to_thread(self._arrivals.get, True, 10)
+        return await asyncio.to_thread(self._arrivals.get, True, DEADLINE_S)
 
 
 class Running:
@@ -122,7 +123,7 @@ class Running:
             StepSpans(provider.get_tracer("test")),
             Orders(learner.parallel),
             ckpt=ckpt,
-            publish_deadline_s=10.0,
+            publish_deadline_s=DEADLINE_S,
             release=lambda: self.released_after.append(sorted(self.hub.versions)),
         )
         self.released_after: list[list[int]] = []  # versions that were published when memory was given back
@@ -135,14 +136,14 @@ class Running:
             self.error = error
 
     async def until(self, state: StepState, step: int) -> StepEvent:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(DEADLINE_S):
             async for event in self.desk.watch(0):
                 if (event.step, event.state) == (step, state):
                     return event
         raise AssertionError(f"no {state} for step {step}")
 
     async def ended(self) -> None:
-        await asyncio.to_thread(self.thread.join, 10)
+        await asyncio.to_thread(self.thread.join, DEADLINE_S)
         assert not self.thread.is_alive()
 
     def spans(self) -> dict[str, ReadableSpan]:

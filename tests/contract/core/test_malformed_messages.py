@@ -82,7 +82,7 @@ async def refusal_of(channel, method, *messages):
         for message in messages:
             yield message
 
-    call = channel.stream_stream(f"/{method}")(outgoing(), timeout=15.0)
+    call = channel.stream_stream(f"/{method}")(outgoing(), timeout=60.0)
     with pytest.raises(grpc.aio.AioRpcError) as seen:
         async for _ in call:
             pass

@@ -109,7 +109,13 @@ def make_config(tmp_path: Path):
             "max_steps": 4,
             "services": services,
             "output_dir": tmp_path,
-            "deadlines": {"startup_s": 5.0, "unreachable_s": 0.5, "step_s": 10.0, "batch_s": 10.0, "activation_s": 5.0},
+            "deadlines": {
+                "startup_s": 30.0,
+                "unreachable_s": 0.5,
+                "step_s": 60.0,
+                "batch_s": 60.0,
+                "activation_s": 60.0,
+            },
         }
         return OrchestratorConfig.model_validate(values | changes)
 

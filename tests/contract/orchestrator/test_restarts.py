@@ -88,7 +88,7 @@ def assert_exact(folder: Path, steps: int) -> None:
 
 
 async def until(condition) -> None:
-    async with asyncio.timeout(20.0):
+    async with asyncio.timeout(60.0):
         while not condition():  # noqa: ASYNC110  # what is watched are plain fields of the script
             await asyncio.sleep(0.005)
 
@@ -153,7 +153,7 @@ async def test_a_trainer_that_comes_back_earlier_trains_the_same_batches_again(
         max_steps=10,
         max_async_level=level,
         checkpoint_interval=3,
-        deadlines={"startup_s": 5.0, "unreachable_s": 5.0, "step_s": 10.0, "batch_s": 10.0, "activation_s": 5.0},
+        deadlines={"startup_s": 30.0, "unreachable_s": 60.0, "step_s": 60.0, "batch_s": 60.0, "activation_s": 60.0},
     )
     running = asyncio.create_task(Orchestrator(config).run())
     await until(lambda: (1, 5) in script.trained or running.done())
@@ -238,7 +238,7 @@ async def test_versions_that_a_restarted_trainer_is_ahead_of_are_skipped(mesh, s
     await mesh.start_trainer(5)
     await asyncio.sleep(0.1)
     script.holds[3].set()
-    assert await asyncio.wait_for(running, 30.0)
+    assert await asyncio.wait_for(running, 60.0)
     assert_exact(tmp_path, 8)
     lines = {line["step"]: line for line in step_lines(tmp_path)}
     assert [step for step, line in lines.items() if line.get("weights/skipped")] == [3, 4]
@@ -265,7 +265,7 @@ async def test_the_version_that_a_trainer_comes_back_at_is_waited_for(mesh, scri
     script.holds[3].set()
     await asyncio.sleep(2.0)
     script.gone_versions, script.step_s = {1, 2}, 0.02
-    assert await asyncio.wait_for(running, 30.0)
+    assert await asyncio.wait_for(running, 60.0)
     assert_exact(tmp_path, 6)
     assert [line["step"] for line in step_lines(tmp_path) if line["weights/activated"]] == [1, 2, 3, 4, 5, 6]
 
@@ -350,4 +350,4 @@ async def test_a_trainer_that_stays_away_ends_the_run_only_after_its_time(mesh, 
     await asyncio.sleep(1.0)
     assert not running.done()
     with pytest.raises(RunError, match=f"trainer at {mesh.services.trainer}"):
-        await asyncio.wait_for(running, 8.0)
+        await asyncio.wait_for(running, 60.0)

@@ -199,7 +199,7 @@ async def test_defect_in_the_watch_for_late_engines_is_heard_at_the_next_version
             raise RuntimeError("a defect")
 
         monkeypatch.setattr(training.publisher, "_bring_to_late", broken)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await asyncio.wait({training.publisher._watching})
         with pytest.raises(RuntimeError, match="a defect"):
             await training.publish(1)

@@ -209,7 +209,7 @@ class Mesh:
         task.cancel()
         await asyncio.wait({task})
 
-    async def until(self, holds: Callable[[], bool], deadline_s: float = 5.0) -> None:
+    async def until(self, holds: Callable[[], bool], deadline_s: float = 30.0) -> None:
         async with asyncio.timeout(deadline_s):
             while not holds():  # noqa: ASYNC110 (polls what has no event: state of other tasks)
                 await asyncio.sleep(0.01)

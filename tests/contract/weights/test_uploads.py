@@ -15,7 +15,7 @@ from meshrl.wire.types import Chunk, Transport, VersionState
 async def test_upload_that_moves_outlives_a_hiccup_after_the_time_for_which_a_hub_may_be_away(
     mesh: Any, engine: Any, state: Any
 ) -> None:
-    publisher = mesh.publisher(Transport.STREAM, retry_for_s=1.0)
+    publisher = mesh.publisher(Transport.STREAM, retry_for_s=3.0)
     create, broken = publisher._client.create_version, []
 
     async def slow_and_broken_once(manifest: Any, chunks: Any = None, **more: Any) -> Any:
@@ -26,7 +26,8 @@ async def test_upload_that_moves_outlives_a_hiccup_after_the_time_for_which_a_hu
                 if count == 8 and not broken:
                     broken.append(True)
                     raise MeshError(Reason.UNREACHABLE, "the link broke")
-                await asyncio.sleep(0.2)
+                if not broken:  # seven waits are longer than retry_for_s, and each is far shorter
+                    await asyncio.sleep(0.5)
                 yield chunk
 
         return await create(manifest, None if chunks is None else few(), **more)

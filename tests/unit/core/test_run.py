@@ -115,7 +115,7 @@ sys.exit(run(main))
 
 
 def test_a_program_that_may_open_too_few_files_says_so_in_one_line_and_does_not_start():
-    done = subprocess.run([sys.executable, "-c", TOO_FEW], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", TOO_FEW], capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
     assert "this process may have 64 open files, and a program of the mesh needs at least 256" in line
@@ -124,5 +124,5 @@ def test_a_program_that_may_open_too_few_files_says_so_in_one_line_and_does_not_
 
 def test_the_start_of_a_program_raises_the_soft_limit_to_what_is_allowed():
     code = TOO_FEW.replace("(64, 64)", "(64, 512)").replace('print("up")', "print(resource.getrlimit(7)[0])")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stdout) == (0, "512\n"), done.stderr

@@ -8,6 +8,8 @@ import pytest
 from inference_kit import VOCAB, EngineFactory, Start, make_model, post
 from transformers import PreTrainedModel
 
+from meshrl.inference.embedded import EmbeddedEngine
+
 
 @pytest.mark.parametrize(
     ("path", "body", "words"),
@@ -68,13 +70,21 @@ async def test_health_is_503_while_draining(serve: Start, start_engine: EngineFa
     assert (status, answer["error"]["reason"]) == (503, "DRAINING")
 
 
+async def in_flight(engine: EmbeddedEngine) -> None:
+    """Until the engine has a request."""
+    async with asyncio.timeout(30.0):
+        while engine.in_flight == 0:  # noqa: ASYNC110  # a plain property of the engine
+            await asyncio.sleep(0.01)
+    assert engine.in_flight == 1
+
+
 async def test_a_full_queue_is_429_with_retry_after(serve: Start, start_engine: EngineFactory) -> None:
     engine = await start_engine(num_slots=1, max_queue=0)
     client = await serve(engine)
     await engine.pause()
     body = {"token_ids": [1], "sampling_params": {"max_tokens": 4, "ignore_eos": True}}
     running = asyncio.create_task(post(client, "/inference/v1/generate", body))
-    await asyncio.sleep(0.05)
+    await in_flight(engine)
     async with client.post("/inference/v1/generate", json=body) as response:
         assert response.status == 429
         assert response.headers["Retry-After"] == "1"
@@ -88,8 +98,7 @@ async def test_a_client_that_leaves_frees_its_slot(serve: Start, start_engine: E
     await engine.pause()
     body = {"token_ids": [1], "sampling_params": {"max_tokens": 4, "ignore_eos": True}}
     request = asyncio.create_task(post(client, "/inference/v1/generate", body))
-    await asyncio.sleep(0.05)
-    assert engine.in_flight == 1
+    await in_flight(engine)
     request.cancel()
     await asyncio.wait_for(engine.idle(), 30.0)
     await engine.resume()
@@ -144,12 +153,13 @@ async def test_a_folder_without_a_fitting_checkpoint_is_refused(serve: Start, tm
     assert (await (await client.get("/version")).json())["version"] == 0
 
 
-async def test_pause_and_resume_over_http(serve: Start) -> None:
-    client = await serve()
+async def test_pause_and_resume_over_http(serve: Start, start_engine: EngineFactory) -> None:
+    engine = await start_engine()
+    client = await serve(engine)
     assert (await post(client, "/pause", None))[1] == {"status": "paused", "in_flight": 0}
     assert (await (await client.get("/version")).json())["paused"] is True
     running = asyncio.create_task(post(client, "/inference/v1/generate", {"token_ids": [1]}))
-    await asyncio.sleep(0.05)
+    await in_flight(engine)
     assert not running.done()
     assert (await post(client, "/resume", None))[1] == {"status": "running", "in_flight": 1}
     assert (await running)[0] == 200

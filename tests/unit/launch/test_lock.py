@@ -77,7 +77,7 @@ def test_the_lock_of_a_killed_rl_is_waited_for(tmp_path: Path) -> None:
     waiting.start()
     assert not entered.wait(0.5)
     os.close(guardian)
-    waiting.join(15.0)
+    waiting.join(60.0)
     assert entered.is_set()
 
 

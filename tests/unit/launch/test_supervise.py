@@ -23,7 +23,7 @@ SLEEP = "time.sleep(60)\n"
 DRAINS = "signal.signal(signal.SIGTERM, lambda *_: (print('drained', flush=True), sys.exit(0)))\n"
 STUBBORN = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
 CHILD = "import subprocess; subprocess.Popen([sys.executable, '-I', '-S', '-c', {code!r}, sys.argv[1] + '.child'])\n"
-DEADLINE_S = 10.0
+DEADLINE_S = 30.0
 
 
 def wait_for(log: Path) -> str:

@@ -10,7 +10,7 @@ import torch
 from meshrl.models.state import gather_state
 from meshrl.trainer.memory import releaser
 from meshrl.wire.types import StepState
-from training_loop import REPORT, ROLLOUT_TRACE, STEP_TRACE, batch, running
+from training_loop import DEADLINE_S, REPORT, ROLLOUT_TRACE, STEP_TRACE, batch, running
 
 
 async def test_batch_becomes_a_published_version_with_metrics(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ async def test_drain_finishes_what_is_queued(tmp_path: Path) -> None:
     async with running(tmp_path) as trainer:
         trainer.desk.submit(batch(1), "a")
         trainer.desk.submit(replace(batch(2)), "b")
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(DEADLINE_S):
             assert await trainer.desk.drain() == 2
 
 

@@ -30,7 +30,7 @@ def in_time(work: Callable[[], object], pipe: Path) -> object:
 
     thread = threading.Thread(target=run)
     thread.start()
-    thread.join(5.0)
+    thread.join(30.0)
     waited = thread.is_alive()
     if waited:
         os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
