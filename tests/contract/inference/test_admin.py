@@ -26,6 +26,7 @@ async def test_weights_are_loaded_by_hand_until_the_hub_brings_its_next_version(
     mesh: EngineMesh, client: EngineClient, tmp_path: Path
 ) -> None:
     folder = save_model(tmp_path / "other", 5, mesh.kind.dtype)
+    await client.greedy(PROMPT)  # an engine's first request may take seconds
     await mesh.publish(1)  # its agent has just told the hub where it stands, and looks again in a third of a lease
     answer = await client.post("/update_weights", {"weight_dir": str(folder), "version": mesh.version + 100})
     assert answer.status == 200, answer.body

@@ -33,6 +33,10 @@ class WeightsExtension:
     def meshrl_open(self) -> dict[str, Any]:
         """Builds the shadow; once, before requests come. Says what was built, or {"reason", "message"}."""
         worker: Any = self
+        if self._meshrl_device().type == "cpu":
+            # vLLM's attention in bfloat16 uses AMX where the processor has it. Without the kernel's leave for this
+            # process the first request would end it with SIGILL.
+            torch.cpu._init_amx()
         self._meshrl_shadow: Shadow | None
         try:
             self._meshrl_shadow, self._meshrl_in_place = tried_shadow(worker)
