@@ -29,6 +29,7 @@ from meshrl.models.logprobs import PackedPolicy
 from meshrl.trainer.desk import TrainerDesk
 from meshrl.trainer.loop import TrainLoop
 from meshrl.trainer.orders import Orders
+from meshrl.trainer.progress import Progress
 from meshrl.trainer.service import TrainerFacts, TrainerServicer
 from meshrl.trainer.spans import StepSpans
 from meshrl.trainer.steps import StepBook
@@ -124,6 +125,7 @@ async def serving(output_dir: Path, *, dp_size: int = 1) -> AsyncIterator[Mesh]:
         Checkpointer(learner, output_dir, tokenizer=None),
         StepSpans(trace.NoOpTracer()),
         Orders(learner.parallel),
+        Progress(),
         ckpt=None,
         publish_deadline_s=20,
     )

@@ -25,6 +25,7 @@ from meshrl.models.state import gather_state
 from meshrl.trainer.desk import TrainerDesk
 from meshrl.trainer.loop import TrainLoop
 from meshrl.trainer.orders import Orders
+from meshrl.trainer.progress import Progress
 from meshrl.trainer.spans import StepSpans
 from meshrl.trainer.steps import StepBook
 from meshrl.trainer.uploading import PublishReport
@@ -105,8 +106,11 @@ class Hub:
 
 
 class Running:
-    def __init__(self, learner: Learner, folder: Path, ckpt: CheckpointConfig | None) -> None:
+    def __init__(
+        self, learner: Learner, folder: Path, ckpt: CheckpointConfig | None, publish_deadline_s: float = DEADLINE_S
+    ) -> None:
         self.learner = learner
+        self.progress = Progress()
         self.hub = Hub()
         self.exporter = InMemorySpanExporter()
         provider = TracerProvider()
@@ -122,8 +126,9 @@ class Running:
             self.checkpointer,
             StepSpans(provider.get_tracer("test")),
             Orders(learner.parallel),
+            self.progress,
             ckpt=ckpt,
-            publish_deadline_s=DEADLINE_S,
+            publish_deadline_s=publish_deadline_s,
             release=lambda: self.released_after.append(sorted(self.hub.versions)),
         )
         self.released_after: list[list[int]] = []  # versions that were published when memory was given back
@@ -152,9 +157,12 @@ class Running:
 
 @asynccontextmanager
 async def running(
-    folder: Path, ckpt: CheckpointConfig | None = None, learner: Learner | None = None
+    folder: Path,
+    ckpt: CheckpointConfig | None = None,
+    learner: Learner | None = None,
+    publish_deadline_s: float = DEADLINE_S,
 ) -> AsyncIterator[Running]:
-    trainer = Running(learner or build(), folder, ckpt)
+    trainer = Running(learner or build(), folder, ckpt, publish_deadline_s)
     trainer.thread.start()
     try:
         yield trainer

@@ -7,7 +7,7 @@ on changing the weights meanwhile.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -101,19 +101,22 @@ class Sender:
         )  # fmt: skip
         return cls(communicator, sender=sender, device=device)
 
-    def send(self, snapshot: Snapshot, *, stall_s: float) -> None:
-        """Broadcasts a snapshot; returns when all its bytes have left. Raises MeshError GROUP_BROKEN."""
+    def send(self, snapshot: Snapshot, *, stall_s: float, moved: Callable[[], object] = lambda: None) -> None:
+        """Broadcasts a snapshot; returns when all its bytes have left. Raises MeshError GROUP_BROKEN.
+
+        `moved` is called for each part that has.
+        """
         if snapshot.sender != self._sender:
             raise MeshError(Reason.INTERNAL, f"sender {self._sender} was given the snapshot of {snapshot.sender}")
         if self._stream is None:
-            self._send(snapshot, stall_s)
+            self._send(snapshot, stall_s, moved)
             return
         torch.cuda.set_device(self._device)
         self._stream.wait_stream(torch.cuda.default_stream(self._device))
         with torch.cuda.stream(self._stream):
-            self._send(snapshot, stall_s)
+            self._send(snapshot, stall_s, moved)
 
-    def _send(self, snapshot: Snapshot, stall_s: float) -> None:
+    def _send(self, snapshot: Snapshot, stall_s: float, moved: Callable[[], object]) -> None:
         at, works = 0, []
         for bucket in snapshot.buckets:
             size = bucket.num_bytes(self._sender)
@@ -122,6 +125,7 @@ class Sender:
                 at += size
         for work in works:
             self._communicator.finish(work, stall_s)
+            moved()
 
     def abort(self) -> None:
         """Ends the group, from any thread; a send under way raises GROUP_BROKEN."""

@@ -77,7 +77,8 @@ class CollectivePublisher:
         watch_s: float = WATCH_S,
     ) -> None:
         """`store` is hosted by this process, and engines reach it at `store_address`."""
-        self._client, self._uploader = client, uploader or Uploader(client)
+        self.progress = crew.own.progress
+        self._client, self._uploader = client, uploader or Uploader(client, self.progress)
         self._crew, self._rows, self._store = crew, rows, store
         self._run_id, self._epoch = run_id, epoch
         self._backend, self._store_address = backend, store_address
@@ -219,7 +220,9 @@ class CollectivePublisher:
             "deadline_s": self._meet_s,
         }
         try:
-            await self._in_thread(lambda: self._crew.work(word, deadline_s=self._meet_s + GRACE_S))
+            self.progress.moved(unseen_s=self._meet_s + GRACE_S)
+            await self._in_thread(lambda: self._crew.work(word, stall_s=self._meet_s + GRACE_S))
+            self.progress.moved()
         except MeshError as error:
             missing = await self._in_thread(lambda: self._absent(opened))
             logger.warning("group {} did not meet, {} missing: {}", opened.generation, sorted(missing), error)
@@ -280,10 +283,10 @@ class CollectivePublisher:
 
     async def _send(self, version: int, group: OpenedGroup) -> None:
         word = {"do": "send", "version": version}
-        # Each rank ends a send that stands still; one that moves may take as long as it must.
-        deadline_s = self._transfer_deadline_s * 10
+        stall_s = self._transfer_deadline_s + GRACE_S  # each rank ends a send that stands still
         try:
-            await self._in_thread(lambda: self._crew.work(word, deadline_s=deadline_s))
+            self.progress.moved()
+            await self._in_thread(lambda: self._crew.work(word, stall_s=stall_s))
         except MeshError:
             self._group = None
             raise

@@ -86,7 +86,8 @@ class TrainerConfig(BaseConfig):
     """
 
     publish_deadline_s: float = Field(default=600.0, gt=0.0)
-    """How long the hub may take to seal a version; beyond it the trainer ends."""
+    """How long the publication of a version may stand still, in seconds; then the trainer ends. While bytes are
+    written, hashed, uploaded or broadcast it may take as long as it must."""
 
     drain_deadline_s: float = Field(default=120.0, ge=0.0)
     """On SIGTERM or Drain, how long batches already queued may take to finish."""

@@ -10,21 +10,29 @@ import json
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent import futures
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Protocol
 
 from loguru import logger
 from torch._C._distributed_c10d import Store
 
+from meshrl.trainer.progress import Progress
 from meshrl.wire.errors import MeshError, Reason
 
 Word = Mapping[str, Any]
+LOOK_S = (0.001, 0.05)  # between two looks for an answer, doubled from the first to the second
+TELL_S = 0.5
 IDLE_S = 3600.0  # a member that hears nothing listens again; it ends with the store
 END = "end"
 
 
 class Worker(Protocol):
-    """One rank's share of a publication."""
+    """One rank's share of a publication; `progress` says whether it moves."""
+
+    progress: Progress
 
     def work(self, word: Word) -> dict[str, Any]:
         """Does what a word asks for; blocking. Raises MeshError and OSError."""
@@ -39,9 +47,11 @@ class Crew:
         self._store = store
         self._said = 0
 
-    def work(self, word: Word, *, deadline_s: float) -> list[dict[str, Any]]:
-        """Has every rank do a word; returns their answers in order. Raises MeshError, the first one's that failed."""
-        end_s = time.monotonic() + deadline_s
+    def work(self, word: Word, *, stall_s: float) -> list[dict[str, Any]]:
+        """Has every rank do a word; returns their answers in order. Raises MeshError, the first one's that failed.
+
+        A rank may take as long as its share moves, and stand still for `stall_s`.
+        """
         number = self._say(word)
         failure: MeshError | OSError | None = None
         answers: list[dict[str, Any]] = []
@@ -50,7 +60,7 @@ class Crew:
         except (MeshError, OSError) as error:  # the others do their shares all the same, and are heard out
             failure = error
         for rank in range(1, self.size):
-            answer = self._hear(f"answer/{number}/{rank}", end_s - time.monotonic())
+            answer = self._hear(number, rank, stall_s)
             if "reason" in answer and failure is None:
                 failure = MeshError(Reason[answer["reason"]], f"rank {rank}: {answer['message']}")
             answers.append(answer)
@@ -69,14 +79,25 @@ class Crew:
             self._store.set(f"word/{self._said}", json.dumps(word))
         return self._said
 
-    def _hear(self, key: str, left_s: float) -> dict[str, Any]:
+    def _hear(self, number: int, rank: int, stall_s: float) -> dict[str, Any]:
         assert self._store is not None
+        key, moved, seen = f"answer/{number}/{rank}", f"moved/{number}/{rank}", b""
+        end_s, pause_s = time.monotonic() + stall_s, LOOK_S[0]
         try:
-            self._store.wait([key], timedelta(seconds=max(left_s, 0.05)))
+            while not self._store.check([key]):  # not `wait`, of which torch writes a warning whenever it ends in vain
+                if self._store.check([moved]) and (found := self._store.get(moved)) != seen:
+                    seen, end_s = found, time.monotonic() + stall_s
+                    self.own.progress.moved()
+                if time.monotonic() >= end_s:
+                    text = f"rank {rank} of the trainer did nothing of its share for {stall_s:g} s"
+                    raise MeshError(Reason.DEADLINE_PASSED, text)
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, LOOK_S[1])
             answer: dict[str, Any] = json.loads(self._store.get(key))
-        except RuntimeError as error:  # torch's: a timeout, or the store is gone
-            raise MeshError(Reason.DEADLINE_PASSED, f"a rank of the trainer did not answer in time: {key}") from error
-        self._store.delete_key(key)
+            for over in (key, moved):
+                self._store.delete_key(over)
+        except RuntimeError as error:  # torch's: the store is gone
+            raise MeshError(Reason.DEADLINE_PASSED, f"rank {rank} of the trainer cannot be heard: {error}") from error
         return answer
 
 
@@ -85,6 +106,7 @@ class CrewMember:
 
     def __init__(self, worker: Worker, store: Store, *, rank: int) -> None:
         self._worker, self._store, self._rank = worker, store, rank
+        self._working = ThreadPoolExecutor(1, thread_name_prefix="publishing-share")  # the GPU belongs to a thread
         self._thread = threading.Thread(target=self._run, name="publishing", daemon=True)
         self._thread.start()
 
@@ -97,7 +119,7 @@ class CrewMember:
         while (word := self._next(number + 1)) is not None:
             number += 1
             try:
-                answer = self._worker.work(word)
+                answer = self._work(number, word)
             except MeshError as error:  # rank 0 decides what becomes of the version
                 answer = {"reason": error.reason.name, "message": error.message}
             except Exception as error:  # noqa: BLE001  # whatever it was, rank 0 must hear of it, or it would wait
@@ -107,6 +129,17 @@ class CrewMember:
                 self._store.set(f"answer/{number}/{self._rank}", json.dumps(answer))
             except RuntimeError:  # rank 0 is gone, and its training group with it
                 return
+
+    def _work(self, number: int, word: Word) -> dict[str, Any]:
+        """Does a word and tells rank 0 meanwhile whenever it has come further."""
+        working, told_s = self._working.submit(self._worker.work, word), self._worker.progress.moved_s
+        while not futures.wait([working], TELL_S).done:
+            moved_s = self._worker.progress.moved_s
+            if moved_s != told_s:
+                with suppress(RuntimeError):  # rank 0 is gone, which shows when the word is answered
+                    self._store.set(f"moved/{number}/{self._rank}", str(moved_s))
+                told_s = moved_s
+        return working.result()
 
     def _next(self, number: int) -> Word | None:
         while True:

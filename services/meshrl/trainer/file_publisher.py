@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 
+from meshrl.client import WeightSyncClient
 from meshrl.trainer.crew import Crew, Held, Word, answers_by
+from meshrl.trainer.progress import Progress
 from meshrl.trainer.rows import RowBytes, Rows
 from meshrl.trainer.uploading import PublishReport, Uploader
 from meshrl.trainer.version_files import VersionFiles
@@ -36,7 +38,7 @@ class FileWorker:
         num_threads: int,
         deadline_s: float,
     ) -> None:
-        self.held = Held()
+        self.held, self.progress = Held(), Progress()
         self._rows, self._folder = rows, folder.absolute()
         self._sender, self._epoch, self._chunk_bytes = sender, epoch, chunk_bytes
         self._num_threads, self._deadline_s = num_threads, deadline_s
@@ -52,6 +54,7 @@ class FileWorker:
             chunk_bytes=self._chunk_bytes,
             threads=self._threads,
             num_threads=self._num_threads,
+            progress=self.progress,
         )
 
     def work(self, word: Word) -> dict[str, Any]:
@@ -91,10 +94,13 @@ class FilePublisher:
     """Rank 0's publisher of versions of one run in one epoch."""
 
     def __init__(
-        self, uploader: Uploader, crew: Crew, worker: FileWorker, *, run_id: str, epoch: int, deadline_s: float
+        self, client: WeightSyncClient, crew: Crew, worker: FileWorker, *, run_id: str, epoch: int, stall_s: float
     ) -> None:
-        self._uploader, self._crew, self._worker = uploader, crew, worker
-        self._run_id, self._epoch, self._deadline_s = run_id, epoch, deadline_s
+        """`stall_s`: how long a rank may do nothing of its share."""
+        self.progress = worker.progress
+        self._uploader = Uploader(client, self.progress)
+        self._crew, self._worker = crew, worker
+        self._run_id, self._epoch, self._stall_s = run_id, epoch, stall_s
         self._busy = asyncio.Lock()
         self._written: Manifest | None = None
 
@@ -128,8 +134,8 @@ class FilePublisher:
     def _write(self, version: int) -> Manifest:
         files = self._worker.files(version)
         files.begin()
-        self._crew.work({"do": "write", "version": version}, deadline_s=self._deadline_s)
-        answers = self._crew.work({"do": "hash", "version": version}, deadline_s=self._deadline_s)
+        self._crew.work({"do": "write", "version": version}, stall_s=self._stall_s)
+        answers = self._crew.work({"do": "hash", "version": version}, stall_s=self._stall_s)
         tensors, chunks = (
             {int(index): bytes.fromhex(digest) for index, digest in answers_by(key, answers).items()}
             for key in ("tensors", "chunks")

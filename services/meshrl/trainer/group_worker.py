@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import Store
 from meshrl.collective.group import reach_store
 from meshrl.collective.sending import Sender, Snapshot
 from meshrl.trainer.crew import Held, Word
+from meshrl.trainer.progress import Progress
 from meshrl.wire.errors import MeshError, Reason
 
 
@@ -24,7 +25,7 @@ class GroupWorker:
         self, *, sender: int, device: torch.device, store_address: str, backend: str, deadline_s: float
     ) -> None:
         """`deadline_s`: how long a transfer may stand still, and this rank's training may lag behind rank 0's."""
-        self.held = Held()
+        self.held, self.progress = Held(), Progress()
         self._sender, self._device, self._backend = sender, device, backend
         self._store_address, self._deadline_s = store_address, deadline_s
         self._store: Store | None = None
@@ -82,7 +83,7 @@ class GroupWorker:
             group = self._group
             if group is None:
                 raise MeshError(Reason.GROUP_BROKEN, "this sender has left the group")
-            group.send(snapshot, stall_s=self._deadline_s)
+            group.send(snapshot, stall_s=self._deadline_s, moved=self.progress.moved)
         except MeshError:
             self.leave()
             raise

@@ -18,6 +18,7 @@ from loguru import logger
 from meshrl.trainer.desk import SaveRequest, TrainerDesk
 from meshrl.trainer.metrics import step_metrics
 from meshrl.trainer.orders import Gather, Orders, Save, Stop, Train
+from meshrl.trainer.progress import Progress
 from meshrl.trainer.spans import StepSpan, StepSpans
 from meshrl.trainer.uploading import PublishReport
 from meshrl.training.checkpoint import Checkpointer, CheckpointError
@@ -43,6 +44,7 @@ class TrainLoop:
         checkpointer: Checkpointer,
         spans: StepSpans,
         orders: Orders,
+        progress: Progress,
         *,
         ckpt: CheckpointConfig | None,
         publish_deadline_s: float,
@@ -51,6 +53,7 @@ class TrainLoop:
     ) -> None:
         """`take` lays the weights of a version aside, with the other ranks; `publish` brings them out meanwhile.
 
+        `progress` is that of the publication under way, which may stand still for `publish_deadline_s`.
         `release` gives memory that no tensor needs back to the device, after each step.
         """
         self._learner = learner
@@ -58,11 +61,12 @@ class TrainLoop:
         self._take, self._publish = take, publish
         self._checkpointer = checkpointer
         self._spans = spans
-        self._orders = orders
+        self._orders, self._progress = orders, progress
         self._ckpt = ckpt
         self._publish_deadline_s = publish_deadline_s
         self._release, self._on_end = release, on_end
         self._publishing: Future[PublishReport] | None = None
+        self._published_step = learner.step_done  # the last one whose publication began
         self._save_ckpt_s = 0.0  # since the last DONE
         self._saved_step = learner.step_done  # a step that is on disk, or needs no checkpoint
         self._peak_flops = peak_flops(learner.device)
@@ -166,6 +170,8 @@ class TrainLoop:
                 traceparent=span.traceparent,
             )
 
+        self._progress.moved()
+        self._published_step = step
         self._publishing = self._publish(step, taken, span.traceparent)
         self._publishing.add_done_callback(announce)
 
@@ -198,10 +204,22 @@ class TrainLoop:
         return metrics
 
     def _settle_publication(self) -> None:
-        """Waits for the publication under way. Raises when it failed: engines would fall behind without an end."""
-        if self._publishing is not None:
-            self._orders.wait(self._publishing, deadline_s=self._publish_deadline_s)
-            self._publishing = None
+        """Waits for the publication under way. Raises when it failed: engines would fall behind without an end.
+
+        Raises MeshError DEADLINE_PASSED when it stood still for too long.
+        """
+        publishing, self._publishing = self._publishing, None
+        if publishing is None:
+            return
+        try:
+            self._orders.wait(publishing, progress=self._progress, stall_s=self._publish_deadline_s)
+        except TimeoutError as error:
+            if publishing.done():  # its own
+                raise
+            text = f"version {self._published_step} could not be published: {error} (publish_deadline_s)"
+            raise MeshError(
+                Reason.DEADLINE_PASSED, f"{text}; look whether the weight hub and its disk are well"
+            ) from error
 
     def _save(self, config: CheckpointConfig) -> None:
         """A checkpoint as configured; one in the background costs the time to copy the state."""

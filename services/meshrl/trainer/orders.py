@@ -17,6 +17,7 @@ from typing import Protocol, TypeVar
 from google.protobuf.message import Message
 
 from meshrl.trainer.exits import PublicationSettings
+from meshrl.trainer.progress import Progress
 from meshrl.v1 import trainer_pb2 as pb
 from meshrl.wire.convert.batches import (
     BatchHeader,
@@ -162,17 +163,21 @@ class Orders:
         if self._group.world_size > 1:
             self._group.broadcast(encode(order))
 
-    def wait(self, future: Future[Result], *, deadline_s: float | None = None) -> Result:
-        """The result of `future`; the other ranks hear meanwhile that rank 0 lives. Raises TimeoutError."""
-        left_s = deadline_s
-        while self._group.world_size > 1 and not future.done():
-            pause_s = self._beat_s if left_s is None else min(self._beat_s, left_s)
-            futures.wait([future], pause_s)
-            left_s = None if left_s is None else left_s - pause_s
-            if left_s == 0:
-                break
-            self.give(Beat())
-        return future.result(left_s)
+    def wait(
+        self, future: Future[Result], *, progress: Progress | None = None, stall_s: float = float("inf")
+    ) -> Result:
+        """The result of `future`; the other ranks hear meanwhile that rank 0 lives.
+
+        Raises TimeoutError when its `progress` stood still for `stall_s`.
+        """
+        while not future.done():
+            left_s = float("inf") if progress is None else progress.left_s(stall_s)
+            if left_s <= 0:
+                raise TimeoutError(f"nothing moved for {stall_s:g} s")
+            futures.wait([future], min(self._beat_s, left_s))
+            if not future.done():
+                self.give(Beat())
+        return future.result()
 
 
 def follow(group: Broadcaster, carry_out: Callable[[Open | Train | Gather | Save], None]) -> None:

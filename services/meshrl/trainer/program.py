@@ -165,6 +165,7 @@ def train_loop(
         parts.checkpointer,
         StepSpans(tracer),
         orders,
+        publication.publisher.progress,
         ckpt=config.ckpt,
         publish_deadline_s=config.publish_deadline_s,
         release=releaser(parts.learner.device, wanted=config.release_memory),
@@ -195,7 +196,7 @@ async def _until_drained(
     except TimeoutError:
         logger.error("the step at hand did not end within {} s (drain_deadline_s)", config.drain_deadline_s)
         return 1
-    except (CheckpointError, UpdateError) as error:  # the message tells what to do
+    except (CheckpointError, UpdateError, MeshError) as error:  # the message tells what to do
         logger.error("training ended: {}", error)
         return 1
     except Exception as error:  # noqa: BLE001  # whatever ended the training thread is the program's exit code

@@ -28,10 +28,11 @@ from meshrl.trainer.crew import Crew
 from meshrl.trainer.exits import STORE_DEADLINE_S, Exit, FileExit, GatherExit, GroupExit, PublicationSettings, open_exit
 from meshrl.trainer.file_publisher import FilePublisher
 from meshrl.trainer.orders import Gather, Open, Orders
+from meshrl.trainer.progress import Progress
 from meshrl.trainer.publisher import Adapter, Publisher
 from meshrl.trainer.rows import Rows, num_senders
 from meshrl.trainer.transport import choose, files_folder, first_engines, known_engines, shm_folder
-from meshrl.trainer.uploading import PublishReport, Uploader
+from meshrl.trainer.uploading import PublishReport
 from meshrl.wire.errors import MeshError
 from meshrl.wire.types import AdapterConfig, EngineInfo, Transport
 
@@ -40,7 +41,9 @@ MAX_THREADS = 8  # of one rank for files: memory is no faster with more
 
 
 class AnyPublisher(Protocol):
-    """Publishes what the exit of its kind took."""
+    """Publishes what the exit of its kind took; `progress` says whether it still moves."""
+
+    progress: Progress
 
     async def publish(self, version: int, taken: Any, traceparent: str = "") -> PublishReport: ...
 
@@ -206,12 +209,12 @@ def _publisher(
         )
     if isinstance(exit_, FileExit):
         return FilePublisher(
-            Uploader(client),
+            client,
             Crew(exit_.worker, crew_store, size=senders),
             exit_.worker,
             run_id=config.run_id,
             epoch=settings.epoch,
-            deadline_s=config.publish_deadline_s,
+            stall_s=config.publish_deadline_s,
         )
     return Publisher(
         client,

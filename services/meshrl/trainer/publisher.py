@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from meshrl.client import WeightSyncClient
 from meshrl.collective.dtypes import TORCH_DTYPES
+from meshrl.trainer.progress import Progress
 from meshrl.trainer.uploading import RETRY_FOR_S, PublishReport, Uploader
 from meshrl.trainer.version_files import VersionFiles, in_threads
 from meshrl.wire import manifest as manifests
@@ -62,7 +63,8 @@ class Publisher:
         if transport not in (Transport.FILESYSTEM, Transport.STREAM):
             raise ValueError(f"transport must be filesystem or stream, got {transport.value}")
         self._client = client
-        self._uploader = Uploader(client, retry_for_s=retry_for_s)
+        self.progress = Progress()
+        self._uploader = Uploader(client, self.progress, retry_for_s=retry_for_s)
         self._run_id, self._epoch = run_id, epoch
         self._transport = transport
         self._broadcast_dir = broadcast_dir.absolute()
@@ -148,6 +150,7 @@ class Publisher:
             chunk_bytes=self._chunk_bytes,
             threads=self._threads,
             num_threads=self._num_threads,
+            progress=self.progress,
         )
         files.begin()
         files.write((plan.offset, bytes_of(tensors[plan.name])) for plan in plans)
@@ -165,9 +168,15 @@ class Publisher:
         def copy(plan: manifests.TensorPlan) -> None:
             target = buffer[plan.offset : plan.offset + plan.num_bytes]
             target[:] = np.frombuffer(bytes_of(tensors[plan.name]), dtype=np.uint8)
+            self.progress.moved()
+
+        def each(digest: Callable[[tuple[int, int]], bytes], spans: Iterable[tuple[int, int]]) -> Iterable[bytes]:
+            for found in self._threads.map(digest, spans):
+                self.progress.moved()
+                yield found
 
         in_threads(self._threads, copy, plans)
-        listed = manifests.entries_of(buffer.data, plans, self._chunk_bytes, each=self._threads.map)
+        listed = manifests.entries_of(buffer.data, plans, self._chunk_bytes, each=each)
         buffer.flags.writeable = False
         return self._manifest(version, *listed), buffer
 

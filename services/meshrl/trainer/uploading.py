@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from meshrl.client import WeightSyncClient
 from meshrl.client.transfers import TRANSIENT, Attempts
+from meshrl.trainer.progress import Progress
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Chunk, Manifest, StagedVersion
 
@@ -66,8 +67,8 @@ class PublishReport:
 class Uploader:
     """The hub as a publisher sees it. `retry_for_s`: how long a hub that is away, or takes nothing, is called again."""
 
-    def __init__(self, client: WeightSyncClient, *, retry_for_s: float = RETRY_FOR_S) -> None:
-        self._client = client
+    def __init__(self, client: WeightSyncClient, progress: Progress, *, retry_for_s: float = RETRY_FOR_S) -> None:
+        self._client, self._progress = client, progress
         self._retry_for_s = retry_for_s
 
     async def stage(self, manifest: Manifest, buffer: NDArray[np.uint8] | None = None) -> StagedVersion:
@@ -78,7 +79,8 @@ class Uploader:
         while True:
             left: int | None = None
             try:
-                chunks = _chunks(buffer, [(at, length_of[at]) for at in missing]) if buffer is not None else None
+                spans = [(at, length_of[at]) for at in missing]
+                chunks = None if buffer is None else _chunks(buffer, spans, self._progress)
                 staged = await self._client.create_version(manifest, chunks, stall_s=self._retry_for_s)
                 if not staged.missing_offsets:
                     return staged
@@ -106,6 +108,8 @@ class Uploader:
         attempts = Attempts(self._retry_for_s, left=0, also=also)
         while True:
             began_s = time.monotonic()
+            deadline_s = SEAL_S + manifest.num_bytes / HASHED_BYTES_PER_S
+            self._progress.moved(unseen_s=deadline_s)
             try:
                 await self._client.seal_version(
                     run_id=manifest.run_id,
@@ -113,7 +117,7 @@ class Uploader:
                     version=manifest.version,
                     artifact_id=artifact_id,
                     traceparent=traceparent,
-                    deadline_s=SEAL_S + manifest.num_bytes / HASHED_BYTES_PER_S,
+                    deadline_s=deadline_s,
                 )
             except MeshError as error:
                 if time.monotonic() - began_s > self._retry_for_s:  # the hub was at work so long
@@ -124,9 +128,14 @@ class Uploader:
                     await self.stage(manifest, buffer)
             else:
                 return
+            finally:
+                self._progress.moved()
 
 
-async def _chunks(buffer: NDArray[np.uint8], spans: Sequence[tuple[int, int]]) -> AsyncIterator[Chunk]:
+async def _chunks(
+    buffer: NDArray[np.uint8], spans: Sequence[tuple[int, int]], progress: Progress
+) -> AsyncIterator[Chunk]:
     for offset, length in spans:
         piece = buffer[offset : offset + length]
         yield Chunk(offset=offset, data=piece.data, crc32c=google_crc32c.value(piece))
+        progress.moved()  # it was taken

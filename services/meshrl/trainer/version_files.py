@@ -19,6 +19,7 @@ from typing import BinaryIO, TypeVar
 
 from blake3 import blake3
 
+from meshrl.trainer.progress import Progress
 from meshrl.wire.manifest import TensorPlan, plan_chunks
 from meshrl.wire.manifest_file import manifest_path, payload_names, safetensors_header, to_json
 from meshrl.wire.types import ChunkEntry, FileEntry, Manifest, TensorEntry
@@ -59,8 +60,10 @@ class VersionFiles:
         chunk_bytes: int,
         threads: ThreadPoolExecutor,
         num_threads: int,
+        progress: Progress,
     ) -> None:
         """There are at most `num_threads` files, a number that must be the same on all ranks."""
+        self._progress = progress
         self._plans = tuple(plans)
         self.num_bytes = sum(plan.num_bytes for plan in plans)
         self._chunks = plan_chunks(self.num_bytes, chunk_bytes)
@@ -101,6 +104,7 @@ class VersionFiles:
                 while data:
                     written = os.pwrite(fds[index], data, at)
                     at, data = at + written, data[written:]
+                    self._progress.moved()
 
             in_threads(self._threads, put, _in_turn([_slices(index, found) for index, found in enumerate(by_file)]))
 
@@ -117,6 +121,7 @@ class VersionFiles:
                 for index, at, length in self._spans(*span):
                     with payloads[index][at : at + length] as piece:
                         hasher.update(piece)
+                    self._progress.moved()
                 return hasher.digest()
 
             spans = [(self._plans[index].offset, sizes[index]) for index in tensors]

@@ -20,10 +20,11 @@ from meshrl.core.readiness import READY_FILE
 from meshrl.trainer.build import build_parts
 from meshrl.trainer.config import TrainerConfig
 from meshrl.trainer.program import serve
+from meshrl.trainer.publisher import Publisher
 from meshrl.training.config import CheckpointConfig, OptimConfig, SchedulerConfig
 from meshrl.training.model_config import TrainerModelConfig
 from meshrl.wire.errors import MeshError
-from meshrl.wire.types import Batch, StepState
+from meshrl.wire.types import Batch, StepState, Transport
 from small_disk import fill, mounted
 from trainer_kit import free_port, until, up
 
@@ -200,3 +201,17 @@ async def test_a_full_disk_for_versions_ends_the_trainer_with_a_sentence(
     assert "Traceback" not in said
     assert "No space left on device" in said
     assert "free some space" in said
+
+
+async def test_a_version_that_the_hub_refuses_ends_the_trainer_with_a_sentence(
+    tmp_path: Path, model: str, hub: str, errors_said: list[str]
+) -> None:
+    async with trainer(configure(tmp_path, model, hub)) as (client, running, _), WeightSyncClient(hub) as other:
+        await up(client)
+        newer = Publisher(other, run_id="main", epoch=2, transport=Transport.STREAM, broadcast_dir=tmp_path / "unused")
+        await newer.publish(0, {"w": torch.ones(4)})
+        await client.submit_batch(batch(1))
+        assert await asyncio.wait_for(running, 60) == 1
+    (said,) = errors_said
+    assert "Traceback" not in said
+    assert "training ended: STALE_EPOCH" in said

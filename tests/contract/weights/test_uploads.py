@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from meshrl.trainer.orders import Orders
+from meshrl.training.parallel import ParallelContext
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Chunk, Transport, VersionState
 
@@ -38,6 +40,26 @@ async def test_upload_that_moves_outlives_a_hiccup_after_the_time_for_which_a_hu
     mesh.start_agent("e0", engine)
     await mesh.client().activate_version(run_id="run", version=0, prepare_deadline_s=20.0)
     assert engine.root == report.root
+
+
+async def test_publication_over_a_slow_link_is_not_given_up_while_it_moves(mesh: Any, state: Any) -> None:
+    publisher = mesh.publisher(Transport.STREAM)
+    create = publisher._client.create_version
+
+    async def slow(manifest: Any, chunks: Any = None, **more: Any) -> Any:
+        async def few() -> Any:
+            async for chunk in chunks:
+                await asyncio.sleep(0.4)
+                yield chunk
+
+        return await create(manifest, None if chunks is None else few(), **more)
+
+    publisher._client.create_version = slow
+    loop, orders = asyncio.get_running_loop(), Orders(ParallelContext(), beat_s=0.1)
+    publication = asyncio.run_coroutine_threadsafe(publisher.publish(0, state(1)), loop)
+    report = await asyncio.to_thread(orders.wait, publication, progress=publisher.progress, stall_s=3.0)
+    assert report.stage_s > 3.0
+    assert mesh.hub.coordinator.find("run", 0).state is VersionState.SEALED
 
 
 async def test_upload_that_stands_still_ends(mesh: Any, state: Any) -> None:

@@ -9,18 +9,25 @@ from typing import Any
 import pytest
 
 from meshrl.collective.group import open_store, reach_store
+from meshrl.trainer import crew as crew_module
 from meshrl.trainer.crew import Crew, CrewMember, Held, Word
+from meshrl.trainer.progress import Progress
 from meshrl.wire.errors import MeshError, Reason
 
 
 class Share:
     def __init__(self, rank: int, failure: MeshError | None = None) -> None:
         self.rank, self.failure = rank, failure
+        self.progress = Progress()
+        self.slow_s = 0.0  # of the time between two moves of the next word
         self.done: list[int] = []
 
     def work(self, word: Word) -> dict[str, Any]:
         if self.failure is not None:
             raise self.failure
+        for _ in range(8 if self.slow_s else 0):
+            time.sleep(self.slow_s)
+            self.progress.moved()
         self.done.append(word["number"])
         return {"rank": self.rank}
 
@@ -33,7 +40,7 @@ def test_every_rank_does_every_word_in_order() -> None:
         CrewMember(shares[rank], reach_store(f"127.0.0.1:{store.port}", deadline_s=5.0), rank=rank) for rank in (1, 2)
     ]
     for number in range(5):
-        answers = crew.work({"do": "count", "number": number}, deadline_s=5.0)
+        answers = crew.work({"do": "count", "number": number}, stall_s=5.0)
         assert answers == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
     assert [share.done for share in shares] == [[0, 1, 2, 3, 4]] * 3
     crew.end()
@@ -47,10 +54,23 @@ def test_failure_of_a_rank_is_rank_0s_to_hear_and_the_next_word_works() -> None:
     crew = Crew(Share(0), store, size=2)
     member = CrewMember(other, reach_store(f"127.0.0.1:{store.port}", deadline_s=5.0), rank=1)
     with pytest.raises(MeshError, match="rank 1: gone") as caught:
-        crew.work({"do": "count", "number": 0}, deadline_s=5.0)
+        crew.work({"do": "count", "number": 0}, stall_s=5.0)
     assert caught.value.reason is Reason.GROUP_BROKEN
     other.failure = None
-    assert crew.work({"do": "count", "number": 1}, deadline_s=5.0) == [{"rank": 0}, {"rank": 1}]
+    assert crew.work({"do": "count", "number": 1}, stall_s=5.0) == [{"rank": 0}, {"rank": 1}]
+    crew.end()
+    member.join(5.0)
+
+
+def test_a_rank_that_moves_may_take_as_long_as_it_must(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(crew_module, "TELL_S", 0.05)
+    store = open_store("127.0.0.1", deadline_s=5.0)
+    own, other = Share(0), Share(1)
+    crew = Crew(own, store, size=2)
+    member = CrewMember(other, reach_store(f"127.0.0.1:{store.port}", deadline_s=5.0), rank=1)
+    began_s, other.slow_s = own.progress.moved_s, 0.4
+    assert crew.work({"do": "count", "number": 0}, stall_s=2.0) == [{"rank": 0}, {"rank": 1}]
+    assert own.progress.moved_s > began_s + 2.0
     crew.end()
     member.join(5.0)
 
@@ -59,7 +79,7 @@ def test_rank_that_does_not_answer_costs_the_deadline_and_no_more() -> None:
     crew = Crew(Share(0), open_store("127.0.0.1", deadline_s=60.0), size=2)
     began_s = time.monotonic()
     with pytest.raises(MeshError) as caught:
-        crew.work({"do": "count", "number": 0}, deadline_s=0.3)
+        crew.work({"do": "count", "number": 0}, stall_s=0.3)
     assert caught.value.reason is Reason.DEADLINE_PASSED
     assert time.monotonic() - began_s < 30.0
 

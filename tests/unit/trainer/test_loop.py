@@ -9,6 +9,7 @@ import torch
 
 from meshrl.models.state import gather_state
 from meshrl.trainer.memory import releaser
+from meshrl.wire.errors import MeshError
 from meshrl.wire.types import StepState
 from training_loop import DEADLINE_S, REPORT, ROLLOUT_TRACE, STEP_TRACE, batch, running
 
@@ -55,6 +56,35 @@ async def test_next_step_trains_while_a_version_is_published_and_done_waits_for_
         assert (await trainer.until(StepState.DONE, 1)).version == 1
         (await trainer.hub.next_pending()).set_result(REPORT)
         assert (await trainer.until(StepState.DONE, 2)).version == 2
+
+
+async def test_a_publication_that_moves_may_take_longer_than_its_deadline(tmp_path: Path) -> None:
+    async with running(tmp_path, publish_deadline_s=3.0) as trainer:
+        trainer.hub.held = True
+        trainer.desk.submit(batch(1), "a")
+        trainer.desk.submit(batch(2), "b")
+        first = await trainer.hub.next_pending()
+        for _ in range(20):
+            await asyncio.sleep(0.25)
+            trainer.progress.moved()
+        assert trainer.error is None
+        first.set_result(REPORT)
+        assert (await trainer.until(StepState.DONE, 1)).version == 1
+        (await trainer.hub.next_pending()).set_result(REPORT)
+        assert (await trainer.until(StepState.DONE, 2)).version == 2
+
+
+async def test_a_publication_that_stands_still_ends_the_trainer_with_a_sentence(tmp_path: Path) -> None:
+    async with running(tmp_path, publish_deadline_s=0.2) as trainer:
+        trainer.hub.held = True
+        trainer.desk.submit(batch(1), "a")
+        trainer.desk.submit(batch(2), "b")
+        await trainer.ended()
+    assert isinstance(trainer.error, MeshError)
+    assert trainer.error.message == (
+        "version 1 could not be published: nothing moved for 0.2 s (publish_deadline_s); "
+        "look whether the weight hub and its disk are well"
+    )
 
 
 async def test_failed_step_leaves_weights_and_the_trainer_goes_on(tmp_path: Path) -> None:

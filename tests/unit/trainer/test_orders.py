@@ -9,6 +9,7 @@ import pytest
 
 from meshrl.algorithms.packing import TrainSample, pack_samples
 from meshrl.trainer.orders import Beat, Gather, Order, Orders, Save, Stop, Train, decode, encode, follow
+from meshrl.trainer.progress import Progress
 from meshrl.wire.convert import batch_digest
 from meshrl.wire.types import Batch
 
@@ -96,9 +97,18 @@ def test_rank_0_beats_while_it_waits() -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_wait_ends_at_its_deadline(world_size: int) -> None:
-    with pytest.raises(TimeoutError):
-        Orders(Line(world_size), beat_s=0.02).wait(Future(), deadline_s=0.05)
+def test_a_wait_ends_when_what_is_waited_for_stands_still(world_size: int) -> None:
+    with pytest.raises(TimeoutError, match=r"nothing moved for 0\.05 s"):
+        Orders(Line(world_size), beat_s=0.02).wait(Future(), progress=Progress(), stall_s=0.05)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_wait_goes_on_as_long_as_there_may_be_no_sign(world_size: int) -> None:
+    future: Future[int] = Future()
+    progress = Progress()
+    progress.moved(unseen_s=30.0)
+    threading.Timer(0.3, future.set_result, [7]).start()
+    assert Orders(Line(world_size), beat_s=0.02).wait(future, progress=progress, stall_s=0.05) == 7
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -106,7 +116,7 @@ def test_a_timeout_that_the_work_itself_raised_is_not_waited_for_again(world_siz
     future: Future[int] = Future()
     future.set_exception(TimeoutError("the hub's"))
     with pytest.raises(TimeoutError, match="the hub's"):
-        Orders(Line(world_size), beat_s=0.02).wait(future, deadline_s=5)
+        Orders(Line(world_size), beat_s=0.02).wait(future, progress=Progress(), stall_s=5)
 
 
 def test_a_follower_carries_out_orders_in_order_skips_beats_and_ends_at_stop() -> None:

@@ -11,6 +11,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from meshrl.trainer import version_files
+from meshrl.trainer.progress import Progress
 from meshrl.trainer.version_files import VersionFiles
 from meshrl.wire.manifest import build_manifest, entries_of, plan_tensors
 from meshrl.wire.manifest_file import PayloadReader, from_json, manifest_path
@@ -34,10 +35,25 @@ def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(version_files, "FILE_BYTES", 4000)
 
 
-def files_in(folder: Path, threads: ThreadPoolExecutor, num_threads: int) -> VersionFiles:
+def files_in(
+    folder: Path, threads: ThreadPoolExecutor, num_threads: int, progress: Progress | None = None
+) -> VersionFiles:
     return VersionFiles(
-        folder, version=3, epoch=1, plans=PLANS, chunk_bytes=4096, threads=threads, num_threads=num_threads
-    )
+        folder, version=3, epoch=1, plans=PLANS, chunk_bytes=4096, threads=threads, num_threads=num_threads,
+        progress=progress or Progress(),
+    )  # fmt: skip
+
+
+def test_writing_and_hashing_are_progress(tmp_path: Path) -> None:
+    progress = Progress()
+    with ThreadPoolExecutor(2) as threads:
+        files = files_in(tmp_path, threads, 2, progress)
+        files.begin()
+        made_s = progress.moved_s
+        files.write([(0, DATA.data)])
+        written_s = progress.moved_s
+        files.hash(0, 1)
+    assert made_s < written_s < progress.moved_s
 
 
 @pytest.mark.parametrize(("num_threads", "count"), [(1, 1), (2, 2), (8, 3)])

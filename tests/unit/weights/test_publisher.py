@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from meshrl.client import WeightSyncClient
 from meshrl.client.transfers import Attempts, while_moving
+from meshrl.trainer.progress import Progress
 from meshrl.trainer.publisher import Publisher, next_epoch
 from meshrl.trainer.uploading import Uploader
 from meshrl.wire import manifest as manifests
@@ -89,7 +90,18 @@ async def test_sealing_has_time_for_all_the_bytes_that_the_hub_must_hash() -> No
     manifest = manifests.build_manifest(
         run_id="r", epoch=1, version=1, transport=Transport.FILESYSTEM, tensors=(large,), chunks=()
     )
-    await Uploader(hub).seal(manifest, "a", "")
+    progress = Progress()
+    left_s = []
+    seal = hub.seal_version
+
+    async def watched(**named: object) -> object:
+        left_s.append(progress.left_s(600.0))
+        return await seal(**named)
+
+    hub.seal_version = watched
+    await Uploader(hub, progress).seal(manifest, "a", "")
+    assert left_s[0] > 65e9 / 100e6 + 600.0  # meanwhile nothing can be seen of it
+    assert progress.left_s(600.0) <= 600.0
     assert hub.sealed["deadline_s"] > 65e9 / 100e6  # a hub that hashes 100 MB/s
 
 
