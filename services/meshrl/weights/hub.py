@@ -19,6 +19,7 @@ from typing import Any, Literal
 from loguru import logger
 from opentelemetry import trace
 
+from meshrl.core.disk import disk_trouble
 from meshrl.weights.clock import AwakeClock
 from meshrl.weights.coordinator import Coordinator
 from meshrl.weights.groups import GroupRequest
@@ -140,7 +141,10 @@ class Hub:
         if error is None or self.failed.done():
             return
         what = "the log cannot be written" if isinstance(error, OSError) else "the hub met a defect"
-        logger.opt(exception=error).error("{}: {!r}; the hub stops", what, error)
+        if (trouble := disk_trouble(error)) is not None:
+            logger.error("{}: {}; the hub stops", what, trouble)
+        else:
+            logger.opt(exception=error).error("{}: {!r}; the hub stops", what, error)
         self.failed.set_result(error)
         if self._under_way is not None:
             self._queue.put_nowait(((), self._under_way))

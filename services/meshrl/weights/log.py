@@ -111,8 +111,11 @@ class DecisionLog:
 
     def append(self, entry: Mapping[str, Any]) -> None:
         """Returns once the entry is on disk. Raises OSError, after which the log must not be used."""
-        os.lseek(self._fd, 0, os.SEEK_END)
-        _write_synced(self._fd, _framed(entry))
+        try:
+            os.lseek(self._fd, 0, os.SEEK_END)
+            _write_synced(self._fd, _framed(entry))
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._path)) from error  # which says where there is no room
 
     def compact(self, entries: Sequence[Mapping[str, Any]]) -> None:
         """Puts `entries` in the place of all that was appended; whenever this is broken off, one or the other is there.

@@ -10,6 +10,7 @@ from loguru import logger
 from opentelemetry import trace
 
 from meshrl.core.config import load_config
+from meshrl.core.disk import disk_trouble
 from meshrl.core.logs import setup_logging
 from meshrl.core.paths import Layout
 from meshrl.core.readiness import say_ready
@@ -49,7 +50,7 @@ async def serve(config: WeightsConfig, tracer: trace.Tracer, stop: asyncio.Event
     try:
         await hub.start()
     except (LogError, ValueError, OSError) as error:
-        logger.error("the hub cannot start: {}", error)
+        logger.error("the hub cannot start: {}", disk_trouble(error) or error)
         return 1
     server = GrpcServer(config.server, tracer=tracer)
     server.add(frames.SERVICE, frames.add_weight_sync, WeightSyncService(hub))

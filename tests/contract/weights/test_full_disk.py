@@ -8,9 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from loguru import logger
+from opentelemetry import trace
 
+from meshrl.core.config.shared import ServerConfig
+from meshrl.weights.config import WeightsConfig
+from meshrl.weights.main import serve
 from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.manifest import plan_tensors
 from meshrl.wire.types import Transport
 from small_disk import fill, mounted
 
@@ -63,6 +69,59 @@ async def test_a_version_that_finds_no_room_at_the_hub_ends_with_a_sentence_and_
     mesh.start_agent("e0", engine)
     await mesh.client().activate_version(run_id="run", version=1, prepare_deadline_s=20.0)
     assert engine.root == report.root
+
+
+async def test_a_hub_whose_log_finds_no_room_ends_with_a_sentence_and_goes_on_when_it_is_started_again(
+    tmp_path: Path, mesh: Any, engine: Any, state: Any, tracebacks: list[str]
+) -> None:
+    said: list[str] = []
+    handler = logger.add(said.append, level="ERROR", format="{message}", filter="meshrl.weights.hub")
+    await mesh.kill_hub()
+    with mounted(tmp_path / "weight_hub") as disk:
+        await mesh.start_hub()
+        publisher = mesh.publisher(Transport.FILESYSTEM)
+        await publisher.publish(0, state(1))
+        filler = fill(disk)
+        for version in range(1, 100):  # until the log's last page is full as well
+            tensors = {"w": torch.full((8,), float(version))}
+            plans = plan_tensors([("w", "float32", (8,))])
+            manifest = await asyncio.to_thread(publisher._write, version, plans, tensors)
+            with pytest.raises(MeshError) as caught:
+                await mesh.client().create_version(manifest)
+            if caught.value.reason is not Reason.OVERLOADED:
+                break
+        assert "the log cannot be written" in caught.value.message
+        await asyncio.wait_for(asyncio.shield(mesh.hub.failed), 20.0)
+        logger.remove(handler)
+        (sentence,) = said
+        assert sentence.startswith(
+            f"the log cannot be written: cannot write to {disk / 'decisions.log'}: No space left"
+        )
+        assert "free some space and start again" in sentence
+        assert tracebacks == []
+        await mesh.kill_hub()
+        filler.unlink()
+        await mesh.start_hub()
+        report = await publisher.publish(100, state(2))
+        mesh.start_agent("e0", engine)
+        await mesh.client().activate_version(run_id="run", version=100, prepare_deadline_s=20.0)
+        assert engine.root == report.root
+        await mesh.kill_agent("e0")
+        await mesh.kill_hub()
+
+
+async def test_a_hub_that_finds_no_room_at_its_start_says_what_to_do(tmp_path: Path, tracebacks: list[str]) -> None:
+    said: list[str] = []
+    handler = logger.add(said.append, level="ERROR", format="{message}", filter="meshrl.weights.main")
+    with mounted(tmp_path / "weight_hub") as disk:
+        fill(disk)
+        config = WeightsConfig(server=ServerConfig(port=0), output_dir=tmp_path)
+        assert await serve(config, trace.NoOpTracer(), asyncio.Event()) == 1
+    logger.remove(handler)
+    (sentence,) = said
+    assert sentence.startswith("the hub cannot start: cannot write")
+    assert "free some space and start again" in sentence
+    assert tracebacks == []
 
 
 async def test_an_engine_without_room_for_a_version_refuses_it_in_a_sentence_and_takes_it_when_asked_again(
