@@ -18,6 +18,7 @@ from meshrl.models.state import hf_state
 from meshrl.trainer.collective_publisher import CollectivePublisher
 from meshrl.trainer.crew import Crew, Word
 from meshrl.trainer.exits import GroupExit, PublicationSettings
+from meshrl.trainer.progress import Progress
 from meshrl.trainer.uploading import PublishReport
 from meshrl.training.parallel import ParallelContext
 from meshrl.wire.errors import MeshError, Reason
@@ -94,6 +95,15 @@ async def test_engine_that_comes_late_gets_the_newest_version_and_is_in_the_next
             assert {report.engine_id for report in activation.engines} == {"e0", "late"}
             assert training.is_served_by(first)
             assert training.is_served_by(late)
+
+
+async def test_every_part_of_a_broadcast_is_progress(model: str, hub: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    moves: list[float] = []
+    monkeypatch.setattr(Progress, "moved", lambda _, *, unseen_s=0.0: moves.append(unseen_s))
+    async with serving_engine(model, hub, "e0"), trainer(model, hub) as training:
+        await training.publish(0)
+        snapshot = training.exit.worker.held.get(0, deadline_s=5.0)
+        assert len(moves) > len(snapshot.buckets) > 5
 
 
 async def test_trainer_without_engines_publishes_and_the_first_engine_gets_the_version(model: str, hub: str) -> None:
