@@ -2,8 +2,7 @@
 
 Every event goes into the coordinator on the event loop; the actions it returns are carried out one after the other by
 a single task, so that a command to an engine never overtakes the log entry it depends on. Whatever goes wrong there, or
-in the task that watches the time, ends the hub: what it knows is then no longer what its log says, and a hub that is
-started anew knows.
+in the task that watches the time, ends the hub: what it knows may no longer be what its log says. A restart reads it.
 """
 
 from __future__ import annotations

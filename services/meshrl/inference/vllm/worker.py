@@ -86,9 +86,8 @@ class WeightsExtension:
     def meshrl_apply(self, version: int) -> float:
         """Makes the staged version live; only while the engine is paused. Returns seconds."""
         if self._meshrl_job is not None:
-            self._meshrl_job.join(
-                APPLY_WAIT_S
-            )  # the engine asks only one of its data-parallel parts whether it is done
+            # The engine asks only one of its data-parallel parts whether it is done.
+            self._meshrl_job.join(APPLY_WAIT_S)
         if self._meshrl_staged != version or self._meshrl_shadow is None:
             raise RuntimeError(f"version {version} is not staged here, but {self._meshrl_staged}")
         began_s = time.perf_counter()
