@@ -26,7 +26,7 @@ from meshrl.wire.types import AdapterConfig, CollectivePlan, JoinGroup, Manifest
 
 CPU = torch.device("cpu")
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
-STALL_S = 3.0
+STALL_S = 30.0  # as the receivers; long enough for engines that share a busy machine
 
 Result = TypeVar("Result")
 

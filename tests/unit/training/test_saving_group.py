@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import checkpoint_kit as kit
+from meshrl.training import checkpoint_files
 from meshrl.training.checkpoint import Checkpointer, CheckpointError
 from meshrl.training.config import CheckpointConfig
 from meshrl.training.saving_group import SavingGroup
@@ -75,11 +76,11 @@ def test_old_checkpoints_that_cannot_go_do_not_fail_a_save(tmp_path: Path, monke
     learner = kit.build(kit.save_model(tmp_path / "model"))
     checkpointer = Checkpointer(learner, tmp_path, tokenizer=None)
 
-    def busy(config: CheckpointConfig) -> None:
-        raise OSError("device busy")
+    def busy(folder: Path) -> None:
+        raise OSError(f"{folder}: device busy")
 
-    monkeypatch.setattr(checkpointer, "prune", busy)
+    monkeypatch.setattr(checkpoint_files, "remove", busy)
     heard: list[int] = []
-    learner.step_done = 1
-    checkpointer.save_as(CheckpointConfig(keep_last=1), lambda step, folder: heard.append(step))
-    assert (heard, checkpointer.durable_step) == ([1], 1)
+    for learner.step_done in (1, 2):
+        checkpointer.save_as(CheckpointConfig(keep_last=1), lambda step, folder: heard.append(step))
+    assert (heard, checkpointer.durable_step) == ([1, 2], 2)
