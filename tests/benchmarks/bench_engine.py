@@ -26,7 +26,7 @@ import torch
 import transformers
 from transformers import GenerationConfig, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from meshrl.inference.embedded import EmbeddedEngine
+from meshrl.inference.embedded.engine import EmbeddedEngine
 from meshrl.inference.engine import GenerateRequest, SamplingParams
 
 PROMPT_TOKENS = 48

@@ -19,7 +19,7 @@ from pathlib import Path
 from loguru import logger
 
 from meshrl.weights.config import WeightsConfig
-from meshrl.weights.groups import GroupRequest
+from meshrl.weights.coordinator.engine_groups import GroupRequest
 from meshrl.weights.hub import LOG_FILE, Hub
 from meshrl.weights.main import build_hub
 from meshrl.wire.manifest import artifact_id, build_manifest

@@ -16,14 +16,14 @@ from pathlib import Path
 import numpy as np
 
 from meshrl.core.paths import Layout
-from meshrl.orchestrator.batches import Assembled, assemble
-from meshrl.orchestrator.groups import Group, GroupTicket
-from meshrl.orchestrator.journal import Journal, Opening
-from meshrl.orchestrator.ledger import Ledger
-from meshrl.orchestrator.ledger_rows import RunRow
-from meshrl.orchestrator.ledger_store import LedgerStore
+from meshrl.orchestrator.ledger.journal import Journal, Opening
+from meshrl.orchestrator.ledger.rows import RunRow
+from meshrl.orchestrator.ledger.rules import Ledger
+from meshrl.orchestrator.ledger.store import LedgerStore
 from meshrl.orchestrator.plan import ReadyGroup
-from meshrl.orchestrator.schedule import TaskRef
+from meshrl.orchestrator.work.batches import Assembled, assemble
+from meshrl.orchestrator.work.rollout_groups import Group, GroupTicket
+from meshrl.orchestrator.work.task_schedule import TaskRef
 from meshrl.wire.types import Rollout, Sample, VersionSpan
 
 GROUPS, SIZE, PROMPT = 16, 8, 64

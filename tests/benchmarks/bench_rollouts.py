@@ -80,7 +80,7 @@ async def open_engine_of(options: argparse.Namespace, tokenizer: Path) -> tuple[
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from meshrl.inference.embedded import EmbeddedEngine
+    from meshrl.inference.embedded.engine import EmbeddedEngine
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -98,8 +98,8 @@ async def open_engine_of(options: argparse.Namespace, tokenizer: Path) -> tuple[
 
 async def serve(engine: Engine, name: str, tokenizer: Any, stack: AsyncExitStack) -> str:
     """Serves the engine from this loop as `inference` does; returns its URL."""
-    from meshrl.inference.http import InferenceServer
-    from meshrl.inference.text import TextCodec
+    from meshrl.inference.http.app import InferenceServer
+    from meshrl.inference.http.tokenizer import TextCodec
 
     codec = TextCodec(tokenizer)
     app = InferenceServer(engine, model_name=name, codec=codec, loader=None).app()

@@ -183,7 +183,7 @@ def soak(read: argparse.Namespace, folder: Path) -> int:
     if read.report is not None:
         read.report.write_text(json.dumps(as_json(verdicts, settled), indent=1))
     audit = subprocess.run(
-        [sys.executable, "-m", "meshrl.orchestrator.audit", str(run.layout.output_dir)], check=False
+        [sys.executable, "-m", "meshrl.orchestrator.ledger.audit", str(run.layout.output_dir)], check=False
     ).returncode
     grown = [verdict.rule.figure for verdict in verdicts if not verdict.flat]
     missing = len(RULES) - len(verdicts)

@@ -150,7 +150,7 @@ def report(
     path = run.output_dir / "metrics.jsonl"
     rewards = [reward for _, reward in curves(read_records(path)).train] if path.exists() else []
     audit = subprocess.run(
-        [sys.executable, "-m", "meshrl.orchestrator.audit", str(run.output_dir)],
+        [sys.executable, "-m", "meshrl.orchestrator.ledger.audit", str(run.output_dir)],
         check=False, capture_output=True, text=True,
     )  # fmt: skip
     worst = max(storm.faults, key=lambda fault: fault.excess_s, default=None)

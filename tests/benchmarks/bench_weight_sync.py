@@ -39,10 +39,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from meshrl.client import WeightSyncClient
 from meshrl.models.load import fill_at_random
 from meshrl.trainer.config import TrainerConfig
-from meshrl.trainer.exits import open_exit
-from meshrl.trainer.orders import Gather, Open, Orders, Stop, follow
-from meshrl.trainer.publication import decide, open_publication
-from meshrl.training.parallel import ParallelContext
+from meshrl.trainer.publishing.build import decide, open_publication
+from meshrl.trainer.publishing.snapshots import open_exit
+from meshrl.trainer.ranks.commands import Gather, Open, Orders, Stop, follow
+from meshrl.training.parallel.rank_group import ParallelContext
 from meshrl.wire.types import ActivationPolicy
 
 ROOT = Path(__file__).resolve().parents[2]

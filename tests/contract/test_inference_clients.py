@@ -13,9 +13,9 @@ from aiohttp import web
 from openai import AsyncOpenAI, BadRequestError
 from renderers.client import OverlongPromptError, generate
 
-from meshrl.inference.embedded import EmbeddedEngine
-from meshrl.inference.http import InferenceServer
-from meshrl.inference.text import TextCodec
+from meshrl.inference.embedded.engine import EmbeddedEngine
+from meshrl.inference.http.app import InferenceServer
+from meshrl.inference.http.tokenizer import TextCodec
 
 sys.path.append(str(Path(__file__).parents[1] / "unit" / "inference"))  # importlib mode puts no test folder on the path
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import checkpoint_kit as kit
-from meshrl.training.checkpoint import Checkpointer
+from meshrl.training.checkpoints.checkpointer import Checkpointer
 from meshrl.training.config import CheckpointConfig
-from meshrl.training.parallel import ParallelContext
+from meshrl.training.parallel.rank_group import ParallelContext
 
 pytestmark = [
     pytest.mark.gpu,

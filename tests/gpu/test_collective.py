@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshrl.collective.digest import digest_bytes, sum128
-from meshrl.collective.group import open_store, reach_store
-from meshrl.collective.receiving import Receiver
-from meshrl.collective.sending import Sender, take_snapshot
+from meshrl.versions.collective.communicator import open_store, reach_store
+from meshrl.versions.collective.digest import digest_bytes, sum128
+from meshrl.versions.collective.receiving import Receiver
+from meshrl.versions.collective.sending import Sender, take_snapshot
 from meshrl.wire import manifest as manifests
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import CollectivePlan, JoinGroup, Manifest, TensorEntry, Transport

@@ -13,14 +13,14 @@ from meshrl.algorithms.losses import cross_entropy_loss
 from meshrl.algorithms.objective import Objective
 from meshrl.models.lora import adapted_layers, adapter_state, is_adapter
 from meshrl.models.state import gather_state
-from meshrl.training.bench_config import BenchConfig
+from meshrl.training.bench.config import BenchConfig
+from meshrl.training.bench.fake_data import fake_batch
 from meshrl.training.build import build_learner
-from meshrl.training.checkpoint import Checkpointer
+from meshrl.training.checkpoints.checkpointer import Checkpointer
 from meshrl.training.config import OptimConfig, SchedulerConfig
-from meshrl.training.fake_data import fake_batch
 from meshrl.training.learner import Learner
 from meshrl.training.model_config import TrainerModelConfig
-from meshrl.training.parallel import ParallelContext
+from meshrl.training.parallel.rank_group import ParallelContext
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 VOCAB = 64

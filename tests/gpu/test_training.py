@@ -12,12 +12,12 @@ from meshrl.algorithms.losses import cross_entropy_loss
 from meshrl.algorithms.objective import Objective
 from meshrl.models.attention import AttentionName, Kernels, PackedLayout
 from meshrl.models.logprobs import PackedPolicy, PackedRow
-from meshrl.training.bench_config import BenchConfig
+from meshrl.training.bench.config import BenchConfig
+from meshrl.training.bench.fake_data import fake_batch
 from meshrl.training.build import build_learner
 from meshrl.training.config import OptimConfig, SchedulerConfig
-from meshrl.training.fake_data import fake_batch
 from meshrl.training.model_config import TrainerModelConfig
-from meshrl.training.parallel import ParallelContext
+from meshrl.training.parallel.rank_group import ParallelContext
 from meshrl.wire.types import MicroBatch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]

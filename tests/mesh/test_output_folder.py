@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from mesh_run import Run
-from meshrl.trainer.transport import shm_folder
+from meshrl.trainer.publishing.transport_choice import shm_folder
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(420)]
 

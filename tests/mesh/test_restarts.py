@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from mesh_run import Run
-from meshrl.orchestrator.audit import audit
+from meshrl.orchestrator.ledger.audit import audit
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(420)]
 

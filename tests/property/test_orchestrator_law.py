@@ -4,12 +4,12 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshrl.orchestrator.filters import screen_finished
-from meshrl.orchestrator.groups import Group, GroupTicket
-from meshrl.orchestrator.ledger import Ledger
+from meshrl.orchestrator.ledger.rules import Ledger
 from meshrl.orchestrator.plan import PlanLimits, WorkPlan
-from meshrl.orchestrator.schedule import TaskSchedule, TrainSource
-from meshrl.orchestrator.staleness import StalenessLaw
+from meshrl.orchestrator.work.filters import screen_finished
+from meshrl.orchestrator.work.rollout_groups import Group, GroupTicket
+from meshrl.orchestrator.work.staleness import StalenessLaw
+from meshrl.orchestrator.work.task_schedule import TaskSchedule, TrainSource
 from meshrl.wire.types import Rollout, Sample, VersionSpan
 
 MASK = np.array([False, True])

@@ -20,15 +20,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshrl.core.config.shared import EnvConfig
-from meshrl.core.monitor import JsonlSink
-from meshrl.orchestrator.audit import audit
-from meshrl.orchestrator.batches import assemble
+from meshrl.core.telemetry.monitor import JsonlSink
+from meshrl.orchestrator.build import make_plan
 from meshrl.orchestrator.config import OrchestratorConfig, TrainEnvsConfig
-from meshrl.orchestrator.groups import Group, GroupTicket
-from meshrl.orchestrator.ledger import OPEN_STATES
-from meshrl.orchestrator.opening import open_journal
-from meshrl.orchestrator.parts import make_plan
-from meshrl.orchestrator.startup import Mesh
+from meshrl.orchestrator.ledger.audit import audit
+from meshrl.orchestrator.ledger.open_run import open_journal
+from meshrl.orchestrator.ledger.rules import OPEN_STATES
+from meshrl.orchestrator.peers.connect import Mesh
+from meshrl.orchestrator.work.batches import assemble
+from meshrl.orchestrator.work.rollout_groups import Group, GroupTicket
 from meshrl.wire.convert import batch_digest
 from meshrl.wire.types import (
     EnvironmentInfo,

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import invariant
 
-from meshrl.weights import states as hub
+from meshrl.weights.coordinator import states as hub
 from meshrl.wire.types import AgentState, Transport, VersionState
 from weight_sync_mesh import SimulatedMesh
 from weight_sync_model import COMPACT_AFTER, ENGINES, KEPT_ENDED, TORN

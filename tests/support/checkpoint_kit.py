@@ -15,11 +15,11 @@ from loss_curves import stream_batch
 from meshrl.algorithms.losses import dppo_kl_loss
 from meshrl.algorithms.objective import Objective
 from meshrl.training.build import build_learner
+from meshrl.training.checkpoints.train_state import learner_tensors, reshard
 from meshrl.training.config import OptimConfig, SchedulerConfig
 from meshrl.training.learner import Learner
 from meshrl.training.model_config import TrainerModelConfig
-from meshrl.training.parallel import ParallelContext
-from meshrl.training.train_state import learner_tensors, reshard
+from meshrl.training.parallel.rank_group import ParallelContext
 
 VOCAB, MAX_STEPS = 48, 40
 

@@ -24,7 +24,7 @@ import torch
 
 from meshrl.client import ChannelOptions, WeightSyncClient
 from meshrl.core.readiness import READY_FILE
-from meshrl.trainer.publisher import Adapter, Publisher
+from meshrl.trainer.publishing.publisher import Adapter, Publisher
 from meshrl.wire.errors import MeshError
 from meshrl.wire.types import Activation, ActivationPolicy, AgentState, EngineInfo, Transport
 from plain_model import plain_model, plain_state, save_model

@@ -17,9 +17,9 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from meshrl.inference.embedded import EmbeddedEngine
+from meshrl.inference.embedded.engine import EmbeddedEngine
+from meshrl.inference.embedded.runner import SlotRunner
 from meshrl.inference.engine import GenerateRequest, SamplingParams, TokenChunk
-from meshrl.inference.runner import SlotRunner
 from meshrl.models.attention import PackedLayout
 from meshrl.models.families import REFUSED_TYPES, attention_implementation, refusal
 from meshrl.models.logprobs import PackedPolicy, PackedRow

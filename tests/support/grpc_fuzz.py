@@ -19,7 +19,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor, MethodDescri
 from google.protobuf.message import DecodeError, Message
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from meshrl.core.reflection import describe_v1
+from meshrl.core.rpc.reflection import describe_v1
 from meshrl.wire.errors import MeshError, Reason, from_rpc_error
 
 MAX_DEPTH = 4

@@ -9,8 +9,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from meshrl.inference.admin_routes import ADMIN_PATHS, AdapterBody, GroupBody
-from meshrl.inference.bodies import ChatBody, CompletionBody, GenerateBody, TokenSampling, WeightsBody
+from meshrl.inference.http.admin_routes import ADMIN_PATHS, AdapterBody, GroupBody
+from meshrl.inference.http.schemas import ChatBody, CompletionBody, GenerateBody, TokenSampling, WeightsBody
 
 GENERATING = ("/inference/v1/generate", "/v1/chat/completions", "/v1/completions")
 READ_ONLY = ("/health", "/ping", "/version", "/metrics", "/v1/models", "/is_sleeping")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshrl.weights.coordinator import Coordinator
-from meshrl.weights.groups import GroupRequest
-from meshrl.weights.states import Action, Answer, Append, Compact, Send
+from meshrl.weights.coordinator.coordinator import Coordinator
+from meshrl.weights.coordinator.engine_groups import GroupRequest
+from meshrl.weights.coordinator.states import Action, Answer, Append, Compact, Send
 from meshrl.wire.errors import MeshError
 from meshrl.wire.manifest import artifact_id, build_manifest
 from meshrl.wire.types import (

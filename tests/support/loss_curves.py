@@ -25,7 +25,7 @@ from meshrl.models.state import gather_state
 from meshrl.training.build import build_learner
 from meshrl.training.config import OptimConfig, SchedulerConfig
 from meshrl.training.model_config import TrainerModelConfig
-from meshrl.training.parallel import ParallelContext
+from meshrl.training.parallel.rank_group import ParallelContext
 from meshrl.wire.types import MicroBatch
 
 

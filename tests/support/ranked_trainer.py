@@ -21,8 +21,8 @@ from meshrl.core.config import dump_toml
 from meshrl.core.config.shared import ServerConfig, WeightBroadcastConfig
 from meshrl.trainer.config import TrainerConfig
 from meshrl.training.config import OptimConfig
-from meshrl.training.deployment import DeploymentConfig
 from meshrl.training.model_config import TrainerModelConfig
+from meshrl.training.parallel.deployment import DeploymentConfig
 from meshrl.wire.types import Batch
 from trainer_kit import VOCAB, free_port, up
 

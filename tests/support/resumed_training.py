@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 import checkpoint_kit as kit
-from meshrl.training.checkpoint import Checkpointer
-from meshrl.training.parallel import ParallelContext
+from meshrl.training.checkpoints.checkpointer import Checkpointer
+from meshrl.training.parallel.rank_group import ParallelContext
 
 
 def digests(tensors: dict[str, torch.Tensor]) -> dict[str, str]:

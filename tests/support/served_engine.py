@@ -13,11 +13,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from meshrl.client import ChannelOptions, WeightSyncClient
-from meshrl.inference.agent import WeightAgent
+from meshrl.inference.agent.agent import WeightAgent
 from meshrl.inference.config import InferenceConfig
-from meshrl.inference.embedded import EmbeddedEngine
+from meshrl.inference.embedded.engine import EmbeddedEngine
 from meshrl.models.state import hf_state
-from meshrl.trainer.transport import known_engines
+from meshrl.trainer.publishing.transport_choice import known_engines
 from meshrl.wire.types import Activation, Manifest
 
 

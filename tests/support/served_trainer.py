@@ -24,17 +24,17 @@ from meshrl.algorithms.objective import Objective
 from meshrl.algorithms.packing import TrainSample, pack_samples
 from meshrl.client import ChannelOptions, TrainerClient
 from meshrl.core.config.shared import ServerConfig
-from meshrl.core.serve import GrpcServer
+from meshrl.core.rpc.serve import GrpcServer
 from meshrl.models.logprobs import PackedPolicy
-from meshrl.trainer.desk import TrainerDesk
 from meshrl.trainer.loop import TrainLoop
-from meshrl.trainer.orders import Orders
-from meshrl.trainer.progress import Progress
+from meshrl.trainer.publishing.progress import Progress
+from meshrl.trainer.publishing.uploading import PublishReport
+from meshrl.trainer.ranks.commands import Orders
 from meshrl.trainer.service import TrainerFacts, TrainerServicer
 from meshrl.trainer.spans import StepSpans
 from meshrl.trainer.steps import StepBook
-from meshrl.trainer.uploading import PublishReport
-from meshrl.training.checkpoint import Checkpointer
+from meshrl.trainer.work_queue import TrainerDesk
+from meshrl.training.checkpoints.checkpointer import Checkpointer
 from meshrl.training.config import OptimConfig, SchedulerConfig
 from meshrl.training.learner import Learner
 from meshrl.v1 import trainer_pb2 as pb

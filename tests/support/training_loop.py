@@ -22,14 +22,14 @@ from meshrl.algorithms.objective import Objective
 from meshrl.algorithms.packing import TrainSample, pack_samples
 from meshrl.models.logprobs import PackedPolicy
 from meshrl.models.state import gather_state
-from meshrl.trainer.desk import TrainerDesk
 from meshrl.trainer.loop import TrainLoop
-from meshrl.trainer.orders import Orders
-from meshrl.trainer.progress import Progress
+from meshrl.trainer.publishing.progress import Progress
+from meshrl.trainer.publishing.uploading import PublishReport
+from meshrl.trainer.ranks.commands import Orders
 from meshrl.trainer.spans import StepSpans
 from meshrl.trainer.steps import StepBook
-from meshrl.trainer.uploading import PublishReport
-from meshrl.training.checkpoint import Checkpointer
+from meshrl.trainer.work_queue import TrainerDesk
+from meshrl.training.checkpoints.checkpointer import Checkpointer
 from meshrl.training.config import CheckpointConfig, OptimConfig, SchedulerConfig
 from meshrl.training.learner import Learner
 from meshrl.wire.types import Batch, StepEvent, StepState

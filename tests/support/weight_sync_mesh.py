@@ -11,9 +11,9 @@ from collections.abc import Callable
 import hypothesis.strategies as st
 from hypothesis.stateful import rule
 
-from meshrl.inference import agent_states as agent
-from meshrl.weights import states as hub
-from meshrl.weights.groups import GroupRequest
+from meshrl.inference.agent import states as agent
+from meshrl.weights.coordinator import states as hub
+from meshrl.weights.coordinator.engine_groups import GroupRequest
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import (
     AgentFault,

@@ -14,9 +14,9 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
-from meshrl.inference import agent_states as agent
-from meshrl.weights import states as hub
-from meshrl.weights.coordinator import Coordinator
+from meshrl.inference.agent import states as agent
+from meshrl.weights.coordinator import states as hub
+from meshrl.weights.coordinator.coordinator import Coordinator
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest import artifact_id, build_manifest, digest
 from meshrl.wire.types import (

@@ -10,10 +10,10 @@ import torch
 from loguru import logger
 from transformers import PreTrainedModel
 
-from meshrl.inference.choice import choose_engine
 from meshrl.inference.config import InferenceConfig
-from meshrl.inference.embedded import EmbeddedEngine
+from meshrl.inference.embedded.engine import EmbeddedEngine
 from meshrl.inference.engine import Engine
+from meshrl.inference.engine_choice import choose_engine
 from meshrl.models.load import load_model
 
 SLOTS = 128

@@ -16,10 +16,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from transformers.utils.hub import cached_file
 
-from meshrl.collective.dtypes import TORCH_DTYPES
+from meshrl.inference.embedded.live_weights import Layout
 from meshrl.inference.engine import Engine, HostVersion
-from meshrl.inference.live_weights import Layout
 from meshrl.models.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from meshrl.versions.dtypes import TORCH_DTYPES
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import AdapterConfig
 

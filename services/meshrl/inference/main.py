@@ -14,18 +14,18 @@ from loguru import logger
 from meshrl.client import WeightSyncClient
 from meshrl.core.config import load_config
 from meshrl.core.heap import freeze_loaded
-from meshrl.core.logs import setup_logging
 from meshrl.core.paths import Layout
 from meshrl.core.readiness import say_ready
+from meshrl.core.rpc.serve import check_bind, run
 from meshrl.core.secret import read_secret
-from meshrl.core.serve import check_bind, run
-from meshrl.inference.agent import WeightAgent
+from meshrl.core.telemetry.logs import setup_logging
+from meshrl.inference.agent.agent import WeightAgent
 from meshrl.inference.build import open_engine
 from meshrl.inference.checkpoints import WeightLoader
 from meshrl.inference.config import InferenceConfig
 from meshrl.inference.engine import Engine
-from meshrl.inference.http import InferenceServer
-from meshrl.inference.text import TextCodec
+from meshrl.inference.http.app import InferenceServer
+from meshrl.inference.http.tokenizer import TextCodec
 from meshrl.models.load import ModelError, load_tokenizer
 from meshrl.wire.errors import MeshError
 

@@ -15,9 +15,9 @@ from loguru import logger
 import meshrl
 from meshrl.core.config import ConfigError, dump_toml, load_config
 from meshrl.core.config.flags import SECTION
-from meshrl.core.logs import setup_logging
 from meshrl.core.paths import Layout, spool_name
-from meshrl.core.serve import run
+from meshrl.core.rpc.serve import run
+from meshrl.core.telemetry.logs import setup_logging
 from meshrl.inference.config import InferenceConfig
 from meshrl.launch.compose import Part, compose
 from meshrl.launch.config import RLConfig
@@ -29,7 +29,7 @@ from meshrl.launch.preflight.checks import examine, refusal
 from meshrl.launch.preflight.findings import Finding, Plan, error
 from meshrl.launch.supervise import Grace, Program, Supervisor
 from meshrl.trainer.config import TrainerConfig
-from meshrl.trainer.transport import SHM, shm_folder
+from meshrl.trainer.publishing.transport_choice import SHM, shm_folder
 
 _NAME = "rl"
 

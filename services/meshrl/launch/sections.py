@@ -11,7 +11,7 @@ from meshrl.core.config.shared import LogConfig, LogLevel, ModelConfig, WandbCon
 from meshrl.orchestrator.config import OrchestratorConfig
 from meshrl.rollout.config import ClientConfig
 from meshrl.trainer.config import TrainerConfig
-from meshrl.training.deployment import DeploymentConfig
+from meshrl.training.parallel.deployment import DeploymentConfig
 from meshrl.weights.config import WeightsConfig
 
 

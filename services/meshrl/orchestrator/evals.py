@@ -11,12 +11,12 @@ from loguru import logger
 
 from meshrl.core.config.shared import EnvConfig
 from meshrl.orchestrator.config import EvalConfig
-from meshrl.orchestrator.groups import Group, GroupTicket
+from meshrl.orchestrator.ledger.resume import RESEED
 from meshrl.orchestrator.metrics import Metrics, distribution
-from meshrl.orchestrator.recovery import RESEED
 from meshrl.orchestrator.retry import RunError
 from meshrl.orchestrator.sampling import GroupSampler
-from meshrl.orchestrator.schedule import TaskRef
+from meshrl.orchestrator.work.rollout_groups import Group, GroupTicket
+from meshrl.orchestrator.work.task_schedule import TaskRef
 from meshrl.wire.types import EnvironmentInfo, Sampling
 
 ATTEMPTS = 3

@@ -23,27 +23,27 @@ from loguru import logger
 from opentelemetry import trace
 
 from meshrl.core.config.flags import flag
-from meshrl.core.monitor import Monitor
+from meshrl.core.telemetry.monitor import Monitor
 from meshrl.orchestrator import metrics as record
-from meshrl.orchestrator.activation import Activator
-from meshrl.orchestrator.advantage import build_advantage
-from meshrl.orchestrator.batches import assemble
+from meshrl.orchestrator.build import make_evaluator, make_logprob_check, make_plan, sampling_by_environment
 from meshrl.orchestrator.config import OrchestratorConfig
-from meshrl.orchestrator.doomed import DoomedGroups
 from meshrl.orchestrator.evals import Evaluator
-from meshrl.orchestrator.extras import log_extras
-from meshrl.orchestrator.feed import TrainerFeed
-from meshrl.orchestrator.groups import DropReason, Group, GroupTicket, Screened
-from meshrl.orchestrator.journal import Journal
-from meshrl.orchestrator.losses import LostGroups
-from meshrl.orchestrator.parts import make_evaluator, make_logprob_check, make_plan, sampling_by_environment
+from meshrl.orchestrator.ledger.journal import Journal
+from meshrl.orchestrator.ledger.submitted_steps import SubmittedStep, SubmittedSteps
+from meshrl.orchestrator.peers.batch_uploader import TrainerFeed
+from meshrl.orchestrator.peers.connect import Mesh, Services
+from meshrl.orchestrator.peers.version_relay import Activator
 from meshrl.orchestrator.plan import ReadyGroup
-from meshrl.orchestrator.refused import Refusal, at_fault, without
 from meshrl.orchestrator.retry import RunError, first_cause
+from meshrl.orchestrator.sample_tables import log_extras
 from meshrl.orchestrator.sampling import GroupSampler, Problems
 from meshrl.orchestrator.spans import StepSpans
-from meshrl.orchestrator.startup import Mesh, Services
-from meshrl.orchestrator.submitted import SubmittedStep, SubmittedSteps
+from meshrl.orchestrator.work.advantage import build_advantage
+from meshrl.orchestrator.work.batches import assemble
+from meshrl.orchestrator.work.lost_groups import LostGroups
+from meshrl.orchestrator.work.refused_batches import Refusal, at_fault, without
+from meshrl.orchestrator.work.rollout_groups import DropReason, Group, GroupTicket, Screened
+from meshrl.orchestrator.work.stale_groups import DoomedGroups
 from meshrl.wire.trainable import rollout_problems
 from meshrl.wire.types import Rollout, StepEvent
 

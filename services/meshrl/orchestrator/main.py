@@ -11,18 +11,18 @@ from loguru import logger
 from opentelemetry.trace import Tracer
 
 from meshrl.core.config import ConfigError, load_config
-from meshrl.core.logs import setup_logging
-from meshrl.core.monitor import ConsoleSink, JsonlSink, Monitor, Sink, WandbSink
 from meshrl.core.paths import Layout
 from meshrl.core.readiness import say_ready
-from meshrl.core.serve import GrpcServer, run
-from meshrl.core.telemetry import setup_tracing
+from meshrl.core.rpc.serve import GrpcServer, run
+from meshrl.core.telemetry.logs import setup_logging
+from meshrl.core.telemetry.monitor import ConsoleSink, JsonlSink, Monitor, Sink, WandbSink
+from meshrl.core.telemetry.tracing import setup_tracing
 from meshrl.orchestrator.bench import summary_table
 from meshrl.orchestrator.config import OrchestratorConfig
+from meshrl.orchestrator.ledger.open_run import open_journal
 from meshrl.orchestrator.loop import TrainLoop
-from meshrl.orchestrator.opening import open_journal
+from meshrl.orchestrator.peers.connect import Mesh, Services, connect, meet
 from meshrl.orchestrator.retry import RunError
-from meshrl.orchestrator.startup import Mesh, Services, connect, meet
 
 HEALTH_NAME = "meshrl.Orchestrator"
 CLOSE_DEADLINE_S = 10.0

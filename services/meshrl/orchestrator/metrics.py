@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from meshrl.core.monitor import SampleRow
-from meshrl.orchestrator.batches import Assembled, sampled_tokens
-from meshrl.orchestrator.filters import is_empty
-from meshrl.orchestrator.groups import DropReason, Group
+from meshrl.core.telemetry.monitor import SampleRow
 from meshrl.orchestrator.plan import ReadyGroup
-from meshrl.orchestrator.staleness import StalenessLaw
+from meshrl.orchestrator.work.batches import Assembled, sampled_tokens
+from meshrl.orchestrator.work.filters import is_empty
+from meshrl.orchestrator.work.rollout_groups import DropReason, Group
+from meshrl.orchestrator.work.staleness import StalenessLaw
 from meshrl.wire.types import Activation, Rollout, StepEvent
 
 Metrics = dict[str, float]

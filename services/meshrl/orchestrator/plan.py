@@ -11,10 +11,10 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from meshrl.orchestrator.filters import screen_stale
-from meshrl.orchestrator.groups import DropReason, Group, GroupTicket, Screened
-from meshrl.orchestrator.schedule import TaskSchedule
-from meshrl.orchestrator.staleness import StalenessLaw
+from meshrl.orchestrator.work.filters import screen_stale
+from meshrl.orchestrator.work.rollout_groups import DropReason, Group, GroupTicket, Screened
+from meshrl.orchestrator.work.staleness import StalenessLaw
+from meshrl.orchestrator.work.task_schedule import TaskSchedule
 from meshrl.wire.types import Rollout
 
 Screen = Callable[[Sequence[Rollout]], Screened]

@@ -11,8 +11,8 @@ from loguru import logger
 
 from meshrl.client import RolloutClient
 from meshrl.orchestrator.config import DeadlinesConfig
-from meshrl.orchestrator.groups import Group, GroupTicket
 from meshrl.orchestrator.retry import Patience, failed
+from meshrl.orchestrator.work.rollout_groups import Group, GroupTicket
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Rollout, RolloutEvent, RolloutFailure, RolloutRequest, RolloutSummary, Sampling
 

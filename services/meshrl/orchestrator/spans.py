@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from opentelemetry import trace
 
-from meshrl.core.telemetry import STEP_SPAN, traceparent_of
+from meshrl.core.telemetry.tracing import STEP_SPAN, traceparent_of
 
 
 class StepSpans:

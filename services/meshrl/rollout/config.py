@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from meshrl.core.config import BaseConfig
 from meshrl.core.config.shared import EnvConfig, LogConfig, ModelConfig, SamplingConfig, ServerConfig
-from meshrl.rollout.ratios import LogprobsMode
+from meshrl.rollout.engines.ratios import LogprobsMode
 
 
 class ClientConfig(BaseConfig):

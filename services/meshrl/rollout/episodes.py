@@ -18,12 +18,12 @@ from opentelemetry.trace import Span, Status, StatusCode, Tracer
 from verifiers.v1.task import Task
 from verifiers.v1.trace import Trace
 
-from meshrl.core.telemetry import ROLLOUT_SPAN, links_from, traceparent_of
-from meshrl.rollout.engines import EngineRouter
+from meshrl.core.telemetry.tracing import ROLLOUT_SPAN, links_from, traceparent_of
+from meshrl.rollout.engines.calls import EngineRouter
+from meshrl.rollout.engines.pool import Requirement
+from meshrl.rollout.engines.ratios import reshaping
 from meshrl.rollout.groups import Group, GroupTable, Outcome
 from meshrl.rollout.hosting import HostedEnvironment
-from meshrl.rollout.pool import Requirement
-from meshrl.rollout.ratios import reshaping
 from meshrl.rollout.samples import rollouts_of, trace_uuid
 from meshrl.rollout.sessions import Session, SessionBook
 from meshrl.rollout.stages import describe

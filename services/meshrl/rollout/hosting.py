@@ -33,7 +33,7 @@ from meshrl.core.config import ConfigError
 from meshrl.core.config.shared import EnvConfig
 from meshrl.environments.harness import HarnessHost, hosted_by, open_connections
 from meshrl.environments.plugins import plugin_id
-from meshrl.rollout.client import EngineClient, EngineInterception
+from meshrl.rollout.engines.model_client import EngineClient, EngineInterception
 from meshrl.rollout.tasks import TaskSource
 from meshrl.wire.types import EnvironmentInfo, Sampling
 

@@ -15,20 +15,20 @@ from opentelemetry.trace import Tracer
 from meshrl.client import ChannelOptions, WeightSyncClient
 from meshrl.core.config import load_config
 from meshrl.core.heap import freeze_loaded
-from meshrl.core.logs import setup_logging
 from meshrl.core.paths import Layout
 from meshrl.core.readiness import say_ready
+from meshrl.core.rpc.serve import GrpcServer, run
 from meshrl.core.secret import read_secret
-from meshrl.core.serve import GrpcServer, run
-from meshrl.core.telemetry import setup_tracing
+from meshrl.core.telemetry.logs import setup_logging
+from meshrl.core.telemetry.tracing import setup_tracing
 from meshrl.rollout import hosting
-from meshrl.rollout.client import EngineClient, RendererHost
 from meshrl.rollout.config import RolloutConfig
-from meshrl.rollout.engines import Discovery, EngineRouter
+from meshrl.rollout.engines.calls import Discovery, EngineRouter
+from meshrl.rollout.engines.model_client import EngineClient, RendererHost
+from meshrl.rollout.engines.pool import EnginePool
+from meshrl.rollout.engines.rendering import load_renderer
 from meshrl.rollout.episodes import Episodes
 from meshrl.rollout.groups import GroupTable
-from meshrl.rollout.pool import EnginePool
-from meshrl.rollout.rendering import load_renderer
 from meshrl.rollout.service import RolloutServicer
 from meshrl.rollout.sessions import SessionBook
 from meshrl.v1 import rollout_pb2_grpc as pb_grpc

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from meshrl.rollout.pool import Requirement
+from meshrl.rollout.engines.pool import Requirement
 from meshrl.wire.errors import MeshError
 from meshrl.wire.types import VersionSpan
 

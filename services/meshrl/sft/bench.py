@@ -13,8 +13,8 @@ from meshrl.algorithms.objective import Objective
 from meshrl.core.config import ConfigError
 from meshrl.models.load import ModelError
 from meshrl.sft.config import SFTConfig
-from meshrl.training.bench import bench_rank
-from meshrl.training.bench_config import BenchConfig
+from meshrl.training.bench.config import BenchConfig
+from meshrl.training.bench.run import bench_rank
 
 
 def run_bench(config: SFTConfig, bench: BenchConfig) -> None:

@@ -9,10 +9,10 @@ from pydantic import Field, model_validator
 
 from meshrl.core.config import BaseConfig
 from meshrl.core.config.shared import LogConfig, WandbConfig
-from meshrl.training.bench_config import BenchConfig
+from meshrl.training.bench.config import BenchConfig
 from meshrl.training.config import CheckpointConfig, OptimConfig, SchedulerConfig
-from meshrl.training.deployment import DeploymentConfig
 from meshrl.training.model_config import TrainerModelConfig
+from meshrl.training.parallel.deployment import DeploymentConfig
 
 
 class DataConfig(BaseConfig):

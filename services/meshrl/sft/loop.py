@@ -13,12 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshrl.algorithms.packing import Packing
-from meshrl.core.monitor import Monitor
+from meshrl.core.telemetry.monitor import Monitor
 from meshrl.sft.batches import SFTBatch
-from meshrl.training.checkpoint import Checkpointer
+from meshrl.training.bench.throughput import peak_flops, peak_memory_gib, step_flops
+from meshrl.training.checkpoints.checkpointer import Checkpointer
 from meshrl.training.config import CheckpointConfig
 from meshrl.training.learner import Learner, StepResult
-from meshrl.training.throughput import peak_flops, peak_memory_gib, step_flops
 
 
 class SFTLoop:

@@ -6,11 +6,11 @@ import os
 import sys
 
 from meshrl.core.config import load_config
-from meshrl.core.logs import setup_logging
 from meshrl.core.paths import Layout
+from meshrl.core.telemetry.logs import setup_logging
 from meshrl.sft.config import SFTConfig
-from meshrl.training.deployment import is_rank, own_rank
-from meshrl.training.lifeline import end_with_agent
+from meshrl.training.parallel.deployment import is_rank, own_rank
+from meshrl.training.parallel.lifeline import end_with_agent
 
 
 def main() -> None:
@@ -19,7 +19,7 @@ def main() -> None:
     config = load_config(SFTConfig, prog="sft")
     layout = Layout(config.output_dir)
     if config.deployment.num_train_gpus > 1 and not is_rank(os.environ):
-        from meshrl.training.torchrun import run_ranks
+        from meshrl.training.parallel.torchrun import run_ranks
 
         setup_logging("sft", config.log.level, json_logging=config.log.json_logging)
         sys.exit(run_ranks("meshrl.sft.main", "sft", config.deployment, layout, os.environ))

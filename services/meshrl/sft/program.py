@@ -18,9 +18,9 @@ from meshrl.algorithms.objective import Objective
 from meshrl.algorithms.packing import Packing, TrainSample, pack_samples
 from meshrl.core.config import ConfigError, dump_toml
 from meshrl.core.disk import disk_trouble
-from meshrl.core.monitor import ConsoleSink, JsonlSink, Monitor, Sink, WandbSink
 from meshrl.core.paths import Layout
-from meshrl.core.serve import raise_open_file_limit
+from meshrl.core.rpc.serve import raise_open_file_limit
+from meshrl.core.telemetry.monitor import ConsoleSink, JsonlSink, Monitor, Sink, WandbSink
 from meshrl.models.load import ModelError, load_tokenizer, resolve_device, resolve_dtype
 from meshrl.sft.batches import training_batches
 from meshrl.sft.config import DataConfig, SFTConfig
@@ -28,12 +28,12 @@ from meshrl.sft.data import DataError, load_conversations
 from meshrl.sft.loop import SFTLoop
 from meshrl.sft.tokenization import tokenize
 from meshrl.training.build import build_learner
-from meshrl.training.checkpoint import Checkpointer, CheckpointError
-from meshrl.training.fit import check_fits, check_has_device
+from meshrl.training.checkpoints.checkpointer import Checkpointer, CheckpointError
+from meshrl.training.checkpoints.weights_folder import separate_adapters
 from meshrl.training.learner import Learner, StepError, UpdateError
-from meshrl.training.lifeline import Lifeline
-from meshrl.training.parallel import ParallelContext
-from meshrl.training.weights_folder import separate_adapters
+from meshrl.training.memory_estimate import check_fits, check_has_device
+from meshrl.training.parallel.lifeline import Lifeline
+from meshrl.training.parallel.rank_group import ParallelContext
 
 
 def run_rank(config: SFTConfig, layout: Layout, rank: int) -> None:

@@ -12,8 +12,8 @@ from meshrl.core.config import ConfigError
 from meshrl.models.load import ModelError
 from meshrl.trainer.config import TrainerConfig
 from meshrl.trainer.objectives import build_objective
-from meshrl.training.bench import bench_rank
-from meshrl.training.bench_config import BenchConfig
+from meshrl.training.bench.config import BenchConfig
+from meshrl.training.bench.run import bench_rank
 
 
 def run_bench(config: TrainerConfig, bench: BenchConfig) -> None:

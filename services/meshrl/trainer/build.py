@@ -14,12 +14,12 @@ from meshrl.models.load import ModelError, load_tokenizer, resolve_device, resol
 from meshrl.trainer.config import TrainerConfig
 from meshrl.trainer.objectives import build_objective
 from meshrl.training.build import build_learner
-from meshrl.training.checkpoint import Checkpointer, CheckpointError
-from meshrl.training.fit import check_fits, check_has_device
+from meshrl.training.checkpoints.checkpointer import Checkpointer, CheckpointError
+from meshrl.training.checkpoints.weights_folder import separate_adapters
 from meshrl.training.learner import Learner
-from meshrl.training.lifeline import Lifeline
-from meshrl.training.parallel import ParallelContext
-from meshrl.training.weights_folder import separate_adapters
+from meshrl.training.memory_estimate import check_fits, check_has_device
+from meshrl.training.parallel.lifeline import Lifeline
+from meshrl.training.parallel.rank_group import ParallelContext
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,16 +15,16 @@ from typing import Any
 
 from loguru import logger
 
-from meshrl.trainer.desk import SaveRequest, TrainerDesk
 from meshrl.trainer.metrics import step_metrics
-from meshrl.trainer.orders import Gather, Orders, Save, Stop, Train
-from meshrl.trainer.progress import Progress
+from meshrl.trainer.publishing.progress import Progress
+from meshrl.trainer.publishing.uploading import PublishReport
+from meshrl.trainer.ranks.commands import Gather, Orders, Save, Stop, Train
 from meshrl.trainer.spans import StepSpan, StepSpans
-from meshrl.trainer.uploading import PublishReport
-from meshrl.training.checkpoint import Checkpointer, CheckpointError
+from meshrl.trainer.work_queue import SaveRequest, TrainerDesk
+from meshrl.training.bench.throughput import peak_flops, peak_memory_gib, step_flops
+from meshrl.training.checkpoints.checkpointer import Checkpointer, CheckpointError
 from meshrl.training.config import CheckpointConfig
 from meshrl.training.learner import Learner, StepError, StepResult
-from meshrl.training.throughput import peak_flops, peak_memory_gib, step_flops
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Batch
 

@@ -20,23 +20,23 @@ from meshrl.core.disk import disk_trouble
 from meshrl.core.heap import freeze_loaded
 from meshrl.core.paths import Layout
 from meshrl.core.readiness import say_ready
-from meshrl.core.serve import GrpcServer, run
-from meshrl.core.telemetry import setup_tracing
+from meshrl.core.rpc.serve import GrpcServer, run
+from meshrl.core.telemetry.tracing import setup_tracing
 from meshrl.trainer.build import TrainerParts, build_parts
 from meshrl.trainer.config import TrainerConfig
-from meshrl.trainer.desk import TrainerDesk
-from meshrl.trainer.follow import Follower
 from meshrl.trainer.loop import TrainLoop
-from meshrl.trainer.memory import releaser
-from meshrl.trainer.orders import Orders
-from meshrl.trainer.publication import Publication, decide, open_publication
-from meshrl.trainer.publisher import next_epoch
+from meshrl.trainer.publishing.build import Publication, decide, open_publication
+from meshrl.trainer.publishing.publisher import next_epoch
+from meshrl.trainer.publishing.uploading import PublishReport
+from meshrl.trainer.ranks.commands import Orders
+from meshrl.trainer.ranks.memory import releaser
+from meshrl.trainer.ranks.thread import TrainingThread
+from meshrl.trainer.ranks.worker import Follower
 from meshrl.trainer.service import TrainerFacts, TrainerServicer
 from meshrl.trainer.spans import StepSpans
 from meshrl.trainer.steps import StepBook
-from meshrl.trainer.thread import TrainingThread
-from meshrl.trainer.uploading import PublishReport
-from meshrl.training.checkpoint import CheckpointError
+from meshrl.trainer.work_queue import TrainerDesk
+from meshrl.training.checkpoints.checkpointer import CheckpointError
 from meshrl.training.learner import UpdateError
 from meshrl.v1.trainer_pb2_grpc import add_TrainerServiceServicer_to_server
 from meshrl.wire.errors import MeshError

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from meshrl.trainer.answers import Answers
-from meshrl.trainer.desk import TrainerDesk
 from meshrl.trainer.validate import check_batch
+from meshrl.trainer.work_queue import TrainerDesk
 from meshrl.v1 import trainer_pb2 as pb
 from meshrl.v1 import trainer_pb2_grpc as pb_grpc
 from meshrl.wire import validate

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from opentelemetry import trace
 from opentelemetry.trace import SpanKind, Status, StatusCode
 
-from meshrl.core.telemetry import TRAIN_SPAN
+from meshrl.core.telemetry.tracing import TRAIN_SPAN
 from meshrl.wire.trace import context_from, format_traceparent, links_from
 from meshrl.wire.types import Batch
 

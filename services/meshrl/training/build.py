@@ -12,12 +12,12 @@ from meshrl.algorithms.objective import Objective
 from meshrl.models.load import empty_model, fill_at_random, fill_model, load_model, resolve_dtype
 from meshrl.models.logprobs import PackedPolicy
 from meshrl.models.lora import apply_lora, reset_lora
+from meshrl.training.checkpoints.train_state import seed_rank
 from meshrl.training.config import OptimConfig, SchedulerConfig
 from meshrl.training.learner import Learner
 from meshrl.training.model_config import TrainerModelConfig
-from meshrl.training.parallel import ParallelContext
-from meshrl.training.parallelize import prepare_blocks, shard
-from meshrl.training.train_state import seed_rank
+from meshrl.training.parallel.fsdp import prepare_blocks, shard
+from meshrl.training.parallel.rank_group import ParallelContext
 
 LOGITS_BYTES_CPU, LOGITS_BYTES_GPU = 2**28, 2**31
 

@@ -21,9 +21,9 @@ from meshrl.algorithms.objective import BatchCounts, Objective, RowLoss, RowToke
 from meshrl.models.attention import Kernels, PackedLayout
 from meshrl.models.logprobs import PackedPolicy, PackedRow
 from meshrl.training.config import OptimConfig, SchedulerConfig
+from meshrl.training.lr_schedule import learning_rate
 from meshrl.training.optim import build_optimizer, clip_gradients, gradient_zeros, local
-from meshrl.training.parallel import ParallelContext
-from meshrl.training.scheduler import learning_rate
+from meshrl.training.parallel.rank_group import ParallelContext
 from meshrl.wire.types import MicroBatch
 
 

@@ -20,12 +20,9 @@ from opentelemetry import trace
 
 from meshrl.core.disk import disk_trouble
 from meshrl.weights.clock import AwakeClock
-from meshrl.weights.coordinator import Coordinator
-from meshrl.weights.groups import GroupRequest
-from meshrl.weights.log import DecisionLog
-from meshrl.weights.session import Ended, Session
-from meshrl.weights.spans import record_sync
-from meshrl.weights.states import (
+from meshrl.weights.coordinator.coordinator import Coordinator
+from meshrl.weights.coordinator.engine_groups import GroupRequest
+from meshrl.weights.coordinator.states import (
     Action,
     Answer,
     Append,
@@ -37,8 +34,11 @@ from meshrl.weights.states import (
     Send,
     VersionRecord,
 )
-from meshrl.weights.store import VersionStore
-from meshrl.weights.transfers import Transfers
+from meshrl.weights.session import Ended, Session
+from meshrl.weights.spans import record_sync
+from meshrl.weights.storage.log import DecisionLog
+from meshrl.weights.storage.store import VersionStore
+from meshrl.weights.storage.transfers import Transfers
 from meshrl.wire import manifest as manifests
 from meshrl.wire import manifest_checks
 from meshrl.wire.errors import FieldViolation, MeshError, Reason, invalid

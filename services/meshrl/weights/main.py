@@ -11,16 +11,16 @@ from opentelemetry import trace
 
 from meshrl.core.config import load_config
 from meshrl.core.disk import disk_trouble
-from meshrl.core.logs import setup_logging
 from meshrl.core.paths import Layout
 from meshrl.core.readiness import say_ready
-from meshrl.core.serve import GrpcServer, run
-from meshrl.core.telemetry import setup_tracing
+from meshrl.core.rpc.serve import GrpcServer, run
+from meshrl.core.telemetry.logs import setup_logging
+from meshrl.core.telemetry.tracing import setup_tracing
 from meshrl.weights.config import WeightsConfig
-from meshrl.weights.coordinator import Coordinator
+from meshrl.weights.coordinator.coordinator import Coordinator
 from meshrl.weights.hub import Hub
-from meshrl.weights.log import LogError
 from meshrl.weights.service import WeightSyncService
+from meshrl.weights.storage.log import LogError
 from meshrl.wire import frames
 
 DRAIN_GRACE_S = 5.0

@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 
 from meshrl.v1 import weights_pb2 as pb
 from meshrl.v1 import weights_pb2_grpc
-from meshrl.weights.groups import GroupRequest
+from meshrl.weights.coordinator.engine_groups import GroupRequest
 from meshrl.weights.hub import Hub
 from meshrl.wire import convert, frames, validate
 from meshrl.wire.errors import FieldViolation, MeshError, Reason, invalid

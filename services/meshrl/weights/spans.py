@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from opentelemetry import trace
 
-from meshrl.core.telemetry import SYNC_PAUSE_SPAN, SYNC_PREPARE_SPAN, SYNC_SPAN, link_from
+from meshrl.core.telemetry.tracing import SYNC_PAUSE_SPAN, SYNC_PREPARE_SPAN, SYNC_SPAN, link_from
 from meshrl.wire.types import Activation
 
 

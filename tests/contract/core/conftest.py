@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from meshrl.client import ChannelOptions, RolloutClient, TrainerClient
-from meshrl.core.serve import GrpcServer
+from meshrl.core.rpc.serve import GrpcServer
 from meshrl.v1 import rollout_pb2 as rollout_pb
 from meshrl.v1 import rollout_pb2_grpc as rollout_grpc
 from meshrl.v1 import trainer_pb2 as trainer_pb

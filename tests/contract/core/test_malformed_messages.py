@@ -7,7 +7,7 @@ import grpc
 import pytest
 from loguru import logger
 
-from meshrl.core.serve import GrpcServer
+from meshrl.core.rpc.serve import GrpcServer
 from meshrl.v1 import rollout_pb2_grpc, trainer_pb2, trainer_pb2_grpc, weights_pb2_grpc
 from meshrl.wire.errors import Reason, from_rpc_error
 

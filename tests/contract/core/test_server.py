@@ -16,7 +16,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 from meshrl.client import ChannelOptions, RolloutClient
 from meshrl.core.config.base import ConfigError
-from meshrl.core.serve import GrpcServer
+from meshrl.core.rpc.serve import GrpcServer
 from meshrl.wire.errors import MeshError, Reason
 
 BUF = Path(__file__).parents[3] / ".tools/buf/node_modules/.bin/buf"

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import grpc
 import pytest
 
-from meshrl.core import serve
-from meshrl.core.serve import DEFAULT_MAX_MESSAGE_BYTES, GrpcServer, server_options
+from meshrl.core.rpc import serve
+from meshrl.core.rpc.serve import DEFAULT_MAX_MESSAGE_BYTES, GrpcServer, server_options
 from meshrl.v1 import trainer_pb2, trainer_pb2_grpc
 
 # ruff: noqa: N802  # methods are named by the contract

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from meshrl.client import WeightSyncClient
-from meshrl.core.serve import GrpcServer
+from meshrl.core.rpc.serve import GrpcServer
 from meshrl.v1 import weights_pb2 as pb
 from meshrl.v1 import weights_pb2_grpc
 from meshrl.wire import convert, frames

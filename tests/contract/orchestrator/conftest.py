@@ -11,12 +11,12 @@ import pytest
 from opentelemetry import trace
 
 from meshrl.core.config.shared import EnvConfig, ServerConfig, ServicesConfig
-from meshrl.core.monitor import JsonlSink, Monitor
-from meshrl.core.serve import GrpcServer
+from meshrl.core.rpc.serve import GrpcServer
+from meshrl.core.telemetry.monitor import JsonlSink, Monitor
 from meshrl.orchestrator.config import OrchestratorConfig, TrainEnvsConfig
+from meshrl.orchestrator.ledger.open_run import open_journal
 from meshrl.orchestrator.loop import TrainLoop
-from meshrl.orchestrator.opening import open_journal
-from meshrl.orchestrator.startup import connect, meet
+from meshrl.orchestrator.peers.connect import connect, meet
 from meshrl.v1 import rollout_pb2_grpc, trainer_pb2_grpc, weights_pb2_grpc
 from scripted_services import RolloutServicer, Script, TrainerServicer, WeightsServicer
 

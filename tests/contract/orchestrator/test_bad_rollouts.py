@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from loguru import logger
 
-from meshrl.orchestrator.audit import audit
+from meshrl.orchestrator.ledger.audit import audit
 from meshrl.orchestrator.retry import RunError
 from meshrl.wire.types import Rollout, Sample, VersionSpan
 

@@ -11,7 +11,7 @@ from loguru import logger
 from opentelemetry import trace
 
 from meshrl.core.paths import Layout
-from meshrl.orchestrator.audit import audit, main
+from meshrl.orchestrator.ledger.audit import audit, main
 from meshrl.orchestrator.main import orchestrate
 from small_disk import fill, make_read_only, mounted
 

@@ -8,8 +8,8 @@ import pytest
 from loguru import logger
 
 from meshrl.core.config.shared import EnvConfig
-from meshrl.orchestrator.audit import audit
 from meshrl.orchestrator.config import EvalConfig
+from meshrl.orchestrator.ledger.audit import audit
 
 
 @pytest.fixture

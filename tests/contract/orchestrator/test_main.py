@@ -13,7 +13,7 @@ from opentelemetry import trace
 
 from meshrl.core.config import ConfigError
 from meshrl.core.readiness import READY_FILE
-from meshrl.orchestrator.audit import audit
+from meshrl.orchestrator.ledger.audit import audit
 from meshrl.orchestrator.main import HEALTH_NAME, orchestrate
 
 TRACER = trace.get_tracer("test")

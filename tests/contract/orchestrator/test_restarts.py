@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 from opentelemetry import trace
 
-from meshrl.core.monitor import JsonlSink, Monitor
-from meshrl.orchestrator.audit import audit
-from meshrl.orchestrator.ledger_writer import ThreadedWriter
+from meshrl.core.telemetry.monitor import JsonlSink, Monitor
+from meshrl.orchestrator.build import make_plan
+from meshrl.orchestrator.ledger.audit import audit
+from meshrl.orchestrator.ledger.open_run import open_journal
+from meshrl.orchestrator.ledger.submitted_steps import SubmittedSteps
+from meshrl.orchestrator.ledger.writer import ThreadedWriter
 from meshrl.orchestrator.loop import TrainLoop
-from meshrl.orchestrator.opening import open_journal
-from meshrl.orchestrator.parts import make_plan
+from meshrl.orchestrator.peers.connect import connect, meet
 from meshrl.orchestrator.retry import RunError
-from meshrl.orchestrator.startup import connect, meet
-from meshrl.orchestrator.submitted import SubmittedSteps
 
 
 class LosesTheRest(ThreadedWriter):

@@ -40,7 +40,7 @@ async def test_nobody_sleeps_unless_asked(mesh, script, make_config, start, tmp_
 async def test_run_goes_on_when_engines_do_not_sleep(
     mesh, script, make_config, start, tmp_path, reason, monkeypatch
 ) -> None:
-    monkeypatch.setattr("meshrl.orchestrator.activation.SLEEP_MARGIN_S", 0.2)
+    monkeypatch.setattr("meshrl.orchestrator.peers.version_relay.SLEEP_MARGIN_S", 0.2)
     script.sleep_fails = reason
     config = make_config(mesh.services, max_async_level=0, sleep_engines=True, max_steps=2, deadlines=SHORT)
     async with start(config) as (loop, _):
@@ -52,7 +52,7 @@ async def test_run_goes_on_when_engines_do_not_sleep(
 async def test_hub_that_does_not_answer_costs_the_deadline(
     mesh, script, make_config, start, tmp_path, monkeypatch
 ) -> None:
-    monkeypatch.setattr("meshrl.orchestrator.activation.SLEEP_MARGIN_S", 0.1)
+    monkeypatch.setattr("meshrl.orchestrator.peers.version_relay.SLEEP_MARGIN_S", 0.1)
     script.sleep_takes_s = 60.0
     config = make_config(mesh.services, max_async_level=0, sleep_engines=True, max_steps=1, deadlines=SHORT)
     async with start(config) as (loop, _):
@@ -74,7 +74,7 @@ async def test_evaluations_and_sleep_do_not_meet(mesh, script, make_config, star
 
 
 async def test_hub_that_is_away_is_a_warning(mesh, make_config, start, monkeypatch) -> None:
-    monkeypatch.setattr("meshrl.orchestrator.activation.SLEEP_MARGIN_S", 0.2)
+    monkeypatch.setattr("meshrl.orchestrator.peers.version_relay.SLEEP_MARGIN_S", 0.2)
     config = make_config(mesh.services, max_async_level=0, sleep_engines=True, deadlines=SHORT)
     async with start(config) as (loop, _):
         await loop._activator.activate_first(0)

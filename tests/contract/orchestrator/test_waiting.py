@@ -7,8 +7,8 @@ import grpc
 import pytest
 from loguru import logger
 
+from meshrl.orchestrator.peers.connect import connect, meet
 from meshrl.orchestrator.retry import RunError
-from meshrl.orchestrator.startup import connect, meet
 
 
 @pytest.fixture

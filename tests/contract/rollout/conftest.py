@@ -17,7 +17,7 @@ from aiohttp import web
 from opentelemetry.sdk.trace import TracerProvider
 
 from meshrl.client import RolloutClient
-from meshrl.core.serve import GrpcServer
+from meshrl.core.rpc.serve import GrpcServer
 from meshrl.rollout.config import RolloutConfig
 from meshrl.rollout.episodes import Episodes
 from meshrl.rollout.main import SERVICE, build

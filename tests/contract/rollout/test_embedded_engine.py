@@ -13,9 +13,9 @@ import torch
 from aiohttp import web
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from meshrl.inference.embedded import EmbeddedEngine
+from meshrl.inference.embedded.engine import EmbeddedEngine
 from meshrl.inference.engine import HostVersion
-from meshrl.inference.http import InferenceServer
+from meshrl.inference.http.app import InferenceServer
 from meshrl.models.state import hf_state
 from meshrl.wire.types import Sampling
 

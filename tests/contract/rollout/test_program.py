@@ -11,7 +11,7 @@ from opentelemetry.trace import NoOpTracer
 from meshrl.core.config import ConfigError, load_config
 from meshrl.core.paths import Layout
 from meshrl.core.readiness import READY_FILE
-from meshrl.core.telemetry import Tracing
+from meshrl.core.telemetry.tracing import Tracing
 from meshrl.rollout import main as program
 from meshrl.rollout.config import RolloutConfig
 

@@ -22,9 +22,9 @@ from meshrl.environments.reverse_text.sentences import sentences
 from meshrl.sft.config import DataConfig, SFTConfig, ValConfig
 from meshrl.sft.program import train
 from meshrl.training.config import OptimConfig
-from meshrl.training.deployment import DeploymentConfig
 from meshrl.training.model_config import TrainerModelConfig
-from meshrl.training.parallel import ParallelContext
+from meshrl.training.parallel.deployment import DeploymentConfig
+from meshrl.training.parallel.rank_group import ParallelContext
 
 
 @pytest.fixture(scope="module")

@@ -12,15 +12,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from meshrl.client import WeightSyncClient
-from meshrl.collective.group import open_store
-from meshrl.inference.embedded import EmbeddedEngine
+from meshrl.inference.embedded.engine import EmbeddedEngine
 from meshrl.models.state import hf_state
-from meshrl.trainer.collective_publisher import CollectivePublisher
-from meshrl.trainer.crew import Crew, Word
-from meshrl.trainer.exits import GroupExit, PublicationSettings
-from meshrl.trainer.progress import Progress
-from meshrl.trainer.uploading import PublishReport
-from meshrl.training.parallel import ParallelContext
+from meshrl.trainer.publishing.collective_publisher import CollectivePublisher
+from meshrl.trainer.publishing.progress import Progress
+from meshrl.trainer.publishing.rank_calls import Crew, Word
+from meshrl.trainer.publishing.snapshots import GroupExit, PublicationSettings
+from meshrl.trainer.publishing.uploading import PublishReport
+from meshrl.training.parallel.rank_group import ParallelContext
+from meshrl.versions.collective.communicator import open_store
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import JoinGroup, Manifest
 from served_engine import ServedEngine, activate, serving_engine

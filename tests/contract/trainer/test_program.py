@@ -20,7 +20,7 @@ from meshrl.core.readiness import READY_FILE
 from meshrl.trainer.build import build_parts
 from meshrl.trainer.config import TrainerConfig
 from meshrl.trainer.program import serve
-from meshrl.trainer.publisher import Publisher
+from meshrl.trainer.publishing.publisher import Publisher
 from meshrl.training.config import CheckpointConfig, OptimConfig, SchedulerConfig
 from meshrl.training.model_config import TrainerModelConfig
 from meshrl.wire.errors import MeshError

@@ -18,7 +18,7 @@ from meshrl.client import TrainerClient
 from meshrl.models.state import hf_state
 from meshrl.trainer.config import TrainerConfig
 from meshrl.trainer.program import serve
-from meshrl.trainer.transport import shm_folder
+from meshrl.trainer.publishing.transport_choice import shm_folder
 from meshrl.training.model_config import LoraConfig
 from meshrl.wire.types import StepState, VersionKind
 from ranked_trainer import Transport, batch, configure, two_ranks

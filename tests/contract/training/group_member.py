@@ -14,9 +14,9 @@ from pathlib import Path
 
 import torch
 
-from meshrl.trainer.orders import Orders
-from meshrl.training.lifeline import Lifeline
-from meshrl.training.parallel import ParallelContext
+from meshrl.trainer.ranks.commands import Orders
+from meshrl.training.parallel.lifeline import Lifeline
+from meshrl.training.parallel.rank_group import ParallelContext
 
 
 def main(folder: Path, mode: str) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import checkpoint_kit as kit
-from meshrl.training.checkpoint import Checkpointer
+from meshrl.training.checkpoints.checkpointer import Checkpointer
 
 
 @pytest.fixture(scope="module")
@@ -24,8 +24,8 @@ KILLED_PROGRAM = """
     from pathlib import Path
     import torch
     import checkpoint_kit as kit
-    from meshrl.training import checkpoint_files
-    from meshrl.training.checkpoint import Checkpointer
+    from meshrl.training.checkpoints import files as checkpoint_files
+    from meshrl.training.checkpoints.checkpointer import Checkpointer
 
     torch.set_num_threads(1)
     model, root, in_background = sys.argv[1], Path(sys.argv[2]), sys.argv[3] == "True"

@@ -13,7 +13,7 @@ import pytest
 AGENT = """
 import os, sys
 from pathlib import Path
-from meshrl.training.torchrun import RankAgent
+from meshrl.training.parallel.torchrun import RankAgent
 agent = RankAgent("group_member", sys.argv[2:], ranks=2, log_dir=Path(sys.argv[1]), role="trainer")
 sys.exit(agent.run(os.environ))
 """

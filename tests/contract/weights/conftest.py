@@ -13,13 +13,13 @@ import torch
 
 from meshrl.client import ChannelOptions, WeightSyncClient
 from meshrl.core.config.shared import ServerConfig
-from meshrl.core.serve import GrpcServer
-from meshrl.inference.agent import WeightAgent
+from meshrl.core.rpc.serve import GrpcServer
+from meshrl.inference.agent.agent import WeightAgent
 from meshrl.inference.config import InferenceConfig
+from meshrl.inference.embedded.sleep import Sleeper
 from meshrl.inference.engine import CollectiveSeat, FinishReason, GenerateRequest, HostVersion, TokenChunk
-from meshrl.inference.sleep import Sleeper
-from meshrl.trainer import version_files
-from meshrl.trainer.publisher import Publisher
+from meshrl.trainer.publishing import version_files
+from meshrl.trainer.publishing.publisher import Publisher
 from meshrl.weights.config import WeightsConfig
 from meshrl.weights.hub import Hub
 from meshrl.weights.main import build_hub

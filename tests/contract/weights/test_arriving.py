@@ -11,8 +11,8 @@ import google_crc32c
 import pytest
 import torch
 
-from meshrl.inference.agent import WeightAgent
-from meshrl.weights import transfers
+from meshrl.inference.agent.agent import WeightAgent
+from meshrl.weights.storage import transfers
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest import artifact_id, plan_tensors
 from meshrl.wire.types import AgentState, Chunk, Manifest, StagedVersion, Transport, VersionState

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from meshrl.inference.embedded import EmbeddedEngine
+from meshrl.inference.embedded.engine import EmbeddedEngine
 from meshrl.inference.engine import GenerateRequest, SamplingParams
 from meshrl.models.state import hf_state
 from meshrl.wire.types import Transport, VersionSpan

@@ -15,9 +15,9 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from group_senders import GroupSenders, Parcel, flipped
-from meshrl.inference.embedded import EmbeddedEngine
+from meshrl.inference.embedded.engine import EmbeddedEngine
+from meshrl.inference.embedded.live_weights import dtype_name, tensor_bytes
 from meshrl.inference.engine import Engine, HostVersion
-from meshrl.inference.live_weights import dtype_name, tensor_bytes
 from meshrl.models.state import hf_state
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest import digest, root_of

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from meshrl.trainer.publication import claimable_epoch
+from meshrl.trainer.publishing.build import claimable_epoch
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import ActivationPolicy, Transport
 

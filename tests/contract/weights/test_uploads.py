@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from meshrl.trainer.orders import Orders
-from meshrl.training.parallel import ParallelContext
+from meshrl.trainer.ranks.commands import Orders
+from meshrl.training.parallel.rank_group import ParallelContext
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Chunk, Transport, VersionState
 

@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from meshrl.training.config import SchedulerConfig
-from meshrl.training.scheduler import learning_rate
+from meshrl.training.lr_schedule import learning_rate
 
 Kind = Literal["constant", "linear", "cosine", "wsd"]
 kinds = st.sampled_from(["constant", "linear", "cosine", "wsd"])

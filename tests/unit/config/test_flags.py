@@ -3,7 +3,7 @@ import pytest
 from meshrl.core.config import ConfigError
 from meshrl.core.config.flags import SECTION, flag
 from meshrl.core.config.shared import ServerConfig
-from meshrl.core.serve import check_bind
+from meshrl.core.rpc.serve import check_bind
 
 
 def test_a_flag_is_named_as_the_program_that_was_started_knows_it() -> None:

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from meshrl.core.config import dump_toml, load_config
-from meshrl.inference.choice import Choice, choose_engine, decide
 from meshrl.inference.config import InferenceConfig
+from meshrl.inference.engine_choice import Choice, choose_engine, decide
 
 
 def load(*argv: str) -> InferenceConfig:

@@ -28,7 +28,8 @@ getattr(importlib.import_module(module), function)()
 # A program that is through with its work and takes its time to end.
 SLOW_END = """
 import asyncio, sys, time
-from meshrl.core import entry, serve
+from meshrl.core import entry
+from meshrl.core.rpc import serve
 
 async def work(stop):
     return 0

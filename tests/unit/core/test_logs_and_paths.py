@@ -11,8 +11,8 @@ from aiohttp import web
 from loguru import logger
 
 from meshrl.core.disk import disk_trouble
-from meshrl.core.logs import setup_logging
 from meshrl.core.paths import Layout
+from meshrl.core.telemetry.logs import setup_logging
 from small_disk import fill, make_read_only, mounted
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from loguru import logger
 
-from meshrl.core.monitor import ConsoleSink, JsonlSink, Monitor, SampleRow, WandbSink
+from meshrl.core.telemetry.monitor import ConsoleSink, JsonlSink, Monitor, SampleRow, WandbSink
 from small_disk import fill, mounted
 
 

@@ -8,9 +8,9 @@ from loguru import logger
 from opentelemetry import trace
 from opentelemetry.sdk.trace.export import SpanExportResult
 
-from meshrl.core import telemetry
-from meshrl.core.otlp_file import JsonLinesSpanExporter, span_to_json
-from meshrl.core.telemetry import ROLLOUT_SPAN, TRAIN_SPAN, Tracing, build_provider, traceparent_of
+from meshrl.core.telemetry import tracing as telemetry
+from meshrl.core.telemetry.otlp_file import JsonLinesSpanExporter, span_to_json
+from meshrl.core.telemetry.tracing import ROLLOUT_SPAN, TRAIN_SPAN, Tracing, build_provider, traceparent_of
 from small_disk import fill, mounted
 
 REMOTE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"

@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 
 from group_senders import GroupSenders
 from meshrl.inference.checkpoints import WeightLoader
-from meshrl.inference.embedded import EmbeddedEngine
-from meshrl.inference.http import InferenceServer
-from meshrl.inference.text import TextCodec
+from meshrl.inference.embedded.engine import EmbeddedEngine
+from meshrl.inference.http.app import InferenceServer
+from meshrl.inference.http.tokenizer import TextCodec
 
 sys.path.append(str(Path(__file__).parent))  # importlib mode puts no test folder on the path; the kit lives here
 

@@ -11,7 +11,7 @@ from aiohttp.test_utils import TestClient
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from meshrl.inference.embedded import EmbeddedEngine
+from meshrl.inference.embedded.engine import EmbeddedEngine
 from meshrl.inference.engine import GenerateRequest, SamplingParams, TokenChunk
 
 VOCAB = 40

@@ -12,9 +12,9 @@ from inference_kit import EngineFactory, ask, complete, full_forward
 from transformers import PreTrainedModel
 
 from group_senders import GroupSenders
-from meshrl.inference.embedded import EmbeddedEngine
+from meshrl.inference.embedded.engine import EmbeddedEngine
+from meshrl.inference.embedded.live_weights import LiveWeights
 from meshrl.inference.engine import HostVersion
-from meshrl.inference.live_weights import LiveWeights
 from meshrl.models.lora import PEFT_PREFIX, adapted_layers, adapter_state, apply_lora
 from meshrl.models.state import hf_state
 from meshrl.wire.errors import MeshError, Reason

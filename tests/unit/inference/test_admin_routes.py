@@ -16,12 +16,12 @@ from inference_kit import EngineFactory, make_model
 from transformers import PreTrainedModel
 
 from group_senders import GroupSenders
-from meshrl.inference.admin_routes import ADMIN_PATHS
 from meshrl.inference.checkpoints import WeightLoader
-from meshrl.inference.embedded import EmbeddedEngine
-from meshrl.inference.http import InferenceServer
-from meshrl.inference.live_weights import LiveWeights
-from meshrl.inference.sleep import Sleeper
+from meshrl.inference.embedded.engine import EmbeddedEngine
+from meshrl.inference.embedded.live_weights import LiveWeights
+from meshrl.inference.embedded.sleep import Sleeper
+from meshrl.inference.http.admin_routes import ADMIN_PATHS
+from meshrl.inference.http.app import InferenceServer
 from meshrl.models.lora import ADAPTER_CONFIG, adapted_layers, adapter_config, adapter_state, apply_lora, save_adapter
 from meshrl.models.state import hf_state
 

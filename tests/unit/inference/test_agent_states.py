@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from meshrl.inference.agent_states import (
+from meshrl.inference.agent.states import (
     AgentMachine,
     CancelFetch,
     StartApply,

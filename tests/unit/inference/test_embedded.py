@@ -8,8 +8,8 @@ import torch
 from inference_kit import VOCAB, EngineFactory, ask, collect, complete, full_forward, make_model
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
 
+from meshrl.inference.embedded.slots import MIN_SHARED_TOKENS
 from meshrl.inference.engine import FinishReason, HostVersion
-from meshrl.inference.scheduler import MIN_SHARED_TOKENS
 from meshrl.wire.errors import MeshError, Reason
 
 TOLERANCE = 1e-4

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from inference_kit import ask, collect, make_model
 
-from meshrl.inference.embedded import EmbeddedEngine
+from meshrl.inference.embedded.engine import EmbeddedEngine
 from meshrl.wire.errors import MeshError, Reason
 
 DEADLINE_S = 30.0

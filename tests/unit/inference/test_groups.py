@@ -11,9 +11,9 @@ import torch
 from inference_kit import EngineFactory, ask, complete, full_forward, make_model
 
 from group_senders import GroupSenders, flipped
-from meshrl.inference.embedded import EmbeddedEngine
+from meshrl.inference.embedded.engine import EmbeddedEngine
+from meshrl.inference.embedded.live_weights import LiveWeights
 from meshrl.inference.engine import CollectiveSeat
-from meshrl.inference.live_weights import LiveWeights
 from meshrl.models.state import hf_state
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Manifest

@@ -8,7 +8,7 @@ import pytest
 from inference_kit import VOCAB, EngineFactory, Start, make_model, post
 from transformers import PreTrainedModel
 
-from meshrl.inference.embedded import EmbeddedEngine
+from meshrl.inference.embedded.engine import EmbeddedEngine
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ from aiohttp.test_utils import TestClient, TestServer
 from inference_kit import EngineFactory, make_tokenizer
 from loguru import logger
 
-from meshrl.inference.admin_routes import ADMIN_PATHS
 from meshrl.inference.checkpoints import WeightLoader
-from meshrl.inference.http import InferenceServer
-from meshrl.inference.text import TextCodec
+from meshrl.inference.http.admin_routes import ADMIN_PATHS
+from meshrl.inference.http.app import InferenceServer
+from meshrl.inference.http.tokenizer import TextCodec
 
 POSTS = ["/inference/v1/generate", "/v1/chat/completions", "/v1/completions"]
 ADMIN = sorted(ADMIN_PATHS - {"/pause", "/reload_weights", "/init_broadcaster"})  # /pause would stop what follows

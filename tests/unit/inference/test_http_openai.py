@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from inference_kit import Start, events, make_tokenizer, post
 
-from meshrl.inference.text import TextCodec, TextStream
+from meshrl.inference.http.tokenizer import TextCodec, TextStream
 
 MESSAGES = [{"role": "user", "content": "a"}]
 

@@ -10,9 +10,9 @@ from aiohttp.test_utils import TestClient, TestServer
 from inference_kit import EngineFactory, make_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from meshrl.inference.http import InferenceServer
-from meshrl.inference.text import TextCodec
-from meshrl.inference.tokenizer_pool import TokenizerPool
+from meshrl.inference.http.app import InferenceServer
+from meshrl.inference.http.tokenizer import TextCodec
+from meshrl.inference.http.tokenizer_pool import TokenizerPool
 
 Start = Callable[..., Awaitable[TestClient]]
 CHAT = "/v1/chat/completions"

@@ -11,8 +11,8 @@ from aiohttp.test_utils import TestServer
 from inference_kit import make_tokenizer
 
 from meshrl.inference.engine import FinishReason, GenerateRequest, TokenChunk
-from meshrl.inference.http import InferenceServer
-from meshrl.inference.text import TextCodec
+from meshrl.inference.http.app import InferenceServer
+from meshrl.inference.http.tokenizer import TextCodec
 
 GENERATE = ("/inference/v1/generate", {"token_ids": [1], "stream": True, "sampling_params": {"max_tokens": 4, "n": 2}})
 CHAT = ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "stream": True, "max_tokens": 4})

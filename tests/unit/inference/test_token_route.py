@@ -12,9 +12,9 @@ from aiohttp.test_utils import TestClient, TestServer
 from inference_kit import EngineFactory
 
 from meshrl.inference.engine import FinishReason, GenerateRequest, TokenChunk
-from meshrl.inference.http import InferenceServer
-from meshrl.inference.serving import Serving
-from meshrl.inference.token_route import TokenRoute
+from meshrl.inference.http.app import InferenceServer
+from meshrl.inference.http.runs import Serving
+from meshrl.inference.http.token_route import TokenRoute
 from meshrl.wire.completion_frame import MEDIA_TYPE, decode
 from meshrl.wire.types import VersionSpan
 

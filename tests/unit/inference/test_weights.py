@@ -11,12 +11,12 @@ from inference_kit import VOCAB, EngineFactory, ask, complete, full_forward, mak
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from meshrl.collective.dtypes import TORCH_DTYPES
 from meshrl.inference.checkpoints import read_checkpoint
-from meshrl.inference.embedded import EmbeddedEngine
+from meshrl.inference.embedded.engine import EmbeddedEngine
+from meshrl.inference.embedded.live_weights import LiveWeights
 from meshrl.inference.engine import HostVersion
-from meshrl.inference.live_weights import LiveWeights
 from meshrl.models.state import hf_state
+from meshrl.versions.dtypes import TORCH_DTYPES
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import VersionSpan
 

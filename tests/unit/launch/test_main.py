@@ -23,7 +23,7 @@ from meshrl.launch.main import (
     write_configs,
 )
 from meshrl.launch.ports import FreePorts
-from meshrl.trainer.transport import shm_folder
+from meshrl.trainer.publishing.transport_choice import shm_folder
 
 FILES = ["inference.toml", "orchestrator.toml", "rl.toml", "rollout.toml", "trainer.toml", "weights.toml"]
 

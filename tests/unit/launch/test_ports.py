@@ -11,7 +11,7 @@ from aiohttp import web
 
 from meshrl.core.config import ConfigError
 from meshrl.core.config.shared import ServerConfig
-from meshrl.core.serve import GrpcServer
+from meshrl.core.rpc.serve import GrpcServer
 from meshrl.launch.ports import HOLDS, FreePorts
 
 ASK_FOR_PORTS = """

@@ -308,7 +308,7 @@ def test_a_service_that_runs_already_must_be_one(served: Served) -> None:
 
 
 def test_a_hub_that_was_started_by_hand_in_the_folder_is_an_error(tmp_path: Path) -> None:
-    from meshrl.weights.log import DecisionLog
+    from meshrl.weights.storage.log import DecisionLog
 
     examined = plan("--output-dir", str(tmp_path))
     log = DecisionLog(tmp_path / "weight_hub" / "decisions.log")

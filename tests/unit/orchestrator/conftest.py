@@ -3,8 +3,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from meshrl.orchestrator.groups import Group, GroupTicket
-from meshrl.orchestrator.schedule import TaskRef
+from meshrl.orchestrator.work.rollout_groups import Group, GroupTicket
+from meshrl.orchestrator.work.task_schedule import TaskRef
 from meshrl.wire.types import Rollout, Sample, VersionSpan
 
 MakeRollout = Callable[..., Rollout]

@@ -3,9 +3,9 @@
 import pytest
 from pydantic import ValidationError
 
-from meshrl.orchestrator.advantage import build_advantage
 from meshrl.orchestrator.config import AdvantageConfig
 from meshrl.orchestrator.retry import RunError
+from meshrl.orchestrator.work.advantage import build_advantage
 
 REWARDS, LENGTHS = [0.0, 1.0, 2.0], [10, 20, 30]
 

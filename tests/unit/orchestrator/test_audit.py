@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 from meshrl.core.paths import Layout
-from meshrl.orchestrator.audit import audit, main
-from meshrl.orchestrator.batches import assemble
-from meshrl.orchestrator.groups import Group
-from meshrl.orchestrator.journal import Journal, Opening
-from meshrl.orchestrator.ledger import Ledger
-from meshrl.orchestrator.ledger_rows import RunRow
-from meshrl.orchestrator.ledger_store import LedgerStore
+from meshrl.orchestrator.ledger.audit import audit, main
+from meshrl.orchestrator.ledger.journal import Journal, Opening
+from meshrl.orchestrator.ledger.rows import RunRow
+from meshrl.orchestrator.ledger.rules import Ledger
+from meshrl.orchestrator.ledger.store import LedgerStore
 from meshrl.orchestrator.plan import ReadyGroup
+from meshrl.orchestrator.work.batches import assemble
+from meshrl.orchestrator.work.rollout_groups import Group
 
 
 @pytest.fixture

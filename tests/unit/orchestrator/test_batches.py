@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from meshrl.algorithms.advantages import mean_baseline_advantages, opo_advantages
-from meshrl.orchestrator.batches import assemble, group_advantages
+from meshrl.orchestrator.work.batches import assemble, group_advantages
 
 
 def test_advantages_are_relative_to_the_group_and_reach_every_token(make_rollout) -> None:

@@ -12,18 +12,18 @@ import pytest
 
 from meshrl.core.config.shared import EnvConfig
 from meshrl.core.paths import Layout
-from meshrl.orchestrator.audit import audit
-from meshrl.orchestrator.batches import assemble
 from meshrl.orchestrator.config import OrchestratorConfig, TrainEnvsConfig
-from meshrl.orchestrator.groups import Group
-from meshrl.orchestrator.journal import Journal, read_state, state_path, write_state
-from meshrl.orchestrator.ledger_rows import StepRecord
-from meshrl.orchestrator.ledger_store import LedgerStore
+from meshrl.orchestrator.ledger.audit import audit
+from meshrl.orchestrator.ledger.journal import Journal, read_state, state_path, write_state
+from meshrl.orchestrator.ledger.open_run import open_journal
+from meshrl.orchestrator.ledger.rows import StepRecord
+from meshrl.orchestrator.ledger.store import LedgerStore
 from meshrl.orchestrator.metrics import Progress
-from meshrl.orchestrator.opening import open_journal
+from meshrl.orchestrator.peers.connect import Mesh
 from meshrl.orchestrator.plan import ReadyGroup
 from meshrl.orchestrator.retry import RunError
-from meshrl.orchestrator.startup import Mesh
+from meshrl.orchestrator.work.batches import assemble
+from meshrl.orchestrator.work.rollout_groups import Group
 from meshrl.wire.types import EnvironmentInfo, RunInfo, TrainerInfo
 
 

@@ -7,7 +7,7 @@ from opentelemetry import trace
 
 from meshrl.client import TrainerClient
 from meshrl.orchestrator.config import OrchestratorConfig
-from meshrl.orchestrator.feed import TrainerFeed
+from meshrl.orchestrator.peers.batch_uploader import TrainerFeed
 from meshrl.orchestrator.retry import RunError
 from meshrl.wire.types import RunInfo
 

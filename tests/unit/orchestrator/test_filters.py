@@ -1,8 +1,8 @@
 import pytest
 
-from meshrl.orchestrator.filters import screen_finished, screen_stale
-from meshrl.orchestrator.groups import DropReason
-from meshrl.orchestrator.staleness import StalenessLaw
+from meshrl.orchestrator.work.filters import screen_finished, screen_stale
+from meshrl.orchestrator.work.rollout_groups import DropReason
+from meshrl.orchestrator.work.staleness import StalenessLaw
 
 
 def reasons(screened):

@@ -1,6 +1,6 @@
 import pytest
 
-from meshrl.orchestrator.ledger import Entry, Ledger, LedgerError, RolloutState
+from meshrl.orchestrator.ledger.rules import Entry, Ledger, LedgerError, RolloutState
 
 
 def test_a_rollout_is_followed_from_dispatch_to_training(make_group) -> None:

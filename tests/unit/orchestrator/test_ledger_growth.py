@@ -5,9 +5,9 @@ from concurrent.futures import Future
 from contextlib import closing
 from pathlib import Path
 
-from meshrl.orchestrator.ledger import Ledger
-from meshrl.orchestrator.ledger_rows import RunRow
-from meshrl.orchestrator.ledger_store import LedgerStore
+from meshrl.orchestrator.ledger.rows import RunRow
+from meshrl.orchestrator.ledger.rules import Ledger
+from meshrl.orchestrator.ledger.store import LedgerStore
 
 RUN = RunRow(run=0, run_id="main", session="", epoch=1, first_step=1, metrics_offset=0)
 

@@ -5,14 +5,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from meshrl.orchestrator.batches import assemble
-from meshrl.orchestrator.groups import Group, GroupTicket
-from meshrl.orchestrator.ledger import Ledger
-from meshrl.orchestrator.ledger_rows import Past, RunRow, StepRecord
-from meshrl.orchestrator.ledger_store import LedgerStore
-from meshrl.orchestrator.ledger_writer import LedgerFileError
+from meshrl.orchestrator.ledger.resume import restore, settle
+from meshrl.orchestrator.ledger.rows import Past, RunRow, StepRecord
+from meshrl.orchestrator.ledger.rules import Ledger
+from meshrl.orchestrator.ledger.store import LedgerStore
+from meshrl.orchestrator.ledger.writer import LedgerFileError
 from meshrl.orchestrator.metrics import Progress
-from meshrl.orchestrator.recovery import restore, settle
+from meshrl.orchestrator.work.batches import assemble
+from meshrl.orchestrator.work.rollout_groups import Group, GroupTicket
 from meshrl.wire import convert
 from meshrl.wire.types import Batch, Rollout
 

@@ -10,10 +10,10 @@ from family_checks import complete_all
 from meshrl.algorithms.losses import aipo_loss
 from meshrl.algorithms.objective import Objective
 from meshrl.algorithms.packing import TrainSample, pack_samples
-from meshrl.inference.embedded import EmbeddedEngine
+from meshrl.inference.embedded.engine import EmbeddedEngine
 from meshrl.models.logprobs import PackedPolicy
 from meshrl.orchestrator.config import LogprobCheckConfig
-from meshrl.orchestrator.logprob_check import LogprobCheck
+from meshrl.orchestrator.peers.logprob_check import LogprobCheck
 from meshrl.orchestrator.retry import RunError
 from meshrl.trainer.metrics import step_metrics
 from meshrl.training.config import OptimConfig, SchedulerConfig

@@ -3,8 +3,8 @@
 import pytest
 
 from meshrl.orchestrator.config import OrchestratorConfig
-from meshrl.orchestrator.losses import LostGroups
 from meshrl.orchestrator.retry import RunError
+from meshrl.orchestrator.work.lost_groups import LostGroups
 
 UNREACHABLE_S = 60.0
 

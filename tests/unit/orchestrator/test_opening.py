@@ -12,11 +12,11 @@ import pytest
 from meshrl.core.config.shared import EnvConfig
 from meshrl.core.paths import Layout
 from meshrl.orchestrator.config import OrchestratorConfig, TrainEnvsConfig
-from meshrl.orchestrator.journal import Journal
-from meshrl.orchestrator.ledger_rows import StepRecord, seal
+from meshrl.orchestrator.ledger.journal import Journal
+from meshrl.orchestrator.ledger.open_run import end_whole, last_logged_step, open_journal
+from meshrl.orchestrator.ledger.rows import StepRecord, seal
 from meshrl.orchestrator.metrics import Progress
-from meshrl.orchestrator.opening import end_whole, last_logged_step, open_journal
-from meshrl.orchestrator.startup import Mesh
+from meshrl.orchestrator.peers.connect import Mesh
 from meshrl.wire.types import EnvironmentInfo, RunInfo, TrainerInfo
 
 ROLLOUTS = 64

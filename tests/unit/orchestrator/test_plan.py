@@ -1,10 +1,10 @@
 import pytest
 
-from meshrl.orchestrator.filters import screen_finished
-from meshrl.orchestrator.groups import DropReason, Group
 from meshrl.orchestrator.plan import PlanLimits, WorkPlan
-from meshrl.orchestrator.schedule import TaskSchedule, TrainSource
-from meshrl.orchestrator.staleness import StalenessLaw
+from meshrl.orchestrator.work.filters import screen_finished
+from meshrl.orchestrator.work.rollout_groups import DropReason, Group
+from meshrl.orchestrator.work.staleness import StalenessLaw
+from meshrl.orchestrator.work.task_schedule import TaskSchedule, TrainSource
 
 
 @pytest.fixture

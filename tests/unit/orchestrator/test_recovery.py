@@ -2,11 +2,11 @@ from dataclasses import replace
 
 import pytest
 
-from meshrl.orchestrator.groups import DropReason
-from meshrl.orchestrator.ledger import Entry, RolloutState
-from meshrl.orchestrator.ledger_rows import Past, PastGroup, RunRow, StepRecord
+from meshrl.orchestrator.ledger.resume import goes_on, rows_fit, settle
+from meshrl.orchestrator.ledger.rows import Past, PastGroup, RunRow, StepRecord
+from meshrl.orchestrator.ledger.rules import Entry, RolloutState
 from meshrl.orchestrator.metrics import Progress
-from meshrl.orchestrator.recovery import goes_on, rows_fit, settle
+from meshrl.orchestrator.work.rollout_groups import DropReason
 
 RUN = RunRow(run=1, run_id="main", session="s", epoch=3, first_step=1, metrics_offset=0)
 

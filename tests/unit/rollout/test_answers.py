@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshrl.rollout.answers import Answer, Sampled, read
+from meshrl.rollout.engines.answers import Answer, Sampled, read
 from meshrl.wire.completion_frame import MEDIA_TYPE, CompletionFrame, FrameChoice, encode
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import VersionSpan

@@ -2,8 +2,8 @@
 
 import pytest
 
-from meshrl.rollout.engines import version_of
-from meshrl.rollout.pool import EnginePool, Requirement
+from meshrl.rollout.engines.calls import version_of
+from meshrl.rollout.engines.pool import EnginePool, Requirement
 
 
 def pool(**versions: int | None) -> EnginePool:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from meshrl.rollout.pool import EnginePool, Requirement
-from meshrl.rollout.ratios import logprobs_mode_of, reshaping
+from meshrl.rollout.engines.pool import EnginePool, Requirement
+from meshrl.rollout.engines.ratios import logprobs_mode_of, reshaping
 from meshrl.wire.types import Sampling
 
 SHAPED = Requirement(reshaped_by=("top_p = 0.9",))

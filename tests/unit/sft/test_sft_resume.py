@@ -21,7 +21,7 @@ from meshrl.sft.config import DataConfig, SFTConfig, ValConfig
 from meshrl.sft.program import train
 from meshrl.training.config import CheckpointConfig, OptimConfig, SchedulerConfig
 from meshrl.training.model_config import LoraConfig, TrainerModelConfig
-from meshrl.training.parallel import ParallelContext
+from meshrl.training.parallel.rank_group import ParallelContext
 
 TIMES = ("time/", "perf/")
 

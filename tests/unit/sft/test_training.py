@@ -21,7 +21,7 @@ from meshrl.sft.data import DataError
 from meshrl.sft.program import train
 from meshrl.training.config import CheckpointConfig, OptimConfig
 from meshrl.training.model_config import TrainerModelConfig
-from meshrl.training.parallel import ParallelContext
+from meshrl.training.parallel.rank_group import ParallelContext
 
 
 @pytest.fixture(scope="module")

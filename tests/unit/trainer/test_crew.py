@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from meshrl.collective.group import open_store, reach_store
-from meshrl.trainer import crew as crew_module
-from meshrl.trainer.crew import Crew, CrewMember, Held, Word
-from meshrl.trainer.progress import Progress
+from meshrl.trainer.publishing import rank_calls as crew_module
+from meshrl.trainer.publishing.progress import Progress
+from meshrl.trainer.publishing.rank_calls import Crew, CrewMember, Held, Word
+from meshrl.versions.collective.communicator import open_store, reach_store
 from meshrl.wire.errors import MeshError, Reason
 
 

@@ -9,7 +9,7 @@ from transformers import Qwen3ForCausalLM
 
 from meshrl.models.state import gather_state
 from meshrl.trainer.steps import StepBook
-from meshrl.training.checkpoint import Checkpointer, CheckpointError
+from meshrl.training.checkpoints.checkpointer import Checkpointer, CheckpointError
 from meshrl.training.config import CheckpointConfig
 from meshrl.training.learner import UpdateError
 from meshrl.wire.errors import MeshError, Reason

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from meshrl.algorithms.packing import TrainSample, pack_samples
-from meshrl.trainer.orders import Beat, Gather, Order, Orders, Save, Stop, Train, decode, encode, follow
-from meshrl.trainer.progress import Progress
+from meshrl.trainer.publishing.progress import Progress
+from meshrl.trainer.ranks.commands import Beat, Gather, Order, Orders, Save, Stop, Train, decode, encode, follow
 from meshrl.wire.convert import batch_digest
 from meshrl.wire.types import Batch
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from meshrl.trainer.publication import store_host
-from meshrl.trainer.transport import SHM, choose, files_folder, shm_folder
+from meshrl.trainer.publishing.build import store_host
+from meshrl.trainer.publishing.transport_choice import SHM, choose, files_folder, shm_folder
 from meshrl.wire.types import AgentState, EngineInfo, Transport
 
 HERE = EngineInfo(

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from meshrl.trainer import version_files
-from meshrl.trainer.progress import Progress
-from meshrl.trainer.version_files import VersionFiles
+from meshrl.trainer.publishing import version_files
+from meshrl.trainer.publishing.progress import Progress
+from meshrl.trainer.publishing.version_files import VersionFiles
 from meshrl.wire.manifest import build_manifest, entries_of, plan_tensors
 from meshrl.wire.manifest_file import PayloadReader, from_json, manifest_path
 from meshrl.wire.types import Transport

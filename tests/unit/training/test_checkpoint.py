@@ -17,10 +17,10 @@ from transformers import AutoModelForCausalLM
 import checkpoint_kit as kit
 from meshrl.models.lora import load_adapter
 from meshrl.models.state import gather_state
-from meshrl.training import checkpoint_files as files
-from meshrl.training.checkpoint import Checkpointer, CheckpointError
+from meshrl.training.checkpoints import files
+from meshrl.training.checkpoints.checkpointer import Checkpointer, CheckpointError
+from meshrl.training.checkpoints.weights_folder import separate_adapters
 from meshrl.training.config import CheckpointConfig, SnapshotConfig
-from meshrl.training.weights_folder import separate_adapters
 
 ON_HOST = {"optim_cpu_offload": True}
 EVERY = [1, 2, 3, 4, 5, 6]
@@ -132,7 +132,7 @@ def test_adapters_are_merged_and_also_written_on_their_own(model: str, tmp_path:
 
 
 def test_a_big_snapshot_is_split_into_files(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshrl.training.weights_folder.MAX_FILE_SIZE", "20KB")
+    monkeypatch.setattr("meshrl.training.checkpoints.weights_folder.MAX_FILE_SIZE", "20KB")
     learner = kit.build(model)
     folder = Checkpointer(learner, tmp_path, tokenizer=None).save(weights_only=True)
     assert len(list(folder.glob("model-*.safetensors"))) > 1

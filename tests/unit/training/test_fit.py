@@ -7,11 +7,11 @@ import torch
 from transformers import Qwen3Config
 
 from meshrl.models.load import ModelError
-from meshrl.training import fit
+from meshrl.training import memory_estimate as fit
 from meshrl.training.config import OptimConfig
-from meshrl.training.fit import available_bytes, check_fits, check_has_device, memory_need
+from meshrl.training.memory_estimate import available_bytes, check_fits, check_has_device, memory_need
 from meshrl.training.model_config import LoraConfig, TrainerModelConfig
-from meshrl.training.parallel import ParallelContext
+from meshrl.training.parallel.rank_group import ParallelContext
 
 HIDDEN, LAYERS, VOCAB = 64, 2, 128
 KV = HEADS = HIDDEN // 16

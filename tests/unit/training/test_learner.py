@@ -10,9 +10,9 @@ from meshrl.algorithms.objective import Objective
 from meshrl.algorithms.packing import Packing, TrainSample, pack_samples
 from meshrl.models.logprobs import PackedPolicy
 from meshrl.models.state import gather_state
+from meshrl.training.bench.throughput import matmul_parameters, peak_flops, step_flops
 from meshrl.training.config import OptimConfig, SchedulerConfig
 from meshrl.training.learner import Learner, StepError, UpdateError
-from meshrl.training.throughput import matmul_parameters, peak_flops, step_flops
 
 VOCAB = 16
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 import checkpoint_kit as kit
-from meshrl.training import checkpoint_files
-from meshrl.training.checkpoint import Checkpointer, CheckpointError
+from meshrl.training.checkpoints import files as checkpoint_files
+from meshrl.training.checkpoints.checkpointer import Checkpointer, CheckpointError
+from meshrl.training.checkpoints.saving_group import SavingGroup
 from meshrl.training.config import CheckpointConfig
-from meshrl.training.saving_group import SavingGroup
 
 
 class TwoRanks(SavingGroup):

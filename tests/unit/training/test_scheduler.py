@@ -1,7 +1,7 @@
 import pytest
 
 from meshrl.training.config import SchedulerConfig
-from meshrl.training.scheduler import learning_rate
+from meshrl.training.lr_schedule import learning_rate
 
 
 def rates(config: SchedulerConfig, max_steps: int | None, steps: int) -> list[float]:

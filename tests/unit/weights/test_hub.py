@@ -20,7 +20,7 @@ from meshrl.core.config.shared import ServerConfig
 from meshrl.core.readiness import READY_FILE
 from meshrl.weights import main
 from meshrl.weights.config import WeightsConfig
-from meshrl.weights.coordinator import Coordinator
+from meshrl.weights.coordinator.coordinator import Coordinator
 from meshrl.weights.hub import Hub
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import (

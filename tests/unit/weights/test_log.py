@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from meshrl.weights.log import DecisionLog, LogError
+from meshrl.weights.storage.log import DecisionLog, LogError
 
 ENTRIES: list[dict[str, Any]] = [{"kind": "staged", "version": n, "text": "x" * n} for n in range(5)]
 

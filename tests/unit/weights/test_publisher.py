@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 
 from meshrl.client import WeightSyncClient
 from meshrl.client.transfers import Attempts, while_moving
-from meshrl.trainer.progress import Progress
-from meshrl.trainer.publisher import Publisher, next_epoch
-from meshrl.trainer.uploading import Uploader
+from meshrl.trainer.publishing.progress import Progress
+from meshrl.trainer.publishing.publisher import Publisher, next_epoch
+from meshrl.trainer.publishing.uploading import Uploader
 from meshrl.wire import manifest as manifests
 from meshrl.wire import manifest_checks
 from meshrl.wire.errors import MeshError, Reason

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from meshrl.weights.coordinator import Coordinator
-from meshrl.weights.states import Send
+from meshrl.weights.coordinator.coordinator import Coordinator
+from meshrl.weights.coordinator.states import Send
 from meshrl.wire.types import AgentRegistration, AgentReport, AgentState, Sleep, Transport
 
 

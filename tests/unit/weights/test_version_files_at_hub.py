@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from meshrl.inference.host_files import map_files
-from meshrl.weights.store import VersionStore
+from meshrl.inference.agent.host_files import map_files
+from meshrl.weights.storage.store import VersionStore
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest import artifact_id, build_manifest, digest
 from meshrl.wire.types import ChunkEntry, FileEntry, Manifest, TensorEntry, Transport

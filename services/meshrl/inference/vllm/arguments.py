@@ -84,5 +84,5 @@ def engine_config(arguments: Any, *, headless: bool = False) -> Any:
         raise VllmError(f"vLLM refuses its arguments: {error}") from error
     asynchronous = bool(config.scheduler_config.async_scheduling)
     name = "OverlappedScheduler" if asynchronous else "SerialScheduler"
-    config.scheduler_config.scheduler_cls = f"meshrl.inference.vllm.scheduler.{name}"
+    config.scheduler_config.scheduler_cls = f"meshrl.inference.vllm.whole_completions.{name}"
     return config

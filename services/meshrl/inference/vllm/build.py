@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 
 from meshrl.core.config.shared import ModelConfig
 from meshrl.inference.config import InferenceConfig
-from meshrl.inference.live_weights import Layout, dtype_name
+from meshrl.inference.embedded.live_weights import Layout, dtype_name
 from meshrl.inference.vllm.arguments import engine_arguments, engine_config
 from meshrl.models.load import empty_model
 from meshrl.models.state import hf_state

@@ -24,6 +24,8 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from meshrl.inference.admission import check_request
+from meshrl.inference.embedded.live_weights import Layout
+from meshrl.inference.embedded.sleep import Sleeper
 from meshrl.inference.engine import (
     CollectiveSeat,
     EngineStats,
@@ -31,8 +33,6 @@ from meshrl.inference.engine import (
     HostVersion,
     TokenChunk,
 )
-from meshrl.inference.live_weights import Layout
-from meshrl.inference.sleep import Sleeper
 from meshrl.inference.vllm.adapters import AdapterStore, StagedAdapter
 from meshrl.inference.vllm.calls import RPC_DEADLINE_S, EngineCalls
 from meshrl.inference.vllm.installed import VllmError, client_errors

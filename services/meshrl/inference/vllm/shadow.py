@@ -25,8 +25,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.utils import initialize_model
 
-from meshrl.collective.digest import digest_bytes, sum128
 from meshrl.inference.vllm.installed import load_anew
+from meshrl.versions.collective.digest import digest_bytes, sum128
 
 HEADROOM_BYTES = 2**30
 Weights = Iterable[tuple[str, torch.Tensor]]  # by Hugging Face name

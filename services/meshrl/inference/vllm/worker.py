@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from meshrl.collective.digest import digest_bytes, sum128
-from meshrl.collective.receiving import Receiver
 from meshrl.inference.vllm.files import PortionReader
 from meshrl.inference.vllm.jobs import Job
 from meshrl.inference.vllm.shadow import Shadow, build_shadow, tried_shadow
+from meshrl.versions.collective.digest import digest_bytes, sum128
+from meshrl.versions.collective.receiving import Receiver
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest import root_of
 from meshrl.wire.manifest_file import from_json

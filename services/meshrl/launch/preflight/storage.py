@@ -11,7 +11,7 @@ from pathlib import Path
 from meshrl.core.paths import Layout
 from meshrl.launch.preflight.findings import Finding, Plan, error, note, warning
 from meshrl.launch.preflight.models import ModelSize, local_folder, stored_size
-from meshrl.trainer.transport import SHM, SHM_VERSIONS
+from meshrl.trainer.publishing.transport_choice import SHM, SHM_VERSIONS
 from meshrl.training.config import CheckpointConfig
 
 MASTER_BYTES = 4

@@ -1,0 +1,232 @@
+"""Builds, starts, drains and stops the gRPC server of a program, and runs the program's event loop until a signal."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import os
+import resource
+import signal
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+import grpc
+from grpc_health.v1 import health_pb2_grpc
+from loguru import logger
+from opentelemetry import trace
+
+from meshrl.core.config.base import ConfigError
+from meshrl.core.config.flags import flag
+from meshrl.core.disk import disk_trouble
+from meshrl.core.rpc.health import HealthServicer
+from meshrl.core.rpc.intercept import CallInterceptor
+from meshrl.core.rpc.reflection import add_reflection
+from meshrl.wire.errors import MeshError
+
+DEFAULT_MAX_MESSAGE_BYTES = 64 * 2**20
+MIN_PING_INTERVAL_S = 5.0
+SAY_GOODBYE_S = 5.0
+HEALTH_SERVICE = "grpc.health.v1.Health"
+OPEN_FILES = 65536
+BLOCKING_THREADS = 8
+"""For files and hashing. Python's own 32 of a large machine come up one by one, each with memory of its own."""
+MIN_OPEN_FILES = 256  # with fewer no program works
+# How long and how many calls wait for a busy event loop. Beyond its own limits (30 s; some of the calls after the first
+# 1,000, all after 3,000) gRPC cancels them without a line in any log. Here the deadline of each call is the limit.
+MAX_UNREQUESTED_S = 24 * 3600
+MAX_PENDING_CALLS = 65536
+
+
+class ListenConfig(Protocol):
+    """What a server needs to know: see `meshrl.core.config.shared.ServerConfig`."""
+
+    @property
+    def host(self) -> str: ...
+
+    @property
+    def port(self) -> int: ...
+
+    @property
+    def insecure(self) -> bool: ...
+
+
+class GrpcServer:
+    """One server with health per service, reflection and the mesh's call interceptor.
+
+    Order of use: `add` each service, `start`, `set_serving` when warm, `drain`.
+    Must be created on the event loop that runs it. Raises ConfigError for a bind that is not loopback, since there is
+    no TLS, unless `config.insecure` allows it.
+    """
+
+    def __init__(
+        self,
+        config: ListenConfig,
+        *,
+        max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+        min_ping_interval_s: float = MIN_PING_INTERVAL_S,
+        tracer: trace.Tracer | None = None,
+    ) -> None:
+        check_bind(config)
+        self._config = config
+        self._services: list[str] = []
+        self._health = HealthServicer()
+        self._calls = CallInterceptor(tracer or trace.get_tracer("meshrl.server"))
+        self._server = grpc.aio.server(
+            interceptors=[self._calls], options=server_options(max_message_bytes, min_ping_interval_s)
+        )
+
+    @property
+    def in_flight(self) -> int:
+        """Calls to the added services that are being served."""
+        return self._calls.in_flight
+
+    def add(self, service: str, adder: Callable[[Any, Any], None], servicer: object) -> None:
+        """Adds a service by its full name, with the generated `add_XServicer_to_server`."""
+        adder(servicer, self._server)
+        self._services.append(service)
+
+    async def start(self) -> int:
+        """Binds and starts; returns the port. Every service is NOT_SERVING until `set_serving`.
+
+        Raises ConfigError when the address cannot be bound.
+        """
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        self._health.set(self._services, serving=False)
+        add_reflection((*self._services, HEALTH_SERVICE), self._server)
+        host, port = self._config.host, self._config.port
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        try:
+            bound = self._server.add_insecure_port(address)
+        except RuntimeError as error:  # how grpc says that it could not bind
+            raise ConfigError(
+                f"cannot listen on {address}: {error}; set another server.port, or 0 for a free one"
+            ) from error
+        await self._server.start()
+        return int(bound)
+
+    def set_serving(self) -> None:
+        """Health answers SERVING for every service: the program is warm."""
+        self._health.set(self._services, serving=True)
+
+    def set_not_serving(self) -> None:
+        """Health answers NOT_SERVING for every service; calls are still taken."""
+        self._health.set(self._services, serving=False)
+
+    async def drain(self, grace_s: float) -> None:
+        """Stops in order: NOT_SERVING, refuse new calls with DRAINING, wait for those in flight, stop.
+
+        Calls that still run after `grace_s` are cancelled. Health and reflection answer until the end.
+        """
+        self.set_not_serving()
+        self._calls.refusing = True
+        if not await self._calls.wait_idle(grace_s):
+            logger.warning("cancelling {} calls that did not end within {:g} s", self._calls.in_flight, grace_s)
+            why = f"it shuts down and has waited for {grace_s:g} s"
+            await self._calls.cut_off(why, SAY_GOODBYE_S)
+        await self._server.stop(None)
+
+
+def server_options(max_message_bytes: int, min_ping_interval_s: float) -> list[tuple[str, int]]:
+    """Returns the gRPC server arguments: limits, and pings of idle clients tolerated at `min_ping_interval_s`."""
+    return [
+        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.http2.min_ping_interval_without_data_ms", round(min_ping_interval_s * 1000)),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.keepalive_time_ms", 30_000),
+        ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.http2.lookahead_bytes", 4 * 2**20),
+        ("grpc.server_max_unrequested_time_in_server", MAX_UNREQUESTED_S),
+        ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
+        ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
+        ("grpc.so_reuseport", 0),  # a port in use is an error, not a second server behind it
+    ]
+
+
+def check_bind(config: ListenConfig) -> None:
+    """Raises ConfigError unless the host is loopback or `insecure` allows others."""
+    if not config.insecure and not is_loopback(config.host):
+        raise ConfigError(
+            f"server.host is {config.host}, which others can reach, and there is no TLS; "
+            f"use 127.0.0.1, or allow it with {flag('server.insecure')}"
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """True for addresses that only this machine reaches."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name: only this one is known to stay here
+        return host == "localhost"
+
+
+def run(
+    main: Callable[[asyncio.Event], Coroutine[Any, Any, int]], *, blocking_threads: int | None = BLOCKING_THREADS
+) -> int:
+    """Runs a program's coroutine on a new event loop; returns its exit code.
+
+    SIGTERM and SIGINT set the event that `main` is given; a second signal ends the process at once. An error that
+    `main` raises is logged and becomes exit code 1 (2 for ConfigError). Raises the limit of open files first.
+    `blocking_threads` is how many threads `asyncio.to_thread` has; None is as many as Python gives the machine.
+    """
+    try:
+        raise_open_file_limit()
+    except ConfigError as error:
+        logger.error("{}", error)
+        return 2
+    interrupted = signal.getsignal(signal.SIGINT) or signal.SIG_DFL
+    try:
+        return asyncio.run(_run(main, blocking_threads))
+    finally:
+        signal.signal(signal.SIGINT, interrupted)  # the loop leaves Python's own there, which ends in a traceback
+
+
+async def _run(main: Callable[[asyncio.Event], Coroutine[Any, Any, int]], blocking_threads: int | None) -> int:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    if blocking_threads is not None:
+        loop.set_default_executor(ThreadPoolExecutor(blocking_threads, thread_name_prefix="blocking"))
+
+    def on_signal(signum: signal.Signals) -> None:
+        if stop.is_set():
+            logger.warning("second {}: leaving at once", signum.name)
+            os._exit(128 + signum)
+        logger.info("{}: draining; once more ends the process at once", signum.name)
+        stop.set()
+
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, on_signal, signum)
+    try:
+        return await main(stop)
+    except ConfigError as error:
+        logger.error("{}", error)
+        return 2
+    except MeshError as error:
+        logger.error("{}", error)
+        return 1
+    except Exception as error:  # noqa: BLE001  # last stop of the process: the log has the traceback, the exit code says failure
+        if (trouble := disk_trouble(error)) is not None:
+            logger.error("{}", trouble)
+        else:
+            logger.exception("the program failed")
+        return 1
+    finally:
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(signum)
+
+
+def raise_open_file_limit() -> None:
+    """Raises the soft limit of open files as far as is allowed: each rollout and stream takes one.
+
+    Raises ConfigError where a program could not work with what is allowed.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    if hard != resource.RLIM_INFINITY and hard < MIN_OPEN_FILES:
+        raise ConfigError(
+            f"this process may have {hard} open files, and a program of the mesh needs at least {MIN_OPEN_FILES}, "
+            "thousands with many rollouts; raise the hard limit before it starts (ulimit -Hn 65536, as root)"
+        )

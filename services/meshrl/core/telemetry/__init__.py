@@ -1,0 +1,1 @@
+"""What every program says about itself: logs, traces, metrics."""

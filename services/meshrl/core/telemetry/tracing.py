@@ -1,0 +1,136 @@
+"""Sets up tracing for one program: OTLP JSON lines in a file always, OTLP over HTTP where an endpoint is given.
+
+Span names are the constants here. What crosses process borders is text: see `meshrl.wire.trace`, whose functions are
+offered here too.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from loguru import logger
+from opentelemetry import trace
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import SpanLimits, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
+
+from meshrl.core.telemetry.otlp_file import JsonLinesSpanExporter
+from meshrl.wire.trace import context_from, current_traceparent, format_traceparent, link_from, links_from
+
+STEP_SPAN = "rl.step"
+ROLLOUT_SPAN = "rl.rollout"
+BATCH_SPAN = "rl.batch"
+TRAIN_SPAN = "rl.train"
+TRAIN_FORWARD_BACKWARD_SPAN = "rl.train.forward_backward"
+TRAIN_OPTIMIZER_SPAN = "rl.train.optimizer"
+TRAIN_PUBLISH_SPAN = "rl.train.publish"
+SYNC_SPAN = "rl.sync"
+SYNC_PREPARE_SPAN = "rl.sync.prepare"
+SYNC_PAUSE_SPAN = "rl.sync.pause"
+SYNC_APPLY_SPAN = "rl.sync.apply"
+
+ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+# A train span links to every rollout of its batch; the SDK's own limit is 128.
+MAX_LINKS = 8192
+_EXPORT_EVERY_MS = 1000
+
+__all__ = [
+    "BATCH_SPAN",
+    "ROLLOUT_SPAN",
+    "STEP_SPAN",
+    "SYNC_APPLY_SPAN",
+    "SYNC_PAUSE_SPAN",
+    "SYNC_PREPARE_SPAN",
+    "SYNC_SPAN",
+    "TRAIN_FORWARD_BACKWARD_SPAN",
+    "TRAIN_OPTIMIZER_SPAN",
+    "TRAIN_PUBLISH_SPAN",
+    "TRAIN_SPAN",
+    "Tracing",
+    "build_provider",
+    "context_from",
+    "current_traceparent",
+    "format_traceparent",
+    "link_from",
+    "links_from",
+    "setup_tracing",
+    "traceparent_of",
+]
+
+
+def traceparent_of(span: trace.Span) -> str:
+    """Returns the W3C trace context of a span, or "" while tracing is off."""
+    return format_traceparent(span.get_span_context())
+
+
+class Tracing(trace.Tracer):
+    """The tracer of a program, with an end: `close` writes what is still buffered."""
+
+    def __init__(self, tracer: trace.Tracer, provider: TracerProvider | None) -> None:
+        self._tracer = tracer
+        self._provider = provider
+
+    @property
+    def tracer(self) -> trace.Tracer:
+        """The OpenTelemetry tracer behind this one."""
+        return self._tracer
+
+    def start_span(self, *args: Any, **kwargs: Any) -> trace.Span:
+        return self._tracer.start_span(*args, **kwargs)
+
+    @contextmanager
+    def start_as_current_span(self, *args: Any, **kwargs: Any) -> Iterator[trace.Span]:  # type: ignore[override]  # a plain context manager is all that callers use
+        with self._tracer.start_as_current_span(*args, **kwargs) as span:
+            yield span
+
+    def close(self) -> None:
+        """Exports what is buffered and stops; blocks for as long as that takes. Spans after it are lost."""
+        if self._provider is not None:
+            self._provider.shutdown()
+
+
+def setup_tracing(service_name: str, traces_dir: Path | None, max_mib: int | None = None) -> Tracing:
+    """Sets up tracing for the whole process and returns its tracer.
+
+    Spans go to `traces_dir/<service_name>.jsonl`, which keeps the latest `max_mib`, and to a collector where
+    OTEL_EXPORTER_OTLP_ENDPOINT is set. With neither, tracing stays off and costs next to nothing. Call once, after
+    child processes were started.
+    """
+    exporters: list[SpanExporter] = []
+    if traces_dir is not None:
+        max_bytes = None if max_mib is None else max_mib * 2**20
+        exporters.append(JsonLinesSpanExporter(traces_dir / f"{service_name}.jsonl", max_bytes))
+    collector = _collector_exporter(os.environ)
+    if collector is not None:
+        exporters.append(collector)
+    if not exporters:
+        return Tracing(trace.get_tracer("meshrl"), None)
+    provider = build_provider(service_name, exporters)
+    trace.set_tracer_provider(provider)
+    return Tracing(provider.get_tracer("meshrl"), provider)
+
+
+def build_provider(service_name: str, exporters: list[SpanExporter]) -> TracerProvider:
+    """Returns a provider that exports in the background, without making it the process's own."""
+    resource = Resource.create(
+        {"service.name": service_name, "service.namespace": "meshrl", "process.pid": os.getpid()}
+    )
+    provider = TracerProvider(resource=resource, span_limits=SpanLimits(max_links=MAX_LINKS))
+    for exporter in exporters:
+        provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=_EXPORT_EVERY_MS))
+    return provider
+
+
+def _collector_exporter(environment: Mapping[str, str]) -> SpanExporter | None:
+    if not any(environment.get(name) for name in ENDPOINT_VARIABLES):
+        return None
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    except ImportError:
+        logger.warning("no traces to the collector: install opentelemetry-exporter-otlp-proto-http")
+        return None
+    return OTLPSpanExporter()

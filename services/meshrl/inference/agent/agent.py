@@ -1,0 +1,400 @@
+"""The agent beside an engine: dials the weight hub, brings new versions in, and swaps them under running requests.
+
+Fed by the hub's commands, it prepares versions while the engine generates and pauses it only to swap. The rules are in
+`agent_states`; this shell waits, fetches and reports. A hub that is away is called again while the engine serves on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import platform
+import random
+import time
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from loguru import logger
+
+from meshrl.client import WeightSyncClient
+from meshrl.inference.agent.fetching import VersionFetcher
+from meshrl.inference.agent.host_files import Spool
+from meshrl.inference.agent.states import (
+    Action,
+    AgentMachine,
+    CancelFetch,
+    Leave,
+    ResumeEngine,
+    StartApply,
+    StartFetch,
+    StartJoin,
+    StartSleep,
+    Tell,
+    fault_of,
+)
+from meshrl.inference.agent.version_loader import VersionBringer
+from meshrl.inference.config import InferenceConfig
+from meshrl.inference.engine import Engine
+from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.types import (
+    AgentFault,
+    AgentRegistration,
+    AgentReport,
+    AgentState,
+    ApplyReport,
+    JoinGroup,
+    Lease,
+    Manifest,
+    Transport,
+    VersionKind,
+)
+
+_PERMANENT = frozenset({Reason.CONTRACT_MISMATCH, Reason.INVALID_REQUEST, Reason.NOT_SUPPORTED})
+APPLY_DEADLINE_S = 60.0
+SLEEP_DEADLINE_S = 240.0  # beyond what an engine gives itself
+BACKOFF_S = (0.1, 5.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Prepared:
+    """What is staged, or needs no staging because the live weights have its root."""
+
+    manifest: Manifest
+    artifact_id: str
+    adopt: bool
+    prepare_s: float
+
+
+class WeightAgent:
+    """Keeps one engine on the hub's version. `run` ends when `stop` is set or the hub asks the agent to leave."""
+
+    def __init__(
+        self,
+        client: WeightSyncClient,
+        engine: Engine,
+        config: InferenceConfig,
+        address: str,
+        *,
+        fetch_stall_s: float = 30.0,
+        hold_deadline_s: float = 30.0,
+        sleep_deadline_s: float = SLEEP_DEADLINE_S,
+        spool_dir: Path | None = None,
+    ) -> None:
+        """`address` is the host:port at which the engine serves.
+
+        fetch_stall_s: give up a fetch after this long without a new chunk; hold_deadline_s: end a gang's pause if the
+        hub never does; sleep_deadline_s: for the engine to fall asleep or wake up; spool_dir: where streamed versions
+        become files for engines that want files, /dev/shm where there is one and it has room.
+        """
+        self._client = client
+        self._engine = engine
+        self._engine_id, self._engine_pool = config.engine_id or address, config.engine_pool
+        self._url = f"http://{address}"
+        spool = Spool(spool_dir, self._engine_id) if engine.stages_from_files else None
+        self._bringer = VersionBringer(client, engine, VersionFetcher(client, stall_s=fetch_stall_s, spool=spool))
+        self._hold_deadline_s, self._sleep_deadline_s = hold_deadline_s, sleep_deadline_s
+        self.machine = AgentMachine(version=engine.version)
+        self._lease: Lease | None = None
+        self._outbox: asyncio.Queue[AgentReport] = asyncio.Queue()
+        self._leave = asyncio.Event()
+        self._defect: BaseException | None = None
+        self._fetch_task: asyncio.Task[None] | None = None
+        self._join_task: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._hold_timer: asyncio.Task[None] | None = None
+        self._prepared: _Prepared | None = None
+        self._live_root = b""
+        self._held: tuple[float, ApplyReport] | None = None  # when the held pause began, and what was applied
+
+    # --- life -----------------------------------------------------------------------------------
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Registers and follows the hub. Raises what waiting cannot mend: CONTRACT_MISMATCH, or a defect."""
+        self._live_root = self._engine.root or await self._engine.weights_root()
+        leaving = asyncio.create_task(_either(stop, self._leave))
+        wait_s = BACKOFF_S[0]
+        try:
+            while not leaving.done():
+                began_s = time.monotonic()
+                await self._follow_until(leaving)
+                if time.monotonic() - began_s > BACKOFF_S[1]:
+                    wait_s = BACKOFF_S[0]
+                await asyncio.wait({leaving}, timeout=wait_s * random.uniform(0.5, 1.0))
+                wait_s = min(2 * wait_s, BACKOFF_S[1])
+        finally:
+            leaving.cancel()
+            await self._wind_down()
+        if self._defect is not None:
+            raise self._defect
+
+    async def _follow_until(self, leaving: asyncio.Task[None]) -> None:
+        following = asyncio.create_task(self._follow())
+        try:
+            await asyncio.wait({following, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            following.cancel()
+            await asyncio.wait({following})
+        error = None if following.cancelled() else following.exception()
+        if isinstance(error, MeshError) and error.reason not in _PERMANENT:
+            logger.warning("the weight hub is away: {}; calling again", error)
+        elif error is not None:
+            raise error
+
+    async def _wind_down(self) -> None:
+        """Ends the fetch, lets a swap come to its end, and never leaves a held engine paused."""
+        self._cancel_fetch()
+        self._cancel_join()
+        if self._tasks:
+            await asyncio.wait(set(self._tasks), timeout=APPLY_DEADLINE_S)
+        if self.machine.held:
+            await self._resume()
+
+    async def _follow(self) -> None:
+        """One registration and its session; returns when the hub ends it."""
+        held = self._engine.version if self.machine.version is not None else None
+        seat = self._engine.collective
+        self._lease = await self._client.register(
+            AgentRegistration(
+                engine_id=self._engine_id,
+                url=self._url,
+                engine_pool=self._engine_pool,
+                transports=(Transport.FILESYSTEM, Transport.STREAM, *(() if seat is None else (Transport.NCCL,))),
+                layout_signature=self._bringer.signature,
+                held_version=held,
+                held_root=self._live_root if held is not None else b"",
+                collective_ranks=0 if seat is None else seat.ranks,
+                collective_backend="" if seat is None else seat.backend,
+                host=platform.node(),
+                can_sleep=self._engine.can_sleep,
+            )
+        )
+        self._outbox = asyncio.Queue()
+        self._perform(self.machine.connected())
+        logger.info("registered at the weight hub as {}", self._engine_id)
+        async for command in self._client.session(self._reports(self._lease)):
+            logger.debug("from the hub: {}", command)
+            self._perform(self.machine.command(command))
+
+    async def _reports(self, lease: Lease) -> AsyncIterator[AgentReport]:
+        """Yields what there is to tell, and a heartbeat at least three times a lease."""
+        outbox = self._outbox
+        while True:
+            try:
+                yield await asyncio.wait_for(outbox.get(), lease.lease_s / 3)
+            except TimeoutError:
+                if self._changed_by_hand():  # a new session: the hub then has its own version served again
+                    logger.warning("weights were loaded by hand as version {}: registering anew", self._engine.version)
+                    return
+                yield self._report(Tell())
+
+    def _report(self, tell: Tell) -> AgentReport:
+        machine = self.machine
+        target = machine.target
+        version, artifact_id = tell.target_version, tell.target_artifact_id
+        if target is not None and not artifact_id and not (tell.of_group and machine.state is not AgentState.PREPARED):
+            version, artifact_id = target.version, target.artifact_id
+        return AgentReport(
+            lease_id=self._lease.lease_id if self._lease is not None else "",
+            state=machine.state,
+            serving_version=machine.version,
+            target_version=version,
+            fault=tell.fault,
+            applied=tell.applied,
+            group_generation=machine.group,
+            target_artifact_id=artifact_id,
+            sleeping=self._engine.sleeping,
+            sleep_answered=machine.sleep_answered,
+        )
+
+    def _changed_by_hand(self) -> bool:
+        """Whether an admin route has loaded other weights than those that the hub was told of."""
+        root = self._engine.root
+        if root is None or root == self._live_root or not self.machine.displaced(self._engine.version):
+            return False
+        self._live_root = root
+        return True
+
+    # --- actions --------------------------------------------------------------------------------
+
+    def _perform(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            match action:
+                case Tell():
+                    self._outbox.put_nowait(self._report(action))
+                case StartFetch():
+                    self._cancel_fetch()
+                    self._fetch_task = self._spawn(self._fetch(action.version, action.artifact_id))
+                case CancelFetch():
+                    self._cancel_fetch()
+                case StartApply():
+                    self._spawn(self._apply(action))
+                case ResumeEngine():
+                    self._spawn(self._resume())
+                case StartJoin():
+                    self._cancel_join()
+                    self._join_task = self._spawn(self._join(action.group))
+                case StartSleep():
+                    self._spawn(self._sleep(action.number))
+                case Leave():
+                    self._leave.set()
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._over)
+        return task
+
+    def _over(self, task: asyncio.Task[None]) -> None:
+        """A task that failed has left the engine as nobody expects it, perhaps paused: the agent ends with it."""
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._defect = error
+            self._leave.set()
+
+    def _cancel_fetch(self) -> None:
+        if self._fetch_task is not None:
+            self._fetch_task.cancel()
+        self._fetch_task, self._prepared = None, None
+
+    def _cancel_join(self) -> None:
+        if self._join_task is not None:
+            self._join_task.cancel()
+        self._join_task = None
+
+    async def _join(self, group: JoinGroup) -> None:
+        try:
+            await self._engine.join_group(group)
+        except Exception as error:  # noqa: BLE001 (whatever it was, the publisher goes on without this engine)
+            logger.warning("group {} was not joined: {!r}", group.generation, error)
+            self._perform(self.machine.join_failed(group, fault_of(error)))
+            return
+        logger.info("joined group {}", group.generation)
+        self._perform(self.machine.joined(group))
+
+    async def _sleep(self, number: int) -> None:
+        fault = None
+        try:
+            await self._within_sleep_deadline("falling asleep", self._engine.sleep())
+        except Exception as error:  # noqa: BLE001 (the engine says itself whether it may serve on)
+            logger.error("the engine does not sleep: {}", error)
+            fault = fault_of(error)
+        self._perform(self.machine.slept(number, fault))
+
+    async def _within_sleep_deadline(self, doing: str, work: Awaitable[object]) -> None:
+        try:
+            await asyncio.wait_for(work, self._sleep_deadline_s)
+        except TimeoutError as error:
+            raise MeshError(Reason.DEADLINE_PASSED, f"{doing} took longer than {self._sleep_deadline_s:g} s") from error
+
+    async def _fetch(self, version: int, artifact_id: str) -> None:
+        began_s = time.monotonic()
+        try:
+            manifest, adopt = await self._stage(version, artifact_id)
+        except Exception as error:  # noqa: BLE001 (nothing was applied: the old version stays, and the hub must hear)
+            logger.opt(exception=not isinstance(error, MeshError)).error("version {} is refused: {!r}", version, error)
+            self._perform(self.machine.fetch_failed(artifact_id, fault_of(error)))
+            return
+        prepare_s = time.monotonic() - began_s
+        self._prepared = _Prepared(manifest=manifest, artifact_id=artifact_id, adopt=adopt, prepare_s=prepare_s)
+        logger.info("version {} is prepared in {:.3f} s", version, prepare_s)
+        self._perform(self.machine.fetched(artifact_id))
+
+    async def _stage(self, version: int, artifact_id: str) -> tuple[Manifest, bool]:
+        generation = self.machine.group
+        await self._within_sleep_deadline("waking up", self._engine.wake())
+        manifest = await self._bringer.manifest(version, artifact_id)
+        through_group = manifest.transport is Transport.NCCL
+        # Who is in a group takes what is broadcast, or the others would wait for it. An adapter alone says nothing of
+        # the weights it is for.
+        if not through_group and manifest.kind is VersionKind.FULL and manifest.result_root == self._live_root:
+            return manifest, True
+        try:
+            await self._bringer.bring(manifest, artifact_id)
+        except BaseException:  # refused or abandoned: then the others must not wait for this engine either
+            if through_group:
+                await asyncio.shield(self._leave_group(generation))
+            raise
+        return manifest, False
+
+    async def _leave_group(self, generation: int | None) -> None:
+        actions = self.machine.group_lost(generation)
+        if actions:  # else it is in a newer one already
+            self._perform(actions)
+            await self._engine.leave_group()
+
+    async def _apply(self, action: StartApply) -> None:
+        prepared = self._prepared
+        began_s = time.monotonic()
+        try:
+            if prepared is None or prepared.artifact_id != action.artifact_id:
+                raise MeshError(Reason.ENGINE_FAILED, f"version {action.version} is not staged")
+            async with asyncio.timeout(APPLY_DEADLINE_S):
+                kept = await self._swap(prepared, action)
+        except (MeshError, TimeoutError) as error:
+            reason = error.reason if isinstance(error, MeshError) else Reason.DEADLINE_PASSED
+            self._poison(action.version, reason, str(error))
+            return
+        except Exception as error:  # noqa: BLE001 (whatever it was, the weights may be torn: the engine stays paused)
+            self._poison(action.version, Reason.ENGINE_FAILED, repr(error))
+            return
+        self._prepared, self._live_root = None, prepared.manifest.result_root
+        report = ApplyReport(
+            version=action.version,
+            root=prepared.manifest.result_root,
+            pause_s=time.monotonic() - began_s if action.hold or not prepared.adopt else 0.0,
+            prepare_s=prepared.prepare_s,
+            requests_kept=kept,
+        )
+        if action.hold:
+            self._held = (began_s, report)
+            self._hold_timer = asyncio.create_task(self._end_hold(action.version))
+        else:
+            logger.info("version {} is served, pause {:.4f} s, {} requests kept", action.version, report.pause_s, kept)
+        self._perform(self.machine.applied(action.artifact_id, report))
+
+    async def _swap(self, prepared: _Prepared, action: StartApply) -> int:
+        engine, version, root = self._engine, action.version, prepared.manifest.result_root
+        if prepared.adopt and not action.hold:  # the very weights that are live: nothing to stand still for
+            await engine.adopt(version, root)
+            return engine.in_flight
+        kept = await engine.pause()
+        await (engine.adopt(version, root) if prepared.adopt else engine.apply(version, root))
+        if not action.hold:
+            await engine.resume()
+        return kept
+
+    async def _end_hold(self, version: int) -> None:
+        """Resumes a held engine on its own when the hub does not: the version is decided, so it may be served."""
+        await asyncio.sleep(self._hold_deadline_s)
+        if self.machine.held and self.machine.version == version:
+            logger.warning("no resume came for version {} in {:g} s; going on alone", version, self._hold_deadline_s)
+            self._spawn(self._resume())
+
+    async def _resume(self) -> None:
+        held, self._held = self._held, None
+        timer, self._hold_timer = self._hold_timer, None
+        if timer is not None:
+            timer.cancel()
+        if held is None:
+            return
+        began_s, report = held
+        await self._engine.resume()
+        report = replace(report, pause_s=time.monotonic() - began_s)
+        logger.info("version {} is served, held pause {:.4f} s", report.version, report.pause_s)
+        self._perform(self.machine.resumed(report))
+
+    def _poison(self, version: int, reason: Reason, message: str) -> None:
+        logger.error(
+            "applying version {} failed, the engine serves nothing until it is seeded again: {}", version, message
+        )
+        self._prepared, self._live_root = None, b""
+        self._perform(self.machine.apply_failed(AgentFault(reason=reason.name, message=message)))
+
+
+async def _either(first: asyncio.Event, second: asyncio.Event) -> None:
+    waits = [asyncio.create_task(first.wait()), asyncio.create_task(second.wait())]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()

@@ -1,0 +1,174 @@
+"""Versions that lie in files of this host: mapped rather than read, hashed by all cores, never a second copy in memory.
+
+A version on a shared filesystem is used where its publisher wrote it. One that comes in chunks lies in a buffer, or,
+for an engine whose model lives in other processes, in a safetensors file in shared memory that those processes read.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from meshrl.core.paths import spool_name
+from meshrl.versions.dtypes import TORCH_DTYPES
+from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.manifest import TensorPlan
+from meshrl.wire.manifest_file import open_regular, safetensors_header
+from meshrl.wire.types import FileEntry, Manifest, TensorEntry
+
+SHARED_MEMORY = Path("/dev/shm")
+SPARE_BYTES = 2**28  # left free in shared memory: vLLM and torch use it as well
+
+Bytes = NDArray[np.uint8]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class HostBytes:
+    """A version's byte stream on this host: `parts` are (offset, bytes); `own` is a file that goes with it."""
+
+    parts: tuple[tuple[int, Bytes], ...]
+    files: tuple[Path, ...] = ()
+    own: Path | None = None
+
+    def of(self, entry: TensorEntry) -> Bytes:
+        """The bytes of a tensor; a view, but for one that lies in several files."""
+        pieces = []
+        end = entry.offset + entry.num_bytes
+        for offset, data in self.parts:
+            at, stop = max(entry.offset, offset), min(end, offset + len(data))
+            if at < stop:
+                pieces.append(data[at - offset : stop - offset])
+        return pieces[0] if len(pieces) == 1 else np.concatenate([np.empty(0, np.uint8), *pieces])
+
+    def tensors(self, manifest: Manifest) -> dict[str, torch.Tensor]:
+        """Tensors by name, as views where `of` gives views."""
+        made: dict[str, torch.Tensor] = {}
+        for entry in manifest.tensors:
+            dtype = TORCH_DTYPES[entry.dtype]
+            made[entry.name] = (
+                torch.frombuffer(self.of(entry), dtype=dtype).reshape(entry.shape)
+                if entry.num_bytes
+                else torch.empty(entry.shape, dtype=dtype)
+            )
+        return made
+
+    def wrong_tensor(self, manifest: Manifest, stop: threading.Event) -> str | None:
+        """Name of the first tensor whose digest is not the manifest's; None: all are right. Blocking.
+
+        Ends early, with None, once `stop` is set: then nobody wants to know.
+        """
+        for entry in manifest.tensors:
+            if stop.is_set():
+                return None
+            if not self.is_sound(entry):
+                return entry.name
+        return None
+
+    def is_sound(self, entry: TensorEntry) -> bool:
+        """Whether a tensor's digest is the manifest's. Blocking."""
+        return blake3(self.of(entry).data, max_threads=blake3.AUTO).digest() == entry.digest
+
+    def release(self) -> None:
+        """Deletes the file of its own; who has mapped it keeps the bytes."""
+        if self.own is not None:
+            self.own.unlink(missing_ok=True)
+            with suppress(OSError):  # another version is in it, or it is gone already
+                self.own.parent.rmdir()
+
+
+def map_files(entries: Sequence[FileEntry]) -> HostBytes:
+    """Maps a publisher's files. Raises OSError for one that is missing, unreadable, too short or not a regular one.
+
+    A publisher writes a file under another name first and never changes it afterwards, so it is not cut short below a
+    mapping.
+    """
+    parts = []
+    for entry in entries:
+        fd = open_regular(entry.path)
+        try:
+            size = os.fstat(fd).st_size
+            if size < entry.num_bytes:
+                raise OSError(f"{entry.path} has {size} bytes, fewer than the {entry.num_bytes} of the version in it")
+            if entry.num_bytes:
+                # Private rather than read-only: torch makes no tensors over memory that cannot be written.
+                mapped = mmap.mmap(fd, size, access=mmap.ACCESS_COPY)
+                start = size - entry.num_bytes  # the payload is the end of its file
+                parts.append((entry.offset, np.frombuffer(mapped, dtype=np.uint8)[start:]))
+        finally:
+            os.close(fd)
+    return HostBytes(parts=tuple(parts), files=tuple(Path(entry.path) for entry in entries))
+
+
+def empty_bytes(manifest: Manifest) -> HostBytes:
+    """Room for a version in this process's memory."""
+    return HostBytes(parts=((0, np.empty(manifest.num_bytes, dtype=np.uint8)),))
+
+
+class Spool:
+    """Where versions that came in chunks become files: a folder of one engine's own, which its next start empties."""
+
+    def __init__(self, folder: Path | None, engine_id: str) -> None:
+        """`folder`: where to put that folder; None is shared memory, or the temporary folder while that is full."""
+        self._name = spool_name(engine_id)
+        self._choices = [folder] if folder is not None else [SHARED_MEMORY, Path(tempfile.gettempdir())]
+        for choice in self._choices:
+            shutil.rmtree(choice / self._name, ignore_errors=True)  # of an engine that was killed
+
+    def room_for(self, manifest: Manifest) -> HostBytes:
+        """A safetensors file for a version, all of it allocated, its payload to be filled.
+
+        Raises MeshError OVERLOADED: no room.
+        """
+        try:
+            return self._allocated(manifest)
+        except OSError as error:
+            raise no_room(manifest.version, self._choices, error) from error
+
+    def _allocated(self, manifest: Manifest) -> HostBytes:
+        header = safetensors_header(
+            [
+                TensorPlan(name=e.name, dtype=e.dtype, shape=e.shape, offset=e.offset, num_bytes=e.num_bytes)
+                for e in manifest.tensors
+            ]
+        )
+        size = len(header) + manifest.num_bytes
+        folder = self._folder(size)
+        folder.mkdir(parents=True, exist_ok=True)
+        fd, name = tempfile.mkstemp(dir=folder, prefix=f"version_{manifest.version}-", suffix=".safetensors")
+        path = Path(name)
+        try:
+            os.posix_fallocate(fd, 0, size)  # now, since a write to a page that cannot be had kills the process
+            os.pwrite(fd, header, 0)
+            payload = np.frombuffer(mmap.mmap(fd, size), dtype=np.uint8)[len(header) :]
+        except OSError:
+            with suppress(OSError):
+                path.unlink()
+            raise
+        finally:
+            os.close(fd)
+        return HostBytes(parts=((0, payload),), files=(path,), own=path)
+
+    def _folder(self, size: int) -> Path:
+        for choice in self._choices:
+            if choice.is_dir() and shutil.disk_usage(choice).free >= size + SPARE_BYTES:
+                return choice / self._name
+        return self._choices[-1] / self._name
+
+
+def no_room(version: int, folders: Sequence[Path], error: Exception) -> MeshError:
+    """What to do about a version that cannot be written to the first of `folders` that has room."""
+    where = " or ".join(map(str, folders))
+    text = f"version {version} cannot be written to {where} on this host: {error}; free some space there"
+    return MeshError(Reason.OVERLOADED, f"{text}, and it is brought here again")

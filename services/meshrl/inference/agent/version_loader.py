@@ -1,0 +1,72 @@
+"""Brings one version into an engine's shadow: its manifest from the hub, its bytes by whatever way they travel.
+
+Used by the agent for each version that it is told to prepare, while the engine generates. What it refuses has changed
+nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from meshrl.client import WeightSyncClient
+from meshrl.inference.agent.fetching import VersionFetcher
+from meshrl.inference.engine import Engine, HostVersion
+from meshrl.wire import manifest as manifests
+from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.types import Manifest, Transport, VersionKind
+
+
+class VersionBringer:
+    """Prepares versions for one engine. `signature` is that of the engine's layout."""
+
+    def __init__(self, client: WeightSyncClient, engine: Engine, fetcher: VersionFetcher) -> None:
+        self._client = client
+        self._engine = engine
+        self._fetcher = fetcher
+        self.signature = manifests.layout_signature(engine.layout())
+
+    async def manifest(self, version: int, artifact_id: str) -> Manifest:
+        """Asks the hub for a manifest. Raises MeshError VERSION_SUPERSEDED, DIGEST_MISMATCH."""
+        manifest, found = await self._client.get_manifest(version=version, artifact_id=artifact_id)
+        if found != artifact_id:
+            raise MeshError(Reason.VERSION_SUPERSEDED, f"version {version} is now artifact {found}, not {artifact_id}")
+        if await asyncio.to_thread(manifests.artifact_id, manifest) != artifact_id:
+            raise MeshError(Reason.DIGEST_MISMATCH, f"the manifest of version {version} does not match its artifact_id")
+        return manifest
+
+    async def bring(self, manifest: Manifest, artifact_id: str) -> None:
+        """Has the engine stage a version. Raises MeshError as `VersionFetcher.fetch`, `stage` and `receive` do."""
+        if manifest.layout_signature != self.signature:
+            raise MeshError(Reason.LAYOUT_MISMATCH, layout_difference(manifest, self._engine.layout()))
+        if manifest.transport is Transport.NCCL:
+            await self._engine.receive(manifest)
+            return
+        fetched = await self._fetcher.fetch(manifest, artifact_id)
+        try:
+            await self._engine.stage(
+                HostVersion(
+                    version=manifest.version, tensors=fetched.tensors, adapter=manifest.adapter, files=fetched.files
+                )
+            )
+        finally:
+            fetched.release()
+
+
+def layout_difference(manifest: Manifest, layout: Sequence[tuple[str, str, tuple[int, ...]]]) -> str:
+    """Says for a person where a version and the engine's model differ."""
+    if manifest.kind is VersionKind.LORA:
+        return f"the adapter of version {manifest.version} is for a base model of another layout than the engine's"
+    theirs = {entry.name: (entry.dtype, tuple(entry.shape)) for entry in manifest.tensors}
+    ours = {name: (dtype, tuple(shape)) for name, dtype, shape in layout}
+    missing, extra = sorted(ours.keys() - theirs.keys()), sorted(theirs.keys() - ours.keys())
+    changed = [name for name in sorted(ours.keys() & theirs.keys()) if ours[name] != theirs[name]]
+    parts = []
+    if missing:
+        parts.append(f"{len(missing)} tensors of the engine are missing, first {missing[0]!r}")
+    if extra:
+        parts.append(f"{len(extra)} are unknown to the engine, first {extra[0]!r}")
+    if changed:
+        name = changed[0]
+        parts.append(f"{len(changed)} differ, first {name!r}: version {theirs[name]}, engine {ours[name]}")
+    return f"version {manifest.version} does not fit the engine's model: " + "; ".join(parts)

@@ -1,0 +1,108 @@
+"""The weights that the embedded engine serves: builds a shadow beside them and swaps it in between two steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from meshrl.models.state import hf_state
+from meshrl.versions.dtypes import TORCH_DTYPES
+from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.manifest import digest, root_of
+
+MAX_NAMED_DIFFERENCES = 3
+_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+
+Layout = tuple[tuple[str, str, tuple[int, ...]], ...]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Shadow:
+    """A version's tensors on the engine's device, not live yet.
+
+    `tensors` are those that change; `base` are base weights that differ from what is live once they have.
+    """
+
+    version: int
+    tensors: Mapping[str, torch.Tensor]
+    base: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+class LiveWeights:
+    """Parameters and persistent buffers of one model, by Hugging Face name."""
+
+    def __init__(self, model: nn.Module) -> None:
+        own = dict(model.named_parameters()) | dict(model.named_buffers())
+        self._owners = {name: own[name] for name in hf_state(model)}
+        self._replaced: Mapping[str, torch.Tensor] = {}  # base weights in whose place merged ones are live
+        self.layout: Layout = tuple(
+            (name, dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in self._owners.items()
+        )
+
+    @property
+    def base(self) -> dict[str, torch.Tensor]:
+        """The weights of the newest whole version, whatever adapter is merged into the live ones."""
+        return {name: self._replaced.get(name, owner.detach()) for name, owner in self._owners.items()}
+
+    def stage(self, version: int, tensors: Mapping[str, torch.Tensor], *, copy: bool = True) -> Shadow:
+        """Takes a whole version, copied to the device of the live one, or as it is where `copy` is off.
+
+        Raises MeshError LAYOUT_MISMATCH naming what differs.
+        """
+        self._check(version, tensors)
+        shadow = {
+            name: tensors[name].detach().to(owner.device, copy=copy).contiguous()
+            for name, owner in self._owners.items()
+        }
+        return Shadow(version=version, tensors=shadow)
+
+    def stage_changes(self, version: int, merged: Mapping[str, torch.Tensor]) -> Shadow:
+        """Takes the base weights with `merged` ones in the place of some; what an earlier adapter changed goes back."""
+        base = self.base
+        return Shadow(
+            version=version,
+            tensors={name: base[name] for name in self._replaced} | dict(merged),
+            base={name: base[name] for name in merged},
+        )
+
+    def swap(self, shadow: Shadow) -> None:
+        """Makes the shadow live by exchanging storage: no bytes move; tied modules follow, as they share the owner."""
+        with torch.no_grad():
+            for name, tensor in shadow.tensors.items():
+                self._owners[name].data = tensor
+        self._replaced = shadow.base
+
+    def root(self) -> bytes:
+        """Root hash over the bytes of the live weights, as `wire.manifest` defines it."""
+        return root_of(
+            (name, dtype, shape, digest(tensor_bytes(self._owners[name]))) for name, dtype, shape in self.layout
+        )
+
+    def _check(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        differences = [f"missing {name}" for name in self._owners if name not in tensors]
+        differences += [f"unknown {name}" for name in tensors if name not in self._owners]
+        for name, dtype, shape in self.layout:
+            came = tensors.get(name)
+            if came is not None and (tuple(came.shape), dtype_name(came.dtype)) != (shape, dtype):
+                differences.append(f"{name} is {dtype} {shape}, got {dtype_name(came.dtype)} {tuple(came.shape)}")
+        if differences:
+            named = "; ".join(differences[:MAX_NAMED_DIFFERENCES])
+            more = len(differences) - MAX_NAMED_DIFFERENCES
+            raise MeshError(
+                Reason.LAYOUT_MISMATCH,
+                f"version {version} does not fit the served model: {named}{f'; and {more} more' if more > 0 else ''}",
+            )
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The wire's name of a torch dtype, such as "bfloat16"; torch's own where the wire has none."""
+    return _NAMES.get(dtype) or str(dtype).removeprefix("torch.")
+
+
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """Little-endian C-order bytes of a tensor, without a copy when it is contiguous on the CPU."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return memoryview(flat.numpy())  # type: ignore[arg-type]  # numpy arrays are buffers; its stubs say so from 3.12 on

@@ -1,0 +1,249 @@
+"""Runs one step of the model: takes what the scheduler planned, returns a sampled token for each decoding row.
+
+Shapes: R decoding rows, T tokens of the step (rows first, then prompt pieces), V vocabulary, K alternatives.
+"""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from loguru import logger
+from numpy.typing import NDArray
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import PreTrainedModel
+
+from meshrl.inference.embedded.cache import (
+    PLAN_ARGUMENT,
+    Segment,
+    SlotCache,
+    SlotLayer,
+    StepPlan,
+    bytes_per_slot,
+    probe_layers,
+    register_attention,
+)
+from meshrl.inference.embedded.sampler import BatchSampling, sample, uniforms
+from meshrl.inference.embedded.slots import PrefillPiece, SlotStore, SlotTable
+from meshrl.inference.engine import GREEDY_BELOW
+from meshrl.models.families import unpacked_reason
+
+RECOMPUTED_TOKENS = 8192  # in one forward pass, unless one sequence alone is longer
+GPU_BLOCK = 64
+# not cuDNN: it plans anew for every length, which takes longer than the step
+GPU_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepOutput:
+    """What one step sampled, on the host."""
+
+    token_ids: NDArray[np.int64]  # (R,)
+    logprobs: NDArray[np.float32]  # (R,)
+    raw_logprobs: NDArray[np.float32] | None  # (R,)
+    alternatives: tuple[NDArray[np.int64], NDArray[np.float32]] | None  # (R, K) each
+
+
+class RowStore(SlotStore, Protocol):
+    """Whatever a runner keeps of the slots between two steps."""
+
+    def clear_slot(self, slot: int) -> None: ...
+
+
+class ModelRunner(ABC):
+    """The model and how it is sampled; how its logits are computed is for the kinds below. Used by one thread."""
+
+    cache: RowStore
+
+    def __init__(self, model: PreTrainedModel, *, num_slots: int, max_len: int) -> None:
+        self.model = model
+        self.num_slots = num_slots
+        self.max_len = max_len
+        self.device = model.device
+        self._params = BatchSampling()
+
+    @abstractmethod
+    def _forward(self, table: SlotTable, pieces: Sequence[PrefillPiece]) -> torch.Tensor:
+        """(R, V) logits of the decoding rows."""
+
+    def step(self, table: SlotTable, pieces: Sequence[PrefillPiece]) -> StepOutput | None:
+        """Computes the decoding rows and the prompt pieces and samples the rows; None when no row decodes."""
+        rows = table.decoding
+        with torch.inference_mode():
+            logits_RV = self._forward(table, pieces)
+            if rows == 0:
+                return None
+            if table.changed:
+                self._params = self._read_params(table)
+                table.changed = False
+            self._forbid_early_stops(logits_RV, table)
+            live = table.slots[:rows]
+            uniforms_R = uniforms(live["key"], live["generated"].astype(np.uint64))
+            sampled = sample(logits_RV, torch.from_numpy(uniforms_R).to(self.device), self._params)
+            tops = None
+            if sampled.top_ids is not None and sampled.top_logprobs is not None:
+                tops = sampled.top_ids.cpu().numpy(), sampled.top_logprobs.cpu().numpy()
+            return StepOutput(
+                token_ids=sampled.token_ids.cpu().numpy(),
+                logprobs=sampled.logprobs.cpu().numpy(),
+                raw_logprobs=None if sampled.raw_logprobs is None else sampled.raw_logprobs.cpu().numpy(),
+                alternatives=tops,
+            )
+
+    def _read_params(self, table: SlotTable) -> BatchSampling:
+        """Turns the rows' parameters into tensors; leaves out what no row uses."""
+        live = table.slots[: table.decoding]
+        greedy = live["temperature"] < GREEDY_BELOW
+        temperature = np.where(greedy, np.float32(1.0), live["temperature"])
+        cuts_top_k, cuts_top_p, cuts_min_p = live["top_k"] > 0, live["top_p"] < 1.0, live["min_p"] > 0.0
+        cut_rows = np.flatnonzero(~greedy & (cuts_top_k | cuts_top_p | cuts_min_p))
+        vocabulary = self.model.config.get_text_config().vocab_size
+        top_k = np.where(cuts_top_k, np.minimum(live["top_k"], vocabulary), vocabulary)
+        params = [row.request.sampling for row in table.rows[: table.decoding]]
+
+        def column(values: NDArray[np.generic], wanted: bool) -> torch.Tensor | None:
+            return torch.from_numpy(values[cut_rows][:, None]).to(self.device) if wanted else None
+
+        return BatchSampling(
+            temperature=(
+                torch.from_numpy(temperature[:, None]).to(self.device) if (temperature != 1.0).any() else None
+            ),
+            greedy=torch.from_numpy(greedy).to(self.device) if greedy.any() else None,
+            cut_rows=torch.from_numpy(cut_rows).to(self.device) if len(cut_rows) else None,
+            min_p=column(live["min_p"], bool(cuts_min_p[cut_rows].any())),
+            top_k=column(top_k, bool(cuts_top_k[cut_rows].any())),
+            top_p=column(live["top_p"], bool(cuts_top_p[cut_rows].any())),
+            num_alternatives=max((each.top_logprobs for each in params), default=0),
+            raw=any(each.raw_logprobs for each in params),
+        )
+
+    def _forbid_early_stops(self, logits_RV: torch.Tensor, table: SlotTable) -> None:
+        live = table.slots[: table.decoding]
+        for slot in np.flatnonzero(live["generated"] < live["min_tokens"]):
+            stops = table.stop_SW[slot]
+            logits_RV[slot, torch.from_numpy(stops[stops >= 0]).to(self.device)] = -torch.inf
+
+
+class SlotRunner(ModelRunner):
+    """The model with its slot cache: a token costs one token's work. For models with packed attention."""
+
+    def __init__(self, model: PreTrainedModel, *, num_slots: int, max_len: int, kv_cache_bytes: int | None) -> None:
+        """Allocates the cache; with a bound on its bytes there may be fewer slots than asked for.
+
+        Raises: ValueError when not even one slot fits.
+        """
+        register_attention(model)
+        states = probe_layers(model)
+        slot_bytes = bytes_per_slot(states, max_len)
+        if kv_cache_bytes is not None:
+            num_slots = min(num_slots, kv_cache_bytes // slot_bytes)
+        if num_slots < 1:
+            raise ValueError(
+                f"one sequence of max_model_len {max_len} takes {slot_bytes} bytes of KV cache, more than the bound of "
+                f"{kv_cache_bytes}; raise kv_cache_bytes or lower max_model_len"
+            )
+        super().__init__(model, num_slots=num_slots, max_len=max_len)
+        self.cache: SlotCache = SlotCache([SlotLayer(num_slots, max_len, key, value) for key, value in states])
+
+    def _forward(self, table: SlotTable, pieces: Sequence[PrefillPiece]) -> torch.Tensor:
+        """(R, V) logits of the decoding rows."""
+        rows = table.decoding
+        token_ids, positions = table.decode_inputs()
+        slots = np.arange(rows)
+        segments: list[Segment] = []
+        if pieces:
+            lengths = [len(piece.tokens) for piece in pieces]
+            offsets = rows + np.cumsum([0, *lengths[:-1]])
+            segments = [
+                Segment(piece.row.slot, piece.start, length, int(offset))
+                for piece, length, offset in zip(pieces, lengths, offsets, strict=True)
+            ]
+            token_ids = np.concatenate([token_ids, *(piece.tokens for piece in pieces)])
+            positions = np.concatenate([positions, *(np.arange(s.start, s.start + s.length) for s in segments)])
+            slots = np.concatenate([slots, np.repeat([s.slot for s in segments], lengths)])
+        extent = self._extent(int(positions[:rows].max()) + 1) if rows else 0
+        plan = StepPlan(
+            cache=self.cache,
+            max_len=self.max_len,
+            slots_T=torch.from_numpy(slots).to(self.device),
+            positions_T=torch.from_numpy(positions).to(self.device),
+            rows=rows,
+            extent=extent,
+            ragged=rows > 0 and extent > int(positions[:rows].min()) + 1,
+            segments=segments,
+            dtype=self.cache.layers[0].keys.dtype,
+        )
+        with sdpa_kernel(GPU_ATTENTION) if self.device.type == "cuda" else nullcontext():
+            output = self.model(
+                input_ids=torch.from_numpy(token_ids).to(self.device)[None],
+                position_ids=plan.positions_T[None],
+                use_cache=False,
+                logits_to_keep=torch.arange(rows, device=self.device) if segments else 0,
+                **{PLAN_ARGUMENT: plan},
+            )
+        logits_RV: torch.Tensor = output.logits[0]
+        return logits_RV
+
+    def _extent(self, longest: int) -> int:
+        """Tokens that decoding rows attend to; on a GPU in blocks, since its kernels want aligned masks."""
+        if self.device.type != "cuda":
+            return longest
+        return min(-(-longest // GPU_BLOCK) * GPU_BLOCK, self.max_len)
+
+
+class NoCache:
+    """The store of a runner that keeps nothing."""
+
+    def copy_slot(self, source: int, target: int, length: int) -> None: ...
+
+    def swap_slots(self, one: int, other: int, length_one: int, length_other: int) -> None: ...
+
+    def clear_slot(self, slot: int) -> None: ...
+
+
+class RecomputingRunner(ModelRunner):
+    """The model's own forward pass over every whole sequence for each token: slow, right for any causal LM.
+
+    Rows of equal length share a pass, so that no row is ever padded.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, num_slots: int, max_len: int) -> None:
+        super().__init__(model, num_slots=num_slots, max_len=max_len)
+        self.cache: NoCache = NoCache()
+        accepts = inspect.signature(model.forward).parameters
+        self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in accepts else {}
+
+    def _forward(self, table: SlotTable, pieces: Sequence[PrefillPiece]) -> torch.Tensor:
+        """Ignores the prompt pieces: a row that decodes computes its prompt again anyway."""
+        lengths_R = table.slots["cached"][: table.decoding] + 1
+        logits_RV = torch.empty(0, device=self.device)
+        for length in np.unique(lengths_R):
+            rows = np.flatnonzero(lengths_R == length)
+            for start in range(0, len(rows), at_once := max(1, RECOMPUTED_TOKENS // int(length))):
+                some = rows[start : start + at_once]
+                token_ids = torch.from_numpy(table.tokens_SM[some, :length].astype(np.int64)).to(self.device)
+                last_BV = self.model(input_ids=token_ids, use_cache=False, **self._last_only).logits[:, -1]
+                if not len(logits_RV):
+                    logits_RV = last_BV.new_empty((table.decoding, last_BV.shape[-1]))
+                logits_RV[torch.from_numpy(some).to(self.device)] = last_BV
+        return logits_RV
+
+
+def make_runner(model: PreTrainedModel, *, num_slots: int, max_len: int, kv_cache_bytes: int | None) -> ModelRunner:
+    """The runner that samples this model right. Raises ValueError when the cache bound holds not one sequence."""
+    reason = unpacked_reason(model, max_len)
+    if reason is None:
+        return SlotRunner(model, num_slots=num_slots, max_len=max_len, kv_cache_bytes=kv_cache_bytes)
+    logger.warning(
+        "the embedded engine computes every sequence of {} again for each token, which is right but slow ({}); "
+        "use vLLM for this model where it is installed: inference.engine = 'vllm'",
+        type(model).__name__,
+        reason,
+    )
+    return RecomputingRunner(model, num_slots=num_slots, max_len=max_len)

@@ -1,0 +1,73 @@
+"""The shadow of an in-process engine: builds the next version's tensors beside the live ones, whatever way they came.
+
+A whole version becomes a set of tensors on the engine's device. A LoRA version becomes the adapted layers' weights
+alone, merged here as the trainer merges them; the base weights that they replace are kept, since the next adapter is
+merged into them again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from meshrl.inference.embedded.broadcast_receiver import GroupSeat
+from meshrl.inference.embedded.live_weights import LiveWeights, Shadow
+from meshrl.inference.embedded.merging import merge_adapter
+from meshrl.inference.engine import HostVersion
+from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.types import JoinGroup, Manifest
+
+
+class Staging:
+    """The shadow, and the engine's place in a group."""
+
+    def __init__(self, weights: LiveWeights, device: torch.device) -> None:
+        self._weights = weights
+        self._device = device
+        self._seat = GroupSeat(device)
+        self._shadow: Shadow | None = None
+
+    def staged(self, version: int) -> Shadow:
+        """The shadow of a version. Raises MeshError VERSION_NOT_SEALED when another one, or none, is staged."""
+        if self._shadow is None or self._shadow.version != version:
+            held = "nothing" if self._shadow is None else f"version {self._shadow.version}"
+            text = f"version {version} is not staged here, but {held}; stage it first"
+            raise MeshError(Reason.VERSION_NOT_SEALED, text)
+        return self._shadow
+
+    def drop(self) -> None:
+        self._shadow = None
+
+    async def stage(self, host: HostVersion) -> None:
+        """Builds the shadow from tensors in host memory. Raises MeshError LAYOUT_MISMATCH."""
+        self._shadow = None
+        self._shadow = await asyncio.to_thread(self._build, host, copy=True)
+
+    async def receive(self, manifest: Manifest) -> None:
+        """Builds it from what a group's senders broadcast. Raises MeshError GROUP_BROKEN, DIGEST_MISMATCH."""
+        self._shadow = None
+        arrived: dict[str, torch.Tensor] = {}
+
+        def sink(tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+            arrived.update((name, tensor.to(self._device, copy=True)) for name, tensor in tensors)
+
+        await self._seat.receive(manifest, sink)
+        host = HostVersion(version=manifest.version, tensors=arrived, adapter=manifest.adapter)
+        self._shadow = await asyncio.to_thread(self._build, host, copy=False)
+
+    async def join(self, group: JoinGroup) -> None:
+        await self._seat.join(group)
+
+    async def leave(self) -> None:
+        await self._seat.leave()
+
+    def _build(self, host: HostVersion, *, copy: bool) -> Shadow:
+        if host.adapter is None:
+            return self._weights.stage(host.version, host.tensors, copy=copy)
+        return self._weights.stage_changes(host.version, self._merged(host))
+
+    def _merged(self, host: HostVersion) -> Mapping[str, torch.Tensor]:
+        assert host.adapter is not None
+        return merge_adapter(host.version, host.adapter, host.tensors, self._weights.base, self._device)

@@ -1,0 +1,105 @@
+"""Who may call which HTTP route; asked by the server before every request.
+
+Admin routes change an engine, so a web page must not reach them through its reader's browser. Such a request carries
+the page's Origin, or, where the page's name was made to point here (DNS rebinding), a Host that is not this machine's.
+Browsers send JSON to another origin only after asking for leave, which this server never gives.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import socket
+from dataclasses import dataclass
+
+from aiohttp import web
+from yarl import URL
+
+from meshrl.inference.http.admin_routes import ADMIN_PATHS
+
+OPEN_PATHS = frozenset({"/health", "/version", "/metrics", "/ping"})
+PAGE_TYPES = frozenset({"text/plain", "application/x-www-form-urlencoded", "multipart/form-data"})
+"""What browsers send to another origin without asking it first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refusal:
+    """An HTTP status and what to do instead."""
+
+    status: int
+    message: str
+
+
+class Access:
+    """The rules. With an API key everything but OPEN_PATHS needs it; without one, admin routes are for this host."""
+
+    def __init__(self, api_key: str | None) -> None:
+        self._api_key = api_key
+        self._own_names = frozenset({"localhost", socket.gethostname().lower()})
+
+    def refusal(self, request: web.Request) -> Refusal | None:
+        """Why a request may not be served; None when it may."""
+        if request.path in OPEN_PATHS:
+            return None
+        if request.path in ADMIN_PATHS:
+            return self._foreign_page(request) or self._stranger(request) or _not_json(request)
+        return None if self._api_key is None else self._wrong_key(request, self._api_key)
+
+    def _wrong_key(self, request: web.Request, api_key: str) -> Refusal | None:
+        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if hmac.compare_digest(given.encode(errors="surrogateescape"), api_key.encode()):
+            return None
+        message = "the Authorization header must carry this server's API key as a bearer token"
+        return Refusal(status=401, message=message)
+
+    def _stranger(self, request: web.Request) -> Refusal | None:
+        if self._api_key is not None:
+            return self._wrong_key(request, self._api_key)
+        if not _is_loopback(request.remote):
+            text = "call it from the engine's own host, or start the engine with an API key and send that"
+            return Refusal(status=403, message=f"{request.path} is an admin route: {text}")
+        host = request.headers.get("Host")
+        if host is None or self._is_own(host):
+            return None
+        text = "call it by this host's address or name, or start the engine with an API key and send that"
+        return Refusal(status=403, message=f"{request.path} is an admin route, and {host!r} is not this host: {text}")
+
+    def _foreign_page(self, request: web.Request) -> Refusal | None:
+        origin = request.headers.get("Origin")
+        if origin is None or origin.removeprefix("http://") == request.headers.get("Host"):
+            return None
+        text = f"{request.path} is an admin route and not for web pages of {origin!r}; call it without an Origin"
+        return Refusal(status=403, message=text)
+
+    def _is_own(self, host: str) -> bool:
+        """Whether a Host header names this machine. An address does: it cannot be made to point elsewhere."""
+        try:
+            name = (URL(f"http://{host}").host or "").lower()
+        except ValueError:  # nothing that a name or address looks like
+            return False
+        return name in self._own_names or name.endswith(".localhost") or _is_address(name)
+
+
+def _not_json(request: web.Request) -> Refusal | None:
+    """Bodies are JSON and say so; without one, the type is only none that a page may send without asking."""
+    if request.method != "POST" or request.content_type == "application/json":
+        return None
+    if not request.can_read_body and request.content_type not in PAGE_TYPES:
+        return None
+    text = f"{request.path} takes JSON, got {request.content_type}; send it with Content-Type: application/json"
+    return Refusal(status=415, message=text)
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:  # a name
+        return False
+    return True
+
+
+def _is_loopback(remote: str | None) -> bool:
+    try:
+        return remote is not None and ipaddress.ip_address(remote.split("%")[0]).is_loopback
+    except ValueError:  # a name or a socket path: not provably this host
+        return False

@@ -1,0 +1,156 @@
+"""Routes that change an engine: pausing it, putting it to sleep, loading weights by hand, joining a group by hand.
+
+They are for an engine that follows no weight hub, such as one under a trainer of its own. Where there is a hub, its
+agent does all of this; what is loaded by hand is then undone as soon as the agent notices, and a group joined by hand
+takes the place of the hub's until the next one is opened.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from aiohttp import web
+from pydantic import BaseModel, ConfigDict, Field
+
+from meshrl.inference.checkpoints import WeightLoader
+from meshrl.inference.engine import Engine
+from meshrl.inference.http.schemas import WeightsBody, parse
+from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.types import JoinGroup
+
+ADMIN_PATHS = frozenset(
+    {
+        "/pause", "/resume", "/sleep", "/wake_up", "/is_sleeping", "/update_weights", "/reload_weights",
+        "/load_lora_adapter", "/init_broadcaster",
+    }
+)  # fmt: skip
+
+
+class AdapterBody(BaseModel):
+    """POST /load_lora_adapter: a folder in PEFT's format, and which version to call the model with it.
+
+    One adapter is served at a time, under the model's own name; `lora_name` is only given back.
+    """
+
+    model_config = ConfigDict(extra="ignore")
+
+    lora_name: str = ""
+    lora_path: str
+    version: int | None = Field(default=None, ge=0)
+
+
+class GroupBody(BaseModel):
+    """POST /init_broadcaster: where the senders of a group meet, and this engine's place; see JoinGroup."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    host: str
+    port: int = Field(ge=1, le=65535)
+    generation: int = Field(default=1, ge=1)
+    num_senders: int = Field(default=1, ge=1)
+    num_receivers: int = Field(ge=1)
+    first_receiver: int = Field(default=0, ge=0)
+    backend: str | None = None
+    deadline_s: float = Field(default=60.0, gt=0.0)
+
+
+class AdminRoutes:
+    """Handlers; who may call them is the server's business. Without a loader nothing is read from disk."""
+
+    def __init__(self, engine: Engine, loader: WeightLoader | None) -> None:
+        self._engine = engine
+        self._given_loader = loader
+
+    def add_to(self, router: web.UrlDispatcher) -> None:
+        router.add_post("/pause", self._pause)
+        router.add_post("/resume", self._resume)
+        router.add_post("/sleep", self._sleep)
+        router.add_post("/wake_up", self._wake_up)
+        router.add_get("/is_sleeping", self._is_sleeping)
+        router.add_post("/update_weights", self._update_weights)
+        router.add_post("/reload_weights", self._reload_weights)
+        router.add_post("/load_lora_adapter", self._load_lora_adapter)
+        router.add_post("/init_broadcaster", self._init_broadcaster)
+
+    async def _pause(self, _request: web.Request) -> web.StreamResponse:
+        return web.json_response({"status": "paused", "in_flight": await self._engine.pause()})
+
+    async def _resume(self, _request: web.Request) -> web.StreamResponse:
+        await self._engine.resume()
+        return web.json_response({"status": "running", "in_flight": self._engine.in_flight})
+
+    async def _sleep(self, _request: web.Request) -> web.StreamResponse:
+        """Until the next request or version; with either under way the engine stays awake, and the answer says so."""
+        if not self._engine.can_sleep:
+            raise MeshError(
+                Reason.NOT_SUPPORTED, "this engine has no sleep mode; start vLLM on a GPU with enable_sleep_mode"
+            )
+        asleep = await self._engine.sleep()
+        return web.json_response({"is_sleeping": asleep, "in_flight": self._engine.in_flight})
+
+    async def _wake_up(self, _request: web.Request) -> web.StreamResponse:
+        await self._engine.wake()
+        return web.json_response({"is_sleeping": self._engine.sleeping})
+
+    async def _is_sleeping(self, _request: web.Request) -> web.StreamResponse:
+        return web.json_response({"is_sleeping": self._engine.sleeping})
+
+    async def _update_weights(self, request: web.Request) -> web.StreamResponse:
+        body = parse(WeightsBody, await request.read())
+        folder = body.weight_dir or body.path
+        if not folder:
+            raise MeshError(Reason.INVALID_REQUEST, "send weight_dir: the folder of a Hugging Face checkpoint")
+        version = self._version(body.version)
+        return self._loaded(version, await self._loader.load(Path(folder), version))
+
+    async def _reload_weights(self, request: web.Request) -> web.StreamResponse:
+        body = parse(WeightsBody, await request.read() or b"{}")
+        version = body.version or 0
+        return self._loaded(version, await self._loader.load(None, version))
+
+    async def _load_lora_adapter(self, request: web.Request) -> web.StreamResponse:
+        body = parse(AdapterBody, await request.read())
+        version = self._version(body.version)
+        pause_s = await self._loader.load_adapter(Path(body.lora_path), version)
+        return self._loaded(version, pause_s, lora_name=body.lora_name)
+
+    async def _init_broadcaster(self, request: web.Request) -> web.StreamResponse:
+        body = parse(GroupBody, await request.read())
+        seat = self._engine.collective
+        if seat is None:
+            raise MeshError(Reason.NOT_SUPPORTED, "this engine cannot take part in a group; use another transport")
+        if body.first_receiver + seat.ranks > body.num_receivers:
+            raise MeshError(
+                Reason.INVALID_REQUEST,
+                f"this engine is {seat.ranks} receivers from number {body.first_receiver} on, which is beyond "
+                f"num_receivers ({body.num_receivers})",
+            )
+        host = f"[{body.host}]" if ":" in body.host else body.host
+        await self._engine.join_group(
+            JoinGroup(
+                generation=body.generation,
+                store_address=f"{host}:{body.port}",
+                backend=body.backend or seat.backend,
+                num_senders=body.num_senders,
+                num_receivers=body.num_receivers,
+                first_receiver=body.first_receiver,
+                deadline_s=body.deadline_s,
+            )
+        )
+        return web.json_response({"status": "ok", "generation": body.generation, "ranks": seat.ranks})
+
+    @property
+    def _loader(self) -> WeightLoader:
+        if self._given_loader is None:
+            raise MeshError(Reason.NOT_SUPPORTED, "this engine was started without access to weights on disk")
+        return self._given_loader
+
+    def _version(self, asked: int | None) -> int:
+        """The version asked for, else the next one."""
+        current = self._engine.version
+        return asked if asked is not None else 0 if current is None else current + 1
+
+    def _loaded(self, version: int, pause_s: float, **more: str) -> web.StreamResponse:
+        root = self._engine.root
+        answer = {"status": "ok", "version": version, "root": root.hex() if root else "", "pause_s": pause_s, **more}
+        return web.json_response(answer)

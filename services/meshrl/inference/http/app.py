@@ -1,0 +1,151 @@
+"""The HTTP face of an engine: OpenAI and token-in routes, admin routes, health; `access` says who may call them."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Awaitable, Callable
+
+from aiohttp import web
+
+from meshrl.inference.checkpoints import WeightLoader
+from meshrl.inference.engine import Engine
+from meshrl.inference.http.access import Access
+from meshrl.inference.http.admin_routes import AdminRoutes
+from meshrl.inference.http.openai_routes import OpenAIRoutes
+from meshrl.inference.http.runs import STATUS_OF, Serving, as_mesh_error, error_body
+from meshrl.inference.http.token_route import TokenRoute
+from meshrl.inference.http.tokenizer import TextCodec
+from meshrl.wire.errors import MeshError, Reason
+
+MAX_BODY_BYTES = 64 * 2**20
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class InferenceServer:
+    """Routes of one engine. Without a tokenizer the text routes answer that they need one."""
+
+    def __init__(
+        self, engine: Engine, *, model_name: str, codec: TextCodec | None, loader: WeightLoader | None,
+        request_deadline_s: float = 600.0, api_key: str | None = None,
+    ) -> None:  # fmt: skip
+        self._engine = engine
+        self._loader = loader
+        self._access = Access(api_key)
+        self._started = int(time.time())
+        self._serving = Serving(
+            engine,
+            model_name=model_name,
+            max_model_len=engine.max_model_len,
+            request_deadline_s=request_deadline_s,
+        )
+        self._codec = codec
+
+    def app(self) -> web.Application:
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._guard])
+        token_route = TokenRoute(self._serving)
+        app.router.add_post("/inference/v1/generate", token_route.handle)
+        if self._codec is not None:
+            text_routes = OpenAIRoutes(self._serving, self._codec)
+            app.router.add_post("/v1/chat/completions", text_routes.chat)
+            app.router.add_post("/v1/completions", text_routes.completions)
+        else:
+            app.router.add_post("/v1/{route:chat/completions|completions}", self._needs_tokenizer)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/ping", self._health)
+        app.router.add_get("/version", self._version)
+        app.router.add_get("/metrics", self._metrics)
+        AdminRoutes(self._engine, self._loader).add_to(app.router)
+        return app
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Keeps strangers out and turns errors into OpenAI's JSON."""
+        try:
+            refused = self._access.refusal(request)
+            if refused is not None:
+                return _refusal(refused.status, refused.message)
+            return await handler(request)
+        except MeshError as error:
+            return _error_response(error)
+        except web.HTTPException as error:
+            if error.status < 400:
+                raise
+            return _refusal(error.status, f"{request.method} {request.path}: {error.reason}")
+        except Exception as error:  # noqa: BLE001 - a defect in a route must not drop the connection without an answer
+            return _error_response(as_mesh_error(error, request))
+
+    async def _needs_tokenizer(self, request: web.Request) -> web.StreamResponse:
+        message = (
+            f"{request.path} needs a tokenizer, and this model has none; use /inference/v1/generate with token ids"
+        )
+        raise MeshError(Reason.NOT_SUPPORTED, message)
+
+    # --- what anybody may ask ---------------------------------------------------------------
+
+    async def _models(self, _request: web.Request) -> web.StreamResponse:
+        card = {
+            "id": self._serving.model_name,
+            "object": "model",
+            "created": self._started,
+            "owned_by": "meshrl",
+            "max_model_len": self._serving.max_model_len,
+        }
+        return web.json_response({"object": "list", "data": [card]})
+
+    async def _health(self, _request: web.Request) -> web.StreamResponse:
+        """200 while requests are taken; an engine that waits for its first weight version is healthy, too."""
+        if self._engine.draining:
+            return web.json_response({"status": "draining", "in_flight": self._engine.in_flight}, status=503)
+        if self._engine.unfit is not None:
+            return web.json_response({"status": "unfit", "message": self._engine.unfit}, status=503)
+        return web.json_response({"status": "ok"})
+
+    async def _version(self, _request: web.Request) -> web.StreamResponse:
+        root = self._engine.root
+        return web.json_response(
+            {
+                "version": self._engine.version,
+                "root": root.hex() if root else "",
+                "paused": self._engine.paused,
+                "in_flight": self._engine.in_flight,
+                "logprobs_mode": self._engine.logprobs_mode,
+            }
+        )
+
+    async def _metrics(self, _request: web.Request) -> web.StreamResponse:
+        """Prometheus text format."""
+        stats = self._engine.stats()
+        values = {
+            "meshrl_engine_requests_running": stats.running,
+            "meshrl_engine_requests_waiting": stats.waiting,
+            "meshrl_engine_slots": stats.slots,
+            "meshrl_engine_generated_tokens_total": stats.generated_tokens,
+            "meshrl_engine_prefilled_tokens_total": stats.prefilled_tokens,
+            "meshrl_engine_shared_prompt_tokens_total": stats.shared_prompt_tokens,
+            "meshrl_engine_finished_requests_total": stats.finished_requests,
+            "meshrl_engine_steps_total": stats.steps,
+            "meshrl_engine_busy_seconds_total": stats.busy_s,
+            "meshrl_engine_last_pause_seconds": stats.last_pause_s,
+            "meshrl_engine_policy_version": -1 if self._engine.version is None else self._engine.version,
+        }
+        lines = []
+        for name, value in values.items():
+            lines += [f"# TYPE {name} {'counter' if name.endswith('_total') else 'gauge'}", f"{name} {value}"]
+        return web.Response(text="\n".join(lines) + "\n", content_type="text/plain")
+
+
+def _refusal(status: int, message: str) -> web.Response:
+    kind = {401: "authentication_error", 403: "permission_error"}.get(status, "invalid_request_error")
+    error = {"message": message, "type": kind, "param": None, "code": status}
+    return web.Response(text=json.dumps({"error": error}), status=status, content_type="application/json")
+
+
+def _error_response(error: MeshError) -> web.Response:
+    headers = {} if error.retry_after_s is None else {"Retry-After": str(max(1, round(error.retry_after_s)))}
+    status = STATUS_OF.get(error.reason, 500)
+    return web.Response(
+        text=json.dumps(error_body(error)), status=status, content_type="application/json", headers=headers
+    )

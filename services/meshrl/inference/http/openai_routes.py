@@ -1,0 +1,244 @@
+"""POST /v1/chat/completions and /v1/completions: OpenAI's shapes over the same engine, whole or as a stream.
+
+Beyond OpenAI's fields a choice carries `version_spans` and `prompt_version` (see `token_route`), and `token_ids` when
+the request says `return_token_ids`.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from aiohttp import web
+
+from meshrl.inference.engine import FinishReason, GenerateRequest, TokenChunk
+from meshrl.inference.http.results import Completion, join, said, spans_json
+from meshrl.inference.http.runs import Serving, gather, interleave, json_answer, send_events, whole
+from meshrl.inference.http.schemas import ChatBody, CompletionBody, parse
+from meshrl.inference.http.tokenizer import TextCodec, TextStream
+from meshrl.wire.errors import MeshError, Reason
+
+
+@dataclass(eq=False)
+class _Choice:
+    """One completion on its way to becoming text."""
+
+    index: int
+    prompt: int  # which prompt of the request it completes
+    prompt_ids: tuple[int, ...]
+    request: GenerateRequest
+    text: TextStream
+    offset: int = 0  # characters sent so far
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Piece:
+    """What became known of a choice: text, the tokens behind it, and why it ended if it did."""
+
+    choice: _Choice
+    text: str
+    tokens: Completion
+    finish_reason: str | None
+
+
+class OpenAIRoutes:
+    """Chat and plain completions."""
+
+    def __init__(self, serving: Serving, codec: TextCodec) -> None:
+        self._serving = serving
+        self._codec = codec
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        body = parse(ChatBody, await request.read())
+        async with self._serving.deadline():
+            prompt_ids = await self._codec.encode_chat(
+                body.messages,
+                arguments=body.template_arguments,
+                add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
+                continue_final_message=body.continue_final_message,
+            )
+        tops = (body.top_logprobs or 0) if body.logprobs else 0
+        return await self._serve(request, body, self._choices(body, [prompt_ids], bool(body.logprobs), tops))
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        body = parse(CompletionBody, await request.read())
+        async with self._serving.deadline():
+            prompts = await self._prompts(body)
+        choices = self._choices(body, prompts, body.logprobs is not None, body.logprobs or 0)
+        return await self._serve(request, body, choices)
+
+    async def _prompts(self, body: CompletionBody) -> list[tuple[int, ...]]:
+        prompt = body.prompt
+        if isinstance(prompt, str):
+            prompt = [prompt]
+        if not prompt:
+            raise MeshError(Reason.INVALID_REQUEST, "prompt: an empty list; send at least one prompt or token id")
+        if isinstance(prompt[0], int):
+            prompt = [prompt]
+        encode = self._codec.encode
+        return [
+            await encode(each, add_special_tokens=body.add_special_tokens) if isinstance(each, str) else tuple(each)
+            for each in prompt
+        ]
+
+    def _choices(
+        self, body: ChatBody | CompletionBody, prompts: Sequence[tuple[int, ...]], logprobs: bool, tops: int
+    ) -> list[_Choice]:
+        kind = "chatcmpl" if isinstance(body, ChatBody) else "cmpl"
+        request_id = f"{kind}-{uuid.uuid4().hex}"
+        stops = body.stop_strings
+        choices: list[_Choice] = []
+        for prompt, prompt_ids in enumerate(prompts):
+            room = self._serving.room(len(prompt_ids))
+            for index in range(body.n):
+                params = body.limited(room=room, index=index, logprobs=logprobs, top_logprobs=tops)
+                # with stop strings the text is watched as it grows, so the tokens must come one by one
+                asked = GenerateRequest(
+                    request_id=request_id, prompt_ids=prompt_ids, sampling=params, stream=body.stream or bool(stops)
+                )
+                text = TextStream(self._codec, skip_special_tokens=body.skip_special_tokens, stops=stops)
+                choices.append(_Choice(len(choices), prompt, prompt_ids, asked, text))
+        return choices
+
+    async def _serve(
+        self, request: web.Request, body: ChatBody | CompletionBody, choices: list[_Choice]
+    ) -> web.StreamResponse:
+        if body.stream:
+            return await send_events(self._serving, request, self._events(body, choices))
+        async with self._serving.deadline():
+            pieces = await gather([self._whole(choice) for choice in choices])
+        answer = self._head(body, choices[0])
+        answer["choices"] = [self._choice_json(body, piece) for piece in pieces]
+        answer["usage"] = _usage(choices, sum(len(piece.tokens.token_ids) for piece in pieces))
+        if body.return_token_ids:
+            answer["prompt_token_ids"] = list(choices[0].prompt_ids)
+        return json_answer(json.dumps(answer), pieces[0].tokens.version)
+
+    async def _whole(self, choice: _Choice) -> _Piece:
+        chunks: list[TokenChunk] = []
+        texts: list[str] = []
+        async with aclosing(self._serving.engine.generate(choice.request)) as stream:
+            async for chunk in stream:
+                chunks.append(chunk)
+                texts.append(_settle(choice, chunk))
+                if choice.text.stopped:
+                    break
+        tokens = join(chunks) if choice.text.stopped else whole(chunks)
+        if tokens.finish_reason is FinishReason.ABORT:
+            raise MeshError(Reason.DRAINING, "the engine shut down before this completion was finished; send it again")
+        reason = FinishReason.STOP if choice.text.stopped else tokens.finish_reason
+        return _Piece(choice=choice, text="".join(texts), tokens=tokens, finish_reason=reason)
+
+    # --- streams ----------------------------------------------------------------------------
+
+    async def _events(self, body: ChatBody | CompletionBody, choices: list[_Choice]) -> AsyncGenerator[str, None]:
+        made, ended, opened = 0, 0, False
+        async with aclosing(interleave(self._serving.engine, [choice.request for choice in choices])) as chunks:
+            async for index, chunk in chunks:
+                if isinstance(body, ChatBody) and not opened:  # not before: a refusal is answered with its own status
+                    opened = True
+                    for each in choices:
+                        yield self._event(body, each, {"delta": {"role": "assistant", "content": ""}})
+                choice = choices[index]
+                if choice.text.stopped:
+                    continue
+                text = _settle(choice, chunk)
+                made += len(chunk.token_ids)
+                reason = FinishReason.STOP if choice.text.stopped else chunk.finish_reason
+                piece = _Piece(choice=choice, text=text, tokens=join([chunk]), finish_reason=reason)
+                ended += reason is not None
+                yield self._event(body, choice, self._choice_json(body, piece, delta=True))
+                if ended == len(choices):
+                    break
+        if body.stream_options is not None and body.stream_options.include_usage:
+            yield json.dumps({**self._head(body, choices[0]), "choices": [], "usage": _usage(choices, made)})
+
+    def _event(self, body: ChatBody | CompletionBody, choice: _Choice, fields: dict[str, Any]) -> str:
+        head = self._head(body, choice)
+        return json.dumps({**head, "choices": [{"index": choice.index, "finish_reason": None, **fields}]})
+
+    # --- shapes -----------------------------------------------------------------------------
+
+    def _head(self, body: ChatBody | CompletionBody, choice: _Choice) -> dict[str, Any]:
+        kind = "text_completion"
+        if isinstance(body, ChatBody):
+            kind = "chat.completion.chunk" if body.stream else "chat.completion"
+        return {
+            "id": choice.request.request_id,
+            "object": kind,
+            "created": int(time.time()),
+            "model": self._serving.model_name,
+        }
+
+    def _choice_json(self, body: ChatBody | CompletionBody, piece: _Piece, *, delta: bool = False) -> dict[str, Any]:
+        fields: dict[str, Any] = {"index": piece.choice.index, "finish_reason": piece.finish_reason}
+        fields["stop_reason"] = piece.tokens.stop_token_id
+        fields["version_spans"] = spans_json(piece.tokens.version_spans)
+        fields["prompt_version"] = piece.tokens.prompt_version
+        if body.return_token_ids:
+            fields["token_ids"] = piece.tokens.token_ids.tolist()
+        if isinstance(body, ChatBody):
+            if delta:
+                fields["delta"] = {"content": piece.text}
+            else:
+                fields["message"] = {"role": "assistant", "content": piece.text}
+            fields["logprobs"] = {"content": self._chat_logprobs(body, piece.tokens)} if body.logprobs else None
+        else:
+            fields["text"] = piece.text
+            fields["logprobs"] = None if body.logprobs is None else self._plain_logprobs(body, piece)
+        return fields
+
+    def _name(self, body: ChatBody | CompletionBody, token_id: int) -> str:
+        return f"token_id:{token_id}" if body.return_tokens_as_token_ids else self._codec.token_text(token_id)
+
+    def _chat_logprobs(self, body: ChatBody, tokens: Completion) -> list[dict[str, Any]]:
+        def entry(token_id: int, logprob: float) -> dict[str, Any]:
+            name = self._name(body, token_id)
+            return {"token": name, "logprob": said(logprob), "bytes": list(name.encode())}
+
+        entries = []
+        for at, (token_id, logprob) in enumerate(zip(tokens.token_ids.tolist(), tokens.logprobs.tolist(), strict=True)):
+            tops = []
+            if tokens.top_ids is not None and tokens.top_logprobs is not None:
+                tops = list(zip(tokens.top_ids[at].tolist(), tokens.top_logprobs[at].tolist(), strict=True))
+            entries.append({**entry(token_id, logprob), "top_logprobs": [entry(*top) for top in tops]})
+        return entries
+
+    def _plain_logprobs(self, body: CompletionBody, piece: _Piece) -> dict[str, Any]:
+        tokens = piece.tokens
+        names = [self._name(body, token_id) for token_id in tokens.token_ids.tolist()]
+        offsets = []
+        for name in names:
+            offsets.append(piece.choice.offset)
+            piece.choice.offset += len(name)
+        tops = None
+        if tokens.top_ids is not None and tokens.top_logprobs is not None:
+            tops = [
+                {self._name(body, token_id): said(logprob) for token_id, logprob in zip(ids, logprobs, strict=True)}
+                for ids, logprobs in zip(tokens.top_ids.tolist(), tokens.top_logprobs.tolist(), strict=True)
+            ]
+        return {
+            "tokens": names,
+            "token_logprobs": tokens.logprobs.tolist(),
+            "top_logprobs": tops,
+            "text_offset": offsets,
+        }
+
+
+def _settle(choice: _Choice, chunk: TokenChunk) -> str:
+    """The text that a chunk adds. A stop token ends the completion and is not part of its text."""
+    token_ids = chunk.token_ids.tolist()
+    if chunk.stop_token_id is not None:
+        token_ids = token_ids[:-1]
+    return choice.text.push(token_ids, last=chunk.finish_reason is not None)
+
+
+def _usage(choices: Sequence[_Choice], made: int) -> dict[str, int]:
+    """As OpenAI counts: each prompt of a request once, however many completions it has."""
+    prompts = sum({choice.prompt: len(choice.prompt_ids) for choice in choices}.values())
+    return {"prompt_tokens": prompts, "completion_tokens": made, "total_tokens": prompts + made}

@@ -1,0 +1,197 @@
+"""Runs the completions of one HTTP request on the engine, within its deadline; shared by the routes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
+from contextlib import aclosing, asynccontextmanager
+from typing import Any, TypeVar
+
+from aiohttp import web
+from loguru import logger
+
+from meshrl.inference.engine import Engine, FinishReason, GenerateRequest, TokenChunk
+from meshrl.inference.http.results import Completion, join
+from meshrl.wire.completion_frame import MEDIA_TYPE, CompletionFrame, encode
+from meshrl.wire.errors import MeshError, Reason
+
+VERSION_HEADER = "X-Policy-Version"
+UNFINISHED = "the engine ended this completion without a reason; send it again"
+
+Result = TypeVar("Result")
+
+
+class Serving:
+    """What every route needs: the engine, its limits and the name of its model."""
+
+    def __init__(self, engine: Engine, *, model_name: str, max_model_len: int, request_deadline_s: float) -> None:
+        self.engine = engine
+        self.model_name = model_name
+        self.max_model_len = max_model_len
+        self.request_deadline_s = request_deadline_s
+
+    def room(self, prompt_tokens: int) -> int:
+        """Tokens that fit behind a prompt. Raises: MeshError INVALID_REQUEST when none does."""
+        room = self.max_model_len - prompt_tokens
+        if room < 1 or prompt_tokens < 1:
+            raise MeshError(
+                Reason.INVALID_REQUEST,
+                f"the prompt has {prompt_tokens} tokens, but this model's maximum context length is "
+                f"{self.max_model_len} tokens, at least one of them for the completion; send 1 to "
+                f"{self.max_model_len - 1} prompt tokens",
+            )
+        return room
+
+    @asynccontextmanager
+    async def deadline(self) -> AsyncIterator[None]:
+        """Bounds what runs inside. Raises: MeshError DEADLINE_PASSED once the request took too long."""
+        limit = asyncio.timeout(self.request_deadline_s)
+        try:
+            async with limit:
+                yield
+        except TimeoutError as error:
+            if not limit.expired():  # another wait's, inside
+                raise
+            raise MeshError(
+                Reason.DEADLINE_PASSED,
+                f"the request took longer than request_deadline_s ({self.request_deadline_s:g} s) and was cancelled",
+            ) from error
+
+    async def complete(self, request: GenerateRequest) -> Completion:
+        """The whole completion. Raises: MeshError DRAINING when it was cut by a shutdown."""
+        async with aclosing(self.engine.generate(request)) as chunks:
+            completion = whole([chunk async for chunk in chunks])
+        if completion.finish_reason is FinishReason.ABORT:
+            raise MeshError(Reason.DRAINING, "the engine shut down before this completion was finished; send it again")
+        return completion
+
+
+def whole(chunks: Sequence[TokenChunk]) -> Completion:
+    """The chunks of a finished completion as one. Raises: MeshError ENGINE_FAILED when the last one is missing."""
+    if not chunks or chunks[-1].finish_reason is None:
+        raise MeshError(Reason.ENGINE_FAILED, UNFINISHED)
+    return join(chunks)
+
+
+async def gather(calls: list[Awaitable[Result]]) -> list[Result]:
+    """All results in order; the first failure cancels the rest."""
+    if len(calls) == 1:
+        return [await calls[0]]
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        await cancel(tasks)
+
+
+async def cancel(tasks: Sequence[asyncio.Future[Result]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def interleave(engine: Engine, requests: list[GenerateRequest]) -> AsyncGenerator[tuple[int, TokenChunk], None]:
+    """Chunks of several completions as they come, each with the index of its request.
+
+    Raises: whatever one of the completions fails with, at once; the others end with it.
+    """
+    ready: asyncio.Queue[tuple[int, TokenChunk] | Exception] = asyncio.Queue()
+
+    async def pump(index: int, request: GenerateRequest) -> None:
+        finished = False
+        try:
+            async with aclosing(engine.generate(request)) as chunks:
+                async for chunk in chunks:
+                    finished = chunk.finish_reason is not None
+                    ready.put_nowait((index, chunk))
+            if not finished:
+                raise MeshError(Reason.ENGINE_FAILED, UNFINISHED)
+        except Exception as error:  # noqa: BLE001 - nobody awaits this task before the end: the reader raises it
+            ready.put_nowait(error)
+
+    tasks = [asyncio.ensure_future(pump(index, request)) for index, request in enumerate(requests)]
+    try:
+        open_streams = len(tasks)
+        while open_streams:
+            item = await ready.get()  # bounded by the request's deadline
+            if isinstance(item, Exception):
+                raise item
+            open_streams -= item[1].finish_reason is not None
+            yield item
+    finally:
+        await cancel(tasks)
+
+
+def json_answer(text: str, version: int | None) -> web.Response:
+    headers = {} if version is None else {VERSION_HEADER: str(version)}
+    return web.Response(text=text, content_type="application/json", headers=headers)
+
+
+def frame_answer(frame: CompletionFrame, version: int | None) -> web.Response:
+    headers = {} if version is None else {VERSION_HEADER: str(version)}
+    return web.Response(body=encode(frame), content_type=MEDIA_TYPE, headers=headers)
+
+
+async def send_events(serving: Serving, request: web.Request, events: AsyncGenerator[str, None]) -> web.StreamResponse:
+    """Server-sent events within the request's deadline, ended by [DONE].
+
+    An error before the first event is raised. Later the head of the answer is out already, so the error is the last
+    event, in the shape of the error body, and the connection is closed without [DONE].
+    """
+    headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+    if serving.engine.version is not None:
+        headers[VERSION_HEADER] = str(serving.engine.version)
+    response = web.StreamResponse(headers=headers)
+    try:
+        async with aclosing(events), serving.deadline():
+            first = await anext(events)
+            await response.prepare(request)
+            await _send(response, first)
+            async for event in events:
+                await _send(response, event)
+            await _send(response, "[DONE]")
+    except ConnectionError:  # the client has left, so there is nobody to tell
+        logger.debug("the client of {} left before the end of its stream", request.path)
+    except Exception as error:  # whatever it is, the client hears of it: in an answer, or as the stream's last event
+        if not response.prepared:
+            raise
+        response.force_close()
+        await _send(response, json.dumps(error_body(as_mesh_error(error, request))))
+    await response.write_eof()
+    return response
+
+
+async def _send(response: web.StreamResponse, event: str) -> None:
+    await response.write(f"data: {event}\n\n".encode())
+
+
+def as_mesh_error(error: Exception, request: web.Request) -> MeshError:
+    """What the client is told of an error; one that is no MeshError is a defect here and is logged."""
+    if isinstance(error, MeshError):
+        return error
+    logger.opt(exception=error).error("{} {} failed", request.method, request.path)
+    return MeshError(Reason.INTERNAL, f"{type(error).__name__}: {error}")
+
+
+STATUS_OF: dict[Reason, int] = {
+    Reason.INVALID_REQUEST: 400,
+    Reason.NOT_SUPPORTED: 400,
+    Reason.LAYOUT_MISMATCH: 400,
+    Reason.OVERLOADED: 429,
+    Reason.DRAINING: 503,
+    Reason.VERSION_NOT_AVAILABLE: 503,
+    Reason.ENGINE_FAILED: 503,
+    Reason.DEADLINE_PASSED: 504,
+}
+
+
+def error_body(error: MeshError) -> dict[str, Any]:
+    """OpenAI's error shape; `reason` is the catalogue's name."""
+    status = STATUS_OF.get(error.reason, 500)
+    kind = {400: "invalid_request_error", 429: "rate_limit_error"}.get(status, "server_error")
+    return {
+        "error": {
+            "message": error.message, "type": kind, "param": None, "code": status, "reason": error.reason.name,
+        }
+    }  # fmt: skip

@@ -1,0 +1,303 @@
+"""The books of a run: the ledger and its file, batches and totals, kept so that any process can go on from them.
+
+Told by the loop before and after everything that counts. A batch is submitted only when it and the rollouts in it are
+on disk; payloads go when their step is durable and has its record.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from loguru import logger
+
+from meshrl.core.paths import Layout
+from meshrl.orchestrator.ledger.rows import StepRecord
+from meshrl.orchestrator.ledger.rules import Balance, Ledger
+from meshrl.orchestrator.ledger.store import LedgerStore
+from meshrl.orchestrator.metrics import Progress
+from meshrl.orchestrator.plan import ReadyGroup
+from meshrl.orchestrator.retry import RunError
+from meshrl.orchestrator.work.batches import Assembled
+from meshrl.orchestrator.work.rollout_groups import DropReason, Group, GroupTicket
+from meshrl.wire import convert
+from meshrl.wire.types import Batch, Rollout, RolloutEvent, RolloutFailure
+
+FLUSH_DEADLINE_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opening:
+    """Where a run goes on, or begins. `recorded`: the last step with a batch; `logged`: the last with a record."""
+
+    recorded: int
+    logged: int
+    unlogged_from: int
+    """The first step that still needs its record."""
+    progress: Progress = field(default_factory=Progress)
+    """Totals up to the trainer's step."""
+    records: Mapping[int, StepRecord]
+    ready: tuple[Group, ...] = ()
+    redispatch: tuple[GroupTicket, ...] = ()
+    carried: Mapping[str, tuple[Rollout, ...]] = field(default_factory=dict)
+    """What is finished of the groups to dispatch again, by the group that was cut off."""
+    drawn: Mapping[str, int]
+    next_sequence: int = 0
+
+
+class Journal:
+    """One run's books. `checkpoints` says that a trainer which restarts goes back to its last durable step."""
+
+    def __init__(
+        self, ledger: Ledger, store: LedgerStore, opening: Opening, *, layout: Layout, durable: int, checkpoints: bool
+    ) -> None:
+        self.opening = opening
+        self._ledger = ledger
+        self._store = store
+        self._layout = layout
+        self._checkpoints = checkpoints
+        self._began_durable = durable
+        self._durable = durable
+        self._stated = durable
+        self._logged = opening.logged
+        self._finished = opening.unlogged_from - 1  # goes back with the trainer, as the last record does not
+        self._forgotten = 0
+        self._records = dict(opening.records)
+
+    # --- rollouts ---------------------------------------------------------------------------------
+
+    def dispatch(self, ticket: GroupTicket) -> None:
+        """A group was admitted. Its own row comes last: a group that is known has all its rollouts."""
+        self._ledger.dispatch(ticket)
+        self._store.dispatched(ticket)
+
+    def enter(self, ticket: GroupTicket, event: RolloutEvent) -> None:
+        """Books a rollout the moment it comes back."""
+        if isinstance(event, Rollout):
+            self._store.keep(event)
+            self._ledger.finish(ticket, event.rollout_id, event.oldest_version)
+        elif isinstance(event, RolloutFailure):
+            self._ledger.fail(ticket.group_id, event.rollout_id, event.reason)
+
+    def is_open(self, rollout_id: str) -> bool:
+        """True from when a rollout has come back until it is dropped, or trained."""
+        return self._ledger.is_open(rollout_id)
+
+    def close_group(self, group: Group, *, cancelled_for: str) -> None:
+        """A group is over; what an earlier process has of it joins it."""
+        self._ledger.close_group(
+            group.ticket.group_id, cancelled=group.cancelled, cancelled_for=cancelled_for, reason=group.cut_short
+        )
+        self._store.over(group)
+        group.carry(self.opening.carried.get(group.ticket.replaces, ()))
+
+    def drop(self, rollout_id: str, reason: DropReason) -> None:
+        """A finished rollout will not be trained on."""
+        self._ledger.drop(rollout_id, reason.value)
+
+    # --- steps ------------------------------------------------------------------------------------
+
+    async def batch(
+        self, groups: Sequence[ReadyGroup], assembled: Assembled, *, dp_size: int, drawn: Mapping[str, int]
+    ) -> StepRecord:
+        """A step took these groups; returns when all of it is on disk. Raises RunError when it cannot be written."""
+        step, rows = assembled.batch.step, assembled.batch.micro_batches
+        before = self._records[step - 1].progress if step - 1 in self._records else self.opening.progress
+        record = StepRecord(
+            step=step,
+            digest=await asyncio.to_thread(convert.batch_digest, assembled.batch),
+            groups=tuple((ready.group.ticket.group_id, tuple(r.rollout_id for r in ready.kept)) for ready in groups),
+            advantages=assembled.advantages,
+            untrainable=tuple(sorted(assembled.untrainable)),
+            truncated_samples=assembled.truncated_samples,
+            dropped_samples=assembled.dropped_samples,
+            micro_batches=len(rows),
+            longest_row=max(len(row.token_ids) for row in rows),
+            dp_size=dp_size,
+            progress=before.plus(groups),
+            drawn=drawn,
+        )
+        for rollout_id in record.untrainable:
+            self.drop(rollout_id, DropReason.UNTRAINABLE)
+        self._ledger.batch([one for one in assembled.advantages if one not in assembled.untrainable], step)
+        self._store.batched(record, assembled.batch)
+        self._records[step] = record
+        await self._flush()
+        return record
+
+    def trained(self, step: int) -> None:
+        """The trainer is done with a step."""
+        self._ledger.train(step)
+
+    def release(self, step: int, *, damaged: Iterable[str]) -> None:
+        """The batch of a step is taken apart: what it took is finished, to be taken by another, but for the damaged."""
+        self._store.released(step)
+        self._ledger.release(step)
+        for rollout_id in damaged:
+            self.drop(rollout_id, DropReason.DAMAGED)
+        del self._records[step]
+
+    def progress(self, step: int) -> Progress:
+        """Totals up to a step that was batched."""
+        return self._records[step].progress
+
+    def redone(self, step: int) -> bool:
+        """Whether the step has a record from before."""
+        return step <= self._logged
+
+    def logged(self, step: int, *, forgotten: bool = False) -> None:
+        """The record of a step is written; `forgotten` when the trainer restarted before it meanwhile."""
+        self._logged = max(self._logged, step)
+        if not forgotten:
+            self._finished = step
+        self._forget()
+
+    def durable(self, step: int) -> None:
+        """The trainer has a checkpoint of this step on its disk."""
+        if step > self._durable:
+            self._durable = step
+            self._forget()
+
+    def go_back(self, step: int, done: int) -> None:
+        """The trainer restarted at `step` and does those up to `done` again. Raises RunError when it cannot."""
+        gone = [lost for lost in range(step + 1, done + 1) if lost <= self._forgotten or lost not in self._records]
+        if gone:
+            raise RunError(
+                f"the trainer restarted at step {step}, but the batch of step {gone[0]} is no longer kept: it was done"
+                " and no checkpoint was expected; set ckpt.interval (orchestrator.checkpoint_interval where the"
+                " orchestrator is started on its own)"
+            )
+        self._finished = min(self._finished, step)
+        for again in range(step + 1, done + 1):
+            self._ledger.undo(again)
+
+    def _forget(self) -> None:
+        """Lets go of what no restart needs any more."""
+        waits_for_checkpoints = self._checkpoints or self._durable > self._began_durable
+        upto = min(self._finished, self._durable) if waits_for_checkpoints else self._finished
+        if upto > self._forgotten:
+            self._store.forget(upto)
+            self._ledger.settle(upto)
+            self._forgotten = upto
+
+    async def state_checkpoint(self, last_step: int | None = None) -> None:
+        """Writes the orchestrator's part of the newest durable checkpoint, unless it is there.
+
+        The last step's is written ahead: the trainer saves that step when nobody is left to hear of it.
+        """
+        step = last_step if last_step is not None and self._checkpoints else self._durable
+        if step > self._stated and step in self._records:
+            self._stated = step
+            await asyncio.to_thread(write_state, self._layout, self._records[step])
+        floor = min(self._forgotten, self._stated if self._checkpoints else self._forgotten)
+        for old in [known for known in self._records if known < floor - 1]:
+            del self._records[old]
+
+    # --- reading back -----------------------------------------------------------------------------
+
+    async def load_batch(self, step: int) -> Batch:
+        """The batch of a step as it was recorded. Raises RunError when it is not kept, or damaged."""
+        batch = await asyncio.to_thread(self._store.batch, self._records[step])
+        if batch is None:
+            raise RunError(
+                f"the batch of step {step} in {self._layout.ledger} is damaged or gone; start the orchestrator again:"
+                " what the batch took goes into another one"
+            )
+        return batch
+
+    async def load_step(self, step: int) -> tuple[tuple[ReadyGroup, ...], Assembled]:
+        """What a step took, read from disk; groups have those of their rollouts that are kept."""
+        record = self._records[step]
+        batch = await self.load_batch(step)
+        found = await asyncio.to_thread(self._store.rollouts, [one for _, kept in record.groups for one in kept])
+        known = await asyncio.to_thread(self._store.groups, [group_id for group_id, _ in record.groups])
+        groups = []
+        for group_id, rollout_ids in record.groups:
+            kept = tuple(found[one] for one in rollout_ids if one in found)
+            group = known[group_id].group
+            group.rollouts = list(kept)
+            groups.append(ReadyGroup(group=group, kept=kept))
+        assembled = Assembled(
+            batch=batch,
+            advantages=record.advantages,
+            untrainable=frozenset(record.untrainable),
+            truncated_samples=record.truncated_samples,
+            dropped_samples=record.dropped_samples,
+        )
+        return tuple(groups), assembled
+
+    # --- the end ------------------------------------------------------------------------------------
+
+    def end(self) -> None:
+        """The run is over, as asked for: what is open ends."""
+        self._ledger.end(DropReason.RUN_ENDED.value)
+        self._store.end(DropReason.RUN_ENDED.value)
+
+    def balance(self) -> Balance:
+        return self._ledger.balance()
+
+    def close(self) -> None:
+        """Blocks until everything is on disk. Raises LedgerFileError."""
+        self._store.close()
+
+    async def _flush(self) -> None:
+        try:
+            async with asyncio.timeout(FLUSH_DEADLINE_S):
+                await asyncio.wrap_future(self._store.flush())
+        except TimeoutError:
+            raise RunError(
+                f"ledger {self._layout.ledger} was not written within {FLUSH_DEADLINE_S:g} s; is its disk full or slow?"
+            ) from None
+
+
+def state_path(layout: Layout, step: int) -> Path:
+    """The orchestrator's part of a checkpoint."""
+    return layout.checkpoint_step(step) / "orchestrator" / "progress.json"
+
+
+def write_state(layout: Layout, record: StepRecord) -> None:
+    """Writes totals and the position in the tasks, whole or not at all. A disk that refuses costs no run."""
+    path = state_path(layout, record.step)
+    partial = path.with_name(path.name + ".partial")
+    state = {"step": record.step, **asdict(record.progress), "drawn": dict(record.drawn)}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with partial.open("w", encoding="utf-8") as file:
+            json.dump({**state, "crc32": _checksum(state)}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError as error:
+        logger.warning(f"the orchestrator's part of checkpoint {record.step} was not written: {error}")
+
+
+def read_state(layout: Layout, step: int) -> tuple[Progress, dict[str, int]]:
+    """Totals and tasks drawn up to a step, as its checkpoint says; zeros when it says nothing.
+
+    Raises RunError when the file is damaged. Files from before they had a checksum are read without that check.
+    """
+    path = state_path(layout, step)
+    try:
+        state = json.loads(path.read_text(encoding="utf-8"))
+        checksum = state.pop("crc32", None)
+        if checksum is not None and checksum != _checksum(state):
+            raise ValueError("it does not have the checksum it was written with")
+        totals = {name: int(state[name]) for name in ("tokens", "samples", "problems")}
+        return Progress(**totals), {str(name): int(count) for name, count in state["drawn"].items()}
+    except FileNotFoundError:
+        return Progress(), {}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RunError(
+            f"{path}, which has the run's totals up to step {step}, is damaged ({error}); resume another step with"
+            " --ckpt.resume-step, or delete that file: totals and tasks count from 0 then"
+        ) from error
+
+
+def _checksum(state: Mapping[str, object]) -> int:
+    """Over what the file says, however it is laid out."""
+    return zlib.crc32(json.dumps(state, sort_keys=True).encode())

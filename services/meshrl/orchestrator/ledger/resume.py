@@ -1,0 +1,164 @@
+"""What becomes of the ledger of an earlier process: decided from what it left and where the trainer stands, no I/O.
+
+A trainer at step k has trained every step up to k and nothing after. So what a step up to k took is trained; the
+batches of k + 1 and after are submitted again, unchanged and in order, as far as they are kept and the trainer can
+take them; what later steps took is finished again. Finished rollouts become groups again, in flight ones are over. A
+group that was cut off is completed: what has not come back is sampled again, so nothing that is finished is lost.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, replace
+
+from meshrl.orchestrator.ledger.rows import Past, RunRow, StepRecord
+from meshrl.orchestrator.ledger.rules import Entry, Ledger, RolloutState
+from meshrl.orchestrator.work.rollout_groups import MIN_SURVIVORS, DropReason, GroupTicket
+
+RESEED = 2**31
+"""Between the seeds of a group and of its completion: the same seeds would sample the same rollouts again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settlement:
+    """What to do with what is left, in this order of fields."""
+
+    trained: tuple[int, ...] = ()
+    """Steps that the trainer did while nobody was told."""
+    again: tuple[int, ...] = ()
+    """Steps whose batches are submitted again."""
+    released: tuple[int, ...] = ()
+    """Steps beyond the trainer's whose batches are not: their rollouts are finished again."""
+    interrupted: tuple[str, ...] = ()
+    """Groups that were in flight."""
+    dropped: tuple[tuple[str, DropReason], ...] = ()
+    """Finished rollouts that nothing can be made of."""
+    ready: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    """Groups with the rollouts that are left of them, in order of dispatch."""
+    redispatch: tuple[GroupTicket, ...] = ()
+    """Tickets of groups that were cut off, for as many rollouts as have not come back."""
+    carried: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    """What has come back of those groups: it joins the group that is dispatched again."""
+    unlogged: tuple[int, ...] = ()
+    """Steps that are trained and have no record yet."""
+
+
+def goes_on(run: RunRow, *, run_id: str, session: str, epoch: int, trainer_step: int) -> bool:
+    """Whether the last run of a folder goes on with this trainer, or another one begins.
+
+    It goes on with a trainer that has trained (it is alive, or was resumed), that is the process known from before, or
+    that the same launch started. A trainer that starts from nothing begins a run of its own.
+    """
+    if run.run_id != run_id:
+        return False
+    return trainer_step > 0 or epoch == run.epoch or bool(session and session == run.session)
+
+
+def settle(
+    past: Past,
+    *,
+    trainer_step: int,
+    logged_step: int,
+    fits: Callable[[StepRecord], bool],
+    environments: Collection[str],
+) -> Settlement:
+    """Decides about everything that is open.
+
+    `fits` says whether the trainer can take a batch as it is, `environments` are those that the run trains on.
+    """
+    taken: dict[int, list[Entry]] = {}
+    for entry in past.entries:
+        if entry.state in (RolloutState.BATCHED, RolloutState.TRAINED) and entry.step is not None:
+            taken.setdefault(entry.step, []).append(entry)
+    again: list[int] = []
+    step = trainer_step + 1
+    while step in taken and step in past.kept and step in past.steps and fits(past.steps[step]):
+        again.append(step)
+        step += 1
+    released = tuple(sorted(step for step in taken if step > trainer_step and step not in again))
+    loose = [entry for entry in past.entries if entry.state is RolloutState.FINISHED]
+    loose += [entry for step in released for entry in taken[step]]
+    in_flight = {entry.group_id for entry in past.entries if entry.state is RolloutState.DISPATCHED}
+    in_flight |= {group_id for group_id, known in past.groups.items() if not known.over}
+    members, dropped = _members(past, loose, environments)
+    tickets = _unfinished(past, loose, in_flight, environments)
+    carried = tuple((group_id, members.pop(group_id)) for group_id in tickets if group_id in members)
+    ready = {group_id: rollouts for group_id, rollouts in members.items() if len(rollouts) >= MIN_SURVIVORS}
+    dropped += [(one, DropReason.GROUP_LOST) for known in members.keys() - ready for one in members[known]]
+    return Settlement(
+        trained=tuple(sorted(step for step in taken if step <= trainer_step)),
+        again=tuple(again),
+        released=released,
+        interrupted=tuple(sorted(in_flight)),
+        dropped=tuple(dropped),
+        ready=tuple(sorted(ready.items(), key=lambda item: past.groups[item[0]].group.ticket.sequence)),
+        redispatch=tuple(sorted(tickets.values(), key=lambda ticket: (ticket.sequence, ticket.group_id))),
+        carried=carried,
+        unlogged=_unlogged(past, trainer_step, logged_step),
+    )
+
+
+def _unlogged(past: Past, trainer_step: int, logged_step: int) -> tuple[int, ...]:
+    """The last trained steps without a record, without a gap: before one whose batch is damaged none can be made."""
+    steps: list[int] = []
+    step = trainer_step
+    while step > logged_step and step in past.kept and step in past.steps:
+        steps.append(step)
+        step -= 1
+    return tuple(reversed(steps))
+
+
+def _members(
+    past: Past, loose: Sequence[Entry], environments: Collection[str]
+) -> tuple[dict[str, tuple[str, ...]], list[tuple[str, DropReason]]]:
+    """Finished rollouts by the group that has them, and those that no group can have."""
+    members: dict[str, tuple[str, ...]] = {}
+    dropped: list[tuple[str, DropReason]] = []
+    for entry in loose:
+        group_id = past.latest(entry.group_id)
+        if entry.environment not in environments:
+            dropped.append((entry.rollout_id, DropReason.REMOVED))
+        elif entry.rollout_id in past.payloads and group_id in past.groups:
+            members[group_id] = (*members.get(group_id, ()), entry.rollout_id)
+        elif entry.rollout_id in past.damaged:
+            dropped.append((entry.rollout_id, DropReason.DAMAGED))
+        else:
+            dropped.append((entry.rollout_id, DropReason.UNDONE))
+    return members, dropped
+
+
+def _unfinished(
+    past: Past, loose: Sequence[Entry], in_flight: AbstractSet[str], environments: Collection[str]
+) -> dict[str, GroupTicket]:
+    """Tickets for what has not come back of the groups in flight; those that failed are tried once more."""
+    came_back = Counter(entry.group_id for entry in loose if entry.rollout_id not in past.damaged)
+    tickets = {}
+    for group_id in in_flight & past.groups.keys():
+        ticket = past.groups[group_id].group.ticket
+        missing = ticket.size - came_back[group_id]
+        if missing > 0 and ticket.task.environment in environments:
+            reseed = RESEED if came_back[group_id] else 0
+            tickets[group_id] = replace(ticket, size=missing, seed=(ticket.seed + reseed) % 2**63)
+    return tickets
+
+
+def restore(ledger: Ledger, past: Past, settlement: Settlement) -> None:
+    """Brings the ledger to where the settlement says."""
+    ledger.restore(past.entries, past.ended)
+    for step in settlement.trained:
+        ledger.train(step)
+    for step in settlement.again:
+        ledger.undo(step)
+    for step in settlement.released:
+        ledger.release(step)
+    for group_id in settlement.interrupted:
+        ledger.interrupt(group_id, DropReason.RESTARTED.value)
+    for rollout_id, reason in settlement.dropped:
+        ledger.drop(rollout_id, reason.value)
+
+
+def rows_fit(record: StepRecord, *, dp_size: int, seq_len: int) -> bool:
+    """Whether a trainer of this size takes the batch of a step as it is."""
+    return record.dp_size == dp_size and record.longest_row <= seq_len

@@ -1,0 +1,290 @@
+"""Keeps the ledger in SQLite; fed by the ledger's rules and the journal, read when a process goes on.
+
+The file is in WAL mode with synchronous = NORMAL: what is committed outlives the process, whatever ends it.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+
+from google.protobuf.message import DecodeError
+from loguru import logger
+
+from meshrl.orchestrator.ledger.rows import (
+    LAYOUT,
+    SCHEMA,
+    SINCE_LAYOUT_1,
+    Past,
+    PastGroup,
+    RunRow,
+    StepRecord,
+    is_sealed,
+    last_run,
+    seal,
+)
+from meshrl.orchestrator.ledger.rows import read_groups as rows_of_groups
+from meshrl.orchestrator.ledger.rows import read_past as rows_of_past
+from meshrl.orchestrator.ledger.rules import Entry, RolloutState
+from meshrl.orchestrator.ledger.writer import ThreadedWriter, Writer, ledger_file, unusable
+from meshrl.orchestrator.work.rollout_groups import DropReason, Group, GroupTicket
+from meshrl.v1 import rollout_pb2, trainer_pb2
+from meshrl.wire import convert
+from meshrl.wire.errors import MeshError
+from meshrl.wire.types import Batch, Rollout
+
+_UPSERT = """
+INSERT INTO rollouts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
+ON CONFLICT (key) DO UPDATE SET state = excluded.state, rollout_id = excluded.rollout_id,
+  oldest_version = excluded.oldest_version, step = excluded.step, reason = excluded.reason,
+  updated_s = excluded.updated_s
+"""
+_ANY_LENGTH = 2**62
+_UNREADABLE = (ValueError, TypeError, DecodeError, MeshError)
+"""What reading damaged data raises: a digest that does not fit, bytes that are no message, a message that is wrong."""
+
+
+class LedgerStore:
+    """A ledger file. What changes it never blocks; `flush` and `close` tell when everything before is on disk.
+
+    Reading blocks: call it beside an event loop. Everything raises LedgerFileError when the file cannot be used.
+    """
+
+    def __init__(self, path: Path, writer: Writer | None = None) -> None:
+        """`writer` commits the changes; None is a thread of its own."""
+        self._path = path
+        self._writer = ThreadedWriter(path) if writer is None else writer
+        self._put = self._writer.put
+        self._run = 0
+        self._forgotten = 0  # no payload of a step up to this one is left
+
+    # --- beginning and end ----------------------------------------------------------------------
+
+    def open(self) -> RunRow | None:
+        """Creates or reopens the file and returns the last run in it."""
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise unusable(self._path, error) from error
+        with ledger_file(self._path) as connection:
+            connection.execute("PRAGMA journal_mode = WAL")
+            known = connection.execute("SELECT COUNT(*) FROM sqlite_master WHERE name = 'rollouts'").fetchone()[0]
+            layout = connection.execute("PRAGMA user_version").fetchone()[0]
+            if known and layout == 1:
+                connection.executescript(f"BEGIN IMMEDIATE; {SINCE_LAYOUT_1} PRAGMA user_version = {LAYOUT}; COMMIT;")
+            elif known and layout != LAYOUT:
+                connection.execute(f"ALTER TABLE rollouts RENAME TO rollouts_before_{time.time_ns()}")
+            connection.executescript(SCHEMA)
+            connection.execute(f"PRAGMA user_version = {LAYOUT}")
+            return last_run(connection)
+
+    def begin(self, run: RunRow) -> RunRow:
+        """Starts a run of its own: what earlier ones left open ends with a reason. Returns its row."""
+        superseded = DropReason.SUPERSEDED.value
+        with ledger_file(self._path) as connection:
+            connection.execute(
+                "UPDATE rollouts SET state = 'cancelled', reason = ? WHERE state = 'dispatched'", (superseded,)
+            )
+            connection.execute(
+                "UPDATE rollouts SET state = 'dropped', reason = ? WHERE state IN ('finished', 'batched')",
+                (superseded,),
+            )
+            connection.execute("DELETE FROM payloads")
+            connection.execute("DELETE FROM parts")
+            connection.execute("UPDATE runs SET ended = ? WHERE ended = ''", (superseded,))
+            cursor = connection.execute(
+                "INSERT INTO runs (run_id, session, epoch, first_step, metrics_offset, began_s)"
+                " VALUES (?, ?, ?, ?, ?, ?)",
+                (run.run_id, run.session, run.epoch, run.first_step, run.metrics_offset, time.time()),
+            )
+            self._run = int(cursor.lastrowid or 0)
+        self._writer.start()
+        return replace(run, run=self._run)
+
+    def resume(self, run: RunRow, *, trainer_step: int) -> Past:
+        """Goes on with the last run; returns what it left. `run` has what may have changed: session and epoch."""
+        with ledger_file(self._path) as connection:
+            connection.execute(
+                "UPDATE runs SET session = ?, epoch = ?, first_step = ?, ended = '' WHERE run = ?",
+                (run.session, run.epoch, run.first_step, run.run),
+            )
+            try:
+                past = rows_of_past(connection, run, trainer_step=trainer_step)
+            except (ValueError, TypeError, KeyError) as error:  # a row says what no row can say
+                raise unusable(self._path, error) from error
+        self._run = run.run
+        self._writer.start()
+        return past
+
+    def end(self, reason: str) -> None:
+        """The run is over."""
+        self._put(lambda db: db.execute("UPDATE runs SET ended = ? WHERE run = ?", (reason, self._run)))
+
+    def close(self, deadline_s: float = 30.0) -> None:
+        """Writes what is queued and stops. Raises LedgerFileError when something could not be written."""
+        self._writer.close(deadline_s)
+
+    # --- changes ----------------------------------------------------------------------------------
+
+    def record(self, entry: Entry) -> None:
+        """The state of a rollout; the payload of a dropped one goes, unless the run may yet go on with it."""
+        row = _row(entry, self._run, time.time())
+        gone = entry.state is RolloutState.DROPPED and entry.reason != DropReason.RUN_ENDED.value
+
+        def change(db: sqlite3.Connection) -> None:
+            db.execute(_UPSERT, row)
+            if gone:
+                db.execute("DELETE FROM payloads WHERE rollout_id = ?", (entry.rollout_id,))
+
+        self._put(change)
+
+    def keep(self, rollout: Rollout) -> None:
+        """The payload of a rollout; it is serialised on the writer's thread. Call it before the state is recorded."""
+
+        def change(db: sqlite3.Connection) -> None:
+            data = convert.rollout_to_proto(rollout).SerializeToString()
+            row = (rollout.rollout_id, data, seal(data, rollout.rollout_id))
+            db.execute("INSERT OR REPLACE INTO payloads VALUES (?, ?, ?)", row)
+
+        self._put(change)
+
+    def dispatched(self, ticket: GroupTicket) -> None:
+        """What a group is dispatched with."""
+        row = (
+            ticket.group_id, self._run, ticket.sequence, ticket.task.environment, ticket.task.index, ticket.size,
+            ticket.for_step, ticket.min_version, ticket.active_version, ticket.seed, ticket.replaces,
+        )  # fmt: skip
+        sql = (
+            "INSERT INTO groups (group_id, run, sequence, environment, task_index, size, for_step, min_version,"
+            " active_version, seed, replaces) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+        )
+        replaced = ticket.replaces
+
+        def change(db: sqlite3.Connection) -> None:
+            db.execute(sql, row)
+            if replaced:
+                db.execute("UPDATE groups SET over = 1 WHERE group_id = ?", (replaced,))
+
+        self._put(change)
+
+    def over(self, group: Group) -> None:
+        """How a group ended."""
+        row = (group.cancelled, group.sampled_tokens, group.seconds, group.ticket.group_id)
+        sql = "UPDATE groups SET over = 1, cancelled = ?, sampled_tokens = ?, seconds = ? WHERE group_id = ?"
+        self._put(lambda db: db.execute(sql, row))
+
+    def batched(self, record: StepRecord, batch: Batch) -> None:
+        """What a step took and the messages of its batch, in place of what was known of the step."""
+
+        run, step, text = self._run, record.step, record.to_json()
+
+        def change(db: sqlite3.Connection) -> None:
+            row = (run, step, record.digest, text, seal(text.encode(), run, step))
+            db.execute("INSERT OR REPLACE INTO steps VALUES (?, ?, ?, ?, ?)", row)
+            db.execute("DELETE FROM parts WHERE run = ? AND step = ?", (run, step))
+            for part, message in enumerate(convert.batch_to_messages(batch)):
+                data = message.SerializeToString()
+                sealed = seal(data, run, step, part)
+                db.execute("INSERT INTO parts VALUES (?, ?, ?, ?, ?)", (run, step, part, data, sealed))
+
+        self._put(change)
+
+    def released(self, step: int) -> None:
+        """A step will not be trained with the batch that it has. Call it before its rollouts are finished again."""
+
+        def change(db: sqlite3.Connection) -> None:
+            db.execute("DELETE FROM parts WHERE run = ? AND step = ?", (self._run, step))
+            db.execute("DELETE FROM steps WHERE run = ? AND step = ?", (self._run, step))
+
+        self._put(change)
+
+    def forget(self, step: int) -> None:
+        """Steps up to this one are durable: their payloads and batches go. Looks only at steps not forgotten yet."""
+        after, self._forgotten = self._forgotten, max(self._forgotten, step)
+
+        def change(db: sqlite3.Connection) -> None:
+            durable = "SELECT rollout_id FROM rollouts WHERE run = ? AND step > ? AND step <= ?"
+            db.execute(f"DELETE FROM payloads WHERE rollout_id IN ({durable})", (self._run, after, step))
+            db.execute("DELETE FROM parts WHERE run = ? AND step <= ?", (self._run, step))
+
+        self._put(change)
+
+    def flush(self) -> Future[None]:
+        """Done when everything put before is committed."""
+        return self._writer.flush()
+
+    # --- reading ----------------------------------------------------------------------------------
+
+    def batch(self, record: StepRecord) -> Batch | None:
+        """The batch of a step as it was recorded; None when it is not kept any more, or is damaged. Blocks."""
+        with ledger_file(self._path) as connection:
+            parts = connection.execute(
+                "SELECT part, data, seal FROM parts WHERE run = ? AND step = ? ORDER BY part", (self._run, record.step)
+            ).fetchall()
+        if not parts:
+            return None
+        try:
+            return _batch_of([(data, found, (self._run, record.step, part)) for part, data, found in parts], record)
+        except _UNREADABLE as error:
+            logger.warning("the recorded batch of step {} in {} is damaged: {}", record.step, self._path, error)
+            return None
+
+    def rollouts(self, rollout_ids: Iterable[str]) -> dict[str, Rollout]:
+        """The payloads of these rollouts that are kept, by id; those that are damaged are left out. Blocks."""
+        found = {}
+        with ledger_file(self._path) as connection:
+            for rollout_id in rollout_ids:
+                sql = "SELECT data, seal FROM payloads WHERE rollout_id = ?"
+                if (row := connection.execute(sql, (rollout_id,)).fetchone()) is None:
+                    continue
+                try:
+                    found[rollout_id] = _rollout_of(row[0], row[1], rollout_id)
+                except _UNREADABLE as error:
+                    logger.warning("the payload of rollout {} in {} is damaged: {}", rollout_id, self._path, error)
+        return found
+
+    def groups(self, group_ids: Sequence[str]) -> dict[str, PastGroup]:
+        """Groups by id, without their rollouts. Blocks."""
+        with ledger_file(self._path) as connection:
+            return rows_of_groups(connection, list(group_ids))
+
+
+def _rollout_of(data: bytes, found: bytes, rollout_id: str) -> Rollout:
+    """A payload. Raises one of _UNREADABLE when it is not as it was written."""
+    if not is_sealed(data, found, rollout_id):
+        raise ValueError("it does not have the digest that it was written with")
+    return convert.rollout_from_proto(rollout_pb2.Rollout.FromString(data))
+
+
+def _batch_of(parts: Sequence[tuple[bytes, bytes, tuple[int, int, int]]], record: StepRecord) -> Batch:
+    """The batch of its (data, seal, key), in order. Raises one of _UNREADABLE when one is not as it was written."""
+    reader = convert.BatchReader(seq_len=_ANY_LENGTH, dp_size=record.dp_size)
+    for data, found, key in parts:
+        if not is_sealed(data, found, *key):
+            raise ValueError(f"part {key[-1]} does not have the digest that it was written with")
+        reader.feed(trainer_pb2.SubmitBatchRequest.FromString(data))
+    batch = reader.finish()
+    if reader.header is not None and reader.header.digest != record.digest:
+        raise ValueError("it is not the batch that the step's record names")
+    return batch
+
+
+def _row(entry: Entry, run: int, at_s: float) -> tuple[object, ...]:
+    return (
+        entry.key,
+        run,
+        entry.group_id,
+        entry.environment,
+        entry.task_index,
+        entry.for_step,
+        entry.state.value,
+        entry.rollout_id,
+        entry.oldest_version,
+        entry.step,
+        entry.reason,
+        at_s,
+    )

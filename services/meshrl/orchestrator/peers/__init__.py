@@ -1,0 +1,1 @@
+"""The orchestrator as a client: connecting, uploading batches, following the trainer, relaying versions to the hub."""

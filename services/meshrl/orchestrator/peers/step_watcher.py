@@ -1,0 +1,259 @@
+"""The orchestrator's line to the trainer: follows the steps of one run, over every restart of the trainer.
+
+Each process of a trainer is an epoch. Its revisions count from 1 and its steps go on from its checkpoint, so what was
+done after that is forgotten: whoever waits is told, and waits for the same steps again in the new epoch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing, suppress
+
+from loguru import logger
+
+from meshrl.client import TrainerClient
+from meshrl.orchestrator.peers.connect import find_run
+from meshrl.orchestrator.retry import AWAY, RunError, failed
+from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.types import RunInfo, StepEvent, StepState
+
+POLL_S = 1.0
+"""How often the trainer is asked for its epoch and for what is durable: neither has an event of its own."""
+
+AGAIN_S = 0.2
+"""Between two attempts to reach a trainer that is away."""
+
+CRASH_S = 1.0
+"""A trainer that fails a step because it crashes ends its stream within this time."""
+
+
+class StepUndoneError(Exception):
+    """What was waited for does not come: the trainer began a new epoch, or the batch of the step was withdrawn."""
+
+
+class StepWatch:
+    """Follows the events of one run. `follow` runs beside the loop; `done` waits for one step."""
+
+    def __init__(
+        self,
+        client: TrainerClient,
+        *,
+        address: str,
+        run: RunInfo,
+        unreachable_s: float,
+        history: bool = False,
+        on_restart: Callable[[RunInfo], None] = lambda run: None,
+        on_durable: Callable[[int], None] = lambda step: None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        poll_s: float = POLL_S,
+    ) -> None:
+        """`history` asks for the events of steps that were done before; else those steps have no metrics."""
+        self._client = client
+        self._address = address
+        self._unreachable_s = unreachable_s
+        self._on_restart = on_restart
+        self._on_durable = on_durable
+        self._clock = clock
+        self._sleep = sleep
+        self._poll_s = poll_s
+        self.epoch_changed = asyncio.Event()
+        self._run = run
+        self._heard_s = clock()
+        self._seen = 0 if history else run.revision
+        self._failed: dict[int, StepEvent] = {}
+        self._done: defaultdict[int, asyncio.Future[StepEvent]] = self._waits()
+
+    @property
+    def epoch(self) -> int:
+        return self._run.epoch
+
+    @property
+    def step(self) -> int:
+        """Where the trainer stood when this epoch was first heard of."""
+        return self._run.step
+
+    async def follow(self) -> None:
+        """Until cancelled. Raises RunError when a step fails, or the trainer is gone and does not come back."""
+        while True:
+            streaming, polling = asyncio.create_task(self._stream()), asyncio.create_task(self._poll())
+            try:
+                await asyncio.wait({streaming, polling}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for task in (streaming, polling):
+                    if not task.done():
+                        task.cancel()
+                await asyncio.wait({streaming, polling})
+            run = polling.result() if not polling.cancelled() else await self._next_epoch(streaming.result())
+            if not streaming.cancelled():
+                streaming.exception()  # of an epoch that is over: nobody needs to know
+            self._enter(run)
+
+    async def done(self, step: int, deadline_s: float) -> StepEvent:
+        """The event that ended `step`; one without metrics when the trainer had done it before it was followed.
+
+        Raises StepUndoneError, and RunError after `deadline_s`.
+        """
+        epoch = self.epoch
+        if step <= self._run.step and self._caught_up and not self._done[step].done():
+            self._done[step].set_result(self._told_nothing(step))
+        try:
+            async with asyncio.timeout(deadline_s):
+                event = await asyncio.shield(self._done[step])
+        except TimeoutError:
+            raise RunError(
+                f"trainer at {self._address} did not finish step {step} within {deadline_s:g} s;"
+                " raise orchestrator.deadlines.step_s if it needs longer"
+            ) from None
+        if epoch != self.epoch:  # between the event and now
+            raise StepUndoneError
+        self._done.pop(step, None)
+        return event
+
+    def withdraw(self, step: int) -> None:
+        """The trainer does not have the batch of `step`: who waits for the step is told."""
+        if (future := self._done.pop(step, None)) is not None:
+            self._tell_undone(future)
+
+    async def restarts(self, epoch: int) -> bool:
+        """Waits for the epoch after `epoch`; False when it does not come for as long as a trainer may be away."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._unreachable_s + self._poll_s):
+                while self.epoch == epoch:
+                    changed = self.epoch_changed
+                    await changed.wait()
+        return self.epoch != epoch
+
+    # --- events -----------------------------------------------------------------------------------
+
+    async def _stream(self) -> str:
+        """Takes events until they end; returns why, or nothing when the trainer merely forgot the earlier ones."""
+        away: MeshError | None = None
+        while True:
+            left_s = self._heard_s + self._unreachable_s - self._clock()
+            try:
+                async with asyncio.timeout(None if away is None else left_s):
+                    await self._take_all()
+                return self._failure() if self._failed else "ended its stream of steps: it is draining"
+            except MeshError as error:
+                if error.reason is Reason.REVISION_EXPIRED:
+                    return ""
+                if error.reason not in AWAY:
+                    raise failed("trainer", self._address, "reporting its steps", error) from error
+                away = error
+            except TimeoutError:  # away for as long as it may be
+                assert away is not None
+                raise failed("trainer", self._address, "reporting its steps", away) from away
+            await self._sleep(min(AGAIN_S, self._unreachable_s))
+
+    async def _take_all(self) -> None:
+        async with aclosing(self._client.watch_steps(self._run.run_id, self._seen)) as events:
+            while (event := await self._next(events)) is not None:
+                logger.debug(f"trainer: step {event.step} {event.state.value}")
+                self._heard_s = self._clock()
+                self._take(event)
+
+    async def _next(self, events: AsyncGenerator[StepEvent, None]) -> StepEvent | None:
+        """Raises RunError when a step has failed and the trainer goes on: its stream would end if it had crashed."""
+        failed_for_good = bool(self._failed) and self._caught_up
+        try:
+            async with asyncio.timeout(CRASH_S if failed_for_good else None):
+                return await anext(events, None)
+        except TimeoutError:
+            raise RunError(f"trainer at {self._address} {self._failure()}") from None
+
+    def _failure(self) -> str:
+        event = self._failed[min(self._failed)]
+        return (
+            f"failed step {event.step}: {event.reason}: {event.message}; the weights are those of step {event.step - 1}"
+        )
+
+    def _take(self, event: StepEvent) -> None:
+        self._seen = event.revision
+        self._on_durable(event.durable_step)
+        match event.state:
+            case StepState.QUEUED:
+                self._failed.pop(event.step, None)
+            case StepState.FAILED:
+                self._failed[event.step] = event
+            case StepState.DONE if not self._done[event.step].done():
+                self._done[event.step].set_result(event)
+        if self._caught_up:
+            self._catch_up()
+
+    @property
+    def _caught_up(self) -> bool:
+        """Everything that happened before the trainer was followed is known."""
+        return self._seen >= self._run.revision
+
+    def _catch_up(self) -> None:
+        for step, future in self._done.items():
+            if step <= self._run.step and not future.done():
+                future.set_result(self._told_nothing(step))
+
+    # --- epochs -----------------------------------------------------------------------------------
+
+    async def _poll(self) -> RunInfo:
+        """Returns when the trainer is in another epoch."""
+        while True:
+            await self._sleep(self._poll_s)
+            run = await self._ask()
+            if run is None:
+                continue
+            if run.epoch != self.epoch:
+                return run
+            self._on_durable(run.durable_step)
+
+    async def _next_epoch(self, why: str) -> RunInfo:
+        """Where the trainer stands after its stream has ended. Raises RunError when it is not heard of again."""
+        give_up_at_s = self._clock() + self._unreachable_s
+        while True:
+            run = await self._ask()
+            if run is not None and (run.epoch != self.epoch or not why):
+                return run
+            if self._clock() >= give_up_at_s:
+                raise RunError(f"trainer at {self._address} {why}")
+            await self._sleep(min(AGAIN_S, self._unreachable_s))
+
+    async def _ask(self) -> RunInfo | None:
+        """None while the trainer does not answer; the stream says when that has lasted too long."""
+        try:
+            run = find_run(self._run.run_id, await self._client.get_trainer())
+            self._heard_s = self._clock()
+            return run
+        except (MeshError, RunError) as error:
+            logger.debug(f"trainer: {error}")
+            return None
+
+    def _enter(self, run: RunInfo) -> None:
+        again = run.epoch != self.epoch
+        waiting = list(self._done.values())
+        self._seen = 0 if again else run.revision  # in the same epoch its events are gone
+        self._run = run
+        self._failed.clear()
+        self._done = self._waits()
+        for future in waiting:
+            self._tell_undone(future)
+        self._on_durable(run.durable_step)
+        if again:
+            logger.warning(f"the trainer restarted: it is at step {run.step} (epoch {run.epoch})")
+            self._on_restart(run)
+        changed, self.epoch_changed = self.epoch_changed, asyncio.Event()
+        changed.set()
+
+    @staticmethod
+    def _tell_undone(future: asyncio.Future[StepEvent]) -> None:
+        if not future.done():
+            future.set_exception(StepUndoneError())
+            future.exception()  # whoever still waits hears of it, and it may be nobody
+
+    @staticmethod
+    def _waits() -> defaultdict[int, asyncio.Future[StepEvent]]:
+        return defaultdict(lambda: asyncio.get_running_loop().create_future())
+
+    @staticmethod
+    def _told_nothing(step: int) -> StepEvent:
+        return StepEvent(revision=0, step=step, state=StepState.DONE, version=step)

@@ -1,0 +1,92 @@
+"""Turns the groups that a step took into its batch: advantages, then rows of tokens; drained by the trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshrl.algorithms.advantages import Advantage
+from meshrl.algorithms.packing import TrainSample, pack_samples
+from meshrl.orchestrator.work.filters import by_agent
+from meshrl.wire.types import Batch, Rollout
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Assembled:
+    """A batch and what became of the rollouts in it. `advantages` is by rollout_id."""
+
+    batch: Batch
+    advantages: Mapping[str, float]
+    untrainable: frozenset[str]
+    truncated_samples: int
+    dropped_samples: int
+
+
+def assemble(
+    groups: Sequence[Sequence[Rollout]],
+    *,
+    run_id: str,
+    step: int,
+    advantage: Advantage,
+    environments: Sequence[str],
+    seq_len: int,
+    dp_size: int,
+    traceparent: str = "",
+) -> Assembled:
+    """Packs whole groups into micro-batches of at most `seq_len` tokens, their number a multiple of `dp_size`.
+
+    Raises ValueError when no sample has a loss token within `seq_len`.
+    """
+    advantages = {
+        rollout_id: value for group in groups for rollout_id, value in group_advantages(group, advantage).items()
+    }
+    env_index = {name: index for index, name in enumerate(environments)}
+    samples = [
+        TrainSample(
+            token_ids=sample.token_ids,
+            loss_mask=sample.loss_mask,
+            logprobs=sample.logprobs,
+            advantage=advantages[rollout.rollout_id],
+            temperature=sample.temperature,
+            env_index=env_index[rollout.environment],
+            rollout_id=rollout.rollout_id,
+            traceparent=rollout.traceparent,
+        )
+        for group in groups
+        for rollout in group
+        for sample in rollout.samples
+    ]
+    packing = pack_samples(samples, seq_len=seq_len, dp_size=dp_size)
+    packed = {rollout_id for row in packing.micro_batches for rollout_id in row.rollout_ids}
+    return Assembled(
+        batch=Batch(
+            run_id=run_id,
+            step=step,
+            micro_batches=packing.micro_batches,
+            loss_tokens=packing.loss_tokens,
+            environments=tuple(environments),
+            traceparent=traceparent,
+        ),
+        advantages=advantages,
+        untrainable=frozenset(advantages) - packed,
+        truncated_samples=packing.truncated_samples,
+        dropped_samples=packing.dropped_samples,
+    )
+
+
+def group_advantages(rollouts: Sequence[Rollout], advantage: Advantage) -> dict[str, float]:
+    """Advantage of each rollout relative to those of the same agent in its group, by rollout_id."""
+    result: dict[str, float] = {}
+    for members in by_agent(rollouts).values():
+        values = advantage(
+            [rollout.reward for rollout in members], [max(1, sampled_tokens(rollout)) for rollout in members]
+        )
+        result |= {rollout.rollout_id: float(value) for rollout, value in zip(members, values, strict=True)}
+    return result
+
+
+def sampled_tokens(rollout: Rollout) -> int:
+    """Tokens that the policy sampled."""
+    return int(sum(np.count_nonzero(sample.loss_mask) for sample in rollout.samples))

@@ -1,0 +1,52 @@
+"""Groups lost to failures: how long the loop waits after one, and when it gives up; told of every group."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from loguru import logger
+
+from meshrl.orchestrator.config import OrchestratorConfig
+from meshrl.orchestrator.retry import AWAY, RunError
+from meshrl.orchestrator.work.rollout_groups import MIN_SURVIVORS, Group
+from meshrl.wire.errors import Reason
+
+_AWAY = frozenset(reason.name for reason in (Reason.ENGINE_FAILED, *AWAY))
+"""What groups fail with while an engine or the rollout service is started again."""
+
+
+class LostGroups:
+    """Counts the groups in a row that failures have left with too few rollouts."""
+
+    def __init__(
+        self, config: OrchestratorConfig, *, clock: Callable[[], float], sleep: Callable[[float], Awaitable[None]]
+    ) -> None:
+        self._config = config
+        self._clock = clock
+        self._sleep = sleep
+        self._in_a_row = 0
+        self._since_s = 0.0
+
+    async def judge(self, group: Group) -> None:
+        """After a lost group: waits, longer each time in a row.
+
+        Raises RunError after too many; while an engine or the service is away, only once it has had `unreachable_s`.
+        """
+        if len(group.rollouts) >= MIN_SURVIVORS or not group.errors:
+            self._in_a_row = 0
+            return
+        if not self._in_a_row:
+            self._since_s = self._clock()
+        self._in_a_row += 1
+        last = group.failures[-1] if group.failures else None
+        why = f"{last.reason}: {last.message}" if last else group.cut_short
+        away = (last.reason if last else group.cut_short) in _AWAY
+        may_come_back = away and self._clock() - self._since_s < self._config.deadlines.unreachable_s
+        if self._in_a_row >= self._config.filters.max_lost_groups and not may_come_back:
+            raise RunError(
+                f"{self._in_a_row} groups in a row were lost to failures, last in"
+                f" {group.ticket.task.environment!r} with {why}; see the log of the rollout service at"
+                f" {self._config.services.rollout}"
+            )
+        logger.warning(f"group {group.ticket.group_id} of {group.ticket.task.environment} is lost: {why}")
+        await self._sleep(min(2.0, 0.01 * 2.0 ** min(self._in_a_row, 8)))

@@ -1,0 +1,322 @@
+"""Calls inference engines over HTTP: routes each model call, moves it when an engine is gone, and keeps the versions
+known.
+
+Asked by `client` for every completion; `pool` decides, this module talks. A call is moved to another engine only while
+no byte of an answer has come; what was sampled is then nobody's, so nothing is sampled twice for one turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import aiohttp
+from loguru import logger
+
+from meshrl.rollout.config import ClientConfig
+from meshrl.rollout.engines.answers import ACCEPT, Answer
+from meshrl.rollout.engines.pool import Engine, EnginePool, Requirement
+from meshrl.rollout.engines.ratios import logprobs_mode_of
+from meshrl.rollout.sessions import Session
+from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.trace import TRACEPARENT, current_traceparent
+
+GENERATE_PATH = "/inference/v1/generate"
+BUSY = frozenset({429, 503})
+BUSY_PAUSE_S = 0.2
+SESSION_HEADER = "X-Session-ID"
+VERSION_HEADER = "X-Policy-Version"
+KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # seconds, seconds, unanswered probes
+
+Discovery = Callable[[], Awaitable[list[tuple[str, str]]]]
+
+
+class EngineRefusedError(Exception):
+    """An engine answered a call with an error that another engine would give too."""
+
+    def __init__(self, status: int, detail: str) -> None:
+        super().__init__(detail)
+        self.status = status
+
+
+class _UnreachableError(Exception):
+    """No byte of an answer came."""
+
+
+class _BusyError(Exception):
+    """The engine takes no more calls for `retry_after_s`, or for an unknown time where that is 0."""
+
+    def __init__(self, detail: str, retry_after_s: float) -> None:
+        super().__init__(detail)
+        self.retry_after_s = retry_after_s
+
+
+def version_of(payload: Any) -> int | None:
+    """Reads the answer of GET /version: None while the engine holds no weights yet, 0 for an engine without versions.
+
+    vLLM reports the version of its own package as a string there; an engine like that serves the weights it was
+    started with.
+    """
+    version = payload.get("version", "") if isinstance(payload, dict) else ""
+    return version if isinstance(version, int | None) and not isinstance(version, bool) else 0
+
+
+class EngineRouter:
+    """Owns the connections to the engines of a pool. Use as an async context manager."""
+
+    def __init__(
+        self, pool: EnginePool, config: ClientConfig, *, api_key: str | None = None, discovery: Discovery | None = None
+    ) -> None:
+        self._pool = pool
+        self._config = config
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._discovery = discovery
+        self._hub_away = False
+        self._silent_since: dict[str, float] = {}
+        self._waiting: dict[str, set[asyncio.Timeout]] = {}  # calls without an answer yet, by engine
+        self._changed = asyncio.Event()
+        self._probing: asyncio.Task[None] | None = None
+        self._round: asyncio.Task[None] | None = None
+        self._http: aiohttp.ClientSession | None = None
+
+    @property
+    def pool(self) -> EnginePool:
+        return self._pool
+
+    async def __aenter__(self) -> EngineRouter:
+        self._http = aiohttp.ClientSession(
+            headers=self._headers,
+            # The number of rollouts bounds the connections.
+            connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=60, socket_factory=_watched_socket),
+            cookie_jar=aiohttp.DummyCookieJar(),
+        )
+        await self.refresh()
+        self._probing = asyncio.create_task(self._probe_forever())
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        for task in (self._probing, self._round):
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+        if self._http is not None:
+            await self._http.close()
+
+    async def refresh(self) -> None:
+        """Looks at every engine now; callers at the same time share one look."""
+        if self._round is None or self._round.done():
+            self._round = asyncio.create_task(self._look())
+        await asyncio.shield(self._round)
+
+    async def require(self, need: Requirement) -> None:
+        """Raises MeshError when no engine can serve `need` now: VERSION_NOT_AVAILABLE, LOGPROBS_BIASED, or
+        INVALID_REQUEST for an unknown pool.
+
+        While no engine is reachable at all, a request without a version bound is let through: its calls wait for one.
+        """
+        if need.pool and need.pool not in self._pool.known_pools():
+            pools = ", ".join(sorted(repr(pool) for pool in self._pool.known_pools()))
+            raise MeshError(Reason.INVALID_REQUEST, f"no engine pool {need.pool!r} here; the pools are {pools}")
+        if self._pool.can_meet(need):
+            return
+        bound = need.min_version is not None or need.exact_version is not None
+        if bound or need.reshaped_by:
+            await self.refresh()
+        self._refuse_biased(need)
+        if bound and not self._pool.can_meet(need):
+            raise self._not_available(need)
+
+    def _refuse_biased(self, need: Requirement) -> None:
+        if engines := self._pool.biased(need):
+            modes = ", ".join(f"{engine.url} ({engine.logprobs_mode or 'unknown'})" for engine in engines)
+            raise MeshError(
+                Reason.LOGPROBS_BIASED,
+                f"sampling with {', '.join(need.reshaped_by)} changes the distribution, and no engine reports logprobs"
+                f" of what it sampled from: {modes}; importance ratios would be biased. Leave that setting out, start"
+                " the engines with --logprobs-mode processed_logprobs, or set rollout.client.logprobs_mode if they are",
+            )
+
+    async def generate(self, session: Session, session_id: str, body: bytes, need: Requirement) -> Answer:
+        """Has one engine that meets `need` complete `body`, a JSON request of the generate endpoint.
+
+        Raises MeshError VERSION_NOT_AVAILABLE or ENGINE_FAILED when no engine took the call within `failover_s`, or
+        when one broke off an answer, and LOGPROBS_BIASED when none reports logprobs that fit; EngineRefusedError when
+        an engine rejected the request itself.
+        """
+        started = time.monotonic()
+        last_chance = started + self._config.call_deadline_s
+        give_up_at = started + self._config.failover_s
+        skip: set[str] = set()
+        not_before: dict[str, float] = {}  # when a busy engine may be asked again, as it said
+        why = "no engine is reachable"
+        while True:
+            engine = self._pool.select(need, prefer=session.engine, skip=skip)
+            if engine is None:
+                self._refuse_biased(need)
+                if time.monotonic() >= give_up_at or self._pool.is_past(need):
+                    raise self._no_engine(need, why)
+                session.doing = f"waiting for an engine to take its model call ({why})"
+                await self._wait_for_change(give_up_at)
+                skip = {url for url, time_s in not_before.items() if time_s > time.monotonic()}
+                continue
+            session.doing = f"in a model call at {engine.url}"
+            try:
+                answer = await self._call(engine, session, session_id, body)
+            except _UnreachableError as error:
+                why = str(error)
+                logger.warning("engine {} is gone ({}); its calls move to others", engine.url, error)
+                self._pool.lose(engine.url)
+                give_up_at = min(time.monotonic() + self._config.failover_s, last_chance)
+                continue
+            except _BusyError as error:
+                why = str(error)
+                skip.add(engine.url)
+                not_before[engine.url] = time.monotonic() + error.retry_after_s
+                continue
+            session.engine = engine.url
+            return answer
+
+    def _no_engine(self, need: Requirement, why: str) -> MeshError:
+        if any(engine.healthy for engine in self._pool.candidates(need)) and not self._pool.can_meet(need):
+            return self._not_available(need)
+        return MeshError(Reason.ENGINE_FAILED, f"no engine took the call within {self._config.failover_s:g} s: {why}")
+
+    def _not_available(self, need: Requirement) -> MeshError:
+        newest = self._pool.newest(need)
+        held = "no engine is reachable" if newest is None else f"the newest version served is {newest}"
+        return MeshError(
+            Reason.VERSION_NOT_AVAILABLE,
+            f"{need.describe()} is needed, but {held}",
+            retry_after_s=self._config.probe_interval_s,
+        )
+
+    async def _call(self, engine: Engine, session: Session, session_id: str, body: bytes) -> Answer:
+        assert self._http is not None  # entered
+        headers = {"Content-Type": "application/json", "Accept": ACCEPT, SESSION_HEADER: session_id}
+        if traceparent := current_traceparent():
+            headers[TRACEPARENT] = traceparent
+        timeout = aiohttp.ClientTimeout(
+            total=self._config.call_deadline_s, sock_connect=self._config.connect_deadline_s
+        )
+        before = engine.version
+        engine.in_flight += 1
+        answered = False
+        waiting, patience = self._waiting.setdefault(engine.url, set()), asyncio.timeout(None)
+        waiting.add(patience)
+        try:
+            async with (
+                patience,
+                self._http.post(engine.url + GENERATE_PATH, data=body, headers=headers, timeout=timeout) as reply,
+            ):
+                patience.reschedule(None)  # an answer is coming: nobody else may be asked
+                waiting.discard(patience)
+                answered = True
+                raw = await reply.read()
+                if reply.status in BUSY:
+                    wait = reply.headers.get("Retry-After", "")
+                    detail = f"{engine.url} answered {reply.status}: {_short(raw)}"
+                    raise _BusyError(detail, float(wait) if wait.isdecimal() else 0.0)
+                if reply.status != 200:
+                    raise EngineRefusedError(reply.status, f"{engine.url} answered {reply.status}: {_short(raw)}")
+                header = reply.headers.get(VERSION_HEADER, "")
+                after = int(header) if header.isdigit() else engine.version
+                return Answer(raw, before, after, reply.content_type)
+        except aiohttp.ClientConnectionError as error:
+            if not answered:
+                raise _UnreachableError(f"{type(error).__name__}: {error}") from error
+            raise MeshError(Reason.ENGINE_FAILED, f"{engine.url} broke off its answer: {error}") from error
+        except aiohttp.ClientError as error:
+            raise MeshError(Reason.ENGINE_FAILED, f"{engine.url} broke off its answer: {error}") from error
+        except TimeoutError as error:
+            if patience.expired():
+                raise _UnreachableError(f"no sign of life for {self._config.failover_s:g} s") from error
+            raise MeshError(
+                Reason.ENGINE_FAILED, f"{engine.url} took longer than {self._config.call_deadline_s:g} s"
+            ) from error
+        finally:
+            waiting.discard(patience)
+            engine.in_flight -= 1
+
+    async def _wait_for_change(self, until: float) -> None:
+        left_s = min(BUSY_PAUSE_S, until - time.monotonic())
+        try:
+            async with asyncio.timeout(max(left_s, 0.01)):
+                await self._changed.wait()
+        except TimeoutError:  # a busy engine tells nobody when it is free again: look again after a moment
+            pass
+
+    async def _probe_forever(self) -> None:
+        while True:
+            await asyncio.sleep(self._config.probe_interval_s)
+            await self.refresh()
+
+    async def _look(self) -> None:
+        known = self._pool.remembered
+        await asyncio.gather(self._discover(), *(self._probe(engine) for engine in known))
+        await asyncio.gather(*(self._probe(engine) for engine in self._pool.remembered if engine not in known))
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _heard_of(self, engine: Engine, answers: bool) -> None:
+        """Notes whether an engine answers; the calls that wait for one that is silent for too long move to others."""
+        now = time.monotonic()
+        if answers:
+            self._silent_since.pop(engine.url, None)
+        elif now - self._silent_since.setdefault(engine.url, now) >= self._config.failover_s:
+            for patience in self._waiting.pop(engine.url, set()):
+                patience.reschedule(asyncio.get_running_loop().time())
+
+    async def _discover(self) -> None:
+        if self._discovery is None:
+            return
+        try:
+            self._pool.discover(await self._discovery())
+        except MeshError as error:  # the hub may restart; the engines known so far go on
+            if not self._hub_away:
+                logger.warning("cannot list engines at the weight hub, so those known go on: {}", error)
+            self._hub_away = True
+        else:
+            self._hub_away = False
+
+    async def _probe(self, engine: Engine) -> None:
+        assert self._http is not None  # entered
+        timeout = aiohttp.ClientTimeout(total=self._config.probe_deadline_s)
+        try:
+            async with self._http.get(engine.url + "/health", timeout=timeout) as health:
+                self._heard_of(engine, answers=True)
+                if health.status >= 500:  # draining, or unfit to serve
+                    self._pool.lose(engine.url)
+                    return
+            async with self._http.get(engine.url + "/version", timeout=timeout) as reply:
+                if reply.status == 200:
+                    payload = await reply.json(content_type=None)
+                    mode = logprobs_mode_of(payload) or self._config.logprobs_mode
+                    self._pool.observe(engine.url, version_of(payload), mode)
+                elif reply.status == 404 and health.status == 200:  # a server without versions
+                    self._pool.observe(engine.url, 0, self._config.logprobs_mode)
+                else:
+                    self._pool.lose(engine.url)
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            if engine.healthy:
+                logger.warning("engine {} does not answer: {}", engine.url, error or type(error).__name__)
+            self._heard_of(engine, answers=False)
+            self._pool.lose(engine.url)
+
+
+def _watched_socket(address: aiohttp.AddrInfoType) -> socket.socket:
+    """A socket whose connection breaks within half a minute of its host's end, so that the calls on it move on."""
+    family, kind, protocol, *_ = address
+    made = socket.socket(family, kind, protocol)
+    made.setblocking(False)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in KEEPALIVE.items():
+        if hasattr(socket, option):  # the names differ between systems
+            made.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    return made
+
+
+def _short(raw: bytes) -> str:
+    return raw[:500].decode(errors="replace")

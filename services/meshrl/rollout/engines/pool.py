@@ -1,0 +1,156 @@
+"""Chooses the engine of each model call: who is healthy, which version each holds, how busy each is. No I/O.
+
+Fed by probes and answers through `engines`, asked by `engines` before every call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from meshrl.rollout.engines.ratios import PROCESSED
+from meshrl.wire.types import EngineEndpoint
+
+
+@dataclass(frozen=True, kw_only=True)
+class Requirement:
+    """Which policy may sample: from `pool`, and at least `min_version` or exactly `exact_version`.
+
+    `reshaped_by` names settings that change the distribution; with any, logprobs must be of what was sampled from.
+    """
+
+    pool: str = ""
+    min_version: int | None = None
+    exact_version: int | None = None
+    reshaped_by: tuple[str, ...] = ()
+
+    def met_by(self, version: int | None) -> bool:
+        """True when a policy of `version` may sample; an unknown version meets no bound."""
+        if self.exact_version is not None:
+            return version == self.exact_version
+        if self.min_version is not None:
+            return version is not None and version >= self.min_version
+        return True
+
+    def describe(self) -> str:
+        if self.exact_version is not None:
+            return f"version {self.exact_version}"
+        return f"version {self.min_version} or newer" if self.min_version is not None else "any version"
+
+
+@dataclass
+class Engine:
+    """One engine as this process knows it. `version` and `logprobs_mode` are None while they are not known.
+
+    `listed` is False once the hub names it no more: it gets no new calls, and is forgotten when those it has are over.
+    """
+
+    url: str
+    pool: str = ""
+    healthy: bool = False
+    version: int | None = None
+    logprobs_mode: str | None = None
+    in_flight: int = 0
+    listed: bool = True
+    chosen: int = 0  # number of the call that went here last
+
+    def fits(self, need: Requirement) -> bool:
+        """True when a call may go to it now."""
+        reports_right = not need.reshaped_by or self.logprobs_mode == PROCESSED
+        return self.listed and self.healthy and need.met_by(self.version) and reports_right
+
+
+class EnginePool:
+    """The engines that calls are routed to: those configured, and those that the hub names."""
+
+    def __init__(self, urls: Iterable[str], pool: str = "") -> None:
+        self._engines = {url: Engine(url=url, pool=pool) for url in urls}
+        self._fixed = frozenset(self._engines)
+        self._pools = {engine.pool for engine in self._engines.values()}
+        self._calls = 0
+
+    @property
+    def engines(self) -> tuple[Engine, ...]:
+        """Those that may get calls."""
+        return tuple(engine for engine in self._engines.values() if engine.listed)
+
+    @property
+    def remembered(self) -> tuple[Engine, ...]:
+        """Those, and the ones that left the list with calls in flight."""
+        return tuple(self._engines.values())
+
+    def discover(self, found: Iterable[tuple[str, str]]) -> None:
+        """Takes over the hub's routable engines as (url, pool); one no longer named goes unless it is configured."""
+        named = dict(found)
+        for url, pool in named.items():
+            self._engines.setdefault(url, Engine(url=url, pool=pool)).listed = True
+        self._pools |= set(named.values())
+        for url in [url for url in self._engines if url not in named and url not in self._fixed]:
+            engine = self._engines[url]
+            engine.listed, engine.healthy, engine.version = False, False, None
+            if not engine.in_flight:
+                del self._engines[url]
+
+    def observe(self, url: str, version: int | None, logprobs_mode: str | None = None) -> None:
+        """An engine answered: it is healthy, serves `version`, and says (or not) what its logprobs are of."""
+        if (engine := self._engines.get(url)) is not None:
+            engine.healthy, engine.version, engine.logprobs_mode = True, version, logprobs_mode
+
+    def lose(self, url: str) -> None:
+        """An engine did not answer: it gets no calls until it does; its version is forgotten, it may restart older."""
+        if (engine := self._engines.get(url)) is not None:
+            engine.healthy, engine.version = False, None
+
+    def known_pools(self) -> frozenset[str]:
+        """The pools that there are or were: one whose engines are all away may get others."""
+        return frozenset(self._pools)
+
+    def candidates(self, need: Requirement) -> list[Engine]:
+        return [engine for engine in self.engines if not need.pool or engine.pool == need.pool]
+
+    def can_meet(self, need: Requirement) -> bool:
+        """True when an engine that is up can serve the request now."""
+        return any(engine.fits(need) for engine in self.candidates(need))
+
+    def biased(self, need: Requirement) -> tuple[Engine, ...]:
+        """The engines that are up, if `need` wants right logprobs and none of them reports such; waiting will not help.
+
+        An engine without a version yet counts: what its logprobs are of does not change with its weights.
+        """
+        up = tuple(engine for engine in self.candidates(need) if engine.healthy)
+        return up if need.reshaped_by and all(engine.logprobs_mode != PROCESSED for engine in up) else ()
+
+    def is_past(self, need: Requirement) -> bool:
+        """True when every engine that is up is newer than the exact version asked for: waiting will not help."""
+        exact = need.exact_version
+        up = [engine.version for engine in self.candidates(need) if engine.healthy]
+        return exact is not None and bool(up) and all(version is not None and version > exact for version in up)
+
+    def select(self, need: Requirement, *, prefer: str | None = None, skip: Collection[str] = ()) -> Engine | None:
+        """The engine for the next call: the session's own (`prefer`) while it fits, else the least loaded that fits.
+
+        Among equals it is the one whose turn is longest ago.
+        """
+        fitting = [engine for engine in self.candidates(need) if engine.url not in skip and engine.fits(need)]
+        own = next((engine for engine in fitting if engine.url == prefer), None)
+        engine = own or min(fitting, key=lambda engine: (engine.in_flight, engine.chosen), default=None)
+        if engine is not None:
+            self._calls += 1
+            engine.chosen = self._calls
+        return engine
+
+    def newest(self, need: Requirement) -> int | None:
+        """Newest version that an engine of the pool is known to serve."""
+        return max((e.version for e in self.candidates(need) if e.version is not None), default=None)
+
+    def endpoints(self) -> tuple[EngineEndpoint, ...]:
+        return tuple(
+            EngineEndpoint(
+                url=engine.url,
+                healthy=engine.healthy,
+                version=engine.version,
+                in_flight=engine.in_flight,
+                logprobs_mode=engine.logprobs_mode or "",
+            )
+            for engine in self.engines
+        )

@@ -1,0 +1,92 @@
+"""A sender rank's share of the nccl transport: it meets the engines of a group and broadcasts its rows to them.
+
+The training thread lays the newest snapshot down (`GroupWorker.held`), a publishing thread sends it.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import Store
+
+from meshrl.trainer.publishing.progress import Progress
+from meshrl.trainer.publishing.rank_calls import Held, Word
+from meshrl.versions.collective.communicator import reach_store
+from meshrl.versions.collective.sending import Sender, Snapshot
+from meshrl.wire.errors import MeshError, Reason
+
+
+class GroupWorker:
+    """Words: meet (generation, num_receivers, deadline_s), send (version), leave."""
+
+    def __init__(
+        self, *, sender: int, device: torch.device, store_address: str, backend: str, deadline_s: float
+    ) -> None:
+        """`deadline_s`: how long a transfer may stand still, and this rank's training may lag behind rank 0's."""
+        self.held, self.progress = Held(), Progress()
+        self._sender, self._device, self._backend = sender, device, backend
+        self._store_address, self._deadline_s = store_address, deadline_s
+        self._store: Store | None = None
+        self._group: Sender | None = None
+        self._lock = threading.Lock()
+        self._sending = False
+
+    def work(self, word: Word) -> dict[str, Any]:
+        if word["do"] == "meet":
+            self._meet(int(word["generation"]), int(word["num_receivers"]), float(word["deadline_s"]))
+        elif word["do"] == "send":
+            self._send(int(word["version"]))
+        else:
+            self.leave()
+        return {}
+
+    def leave(self) -> None:
+        """Ends the group, a send under way included; from any thread."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.abort()
+
+    def make_way(self) -> torch.Tensor | None:
+        """For the training thread, before its next snapshot: whoever still sends the last one again stops.
+
+        Returns the buffer of the last snapshot when nobody uses it any more.
+        """
+        snapshot: Snapshot | None = self.held.drop()
+        with self._lock:
+            if not self._sending:
+                return None if snapshot is None else snapshot.flat
+        self.leave()
+        return None
+
+    def _meet(self, generation: int, num_receivers: int, deadline_s: float) -> None:
+        self.leave()
+        if self._store is None:
+            self._store = reach_store(self._store_address, deadline_s=deadline_s)
+        self._group = Sender.meet(
+            self._store,
+            generation=generation,
+            backend=self._backend,
+            sender=self._sender,
+            num_receivers=num_receivers,
+            device=self._device,
+            deadline_s=deadline_s,
+        )
+
+    def _send(self, version: int) -> None:
+        with self._lock:
+            self._sending = True
+        try:
+            # Picked up after the flag is up, so that the training thread reuses no buffer that is about to be sent.
+            snapshot: Snapshot = self.held.get(version, deadline_s=self._deadline_s)
+            group = self._group
+            if group is None:
+                raise MeshError(Reason.GROUP_BROKEN, "this sender has left the group")
+            group.send(snapshot, stall_s=self._deadline_s, moved=self.progress.moved)
+        except MeshError:
+            self.leave()
+            raise
+        finally:
+            with self._lock:
+                self._sending = False

@@ -1,0 +1,1 @@
+"""Measuring a learner on made-up data."""

@@ -1,0 +1,192 @@
+"""Measures a learner on fake data: throughput, model FLOPs utilisation, memory, and where a step's time goes.
+
+tokens/s    tokens of all rows over the time of a step, which ends when its numbers are on the CPU
+MFU         the step's necessary floating-point operations (`step_flops`) over time, ranks and a device's peak
+MFU 6N      the same with 6 operations a parameter even where it is frozen, as public LoRA tables count
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from loguru import logger
+from torch.profiler import ProfilerActivity, profile
+
+from meshrl.algorithms.objective import Objective
+from meshrl.models.load import resolve_device
+from meshrl.training.bench.config import BenchConfig
+from meshrl.training.bench.fake_data import fake_batch
+from meshrl.training.bench.throughput import matmul_parameters, peak_flops, peak_memory_gib, step_flops
+from meshrl.training.build import build_learner
+from meshrl.training.config import OptimConfig, SchedulerConfig
+from meshrl.training.learner import Learner
+from meshrl.training.model_config import TrainerModelConfig
+from meshrl.training.parallel.rank_group import ParallelContext
+from meshrl.wire.types import MicroBatch
+
+# Kernels are sorted by the first of these that its name contains.
+KERNEL_CLASSES: Mapping[str, Sequence[str]] = {
+    "attention": ("flash", "fmha", "cudnn_generated", "sdpa", "mha"),
+    "collectives": ("nccl",),
+    "matrix products": ("gemm", "nvjet", "cutlass", "cublas", "splitk"),
+    "optimizer": ("multi_tensor", "adam", "foreach"),
+    "copies": ("memcpy", "memset", "copy", "cat", "split"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchReport:
+    """What was measured; times are medians over the measured steps."""
+
+    model: str
+    device: str
+    ranks: int
+    seq_len: int
+    lengths: str
+    tokens_per_step: int
+    step_s: float
+    forward_backward_s: float
+    optimizer_s: float
+    other_s: float
+    tokens_per_s: float
+    tokens_per_s_per_gpu: float
+    mfu: float
+    mfu_6n: float
+    peak_memory_gib: float
+    parameters: int
+    trainable_parameters: int
+    loss: float
+    kernel_s: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of the traced step by class of kernel, and "idle"."""
+
+    def table(self) -> str:
+        """The numbers for a person."""
+        lines = [
+            f"{self.model} on {self.ranks} x {self.device}, rows of {self.seq_len} tokens, {self.lengths} lengths",
+            f"  throughput    {self.tokens_per_s:12,.0f} tokens/s   {self.tokens_per_s_per_gpu:,.0f} a device",
+            f"  MFU           {self.mfu:12.1%}   {self.mfu_6n:.1%} at 6 operations a parameter",
+            f"  peak memory   {self.peak_memory_gib:12.1f} GiB",
+            f"  step          {self.step_s:12.3f} s   forward and backward {self.forward_backward_s:.3f}, "
+            f"optimizer {self.optimizer_s:.3f}, other {self.other_s:.3f}",
+            f"  parameters    {self.parameters:12,d}   {self.trainable_parameters:,d} trained",
+        ]
+        lines += [f"    {name:16s} {seconds * 1e3:9.1f} ms" for name, seconds in self.kernel_s.items()]
+        return "\n".join(lines)
+
+    def write(self, path: Path, settings: Mapping[str, object]) -> None:
+        """Writes the numbers and the settings they were measured with as JSON."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({**asdict(self), "settings": dict(settings)}, indent=2) + "\n")
+
+
+def bench_rank(
+    config: BenchConfig,
+    model: TrainerModelConfig,
+    *,
+    objective: Objective,
+    optim: OptimConfig,
+    seq_len: int,
+    output_dir: Path,
+    seed: int,
+    max_logits_bytes: int | None,
+    environment: Mapping[str, str],
+) -> BenchReport:
+    """Joins the group, builds the learner, measures, and on rank 0 writes and logs the report.
+
+    Raises ModelError, and ValueError for settings that do not fit.
+    """
+    parallel = ParallelContext.start(environment, device=resolve_device(model.device), dp_replicate=model.dp_replicate)
+    learner = build_learner(
+        model,
+        objective=objective,
+        optim=optim,
+        scheduler=SchedulerConfig(),
+        max_steps=None,
+        parallel=parallel,
+        seed=seed,
+        max_logits_bytes=max_logits_bytes,
+        random_weights=config.random_weights,
+    )
+    report = run_bench(learner, config, name=model.name, seq_len=seq_len)
+    if parallel.rank == 0:
+        path = config.json_path or output_dir / "bench" / "trainer.json"
+        settings = {"bench": config, "model": model, "optim": optim}
+        report.write(path, {name: part.model_dump(mode="json") for name, part in settings.items()})
+        logger.info("{}\nnumbers in {}", report.table(), path)
+    parallel.close()
+    return report
+
+
+def run_bench(learner: Learner, config: BenchConfig, *, name: str, seq_len: int) -> BenchReport:
+    """Takes warm-up and measured steps on fake data; every rank calls it. The learner's weights change."""
+    vocab_size = int(learner.model.config.get_text_config().vocab_size)
+    parallel = learner.parallel
+    batches = [
+        fake_batch(config, seq_len=seq_len, vocab_size=vocab_size, dp_size=parallel.dp_size, seed=seed)
+        for seed in range(config.warmup_steps + config.steps)
+    ]
+    seconds, results = [], []
+    for index, batch in enumerate(batches):
+        if index == config.warmup_steps and learner.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(learner.device)
+        parallel.barrier()
+        started = time.perf_counter()
+        results.append(learner.step(batch))
+        _wait(learner.device)
+        seconds.append(time.perf_counter() - started)
+    measured, times = results[config.warmup_steps :], seconds[config.warmup_steps :]
+    step_s = statistics.median(times)
+    tokens = [sum(len(row.token_ids) for row in batch) for batch in batches[config.warmup_steps :]]
+    flops = [step_flops(learner.model, batch) for batch in batches[config.warmup_steps :]]
+    frozen = matmul_parameters(learner.model) - matmul_parameters(learner.model, trainable_only=True)
+    peak = peak_flops(learner.device) * parallel.world_size
+    rate = sum(tokens) / sum(times)
+    return BenchReport(
+        model=name,
+        device=torch.cuda.get_device_name(learner.device) if learner.device.type == "cuda" else "CPU",
+        ranks=parallel.world_size,
+        seq_len=seq_len,
+        lengths=config.lengths,
+        tokens_per_step=round(statistics.mean(tokens)),
+        step_s=step_s,
+        forward_backward_s=statistics.median(result.forward_backward_s for result in measured),
+        optimizer_s=statistics.median(result.optimizer_s for result in measured),
+        other_s=step_s - statistics.median(result.forward_backward_s + result.optimizer_s for result in measured),
+        tokens_per_s=rate,
+        tokens_per_s_per_gpu=rate / parallel.world_size,
+        mfu=sum(flops) / sum(times) / peak,
+        mfu_6n=(sum(flops) + 2.0 * frozen * sum(tokens)) / sum(times) / peak,
+        peak_memory_gib=peak_memory_gib(learner.device),
+        parameters=sum(parameter.numel() for parameter in learner.model.parameters()),
+        trainable_parameters=sum(p.numel() for p in learner.model.parameters() if p.requires_grad),
+        loss=measured[-1].loss,
+        kernel_s=_kernel_seconds(learner, batches[-1]) if config.profile and learner.device.type == "cuda" else {},
+    )
+
+
+def _kernel_seconds(learner: Learner, batch: Sequence[MicroBatch]) -> dict[str, float]:
+    """Device time of one more step by class of kernel, the largest first, and what the device was idle."""
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        started = time.perf_counter()
+        learner.step(batch)
+        _wait(learner.device)
+        wall_s = time.perf_counter() - started
+    classes: dict[str, float] = {}
+    for event in trace.key_averages():
+        lowered = event.key.lower()
+        of = next((name for name, parts in KERNEL_CLASSES.items() if any(part in lowered for part in parts)), "other")
+        classes[of] = classes.get(of, 0.0) + event.self_device_time_total * 1e-6
+    ranked = dict(sorted(classes.items(), key=lambda item: -item[1]))
+    busy = sum(seconds for name, seconds in ranked.items() if name != "collectives")  # those run beside the others
+    return ranked | {"idle": max(0.0, wall_s - busy)}
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,1 @@
+"""Saving a learner and resuming it: shards, Hugging Face folders, random state."""

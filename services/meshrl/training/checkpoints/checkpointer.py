@@ -1,0 +1,375 @@
+"""Checkpoints of a learner: shards to resume from and a Hugging Face snapshot to serve; both trainers use it.
+
+    <output_dir>/checkpoints/step_N/trainer/   model, optimizer, progress and random state of every rank
+    <output_dir>/weights/step_N/               Hugging Face folder (with lora_adapters/ beside the merged weights)
+
+Tensors are in torch's distributed checkpoint format, every rank writing its own, and can be read by any number of
+ranks. The schedule is a function of the step, so the step is all of it that needs saving. A folder under its final
+name is whole on all ranks and on disk. All ranks call each method, in the same order.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from loguru import logger
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from transformers import PreTrainedTokenizerBase
+
+from meshrl.models.lora import adapter_state
+from meshrl.models.state import gather_state
+from meshrl.training.checkpoints import files, train_state
+from meshrl.training.checkpoints.files import CheckpointError, FileMark, Manifest
+from meshrl.training.checkpoints.saving_group import SavingGroup, reason
+from meshrl.training.checkpoints.weights_folder import WeightsWriter
+from meshrl.training.config import CheckpointConfig
+from meshrl.training.learner import Learner
+
+__all__ = ["CheckpointError", "Checkpointer", "Progress"]
+
+SAVE_DEADLINE_S = 3600.0
+
+
+@dataclass(kw_only=True)
+class Progress:
+    """What was trained since step 0; rank 0 of the training loop counts."""
+
+    tokens: int = 0
+    samples: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Job:
+    """All that is needed to write one checkpoint; None for a part that is not written."""
+
+    step: int
+    weights: Mapping[str, torch.Tensor] | None  # by Hugging Face name, on rank 0 only; elsewhere empty
+    adapters: Mapping[str, torch.Tensor]  # the same of those that are written on their own
+    tensors: Mapping[str, torch.Tensor] | None
+    random_state: Mapping[str, torch.Tensor]
+    tokens: int
+    samples: int
+
+
+class Checkpointer:
+    """Writes, prunes and restores the checkpoints of one learner. Called between steps, from the training thread."""
+
+    def __init__(
+        self,
+        learner: Learner,
+        output_dir: Path,
+        *,
+        tokenizer: PreTrainedTokenizerBase | None,
+        part: str = "trainer",
+        seed: int = 0,
+        snapshot_dtype: torch.dtype | None = None,
+        adapters_of: str | None = None,
+        deadline_s: float = SAVE_DEADLINE_S,
+    ) -> None:
+        """`snapshot_dtype` is that of the Hugging Face folders, None the one that the weights are trained in.
+
+        `adapters_of` names the model under the adapters, and has these written on their own as well. `deadline_s`
+        bounds a save in the background. Leftovers of a killed process are deleted.
+        """
+        self.progress = Progress()
+        self.durable_step = 0  # the last step whose checkpoint is on disk
+        self._learner = learner
+        self._checkpoints = output_dir / "checkpoints"
+        self._weights = output_dir / "weights"
+        self._tokenizer = tokenizer
+        self._part = part
+        self._seed = seed
+        self._snapshot_dtype = snapshot_dtype
+        self._adapters_of = adapters_of
+        self._deadline_s = deadline_s
+        self._own: set[Path] = set()  # folders of this run; what an earlier run left at the same step is replaced
+        self._on_branch = False  # checkpoints of later steps are none of this run's past
+        self._saving: Future[None] | None = None
+        self._writer: WeightsWriter | None = None
+        self._group = SavingGroup.beside(learner.parallel, timeout_s=deadline_s)
+        # For good, since saves on a thread must not touch the process's filters: no process group is as it should be.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        if self._group.rank == 0:
+            files.sweep(self._checkpoints, part)
+            files.sweep(self._weights, None)
+
+    # --- saving -----------------------------------------------------------------------------------
+
+    def save(self, *, weights_only: bool = False) -> Path:
+        """Writes the state after the last step and returns its folder. The same step again is a no-op.
+
+        A folder that another run left there is replaced. Raises CheckpointError, on all ranks, when one of them cannot
+        write, and what an earlier save in the background ran into.
+        """
+        self.settle()
+        with self._learner.optimizer.state_open():
+            job = self._job(weights_only=weights_only)
+            self._write(job)
+        return self._weights_folder(job.step) if weights_only else self._folder(job.step)
+
+    def save_async(
+        self, *, weights_only: bool = False, on_durable: Callable[[int, Path], None] = lambda step, folder: None
+    ) -> None:
+        """Copies the state to the host's memory and writes it on a thread; waits first for the save under way.
+
+        `on_durable` hears the step and its folder, on that thread. A failure is raised by the next call of `check`,
+        `settle` or a save.
+        """
+        self.settle()
+        with self._learner.optimizer.state_open():
+            job = self._job(weights_only=weights_only)
+            if job.tensors is not None:
+                stager = BlockingAsyncStager(cache_staged_state_dict=False)
+                job = replace(job, tensors=stager.stage(dict(job.tensors)))
+        folder = self._weights_folder(job.step) if weights_only else self._folder(job.step)
+        saving: Future[None] = Future()
+
+        def work() -> None:
+            try:
+                self._write(job)
+                on_durable(job.step, folder)
+            except BaseException as error:  # noqa: BLE001  # whoever settles raises it
+                saving.set_exception(error)
+            else:
+                saving.set_result(None)
+
+        self._saving = saving
+        threading.Thread(target=work, name="checkpoint", daemon=True).start()
+
+    def save_as(
+        self, config: CheckpointConfig, on_durable: Callable[[int, Path], None] = lambda step, folder: None
+    ) -> None:
+        """Saves in the way that is configured, and prunes once the checkpoint is on disk."""
+
+        def written(step: int, folder: Path) -> None:
+            on_durable(step, folder)
+            self.prune(config)
+
+        if config.save_async:
+            self.save_async(weights_only=config.weights_only, on_durable=written)
+        else:
+            folder = self.save(weights_only=config.weights_only)
+            written(self._learner.step_done, folder)
+
+    def check(self) -> None:
+        """Raises what a save in the background has run into; does not wait."""
+        if self._saving is not None and self._saving.done():
+            self.settle()
+
+    def settle(self) -> None:
+        """Waits for the save under way. Raises CheckpointError when it failed, or is not done in time."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            try:
+                saving.result(self._deadline_s)
+            except TimeoutError as error:
+                raise CheckpointError(
+                    f"the checkpoint that is being written in the background is not on disk after {self._deadline_s:g} "
+                    "s; is the disk too slow, or gone?"
+                ) from error
+
+    def prune(self, config: CheckpointConfig) -> None:
+        """Deletes checkpoints and snapshots beyond `keep_last`, sparing multiples of `keep_interval`.
+
+        The newest checkpoint stays whatever is configured. Other programs' parts of a step go with this one's. What
+        cannot be deleted is left to the next save.
+        """
+        if self._group.rank:
+            return
+        try:
+            self._prune(config)
+        except OSError as error:  # what is new is on disk
+            logger.warning("old checkpoints could not be deleted: {}", error)
+
+    def _prune(self, config: CheckpointConfig) -> None:
+        kept = {"keep_last": config.keep_last, "keep_interval": config.keep_interval}
+        saved = self._resumable()
+        doomed = files.surplus(saved, **kept)
+        for step in doomed:
+            files.remove(self._folder(step))  # first: without it nobody resumes from the step
+            files.remove(files.step_folder(self._checkpoints, step))
+        snapshots = [step for step in files.steps_in(self._weights) if step <= self._learner.step_done]
+        for step in files.surplus(snapshots, **kept) - (set(saved) - doomed):
+            files.remove(self._weights_folder(step))
+
+    # --- restoring --------------------------------------------------------------------------------
+
+    def restore(self, step: int) -> int:
+        """Loads model, optimizer, progress and random state; -1 takes the newest checkpoint. Returns the step.
+
+        With another number of ranks than it was saved by, a rank's random state starts anew from seed, step and rank.
+        Checkpoints of later steps are set aside, since the run goes another way from here. Raises CheckpointError, on
+        all ranks, when there is none to resume from, or when it is damaged or one of another model.
+        """
+        step, manifest = self._found(step)
+        folder, group = self._folder(step), self._group
+        names = sorted(manifest.files)[group.rank :: group.world_size]
+        self._group.together("read", lambda: files.verify(folder, [(name, manifest.files[name]) for name in names]))
+        self._load(folder, manifest)
+        train_state.seed_rank(self._seed, step, group.rank)
+        if manifest.ranks == group.world_size:
+            saved = train_state.read_random_state(folder / train_state.random_file(group.rank))
+            train_state.restore_random_state(saved, self._learner.device)
+        self._learner.step_done = self.durable_step = step
+        self.progress.tokens, self.progress.samples = manifest.tokens, manifest.samples
+        self._own |= {folder, self._weights_folder(step)}
+        self._group.together("set aside later checkpoints", lambda: self._leave_other_branch(step))
+        return step
+
+    def _found(self, step: int) -> tuple[int, Manifest]:
+        """The checkpoint that rank 0 finds; every rank takes that one."""
+
+        def find() -> bytes | None:
+            if self._group.rank:
+                return None
+            resumable = self._resumable()
+            found = resumable[-1] if step == -1 and resumable else step
+            if found not in resumable:
+                wanted = "the newest step" if step == -1 else f"step {step}"
+                raise CheckpointError(
+                    f"cannot resume from {wanted}: {self._checkpoints} holds steps {resumable or 'none'}; "
+                    "set ckpt.resume_step to one of them, or leave it out to start afresh"
+                )
+            return str(found).encode()
+
+        step = int(self._group.broadcast(self._group.together("find the checkpoint", find)))
+        return step, self._group.together("read the checkpoint", lambda: Manifest.read(self._folder(step), step=step))
+
+    def _load(self, folder: Path, manifest: Manifest) -> None:
+        optimizer = train_state.optimizer_kind(self._learner)
+        if manifest.optimizer != optimizer:
+            raise CheckpointError(
+                f"{folder} was trained with the optimizer {manifest.optimizer}, this run has {optimizer}; set "
+                "optim.type as it was"
+            )
+        reader, control = FileSystemReader(folder), self._group.control
+        with self._learner.optimizer.state_open():
+            tensors = train_state.tensors_to_fill(self._learner, reader.read_metadata(), folder)
+            try:
+                state_dict_loader.load(tensors, storage_reader=reader, process_group=control, no_dist=not control)
+            except CheckpointException as error:  # a BaseException, as torch has it
+                raise files.damaged(folder, reason(error)) from error
+            train_state.take_over(self._learner, tensors)
+
+    # --- writing, on the training thread or beside it -----------------------------------------------
+
+    def _job(self, *, weights_only: bool) -> _Job:
+        step = self._learner.step_done
+        train_state.reshard(self._learner)
+        if not self._on_branch:
+            self._group.together("set aside later checkpoints", lambda: self._leave_other_branch(step))
+        wanted = [self._weights_folder(step)] + ([] if weights_only else [self._folder(step)])
+        needed = bytes(folder not in self._own or not folder.is_dir() for folder in wanted)
+        needed = self._group.broadcast(needed if self._group.rank == 0 else None)
+        model, first = self._learner.model, self._group.rank == 0
+        if self._writer is None and first:
+            self._writer = WeightsWriter(
+                model,
+                dtype=self._snapshot_dtype or model.dtype,
+                tokenizer=self._tokenizer,
+                base_name=self._adapters_of,
+            )
+        return _Job(
+            step=step,
+            weights=gather_state(model, self._snapshot_dtype, keep=first) if needed[0] else None,
+            adapters=adapter_state(model, keep=first) if needed[0] and self._adapters_of else {},
+            tensors=train_state.learner_tensors(self._learner) if needed[1:] == b"\1" else None,
+            random_state=train_state.random_state(self._learner.device),
+            tokens=self.progress.tokens,
+            samples=self.progress.samples,
+        )
+
+    def _write(self, job: _Job) -> None:
+        """Writes what is needed beside its place, and gives it its name once every rank has written."""
+        weights = None if job.weights is None else self._weights_folder(job.step)
+        shards = None if job.tensors is None else self._folder(job.step)
+        parts = [folder for folder in (weights, shards) if folder is not None]
+        try:
+            self._group.together("start a checkpoint", lambda: self._first(files.make_partial, parts))
+            if shards is not None and job.tensors is not None:
+                partial = shards.with_name(shards.name + files.PARTIAL)
+                self._write_shards(job, dict(job.tensors), partial)
+            if weights is not None:
+                self._group.together("write the weights", lambda: self._write_weights(weights, job))
+            self._group.together("finish a checkpoint", lambda: self._first(files.reveal, parts))
+        except BaseException:  # whatever it was, nothing half written stays
+            self._first(files.discard_partial, parts)
+            raise
+        self._own |= set(parts)
+        if shards is not None:
+            self.durable_step = max(self.durable_step, job.step)
+
+    def _write_shards(self, job: _Job, tensors: dict[str, Any], partial: Path) -> None:
+        group, own_random = self._group, partial / train_state.random_file(self._group.rank)
+
+        def write() -> None:
+            writer = FileSystemWriter(partial)
+            state_dict_saver.save(
+                tensors, storage_writer=writer, process_group=group.control, no_dist=not group.control
+            )
+
+        def write_random_state() -> dict[str, Any]:
+            train_state.write_random_state(job.random_state, own_random)
+            files.flush(own_random)
+            written = [own_random, *partial.glob(f"__{group.rank}_*"), *([] if group.rank else [partial / ".metadata"])]
+            return {path.name: vars(files.mark(path)) for path in written}
+
+        self._group.together("write its shards", write)
+        marks = self._group.together("write its random state", write_random_state)
+        parts = group.gather(np.frombuffer(json.dumps(marks).encode(), dtype=np.uint8)) or []
+        manifest = Manifest(
+            step=job.step,
+            ranks=group.world_size,
+            model=type(self._learner.model).__name__,
+            optimizer=train_state.optimizer_kind(self._learner),
+            tokens=job.tokens,
+            samples=job.samples,
+            files={name: FileMark(**mark) for part in parts for name, mark in json.loads(part.tobytes()).items()},
+        )
+
+        self._group.together("write the manifest", lambda: self._first(manifest.write, [partial]))
+
+    def _write_weights(self, folder: Path, job: _Job) -> None:
+        if self._writer is None or job.weights is None:  # made with the job, on rank 0
+            return
+        partial = folder.with_name(folder.name + files.PARTIAL)
+        self._writer.write(partial, job.weights, job.adapters)
+        files.flush_tree(partial)
+
+    def _first(self, action: Callable[[Path], object], folders: Sequence[Path]) -> None:
+        """Does it to each of the folders, on rank 0 alone."""
+        for folder in folders if self._group.rank == 0 else ():
+            action(folder)
+
+    # --- folders ------------------------------------------------------------------------------------
+
+    def _leave_other_branch(self, step: int) -> None:
+        """Later steps' checkpoints come from another run, or from before this one went back: -1 must not take them."""
+        self._on_branch = True
+        if self._group.rank:
+            return
+        for later in self._resumable():
+            if later > step and self._folder(later) not in self._own:
+                aside = files.supersede(files.step_folder(self._checkpoints, later))
+                logger.warning("the checkpoint of step {} is not of this run's past: kept as {}", later, aside)
+
+    def _resumable(self) -> list[int]:
+        return [step for step in files.steps_in(self._checkpoints) if self._folder(step).is_dir()]
+
+    def _folder(self, step: int) -> Path:
+        return files.step_folder(self._checkpoints, step) / self._part
+
+    def _weights_folder(self, step: int) -> Path:
+        return files.step_folder(self._weights, step)

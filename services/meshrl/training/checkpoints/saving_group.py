@@ -1,0 +1,57 @@
+"""The ranks of a training group while they save or load: what fails on one of them fails on all, and is told.
+
+Below the checkpointer. They have a control group of their own, so that a save beside training never meets the
+collectives of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TypeVar
+
+import torch.distributed as dist
+from safetensors import SafetensorError
+from torch.distributed.checkpoint.api import CheckpointException
+
+from meshrl.training.checkpoints.files import CheckpointError
+from meshrl.training.parallel.rank_group import ParallelContext
+
+Result = TypeVar("Result")
+
+_NEEDED = (
+    "output_dir must be on a disk with room that all ranks share, where this user may write; free some, and resume with"
+    " --ckpt.resume-step -1"
+)
+
+
+class SavingGroup(ParallelContext):
+    """The same ranks as of another context; for one thread at a time, on each of them."""
+
+    @classmethod
+    def beside(cls, parallel: ParallelContext, *, timeout_s: float) -> SavingGroup:
+        """Collective. `timeout_s` bounds the wait for a rank that is slow to write."""
+        control = None
+        if parallel.control is not None:
+            control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        return cls(rank=parallel.rank, world_size=parallel.world_size, local_rank=parallel.local_rank, control=control)
+
+    def together(self, what: str, action: Callable[[], Result]) -> Result:
+        """What `action` returns on this rank. Raises CheckpointError on all ranks when it fails on one."""
+        try:
+            result = action()
+        except (OSError, SafetensorError, CheckpointError, CheckpointException) as error:
+            self.any(True)
+            if isinstance(error, CheckpointError):
+                raise
+            raise CheckpointError(f"rank {self.rank} could not {what} ({reason(error)}); {_NEEDED}") from error
+        if self.any(False):
+            raise CheckpointError(f"another rank could not {what}, its log says why; {_NEEDED}")
+        return result
+
+
+def reason(error: BaseException) -> str:
+    """An error in a line; torch's own shows the tracebacks of all ranks instead."""
+    if isinstance(error, CheckpointException):
+        return "; ".join(f"rank {rank}: {failure}" for rank, (failure, _) in sorted(error.failures.items()))
+    return str(error)

@@ -1,0 +1,198 @@
+"""What a learner must remember to go on as if it had not stopped: its tensors by name, and each rank's random state.
+
+Between the learner and the checkpointer. Names are the model's own, whatever the sharding, so that a state can be read
+by another number of ranks; the settings of the optimizer come from the configuration and are not part of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.fsdp import FSDPModule
+
+from meshrl.training.checkpoints.files import CheckpointError
+from meshrl.training.learner import Learner
+
+_MODEL, _OPTIMIZER = "model", "optimizer"
+
+
+def learner_tensors(learner: Learner) -> dict[str, torch.Tensor]:
+    """Parameters, persistent buffers and optimizer state, sharing memory with the learner; every rank's own shards.
+
+    Keys are `model/NAME` and `optimizer/KEY/NAME`. For use within `learner.optimizer.state_open()`.
+    """
+    tensors = {f"{_MODEL}/{name}": tensor for name, tensor in _model_tensors(learner)}
+    owners = _owners(learner)
+    for name, parameter in learner.model.named_parameters():
+        if parameter in owners:
+            for key, value in owners[parameter].state.get(parameter, {}).items():
+                if value is not None:
+                    tensors[f"{_OPTIMIZER}/{key}/{name}"] = value
+    return tensors
+
+
+def optimizer_kind(learner: Learner) -> str:
+    """The classes of torch optimizers that train the model."""
+    return "+".join(sorted({type(part).__name__ for part in learner.optimizer.parts}))
+
+
+def _owners(learner: Learner) -> dict[torch.Tensor, torch.optim.Optimizer]:
+    """The optimizer of each trainable parameter."""
+    return {
+        parameter: part
+        for part in learner.optimizer.parts
+        for group in part.param_groups
+        for parameter in group["params"]
+    }
+
+
+def reshard(learner: Learner) -> None:
+    """Frees what a pass without a backward pass has left gathered, so that parameters are the master weights."""
+    for module in learner.policy.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def _model_tensors(learner: Learner) -> Iterator[tuple[str, torch.Tensor]]:
+    parameters = dict(learner.model.named_parameters())
+    tied = {name for name, _ in learner.model.named_parameters(remove_duplicate=False)} - parameters.keys()
+    for name, parameter in parameters.items():
+        yield name, parameter.detach()
+    for name, value in learner.model.state_dict().items():
+        if name not in parameters and name not in tied:
+            yield name, value.detach()
+
+
+def tensors_to_fill(learner: Learner, saved: Metadata, folder: Path) -> dict[str, torch.Tensor]:
+    """Where the tensors of a saved state go: into the learner's own, and new ones for an optimizer that has none yet.
+
+    Raises CheckpointError when the state is one of another model, or of other trainable parameters.
+    """
+    found = dict(saved.state_dict_metadata)
+    present = learner_tensors(learner)
+    fill = {name: tensor for name, tensor in present.items() if name.startswith(f"{_MODEL}/")}
+    held = {name: entry for name, entry in found.items() if name.startswith(f"{_MODEL}/")}
+    _check_same_model(fill, held, folder)
+    owners, parameters = _owners(learner), dict(learner.model.named_parameters())
+    fused = {
+        p
+        for part in learner.optimizer.parts
+        for group in part.param_groups
+        if _is_fused(group)
+        for p in group["params"]
+    }
+    for full_name in sorted(found.keys() - held.keys()):
+        entry, name = found[full_name], full_name.split("/", 2)[2]
+        parameter = parameters.get(name)
+        if parameter is None or parameter not in owners or not isinstance(entry, TensorStorageMetadata):
+            raise CheckpointError(
+                f"{folder} was trained with {name} trainable, which this run leaves alone; set model.lora as it was"
+            )
+        dtype = entry.properties.dtype
+        if full_name in present:
+            fill[full_name] = present[full_name]
+        elif entry.size == parameter.shape:
+            fill[full_name] = learner.optimizer.empty_state(parameter, dtype)
+        else:  # a count of steps, or the like
+            device = parameter.device if parameter in fused else torch.device("cpu")
+            fill[full_name] = torch.empty(entry.size, dtype=dtype, device=device)
+    return fill
+
+
+def _is_fused(group: Mapping[str, object]) -> bool:
+    """Whether the optimizer keeps its scalars where the parameters are."""
+    return bool(group.get("fused") or group.get("capturable"))
+
+
+def _check_same_model(own: Mapping[str, torch.Tensor], held: Mapping[str, object], folder: Path) -> None:
+    advice = "resume with the model.name and model.lora that it was trained with"
+    for one, other, what in ((held, own, "which this model has not"), (own, held, "which it lacks")):
+        strange = sorted(name.removeprefix(f"{_MODEL}/") for name in one.keys() - other.keys())
+        if strange:
+            holder = "holds" if one is held else "is for a model without"
+            raise CheckpointError(f"{folder} {holder} {strange[0]}, {what} ({len(strange)} in all); {advice}")
+    for name, tensor in own.items():
+        entry = held[name]
+        assert isinstance(entry, TensorStorageMetadata), name
+        shape, dtype = tuple(entry.size), entry.properties.dtype
+        if (shape, dtype) != (tuple(tensor.shape), tensor.dtype):
+            raise CheckpointError(
+                f"{folder}: {name.removeprefix(f'{_MODEL}/')} is {dtype} {shape} there, and {tensor.dtype} "
+                f"{tuple(tensor.shape)} in this model; {advice}, and with its model.dtype"
+            )
+
+
+def take_over(learner: Learner, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Gives the optimizer the state in `tensors`; the model's tensors are filled already."""
+    owners, parameters = _owners(learner), dict(learner.model.named_parameters())
+    for part in learner.optimizer.parts:
+        part.state.clear()
+    for full_name, value in tensors.items():
+        if full_name.startswith(f"{_OPTIMIZER}/"):
+            _, key, name = full_name.split("/", 2)
+            owners[parameters[name]].state[parameters[name]][key] = value
+
+
+def random_state(device: torch.device) -> dict[str, torch.Tensor]:
+    """This process's random state: torch (CPU and device), Python and NumPy."""
+    version, words, spare = random.getstate()
+    assert version == 3, "Python changed its generator"
+    generator = np.random.get_state(legacy=False)
+    assert isinstance(generator, dict), "NumPy changed its generator"
+    words_of_numpy = np.append(generator["state"]["key"].astype(np.int64), [generator["state"]["pos"]])
+    state = {
+        "torch": torch.get_rng_state(),
+        "python": torch.tensor(words, dtype=torch.int64),
+        "python_spare": torch.tensor([] if spare is None else [spare], dtype=torch.float64),
+        "numpy": torch.from_numpy(np.append(words_of_numpy, generator["has_gauss"])),
+        "numpy_spare": torch.tensor([generator["gauss"]], dtype=torch.float64),
+    }
+    if device.type == "cuda":
+        state["device"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def restore_random_state(state: Mapping[str, torch.Tensor], device: torch.device) -> None:
+    """Makes this process draw the numbers that it would have drawn."""
+    torch.set_rng_state(state["torch"])
+    random.setstate((3, tuple(state["python"].tolist()), next(iter(state["python_spare"].tolist()), None)))
+    *keys, position, has_spare = state["numpy"].tolist()
+    np.random.set_state(
+        ("MT19937", np.array(keys, dtype=np.uint32), position, has_spare, float(state["numpy_spare"][0]))
+    )
+    if device.type == "cuda" and "device" in state:
+        torch.cuda.set_rng_state(state["device"], device)
+
+
+def seed_rank(seed: int, step: int, rank: int) -> None:
+    """Starts all generators of a rank from the run's seed and the step, differently on each rank.
+
+    It is what a rank draws from when its saved state does not exist, since it resumes with another number of ranks.
+    """
+    digest = hashlib.sha256(f"{seed}/{step}/{rank}".encode()).digest()
+    torch.manual_seed(int.from_bytes(digest[:7], "little"))
+    random.seed(digest)
+    np.random.seed(int.from_bytes(digest[8:12], "little"))
+
+
+def random_file(rank: int) -> str:
+    """Name of a rank's random state in a checkpoint."""
+    return f"random_{rank:05d}.safetensors"
+
+
+def write_random_state(state: Mapping[str, torch.Tensor], path: Path) -> None:
+    """Writes what `random_state` gave."""
+    save_file(dict(state), path)
+
+
+def read_random_state(path: Path) -> dict[str, torch.Tensor]:
+    """Reads what `random_state` gave."""
+    state: dict[str, torch.Tensor] = load_file(path)
+    return state

@@ -1,0 +1,132 @@
+"""Whether a model can be trained in the memory there is, asked before it is loaded: better told than killed.
+
+The estimate is a lower bound: weights, gradients and optimizer state, which a step holds all at once. Activations and
+what the libraries take come on top, so a model that passes may still be too large for a long row; that is then the
+step's error.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from meshrl.models.load import ModelError, empty_model, resolve_dtype
+from meshrl.models.lora import apply_lora
+from meshrl.training.config import OptimConfig
+from meshrl.training.model_config import TrainerModelConfig
+from meshrl.training.parallel.rank_group import ParallelContext
+
+GRADIENT_BYTES = 4  # float32
+OPTIMIZER_BYTES: Mapping[str, int] = {"adamw": 8, "muon": 4, "sgd": 4}  # a parameter: two float32 moments, or one
+_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryNeed:
+    """Bytes that one rank holds on its device between the backward pass and the end of the optimizer's step."""
+
+    parameters: int  # of the whole model
+    weights: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer
+
+
+def memory_need(config: TrainerModelConfig, optim: OptimConfig, parallel: ParallelContext) -> MemoryNeed:
+    """What a rank of this group needs for this model.
+
+    Raises ModelError when there is no such model, and ValueError for adapters that do not fit it.
+    """
+    stored_dtype = torch.float32 if config.lora is None else resolve_dtype(config)
+    model = empty_model(config, dtype=stored_dtype)
+    if config.lora is not None:
+        apply_lora(
+            model,
+            rank=config.lora.rank,
+            alpha=config.lora.alpha,
+            dropout=config.lora.dropout,
+            target_modules=config.lora.target_modules,
+        )
+    parameters = list(model.parameters())
+    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    shards = 1 if parallel.mesh is None else max(1, parallel.world_size // config.dp_replicate)
+    state_bytes = 0 if optim.type == "sgd" and not optim.momentum else OPTIMIZER_BYTES[optim.type]
+    return MemoryNeed(
+        parameters=sum(parameter.numel() for parameter in parameters),
+        weights=0 if config.fsdp_cpu_offload else sum(p.numel() * p.itemsize for p in parameters) // shards,
+        gradients=0 if config.fsdp_cpu_offload else trained * GRADIENT_BYTES // shards,
+        optimizer=0 if config.fsdp_cpu_offload or config.optim_cpu_offload else trained * state_bytes // shards,
+    )
+
+
+def check_fits(config: TrainerModelConfig, optim: OptimConfig, parallel: ParallelContext) -> None:
+    """Raises ModelError, on every rank, when the model cannot be trained on some rank's device. Collective.
+
+    Raises ValueError for adapters that do not fit the model.
+    """
+    need = memory_need(config, optim, parallel)
+    device = parallel.device
+    there = available_bytes(device)
+    ranks = parallel.world_size if device.type == "cpu" else 1  # processes that share this memory
+    too_large = there is not None and need.total * ranks > there
+    if not parallel.any(too_large):
+        return
+    each = f", by each of {ranks} processes" if ranks > 1 else ""
+    raise ModelError(
+        f"model.name {config.name!r} does not fit: to train its {need.parameters / 1e9:.3g} billion parameters takes "
+        f"{_gib(need.total)} of memory on {device}{each} (weights {_gib(need.weights)}, gradients "
+        f"{_gib(need.gradients)}, optimizer {_gib(need.optimizer)}; activations not counted), and "
+        f"{_gib(there or 0)} are free here; shard it over more GPUs (deployment.num_train_gpus), train adapters "
+        "(model.lora), move state to the host (model.optim_cpu_offload, model.fsdp_cpu_offload), or take a smaller one"
+    )
+
+
+def check_has_device(device: torch.device, environment: Mapping[str, str]) -> None:
+    """Raises ModelError when torchrun has started more ranks on this machine than there are GPUs for."""
+    local_rank, count = int(environment.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if device.type == "cuda" and device.index is None and local_rank >= count:
+        raise ModelError(
+            f"there is no GPU for rank {local_rank} of this machine, which shows {count}; lower "
+            "deployment.num_train_gpus (or torchrun's --nproc-per-node), or show more in CUDA_VISIBLE_DEVICES"
+        )
+
+
+def available_bytes(device: torch.device) -> int | None:
+    """Free memory of a GPU, or of this machine (or of the container that limits it); None where nothing tells."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    found = [_available_on_host(), *(_number(Path(path)) for path in _CGROUP_LIMITS)]
+    known = [value for value in found if value is not None]
+    return min(known) if known else None
+
+
+def _available_on_host() -> int | None:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:  # no Linux
+        pass
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError):
+        return None
+
+
+def _number(path: Path) -> int | None:
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None  # "max" is no limit
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.3g} GiB"

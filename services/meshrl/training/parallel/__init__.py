@@ -1,0 +1,1 @@
+"""A learner on several processes: starting them, their groups, and how the model is sharded over them."""

@@ -1,0 +1,1 @@
+"""How a version travels by broadcast through a group of processes: plan, senders, receivers."""

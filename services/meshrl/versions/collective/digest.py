@@ -1,0 +1,78 @@
+"""The additive digest of weights: shards add up to their tensor's, on a CPU or a GPU; checked by whoever receives them.
+
+A hash such as BLAKE3 needs the bytes in order and on the host. This one is a sum over 16-bit words, each mixed with its
+place in the tensor, so every rank digests its own rows where they are. It finds damage and mix-ups, not forgery.
+
+Definition, in arithmetic modulo 2^64, for word w_i (little-endian) at place i of the whole tensor's bytes:
+    z_i = mix64(w_i + (i + 1) * GOLDEN)        mix64 is the finaliser of SplitMix64 (Steele et al., 2014)
+    lane 0 = sum of z_i                        lane 1 = sum of (z_i ^ (z_i >> 29)) * SPREAD
+A tensor with an odd number of bytes counts one zero byte more at its end.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+GOLDEN, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+SPREAD = 0xD6E8FEB86659FD93
+BLOCK_WORDS = 2**18
+KERNEL_WORDS = 4096
+
+
+def sum128(tensor: torch.Tensor, first_word: int = 0) -> torch.Tensor:
+    """The digest of a contiguous tensor whose first word has place `first_word`: (2,) int64 lanes on its device."""
+    words = _words(tensor)
+    if words.numel() == 0:
+        return torch.zeros(2, dtype=torch.int64, device=tensor.device)
+    if tensor.device.type == "cuda":
+        return _on_gpu(words, first_word)
+    return torch.from_numpy(_on_cpu(words.numpy().view(np.uint16), first_word).view(np.int64))
+
+
+def digest_bytes(lanes: torch.Tensor) -> bytes:
+    """The 16 bytes of a digest: lane 0, then lane 1, little-endian."""
+    return lanes.cpu().numpy().astype("<i8").tobytes()
+
+
+def _words(tensor: torch.Tensor) -> torch.Tensor:
+    """(W,) int16 view of the bytes; a copy only where a byte must be added."""
+    flat = tensor.detach().reshape(-1).view(torch.uint8)
+    if flat.numel() % 2:
+        flat = torch.cat([flat, flat.new_zeros(1)])
+    return flat.view(torch.int16)
+
+
+def _on_cpu(words: NDArray[np.uint16], first_word: int) -> NDArray[np.uint64]:
+    lanes = [0, 0]  # Python's integers: NumPy's scalars warn when they wrap, its arrays do not
+    for at in range(0, len(words), BLOCK_WORDS):
+        z = words[at : at + BLOCK_WORDS].astype(np.uint64)
+        first = (first_word + at + 1) * GOLDEN % 2**64
+        z += np.arange(len(z), dtype=np.uint64) * np.uint64(GOLDEN)
+        z += np.uint64(first)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(MIX_1)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(MIX_2)
+        z ^= z >> np.uint64(31)
+        lanes[0] += int(z.sum(dtype=np.uint64))
+        lanes[1] += int(((z ^ (z >> np.uint64(29))) * np.uint64(SPREAD)).sum(dtype=np.uint64))
+    return np.array([lane % 2**64 for lane in lanes], dtype=np.uint64)
+
+
+def _on_gpu(words: torch.Tensor, first_word: int) -> torch.Tensor:
+    blocks = -(-words.numel() // KERNEL_WORDS)
+    partial = torch.empty((2, blocks), dtype=torch.int64, device=words.device)
+    with torch.cuda.device(words.device):  # Triton launches on the thread's device, whatever the tensor's is
+        _kernel()[(blocks,)](words, partial, words.numel(), first_word, blocks, WORDS=KERNEL_WORDS)
+    return partial.sum(dim=1)
+
+
+@functools.cache
+def _kernel() -> Any:
+    """The GPU's version, compiled once a process; Triton is there only where torch has a GPU."""
+    from meshrl.versions.collective.digest_kernel import digest_words
+
+    return digest_words

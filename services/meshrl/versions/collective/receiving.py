@@ -1,0 +1,157 @@
+"""A receiver of the nccl transport: takes what the senders broadcast, checks it, and hands whole tensors to a sink."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from meshrl.versions.collective.communicator import Broadcast, Communicator, reach_store
+from meshrl.versions.collective.digest import digest_bytes, sum128
+from meshrl.versions.collective.plan import Bucket, buckets
+from meshrl.versions.dtypes import TORCH_DTYPES
+from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.types import JoinGroup, Manifest, TensorEntry
+
+Sink = Callable[[Sequence[tuple[str, torch.Tensor]]], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReceiveTimes:
+    """Where the time of a transfer went, in seconds: waiting for bytes, in the sink, checking digests."""
+
+    wire_s: float
+    load_s: float
+    verify_s: float
+
+
+class Receiver:
+    """One rank of an engine in a group. Blocking: use it off the event loop; `abort` may come from another thread."""
+
+    def __init__(self, communicators: Sequence[Communicator], device: torch.device) -> None:
+        """`communicators` are those of sender 0, 1, ..."""
+        self._communicators = communicators
+        self._device = device
+        self._buffers: list[torch.Tensor | None] = [None, None]
+
+    @classmethod
+    def join(cls, group: JoinGroup, *, index: int, device: torch.device) -> Receiver:
+        """Meets the senders as receiver `index` of its engine. Raises MeshError GROUP_BROKEN."""
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        end_s = time.monotonic() + group.deadline_s
+        store = reach_store(group.store_address, deadline_s=group.deadline_s)
+        communicators: list[Communicator] = []
+        try:
+            for sender in range(group.num_senders):
+                communicators.append(  # noqa: PERF401 - those that met must be ended when a later one fails
+                    Communicator(
+                        store, generation=group.generation, sender=sender, rank=1 + group.first_receiver + index,
+                        size=1 + group.num_receivers, backend=group.backend, device=device,
+                        deadline_s=max(0.1, end_s - time.monotonic()),
+                    )
+                )  # fmt: skip
+        except MeshError:
+            for communicator in communicators:
+                communicator.abort()
+            raise
+        return cls(communicators, device)
+
+    @torch.no_grad()
+    def receive(self, manifest: Manifest, sink: Sink, *, stall_s: float) -> ReceiveTimes:
+        """Receives a version; `sink` gets the whole tensors of one bucket after the other, valid during the call only.
+
+        On a GPU everything, the sink's work included, is on the current stream. Raises MeshError: GROUP_BROKEN when
+        nothing moves for `stall_s` or the group was ended; DIGEST_MISMATCH naming the tensor; what the sink raises.
+        The group outlives a wrong digest, and nothing else of these.
+        """
+        plan = manifest.collective
+        if plan is None or plan.num_senders != len(self._communicators):
+            raise MeshError(
+                Reason.GROUP_BROKEN, f"the group has {len(self._communicators)} senders, the version {plan}"
+            )
+        times = dict.fromkeys(("wire", "load", "verify"), 0.0)
+        try:
+            digests = self._take(manifest.tensors, list(buckets(manifest.tensors, plan)), sink, stall_s, times)
+        except BaseException:  # the sink's too: senders must not wait for a rank that is out of step
+            self.abort()
+            raise
+        began_s = time.perf_counter()
+        self._check(manifest, torch.stack(digests))
+        times["verify"] += time.perf_counter() - began_s
+        return ReceiveTimes(wire_s=times["wire"], load_s=times["load"], verify_s=times["verify"])
+
+    def _take(
+        self, entries: Sequence[TensorEntry], order: Sequence[Bucket], sink: Sink, stall_s: float,
+        times: dict[str, float],
+    ) -> list[torch.Tensor]:  # fmt: skip
+        """Takes bucket after bucket, the next one under way meanwhile; returns the tensors' digests, (2,) each."""
+        digests: list[torch.Tensor] = []
+        under_way = self._start(order[0], 0)
+        for turn, bucket in enumerate(order):
+            flat, works = under_way
+            if turn + 1 < len(order):  # into the other buffer: the current stream is done with it by then
+                under_way = self._start(order[turn + 1], turn + 1)
+            began_s = time.perf_counter()
+            for communicator, work in works:
+                communicator.finish(work, stall_s)
+            arrived_s = time.perf_counter()
+            tensors = self._assemble(entries, bucket, flat)
+            digests += [sum128(tensor) for _, tensor in tensors]
+            verified_s = time.perf_counter()
+            sink(tensors)
+            times["wire"] += arrived_s - began_s
+            times["verify"] += verified_s - arrived_s
+            times["load"] += time.perf_counter() - verified_s
+        return digests
+
+    def _start(self, bucket: Bucket, turn: int) -> tuple[torch.Tensor, list[tuple[Communicator, Broadcast]]]:
+        """Starts a bucket's broadcasts into one of the two buffers, senders' pieces one after the other."""
+        sizes = [bucket.num_bytes(sender) for sender in range(len(self._communicators))]
+        buffer = self._buffers[turn % 2]
+        if buffer is None or buffer.numel() < sum(sizes):
+            buffer = self._buffers[turn % 2] = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
+        works, at = [], 0
+        for communicator, size in zip(self._communicators, sizes, strict=True):
+            if size:
+                works.append((communicator, communicator.broadcast(buffer[at : at + size])))
+                at += size
+        return buffer, works
+
+    def _assemble(
+        self, entries: Sequence[TensorEntry], bucket: Bucket, flat: torch.Tensor
+    ) -> list[tuple[str, torch.Tensor]]:
+        """The bucket's whole tensors: views of the buffer where one sender sent all of one, else put together."""
+        parts: dict[int, list[torch.Tensor]] = {index: [] for index in range(bucket.first, bucket.last)}
+        base = 0
+        for sender, pieces in enumerate(bucket.pieces):
+            for piece in pieces:
+                at = base + piece.at
+                parts[piece.tensor].append(flat[at : at + piece.end - piece.start])
+            base += bucket.num_bytes(sender)
+        tensors = []
+        for index, found in parts.items():
+            entry = entries[index]
+            whole = found[0] if len(found) == 1 else torch.cat(found) if found else flat[:0]
+            if whole.storage_offset() % TORCH_DTYPES[entry.dtype].itemsize:
+                whole = whole.clone()  # behind a piece of a narrower type
+            tensors.append((entry.name, whole.view(TORCH_DTYPES[entry.dtype]).reshape(entry.shape)))
+        return tensors
+
+    def _check(self, manifest: Manifest, lanes_T2: torch.Tensor) -> None:
+        for entry, lanes in zip(manifest.tensors, lanes_T2.cpu(), strict=True):
+            if digest_bytes(lanes) != entry.digest:
+                text = f"tensor {entry.name!r} of version {manifest.version} is not what its manifest says"
+                raise MeshError(Reason.DIGEST_MISMATCH, text)
+
+    def abort(self) -> None:
+        """Ends the group, from any thread; a receive under way raises GROUP_BROKEN."""
+        for communicator in self._communicators:
+            communicator.abort()
+
+    def close(self) -> None:
+        """Ends the group and frees the buffers."""
+        self.abort()
+        self._buffers = [None, None]

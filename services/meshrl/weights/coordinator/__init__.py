@@ -1,0 +1,1 @@
+"""What the hub decides: versions, leases, commits. Pure rules, no I/O."""

@@ -1,0 +1,386 @@
+"""The rules of a commit: when a version is decided, when it is done, what each engine should do next. No I/O.
+
+`Coordinator` feeds events into these records and returns what `_settle` makes of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from meshrl.weights.coordinator import log_entries as entries
+from meshrl.weights.coordinator.engine_groups import Groups
+from meshrl.weights.coordinator.engines import EnginePool
+from meshrl.weights.coordinator.records import VersionRecords
+from meshrl.weights.coordinator.states import (
+    DECIDED,
+    UNDECIDED,
+    Action,
+    Answer,
+    Append,
+    Attempt,
+    Compact,
+    DeleteBytes,
+    EngineRecord,
+    Key,
+    Notify,
+    Send,
+    VersionRecord,
+)
+from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.types import (
+    Abort,
+    Activation,
+    AgentCommand,
+    AgentFault,
+    AgentState,
+    ApplyReport,
+    Commit,
+    EngineReport,
+    Prepare,
+    Resume,
+    Transport,
+    VersionState,
+)
+
+KEPT_ENDED = 32  # versions that are known after they were retired or aborted
+COMPACT_AFTER = 256  # entries of the log
+
+
+class CommitRules:
+    """The records of versions and engines, and what follows from them."""
+
+    def __init__(
+        self,
+        *,
+        lease_s: float,
+        max_chunk_bytes: int,
+        keep_versions: int,
+        min_engines: int,
+        commit_deadline_s: float,
+        kept_ended: int = KEPT_ENDED,
+        compact_after: int = COMPACT_AFTER,
+    ) -> None:
+        """`kept_ended`: how many versions are known after their end; `compact_after`: entries that the log may have
+        beyond what it must hold.
+        """
+        self.run_id = ""
+        self.epoch = 0
+        self.revision = 0
+        self.records = VersionRecords()
+        self.pool = EnginePool(lease_s)
+        self.groups = Groups()
+        self._sleeps = 0  # rounds of SleepEngines so far
+        self._max_chunk_bytes = max_chunk_bytes
+        self._keep_versions = keep_versions
+        self._min_engines = min_engines
+        self._commit_deadline_s = commit_deadline_s
+        self._kept_ended, self._compact_after = kept_ended, compact_after
+        self._num_entries = 0  # in the log since it was last compacted
+        self._wall_offset_s = 0.0  # wall-clock time minus the clock of the rules
+        self._told_of: object = None  # what all engines were told of last; see `_settle`
+
+    def newest_decided(self) -> VersionRecord | None:
+        """The version that every engine should serve."""
+        return self.records.newest_decided()
+
+    # --- rules ----------------------------------------------------------------------------------
+
+    def _fault(self, engine: EngineRecord, fault: AgentFault, key: Key | None, now_s: float) -> None:
+        engine.last_fault = fault
+        if key is not None:
+            engine.faulted.add(key)
+        record = self.records.get(key) if key is not None else None
+        if record is not None and record.transport is Transport.NCCL and fault.reason == Reason.GROUP_BROKEN.name:
+            engine.broken_generation = engine.newest_generation
+        if record is not None and record.attempt is not None:
+            record.attempt.faults[engine.engine_id] = fault
+        decided = record is not None and record.state in DECIDED
+        if decided or engine.state is AgentState.POISONED:
+            engine.ejected = True
+            if record is not None:
+                record.commit_set.discard(engine.engine_id)
+            engine.sent = None
+            engine.retry_s = now_s + min(30.0, 0.5 * 2**engine.retries)
+            engine.retries = min(engine.retries + 1, 8)
+
+    def _note_group(self, engine: EngineRecord, generation: int | None) -> None:
+        """In a newer group, what failed in the older ones is tried again."""
+        engine.group_generation = generation
+        if generation is None or generation <= engine.newest_generation:
+            return
+        engine.newest_generation = generation
+        for record in self.records.live:
+            if record.transport is not Transport.NCCL:
+                continue
+            engine.faulted.discard(record.key)
+            if record.attempt is not None:
+                record.attempt.faults.pop(engine.engine_id, None)
+            if engine.sent_key == record.key:
+                engine.sent = None
+
+    def _note_served(self, engine: EngineRecord, applied: ApplyReport | None) -> None:
+        newest = self.newest_decided()
+        for record in self.records.live:
+            if record.state not in DECIDED or not engine.serves(record):
+                continue
+            if engine.state is AgentState.APPLYING:
+                if engine.engine_id in record.gang:
+                    record.held.add(engine.engine_id)
+                continue
+            if record is newest and engine.state in (AgentState.READY, AgentState.FETCHING, AgentState.PREPARED):
+                engine.ejected, engine.retries, engine.retry_s = False, 0, None
+                engine.faulted = {key for key in engine.faulted if key > record.key}
+            record.held.discard(engine.engine_id)
+            record.commit_set.discard(engine.engine_id)
+            if applied is None or applied.version != record.version:
+                applied = ApplyReport(
+                    version=record.version, root=record.root, pause_s=0.0, prepare_s=0.0, requests_kept=0
+                )
+            if record.state is VersionState.COMMITTING:
+                record.reports.setdefault(engine.engine_id, applied)
+
+    def _settle(self, now_s: float, reported: EngineRecord | None = None) -> list[Action]:
+        """Does everything that has become possible: decide, give up, finish, retire, tell engines.
+
+        With `reported`, nothing but this engine has changed: what the others should do follows from the versions, and
+        they are only looked at when those have changed as well.
+        """
+        actions: list[Action] = []
+        for record in sorted(self.records.live, key=lambda r: r.key):
+            if record.state is VersionState.SEALED and record.attempt is not None and not record.deciding:
+                actions += self._try_decide(record, record.attempt, now_s)
+            if record.state in DECIDED:
+                self._release(record, now_s)
+            if record.state is VersionState.COMMITTING:
+                actions += self._try_finish(record, now_s)
+        versions = [(r.key, r.artifact_id, r.state, r.busy, r.arriving, r.released) for r in self.records.live]
+        told_of = (self.groups.generation, versions)
+        others_as_before = reported is not None and told_of == self._told_of
+        self._told_of = told_of
+        newest = self.newest_decided()
+        for engine in (reported,) if reported is not None and others_as_before else self.pool.engines.values():
+            actions += self._tell(engine, newest, now_s)
+        return actions + self._compact_when_due()
+
+    def _tell(self, engine: EngineRecord, newest: VersionRecord | None, now_s: float) -> list[Action]:
+        """Tells an engine what to do next, unless it was told that last."""
+        if not engine.connected:
+            return []
+        actions: list[Action] = []
+        join = self.groups.join(engine, now_s)
+        if join is not None:
+            engine.join_sent = join.generation
+            actions.append(Send(engine_id=engine.engine_id, lease_id=engine.lease_id, command=join))
+        command, key = self._desired(engine, newest, now_s)
+        if command is not None and command != engine.sent:
+            engine.sent = command
+            engine.sent_key = key or engine.sent_key
+            actions.append(Send(engine_id=engine.engine_id, lease_id=engine.lease_id, command=command))
+        return actions
+
+    def _has(self, engine: EngineRecord, record: VersionRecord) -> bool:
+        return engine.prepared == record.artifact_id or (engine.serves(record) and engine.state is AgentState.READY)
+
+    def _outside(self, record: VersionRecord) -> dict[str, str]:
+        """Engines to which a version cannot be brought now, and why."""
+        reasons = {engine.engine_id: self.groups.outside(engine, record) for engine in self.pool.engines.values()}
+        return {engine_id: reason for engine_id, reason in reasons.items() if reason is not None}
+
+    def _try_decide(self, record: VersionRecord, attempt: Attempt, now_s: float) -> list[Action]:
+        newest = self.newest_decided()
+        if newest is not None and newest.key > record.key:
+            return self._give_up(record, Reason.VERSION_SUPERSEDED, f"version {newest.version} was committed first")
+        if any(r.deciding and r.key > record.key for r in self.records.live):
+            return []  # the newer decision ends this one once it is durable
+        live = self.pool.engines
+        ready = {engine.engine_id for engine in live.values() if self._has(engine, record)}
+        outside = self._outside(record)
+        required = {e for e in attempt.required if e in live and not live[e].ejected and e not in outside}
+        if attempt.min_ready:
+            enough, wanted = len(ready) >= attempt.min_ready, attempt.min_ready
+        else:
+            least = self._min_engines if newest is None else 1
+            enough, wanted = required <= ready and len(ready) >= least, max(len(required), least)
+        if enough:
+            record.deciding, record.policy, record.min_ready = True, attempt.policy, attempt.min_ready
+            return [self._append(entries.decided(record), decision=record.key)]
+        refused = set(attempt.faults) & set(live) - ready - set(outside)
+        short = len(live) - len(refused) < max(1, attempt.min_ready)
+        hopeless = bool(refused) and (short or (not attempt.min_ready and bool(refused & required)))
+        hopeless = hopeless or self._passed_over(record, ready | (set(live) - set(outside)), wanted)
+        if hopeless or now_s >= attempt.deadline_s:
+            why = self.pool.describe(ready, attempt.faults, outside)
+            text = f"version {record.version} stays sealed: {len(ready)} of {wanted} engines prepared it; {why}"
+            return self._give_up(record, Reason.ENGINES_NOT_READY, text, attempt.faults)
+        return []
+
+    def _passed_over(self, record: VersionRecord, reachable: set[str], wanted: int) -> bool:
+        """True when too few engines can be brought a version, while one of them can be brought a newer one.
+
+        A restarted engine is sent the newest version again: waiting for one before it would keep that from serving.
+        """
+        newer = (r for r in self.records.values() if r.state is VersionState.SEALED and r.key > record.key)
+        return len(reachable) < wanted and any(
+            self._can_serve(engine, version) for version in newer for engine in self.pool.engines.values()
+        )
+
+    def _release(self, record: VersionRecord, now_s: float) -> None:
+        """Ejects engines past the deadline of the commit, and lets a gang go once all that are left have applied."""
+        live = self.pool.engines
+        if not record.commit_set and (record.released or not record.gang):
+            return
+        if now_s >= record.commit_deadline_s:
+            for engine_id in record.commit_set & set(live) - record.held:
+                live[engine_id].ejected = True
+            record.commit_set &= record.held
+        record.commit_set &= set(live)
+        if record.gang and not (record.gang & record.commit_set) - record.held:
+            record.released = True
+
+    def _try_finish(self, record: VersionRecord, now_s: float) -> list[Action]:
+        actions: list[Action] = []
+        outstanding = not record.min_ready and bool(record.commit_set)
+        if len(record.reports) >= max(1, record.min_ready) and not outstanding:
+            record.answer = Activation(
+                version=record.info(),
+                engines=tuple(EngineReport(engine_id=e, applied=a) for e, a in sorted(record.reports.items())),
+                commit_s=now_s - record.decided_s,
+                lag_s=now_s - record.sealed_s,
+            )
+            self.records.move(record, VersionState.COMMITTED)
+            record.answer = entries.with_state(record.answer, VersionState.COMMITTED)
+            actions.append(self._append(entries.committed(record, record.answer), committed=record.answer))
+            actions.append(self._bump(record))
+            actions.append(Answer(key=record.key, result=record.answer))
+            record.attempt = None
+            return actions + self._retire(record)
+        if record.attempt is not None and not record.commit_set and now_s >= record.attempt.deadline_s:
+            why = self.pool.describe(set(record.reports), record.attempt.faults, self._outside(record))
+            text = (
+                f"version {record.version} is decided and only goes forward, but {len(record.reports)} of "
+                f"{max(1, record.min_ready)} engines serve it; {why}; call again to wait on"
+            )
+            actions += self._give_up(record, Reason.ENGINES_NOT_READY, text, record.attempt.faults)
+        return actions
+
+    def _can_serve(self, engine: EngineRecord, record: VersionRecord) -> bool:
+        return engine.prepared == record.artifact_id or self.groups.outside(engine, record) is None
+
+    def _holds(self, engine: EngineRecord, record: VersionRecord) -> bool:
+        """Whether an engine has applied a version and stays paused; a restarted one may still be in `held`."""
+        applied = engine.engine_id in record.held or engine.state is AgentState.APPLYING
+        return applied and engine.serves(record)
+
+    def _desired(
+        self, engine: EngineRecord, newest: VersionRecord | None, now_s: float
+    ) -> tuple[AgentCommand | None, Key | None]:
+        sealed = [
+            r for r in self.records.live if r.state is VersionState.SEALED and self.groups.outside(engine, r) is None
+        ]
+        busy = [r for r in sealed if r.busy]
+        target = min(busy, key=lambda r: r.key) if busy else max(sealed, key=lambda r: r.key, default=None)
+        if target is None:
+            target = self._arriving(engine)
+        if target is not None and target.key in engine.faulted:
+            target = None
+        if newest is not None and not engine.serves(newest) and self._can_serve(engine, newest):
+            if newest.key not in engine.faulted:
+                hold = engine.engine_id in newest.gang and not newest.released
+                return Commit(version=newest.version, artifact_id=newest.artifact_id, hold=hold), newest.key
+            once = newest.transport is Transport.NCCL  # its bytes come again only in a newer group
+            if not once and (target is None or not target.busy):  # again, ever more rarely, until a newer one is wanted
+                if engine.retry_s is not None and now_s < engine.retry_s:
+                    return None, None
+                return Commit(version=newest.version, artifact_id=newest.artifact_id), newest.key
+        if newest is not None and self._holds(engine, newest):
+            waits = engine.engine_id in newest.gang and not newest.released  # a restarted hub forgot its gangs
+            return (None, None) if waits else (Resume(version=newest.version), None)
+        if target is None or engine.prepared == target.artifact_id:
+            return None, None
+        return Prepare(version=target.version, artifact_id=target.artifact_id), target.key
+
+    def _arriving(self, engine: EngineRecord) -> VersionRecord | None:
+        """The version whose upload an engine may follow. A shadow holds one version: none is given up for it."""
+        arriving = (r for r in self.records.live if r.state is VersionState.STAGING and r.arriving)
+        return max((r for r in arriving if self.groups.outside(engine, r) is None), key=lambda r: r.key, default=None)
+
+    def _give_up(
+        self, record: VersionRecord, reason: Reason, text: str, faults: Mapping[str, AgentFault] | None = None
+    ) -> list[Action]:
+        record.attempt = None
+        metadata = {engine_id: fault.reason for engine_id, fault in (faults or {}).items()}
+        return [Answer(key=record.key, result=MeshError(reason, text, metadata=metadata))]
+
+    def _drop(self, record: VersionRecord, why: str) -> list[Action]:
+        """Aborts an undecided version: its waiters are told, its bytes go, engines drop what they fetched."""
+        if record.state not in UNDECIDED:
+            return []
+        actions: list[Action] = []
+        if record.attempt is not None:
+            actions += self._give_up(record, Reason.VERSION_SUPERSEDED, f"version {record.version} was dropped: {why}")
+        self.records.move(record, VersionState.ABORTED)
+        actions += self._log(record, entries.aborted(record, why))
+        for engine in self.pool.engines.values():
+            if engine.connected and engine.sent_key == record.key and isinstance(engine.sent, Prepare):
+                engine.sent = Abort(version=record.version)
+                actions.append(Send(engine_id=engine.engine_id, lease_id=engine.lease_id, command=engine.sent))
+        actions.append(self._delete(record))
+        return actions
+
+    def _retire(self, newest: VersionRecord) -> list[Action]:
+        live = self.records.live
+        committed = sorted((r.key for r in live if r.state is VersionState.COMMITTED), reverse=True)
+        late = [r.key for r in live if r.state is VersionState.COMMITTING and r.key < newest.key]
+        actions: list[Action] = []
+        for key in sorted(committed[self._keep_versions :] + late):
+            record = self.records[key]
+            if record.attempt is not None:
+                text = f"version {newest.version} was committed before enough engines served version {record.version}"
+                actions += self._give_up(record, Reason.VERSION_SUPERSEDED, text)
+            self.records.move(record, VersionState.RETIRED)
+            actions += [*self._log(record, entries.retired(record)), self._delete(record)]
+        return actions
+
+    def _delete(self, record: VersionRecord) -> DeleteBytes:
+        needed = {path for other in self.records.live for path in other.paths}
+        return DeleteBytes(artifact_id=record.artifact_id, paths=tuple(p for p in record.paths if p not in needed))
+
+    def _bump(self, record: VersionRecord) -> Notify:
+        self.revision += 1
+        record.revision = self.revision
+        return Notify(revision=self.revision)
+
+    # --- the log ----------------------------------------------------------------------------------
+
+    def _append(self, entry: entries.Entry, **more: Any) -> Append:
+        self._num_entries += 1
+        return Append(entry=entry, **more)
+
+    def _log(self, record: VersionRecord, entry: entries.Entry) -> list[Action]:
+        return [self._append(entry), self._bump(record)]
+
+    def _compact_when_due(self) -> list[Action]:
+        """Forgets versions that ended long ago, and has the log say what is left in a few entries.
+
+        Not while a decision is on its way to the log: until it is durable, nobody can say how things are.
+        """
+        live = self.records.live
+        if self._num_entries < self._compact_after + len(live) or any(record.deciding for record in live):
+            return []
+        engines = self.pool.engines.values()
+        served = {(engine.serving, engine.root) for engine in engines}  # they are vouched for as long as they serve it
+        self.records.forget(keep=self._kept_ended, needed=lambda record: (record.version, record.root) in served)
+        for engine in engines:
+            engine.faulted &= self.records.keys()
+        self._num_entries = 0
+        kept = sorted(self.records.values(), key=lambda record: record.revision)
+        return [
+            Compact(
+                entries=(
+                    entries.snapshot(self.run_id, self.epoch, self.revision),
+                    *(entries.version(record, self._wall_offset_s) for record in kept),
+                    *(entries.group(group, self._wall_offset_s) for group in self.groups.kept),
+                )
+            )
+        ]

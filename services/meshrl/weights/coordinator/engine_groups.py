@@ -1,0 +1,177 @@
+"""Groups for the nccl transport: who is asked to join, who is in, and which versions travel through. No I/O.
+
+A publisher opens a group at its store, the hub picks the engines and numbers their ranks, and engines report the
+generation once they are in. A group carries versions of its publisher's epoch only, from `first_version` on: an engine
+that waited for an older one in it would take the bytes of the next for it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from meshrl.weights.coordinator.states import EngineRecord, Key, VersionRecord
+from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.types import GroupMember, JoinGroup, OpenedGroup, Transport
+
+KEPT_ANSWERS = 64
+RETRY_AFTER_S = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupRequest:
+    """What a publisher asks for; see OpenGroupRequest in weights.proto."""
+
+    request_id: str
+    run_id: str
+    epoch: int
+    store_address: str
+    backend: str
+    num_senders: int
+    engine_ids: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
+    deadline_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """A group that engines were told to join. Everybody has `deadline_s` to meet, until `until_s`."""
+
+    generation: int
+    request_id: str
+    epoch: int
+    first_version: int
+    store_address: str
+    backend: str
+    num_senders: int
+    deadline_s: float
+    until_s: float
+    members: tuple[GroupMember, ...]
+
+    def opened(self) -> OpenedGroup:
+        return OpenedGroup(generation=self.generation, members=self.members)
+
+
+class Groups:
+    """The current group, and those opened lately. Only the newest generation is ever current."""
+
+    def __init__(self) -> None:
+        self.current: Group | None = None
+        self._by_request: OrderedDict[str, Group] = OrderedDict()
+
+    @property
+    def generation(self) -> int:
+        return 0 if self.current is None else self.current.generation
+
+    @property
+    def kept(self) -> Collection[Group]:
+        """The groups whose requests get their first answer again, the current one last."""
+        return self._by_request.values()
+
+    def answer(self, request_id: str) -> OpenedGroup | None:
+        """Returns what a request was answered before, if it was."""
+        group = self._by_request.get(request_id)
+        return None if group is None else group.opened()
+
+    def open(self, request: GroupRequest, engines: Collection[EngineRecord], first_version: int, now_s: float) -> Group:
+        """Makes a new group the current one. Raises GROUP_BROKEN when no engine can take part."""
+        members: list[GroupMember] = []
+        reasons: list[str] = []
+        num_receivers = 0
+        for engine in engines:
+            reason = _hindrance(engine, request)
+            if reason is not None:
+                reasons.append(f"{engine.engine_id} {reason}")
+                continue
+            ranks = engine.collective_ranks
+            members.append(GroupMember(engine_id=engine.engine_id, first_receiver=num_receivers, num_ranks=ranks))
+            num_receivers += ranks
+        if not members:
+            why = "; ".join(reasons) or "no engine is registered; start one that points at this hub"
+            raise MeshError(
+                Reason.GROUP_BROKEN,
+                f"no engine can join a group with backend {request.backend}: {why}",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        # Engines remember groups of a hub whose log was lost.
+        newest = max(self.generation, *(engine.newest_generation for engine in engines))
+        group = Group(
+            generation=newest + 1,
+            request_id=request.request_id,
+            epoch=request.epoch,
+            first_version=first_version,
+            store_address=request.store_address,
+            backend=request.backend,
+            num_senders=request.num_senders,
+            deadline_s=request.deadline_s,
+            until_s=now_s + request.deadline_s,
+            members=tuple(members),
+        )
+        self.adopt(group)
+        return group
+
+    def adopt(self, group: Group) -> None:
+        """Makes a group, new or read back from the log, the current one."""
+        self.current = group
+        self._by_request[group.request_id] = group
+        while len(self._by_request) > KEPT_ANSWERS:
+            self._by_request.popitem(last=False)
+
+    def join(self, engine: EngineRecord, now_s: float) -> JoinGroup | None:
+        """Returns what to tell an engine that should join the current group and was not told on this session."""
+        group = self.current
+        if group is None or now_s >= group.until_s or group.generation in (engine.join_sent, engine.group_generation):
+            return None
+        member = next((m for m in group.members if m.engine_id == engine.engine_id), None)
+        if member is None or (engine.collective_ranks, engine.collective_backend) != (member.num_ranks, group.backend):
+            return None
+        return JoinGroup(
+            generation=group.generation,
+            store_address=group.store_address,
+            backend=group.backend,
+            num_senders=group.num_senders,
+            num_receivers=sum(m.num_ranks for m in group.members),
+            first_receiver=member.first_receiver,
+            deadline_s=group.deadline_s,  # not what is left of it: told again, it is the same command
+        )
+
+    def outside(self, engine: EngineRecord, record: VersionRecord) -> str | None:
+        """Returns why a version cannot be brought to an engine now, for a person; None when it can."""
+        if record.transport not in engine.transports:
+            return f"it does not take transport {record.transport.value}"
+        if record.transport is not Transport.NCCL:
+            return None
+        group = self.current
+        if group is None or engine.group_generation != group.generation:
+            return f"it is not in group {self.generation}"
+        if engine.broken_generation == group.generation:
+            return f"group {group.generation} broke for it"
+        if group.epoch != record.key[0] or record.version < group.first_version:
+            return f"group {group.generation} is for versions from {group.first_version} of epoch {group.epoch} on"
+        return None
+
+
+def first_version(request: GroupRequest, sealed: Collection[Key], decided: Key | None) -> int:
+    """Returns the first version that a group carries.
+
+    A group of named engines is for a re-send of the newest version, one of all engines for what is sealed from now on:
+    an engine that still lacked the version before would wait for bytes that nobody sends, and break the group.
+    """
+    known = [*sealed, decided] if decided is not None else sealed
+    newest = max((key[1] for key in known if key[0] == request.epoch), default=None)
+    if newest is None:
+        return 0
+    return newest if request.engine_ids else newest + 1
+
+
+def _hindrance(engine: EngineRecord, request: GroupRequest) -> str | None:
+    if request.engine_ids and engine.engine_id not in request.engine_ids:
+        return "was not asked for"
+    if engine.engine_id in request.without:
+        return "is left out"
+    if Transport.NCCL not in engine.transports or not engine.collective_ranks:
+        return "brings no ranks"
+    if engine.collective_backend != request.backend:
+        return f"has backend {engine.collective_backend}"
+    return None if engine.connected else "has no session"

@@ -1,0 +1,67 @@
+"""The versions that a hub knows: those that may still be served, and those that ended lately. No I/O.
+
+What a report costs must not grow with the number of versions that ever were, so everything that is done for each report
+looks at `live` alone, and records of versions that ended are forgotten after a while.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+
+from meshrl.weights.coordinator.states import DECIDED, LIVE, TRANSITIONS, Key, VersionRecord
+from meshrl.wire.types import VersionState
+
+
+class VersionRecords(Mapping[Key, VersionRecord]):
+    """Versions by key. States are changed by `move` only, which keeps `live` right."""
+
+    def __init__(self) -> None:
+        self._all: dict[Key, VersionRecord] = {}
+        self._live: dict[Key, VersionRecord] = {}
+
+    def __getitem__(self, key: Key) -> VersionRecord:
+        return self._all[key]
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._all)
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    @property
+    def live(self) -> Collection[VersionRecord]:
+        """The versions that are not retired or aborted."""
+        return self._live.values()
+
+    def add(self, record: VersionRecord) -> None:
+        """Adds a version; one that was aborted makes way for it."""
+        self._all[record.key] = record
+        self._live.pop(record.key, None)
+        if record.state in LIVE:
+            self._live[record.key] = record
+
+    def replace(self, records: Iterable[VersionRecord]) -> None:
+        """Knows `records` and nothing else from now on."""
+        self._all.clear()
+        self._live.clear()
+        for record in records:
+            self.add(record)
+
+    def move(self, record: VersionRecord, state: VersionState) -> None:
+        """Changes a version's state. Raises AssertionError for a move that is not in TRANSITIONS."""
+        if state not in TRANSITIONS[record.state]:
+            raise AssertionError(f"version {record.key} cannot go from {record.state.value} to {state.value}")
+        record.state = state
+        if state not in LIVE:
+            del self._live[record.key]
+
+    def newest_decided(self) -> VersionRecord | None:
+        """The version that every engine should serve."""
+        return max((r for r in self._live.values() if r.state in DECIDED), key=lambda r: r.key, default=None)
+
+    def forget(self, *, keep: int, needed: Callable[[VersionRecord], bool]) -> None:
+        """Drops what ended before the last `keep` versions that did, but for those that are `needed`."""
+        ended = sorted((r for r in self._all.values() if r.state not in LIVE), key=lambda r: r.revision, reverse=True)
+        for record in ended[keep:]:
+            if not needed(record):
+                del self._all[record.key]

@@ -1,0 +1,109 @@
+"""The bytes of versions on their way: uploads into the store, and fetches out of it that may follow an upload."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from contextlib import aclosing, suppress
+
+from meshrl.weights.coordinator.coordinator import Coordinator
+from meshrl.weights.storage.store import VersionStore
+from meshrl.wire.errors import FieldViolation, MeshError, Reason, invalid
+from meshrl.wire.types import Chunk, VersionState
+
+ARRIVAL_DEADLINE_S = 60.0  # for the next chunk of a version that is fetched while it arrives
+WRITES_AT_ONCE = 3  # chunks of one upload
+
+
+class Transfers:
+    """Uploads and fetches of one hub, on its event loop. `close` ends what waits for bytes."""
+
+    def __init__(self, store: VersionStore, coordinator: Coordinator, *, max_chunk_bytes: int) -> None:
+        self._store, self._coordinator, self._max_chunk_bytes = store, coordinator, max_chunk_bytes
+        self._changed = asyncio.Event()
+        self._closed = False
+
+    def look_again(self) -> None:
+        """Wakes those who wait for bytes: a chunk is here, or a version is gone."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def close(self) -> None:
+        """Ends fetches that wait for bytes with DRAINING."""
+        self._closed = True
+        self.look_again()
+
+    async def take(self, artifact_id: str, chunks: AsyncIterator[Chunk], on_chunk: Callable[[], object]) -> None:
+        """Stores chunks as they come; a few are checked and written while the next ones arrive.
+
+        `on_chunk` is called for each that comes. Raises as `VersionStore.write`.
+        """
+        writes: set[asyncio.Task[None]] = set()
+        try:
+            async for chunk in chunks:
+                on_chunk()
+                if len(writes) >= WRITES_AT_ONCE:
+                    done, writes = await asyncio.wait(writes, return_when=asyncio.FIRST_COMPLETED)
+                    for write in done:
+                        write.result()
+                writes.add(asyncio.create_task(self._write(artifact_id, chunk)))
+            for write in writes:
+                await write
+        finally:
+            await asyncio.gather(*writes, return_exceptions=True)
+
+    async def _write(self, artifact_id: str, chunk: Chunk) -> None:
+        await asyncio.to_thread(self._store.write, artifact_id, chunk)
+        self.look_again()
+
+    async def give(self, artifact_id: str, ranges: Sequence[tuple[int, int]], chunk_bytes: int) -> AsyncIterator[Chunk]:
+        """Yields byte ranges (offset, length) of a version, those that still arrive as they do.
+
+        Raises as `VersionStore.read`; VERSION_NOT_SEALED when no bytes arrive; UNREACHABLE when they stop to.
+        """
+        record = self._coordinator.by_artifact(artifact_id)
+        if record.state is VersionState.STAGING and not record.arriving:
+            raise MeshError(Reason.VERSION_NOT_SEALED, f"version {record.version} is still being staged")
+        bad = [r for r in ranges if r[0] < 0 or r[1] < 0 or r[0] + r[1] > record.num_bytes]
+        if bad:
+            text = f"{len(bad)} ranges lie outside the version's {record.num_bytes} bytes, first {bad[0]}"
+            raise invalid([FieldViolation("ranges", text)], "the fetch")
+        most = min(chunk_bytes or self._max_chunk_bytes, self._max_chunk_bytes)
+        for offset, length in ranges or ((0, record.num_bytes),):
+            at, end = offset, offset + length
+            while at < end:
+                stop = await self._here(artifact_id, at, end)
+                async with aclosing(_read_ahead(self._store.read(artifact_id, at, stop, most))) as pieces:
+                    async for piece in pieces:
+                        yield piece
+                at = stop
+
+    async def _here(self, artifact_id: str, at: int, end: int) -> int:
+        """Returns where the bytes that can be read from `at` on end, once there are some."""
+        try:
+            async with asyncio.timeout(ARRIVAL_DEADLINE_S):
+                while True:
+                    changed = self._changed
+                    if self._coordinator.by_artifact(artifact_id).state is not VersionState.STAGING:
+                        return end
+                    stop = self._store.received_to(artifact_id, at, end)
+                    if stop > at:
+                        return stop
+                    if self._closed:
+                        raise MeshError(Reason.DRAINING)
+                    await changed.wait()
+        except TimeoutError as error:
+            text = f"its publisher sent no more of artifact {artifact_id} for {ARRIVAL_DEADLINE_S:g} s"
+            raise MeshError(Reason.UNREACHABLE, text) from error
+
+
+async def _read_ahead(pieces: Iterator[Chunk]) -> AsyncGenerator[Chunk, None]:
+    """Yields `pieces`, which block, with the next one being made on a thread while the last one is taken."""
+    making = asyncio.create_task(asyncio.to_thread(next, pieces, None))
+    try:
+        while (piece := await making) is not None:
+            making = asyncio.create_task(asyncio.to_thread(next, pieces, None))
+            yield piece
+    finally:
+        with suppress(Exception):  # nobody wants it any more
+            await making
