@@ -17,7 +17,7 @@ _runtime_version.ValidateProtobufRuntimeVersion(
     '',
     'meshrl/v1/rollout.proto'
 )
-# protoc_insertion_point(imports)
+# @@protoc_insertion_point(imports)
 
 _sym_db = _symbol_database.Default()
 
@@ -84,4 +84,4 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ENGINEENDPOINT']._serialized_end=2843
   _globals['_ROLLOUTSERVICE']._serialized_start=2846
   _globals['_ROLLOUTSERVICE']._serialized_end=3215
-# protoc_insertion_point(module_scope)
+# @@protoc_insertion_point(module_scope)

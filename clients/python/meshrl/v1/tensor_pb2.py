@@ -17,7 +17,7 @@ _runtime_version.ValidateProtobufRuntimeVersion(
     '',
     'meshrl/v1/tensor.proto'
 )
-# protoc_insertion_point(imports)
+# @@protoc_insertion_point(imports)
 
 _sym_db = _symbol_database.Default()
 
@@ -35,4 +35,4 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DATATYPE']._serialized_end=421
   _globals['_TENSOR']._serialized_start=37
   _globals['_TENSOR']._serialized_end=110
-# protoc_insertion_point(module_scope)
+# @@protoc_insertion_point(module_scope)

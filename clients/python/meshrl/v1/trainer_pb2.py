@@ -17,7 +17,7 @@ _runtime_version.ValidateProtobufRuntimeVersion(
     '',
     'meshrl/v1/trainer.proto'
 )
-# protoc_insertion_point(imports)
+# @@protoc_insertion_point(imports)
 
 _sym_db = _symbol_database.Default()
 
@@ -82,4 +82,4 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DRAINRESPONSE']._serialized_end=2272
   _globals['_TRAINERSERVICE']._serialized_start=2408
   _globals['_TRAINERSERVICE']._serialized_end=3016
-# protoc_insertion_point(module_scope)
+# @@protoc_insertion_point(module_scope)

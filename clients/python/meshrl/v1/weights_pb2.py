@@ -17,7 +17,7 @@ _runtime_version.ValidateProtobufRuntimeVersion(
     '',
     'meshrl/v1/weights.proto'
 )
-# protoc_insertion_point(imports)
+# @@protoc_insertion_point(imports)
 
 _sym_db = _symbol_database.Default()
 
@@ -134,4 +134,4 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ENGINEINFO']._serialized_end=5469
   _globals['_WEIGHTSYNC']._serialized_start=6244
   _globals['_WEIGHTSYNC']._serialized_end=7187
-# protoc_insertion_point(module_scope)
+# @@protoc_insertion_point(module_scope)
