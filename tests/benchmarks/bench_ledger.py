@@ -22,8 +22,7 @@ from meshrl.orchestrator.ledger.rules import Ledger
 from meshrl.orchestrator.ledger.store import LedgerStore
 from meshrl.orchestrator.plan import ReadyGroup
 from meshrl.orchestrator.work.batches import Assembled, assemble
-from meshrl.orchestrator.work.rollout_groups import Group, GroupTicket
-from meshrl.orchestrator.work.task_schedule import TaskRef
+from meshrl.sampling.groups import GroupTicket, RolloutGroup, TaskRef
 from meshrl.wire.types import Rollout, Sample, VersionSpan
 
 GROUPS, SIZE, PROMPT = 16, 8, 64
@@ -41,7 +40,7 @@ def make_rollout(name: str, group_id: str, tokens: int) -> Rollout:
     return Rollout(rollout_id=name, group_id=group_id, task_key="t", environment="e", samples=(sample,), reward=reward)
 
 
-def make_groups(step: int, tokens: int) -> list[Group]:
+def make_groups(step: int, tokens: int) -> list[RolloutGroup]:
     groups = []
     for place in range(GROUPS):
         ticket = GroupTicket(
@@ -49,18 +48,18 @@ def make_groups(step: int, tokens: int) -> list[Group]:
             min_version=0, active_version=0, seed=0, sequence=step * GROUPS + place,
         )  # fmt: skip
         rollouts = [make_rollout(f"{step}-{place}-{number}", ticket.group_id, tokens) for number in range(SIZE)]
-        groups.append(Group(ticket=ticket, rollouts=rollouts))
+        groups.append(RolloutGroup(ticket=ticket, rollouts=rollouts))
     return groups
 
 
-def make_batch(groups: list[Group], step: int, tokens: int) -> Assembled:
+def make_batch(groups: list[RolloutGroup], step: int, tokens: int) -> Assembled:
     return assemble(
         [group.rollouts for group in groups], run_id="main", step=step, environments=["e"], dp_size=1,
         advantage=lambda rewards, lengths: np.asarray(rewards) - 0.5, seq_len=max(tokens, 4096),
     )  # fmt: skip
 
 
-def dispatch_and_finish(journal: Journal, groups: list[Group]) -> None:
+def dispatch_and_finish(journal: Journal, groups: list[RolloutGroup]) -> None:
     for group in groups:
         journal.dispatch(group.ticket)
         for rollout in group.rollouts:

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from meshrl.orchestrator.ledger.rules import Ledger
 from meshrl.orchestrator.plan import PlanLimits, WorkPlan
 from meshrl.orchestrator.work.filters import screen_finished
-from meshrl.orchestrator.work.rollout_groups import Group, GroupTicket
 from meshrl.orchestrator.work.staleness import StalenessLaw
 from meshrl.orchestrator.work.task_schedule import TaskSchedule, TrainSource
+from meshrl.sampling.groups import GroupTicket, RolloutGroup
 from meshrl.wire.types import Rollout, Sample, VersionSpan
 
 MASK = np.array([False, True])
@@ -69,7 +69,7 @@ class Run:
         if not self.in_flight:
             return
         ticket = self.in_flight.pop(data.draw(st.integers(0, len(self.in_flight) - 1), label="group"))
-        group = Group(ticket=ticket)
+        group = RolloutGroup(ticket=ticket)
         for place in range(ticket.size):
             fate = data.draw(st.sampled_from(["win", "lose", "fail", "cancel"]), label="fate")
             if fate == "fail":

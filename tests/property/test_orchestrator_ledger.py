@@ -28,7 +28,7 @@ from meshrl.orchestrator.ledger.open_run import open_journal
 from meshrl.orchestrator.ledger.rules import OPEN_STATES
 from meshrl.orchestrator.peers.connect import Mesh
 from meshrl.orchestrator.work.batches import assemble
-from meshrl.orchestrator.work.rollout_groups import Group, GroupTicket
+from meshrl.sampling.groups import GroupTicket, RolloutGroup
 from meshrl.wire.convert import batch_digest
 from meshrl.wire.types import (
     EnvironmentInfo,
@@ -127,7 +127,7 @@ class World:
         self.writer = LateWriter(self.config.output_dir / "ledger.sqlite")
         self.journal = open_journal(self.config, mesh, self.writer)
         self.plan = make_plan(self.config, mesh)
-        self.in_flight: list[tuple[GroupTicket, Group]] = []
+        self.in_flight: list[tuple[GroupTicket, RolloutGroup]] = []
         opening = self.journal.opening
         self.recorded, self.told = opening.recorded, opening.unlogged_from - 1
         self.uploaded = self.step
@@ -150,7 +150,7 @@ class World:
         if ticket is not None:
             self.count += 1
             self.journal.dispatch(ticket)
-            self.in_flight.append((ticket, Group(ticket=ticket)))
+            self.in_flight.append((ticket, RolloutGroup(ticket=ticket)))
 
     def comes_back(self, which: int, fate: str) -> None:
         if not self.in_flight:

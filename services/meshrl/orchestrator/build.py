@@ -9,11 +9,11 @@ from meshrl.orchestrator.evals import Evaluator
 from meshrl.orchestrator.peers.connect import Mesh
 from meshrl.orchestrator.peers.logprob_check import LogprobCheck
 from meshrl.orchestrator.plan import PlanLimits, WorkPlan
-from meshrl.orchestrator.retry import RunError
-from meshrl.orchestrator.sampling import GroupSampler
 from meshrl.orchestrator.work.filters import screen_finished
 from meshrl.orchestrator.work.staleness import StalenessLaw
 from meshrl.orchestrator.work.task_schedule import TaskSchedule, TrainSource
+from meshrl.sampling.retry import RunError
+from meshrl.sampling.sampler import GroupSampler
 from meshrl.wire.types import Sampling
 
 

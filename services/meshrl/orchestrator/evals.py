@@ -11,42 +11,15 @@ from loguru import logger
 
 from meshrl.core.config.shared import EnvConfig
 from meshrl.orchestrator.config import EvalConfig
-from meshrl.orchestrator.ledger.resume import RESEED
-from meshrl.orchestrator.metrics import Metrics, distribution
-from meshrl.orchestrator.retry import RunError
-from meshrl.orchestrator.sampling import GroupSampler
-from meshrl.orchestrator.work.rollout_groups import Group, GroupTicket
-from meshrl.orchestrator.work.task_schedule import TaskRef
+from meshrl.orchestrator.metrics import Metrics
+from meshrl.sampling.groups import GroupTicket, RolloutGroup, TaskRef
+from meshrl.sampling.retry import RunError
+from meshrl.sampling.sampler import GroupSampler
+from meshrl.sampling.scores import eval_metrics
 from meshrl.wire.types import EnvironmentInfo, Sampling
 
 ATTEMPTS = 3
 """How often a rollout of an evaluation is sampled before it counts as failed."""
-
-
-def eval_metrics(name: str, groups: Sequence[Group], *, k: int, pass_threshold: float) -> Metrics:
-    """`eval/{name}/avg@k` is the mean reward; `pass@k` the share of tasks with a reward of at least `pass_threshold`.
-
-    Both are over the `scored` rollouts of those `asked` for: a task without one counts for neither. `failed` is the
-    share of rollouts that did not finish.
-    """
-    answered = [group for group in groups if group.rollouts]
-    rollouts = [rollout for group in answered for rollout in group.rollouts]
-    asked = sum(group.ticket.size for group in groups)
-    metrics: Metrics = {
-        f"eval/{name}/failed": sum(group.errors for group in groups) / asked if asked else 0.0,
-        f"eval/{name}/scored": float(len(rollouts)),
-        f"eval/{name}/asked": float(asked),
-    }
-    if answered:
-        metrics[f"eval/{name}/avg@{k}"] = sum(rollout.reward for rollout in rollouts) / len(rollouts)
-        metrics[f"eval/{name}/pass@{k}"] = sum(
-            any(rollout.reward >= pass_threshold for rollout in group.rollouts) for group in answered
-        ) / len(answered)
-    metrics |= distribution(f"eval/{name}/reward", [rollout.reward for rollout in rollouts], "std max min")
-    metrics |= distribution(f"eval/{name}/seq_len", [rollout.num_tokens for rollout in rollouts], "mean")
-    metrics |= distribution(f"eval/{name}/is_truncated", [rollout.truncated for rollout in rollouts], "mean")
-    versions = [rollout.oldest_version for rollout in rollouts if rollout.oldest_version is not None]
-    return metrics | distribution(f"eval/{name}/version", versions, "min max")
 
 
 class Evaluator:
@@ -106,7 +79,7 @@ class Evaluator:
             return wanted
         return known if wanted < 0 else min(wanted, known)
 
-    async def _task(self, environment: str, index: int, sampling: Sampling, version: int) -> Group:
+    async def _task(self, environment: str, index: int, sampling: Sampling, version: int) -> RolloutGroup:
         """The same task samples with the same seeds in every evaluation, so that scores differ by the policy alone.
 
         What is lost is sampled again, up to ATTEMPTS in all; the group holds what came back, and what failed last.
@@ -127,12 +100,8 @@ class Evaluator:
                 missing = whole.lost + whole.cancelled + sum(failure.retryable for failure in whole.failures)
                 if not missing:
                     break
-                more = replace(
-                    ticket,
-                    group_id=f"eval-{uuid.uuid4()}",
-                    size=missing,
-                    seed=(ticket.seed + (attempt * RESEED if whole.rollouts else 0)) % 2**63,
-                )
+                more = ticket.for_missing(missing, reseeds=attempt if whole.rollouts else 0)
+                more = replace(more, group_id=f"eval-{uuid.uuid4()}")
                 again = await self._sampler.sample(more, sampling=sampling, scores_only=True)
                 whole.rollouts += again.rollouts
                 whole.failures = [one for one in whole.failures if not one.retryable] + again.failures
@@ -140,7 +109,7 @@ class Evaluator:
         return whole
 
 
-def _say(name: str, version: int, groups: Sequence[Group]) -> None:
+def _say(name: str, version: int, groups: Sequence[RolloutGroup]) -> None:
     """How many of how many count, and what the last of the others failed with."""
     scored, asked = sum(len(group.rollouts) for group in groups), sum(group.ticket.size for group in groups)
     text = f"evaluation of version {version} in {name} scored {scored} of {asked} rollouts"

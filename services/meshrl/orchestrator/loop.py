@@ -34,16 +34,17 @@ from meshrl.orchestrator.peers.batch_uploader import TrainerFeed
 from meshrl.orchestrator.peers.connect import Mesh, Services
 from meshrl.orchestrator.peers.version_relay import Activator
 from meshrl.orchestrator.plan import ReadyGroup
-from meshrl.orchestrator.retry import RunError, first_cause
 from meshrl.orchestrator.sample_tables import log_extras
-from meshrl.orchestrator.sampling import GroupSampler, Problems
 from meshrl.orchestrator.spans import StepSpans
 from meshrl.orchestrator.work.advantage import build_advantage
 from meshrl.orchestrator.work.batches import assemble
 from meshrl.orchestrator.work.lost_groups import LostGroups
 from meshrl.orchestrator.work.refused_batches import Refusal, at_fault, without
-from meshrl.orchestrator.work.rollout_groups import DropReason, Group, GroupTicket, Screened
+from meshrl.orchestrator.work.rollout_groups import DropReason, Screened
 from meshrl.orchestrator.work.stale_groups import DoomedGroups
+from meshrl.sampling.groups import GroupTicket, RolloutGroup
+from meshrl.sampling.retry import RunError, first_cause
+from meshrl.sampling.sampler import GroupSampler, Problems, SamplerDeadlines
 from meshrl.wire.trainable import rollout_problems
 from meshrl.wire.types import Rollout, StepEvent
 
@@ -80,7 +81,11 @@ class TrainLoop:
         self._sampler = GroupSampler(
             services.rollout,
             address=config.services.rollout,
-            deadlines=config.deadlines,
+            deadlines=SamplerDeadlines(
+                group_s=config.deadlines.group_s,
+                retry_s=config.deadlines.retry_s,
+                unreachable_s=config.deadlines.unreachable_s,
+            ),
             engine_pool=config.engine_pool,
             clock=clock,
             sleep=sleep,
@@ -205,7 +210,7 @@ class TrainLoop:
         vocab_size = self._mesh.trainer.vocab_size or None
         return rollout_problems(rollout, vocab_size=vocab_size, newest_version=self._feed.recorded)
 
-    def _book(self, group: Group, screened: Screened) -> None:
+    def _book(self, group: RolloutGroup, screened: Screened) -> None:
         """Books what was dropped of a group that was judged."""
         self._drop(screened)
         if not screened.kept:

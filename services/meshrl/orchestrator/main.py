@@ -22,7 +22,7 @@ from meshrl.orchestrator.config import OrchestratorConfig
 from meshrl.orchestrator.ledger.open_run import open_journal
 from meshrl.orchestrator.loop import TrainLoop
 from meshrl.orchestrator.peers.connect import Mesh, Services, connect, meet
-from meshrl.orchestrator.retry import RunError
+from meshrl.sampling.retry import RunError
 
 HEALTH_NAME = "meshrl.Orchestrator"
 CLOSE_DEADLINE_S = 10.0

@@ -8,17 +8,17 @@ are over every group that was judged for the step, filtered ones included, so th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
+from meshrl.core.metrics.statistics import distribution
 from meshrl.core.telemetry.monitor import SampleRow
 from meshrl.orchestrator.plan import ReadyGroup
 from meshrl.orchestrator.work.batches import Assembled, sampled_tokens
 from meshrl.orchestrator.work.filters import is_empty
-from meshrl.orchestrator.work.rollout_groups import DropReason, Group
+from meshrl.orchestrator.work.rollout_groups import DropReason
 from meshrl.orchestrator.work.staleness import StalenessLaw
+from meshrl.sampling.groups import RolloutGroup
 from meshrl.wire.types import Activation, Rollout, StepEvent
 
 Metrics = dict[str, float]
@@ -40,7 +40,7 @@ OF_NO_STEP = frozenset(
 class StepTally:
     """What was judged since the step before was taken."""
 
-    discarded: list[Group] = field(default_factory=list)
+    discarded: list[RolloutGroup] = field(default_factory=list)
     zero_signal_groups: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     wait_for_rollouts_s: float = 0.0
@@ -123,7 +123,7 @@ def merged(own: Mapping[str, float], **others: Mapping[str, float]) -> Metrics:
     return record
 
 
-def rollout_metrics(groups: Sequence[Group]) -> Metrics:
+def rollout_metrics(groups: Sequence[RolloutGroup]) -> Metrics:
     """Statistics of finished and failed rollouts, over all and by environment."""
     metrics: Metrics = {}
     environments = sorted({group.ticket.task.environment for group in groups})
@@ -213,7 +213,7 @@ def activation_metrics(activation: Activation | None, *, skipped: bool = False) 
     return metrics
 
 
-def rate_metrics(groups: Sequence[Group], *, seconds: float) -> Metrics:
+def rate_metrics(groups: Sequence[RolloutGroup], *, seconds: float) -> Metrics:
     """Rollouts and sampled tokens a second of wall time."""
     seconds = max(seconds, 1e-9)
     return {
@@ -247,15 +247,6 @@ def distributions(groups: Sequence[ReadyGroup], assembled: Assembled) -> dict[st
         "distributions/reward": [rollout.reward for ready in groups for rollout in ready.kept],
         "distributions/advantage": list(assembled.advantages.values()),
     }
-
-
-def distribution(name: str, values: Iterable[float], statistics: str) -> Metrics:
-    """The asked statistics of finite values; empty when there are none."""
-    finite = np.array([value for value in values if np.isfinite(value)], dtype=np.float64)
-    if finite.size == 0:
-        return {}
-    computed = {"mean": finite.mean(), "std": finite.std(), "max": finite.max(), "min": finite.min()}
-    return {f"{name}/{statistic}": float(computed[statistic]) for statistic in statistics.split()}
 
 
 def _named_means(

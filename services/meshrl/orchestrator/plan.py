@@ -12,9 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from meshrl.orchestrator.work.filters import screen_stale
-from meshrl.orchestrator.work.rollout_groups import DropReason, Group, GroupTicket, Screened
+from meshrl.orchestrator.work.rollout_groups import DropReason, Screened
 from meshrl.orchestrator.work.staleness import StalenessLaw
 from meshrl.orchestrator.work.task_schedule import TaskSchedule
+from meshrl.sampling.groups import GroupTicket, RolloutGroup
 from meshrl.wire.types import Rollout
 
 Screen = Callable[[Sequence[Rollout]], Screened]
@@ -24,7 +25,7 @@ Screen = Callable[[Sequence[Rollout]], Screened]
 class ReadyGroup:
     """A whole group with the rollouts of it that may be trained on."""
 
-    group: Group
+    group: RolloutGroup
     kept: tuple[Rollout, ...]
 
 
@@ -130,7 +131,7 @@ class WorkPlan:
         self._sequence = max(self._sequence, next_sequence)
         self._again.extend(replace(ticket, replaces=ticket.group_id) for ticket in again)
 
-    def readmit(self, group: Group) -> Screened:
+    def readmit(self, group: RolloutGroup) -> Screened:
         """Judges a group that an earlier process finished; what is kept waits for a step as any other."""
         self._in_flight[group.ticket.group_id] = group.ticket
         self._order[group.ticket.group_id] = group.ticket.sequence
@@ -140,7 +141,7 @@ class WorkPlan:
         """Tasks drawn so far, by environment."""
         return self._schedule.drawn()
 
-    def finish(self, group: Group) -> Screened:
+    def finish(self, group: RolloutGroup) -> Screened:
         """Judges a group that is over; what is kept waits for a step, what is dropped frees its slot."""
         del self._in_flight[group.ticket.group_id]
         return self._judge(group, group.rollouts)
@@ -155,7 +156,7 @@ class WorkPlan:
             self._order[ready.group.ticket.group_id] = ready.group.ticket.sequence
         return [self._judge(ready.group, ready.kept) for ready in groups]
 
-    def _judge(self, group: Group, rollouts: Sequence[Rollout]) -> Screened:
+    def _judge(self, group: RolloutGroup, rollouts: Sequence[Rollout]) -> Screened:
         group_id = group.ticket.group_id
         screened = self._screen(rollouts)
         if any(reason is DropReason.ZERO_SIGNAL for _, reason in screened.dropped):
@@ -183,9 +184,9 @@ class WorkPlan:
             if not self.law.usable(step=self.next_step, oldest_version=ticket.active_version)
         ]
 
-    def drop_stale(self) -> list[tuple[Group, Screened]]:
+    def drop_stale(self) -> list[tuple[RolloutGroup, Screened]]:
         """Drops what the next step may not train on; returns each group that lost rollouts."""
-        losses: list[tuple[Group, Screened]] = []
+        losses: list[tuple[RolloutGroup, Screened]] = []
         for group_id, ready in list(self._ready.items()):
             screened = screen_stale(ready.kept, step=self.next_step, law=self.law)
             if not screened.dropped:

@@ -12,7 +12,7 @@ import pytest
 from loguru import logger
 
 from meshrl.orchestrator.ledger.audit import audit
-from meshrl.orchestrator.retry import RunError
+from meshrl.sampling.retry import RunError
 from meshrl.wire.types import Rollout, Sample, VersionSpan
 
 

@@ -3,7 +3,7 @@
 import pytest
 from loguru import logger
 
-from meshrl.orchestrator.retry import RunError
+from meshrl.sampling.retry import RunError
 
 APART = {"mismatch_abs/all/mean": 2.3, "mismatch_abs/all/max": 9.0}
 

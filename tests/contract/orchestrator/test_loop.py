@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from meshrl.orchestrator.retry import RunError
+from meshrl.sampling.retry import RunError
 from meshrl.wire.errors import Reason
 
 

@@ -19,7 +19,7 @@ from meshrl.orchestrator.ledger.submitted_steps import SubmittedSteps
 from meshrl.orchestrator.ledger.writer import ThreadedWriter
 from meshrl.orchestrator.loop import TrainLoop
 from meshrl.orchestrator.peers.connect import connect, meet
-from meshrl.orchestrator.retry import RunError
+from meshrl.sampling.retry import RunError
 
 
 class LosesTheRest(ThreadedWriter):

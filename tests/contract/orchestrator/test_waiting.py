@@ -8,7 +8,7 @@ import pytest
 from loguru import logger
 
 from meshrl.orchestrator.peers.connect import connect, meet
-from meshrl.orchestrator.retry import RunError
+from meshrl.sampling.retry import RunError
 
 
 @pytest.fixture

@@ -3,12 +3,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from meshrl.orchestrator.work.rollout_groups import Group, GroupTicket
-from meshrl.orchestrator.work.task_schedule import TaskRef
+from meshrl.sampling.groups import GroupTicket, RolloutGroup, TaskRef
 from meshrl.wire.types import Rollout, Sample, VersionSpan
 
 MakeRollout = Callable[..., Rollout]
-MakeGroup = Callable[..., Group]
+MakeGroup = Callable[..., RolloutGroup]
 
 
 @pytest.fixture
@@ -53,7 +52,7 @@ def make_rollout() -> MakeRollout:
 def make_group() -> MakeGroup:
     def make(
         group_id: str = "g0", rollouts: tuple[Rollout, ...] = (), *, size: int = 4, environment: str = "echo"
-    ) -> Group:
+    ) -> RolloutGroup:
         ticket = GroupTicket(
             group_id=group_id,
             task=TaskRef(environment=environment, index=3),
@@ -63,6 +62,6 @@ def make_group() -> MakeGroup:
             active_version=0,
             seed=0,
         )
-        return Group(ticket=ticket, rollouts=list(rollouts))
+        return RolloutGroup(ticket=ticket, rollouts=list(rollouts))
 
     return make

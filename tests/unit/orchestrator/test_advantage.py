@@ -4,8 +4,8 @@ import pytest
 from pydantic import ValidationError
 
 from meshrl.orchestrator.config import AdvantageConfig
-from meshrl.orchestrator.retry import RunError
 from meshrl.orchestrator.work.advantage import build_advantage
+from meshrl.sampling.retry import RunError
 
 REWARDS, LENGTHS = [0.0, 1.0, 2.0], [10, 20, 30]
 

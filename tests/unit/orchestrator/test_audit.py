@@ -18,7 +18,7 @@ from meshrl.orchestrator.ledger.rules import Ledger
 from meshrl.orchestrator.ledger.store import LedgerStore
 from meshrl.orchestrator.plan import ReadyGroup
 from meshrl.orchestrator.work.batches import assemble
-from meshrl.orchestrator.work.rollout_groups import Group
+from meshrl.sampling.groups import RolloutGroup
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ async def run(tmp_path: Path, make_group, make_rollout) -> Path:
     opening = Opening(recorded=0, logged=0, unlogged_from=1, records={}, drawn={}, next_sequence=0)
     journal = Journal(Ledger(store.record), store, opening, layout=layout, durable=0, checkpoints=False)
 
-    def finished(name: str) -> Group:
+    def finished(name: str) -> RolloutGroup:
         rollouts = tuple(make_rollout(f"{name}{place}", reward=float(place), group_id=name) for place in range(2))
         group = make_group(name, rollouts, size=3)
         journal.dispatch(group.ticket)

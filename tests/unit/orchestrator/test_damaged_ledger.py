@@ -21,9 +21,9 @@ from meshrl.orchestrator.ledger.store import LedgerStore
 from meshrl.orchestrator.metrics import Progress
 from meshrl.orchestrator.peers.connect import Mesh
 from meshrl.orchestrator.plan import ReadyGroup
-from meshrl.orchestrator.retry import RunError
 from meshrl.orchestrator.work.batches import assemble
-from meshrl.orchestrator.work.rollout_groups import Group
+from meshrl.sampling.groups import RolloutGroup
+from meshrl.sampling.retry import RunError
 from meshrl.wire.types import EnvironmentInfo, RunInfo, TrainerInfo
 
 
@@ -45,7 +45,7 @@ async def folder(tmp_path: Path, make_group, make_rollout) -> Path:
     """Three groups have come back, two of them as the batches of steps 1 and 2; the trainer has not trained yet."""
     journal = reopened(tmp_path, 0)
 
-    def finished(name: str) -> Group:
+    def finished(name: str) -> RolloutGroup:
         rollouts = tuple(make_rollout(f"{name}{place}", reward=float(place), group_id=name) for place in range(3))
         group = make_group(name, rollouts, size=3)
         journal.dispatch(group.ticket)

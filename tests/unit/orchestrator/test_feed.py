@@ -8,7 +8,7 @@ from opentelemetry import trace
 from meshrl.client import TrainerClient
 from meshrl.orchestrator.config import OrchestratorConfig
 from meshrl.orchestrator.peers.batch_uploader import TrainerFeed
-from meshrl.orchestrator.retry import RunError
+from meshrl.sampling.retry import RunError
 from meshrl.wire.types import RunInfo
 
 STEP_S = 0.3

@@ -12,7 +12,7 @@ from meshrl.orchestrator.ledger.store import LedgerStore
 from meshrl.orchestrator.ledger.writer import LedgerFileError
 from meshrl.orchestrator.metrics import Progress
 from meshrl.orchestrator.work.batches import assemble
-from meshrl.orchestrator.work.rollout_groups import Group, GroupTicket
+from meshrl.sampling.groups import GroupTicket, RolloutGroup
 from meshrl.wire import convert
 from meshrl.wire.types import Batch, Rollout
 
@@ -77,7 +77,7 @@ def record_of(ticket: GroupTicket, rollouts: list[Rollout], batch: Batch) -> Ste
     )
 
 
-def write_a_step(store: LedgerStore, group: Group, rollouts: list[Rollout], step: int) -> Batch:
+def write_a_step(store: LedgerStore, group: RolloutGroup, rollouts: list[Rollout], step: int) -> Batch:
     """One whole group that a step took."""
     ledger = Ledger(store.record)
     store.dispatched(group.ticket)

@@ -14,7 +14,7 @@ from meshrl.inference.embedded.engine import EmbeddedEngine
 from meshrl.models.logprobs import PackedPolicy
 from meshrl.orchestrator.config import LogprobCheckConfig
 from meshrl.orchestrator.peers.logprob_check import LogprobCheck
-from meshrl.orchestrator.retry import RunError
+from meshrl.sampling.retry import RunError
 from meshrl.trainer.metrics import step_metrics
 from meshrl.training.config import OptimConfig, SchedulerConfig
 from meshrl.training.learner import Learner

@@ -1,8 +1,9 @@
 import pytest
 
+from meshrl.core.metrics.statistics import distribution
 from meshrl.orchestrator.bench import summary_table
-from meshrl.orchestrator.evals import eval_metrics
-from meshrl.orchestrator.metrics import activation_metrics, distribution, merged, rollout_metrics, trainer_metrics
+from meshrl.orchestrator.metrics import activation_metrics, merged, rollout_metrics, trainer_metrics
+from meshrl.sampling.scores import eval_metrics
 from meshrl.wire.types import RolloutFailure, StepEvent, StepState
 
 

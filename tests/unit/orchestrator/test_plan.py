@@ -2,9 +2,10 @@ import pytest
 
 from meshrl.orchestrator.plan import PlanLimits, WorkPlan
 from meshrl.orchestrator.work.filters import screen_finished
-from meshrl.orchestrator.work.rollout_groups import DropReason, Group
+from meshrl.orchestrator.work.rollout_groups import DropReason
 from meshrl.orchestrator.work.staleness import StalenessLaw
 from meshrl.orchestrator.work.task_schedule import TaskSchedule, TrainSource
+from meshrl.sampling.groups import RolloutGroup
 
 
 @pytest.fixture
@@ -34,13 +35,15 @@ def dispatch_all(plan: WorkPlan, prefix: str) -> list[str]:
 
 @pytest.fixture
 def finish(make_rollout):
-    def finish(plan: WorkPlan, group_id: str, *, version: int = 0, rewards: tuple[float, ...] = (0.0, 1.0)) -> Group:
+    def finish(
+        plan: WorkPlan, group_id: str, *, version: int = 0, rewards: tuple[float, ...] = (0.0, 1.0)
+    ) -> RolloutGroup:
         ticket = plan._in_flight[group_id]
         rollouts = [
             make_rollout(f"{group_id}/{index}", reward=reward, version=version, group_id=group_id)
             for index, reward in enumerate(rewards)
         ]
-        group = Group(ticket=ticket, rollouts=rollouts)
+        group = RolloutGroup(ticket=ticket, rollouts=rollouts)
         plan.finish(group)
         return group
 

@@ -22,9 +22,10 @@ from meshrl.orchestrator.ledger.rules import Balance, Ledger
 from meshrl.orchestrator.ledger.store import LedgerStore
 from meshrl.orchestrator.metrics import Progress
 from meshrl.orchestrator.plan import ReadyGroup
-from meshrl.orchestrator.retry import RunError
 from meshrl.orchestrator.work.batches import Assembled
-from meshrl.orchestrator.work.rollout_groups import DropReason, Group, GroupTicket
+from meshrl.orchestrator.work.rollout_groups import DropReason
+from meshrl.sampling.groups import GroupTicket, RolloutGroup
+from meshrl.sampling.retry import RunError
 from meshrl.wire import convert
 from meshrl.wire.types import Batch, Rollout, RolloutEvent, RolloutFailure
 
@@ -42,7 +43,7 @@ class Opening:
     progress: Progress = field(default_factory=Progress)
     """Totals up to the trainer's step."""
     records: Mapping[int, StepRecord]
-    ready: tuple[Group, ...] = ()
+    ready: tuple[RolloutGroup, ...] = ()
     redispatch: tuple[GroupTicket, ...] = ()
     carried: Mapping[str, tuple[Rollout, ...]] = field(default_factory=dict)
     """What is finished of the groups to dispatch again, by the group that was cut off."""
@@ -88,7 +89,7 @@ class Journal:
         """True from when a rollout has come back until it is dropped, or trained."""
         return self._ledger.is_open(rollout_id)
 
-    def close_group(self, group: Group, *, cancelled_for: str) -> None:
+    def close_group(self, group: RolloutGroup, *, cancelled_for: str) -> None:
         """A group is over; what an earlier process has of it joins it."""
         self._ledger.close_group(
             group.ticket.group_id, cancelled=group.cancelled, cancelled_for=cancelled_for, reason=group.cut_short

@@ -22,8 +22,8 @@ from meshrl.orchestrator.ledger.store import LedgerStore
 from meshrl.orchestrator.ledger.writer import Writer
 from meshrl.orchestrator.metrics import Progress
 from meshrl.orchestrator.peers.connect import Mesh
-from meshrl.orchestrator.retry import RunError
-from meshrl.orchestrator.work.rollout_groups import Group
+from meshrl.sampling.groups import RolloutGroup
+from meshrl.sampling.retry import RunError
 from meshrl.wire.types import Rollout
 
 _BLOCK_BYTES = 2**16
@@ -147,7 +147,7 @@ def _progress(layout: Layout, past: Past, step: int) -> Progress:
     return read_state(layout, step)[0]
 
 
-def _with_rollouts(past: Past, group_id: str, members: Sequence[str], rollouts: Mapping[str, Rollout]) -> Group:
+def _with_rollouts(past: Past, group_id: str, members: Sequence[str], rollouts: Mapping[str, Rollout]) -> RolloutGroup:
     """A group that is left, with its rollouts."""
     group = past.groups[group_id].group
     group.rollouts = [rollouts[one] for one in members]

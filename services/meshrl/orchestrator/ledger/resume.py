@@ -11,14 +11,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from meshrl.orchestrator.ledger.rows import Past, RunRow, StepRecord
 from meshrl.orchestrator.ledger.rules import Entry, Ledger, RolloutState
-from meshrl.orchestrator.work.rollout_groups import MIN_SURVIVORS, DropReason, GroupTicket
-
-RESEED = 2**31
-"""Between the seeds of a group and of its completion: the same seeds would sample the same rollouts again."""
+from meshrl.orchestrator.work.rollout_groups import MIN_SURVIVORS, DropReason
+from meshrl.sampling.groups import GroupTicket
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,8 +137,7 @@ def _unfinished(
         ticket = past.groups[group_id].group.ticket
         missing = ticket.size - came_back[group_id]
         if missing > 0 and ticket.task.environment in environments:
-            reseed = RESEED if came_back[group_id] else 0
-            tickets[group_id] = replace(ticket, size=missing, seed=(ticket.seed + reseed) % 2**63)
+            tickets[group_id] = ticket.for_missing(missing, reseeds=1 if came_back[group_id] else 0)
     return tickets
 
 

@@ -23,8 +23,8 @@ from blake3 import blake3
 
 from meshrl.orchestrator.ledger.rules import Entry, RolloutState
 from meshrl.orchestrator.metrics import Progress
-from meshrl.orchestrator.work.rollout_groups import DropReason, Group, GroupTicket
-from meshrl.orchestrator.work.task_schedule import TaskRef
+from meshrl.orchestrator.work.rollout_groups import DropReason
+from meshrl.sampling.groups import GroupTicket, RolloutGroup, TaskRef
 
 LAYOUT = 2
 SCHEMA = """
@@ -120,7 +120,7 @@ def is_sealed(data: bytes, found: bytes, *key: object) -> bool:
 class PastGroup:
     """A group of an earlier process; `over` when it had ended. `group` has no rollouts."""
 
-    group: Group
+    group: RolloutGroup
     over: bool
 
 
@@ -256,7 +256,7 @@ def read_groups(connection: sqlite3.Connection, group_ids: list[str]) -> dict[st
             seed=row[6],
             sequence=row[7],
         )
-        group = Group(ticket=ticket, cancelled=row[9], sampled_tokens=row[10], seconds=row[11])
+        group = RolloutGroup(ticket=ticket, cancelled=row[9], sampled_tokens=row[10], seconds=row[11])
         found[group_id] = PastGroup(group=group, over=bool(row[8]))
     return found
 

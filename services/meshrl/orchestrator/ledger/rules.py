@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from meshrl.orchestrator.work.rollout_groups import GroupTicket
+from meshrl.sampling.groups import GroupTicket
 
 
 class RolloutState(enum.Enum):

@@ -31,7 +31,8 @@ from meshrl.orchestrator.ledger.rows import read_groups as rows_of_groups
 from meshrl.orchestrator.ledger.rows import read_past as rows_of_past
 from meshrl.orchestrator.ledger.rules import Entry, RolloutState
 from meshrl.orchestrator.ledger.writer import ThreadedWriter, Writer, ledger_file, unusable
-from meshrl.orchestrator.work.rollout_groups import DropReason, Group, GroupTicket
+from meshrl.orchestrator.work.rollout_groups import DropReason
+from meshrl.sampling.groups import GroupTicket, RolloutGroup
 from meshrl.v1 import rollout_pb2, trainer_pb2
 from meshrl.wire import convert
 from meshrl.wire.errors import MeshError
@@ -171,7 +172,7 @@ class LedgerStore:
 
         self._put(change)
 
-    def over(self, group: Group) -> None:
+    def over(self, group: RolloutGroup) -> None:
         """How a group ended."""
         row = (group.cancelled, group.sampled_tokens, group.seconds, group.ticket.group_id)
         sql = "UPDATE groups SET over = 1, cancelled = ?, sampled_tokens = ?, seconds = ? WHERE group_id = ?"

@@ -12,7 +12,7 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
-from meshrl.orchestrator.retry import RunError
+from meshrl.sampling.retry import RunError
 
 Change = Callable[[sqlite3.Connection], object]
 

@@ -19,8 +19,8 @@ from opentelemetry import trace
 from meshrl.client import TrainerClient
 from meshrl.orchestrator.config import OrchestratorConfig
 from meshrl.orchestrator.peers.step_watcher import StepUndoneError, StepWatch
-from meshrl.orchestrator.retry import Patience, RunError, failed, persist
 from meshrl.orchestrator.work.refused_batches import Refusal
+from meshrl.sampling.retry import Patience, RunError, failed, persist
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Batch, RunInfo, StepEvent
 

@@ -12,7 +12,7 @@ from meshrl.client import ChannelOptions, RolloutClient, TrainerClient, WeightSy
 from meshrl.client.channel import ServiceClient
 from meshrl.core.config.shared import EnvConfig
 from meshrl.orchestrator.config import OrchestratorConfig
-from meshrl.orchestrator.retry import RunError, failed, first_cause
+from meshrl.sampling.retry import RunError, failed, first_cause
 from meshrl.wire.errors import MeshError
 from meshrl.wire.types import EnvironmentInfo, RunInfo, TrainerInfo
 

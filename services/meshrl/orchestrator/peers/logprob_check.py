@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from loguru import logger
 
 from meshrl.orchestrator.config import LogprobCheckConfig
-from meshrl.orchestrator.retry import RunError
+from meshrl.sampling.retry import RunError
 from meshrl.wire.types import StepEvent
 
 

@@ -16,7 +16,7 @@ from loguru import logger
 
 from meshrl.client import TrainerClient
 from meshrl.orchestrator.peers.connect import find_run
-from meshrl.orchestrator.retry import AWAY, RunError, failed
+from meshrl.sampling.retry import AWAY, RunError, failed
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import RunInfo, StepEvent, StepState
 

@@ -13,7 +13,7 @@ from loguru import logger
 from meshrl.client import WeightSyncClient
 from meshrl.orchestrator.config import OrchestratorConfig
 from meshrl.orchestrator.peers.batch_uploader import TrainerFeed
-from meshrl.orchestrator.retry import AWAY, Patience, RunError, failed, persist
+from meshrl.sampling.retry import AWAY, Patience, RunError, failed, persist
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Activation, ActivationPolicy
 

@@ -18,7 +18,7 @@ from meshrl.algorithms.advantages import (
     soft_overlong_penalty,
 )
 from meshrl.orchestrator.config import AdvantageConfig, LengthPenaltyConfig
-from meshrl.orchestrator.retry import RunError
+from meshrl.sampling.retry import RunError
 
 _KEY = "orchestrator.advantage"
 

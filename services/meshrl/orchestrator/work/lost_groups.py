@@ -7,8 +7,9 @@ from collections.abc import Awaitable, Callable
 from loguru import logger
 
 from meshrl.orchestrator.config import OrchestratorConfig
-from meshrl.orchestrator.retry import AWAY, RunError
-from meshrl.orchestrator.work.rollout_groups import MIN_SURVIVORS, Group
+from meshrl.orchestrator.work.rollout_groups import MIN_SURVIVORS
+from meshrl.sampling.groups import RolloutGroup
+from meshrl.sampling.retry import AWAY, RunError
 from meshrl.wire.errors import Reason
 
 _AWAY = frozenset(reason.name for reason in (Reason.ENGINE_FAILED, *AWAY))
@@ -27,7 +28,7 @@ class LostGroups:
         self._in_a_row = 0
         self._since_s = 0.0
 
-    async def judge(self, group: Group) -> None:
+    async def judge(self, group: RolloutGroup) -> None:
         """After a lost group: waits, longer each time in a row.
 
         Raises RunError after too many; while an engine or the service is away, only once it has had `unreachable_s`.

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from meshrl.orchestrator.work.task_schedule import TaskRef
-from meshrl.wire.types import Rollout, RolloutFailure
+from meshrl.wire.types import Rollout
 
 MIN_SURVIVORS = 2
 """A group needs two rollouts to compare; with fewer it has no baseline and is dropped."""
@@ -42,52 +41,6 @@ class DropReason(enum.Enum):
     """Its environment is no longer one of the run's."""
     SUPERSEDED = "superseded"
     """Another run began in its folder."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class GroupTicket:
-    """Leave to sample one group: what to run, the step it was admitted for, the oldest version that may answer."""
-
-    group_id: str
-    task: TaskRef
-    size: int
-    for_step: int
-    min_version: int
-    active_version: int
-    seed: int
-    sequence: int = 0
-    """Its place in the order of tasks; a group that is dispatched again keeps it."""
-    replaces: str = ""
-    """The group of an earlier process that this one completes."""
-
-
-@dataclass(kw_only=True)
-class Group:
-    """One group; over once each rollout finished, failed or was cancelled, or its stream broke."""
-
-    ticket: GroupTicket
-    rollouts: list[Rollout] = field(default_factory=list)
-    failures: list[RolloutFailure] = field(default_factory=list)
-    cancelled: int = 0
-    sampled_tokens: int = 0
-    seconds: float = 0.0
-    cut_short: str = ""  # reason of the error that ended the stream early
-    carried: int = 0  # rollouts that came back in an earlier process, beside those of the ticket
-
-    @property
-    def lost(self) -> int:
-        """Rollouts that never came back, neither finished nor failed nor cancelled."""
-        return max(0, self.ticket.size + self.carried - len(self.rollouts) - len(self.failures) - self.cancelled)
-
-    @property
-    def errors(self) -> int:
-        """Rollouts that failed or never came back."""
-        return len(self.failures) + self.lost
-
-    def carry(self, rollouts: Sequence[Rollout]) -> None:
-        """Adds what came back of the same task in an earlier process."""
-        self.rollouts[:0] = rollouts
-        self.carried += len(rollouts)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,13 +6,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-
-@dataclass(frozen=True, kw_only=True)
-class TaskRef:
-    """One task to sample a group of; `index` is its position in the taskset."""
-
-    environment: str
-    index: int
+from meshrl.sampling.groups import TaskRef
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""How long to wait after a refusal, and when to give up; the rules behind every call of the orchestrator."""
+"""How long to wait after a refusal, and when to give up; asked before a call to another service is repeated."""
 
 from __future__ import annotations
 

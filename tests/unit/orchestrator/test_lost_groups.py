@@ -3,8 +3,8 @@
 import pytest
 
 from meshrl.orchestrator.config import OrchestratorConfig
-from meshrl.orchestrator.retry import RunError
 from meshrl.orchestrator.work.lost_groups import LostGroups
+from meshrl.sampling.retry import RunError
 
 UNREACHABLE_S = 60.0
 

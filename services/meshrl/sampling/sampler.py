@@ -1,4 +1,7 @@
-"""Runs one group at the rollout service: asks until it is admitted, then gathers what streams back to the loop."""
+"""Samples groups at the rollout service: asks until a group is admitted, then gathers what streams back.
+
+Fed with tickets by a training loop or an evaluation, which get a `RolloutGroup` back.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,13 @@ import asyncio
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 
 from loguru import logger
 
 from meshrl.client import RolloutClient
-from meshrl.orchestrator.config import DeadlinesConfig
-from meshrl.orchestrator.retry import Patience, failed
-from meshrl.orchestrator.work.rollout_groups import Group, GroupTicket
+from meshrl.sampling.groups import GroupTicket, RolloutGroup
+from meshrl.sampling.retry import Patience, failed
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Rollout, RolloutEvent, RolloutFailure, RolloutRequest, RolloutSummary, Sampling
 
@@ -25,6 +28,18 @@ _NOT_TAKEN_UP = frozenset({Reason.CANCELLED})
 _GRACE_S = 30.0
 
 
+@dataclass(frozen=True, kw_only=True)
+class SamplerDeadlines:
+    """How long the rollout service has, in seconds.
+
+    `group_s` for one group, `retry_s` to accept a group that it refuses, `unreachable_s` to come back when it is away.
+    """
+
+    group_s: float
+    retry_s: float
+    unreachable_s: float
+
+
 class GroupSampler:
     """Samples groups for training and evaluation alike."""
 
@@ -33,7 +48,7 @@ class GroupSampler:
         client: RolloutClient,
         *,
         address: str,
-        deadlines: DeadlinesConfig,
+        deadlines: SamplerDeadlines,
         engine_pool: str = "",
         clock: Callable[[], float],
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
@@ -54,7 +69,7 @@ class GroupSampler:
         scores_only: bool = False,
         problems_of: Callable[[Rollout], Problems] = lambda rollout: (),
         on_event: Callable[[RolloutEvent], None] = lambda event: None,
-    ) -> Group:
+    ) -> RolloutGroup:
         """Returns the group once it is over; what was lost on the way counts as failures of the group.
 
         With `scores_only` nothing trains on it, so its logprobs may be any. A rollout of which `problems_of` finds some
@@ -65,7 +80,7 @@ class GroupSampler:
         patience = Patience(
             unreachable_s=self._deadlines.unreachable_s, retry_s=self._deadlines.retry_s, also=_NOT_TAKEN_UP
         )
-        group = Group(ticket=ticket)
+        group = RolloutGroup(ticket=ticket)
         began_s = self._clock()
         while True:
             request = self._request(ticket, sampling, traceparent, scores_only)
@@ -104,7 +119,7 @@ class GroupSampler:
     async def _gather(
         self,
         request: RolloutRequest,
-        group: Group,
+        group: RolloutGroup,
         problems_of: Callable[[Rollout], Problems],
         on_event: Callable[[RolloutEvent], None],
     ) -> None:
@@ -127,7 +142,7 @@ class GroupSampler:
                     group.sampled_tokens = event.sampled_tokens
                 on_event(event)
 
-    def _over(self, group: Group, began_s: float, error: MeshError | None) -> Group:
+    def _over(self, group: RolloutGroup, began_s: float, error: MeshError | None) -> RolloutGroup:
         group.seconds = self._clock() - began_s
         if error is not None:
             group.cut_short = error.reason.name
@@ -135,7 +150,7 @@ class GroupSampler:
         return group
 
 
-def _mistaken(rollout: Rollout, group: Group) -> Problems:
+def _mistaken(rollout: Rollout, group: RolloutGroup) -> Problems:
     """What is wrong with who a rollout says it is."""
     ticket, found = group.ticket, []
     if not rollout.rollout_id or any(rollout.rollout_id == other.rollout_id for other in group.rollouts):

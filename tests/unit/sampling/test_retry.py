@@ -1,4 +1,4 @@
-from meshrl.orchestrator.retry import Patience
+from meshrl.sampling.retry import Patience
 from meshrl.wire.errors import MeshError, Reason
 
 AWAY = MeshError(Reason.UNREACHABLE, "gone")

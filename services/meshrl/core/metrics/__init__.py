@@ -1,0 +1,1 @@
+"""The numbers that programs report: their names and how they are computed."""

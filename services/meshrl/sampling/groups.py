@@ -1,0 +1,69 @@
+"""A group of rollouts of one task, from the ticket it is sampled with to what came back; filled by the sampler."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from meshrl.wire.types import Rollout, RolloutFailure
+
+RESEED = 2**31
+"""Between the seeds of a group and of its completion: the same seeds would sample the same rollouts again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskRef:
+    """One task to sample a group of; `index` is its position in the taskset."""
+
+    environment: str
+    index: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupTicket:
+    """Leave to sample one group: what to run, the step it was admitted for, the oldest version that may answer."""
+
+    group_id: str
+    task: TaskRef
+    size: int
+    for_step: int
+    min_version: int
+    active_version: int
+    seed: int
+    sequence: int = 0
+    """Its place in the order of tasks; a group that is dispatched again keeps it."""
+    replaces: str = ""
+    """The group of an earlier process that this one completes."""
+
+    def for_missing(self, missing: int, *, reseeds: int) -> GroupTicket:
+        """The same task for the rollouts that have not come back; `reseeds` 0 samples with the same seeds again."""
+        return replace(self, size=missing, seed=(self.seed + reseeds * RESEED) % 2**63)
+
+
+@dataclass(kw_only=True)
+class RolloutGroup:
+    """Rollouts of one task. It is over once each finished, failed or was cancelled, or its stream broke."""
+
+    ticket: GroupTicket
+    rollouts: list[Rollout] = field(default_factory=list)
+    failures: list[RolloutFailure] = field(default_factory=list)
+    cancelled: int = 0
+    sampled_tokens: int = 0
+    seconds: float = 0.0
+    cut_short: str = ""  # reason of the error that ended the stream early
+    carried: int = 0  # rollouts that came back in an earlier process, beside those of the ticket
+
+    @property
+    def lost(self) -> int:
+        """Rollouts that never came back, neither finished nor failed nor cancelled."""
+        return max(0, self.ticket.size + self.carried - len(self.rollouts) - len(self.failures) - self.cancelled)
+
+    @property
+    def errors(self) -> int:
+        """Rollouts that failed or never came back."""
+        return len(self.failures) + self.lost
+
+    def carry(self, rollouts: Sequence[Rollout]) -> None:
+        """Adds what came back of the same task in an earlier process."""
+        self.rollouts[:0] = rollouts
+        self.carried += len(rollouts)
