@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file
 
 from meshrl.client import WeightSyncClient
-from meshrl.client.transfers import Attempts, while_moving
+from meshrl.client.transfers import while_moving
 from meshrl.trainer.publishing.progress import Progress
 from meshrl.trainer.publishing.publisher import Publisher, next_epoch
-from meshrl.trainer.publishing.uploading import Uploader
+from meshrl.versions.transfer import Attempts, Uploader
 from meshrl.wire import manifest as manifests
 from meshrl.wire import manifest_checks
 from meshrl.wire.errors import MeshError, Reason
@@ -99,7 +99,7 @@ async def test_sealing_has_time_for_all_the_bytes_that_the_hub_must_hash() -> No
         return await seal(**named)
 
     hub.seal_version = watched
-    await Uploader(hub, progress).seal(manifest, "a", "")
+    await Uploader(hub, progress.moved).seal(manifest, "a", "")
     assert left_s[0] > 65e9 / 100e6 + 600.0  # meanwhile nothing can be seen of it
     assert progress.left_s(600.0) <= 600.0
     assert hub.sealed["deadline_s"] > 65e9 / 100e6  # a hub that hashes 100 MB/s

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from meshrl.inference.agent.host_files import map_files
+from meshrl.versions.files import map_files
 from meshrl.weights.storage.store import VersionStore
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest import artifact_id, build_manifest, digest

@@ -1,7 +1,7 @@
 """The agent beside an engine: dials the weight hub, brings new versions in, and swaps them under running requests.
 
 Fed by the hub's commands, it prepares versions while the engine generates and pauses it only to swap. The rules are in
-`agent_states`; this shell waits, fetches and reports. A hub that is away is called again while the engine serves on.
+`states`; this shell waits, fetches and reports. A hub that is away is called again while the engine serves on.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from loguru import logger
 
 from meshrl.client import WeightSyncClient
 from meshrl.inference.agent.fetching import VersionFetcher
-from meshrl.inference.agent.host_files import Spool
 from meshrl.inference.agent.states import (
     Action,
     AgentMachine,
@@ -32,9 +31,10 @@ from meshrl.inference.agent.states import (
     Tell,
     fault_of,
 )
-from meshrl.inference.agent.version_loader import VersionBringer
+from meshrl.inference.agent.version_loader import VersionLoader
 from meshrl.inference.config import InferenceConfig
 from meshrl.inference.engine import Engine
+from meshrl.versions.files import Spool
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import (
     AgentFault,
@@ -91,7 +91,7 @@ class WeightAgent:
         self._engine_id, self._engine_pool = config.engine_id or address, config.engine_pool
         self._url = f"http://{address}"
         spool = Spool(spool_dir, self._engine_id) if engine.stages_from_files else None
-        self._bringer = VersionBringer(client, engine, VersionFetcher(client, stall_s=fetch_stall_s, spool=spool))
+        self._loader = VersionLoader(client, engine, VersionFetcher(client, stall_s=fetch_stall_s, spool=spool))
         self._hold_deadline_s, self._sleep_deadline_s = hold_deadline_s, sleep_deadline_s
         self.machine = AgentMachine(version=engine.version)
         self._lease: Lease | None = None
@@ -159,7 +159,7 @@ class WeightAgent:
                 url=self._url,
                 engine_pool=self._engine_pool,
                 transports=(Transport.FILESYSTEM, Transport.STREAM, *(() if seat is None else (Transport.NCCL,))),
-                layout_signature=self._bringer.signature,
+                layout_signature=self._loader.signature,
                 held_version=held,
                 held_root=self._live_root if held is not None else b"",
                 collective_ranks=0 if seat is None else seat.ranks,
@@ -302,14 +302,14 @@ class WeightAgent:
     async def _stage(self, version: int, artifact_id: str) -> tuple[Manifest, bool]:
         generation = self.machine.group
         await self._within_sleep_deadline("waking up", self._engine.wake())
-        manifest = await self._bringer.manifest(version, artifact_id)
+        manifest = await self._loader.manifest(version, artifact_id)
         through_group = manifest.transport is Transport.NCCL
         # Who is in a group takes what is broadcast, or the others would wait for it. An adapter alone says nothing of
         # the weights it is for.
         if not through_group and manifest.kind is VersionKind.FULL and manifest.result_root == self._live_root:
             return manifest, True
         try:
-            await self._bringer.bring(manifest, artifact_id)
+            await self._loader.load(manifest, artifact_id)
         except BaseException:  # refused or abandoned: then the others must not wait for this engine either
             if through_group:
                 await asyncio.shield(self._leave_group(generation))

@@ -1,7 +1,7 @@
-"""Brings one version into an engine's shadow: its manifest from the hub, its bytes by whatever way they travel.
+"""Loads one version into an engine's shadow: its manifest from the hub, its bytes by whatever way they travel.
 
-Used by the agent for each version that it is told to prepare, while the engine generates. What it refuses has changed
-nothing.
+Used by the agent for each version that it is told to prepare, while the engine generates. A version that is refused has
+changed nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Manifest, Transport, VersionKind
 
 
-class VersionBringer:
+class VersionLoader:
     """Prepares versions for one engine. `signature` is that of the engine's layout."""
 
     def __init__(self, client: WeightSyncClient, engine: Engine, fetcher: VersionFetcher) -> None:
@@ -35,22 +35,25 @@ class VersionBringer:
             raise MeshError(Reason.DIGEST_MISMATCH, f"the manifest of version {version} does not match its artifact_id")
         return manifest
 
-    async def bring(self, manifest: Manifest, artifact_id: str) -> None:
+    async def load(self, manifest: Manifest, artifact_id: str) -> None:
         """Has the engine stage a version. Raises MeshError as `VersionFetcher.fetch`, `stage` and `receive` do."""
         if manifest.layout_signature != self.signature:
             raise MeshError(Reason.LAYOUT_MISMATCH, layout_difference(manifest, self._engine.layout()))
         if manifest.transport is Transport.NCCL:
             await self._engine.receive(manifest)
             return
-        fetched = await self._fetcher.fetch(manifest, artifact_id)
+        held = await self._fetcher.fetch(manifest, artifact_id)
         try:
             await self._engine.stage(
                 HostVersion(
-                    version=manifest.version, tensors=fetched.tensors, adapter=manifest.adapter, files=fetched.files
+                    version=manifest.version,
+                    tensors=held.tensors(manifest),
+                    adapter=manifest.adapter,
+                    files=held.files if self._engine.stages_from_files else (),
                 )
             )
         finally:
-            fetched.release()
+            held.release()
 
 
 def layout_difference(manifest: Manifest, layout: Sequence[tuple[str, str, tuple[int, ...]]]) -> str:

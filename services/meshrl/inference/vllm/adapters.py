@@ -13,9 +13,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from meshrl.core.guardian import FolderGuardian
-from meshrl.inference.agent.host_files import SHARED_MEMORY, no_room
 from meshrl.inference.embedded.live_weights import Layout
 from meshrl.inference.engine import HostVersion
+from meshrl.versions.files import SHARED_MEMORY, no_room
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import AdapterConfig
 

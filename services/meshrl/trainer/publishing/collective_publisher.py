@@ -23,8 +23,9 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from meshrl.client import WeightSyncClient
 from meshrl.trainer.publishing.rank_calls import Crew
 from meshrl.trainer.publishing.rows import Rows
-from meshrl.trainer.publishing.uploading import PublishReport, Uploader
+from meshrl.trainer.publishing.uploading import PublishReport
 from meshrl.versions.collective.digest import digest_bytes
+from meshrl.versions.transfer import Uploader
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest import SUM128, build_manifest
 from meshrl.wire.types import AgentState, EngineInfo, Manifest, OpenedGroup, Transport
@@ -78,7 +79,7 @@ class CollectivePublisher:
     ) -> None:
         """`store` is hosted by this process, and engines reach it at `store_address`."""
         self.progress = crew.own.progress
-        self._client, self._uploader = client, uploader or Uploader(client, self.progress)
+        self._client, self._uploader = client, uploader or Uploader(client, self.progress.moved)
         self._crew, self._rows, self._store = crew, rows, store
         self._run_id, self._epoch = run_id, epoch
         self._backend, self._store_address = backend, store_address

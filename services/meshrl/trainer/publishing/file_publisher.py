@@ -18,8 +18,9 @@ from meshrl.client import WeightSyncClient
 from meshrl.trainer.publishing.progress import Progress
 from meshrl.trainer.publishing.rank_calls import Crew, Held, Word, answers_by
 from meshrl.trainer.publishing.rows import RowBytes, Rows
-from meshrl.trainer.publishing.uploading import PublishReport, Uploader
+from meshrl.trainer.publishing.uploading import PublishReport
 from meshrl.trainer.publishing.version_files import VersionFiles
+from meshrl.versions.transfer import Uploader
 from meshrl.wire.manifest import build_manifest
 from meshrl.wire.types import Manifest, Transport
 
@@ -98,7 +99,7 @@ class FilePublisher:
     ) -> None:
         """`stall_s`: how long a rank may do nothing of its share."""
         self.progress = worker.progress
-        self._uploader = Uploader(client, self.progress)
+        self._uploader = Uploader(client, self.progress.moved)
         self._crew, self._worker = crew, worker
         self._run_id, self._epoch, self._stall_s = run_id, epoch, stall_s
         self._busy = asyncio.Lock()

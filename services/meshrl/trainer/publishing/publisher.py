@@ -21,9 +21,10 @@ from numpy.typing import NDArray
 
 from meshrl.client import WeightSyncClient
 from meshrl.trainer.publishing.progress import Progress
-from meshrl.trainer.publishing.uploading import RETRY_FOR_S, PublishReport, Uploader
+from meshrl.trainer.publishing.uploading import PublishReport
 from meshrl.trainer.publishing.version_files import VersionFiles, in_threads
 from meshrl.versions.dtypes import TORCH_DTYPES
+from meshrl.versions.transfer import RETRY_FOR_S, Uploader
 from meshrl.wire import manifest as manifests
 from meshrl.wire.types import AdapterConfig, ChunkEntry, FileEntry, Manifest, TensorEntry, Transport
 
@@ -64,7 +65,7 @@ class Publisher:
             raise ValueError(f"transport must be filesystem or stream, got {transport.value}")
         self._client = client
         self.progress = Progress()
-        self._uploader = Uploader(client, self.progress, retry_for_s=retry_for_s)
+        self._uploader = Uploader(client, self.progress.moved, retry_for_s=retry_for_s)
         self._run_id, self._epoch = run_id, epoch
         self._transport = transport
         self._broadcast_dir = broadcast_dir.absolute()

@@ -25,11 +25,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-import google_crc32c
-import numpy as np
 from loguru import logger
 
 from meshrl.core.disk import is_full
+from meshrl.versions.transfer import chunk_of, sound_bytes
 from meshrl.wire.errors import FieldViolation, MeshError, Reason, invalid
 from meshrl.wire.manifest import artifact_id as artifact_id_of
 from meshrl.wire.manifest import digest
@@ -162,11 +161,7 @@ class VersionStore:
         if index is None or len(chunk.data) != artifact.manifest.chunks[index].length:
             text = f"[{chunk.offset}, +{len(chunk.data)}) is not a chunk of the manifest"
             raise invalid([FieldViolation("chunk.offset", text)], "the upload")
-        data = np.frombuffer(chunk.data, dtype=np.uint8)  # the checksum takes no memoryview
-        if google_crc32c.value(data) != chunk.crc32c:
-            raise MeshError(
-                Reason.CHUNK_CORRUPT, f"the chunk at {chunk.offset} does not match its CRC32C; send it again"
-            )
+        data = sound_bytes(chunk)
         if digest(data.data) != artifact.manifest.chunks[index].digest:
             raise MeshError(
                 Reason.DIGEST_MISMATCH,
@@ -240,8 +235,7 @@ class VersionStore:
                     first, last = max(offset, chunk.offset), min(end, chunk.offset + chunk.length)
                     for at in range(first, last, chunk_bytes):
                         stop = min(at + chunk_bytes, last)
-                        piece = data[at - chunk.offset : stop - chunk.offset]
-                        yield Chunk(offset=at, data=piece, crc32c=google_crc32c.value(piece))
+                        yield chunk_of(at, data[at - chunk.offset : stop - chunk.offset])
         except OSError as error:
             raise MeshError(Reason.UNKNOWN_VERSION, f"bytes of artifact {artifact_id} are gone: {error}") from error
 

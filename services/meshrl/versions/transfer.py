@@ -1,0 +1,234 @@
+"""Moves the chunks of a version up to the hub or down from it, and takes a broken transfer up where it ended.
+
+A publisher uploads what the hub says it misses; an agent downloads what its host misses. Neither has a deadline for the
+whole transfer, since a large version may take as long as its link needs: it ends when for a while no call brought it
+further. Every piece of bytes travels with a CRC32C of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from typing import Protocol, TypeVar
+
+import google_crc32c
+import numpy as np
+from loguru import logger
+from numpy.typing import NDArray
+
+from meshrl.client import WeightSyncClient
+from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.types import Chunk, Manifest, StagedVersion
+
+# Worth asking again: the link or the hub was away, or a chunk was damaged on its way.
+TRANSIENT = frozenset({Reason.UNREACHABLE, Reason.DRAINING, Reason.DEADLINE_PASSED, Reason.CHUNK_CORRUPT})
+INCOMPLETE = frozenset({Reason.CHUNKS_MISSING})
+NO_ROOM = frozenset({Reason.OVERLOADED})  # versions that the hub retires meanwhile, or a person, may make some
+WAIT_S = (0.1, 2.0)  # between two attempts, doubled from the first to the second
+RETRY_FOR_S = 60.0
+SEAL_S = 30.0
+HASHED_BYTES_PER_S = 50e6  # what a hub on a slow disk still reads and hashes
+
+_T = TypeVar("_T")
+
+
+def chunk_of(offset: int, data: bytes | NDArray[np.uint8]) -> Chunk:
+    """Bytes on their way, with their checksum."""
+    view = data if isinstance(data, bytes) else data.data
+    return Chunk(offset=offset, data=view, crc32c=google_crc32c.value(data))
+
+
+def sound_bytes(chunk: Chunk) -> NDArray[np.uint8]:
+    """Returns the bytes of a chunk that arrived. Raises MeshError CHUNK_CORRUPT when they are not those that left."""
+    data = np.frombuffer(chunk.data, dtype=np.uint8)  # the checksum takes no memoryview
+    if google_crc32c.value(data) != chunk.crc32c:
+        text = f"the chunk at {chunk.offset} does not match its CRC32C; send it again"
+        raise MeshError(Reason.CHUNK_CORRUPT, text)
+    return data
+
+
+class Attempts:
+    """Decides after each attempt at one transfer whether there is another.
+
+    There is, as long as the last one that brought the transfer further ended less than `stall_s` ago.
+    """
+
+    def __init__(self, stall_s: float, *, left: int, also: Collection[Reason] = ()) -> None:
+        """`left` is what is to be moved, in any unit; `also`: reasons to try again beside those in TRANSIENT."""
+        self._stall_s, self._left, self._worth_it = stall_s, left, TRANSIENT.union(also)
+        self._moved_s = asyncio.get_running_loop().time()
+        self._wait_s = WAIT_S[0]
+        self._trusted = True  # the last attempt of which that is known moved something
+
+    async def another(self, failure: MeshError, *, left: int | None) -> None:
+        """Waits a little before the next attempt. Raises `failure` when there is none.
+
+        `left` is what is still to be moved; None while nobody can say, which is taken for the best once.
+        """
+        now_s = asyncio.get_running_loop().time()
+        further = self._trusted if left is None else left < self._left
+        if further:
+            self._moved_s, self._wait_s = now_s, WAIT_S[0]
+        self._trusted = further and left is not None
+        self._left = self._left if left is None else left
+        if failure.reason not in self._worth_it or now_s + self._wait_s - self._moved_s >= self._stall_s:
+            raise failure
+        await asyncio.sleep(self._wait_s * random.uniform(0.5, 1.0))
+        self._wait_s = min(2 * self._wait_s, WAIT_S[1])
+
+
+async def _resumed(
+    what: str,
+    attempts: Attempts,
+    attempt: Callable[[], Awaitable[_T]],
+    left: Callable[[MeshError], Awaitable[int | None]],
+) -> _T:
+    """Repeats `attempt` until it succeeds or `attempts` gives up; `left` counts the chunks to go after a failure."""
+    while True:
+        try:
+            return await attempt()
+        except MeshError as error:
+            to_go = await left(error)
+            await attempts.another(error, left=to_go)
+            logger.warning("{} goes on, {} chunks to go: {}", what, "some" if to_go is None else to_go, error)
+
+
+class Moved(Protocol):
+    """Called whenever a transfer moves; `unseen_s`: how long the other side may now be at work without a sign."""
+
+    def __call__(self, *, unseen_s: float = 0.0) -> None: ...
+
+
+class Uploader:
+    """The hub as a publisher sees it. `retry_for_s`: how long a hub that is away, or takes nothing, is called again."""
+
+    def __init__(self, client: WeightSyncClient, moved: Moved, *, retry_for_s: float = RETRY_FOR_S) -> None:
+        self._client, self._moved = client, moved
+        self._retry_for_s = retry_for_s
+
+    async def stage(self, manifest: Manifest, buffer: NDArray[np.uint8] | None = None) -> StagedVersion:
+        """Brings the hub a manifest and, of a version that travels through it, the chunks that it misses.
+
+        Raises MeshError as `WeightSyncClient.create_version` does, for what another attempt does not mend.
+        """
+        length_of = {chunk.offset: chunk.length for chunk in manifest.chunks} if buffer is not None else {}
+        missing: Sequence[int] = tuple(length_of)
+
+        async def chunks(pieces: NDArray[np.uint8]) -> AsyncIterator[Chunk]:
+            for offset in missing:
+                yield chunk_of(offset, pieces[offset : offset + length_of[offset]])
+                self._moved()  # it was taken
+
+        async def send() -> StagedVersion:
+            nonlocal missing
+            taken = None if buffer is None else chunks(buffer)
+            staged = await self._client.create_version(manifest, taken, stall_s=self._retry_for_s)
+            missing = staged.missing_offsets
+            if missing:
+                raise MeshError(Reason.CHUNKS_MISSING, f"the hub still misses {len(missing)} chunks")
+            return staged
+
+        async def left(error: MeshError) -> int | None:
+            nonlocal missing
+            if buffer is not None and error.reason in TRANSIENT | NO_ROOM:
+                try:
+                    missing = (await self._client.create_version(manifest)).missing_offsets
+                except MeshError:  # it is still away, and is sent what it is not known to have
+                    return None
+            return len(missing)
+
+        attempts = Attempts(self._retry_for_s, left=len(missing), also=INCOMPLETE | NO_ROOM)
+        return await _resumed(f"upload of version {manifest.version}", attempts, send, left)
+
+    async def seal(
+        self, manifest: Manifest, artifact_id: str, traceparent: str, buffer: NDArray[np.uint8] | None = None
+    ) -> None:
+        """Declares a staged version complete, again while the hub is away; chunks that it lost are sent again.
+
+        A hub that must hash the version first has time for all its bytes.
+        """
+        also = INCOMPLETE if buffer is not None else frozenset()
+        attempts = Attempts(self._retry_for_s, left=0, also=also)
+        deadline_s = SEAL_S + manifest.num_bytes / HASHED_BYTES_PER_S
+        while True:
+            began_s = time.monotonic()
+            self._moved(unseen_s=deadline_s)
+            try:
+                await self._client.seal_version(
+                    run_id=manifest.run_id,
+                    epoch=manifest.epoch,
+                    version=manifest.version,
+                    artifact_id=artifact_id,
+                    traceparent=traceparent,
+                    deadline_s=deadline_s,
+                )
+            except MeshError as error:
+                if time.monotonic() - began_s > self._retry_for_s:  # the hub was at work so long
+                    attempts = Attempts(self._retry_for_s, left=0, also=also)
+                await attempts.another(error, left=0)
+                logger.warning("version {} is not sealed yet: {}; asking again", manifest.version, error)
+                if error.reason in INCOMPLETE:
+                    await self.stage(manifest, buffer)
+            else:
+                return
+            finally:
+                self._moved()
+
+
+class Arrival(Protocol):
+    """Where a download puts a version; `missing` are the indices of the chunks that are not here."""
+
+    missing: set[int]
+
+    def put(self, offset: int, data: NDArray[np.uint8]) -> None:
+        """Takes bytes of a missing chunk."""
+
+    def complete(self, index: int) -> None:
+        """All bytes of a chunk are here: it is no longer missing."""
+
+
+async def download(
+    client: WeightSyncClient, manifest: Manifest, artifact_id: str, arrival: Arrival, *, stall_s: float
+) -> None:
+    """Brings every missing chunk of a version here. `stall_s`: give up after this long without a new one.
+
+    Raises MeshError: CHUNK_CORRUPT when the link damages every copy; UNKNOWN_VERSION when the bytes are gone;
+    DIGEST_MISMATCH when they changed at the hub; UNREACHABLE when nothing came for `stall_s`.
+    """
+
+    async def receive() -> None:
+        order = sorted(arrival.missing)
+        filled = 0  # bytes of the chunk at order[0] that have arrived
+        async for piece in client.fetch(artifact_id, _ranges(manifest, order), stall_s=stall_s):
+            data = sound_bytes(piece)
+            chunk = manifest.chunks[order[0]] if order else None
+            if chunk is None or piece.offset != chunk.offset + filled or filled + len(data) > chunk.length:
+                raise MeshError(Reason.CHUNK_CORRUPT, f"bytes at {piece.offset} are not those that were asked for")
+            filled += len(data)
+            arrival.put(piece.offset, data)
+            if filled == chunk.length:
+                arrival.complete(order.pop(0))
+                filled = 0
+        if order:
+            raise MeshError(Reason.UNREACHABLE, f"the hub ended the stream with {len(order)} chunks to go")
+
+    async def left(_: MeshError) -> int:
+        return len(arrival.missing)
+
+    if arrival.missing:
+        attempts = Attempts(stall_s, left=len(arrival.missing))
+        await _resumed(f"fetch of version {manifest.version}", attempts, receive, left)
+
+
+def _ranges(manifest: Manifest, indices: Sequence[int]) -> list[tuple[int, int]]:
+    """Joins neighbouring chunks into (offset, length)."""
+    ranges: list[tuple[int, int]] = []
+    for index in indices:
+        chunk = manifest.chunks[index]
+        if ranges and sum(ranges[-1]) == chunk.offset:
+            ranges[-1] = (ranges[-1][0], ranges[-1][1] + chunk.length)
+        else:
+            ranges.append((chunk.offset, chunk.length))
+    return ranges
