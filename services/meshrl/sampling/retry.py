@@ -6,6 +6,7 @@ import random
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
+from meshrl.client.backoff import Backoff
 from meshrl.wire.errors import MeshError, Reason
 
 T = TypeVar("T")
@@ -39,12 +40,10 @@ class Patience:
     ) -> None:
         self._unreachable_s = unreachable_s
         self._retry_s = retry_s
-        self._base_s = base_s
-        self._most_s = most_s
+        self._backoff = Backoff(base_s, most_s, draw=jitter)
         self._jitter = jitter
         self._also = also
         self._away = AWAY - also
-        self._attempts = 0
         self._first_s: float | None = None
         self._away_since_s: float | None = None
 
@@ -62,12 +61,8 @@ class Patience:
             return None
         if self._away_since_s is None and now_s - self._first_s >= self._retry_s:
             return None
-        wait_s = min(self._most_s, self._base_s * 2.0**self._attempts)
-        self._attempts += 1
-        drawn = self._jitter()
-        if error.retry_after_s is not None:
-            return error.retry_after_s * (1.5 - 0.5 * drawn)
-        return wait_s * (0.5 + 0.5 * drawn)
+        wait_s = self._backoff.next_s()
+        return wait_s if error.retry_after_s is None else error.retry_after_s * (1.5 - 0.5 * self._jitter())
 
 
 async def persist(

@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from meshrl.core.waiting import Pulse
 from meshrl.trainer.steps import Accepted, StepBook
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Batch, StepEvent
@@ -39,7 +40,7 @@ class TrainerDesk:
         self.book = book
         self._held = held
         self._loop = asyncio.get_running_loop()
-        self._changed = asyncio.Event()
+        self._changed = Pulse()
         self._saves: deque[SaveRequest] = deque()
         self._closed = False
 
@@ -48,13 +49,13 @@ class TrainerDesk:
     def submit(self, batch: Batch, digest: str) -> Accepted:
         """Queues a verified batch. Raises MeshError as StepBook.accept."""
         answer = self.book.accept(batch, digest)
-        self._announce()
+        self._changed.beat()
         return answer
 
     async def watch(self, after_revision: int) -> AsyncIterator[StepEvent]:
         """Events after a revision, history first, then live; ends when the desk closes. Raises REVISION_EXPIRED."""
         while True:
-            changed = self._changed
+            changed = self._changed.upcoming
             for event in self.book.events_after(after_revision):
                 yield event
                 after_revision = event.revision
@@ -68,20 +69,20 @@ class TrainerDesk:
             raise MeshError(Reason.DRAINING, "the trainer has finished; its last checkpoint is on disk if ckpt is on")
         request = SaveRequest(weights_only=weights_only)
         self._saves.append(request)
-        self._announce()
+        self._changed.beat()
         return await asyncio.wrap_future(request.saved)
 
     async def drain(self) -> int:
         """Takes no more batches, waits for those accepted and returns the last finished step."""
         self.book.drain()
         while not (self.book.idle or self._closed):
-            await self._changed.wait()
+            await self._changed.next()
         return self.book.step
 
     def open(self) -> None:
         """Lets go of work that was held."""
         self._held = False
-        self._announce()
+        self._changed.beat()
 
     def close(self) -> None:
         """Ends the training thread after the work at hand, and every watch."""
@@ -89,11 +90,7 @@ class TrainerDesk:
         for request in self._saves:
             request.saved.set_exception(MeshError(Reason.DRAINING, "the trainer ended before it wrote the checkpoint"))
         self._saves.clear()
-        self._announce()
-
-    def _announce(self) -> None:
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
+        self._changed.beat()
 
     async def _next_work(self) -> Work | None:
         while True:
@@ -103,9 +100,9 @@ class TrainerDesk:
                 return self._saves.popleft()
             batch = None if self._held else self.book.take()
             if batch is not None:
-                self._announce()
+                self._changed.beat()
                 return batch
-            await self._changed.wait()
+            await self._changed.next()
 
     # --- on the training thread ---------------------------------------------------------------
 
@@ -135,6 +132,6 @@ class TrainerDesk:
     def _report(self, change: Callable[[], None]) -> None:
         def apply() -> None:
             change()
-            self._announce()
+            self._changed.beat()
 
         self._loop.call_soon_threadsafe(apply)

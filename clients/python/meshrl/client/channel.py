@@ -18,11 +18,14 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from opentelemetry import trace
 
+from meshrl.client.backoff import Backoff
 from meshrl.wire.errors import MeshError, Reason, from_rpc_error
 from meshrl.wire.trace import TRACEPARENT, format_traceparent
 
 # A server sends this with the initial metadata of every stream: the sign that the stream stands.
 CONTRACT_KEY = "meshrl-contract"
+RECONNECT_S = (0.1, 2.0)
+"""The first and the longest wait before a broken watch is opened again."""
 
 _T = TypeVar("_T")
 
@@ -255,11 +258,12 @@ class ServiceClient:
         loop = asyncio.get_running_loop()
         last_seen = after_revision
         lost_at: float | None = None
-        backoff_s = 0.1
+        backoff = Backoff(*RECONNECT_S)
 
         def stands() -> None:
-            nonlocal lost_at, backoff_s
-            lost_at, backoff_s = None, 0.1
+            nonlocal lost_at
+            lost_at = None
+            backoff.reset()
 
         while True:
             try:
@@ -275,12 +279,11 @@ class ServiceClient:
             except MeshError as error:
                 # A server that stops ends its streams; one that dies is unreachable. Both may come back.
                 lost_at = loop.time() if lost_at is None else lost_at
-                waited_s = loop.time() - lost_at
+                waited_s, wait_s = loop.time() - lost_at, backoff.next_s()
                 is_lost = error.reason in (Reason.UNREACHABLE, Reason.DRAINING, Reason.CANCELLED)
-                if not is_lost or waited_s + backoff_s > self.options.reconnect_s:
+                if not is_lost or waited_s + wait_s > self.options.reconnect_s:
                     raise
-            await asyncio.sleep(backoff_s)
-            backoff_s = min(backoff_s * 2, 2.0)
+            await asyncio.sleep(wait_s)
 
     @contextmanager
     def _span(self, method: str, start: bool = True) -> Iterator[tuple[trace.Span, tuple[tuple[str, str], ...] | None]]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -16,6 +15,7 @@ from pathlib import Path
 
 from loguru import logger
 
+from meshrl.core.durable import write_file
 from meshrl.core.paths import Layout
 from meshrl.orchestrator.ledger.rows import StepRecord
 from meshrl.orchestrator.ledger.rules import Balance, Ledger
@@ -264,15 +264,10 @@ def state_path(layout: Layout, step: int) -> Path:
 def write_state(layout: Layout, record: StepRecord) -> None:
     """Writes totals and the position in the tasks, whole or not at all. A disk that refuses costs no run."""
     path = state_path(layout, record.step)
-    partial = path.with_name(path.name + ".partial")
     state = {"step": record.step, **asdict(record.progress), "drawn": dict(record.drawn)}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with partial.open("w", encoding="utf-8") as file:
-            json.dump({**state, "crc32": _checksum(state)}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
+        write_file(path, json.dumps({**state, "crc32": _checksum(state)}))
     except OSError as error:
         logger.warning(f"the orchestrator's part of checkpoint {record.step} was not written: {error}")
 

@@ -11,12 +11,12 @@ is done: trained <= uploaded <= recorded, but for steps that were done before th
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 
 from opentelemetry import trace
 
 from meshrl.client import TrainerClient
+from meshrl.core.waiting import Pulse
 from meshrl.orchestrator.config import OrchestratorConfig
 from meshrl.orchestrator.peers.step_watcher import StepUndoneError, StepWatch
 from meshrl.orchestrator.work.refused_batches import Refusal
@@ -57,7 +57,7 @@ class TrainerFeed:
         self.trained = trained
         self.uploaded = run.step
         self.refused: Refusal | None = None
-        self.changed = asyncio.Event()
+        self._changed = Pulse()
         self._client = client
         self._address = config.services.trainer
         self._deadlines = config.deadlines
@@ -99,7 +99,7 @@ class TrainerFeed:
         """The batch of the next step is on disk."""
         assert step == self.recorded + 1, f"step {step} after {self.recorded}"
         self.recorded = step
-        self._wake()
+        self._changed.beat()
 
     def withdraw(self, step: int) -> None:
         """The batch of `step`, which was refused, and those after it are taken apart: others come in their place."""
@@ -107,7 +107,7 @@ class TrainerFeed:
         self.uploaded = min(self.uploaded, self.recorded)
         self.refused = None
         self._watch.withdraw(step)
-        self._wake()
+        self._changed.beat()
 
     def not_taken(self, refusal: Refusal) -> RunError:
         """The error for a batch that the run cannot go on without."""
@@ -116,12 +116,12 @@ class TrainerFeed:
     def end(self) -> None:
         """No more batches come."""
         self._ended = True
-        self._wake()
+        self._changed.beat()
 
     async def place(self, at_most: int) -> None:
         """Returns when fewer than `at_most` batches are at the trainer, or when it has refused one."""
         while self.refused is None and self.recorded - self.trained >= at_most:
-            await self._change()
+            await self._changed.next()
 
     async def next(self) -> tuple[int, StepEvent] | None:
         """The next step that is done, and its event; None after the last one. Raises RunError."""
@@ -133,11 +133,11 @@ class TrainerFeed:
                 except StepUndoneError:  # the cursors have gone back, or the batch is withdrawn
                     continue
                 self.trained = step
-                self._wake()
+                self._changed.beat()
                 return step, event
             if self._ended:
                 return None
-            await self._change()
+            await self._changed.next()
 
     async def follow(self) -> None:
         """Until cancelled. Raises RunError when the trainer fails a step, or is gone for too long."""
@@ -148,7 +148,7 @@ class TrainerFeed:
         while True:
             self.uploaded = max(self.uploaded, self.trained)  # done meanwhile: the trainer had it from before
             if self.uploaded >= self.recorded:
-                await self._change()
+                await self._changed.next()
                 continue
             step, epoch = self.uploaded + 1, self._watch.epoch
             try:
@@ -183,9 +183,9 @@ class TrainerFeed:
             )
         self.refused = refusal
         self._on_refused()
-        self._wake()
+        self._changed.beat()
         while self.refused is not None:
-            await self._change()
+            await self._changed.next()
 
     async def _submit(self, batch: Batch) -> None:
         patience = Patience(unreachable_s=self._deadlines.unreachable_s, retry_s=self._deadlines.step_s)
@@ -195,12 +195,4 @@ class TrainerFeed:
         done, self.trained = self.trained, min(self.trained, run.step)
         self.uploaded = run.step
         self._on_back(run.step, done)
-        self._wake()
-
-    def _wake(self) -> None:
-        changed, self.changed = self.changed, asyncio.Event()
-        changed.set()
-
-    async def _change(self) -> None:
-        changed = self.changed
-        await changed.wait()
+        self._changed.beat()

@@ -15,6 +15,7 @@ from contextlib import aclosing, suppress
 from loguru import logger
 
 from meshrl.client import TrainerClient
+from meshrl.core.waiting import Pulse
 from meshrl.orchestrator.peers.connect import find_run
 from meshrl.sampling.retry import AWAY, RunError, failed
 from meshrl.wire.errors import MeshError, Reason
@@ -60,7 +61,7 @@ class StepWatch:
         self._clock = clock
         self._sleep = sleep
         self._poll_s = poll_s
-        self.epoch_changed = asyncio.Event()
+        self._epoch_changed = Pulse()
         self._run = run
         self._heard_s = clock()
         self._seen = 0 if history else run.revision
@@ -123,8 +124,7 @@ class StepWatch:
         with suppress(TimeoutError):
             async with asyncio.timeout(self._unreachable_s + self._poll_s):
                 while self.epoch == epoch:
-                    changed = self.epoch_changed
-                    await changed.wait()
+                    await self._epoch_changed.next()
         return self.epoch != epoch
 
     # --- events -----------------------------------------------------------------------------------
@@ -241,8 +241,7 @@ class StepWatch:
         if again:
             logger.warning(f"the trainer restarted: it is at step {run.step} (epoch {run.epoch})")
             self._on_restart(run)
-        changed, self.epoch_changed = self.epoch_changed, asyncio.Event()
-        changed.set()
+        self._epoch_changed.beat()
 
     @staticmethod
     def _tell_undone(future: asyncio.Future[StepEvent]) -> None:

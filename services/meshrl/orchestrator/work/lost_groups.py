@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 
 from loguru import logger
 
+from meshrl.client.backoff import Backoff
 from meshrl.orchestrator.config import OrchestratorConfig
 from meshrl.orchestrator.work.rollout_groups import MIN_SURVIVORS
 from meshrl.sampling.groups import RolloutGroup
@@ -14,6 +15,9 @@ from meshrl.wire.errors import Reason
 
 _AWAY = frozenset(reason.name for reason in (Reason.ENGINE_FAILED, *AWAY))
 """What groups fail with while an engine or the rollout service is started again."""
+
+WAIT_S = (0.02, 2.0)
+"""After the first lost group, and at most."""
 
 
 class LostGroups:
@@ -25,6 +29,7 @@ class LostGroups:
         self._config = config
         self._clock = clock
         self._sleep = sleep
+        self._backoff = Backoff(*WAIT_S, jitter=0.0)
         self._in_a_row = 0
         self._since_s = 0.0
 
@@ -35,6 +40,7 @@ class LostGroups:
         """
         if len(group.rollouts) >= MIN_SURVIVORS or not group.errors:
             self._in_a_row = 0
+            self._backoff.reset()
             return
         if not self._in_a_row:
             self._since_s = self._clock()
@@ -50,4 +56,4 @@ class LostGroups:
                 f" {self._config.services.rollout}"
             )
         logger.warning(f"group {group.ticket.group_id} of {group.ticket.task.environment} is lost: {why}")
-        await self._sleep(min(2.0, 0.01 * 2.0 ** min(self._in_a_row, 8)))
+        await self._sleep(self._backoff.next_s())

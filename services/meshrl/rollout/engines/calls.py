@@ -16,6 +16,7 @@ from typing import Any
 import aiohttp
 from loguru import logger
 
+from meshrl.core.waiting import Pulse
 from meshrl.rollout.config import ClientConfig
 from meshrl.rollout.engines.answers import ACCEPT, Answer
 from meshrl.rollout.engines.pool import Engine, EnginePool, Requirement
@@ -77,7 +78,7 @@ class EngineRouter:
         self._hub_away = False
         self._silent_since: dict[str, float] = {}
         self._waiting: dict[str, set[asyncio.Timeout]] = {}  # calls without an answer yet, by engine
-        self._changed = asyncio.Event()
+        self._changed = Pulse()
         self._probing: asyncio.Task[None] | None = None
         self._round: asyncio.Task[None] | None = None
         self._http: aiohttp.ClientSession | None = None
@@ -244,7 +245,7 @@ class EngineRouter:
         left_s = min(BUSY_PAUSE_S, until - time.monotonic())
         try:
             async with asyncio.timeout(max(left_s, 0.01)):
-                await self._changed.wait()
+                await self._changed.next()
         except TimeoutError:  # a busy engine tells nobody when it is free again: look again after a moment
             pass
 
@@ -257,8 +258,7 @@ class EngineRouter:
         known = self._pool.remembered
         await asyncio.gather(self._discover(), *(self._probe(engine) for engine in known))
         await asyncio.gather(*(self._probe(engine) for engine in self._pool.remembered if engine not in known))
-        self._changed.set()
-        self._changed = asyncio.Event()
+        self._changed.beat()
 
     def _heard_of(self, engine: Engine, answers: bool) -> None:
         """Notes whether an engine answers; the calls that wait for one that is silent for too long move to others."""

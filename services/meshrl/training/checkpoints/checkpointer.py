@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from transformers import PreTrainedTokenizerBase
 
+from meshrl.core.durable import flush, flush_tree
 from meshrl.models.lora import adapter_state
 from meshrl.models.state import gather_state
 from meshrl.training.checkpoints import files, train_state
@@ -322,7 +323,7 @@ class Checkpointer:
 
         def write_random_state() -> dict[str, Any]:
             train_state.write_random_state(job.random_state, own_random)
-            files.flush(own_random)
+            flush(own_random)
             written = [own_random, *partial.glob(f"__{group.rank}_*"), *([] if group.rank else [partial / ".metadata"])]
             return {path.name: vars(files.mark(path)) for path in written}
 
@@ -346,7 +347,7 @@ class Checkpointer:
             return
         partial = folder.with_name(folder.name + files.PARTIAL)
         self._writer.write(partial, job.weights, job.adapters)
-        files.flush_tree(partial)
+        flush_tree(partial)
 
     def _first(self, action: Callable[[Path], object], folders: Sequence[Path]) -> None:
         """Does it to each of the folders, on rank 0 alone."""

@@ -7,7 +7,6 @@ half of it under its name. A folder is deleted by way of `NAME.deleted`. Both ki
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,6 +14,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from meshrl.core.durable import flush, write_file
 
 MANIFEST = "checkpoint.json"
 CHECKSUM = "crc32"  # its key in the manifest, over all other keys
@@ -49,11 +50,8 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Writes it, and flushes the names that the folder holds."""
-        path = folder / MANIFEST
         values = {"format": FORMAT, **asdict(self)}
-        path.write_text(json.dumps({**values, CHECKSUM: _checksum(values)}, indent=1), encoding="utf-8")
-        flush(path)
-        flush(folder)
+        write_file(folder / MANIFEST, json.dumps({**values, CHECKSUM: _checksum(values)}, indent=1))
 
     @classmethod
     def read(cls, folder: Path, *, step: int | None = None) -> Manifest:
@@ -127,23 +125,6 @@ def verify(folder: Path, files: Iterable[tuple[str, FileMark]]) -> None:
             raise damaged(folder, f"{name} has {found.num_bytes} bytes instead of {wanted.num_bytes}")
         if found != wanted:
             raise damaged(folder, f"{name} does not have the checksum it was written with")
-
-
-def flush(path: Path) -> None:
-    """Has the disk take what was written to a file, or the names in a folder."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def flush_tree(folder: Path) -> None:
-    """Flushes a folder with all that is in it."""
-    for parent, _, names in os.walk(folder, topdown=False):
-        for name in names:
-            flush(Path(parent, name))
-        flush(Path(parent))
 
 
 def make_partial(folder: Path) -> Path:
