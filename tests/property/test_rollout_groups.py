@@ -30,7 +30,7 @@ def test_every_rollout_is_counted_once_and_the_limits_hold(running: int, queued:
         elif event[0] == "settle" and playing:
             group, index = playing[event[1] % len(playing)]
             was_running = index in group.running
-            assert table.settle(group, index, event[2], float(now), reason="X") is was_running
+            assert table.record_outcome(group, index, event[2], float(now), reason="X") is was_running
         elif event[0] == "end" and admitted:
             table.end(admitted[event[1] % len(admitted)], event[2], float(now), reason="X")
         playing += table.start()

@@ -12,14 +12,14 @@ from meshrl.inference.config import InferenceConfig, only_vllm
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class EngineChoice:
     """An engine and the reason for it, for the log."""
 
     engine: Literal["embedded", "vllm"]
     reason: str
 
 
-def choose_engine(config: InferenceConfig) -> Choice:
+def choose_engine(config: InferenceConfig) -> EngineChoice:
     """What `engine` says, or what `auto` comes to here. Raises ValueError for keys that the engine does not have."""
     choice = decide(config, has_vllm=importlib.util.find_spec("vllm") is not None, has_gpu=torch.cuda.is_available())
     if choice.engine == "embedded" and config.vllm_only:
@@ -32,14 +32,16 @@ def choose_engine(config: InferenceConfig) -> Choice:
     return choice
 
 
-def decide(config: InferenceConfig, *, has_vllm: bool, has_gpu: bool) -> Choice:
+def decide(config: InferenceConfig, *, has_vllm: bool, has_gpu: bool) -> EngineChoice:
     """The choice for an interpreter with or without vLLM and a machine with or without a GPU."""
     if config.engine != "auto":
-        return Choice(engine=config.engine, reason="as configured")
+        return EngineChoice(engine=config.engine, reason="as configured")
     if not has_vllm:
-        return Choice(engine="embedded", reason="vLLM is not installed here (uv sync --extra vllm installs it)")
+        return EngineChoice(engine="embedded", reason="vLLM is not installed here (uv sync --extra vllm installs it)")
     if not has_gpu:
-        return Choice(engine="embedded", reason="there is no GPU; inference.engine = 'vllm' runs vLLM on a CPU as well")
+        return EngineChoice(
+            engine="embedded", reason="there is no GPU; inference.engine = 'vllm' runs vLLM on a CPU as well"
+        )
     if config.model.device.startswith("cpu"):
-        return Choice(engine="embedded", reason=f"model.device is {config.model.device!r}")
-    return Choice(engine="vllm", reason="vLLM is installed and there is a GPU")
+        return EngineChoice(engine="embedded", reason=f"model.device is {config.model.device!r}")
+    return EngineChoice(engine="vllm", reason="vLLM is installed and there is a GPU")

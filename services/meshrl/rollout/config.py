@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from meshrl.core.config import BaseConfig
 from meshrl.core.config.shared import EnvConfig, LogConfig, ModelConfig, SamplingConfig, ServerConfig
-from meshrl.rollout.engines.ratios import LogprobsMode
+
+LogprobsMode = Literal["processed_logprobs", "raw_logprobs"]
+"""vLLM's names for logprobs after and before temperature and cuts."""
 
 
 class ClientConfig(BaseConfig):

@@ -19,13 +19,13 @@ from verifiers.v1.task import Task
 from verifiers.v1.trace import Trace
 
 from meshrl.core.telemetry.tracing import ROLLOUT_SPAN, links_from, traceparent_of
-from meshrl.rollout.engines.calls import EngineRouter
-from meshrl.rollout.engines.pool import Requirement
-from meshrl.rollout.engines.ratios import reshaping
-from meshrl.rollout.groups import Group, GroupTable, Outcome
+from meshrl.rollout.engines.engine_table import Requirement
+from meshrl.rollout.engines.logprobs_mode import reshaping
+from meshrl.rollout.engines.router import EngineRouter
+from meshrl.rollout.engines.sessions import Session, SessionBook
+from meshrl.rollout.groups import AdmittedGroup, GroupTable, Outcome
 from meshrl.rollout.hosting import HostedEnvironment
 from meshrl.rollout.samples import rollouts_of, trace_uuid
-from meshrl.rollout.sessions import Session, SessionBook
 from meshrl.rollout.stages import describe
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Rollout, RolloutEvent, RolloutFailure, RolloutRequest, RolloutStatus
@@ -35,7 +35,7 @@ from meshrl.wire.types import Rollout, RolloutEvent, RolloutFailure, RolloutRequ
 class _Live:
     """A group that is streaming: what it plays, its tasks by rollout, its events; None in `events` ends the stream."""
 
-    group: Group
+    group: AdmittedGroup
     request: RolloutRequest
     environment: HostedEnvironment
     task: Task
@@ -231,7 +231,7 @@ class Episodes:
                 live.environment.env, episode, sessions, group_id=request.group_id, environment=request.environment
             )
         except asyncio.CancelledError:  # whoever cancelled has counted it, unless the loop itself is ending
-            self._settle(live, index, Outcome.CANCELLED)
+            self._record_outcome(live, index, Outcome.CANCELLED)
             span.set_status(Status(StatusCode.ERROR, "cancelled"))
         except MeshError as error:
             self._fail(live, index, sessions, error)
@@ -262,17 +262,17 @@ class Episodes:
 
     def _finish(self, live: _Live, index: int, rollouts: tuple[Rollout, ...]) -> None:
         tokens = sum(int(sample.loss_mask.sum()) for rollout in rollouts for sample in rollout.samples)
-        self._settle(live, index, Outcome.FINISHED, rollouts, sampled_tokens=tokens)
+        self._record_outcome(live, index, Outcome.FINISHED, rollouts, sampled_tokens=tokens)
 
     def _fail(self, live: _Live, index: int, sessions: dict[str, Session], error: MeshError) -> None:
         rollout_id = trace_uuid(next(reversed(sessions))) if sessions else str(uuid.uuid4())
         failure = _failure(live.request, rollout_id, error)
-        if self._settle(live, index, Outcome.FAILED, (failure,), reason=error.reason.name):
+        if self._record_outcome(live, index, Outcome.FAILED, (failure,), reason=error.reason.name):
             logger.warning(
                 "rollout {} of {} failed: {}: {}", rollout_id, live.environment.name, error.reason.name, error.message
             )
 
-    def _settle(
+    def _record_outcome(
         self,
         live: _Live,
         index: int,
@@ -284,7 +284,9 @@ class Episodes:
     ) -> bool:
         """Counts how a rollout ended and streams it, unless it was ended before by a cancel or the deadline."""
         now = self._clock()
-        if not self._table.settle(live.group, index, outcome, now, reason=reason, sampled_tokens=sampled_tokens):
+        if not self._table.record_outcome(
+            live.group, index, outcome, now, reason=reason, sampled_tokens=sampled_tokens
+        ):
             return False
         for event in events:
             live.events.put_nowait(event)

@@ -28,7 +28,7 @@ class Outcome(enum.Enum):
 
 
 @dataclass
-class Group:
+class AdmittedGroup:
     """One admitted request. Rollouts are numbered from 0 to size - 1."""
 
     request_id: str
@@ -59,7 +59,7 @@ class GroupTable:
     def __init__(self, *, max_concurrent: int, max_queued: int) -> None:
         self._max_concurrent = max_concurrent
         self._max_queued = max_queued
-        self._groups: dict[str, Group] = {}
+        self._groups: dict[str, AdmittedGroup] = {}
         self._seen: OrderedDict[str, float] = OrderedDict()
         self._finished_at: deque[float] = deque()
         self.finished = 0
@@ -75,7 +75,7 @@ class GroupTable:
         return sum(len(group.waiting) for group in self._groups.values())
 
     @property
-    def groups(self) -> tuple[Group, ...]:
+    def groups(self) -> tuple[AdmittedGroup, ...]:
         return tuple(self._groups.values())
 
     def refuse(self, request_id: str, group_id: str, size: int, now: float) -> None:
@@ -103,17 +103,17 @@ class GroupTable:
                 retry_after_s=1.0,
             )
 
-    def admit(self, request_id: str, group_id: str, size: int, now: float) -> Group:
+    def admit(self, request_id: str, group_id: str, size: int, now: float) -> AdmittedGroup:
         """Takes a group in; raises as `refuse` does."""
         self.refuse(request_id, group_id, size, now)
         self._seen[request_id] = now
-        group = Group(request_id=request_id, group_id=group_id, size=size, waiting=deque(range(size)))
+        group = AdmittedGroup(request_id=request_id, group_id=group_id, size=size, waiting=deque(range(size)))
         self._groups[request_id] = group
         return group
 
-    def start(self) -> list[tuple[Group, int]]:
+    def start(self) -> list[tuple[AdmittedGroup, int]]:
         """Moves waiting rollouts into free slots, oldest group first, and returns them."""
-        started: list[tuple[Group, int]] = []
+        started: list[tuple[AdmittedGroup, int]] = []
         free = self._max_concurrent - self.running
         for group in self._groups.values():
             while free > 0 and group.waiting:
@@ -123,8 +123,15 @@ class GroupTable:
                 free -= 1
         return started
 
-    def settle(
-        self, group: Group, index: int, outcome: Outcome, now: float, *, reason: str = "", sampled_tokens: int = 0
+    def record_outcome(
+        self,
+        group: AdmittedGroup,
+        index: int,
+        outcome: Outcome,
+        now: float,
+        *,
+        reason: str = "",
+        sampled_tokens: int = 0,
     ) -> bool:
         """A running rollout ended; False when it had ended before (it was cancelled or its deadline passed)."""
         if index not in group.running:
@@ -133,7 +140,9 @@ class GroupTable:
         self._count(group, outcome, now, reason, sampled_tokens)
         return True
 
-    def end(self, group: Group, outcome: Outcome, now: float, *, reason: str = "") -> tuple[list[int], list[int]]:
+    def end(
+        self, group: AdmittedGroup, outcome: Outcome, now: float, *, reason: str = ""
+    ) -> tuple[list[int], list[int]]:
         """Ends all that is left of a group; returns the rollouts that ran (stop them) and those that waited."""
         running, waiting = sorted(group.running), list(group.waiting)
         group.running.clear()
@@ -142,11 +151,11 @@ class GroupTable:
             self._count(group, outcome, now, reason, 0)
         return running, waiting
 
-    def named(self, group_ids: Collection[str]) -> list[Group]:
+    def named(self, group_ids: Collection[str]) -> list[AdmittedGroup]:
         """The groups that run under these ids; all of them when none is given."""
         return [group for group in self._groups.values() if not group_ids or group.group_id in group_ids]
 
-    def remove(self, group: Group) -> None:
+    def remove(self, group: AdmittedGroup) -> None:
         """Forgets a group that is over."""
         self._groups.pop(group.request_id, None)
 
@@ -155,7 +164,7 @@ class GroupTable:
         self._forget_finished(now)
         return len(self._finished_at) / RATE_WINDOW_S
 
-    def _count(self, group: Group, outcome: Outcome, now: float, reason: str, sampled_tokens: int) -> None:
+    def _count(self, group: AdmittedGroup, outcome: Outcome, now: float, reason: str, sampled_tokens: int) -> None:
         group.ended[outcome] += 1
         group.sampled_tokens += sampled_tokens
         if outcome is Outcome.FINISHED:

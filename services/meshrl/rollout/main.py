@@ -23,14 +23,14 @@ from meshrl.core.telemetry.logs import setup_logging
 from meshrl.core.telemetry.tracing import setup_tracing
 from meshrl.rollout import hosting
 from meshrl.rollout.config import RolloutConfig
-from meshrl.rollout.engines.calls import Discovery, EngineRouter
+from meshrl.rollout.engines.engine_table import EngineTable
 from meshrl.rollout.engines.model_client import EngineClient, RendererHost
-from meshrl.rollout.engines.pool import EnginePool
 from meshrl.rollout.engines.rendering import load_renderer
+from meshrl.rollout.engines.router import Discovery, EngineRouter
+from meshrl.rollout.engines.sessions import SessionBook
 from meshrl.rollout.episodes import Episodes
 from meshrl.rollout.groups import GroupTable
 from meshrl.rollout.service import RolloutServicer
-from meshrl.rollout.sessions import SessionBook
 from meshrl.v1 import rollout_pb2_grpc as pb_grpc
 
 SERVICE = "meshrl.v1.RolloutService"
@@ -71,7 +71,7 @@ async def serve(config: RolloutConfig, layout: Layout, stop: asyncio.Event) -> i
 async def build(config: RolloutConfig, stack: AsyncExitStack, tracer: Tracer) -> Episodes:
     """Loads renderer and environments and connects the engines; `stack` closes them. Raises ConfigError."""
     renderer = await asyncio.to_thread(load_renderer, config.tokenizer or config.model.name, config.renderer)
-    pool = EnginePool([url.rstrip("/").removesuffix("/v1") for url in config.engine_urls], config.client.pool)
+    pool = EngineTable([url.rstrip("/").removesuffix("/v1") for url in config.engine_urls], config.client.pool)
     api_key = read_secret(
         "rollout.client.api_key", None, file=config.client.api_key_file, variable=config.client.api_key_var,
         environ=os.environ,

@@ -17,7 +17,7 @@ from verifiers.v1.env import Env
 from verifiers.v1.episode import Episode
 from verifiers.v1.trace import Branch, Trace
 
-from meshrl.rollout.sessions import Call, Session
+from meshrl.rollout.engines.sessions import Call, Session
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import MessageSpan, Rollout, Sample, VersionSpan
 

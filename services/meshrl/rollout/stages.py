@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from verifiers.v1.trace import Trace
 
-from meshrl.rollout.sessions import Session
+from meshrl.rollout.engines.sessions import Session
 
 
 def describe(trace: Trace, session: Session, now_s: float) -> str:

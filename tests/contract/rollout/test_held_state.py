@@ -23,7 +23,7 @@ def held() -> Counter[str]:
         tasks=len(asyncio.all_tasks()),
         **{
             name: kinds[name]
-            for name in ("Session", "Trace", "RolloutSession", "ChatSession", "Episode", "_Live", "Answer")
+            for name in ("Session", "Trace", "RolloutSession", "ChatSession", "Episode", "_Live", "EngineAnswer")
         },
     )
 

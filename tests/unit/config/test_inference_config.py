@@ -6,7 +6,7 @@ import pytest
 
 from meshrl.core.config import dump_toml, load_config
 from meshrl.inference.config import InferenceConfig
-from meshrl.inference.engine_choice import Choice, choose_engine, decide
+from meshrl.inference.engine_choice import EngineChoice, choose_engine, decide
 
 
 def load(*argv: str) -> InferenceConfig:
@@ -137,7 +137,7 @@ def test_keys_of_vllm_are_refused_when_auto_comes_to_the_embedded_engine() -> No
     with pytest.raises(ValueError, match=r"has no inference.headless; leave it out"):
         choose_engine(load("--headless", "--model.device", "cpu"))
     chosen = choose_engine(load("--engine", "embedded"))
-    assert chosen == Choice(engine="embedded", reason="as configured")
+    assert chosen == EngineChoice(engine="embedded", reason="as configured")
 
 
 def test_sleep_while_training_switches_vllms_sleep_mode_on(capsys: pytest.CaptureFixture[str]) -> None:

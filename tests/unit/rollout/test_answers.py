@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshrl.rollout.engines.answers import Answer, Sampled, read
+from meshrl.rollout.engines.answers import EngineAnswer, SampledCompletion, read
 from meshrl.wire.completion_frame import MEDIA_TYPE, CompletionFrame, FrameChoice, encode
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import VersionSpan
@@ -15,19 +15,19 @@ from meshrl.wire.types import VersionSpan
 LOGPROBS = {"content": [{"logprob": -0.5}, {"logprob": -1.5}, {"logprob": -0.25}]}
 
 
-def answered(choice: dict[str, Any], before: int | None = 3, after: int | None = 4) -> Answer:
+def answered(choice: dict[str, Any], before: int | None = 3, after: int | None = 4) -> EngineAnswer:
     choice = {"token_ids": [5, 6, 7], "logprobs": LOGPROBS, "finish_reason": "stop", **choice}
-    return Answer(json.dumps({"request_id": "r", "choices": [choice]}).encode(), before, after)
+    return EngineAnswer(json.dumps({"request_id": "r", "choices": [choice]}).encode(), before, after)
 
 
-def framed(logprobs: list[float] | None, spans: tuple[VersionSpan, ...] = ()) -> Answer:
+def framed(logprobs: list[float] | None, spans: tuple[VersionSpan, ...] = ()) -> EngineAnswer:
     choice = FrameChoice(
         token_ids=np.array([5, 6, 7], np.int32),
         logprobs=None if logprobs is None else np.array(logprobs, np.float32),
         version_spans=spans,
         finish_reason="stop",
     )
-    return Answer(encode(CompletionFrame(request_id="r", prompt_tokens=2, choices=(choice,))), 3, 4, MEDIA_TYPE)
+    return EngineAnswer(encode(CompletionFrame(request_id="r", prompt_tokens=2, choices=(choice,))), 3, 4, MEDIA_TYPE)
 
 
 def test_frames_and_both_kinds_of_json_say_the_same():
@@ -35,7 +35,7 @@ def test_frames_and_both_kinds_of_json_say_the_same():
     packed = base64.b64encode(np.array([-0.5, -1.5, -0.25], "<f4").tobytes()).decode()
     ours = {"version_spans": [[0, 2, 3], [2, 3, 4]], "completion_logprobs": {"data": packed, "dtype": "float32"}}
     theirs = {"weight_versions": [{"version": "3", "start": 0, "end": 2}, {"version": "4", "start": 2, "end": 3}]}
-    wanted = Sampled(
+    wanted = SampledCompletion(
         request_id="r",
         token_ids=[5, 6, 7],
         logprobs=[-0.5, -1.5, -0.25],
@@ -66,15 +66,15 @@ def test_an_empty_completion_has_no_spans():
         (framed(None), "a frame without logprobs"),
         (framed([-0.5, float("nan"), -0.5]), "no finite logprob"),
         (framed([-0.5, -9999.0, -0.5]), "no finite logprob"),
-        (Answer(b"MRCF", 3, 3, MEDIA_TYPE), "binary answer cannot be read"),
+        (EngineAnswer(b"MRCF", 3, 3, MEDIA_TYPE), "binary answer cannot be read"),
         (answered({"logprobs": None}), "0 logprobs for 3 sampled tokens"),
         (answered({"logprobs": {"content": [{"logprob": None}] * 3}}), "no finite logprob"),
         (answered({"token_ids": None}), "cannot be read"),
-        (Answer(b"{}", 3, 3), "KeyError"),
-        (Answer(b"<html>", 3, 3, "text/html"), "cannot be read"),
+        (EngineAnswer(b"{}", 3, 3), "KeyError"),
+        (EngineAnswer(b"<html>", 3, 3, "text/html"), "cannot be read"),
     ],
 )
-def test_an_answer_without_evidence_of_its_tokens_is_the_engines_fault(answer: Answer, words: str):
+def test_an_answer_without_evidence_of_its_tokens_is_the_engines_fault(answer: EngineAnswer, words: str):
     with pytest.raises(MeshError, match=words) as caught:
         read(answer)
     assert caught.value.reason is Reason.ENGINE_FAILED

@@ -25,7 +25,7 @@ def test_a_free_slot_starts_the_next_waiting_rollout():
     groups = table(running=1)
     group = groups.admit("r1", "g1", 2, now=0.0)
     groups.start()
-    assert groups.settle(group, 0, Outcome.FINISHED, 1.0, sampled_tokens=5)
+    assert groups.record_outcome(group, 0, Outcome.FINISHED, 1.0, sampled_tokens=5)
     assert groups.start() == [(group, 1)]
 
 
@@ -81,7 +81,7 @@ def test_an_outcome_after_the_end_is_not_counted_again():
     group = groups.admit("r1", "g1", 2, now=0.0)
     groups.start()
     assert groups.end(group, Outcome.FAILED, 1.0, reason="DEADLINE_PASSED") == ([0], [1])
-    assert not groups.settle(group, 0, Outcome.FINISHED, 2.0)
+    assert not groups.record_outcome(group, 0, Outcome.FINISHED, 2.0)
     assert group.over
     assert (group.summary.finished, group.summary.failed, group.summary.cancelled) == (0, 2, 0)
     assert groups.failures == {"DEADLINE_PASSED": 2}
@@ -91,8 +91,8 @@ def test_the_rate_covers_the_last_minute():
     groups = table()
     group = groups.admit("r1", "g1", 2, now=0.0)
     groups.start()
-    groups.settle(group, 0, Outcome.FINISHED, 0.0)
-    groups.settle(group, 1, Outcome.FINISHED, 30.0)
+    groups.record_outcome(group, 0, Outcome.FINISHED, 0.0)
+    groups.record_outcome(group, 1, Outcome.FINISHED, 30.0)
     assert groups.rate(50.0) == pytest.approx(2 / 60)
     assert groups.rate(70.0) == pytest.approx(1 / 60)
     assert groups.finished == 2
@@ -103,7 +103,7 @@ def test_what_is_remembered_of_groups_that_are_over_is_bounded_though_nobody_ask
     for number in range(20_000):  # a group a second
         group = groups.admit(f"r{number}", f"g{number}", 1, now=float(number))
         groups.start()
-        groups.settle(group, 0, Outcome.FINISHED, float(number))
+        groups.record_outcome(group, 0, Outcome.FINISHED, float(number))
         groups.remove(group)
     held = {name: len(value) for name, value in vars(groups).items() if isinstance(value, Sized)}
     assert groups.finished == 20_000

@@ -2,12 +2,12 @@
 
 import pytest
 
-from meshrl.rollout.engines.calls import version_of
-from meshrl.rollout.engines.pool import EnginePool, Requirement
+from meshrl.rollout.engines.engine_table import EngineTable, Requirement
+from meshrl.rollout.engines.router import version_of
 
 
-def pool(**versions: int | None) -> EnginePool:
-    engines = EnginePool(versions)
+def pool(**versions: int | None) -> EngineTable:
+    engines = EngineTable(versions)
     for url, version in versions.items():
         engines.observe(url, version)
     return engines
@@ -55,7 +55,7 @@ def test_waiting_is_useless_once_all_engines_are_past_the_exact_version():
 
 
 def test_discovered_engines_come_and_go_but_configured_ones_stay():
-    engines = EnginePool(["a"])
+    engines = EngineTable(["a"])
     engines.discover([("b", "big")])
     assert [(engine.url, engine.pool) for engine in engines.engines] == [("a", ""), ("b", "big")]
     engines.observe("b", 1)
@@ -72,7 +72,7 @@ def test_equals_take_turns():
 
 
 def test_an_engine_with_calls_in_flight_is_remembered_while_it_is_off_the_list():
-    engines = EnginePool([])
+    engines = EngineTable([])
     engines.discover([("a", ""), ("b", "")])
     engines.observe("a", 1)
     busy = engines.engines[0]

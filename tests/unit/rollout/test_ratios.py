@@ -2,8 +2,8 @@
 
 import pytest
 
-from meshrl.rollout.engines.pool import EnginePool, Requirement
-from meshrl.rollout.engines.ratios import logprobs_mode_of, reshaping
+from meshrl.rollout.engines.engine_table import EngineTable, Requirement
+from meshrl.rollout.engines.logprobs_mode import logprobs_mode_of, reshaping
 from meshrl.wire.types import Sampling
 
 SHAPED = Requirement(reshaped_by=("top_p = 0.9",))
@@ -32,8 +32,8 @@ def test_an_engine_says_what_its_logprobs_are_or_says_nothing() -> None:
     ] * 4
 
 
-def pool(**modes: str | None) -> EnginePool:
-    engines = EnginePool(modes)
+def pool(**modes: str | None) -> EngineTable:
+    engines = EngineTable(modes)
     for url, mode in modes.items():
         engines.observe(url, 0, mode)
     return engines

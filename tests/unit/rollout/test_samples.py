@@ -6,8 +6,8 @@ from verifiers.v1.graph import MessageNode
 from verifiers.v1.trace import Branch
 from verifiers.v1.types import AssistantMessage, UserMessage
 
+from meshrl.rollout.engines.sessions import Call
 from meshrl.rollout.samples import samples_of, trace_uuid
-from meshrl.rollout.sessions import Call
 from meshrl.wire.errors import MeshError, Reason
 
 

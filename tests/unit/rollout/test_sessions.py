@@ -1,6 +1,6 @@
 """What is kept beside a trace."""
 
-from meshrl.rollout.sessions import Session, SessionBook
+from meshrl.rollout.engines.sessions import Session, SessionBook
 
 
 def test_the_first_call_has_the_seed_of_its_rollout_and_every_other_call_its_own():

@@ -19,12 +19,11 @@ import numpy as np
 from loguru import logger
 from transformers import PreTrainedModel
 
-from meshrl.inference.admission import check_request
 from meshrl.inference.embedded.live_weights import Layout, LiveWeights
 from meshrl.inference.embedded.runner import make_runner
 from meshrl.inference.embedded.sampler import stream_keys
 from meshrl.inference.embedded.sleep import NeverSleeps
-from meshrl.inference.embedded.slots import Row, SlotTable
+from meshrl.inference.embedded.slots import RequestRow, SlotTable
 from meshrl.inference.embedded.staging import Staging
 from meshrl.inference.engine import (
     CollectiveSeat,
@@ -33,6 +32,7 @@ from meshrl.inference.engine import (
     GenerateRequest,
     HostVersion,
     TokenChunk,
+    check_request,
 )
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import JoinGroup, Manifest
@@ -45,12 +45,12 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, eq=False)
 class _Submit:
-    row: Row
+    row: RequestRow
 
 
 @dataclass(frozen=True, eq=False)
 class _Cancel:
-    row: Row
+    row: RequestRow
 
 
 @dataclass(frozen=True, eq=False)
@@ -195,7 +195,7 @@ class EmbeddedEngine(NeverSleeps):
         params = request.sampling
         seed = self._seeds.integers(2**63) if params.seed is None else params.seed % 2**64
         eos = () if params.ignore_eos else self.eos_token_ids
-        row = Row(
+        row = RequestRow(
             request=request,
             stop_ids=tuple(dict.fromkeys((*params.stop_token_ids, *eos))),
             key=stream_keys(np.array([seed], np.uint64))[0],
@@ -356,7 +356,7 @@ class EmbeddedEngine(NeverSleeps):
         self._counts["steps"] += 1
         self._busy_s += time.perf_counter() - started
 
-    def _fail_broken(self, rows: list[Row]) -> None:
+    def _fail_broken(self, rows: list[RequestRow]) -> None:
         """Rows whose logits are not finite leave; freed slots are zeroed, since a mask does not stop a NaN."""
         message = f"the model (version {self._version}) produced logits that are not finite; apply other weights"
         logger.error("{}: {} requests failed", message, len(rows))

@@ -54,7 +54,7 @@ class BatchSampling:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Sampled:
+class SampledTokens:
     """What one step drew."""
 
     token_ids: torch.Tensor  # (B,) int64
@@ -64,7 +64,7 @@ class Sampled:
     top_logprobs: torch.Tensor | None = None  # (B, K)
 
 
-def sample(logits_BV: torch.Tensor, uniforms_B: torch.Tensor, how: BatchSampling) -> Sampled:
+def sample(logits_BV: torch.Tensor, uniforms_B: torch.Tensor, how: BatchSampling) -> SampledTokens:
     """Draws a token for each row; `uniforms_B` are float64 in [0, 1) on the device of the logits."""
     logits_BV = logits_BV.float()
     raw_BV = logits_BV.log_softmax(-1) if how.raw else None
@@ -79,7 +79,7 @@ def sample(logits_BV: torch.Tensor, uniforms_B: torch.Tensor, how: BatchSampling
     top_ids_BK = top_logprobs_BK = None
     if how.num_alternatives:
         top_logprobs_BK, top_ids_BK = logprobs_BV.topk(min(how.num_alternatives, logprobs_BV.shape[-1]), dim=-1)
-    return Sampled(
+    return SampledTokens(
         token_ids=token_ids_B1[:, 0],
         logprobs=logprobs_BV.gather(-1, token_ids_B1)[:, 0],
         raw_logprobs=None if raw_BV is None else raw_BV.gather(-1, token_ids_B1)[:, 0],

@@ -50,7 +50,7 @@ class SlotStore(Protocol):
 
 
 @dataclass(eq=False)
-class Row:
+class RequestRow:
     """One request from submission to its end. `deliver` (each chunk) and `fail` are called on the engine's thread."""
 
     request: GenerateRequest
@@ -70,7 +70,7 @@ class Row:
 class PrefillPiece:
     """`tokens` of a row's prompt, to be written to its slot from position `start` on."""
 
-    row: Row
+    row: RequestRow
     start: int
     tokens: NDArray[np.int32]
 
@@ -83,8 +83,8 @@ class SlotTable:
         self.max_len = max_len
         self.decoding = 0
         self.occupied = 0
-        self.waiting: deque[Row] = deque()
-        self.rows: list[Row] = []  # by slot
+        self.waiting: deque[RequestRow] = deque()
+        self.rows: list[RequestRow] = []  # by slot
         self.changed = True  # a decoding row joined, left or moved since the parameters were last read
         self.shared_prompt_tokens = 0
         self.slots = np.zeros(num_slots, _SLOT_DTYPE)
@@ -116,7 +116,7 @@ class SlotTable:
         for piece in pieces:
             self.slots["cached"][piece.row.slot] += len(piece.tokens)
 
-    def _seat(self, row: Row) -> None:
+    def _seat(self, row: RequestRow) -> None:
         slot = self.occupied
         params = row.request.sampling
         self.slots[slot] = (
@@ -134,7 +134,7 @@ class SlotTable:
         self.rows.append(row)
         self.occupied += 1
 
-    def _next_piece(self, row: Row, budget: int) -> PrefillPiece | None:
+    def _next_piece(self, row: RequestRow, budget: int) -> PrefillPiece | None:
         """Prompt tokens that `row` computes now; None when it is ready, or waits for the budget or another's prefix."""
         slot, cached = row.slot, int(self.slots["cached"][row.slot])
         wanted = int(self.slots["prompt"][slot]) - 1
@@ -168,7 +168,7 @@ class SlotTable:
         best = int(now.argmax())
         return int(candidates[best]), int(now[best]), int(np.minimum(common, live["coming"][candidates]).max())
 
-    def _promote(self, row: Row) -> None:
+    def _promote(self, row: RequestRow) -> None:
         if row.slot != self.decoding:
             self._swap(row.slot, self.decoding)
         self.decoding += 1
@@ -186,7 +186,7 @@ class SlotTable:
         self, token_ids_R: NDArray[np.int64], logprobs_R: NDArray[np.float32],
         raw_logprobs_R: NDArray[np.float32] | None,
         alternatives: tuple[NDArray[np.int64], NDArray[np.float32]] | None, version: int,
-    ) -> list[tuple[Row, FinishReason | None]]:  # fmt: skip
+    ) -> list[tuple[RequestRow, FinishReason | None]]:  # fmt: skip
         """Records one sampled token for each decoding row and removes the rows that are done.
 
         Returns the rows with something to deliver; finished ones have been delivered to and left. A row whose logprob
@@ -210,7 +210,7 @@ class SlotTable:
         done = stopped | (live["generated"] >= live["limit"]) | broken
         for slot in np.flatnonzero(live["streams"] & ~done):
             self.rows[slot].deliver(self.chunk(self.rows[slot], None))
-        left: list[tuple[Row, FinishReason | None]] = []
+        left: list[tuple[RequestRow, FinishReason | None]] = []
         for slot in np.flatnonzero(done)[::-1]:  # from the back, so that a hole is filled by a row that stays
             row = self.rows[slot]
             reason = None if broken[slot] else FinishReason.STOP if stopped[slot] else FinishReason.LENGTH
@@ -227,7 +227,7 @@ class SlotTable:
                 ids_K = ids_RK[row.slot, :wanted].astype(np.int32)
                 row.alternatives.append((ids_K, logprobs_RK[row.slot, :wanted].copy()))
 
-    def chunk(self, row: Row, reason: FinishReason | None) -> TokenChunk:
+    def chunk(self, row: RequestRow, reason: FinishReason | None) -> TokenChunk:
         """The tokens of `row` that were not delivered yet."""
         if row.slot < 0:
             empty = np.zeros(0, np.float32)
@@ -252,7 +252,7 @@ class SlotTable:
 
     # --- leaving and moving -----------------------------------------------------------------
 
-    def remove(self, row: Row) -> None:
+    def remove(self, row: RequestRow) -> None:
         """Takes a request out, wherever it is; the hole is filled so that the slots stay in order."""
         if row.slot < 0:
             if row in self.waiting:
@@ -313,7 +313,7 @@ class SlotTable:
         self.rows[one].slot, self.rows[other].slot = one, other
 
 
-def _spans(row: Row, start: int, end: int) -> tuple[VersionSpan, ...]:
+def _spans(row: RequestRow, start: int, end: int) -> tuple[VersionSpan, ...]:
     """Version spans of tokens [start, end), counted from the start of the completion."""
     ends = [first for first, _ in row.spans[1:]] + [end]
     return tuple(

@@ -23,7 +23,7 @@ PAGE_TYPES = frozenset({"text/plain", "application/x-www-form-urlencoded", "mult
 
 
 @dataclass(frozen=True, kw_only=True)
-class Refusal:
+class HttpRefusal:
     """An HTTP status and what to do instead."""
 
     status: int
@@ -37,7 +37,7 @@ class Access:
         self._api_key = api_key
         self._own_names = frozenset({"localhost", socket.gethostname().lower()})
 
-    def refusal(self, request: web.Request) -> Refusal | None:
+    def refusal(self, request: web.Request) -> HttpRefusal | None:
         """Why a request may not be served; None when it may."""
         if request.path in OPEN_PATHS:
             return None
@@ -45,31 +45,33 @@ class Access:
             return self._foreign_page(request) or self._stranger(request) or _not_json(request)
         return None if self._api_key is None else self._wrong_key(request, self._api_key)
 
-    def _wrong_key(self, request: web.Request, api_key: str) -> Refusal | None:
+    def _wrong_key(self, request: web.Request, api_key: str) -> HttpRefusal | None:
         given = request.headers.get("Authorization", "").removeprefix("Bearer ")
         if hmac.compare_digest(given.encode(errors="surrogateescape"), api_key.encode()):
             return None
         message = "the Authorization header must carry this server's API key as a bearer token"
-        return Refusal(status=401, message=message)
+        return HttpRefusal(status=401, message=message)
 
-    def _stranger(self, request: web.Request) -> Refusal | None:
+    def _stranger(self, request: web.Request) -> HttpRefusal | None:
         if self._api_key is not None:
             return self._wrong_key(request, self._api_key)
         if not _is_loopback(request.remote):
             text = "call it from the engine's own host, or start the engine with an API key and send that"
-            return Refusal(status=403, message=f"{request.path} is an admin route: {text}")
+            return HttpRefusal(status=403, message=f"{request.path} is an admin route: {text}")
         host = request.headers.get("Host")
         if host is None or self._is_own(host):
             return None
         text = "call it by this host's address or name, or start the engine with an API key and send that"
-        return Refusal(status=403, message=f"{request.path} is an admin route, and {host!r} is not this host: {text}")
+        return HttpRefusal(
+            status=403, message=f"{request.path} is an admin route, and {host!r} is not this host: {text}"
+        )
 
-    def _foreign_page(self, request: web.Request) -> Refusal | None:
+    def _foreign_page(self, request: web.Request) -> HttpRefusal | None:
         origin = request.headers.get("Origin")
         if origin is None or origin.removeprefix("http://") == request.headers.get("Host"):
             return None
         text = f"{request.path} is an admin route and not for web pages of {origin!r}; call it without an Origin"
-        return Refusal(status=403, message=text)
+        return HttpRefusal(status=403, message=text)
 
     def _is_own(self, host: str) -> bool:
         """Whether a Host header names this machine. An address does: it cannot be made to point elsewhere."""
@@ -80,14 +82,14 @@ class Access:
         return name in self._own_names or name.endswith(".localhost") or _is_address(name)
 
 
-def _not_json(request: web.Request) -> Refusal | None:
+def _not_json(request: web.Request) -> HttpRefusal | None:
     """Bodies are JSON and say so; without one, the type is only none that a page may send without asking."""
     if request.method != "POST" or request.content_type == "application/json":
         return None
     if not request.can_read_body and request.content_type not in PAGE_TYPES:
         return None
     text = f"{request.path} takes JSON, got {request.content_type}; send it with Content-Type: application/json"
-    return Refusal(status=415, message=text)
+    return HttpRefusal(status=415, message=text)
 
 
 def _is_address(name: str) -> bool:

@@ -20,7 +20,7 @@ _SEED_STRIDE = 0x9E3779B97F4A7C15  # completions of one request draw from stream
 Body = TypeVar("Body", bound=BaseModel)
 
 
-class Sampling(BaseModel):
+class SamplingFields(BaseModel):
     """Sampling keys shared by every route, in vLLM's names and with its neutral values."""
 
     model_config = ConfigDict(extra="ignore")
@@ -86,7 +86,7 @@ class Sampling(BaseModel):
         )
 
 
-class TokenSampling(Sampling):
+class TokenSampling(SamplingFields):
     """`sampling_params` of the token-in route. `logprobs` 1 reports the sampled token, k > 1 also k alternatives."""
 
     logprobs: int | None = Field(default=None, ge=0, le=MAX_ALTERNATIVES)
@@ -137,7 +137,7 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-class _TextBody(Sampling):
+class _TextBody(SamplingFields):
     """What chat and plain completions share."""
 
     model: str | None = None

@@ -23,7 +23,6 @@ from vllm.inputs import tokens_input
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from meshrl.inference.admission import check_request
 from meshrl.inference.embedded.live_weights import Layout
 from meshrl.inference.embedded.sleep import Sleeper
 from meshrl.inference.engine import (
@@ -32,6 +31,7 @@ from meshrl.inference.engine import (
     GenerateRequest,
     HostVersion,
     TokenChunk,
+    check_request,
 )
 from meshrl.inference.vllm.adapters import AdapterStore, StagedAdapter
 from meshrl.inference.vllm.calls import RPC_DEADLINE_S, EngineCalls

@@ -25,7 +25,7 @@ MISSING_BELOW = -9999.0  # vLLM's word for "missing", since JSON has no infinity
 
 
 @dataclass(frozen=True)
-class Answer:
+class EngineAnswer:
     """An engine's answer to one call: its body, and the versions known before and after the tokens were sampled."""
 
     body: bytes
@@ -35,7 +35,7 @@ class Answer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sampled:
+class SampledCompletion:
     """The tokens of one completion. Lists, because verifiers keeps lists; (start, end, version) spans cover them."""
 
     request_id: str
@@ -47,7 +47,7 @@ class Sampled:
     """Oldest version that computed the prompt, where that is another than the one that sampled the first token."""
 
 
-def read(answer: Answer) -> Sampled:
+def read(answer: EngineAnswer) -> SampledCompletion:
     """The first completion of an answer. Raises MeshError ENGINE_FAILED when it cannot be read or lacks a logprob."""
     try:
         return _of_frame(answer) if answer.media_type == completion_frame.MEDIA_TYPE else _of_json(answer)
@@ -55,14 +55,14 @@ def read(answer: Answer) -> Sampled:
         raise MeshError(Reason.ENGINE_FAILED, f"an engine's answer cannot be read: {error!r}") from error
 
 
-def _of_frame(answer: Answer) -> Sampled:
+def _of_frame(answer: EngineAnswer) -> SampledCompletion:
     frame = completion_frame.decode(answer.body)
     choice = frame.choices[0]
     if choice.logprobs is None:
         raise ValueError("a frame without logprobs")
     _check(choice.logprobs, len(choice.token_ids))
     spans = tuple((span.start, span.end, span.version) for span in choice.version_spans)
-    return Sampled(
+    return SampledCompletion(
         request_id=frame.request_id,
         token_ids=choice.token_ids.tolist(),
         logprobs=choice.logprobs.tolist(),
@@ -72,7 +72,7 @@ def _of_frame(answer: Answer) -> Sampled:
     )
 
 
-def _of_json(answer: Answer) -> Sampled:
+def _of_json(answer: EngineAnswer) -> SampledCompletion:
     payload = json.loads(answer.body)
     choice = payload["choices"][0]
     token_ids = [int(token) for token in choice["token_ids"]]
@@ -84,7 +84,7 @@ def _of_json(answer: Answer) -> Sampled:
         logprobs_T = np.array([entry["logprob"] for entry in content], dtype=np.float32)
     _check(logprobs_T, len(token_ids))
     spans, prompt_version = _spans_of(choice), choice.get("prompt_version")
-    return Sampled(
+    return SampledCompletion(
         request_id=payload.get("request_id") or "",
         token_ids=token_ids,
         logprobs=logprobs_T.tolist(),
@@ -112,7 +112,7 @@ def _spans_of(choice: Mapping[str, Any]) -> tuple[tuple[int, int, int], ...]:
     return ()
 
 
-def _assumed_spans(answer: Answer, num_tokens: int) -> tuple[tuple[int, int, int], ...]:
+def _assumed_spans(answer: EngineAnswer, num_tokens: int) -> tuple[tuple[int, int, int], ...]:
     """For an engine that names no spans: the older of the versions known around the call."""
     if not num_tokens:
         return ()

@@ -28,10 +28,10 @@ from verifiers.v1.types import Response, SamplingConfig
 
 from meshrl.core.telemetry.tracing import context_from
 from meshrl.rollout.engines.answers import read
-from meshrl.rollout.engines.calls import EngineRefusedError, EngineRouter
-from meshrl.rollout.engines.pool import Requirement
-from meshrl.rollout.engines.ratios import reshaping
-from meshrl.rollout.sessions import Call, Session, SessionBook
+from meshrl.rollout.engines.engine_table import Requirement
+from meshrl.rollout.engines.logprobs_mode import reshaping
+from meshrl.rollout.engines.router import EngineRefusedError, EngineRouter
+from meshrl.rollout.engines.sessions import Call, Session, SessionBook
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Sampling
 

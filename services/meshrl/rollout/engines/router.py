@@ -18,10 +18,10 @@ from loguru import logger
 
 from meshrl.core.waiting import Pulse
 from meshrl.rollout.config import ClientConfig
-from meshrl.rollout.engines.answers import ACCEPT, Answer
-from meshrl.rollout.engines.pool import Engine, EnginePool, Requirement
-from meshrl.rollout.engines.ratios import logprobs_mode_of
-from meshrl.rollout.sessions import Session
+from meshrl.rollout.engines.answers import ACCEPT, EngineAnswer
+from meshrl.rollout.engines.engine_table import EngineTable, KnownEngine, Requirement
+from meshrl.rollout.engines.logprobs_mode import logprobs_mode_of
+from meshrl.rollout.engines.sessions import Session
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.trace import TRACEPARENT, current_traceparent
 
@@ -69,7 +69,7 @@ class EngineRouter:
     """Owns the connections to the engines of a pool. Use as an async context manager."""
 
     def __init__(
-        self, pool: EnginePool, config: ClientConfig, *, api_key: str | None = None, discovery: Discovery | None = None
+        self, pool: EngineTable, config: ClientConfig, *, api_key: str | None = None, discovery: Discovery | None = None
     ) -> None:
         self._pool = pool
         self._config = config
@@ -84,7 +84,7 @@ class EngineRouter:
         self._http: aiohttp.ClientSession | None = None
 
     @property
-    def pool(self) -> EnginePool:
+    def pool(self) -> EngineTable:
         return self._pool
 
     async def __aenter__(self) -> EngineRouter:
@@ -140,7 +140,7 @@ class EngineRouter:
                 " the engines with --logprobs-mode processed_logprobs, or set rollout.client.logprobs_mode if they are",
             )
 
-    async def generate(self, session: Session, session_id: str, body: bytes, need: Requirement) -> Answer:
+    async def generate(self, session: Session, session_id: str, body: bytes, need: Requirement) -> EngineAnswer:
         """Has one engine that meets `need` complete `body`, a JSON request of the generate endpoint.
 
         Raises MeshError VERSION_NOT_AVAILABLE or ENGINE_FAILED when no engine took the call within `failover_s`, or
@@ -194,7 +194,7 @@ class EngineRouter:
             retry_after_s=self._config.probe_interval_s,
         )
 
-    async def _call(self, engine: Engine, session: Session, session_id: str, body: bytes) -> Answer:
+    async def _call(self, engine: KnownEngine, session: Session, session_id: str, body: bytes) -> EngineAnswer:
         assert self._http is not None  # entered
         headers = {"Content-Type": "application/json", "Accept": ACCEPT, SESSION_HEADER: session_id}
         if traceparent := current_traceparent():
@@ -224,7 +224,7 @@ class EngineRouter:
                     raise EngineRefusedError(reply.status, f"{engine.url} answered {reply.status}: {_short(raw)}")
                 header = reply.headers.get(VERSION_HEADER, "")
                 after = int(header) if header.isdigit() else engine.version
-                return Answer(raw, before, after, reply.content_type)
+                return EngineAnswer(raw, before, after, reply.content_type)
         except aiohttp.ClientConnectionError as error:
             if not answered:
                 raise _UnreachableError(f"{type(error).__name__}: {error}") from error
@@ -260,7 +260,7 @@ class EngineRouter:
         await asyncio.gather(*(self._probe(engine) for engine in self._pool.remembered if engine not in known))
         self._changed.beat()
 
-    def _heard_of(self, engine: Engine, answers: bool) -> None:
+    def _heard_of(self, engine: KnownEngine, answers: bool) -> None:
         """Notes whether an engine answers; the calls that wait for one that is silent for too long move to others."""
         now = time.monotonic()
         if answers:
@@ -281,7 +281,7 @@ class EngineRouter:
         else:
             self._hub_away = False
 
-    async def _probe(self, engine: Engine) -> None:
+    async def _probe(self, engine: KnownEngine) -> None:
         assert self._http is not None  # entered
         timeout = aiohttp.ClientTimeout(total=self._config.probe_deadline_s)
         try:

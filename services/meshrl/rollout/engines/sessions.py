@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from meshrl.rollout.engines.pool import Requirement
+from meshrl.rollout.engines.engine_table import Requirement
 from meshrl.wire.errors import MeshError
 from meshrl.wire.types import VersionSpan
 
@@ -20,8 +20,10 @@ AGENT_STRIDE = 0x517CC1B727220A95
 
 @dataclass(frozen=True)
 class Call:
-    """One model call: the tokens it sampled, (start, end, version) spans that cover them, and what `Sampled` says of
-    the prompt."""
+    """One model call. (start, end, version) spans cover the tokens that it sampled.
+
+    `prompt_version` is the oldest version that computed the prompt, where the first span has another one.
+    """
 
     completion_ids: Sequence[int]
     spans: tuple[tuple[int, int, int], ...]

@@ -15,12 +15,9 @@ everything.
 from __future__ import annotations
 
 import math
-from typing import Literal
 
+from meshrl.rollout.config import LogprobsMode
 from meshrl.wire.types import Sampling
-
-LogprobsMode = Literal["processed_logprobs", "raw_logprobs"]
-"""vLLM's names for logprobs after and before temperature and cuts."""
 
 PROCESSED: LogprobsMode = "processed_logprobs"
 

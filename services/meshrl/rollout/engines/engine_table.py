@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from meshrl.rollout.engines.ratios import PROCESSED
+from meshrl.rollout.engines.logprobs_mode import PROCESSED
 from meshrl.wire.types import EngineEndpoint
 
 
@@ -39,7 +39,7 @@ class Requirement:
 
 
 @dataclass
-class Engine:
+class KnownEngine:
     """One engine as this process knows it. `version` and `logprobs_mode` are None while they are not known.
 
     `listed` is False once the hub names it no more: it gets no new calls, and is forgotten when those it has are over.
@@ -60,22 +60,22 @@ class Engine:
         return self.listed and self.healthy and need.met_by(self.version) and reports_right
 
 
-class EnginePool:
+class EngineTable:
     """The engines that calls are routed to: those configured, and those that the hub names."""
 
     def __init__(self, urls: Iterable[str], pool: str = "") -> None:
-        self._engines = {url: Engine(url=url, pool=pool) for url in urls}
+        self._engines = {url: KnownEngine(url=url, pool=pool) for url in urls}
         self._fixed = frozenset(self._engines)
         self._pools = {engine.pool for engine in self._engines.values()}
         self._calls = 0
 
     @property
-    def engines(self) -> tuple[Engine, ...]:
+    def engines(self) -> tuple[KnownEngine, ...]:
         """Those that may get calls."""
         return tuple(engine for engine in self._engines.values() if engine.listed)
 
     @property
-    def remembered(self) -> tuple[Engine, ...]:
+    def remembered(self) -> tuple[KnownEngine, ...]:
         """Those, and the ones that left the list with calls in flight."""
         return tuple(self._engines.values())
 
@@ -83,7 +83,7 @@ class EnginePool:
         """Takes over the hub's routable engines as (url, pool); one no longer named goes unless it is configured."""
         named = dict(found)
         for url, pool in named.items():
-            self._engines.setdefault(url, Engine(url=url, pool=pool)).listed = True
+            self._engines.setdefault(url, KnownEngine(url=url, pool=pool)).listed = True
         self._pools |= set(named.values())
         for url in [url for url in self._engines if url not in named and url not in self._fixed]:
             engine = self._engines[url]
@@ -105,14 +105,14 @@ class EnginePool:
         """The pools that there are or were: one whose engines are all away may get others."""
         return frozenset(self._pools)
 
-    def candidates(self, need: Requirement) -> list[Engine]:
+    def candidates(self, need: Requirement) -> list[KnownEngine]:
         return [engine for engine in self.engines if not need.pool or engine.pool == need.pool]
 
     def can_meet(self, need: Requirement) -> bool:
         """True when an engine that is up can serve the request now."""
         return any(engine.fits(need) for engine in self.candidates(need))
 
-    def biased(self, need: Requirement) -> tuple[Engine, ...]:
+    def biased(self, need: Requirement) -> tuple[KnownEngine, ...]:
         """The engines that are up, if `need` wants right logprobs and none of them reports such; waiting will not help.
 
         An engine without a version yet counts: what its logprobs are of does not change with its weights.
@@ -126,7 +126,7 @@ class EnginePool:
         up = [engine.version for engine in self.candidates(need) if engine.healthy]
         return exact is not None and bool(up) and all(version is not None and version > exact for version in up)
 
-    def select(self, need: Requirement, *, prefer: str | None = None, skip: Collection[str] = ()) -> Engine | None:
+    def select(self, need: Requirement, *, prefer: str | None = None, skip: Collection[str] = ()) -> KnownEngine | None:
         """The engine for the next call: the session's own (`prefer`) while it fits, else the least loaded that fits.
 
         Among equals it is the one whose turn is longest ago.
