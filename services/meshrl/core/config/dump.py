@@ -1,22 +1,17 @@
-"""Writes a configuration as TOML that loads back as the same configuration."""
+"""Writes a configuration as TOML that loads back as the same configuration; `rl` writes one file for each program."""
 
 from __future__ import annotations
 
-import json
-import math
 import os
 from collections.abc import Mapping
-from datetime import date, datetime, time
 from enum import Enum
 from pathlib import Path, PurePath
-from typing import Any
 
+import tomli_w
 from pydantic import SecretStr
 
 from meshrl.core.config.base import BaseConfig
 from meshrl.core.config.values import NONE
-
-_BARE = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-")
 
 
 def dump_toml(config: BaseConfig, path: Path) -> None:
@@ -34,64 +29,24 @@ def dump_toml(config: BaseConfig, path: Path) -> None:
 
 def to_toml(config: BaseConfig) -> str:
     """The configuration as TOML, plain keys before sections; secrets are left out."""
-    return "\n".join(_table(_plain(config.model_dump()), ())) + "\n"
+    return tomli_w.dumps(_table(config.model_dump()))
 
 
-def _plain(value: Any) -> Any:
-    """Python values as what TOML can hold."""
-    if value is None:
-        return NONE
-    if isinstance(value, Enum):
-        return _plain(value.value)
-    if isinstance(value, PurePath):
-        return str(value)
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items() if not isinstance(item, SecretStr)}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [_plain(item) for item in value]
+def _table(values: Mapping[str, object]) -> dict[str, object]:
+    return {str(key): _plain(value) for key, value in values.items() if not isinstance(value, SecretStr)}
+
+
+def _plain(value: object) -> object:
+    """A value as what TOML can hold."""
+    match value:
+        case None:
+            return NONE
+        case Enum():
+            return _plain(value.value)
+        case PurePath():
+            return str(value)
+        case Mapping():
+            return _table(value)
+        case list() | tuple() | set() | frozenset():
+            return [_plain(item) for item in value]
     return value
-
-
-def _table(values: Mapping[str, Any], path: tuple[str, ...]) -> list[str]:
-    lines = [f"{_key(key)} = {_value(value)}" for key, value in values.items() if not _is_section(value)]
-    for key, value in values.items():
-        below = (*path, key)
-        name = ".".join(_key(part) for part in below)
-        if isinstance(value, Mapping) and value:
-            lines += ["", f"[{name}]", *_table(value, below)]
-        elif _is_section(value):
-            for item in value:
-                lines += ["", f"[[{name}]]", *_table(item, below)]
-    return lines
-
-
-def _is_section(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return bool(value)
-    return isinstance(value, list) and bool(value) and all(isinstance(item, Mapping) for item in value)
-
-
-def _key(key: str) -> str:
-    return key if key and _BARE.issuperset(key) else _text(key)
-
-
-def _text(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        return _text(value)
-    if isinstance(value, float) and not math.isfinite(value):
-        return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
-    if isinstance(value, int | float):
-        return repr(value)
-    if isinstance(value, datetime | date | time):
-        return value.isoformat()
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_key(key)} = {_value(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(_value(item) for item in value) + "]"
-    raise TypeError(f"{type(value).__name__} cannot be written as TOML: {value!r}")
