@@ -15,5 +15,5 @@ def test_every_dependency_is_imported():
     sources = [path.read_text() for folder in ("services", "clients/python") for path in (ROOT / folder).rglob("*.py")]
     imported = {name for source in sources for name in IMPORT.findall(source)}
     providers = packages_distributions()
-    used = {each.lower() for name in imported for each in providers.get(name, ())}
+    used = {each.lower().replace("_", "-") for name in imported for each in providers.get(name, ())}
     assert sorted(wanted - used) == []
