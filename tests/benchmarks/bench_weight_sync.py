@@ -41,8 +41,14 @@ from meshrl.models.load import fill_at_random
 from meshrl.trainer.config import TrainerConfig
 from meshrl.trainer.publishing.build import decide, open_publication
 from meshrl.trainer.publishing.snapshots import open_exit
-from meshrl.trainer.ranks.commands import Gather, Open, Orders, Stop, follow
-from meshrl.training.parallel.rank_group import ParallelContext
+from meshrl.trainer.ranks.commands import (
+    CommandSender,
+    PublishSetupCommand,
+    SnapshotCommand,
+    StopCommand,
+    receive_commands,
+)
+from meshrl.training.parallel.rank_group import RankGroup
 from meshrl.wire.types import ActivationPolicy
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,7 +61,7 @@ TINY = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "v
 # --- the trainer's ranks ---------------------------------------------------------------------------
 
 
-def build(shape: Path, device: torch.device, parallel: ParallelContext) -> torch.nn.Module:
+def build(shape: Path, device: torch.device, parallel: RankGroup) -> torch.nn.Module:
     """Float32 weights of a shape, sharded over the group, on the device."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(shape), dtype=torch.float32)
@@ -83,22 +89,22 @@ def run_rank(args: argparse.Namespace) -> None:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    parallel = ParallelContext.start(os.environ, device=device, dp_replicate=1)
+    parallel = RankGroup.start(os.environ, device=device, dp_replicate=1)
     model = build(Path(args.shape), device, parallel)
     learner = SimpleNamespace(model=model, step_done=0, parallel=parallel)
     parts: Any = SimpleNamespace(learner=learner, compute_dtype=torch.bfloat16, parallel=parallel)
     if parallel.rank:
         exits: list[Any] = []
 
-        def carry_out(order: Any) -> None:
-            if isinstance(order, Open):
-                exits.append(open_exit(order.settings, model, torch.bfloat16, parallel))
-            elif isinstance(order, Gather):
+        def carry_out(command: Any) -> None:
+            if isinstance(command, PublishSetupCommand):
+                exits.append(open_exit(command.settings, model, torch.bfloat16, parallel))
+            elif isinstance(command, SnapshotCommand):
                 exits[0].take(learner.step_done)
                 learner.step_done += 1
                 change(model)
 
-        follow(parallel, carry_out)
+        receive_commands(parallel, carry_out)
         os._exit(0)
     print(json.dumps(asyncio.run(lead(args, parts))), flush=True)
     os._exit(0)
@@ -114,15 +120,15 @@ async def lead(args: argparse.Namespace, parts: Any) -> list[dict[str, float]]:
         }
     )
     thread, loop = ThreadPoolExecutor(1), asyncio.get_running_loop()
-    orders, records = Orders(parts.parallel), []
+    commands, records = CommandSender(parts.parallel), []
     async with WeightSyncClient(args.hub) as hub:
         decided = asyncio.run_coroutine_threadsafe(decide(config, parts, hub, args.epoch, os.environ), loop)
         publication, taken = await loop.run_in_executor(
-            thread, lambda: open_publication(decided, config, parts, orders, hub, os.environ)
+            thread, lambda: open_publication(decided, config, parts, commands, hub, os.environ)
         )
 
         def next_version() -> Any:
-            orders.give(Gather())
+            commands.send(SnapshotCommand())
             parts.learner.step_done += 1
             return publication.exit.take(parts.learner.step_done)
 
@@ -158,7 +164,7 @@ async def lead(args: argparse.Namespace, parts: Any) -> list[dict[str, float]]:
                     }
                 )
             await loop.run_in_executor(thread, settle)
-        orders.give(Stop())
+        commands.send(StopCommand())
         await publication.close()
     return records
 
@@ -183,7 +189,7 @@ class Mesh:
             flags += ["--tensor-parallel-size", str(max(1, each)), "--enforce-eager"]
             flags += ["--gpu-memory-utilization", str(args.gpu_memory_utilization)] if args.engine_gpus else []
         else:
-            model = build(self.shape, torch.device("cpu"), ParallelContext(device=torch.device("cpu")))
+            model = build(self.shape, torch.device("cpu"), RankGroup(device=torch.device("cpu")))
             model.bfloat16().save_pretrained(self.shape)
             flags += ["--model.dtype", "bfloat16"]
         for number, port in enumerate(self.ports):

@@ -12,7 +12,7 @@ import torch
 import checkpoint_kit as kit
 from meshrl.training.checkpoints.checkpointer import Checkpointer
 from meshrl.training.config import CheckpointConfig
-from meshrl.training.parallel.rank_group import ParallelContext
+from meshrl.training.parallel.rank_group import RankGroup
 
 pytestmark = [
     pytest.mark.gpu,
@@ -21,8 +21,8 @@ pytestmark = [
 
 
 @pytest.fixture
-def parallel() -> Iterator[ParallelContext]:
-    group = ParallelContext.start({}, device=torch.device("cuda"))
+def parallel() -> Iterator[RankGroup]:
+    group = RankGroup.start({}, device=torch.device("cuda"))
     yield group
     group.close()
 
@@ -34,7 +34,7 @@ def parallel() -> Iterator[ParallelContext]:
     ids=["full", "lora with dropout", "optimizer on the host", "all on the host"],
 )
 def test_what_is_saved_comes_back(
-    tmp_path: Path, parallel: ParallelContext, settings: dict[str, Any], in_background: bool
+    tmp_path: Path, parallel: RankGroup, settings: dict[str, Any], in_background: bool
 ) -> None:
     model, settings = kit.save_model(tmp_path / "model"), {"device": "cuda", **settings}
     learner = kit.build(model, settings, parallel=parallel)
@@ -43,7 +43,7 @@ def test_what_is_saved_comes_back(
     checkpointer = Checkpointer(learner, tmp_path, tokenizer=None)
     checkpointer.save_as(CheckpointConfig(save_async=in_background))
     (expected,) = kit.train(learner, 4)  # what is saved must not change any more
-    checkpointer.settle()
+    checkpointer.wait_for_save()
 
     resumed = kit.build(model, settings, parallel=parallel)
     kit.train(resumed, 1)  # draws numbers, and has a state to replace

@@ -20,15 +20,15 @@ from meshrl.training.checkpoints.checkpointer import Checkpointer
 from meshrl.training.config import OptimConfig, SchedulerConfig
 from meshrl.training.learner import Learner
 from meshrl.training.model_config import TrainerModelConfig
-from meshrl.training.parallel.rank_group import ParallelContext
+from meshrl.training.parallel.rank_group import RankGroup
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 VOCAB = 64
 
 
 @pytest.fixture(scope="module")
-def group() -> Iterator[ParallelContext]:
-    parallel = ParallelContext.start({}, device=torch.device("cuda"))
+def group() -> Iterator[RankGroup]:
+    parallel = RankGroup.start({}, device=torch.device("cuda"))
     yield parallel
     parallel.close()
 
@@ -50,7 +50,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def build(model: str, group: ParallelContext, kind: str = "adamw", **settings: Any) -> Learner:
+def build(model: str, group: RankGroup, kind: str = "adamw", **settings: Any) -> Learner:
     return build_learner(
         TrainerModelConfig.model_validate({"name": model, "dtype": "bfloat16", **settings}),
         objective=Objective(loss=cross_entropy_loss),
@@ -75,7 +75,7 @@ def state(learner: Learner) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("settings", [{}, {"compile": {"fullgraph": True}, "ac": {"mode": "selective"}}], ids=str)
 def test_adapters_train_and_the_half_precision_base_stays(
-    settings: dict[str, Any], group: ParallelContext, model: str
+    settings: dict[str, Any], group: RankGroup, model: str
 ) -> None:
     learner = build(model, group, lora={"rank": 8, "alpha": 16}, **settings)
     before, base = adapter_state(learner.model), gather_state(learner.model)
@@ -99,7 +99,7 @@ def test_adapters_train_and_the_half_precision_base_stays(
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon", "sgd"])
-def test_state_on_the_host_changes_no_number(kind: str, group: ParallelContext, model: str) -> None:
+def test_state_on_the_host_changes_no_number(kind: str, group: RankGroup, model: str) -> None:
     plain, offloaded = build(model, group, kind), build(model, group, kind, optim_cpu_offload=True)
     assert losses(offloaded) == pytest.approx(losses(plain), rel=1e-4)
     assert {tensor.device.type for tensor in state(plain)} == {"cuda"}
@@ -107,9 +107,7 @@ def test_state_on_the_host_changes_no_number(kind: str, group: ParallelContext, 
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_state_on_the_host_is_saved_and_restored_there(
-    kind: str, group: ParallelContext, model: str, tmp_path: Path
-) -> None:
+def test_state_on_the_host_is_saved_and_restored_there(kind: str, group: RankGroup, model: str, tmp_path: Path) -> None:
     learner = build(model, group, kind, optim_cpu_offload=True)
     losses(learner, steps=2)
     Checkpointer(learner, tmp_path, tokenizer=None).save()

@@ -17,7 +17,7 @@ from meshrl.training.bench.fake_data import fake_batch
 from meshrl.training.build import build_learner
 from meshrl.training.config import OptimConfig, SchedulerConfig
 from meshrl.training.model_config import TrainerModelConfig
-from meshrl.training.parallel.rank_group import ParallelContext
+from meshrl.training.parallel.rank_group import RankGroup
 from meshrl.wire.types import MicroBatch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -98,8 +98,8 @@ def batch(dp_size: int = 1) -> tuple[MicroBatch, ...]:
 
 
 @pytest.fixture(scope="module")
-def group() -> Iterator[ParallelContext]:
-    parallel = ParallelContext.start({}, device=torch.device("cuda"))
+def group() -> Iterator[RankGroup]:
+    parallel = RankGroup.start({}, device=torch.device("cuda"))
     yield parallel
     parallel.close()
 
@@ -120,7 +120,7 @@ def group() -> Iterator[ParallelContext]:
     ids=str,
 )
 def test_what_saves_memory_or_time_changes_no_number(
-    settings: dict[str, object], group: ParallelContext, tmp_path: Path
+    settings: dict[str, object], group: RankGroup, tmp_path: Path
 ) -> None:
     build().cpu().save_pretrained(tmp_path)
     losses = []

@@ -19,7 +19,7 @@ from meshrl.training.checkpoints.train_state import learner_tensors, reshard
 from meshrl.training.config import OptimConfig, SchedulerConfig
 from meshrl.training.learner import Learner
 from meshrl.training.model_config import TrainerModelConfig
-from meshrl.training.parallel.rank_group import ParallelContext
+from meshrl.training.parallel.rank_group import RankGroup
 
 VOCAB, MAX_STEPS = 48, 40
 
@@ -51,7 +51,7 @@ def build(
     model: str,
     settings: dict[str, Any] | None = None,
     optim: dict[str, Any] | None = None,
-    parallel: ParallelContext | None = None,
+    parallel: RankGroup | None = None,
 ) -> Learner:
     torch.manual_seed(3)  # as the programs do
     return build_learner(
@@ -60,7 +60,7 @@ def build(
         optim=OptimConfig(**{"lr": 1e-3, **(optim or {})}),
         scheduler=SchedulerConfig(type="cosine", warmup_steps=5),
         max_steps=MAX_STEPS,
-        parallel=parallel or ParallelContext(),
+        parallel=parallel or RankGroup(),
         seed=3,
     )
 

@@ -25,7 +25,7 @@ from meshrl.models.state import gather_state
 from meshrl.training.build import build_learner
 from meshrl.training.config import OptimConfig, SchedulerConfig
 from meshrl.training.model_config import TrainerModelConfig
-from meshrl.training.parallel.rank_group import ParallelContext
+from meshrl.training.parallel.rank_group import RankGroup
 from meshrl.wire.types import MicroBatch
 
 
@@ -50,7 +50,7 @@ def curve(settings: dict[str, Any], model: str, steps: int) -> dict[str, Any]:
     logits_bytes = settings.pop("max_logits_bytes", None)
     optim = OptimConfig.model_validate({"lr": 1e-3, **settings.pop("optim", {})})
     config = TrainerModelConfig.model_validate({"name": model, "device": "cpu", **settings})
-    parallel = ParallelContext.start(os.environ, device=torch.device("cpu"), dp_replicate=config.dp_replicate)
+    parallel = RankGroup.start(os.environ, device=torch.device("cpu"), dp_replicate=config.dp_replicate)
     learner = build_learner(
         config,
         objective=Objective(loss=partial(dppo_kl_loss, mask_low=0.2, mask_high=0.2, adv_tau=1.0, kl_tau=1e-3)),

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 import checkpoint_kit as kit
 from meshrl.training.checkpoints.checkpointer import Checkpointer
-from meshrl.training.parallel.rank_group import ParallelContext
+from meshrl.training.parallel.rank_group import RankGroup
 
 
 def digests(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
@@ -34,10 +34,10 @@ def digests(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
 
 def run_part(part: dict[str, Any], model: str) -> dict[str, Any]:
     """One part of a training; what it found can be written as JSON."""
-    parallel = ParallelContext()
+    parallel = RankGroup()
     if not part.get("alone"):
         dp_replicate = part["settings"].get("dp_replicate", 1)
-        parallel = ParallelContext.start(os.environ, device=torch.device("cpu"), dp_replicate=dp_replicate)
+        parallel = RankGroup.start(os.environ, device=torch.device("cpu"), dp_replicate=dp_replicate)
     learner = kit.build(model, part["settings"], parallel=parallel)
     checkpointer = Checkpointer(learner, Path(part["folder"]), tokenizer=None, seed=3)
     loaded: dict[str, str] = {}
@@ -54,7 +54,7 @@ def run_part(part: dict[str, Any], model: str) -> dict[str, Any]:
                 checkpointer.save_async()
             else:
                 checkpointer.save()
-    checkpointer.settle()
+    checkpointer.wait_for_save()
     return {
         "steps": steps,
         "loaded": loaded,

@@ -26,14 +26,14 @@ from meshrl.client import ChannelOptions, TrainerClient
 from meshrl.core.config.shared import ServerConfig
 from meshrl.core.rpc.serve import GrpcServer
 from meshrl.models.logprobs import PackedPolicy
-from meshrl.trainer.loop import TrainLoop
+from meshrl.trainer.loop import TrainerLoop
 from meshrl.trainer.publishing.progress import Progress
 from meshrl.trainer.publishing.uploading import PublishReport
-from meshrl.trainer.ranks.commands import Orders
+from meshrl.trainer.ranks.commands import CommandSender
 from meshrl.trainer.service import TrainerFacts, TrainerServicer
-from meshrl.trainer.spans import StepSpans
+from meshrl.trainer.spans import TrainSpans
 from meshrl.trainer.steps import StepBook
-from meshrl.trainer.work_queue import TrainerDesk
+from meshrl.trainer.work_queue import TrainingQueue
 from meshrl.training.checkpoints.checkpointer import Checkpointer
 from meshrl.training.config import OptimConfig, SchedulerConfig
 from meshrl.training.learner import Learner
@@ -51,7 +51,7 @@ class Mesh:
 
     client: TrainerClient
     server: GrpcServer
-    desk: TrainerDesk
+    queue: TrainingQueue
     address: str
     gate: threading.Event
     drained: asyncio.Event
@@ -116,15 +116,15 @@ async def serving(output_dir: Path, *, dp_size: int = 1) -> AsyncIterator[Mesh]:
         done.set_result(PublishReport(version=version, artifact_id="", root=b"", num_bytes=0))
         return done
 
-    desk = TrainerDesk(StepBook(run_id="main", epoch=7, max_queued=1))
-    loop = TrainLoop(
+    queue = TrainingQueue(StepBook(run_id="main", epoch=7, max_queued=1))
+    loop = TrainerLoop(
         learner,
-        desk,
+        queue,
         lambda version: {},
         publish,
         Checkpointer(learner, output_dir, tokenizer=None),
-        StepSpans(trace.NoOpTracer()),
-        Orders(learner.parallel),
+        TrainSpans(trace.NoOpTracer()),
+        CommandSender(learner.parallel),
         Progress(),
         ckpt=None,
         publish_deadline_s=20,
@@ -140,7 +140,7 @@ async def serving(output_dir: Path, *, dp_size: int = 1) -> AsyncIterator[Mesh]:
         max_concurrent_runs=1,
     )
     server = GrpcServer(ServerConfig(port=0))
-    servicer = TrainerServicer(desk, facts, on_drained=drained.set)
+    servicer = TrainerServicer(queue, facts, on_drained=drained.set)
     server.add("meshrl.v1.TrainerService", pb_grpc.add_TrainerServiceServicer_to_server, servicer)
     address = f"127.0.0.1:{await server.start()}"
     thread = threading.Thread(target=loop.run, daemon=True)  # a test that fails must not hang the others
@@ -150,7 +150,7 @@ async def serving(output_dir: Path, *, dp_size: int = 1) -> AsyncIterator[Mesh]:
         yield Mesh(
             client=client,
             server=server,
-            desk=desk,
+            queue=queue,
             address=address,
             gate=gate,
             drained=drained,
@@ -158,7 +158,7 @@ async def serving(output_dir: Path, *, dp_size: int = 1) -> AsyncIterator[Mesh]:
             thread=thread,
         )
     gate.set()
-    desk.close()
+    queue.close()
     await asyncio.to_thread(thread.join, 20)
     await server.drain(1.0)
 

@@ -1,4 +1,4 @@
-"""A training loop on its own thread with a real desk and learner; only the hub is a list."""
+"""A training loop on its own thread with a real queue and learner; only the hub is a list."""
 
 import asyncio
 import queue
@@ -22,13 +22,13 @@ from meshrl.algorithms.objective import Objective
 from meshrl.algorithms.packing import TrainSample, pack_samples
 from meshrl.models.logprobs import PackedPolicy
 from meshrl.models.state import gather_state
-from meshrl.trainer.loop import TrainLoop
+from meshrl.trainer.loop import TrainerLoop
 from meshrl.trainer.publishing.progress import Progress
 from meshrl.trainer.publishing.uploading import PublishReport
-from meshrl.trainer.ranks.commands import Orders
-from meshrl.trainer.spans import StepSpans
+from meshrl.trainer.ranks.commands import CommandSender
+from meshrl.trainer.spans import TrainSpans
 from meshrl.trainer.steps import StepBook
-from meshrl.trainer.work_queue import TrainerDesk
+from meshrl.trainer.work_queue import TrainingQueue
 from meshrl.training.checkpoints.checkpointer import Checkpointer
 from meshrl.training.config import CheckpointConfig, OptimConfig, SchedulerConfig
 from meshrl.training.learner import Learner
@@ -115,17 +115,17 @@ class Running:
         self.exporter = InMemorySpanExporter()
         provider = TracerProvider()
         provider.add_span_processor(SimpleSpanProcessor(self.exporter))
-        self.desk = TrainerDesk(StepBook(run_id="main", epoch=1, start_step=learner.step_done))
+        self.queue = TrainingQueue(StepBook(run_id="main", epoch=1, start_step=learner.step_done))
         self.checkpointer = Checkpointer(learner, folder, tokenizer=None)
         self.error: BaseException | None = None
-        self.loop = TrainLoop(
+        self.loop = TrainerLoop(
             learner,
-            self.desk,
+            self.queue,
             lambda version: gather_state(learner.model),
             self.hub.publish,
             self.checkpointer,
-            StepSpans(provider.get_tracer("test")),
-            Orders(learner.parallel),
+            TrainSpans(provider.get_tracer("test")),
+            CommandSender(learner.parallel),
             self.progress,
             ckpt=ckpt,
             publish_deadline_s=publish_deadline_s,
@@ -142,7 +142,7 @@ class Running:
 
     async def until(self, state: StepState, step: int) -> StepEvent:
         async with asyncio.timeout(DEADLINE_S):
-            async for event in self.desk.watch(0):
+            async for event in self.queue.watch(0):
                 if (event.step, event.state) == (step, state):
                     return event
         raise AssertionError(f"no {state} for step {step}")
@@ -170,5 +170,5 @@ async def running(
         for pending in trainer.hub.pending:
             if not pending.done():
                 pending.set_result(REPORT)
-        trainer.desk.close()
+        trainer.queue.close()
         await trainer.ended()

@@ -33,7 +33,7 @@ from meshrl.training.checkpoints.weights_folder import separate_adapters
 from meshrl.training.learner import Learner, StepError, UpdateError
 from meshrl.training.memory_estimate import check_fits, check_has_device
 from meshrl.training.parallel.lifeline import Lifeline
-from meshrl.training.parallel.rank_group import ParallelContext
+from meshrl.training.parallel.rank_group import RankGroup
 
 
 def run_rank(config: SFTConfig, layout: Layout, rank: int) -> None:
@@ -70,7 +70,7 @@ def run_rank(config: SFTConfig, layout: Layout, rank: int) -> None:
     os._exit(code)  # not sys.exit: a group that is half gone must not hold this process up in its destructors
 
 
-def train(config: SFTConfig, stop: threading.Event, parallel: ParallelContext) -> None:
+def train(config: SFTConfig, stop: threading.Event, parallel: RankGroup) -> None:
     """The whole program between joining the group and leaving it; every rank runs the same.
 
     Raises ModelError, DataError, CheckpointError, StepError or UpdateError.
@@ -123,16 +123,16 @@ def train(config: SFTConfig, stop: threading.Event, parallel: ParallelContext) -
         monitor.close()
 
 
-def _join(config: SFTConfig, environment: Mapping[str, str]) -> ParallelContext:
+def _join(config: SFTConfig, environment: Mapping[str, str]) -> RankGroup:
     device = resolve_device(config.model.device)
     check_has_device(device, environment)
     try:
-        return ParallelContext.start(environment, device=device, dp_replicate=config.model.dp_replicate)
+        return RankGroup.start(environment, device=device, dp_replicate=config.model.dp_replicate)
     except ValueError as error:
         raise ModelError(str(error)) from error
 
 
-def _build(config: SFTConfig, parallel: ParallelContext) -> Learner:
+def _build(config: SFTConfig, parallel: RankGroup) -> Learner:
     try:
         check_fits(config.model, config.optim, parallel)
         return build_learner(

@@ -19,7 +19,7 @@ from meshrl.training.checkpoints.weights_folder import separate_adapters
 from meshrl.training.learner import Learner
 from meshrl.training.memory_estimate import check_fits, check_has_device
 from meshrl.training.parallel.lifeline import Lifeline
-from meshrl.training.parallel.rank_group import ParallelContext
+from meshrl.training.parallel.rank_group import RankGroup
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class TrainerParts:
     learner: Learner
     checkpointer: Checkpointer
     compute_dtype: torch.dtype
-    parallel: ParallelContext
+    parallel: RankGroup
     lifeline: Lifeline
 
     def leave(self) -> None:
@@ -47,7 +47,7 @@ def build_parts(config: TrainerConfig, environment: Mapping[str, str]) -> Traine
     try:
         device, compute_dtype = resolve_device(config.model.device), resolve_dtype(config.model)
         check_has_device(device, environment)
-        parallel = ParallelContext.start(environment, device=device, dp_replicate=config.model.dp_replicate)
+        parallel = RankGroup.start(environment, device=device, dp_replicate=config.model.dp_replicate)
         lifeline = Lifeline.tie(parallel, environment)
         check_fits(config.model, config.optim, parallel)
         learner = build_learner(

@@ -1,6 +1,6 @@
 """The training loop of rank 0: takes a batch, makes a step, publishes the version; runs on the training thread.
 
-Consumes batches from the desk in order; produces weights for the publisher and a DONE or FAILED event a step; waits
+Consumes batches from the queue in order; produces weights for the publisher and a DONE or FAILED event a step; waits
 for the next batch and, before a publication starts, for the one before it; unblocks the orchestrator, which activates
 a version once its step is DONE.
 """
@@ -18,9 +18,9 @@ from loguru import logger
 from meshrl.trainer.metrics import step_metrics
 from meshrl.trainer.publishing.progress import Progress
 from meshrl.trainer.publishing.uploading import PublishReport
-from meshrl.trainer.ranks.commands import Gather, Orders, Save, Stop, Train
-from meshrl.trainer.spans import StepSpan, StepSpans
-from meshrl.trainer.work_queue import SaveRequest, TrainerDesk
+from meshrl.trainer.ranks.commands import CommandSender, SaveCommand, SnapshotCommand, StopCommand, TrainCommand
+from meshrl.trainer.spans import TrainSpan, TrainSpans
+from meshrl.trainer.work_queue import SaveRequest, TrainingQueue
 from meshrl.training.bench.throughput import peak_flops, peak_memory_gib, step_flops
 from meshrl.training.checkpoints.checkpointer import Checkpointer, CheckpointError
 from meshrl.training.config import CheckpointConfig
@@ -32,18 +32,18 @@ from meshrl.wire.types import Batch
 Publish = Callable[[int, Any, str], "Future[PublishReport]"]
 
 
-class TrainLoop:
-    """Trains one run until its desk closes. A step that cannot be made fails alone; anything else ends the trainer."""
+class TrainerLoop:
+    """Trains one run until its queue closes. A step that cannot be made fails alone; anything else ends the trainer."""
 
     def __init__(
         self,
         learner: Learner,
-        desk: TrainerDesk,
+        queue: TrainingQueue,
         take: Callable[[int], Any],
         publish: Publish,
         checkpointer: Checkpointer,
-        spans: StepSpans,
-        orders: Orders,
+        spans: TrainSpans,
+        commands: CommandSender,
         progress: Progress,
         *,
         ckpt: CheckpointConfig | None,
@@ -57,11 +57,11 @@ class TrainLoop:
         `release` gives memory that no tensor needs back to the device, after each step.
         """
         self._learner = learner
-        self._desk = desk
+        self._queue = queue
         self._take, self._publish = take, publish
         self._checkpointer = checkpointer
         self._spans = spans
-        self._orders, self._progress = orders, progress
+        self._commands, self._progress = commands, progress
         self._ckpt = ckpt
         self._publish_deadline_s = publish_deadline_s
         self._release, self._on_end = release, on_end
@@ -72,23 +72,23 @@ class TrainLoop:
         self._peak_flops = peak_flops(learner.device)
 
     def run(self) -> None:
-        """Works until the desk closes, then writes the last checkpoint. Raises what the trainer cannot survive."""
+        """Works until the queue closes, then writes the last checkpoint. Raises what the trainer cannot survive."""
         try:
             waited_since = time.perf_counter()
-            while (work := self._orders.wait(self._desk.take())) is not None:
+            while (work := self._commands.wait(self._queue.take())) is not None:
                 if isinstance(work, SaveRequest):
                     self._save_on_request(work)
                 else:
                     self._train(work, wait_s=time.perf_counter() - waited_since)
                     waited_since = time.perf_counter()
-            self._settle_publication()
+            self._wait_for_publication()
             if self._ckpt is not None and self._learner.step_done != self._saved_step:
                 self._save(self._ckpt)
-            self._orders.give(Stop())
-            self._checkpointer.settle()  # as every rank does
+            self._commands.send(StopCommand())
+            self._checkpointer.wait_for_save()  # as every rank does
             self._on_end()
         except BaseException as error:  # reported to every watcher, then raised: the process ends and says why
-            self._desk.crashed(f"the trainer stopped: {error}")
+            self._queue.crashed(f"the trainer stopped: {error}")
             raise
 
     def _train(self, batch: Batch, *, wait_s: float) -> None:
@@ -96,21 +96,21 @@ class TrainLoop:
         self._checkpointer.check()
         started = time.perf_counter()
         span = self._spans.start(batch)
-        self._orders.give(Train(batch=batch))
+        self._commands.send(TrainCommand(batch=batch))
         handed_out = time.perf_counter()
         try:
             result = self._learner.step(batch.micro_batches)
         except StepError as error:  # the batch's fault: the run goes on with the weights as they are
             logger.error("{}", error)
             span.fail(str(error))
-            self._desk.failed(batch.step, Reason.STEP_FAILED, str(error), traceparent=span.traceparent)
+            self._queue.failed(batch.step, Reason.STEP_FAILED, str(error), traceparent=span.traceparent)
             return
         stepped = time.perf_counter()
         span.child("forward_backward", result.forward_backward_s, before_s=result.optimizer_s)
         span.child("optimizer", result.optimizer_s)
-        self._settle_publication()  # versions are sealed in order
+        self._wait_for_publication()  # versions are sealed in order
         settled = time.perf_counter()
-        self._orders.give(Gather())
+        self._commands.send(SnapshotCommand())
         taken = self._take(result.step)  # the next step changes the live weights
         self._release()  # once the version is published, an engine may need the room
         ended = time.perf_counter()
@@ -144,7 +144,7 @@ class TrainLoop:
         taken: Any,
         metrics: Mapping[str, float],
         timings_s: Mapping[str, float],
-        span: StepSpan,
+        span: TrainSpan,
     ) -> None:
         """Starts the publication of a version; the step is DONE when the hub has sealed it."""
         started = time.perf_counter()
@@ -158,12 +158,12 @@ class TrainLoop:
             if error is not None:
                 message = f"version {step} could not be published: {error}"
                 span.fail(message)
-                self._desk.crashed(message)
+                self._queue.crashed(message)
                 return
             span.end()
             lengths_s = {"publish": publish_s}
             lengths_s |= {f"publish_{part}": length_s for part, length_s in done.result().parts_s.items()}
-            self._desk.finished(
+            self._queue.finished(
                 step,
                 metrics={**metrics, **{f"time/{name}": length_s for name, length_s in lengths_s.items()}},
                 timings_s={**timings_s, **lengths_s},
@@ -203,7 +203,7 @@ class TrainLoop:
         self._save_ckpt_s = 0.0
         return metrics
 
-    def _settle_publication(self) -> None:
+    def _wait_for_publication(self) -> None:
         """Waits for the publication under way. Raises when it failed: engines would fall behind without an end.
 
         Raises MeshError DEADLINE_PASSED when it stood still for too long.
@@ -212,7 +212,7 @@ class TrainLoop:
         if publishing is None:
             return
         try:
-            self._orders.wait(publishing, progress=self._progress, stall_s=self._publish_deadline_s)
+            self._commands.wait(publishing, progress=self._progress, stall_s=self._publish_deadline_s)
         except TimeoutError as error:
             if publishing.done():  # its own
                 raise
@@ -224,11 +224,11 @@ class TrainLoop:
     def _save(self, config: CheckpointConfig) -> None:
         """A checkpoint as configured; one in the background costs the time to copy the state."""
         started = time.perf_counter()
-        self._orders.give(Save(weights_only=config.weights_only, in_background=config.save_async))
+        self._commands.send(SaveCommand(weights_only=config.weights_only, in_background=config.save_async))
 
         def durable(step: int, folder: Path) -> None:
             if not config.weights_only:
-                self._desk.saved(step)
+                self._queue.saved(step)
             logger.info("checkpoint of step {} in {}", step, folder)
 
         self._checkpointer.save_as(config, durable)
@@ -237,7 +237,7 @@ class TrainLoop:
 
     def _save_on_request(self, request: SaveRequest) -> None:
         started = time.perf_counter()
-        self._orders.give(Save(weights_only=request.weights_only))
+        self._commands.send(SaveCommand(weights_only=request.weights_only))
         try:
             path = self._checkpointer.save(weights_only=request.weights_only)
         except CheckpointError as error:  # a full or read-only disk is the caller's news; training goes on
@@ -246,7 +246,7 @@ class TrainLoop:
         finally:
             self._save_ckpt_s += time.perf_counter() - started
         if not request.weights_only:
-            self._desk.saved(self._learner.step_done)
+            self._queue.saved(self._learner.step_done)
         if self._ckpt is not None:
             self._checkpointer.prune(self._ckpt)  # which spares what was asked for: it is the newest
         request.saved.set_result((self._learner.step_done, path))

@@ -24,18 +24,18 @@ from meshrl.core.rpc.serve import GrpcServer, run
 from meshrl.core.telemetry.tracing import setup_tracing
 from meshrl.trainer.build import TrainerParts, build_parts
 from meshrl.trainer.config import TrainerConfig
-from meshrl.trainer.loop import TrainLoop
+from meshrl.trainer.loop import TrainerLoop
 from meshrl.trainer.publishing.build import Publication, decide, open_publication
 from meshrl.trainer.publishing.publisher import next_epoch
 from meshrl.trainer.publishing.uploading import PublishReport
-from meshrl.trainer.ranks.commands import Orders
+from meshrl.trainer.ranks.commands import CommandSender
 from meshrl.trainer.ranks.memory import releaser
 from meshrl.trainer.ranks.thread import TrainingThread
-from meshrl.trainer.ranks.worker import Follower
+from meshrl.trainer.ranks.worker import RankWorker
 from meshrl.trainer.service import TrainerFacts, TrainerServicer
-from meshrl.trainer.spans import StepSpans
+from meshrl.trainer.spans import TrainSpans
 from meshrl.trainer.steps import StepBook
-from meshrl.trainer.work_queue import TrainerDesk
+from meshrl.trainer.work_queue import TrainingQueue
 from meshrl.training.checkpoints.checkpointer import CheckpointError
 from meshrl.training.learner import UpdateError
 from meshrl.v1.trainer_pb2_grpc import add_TrainerServiceServicer_to_server
@@ -67,11 +67,10 @@ def follow_rank_0(config: TrainerConfig) -> int:
         parts = build_parts(config, os.environ)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it to all ranks: rank 0 says when to stop
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        Follower(
+        RankWorker(
             parts.learner,
             parts.checkpointer,
             publish_dtype=parts.compute_dtype,
-            ckpt=config.ckpt,
             release=releaser(parts.learner.device, wanted=config.release_memory),
         ).run()
         parts.leave()
@@ -96,7 +95,7 @@ async def serve(config: TrainerConfig, stop: asyncio.Event, tracer: trace.Tracer
     parts = building.result()
     learner = parts.learner
     epoch = await asyncio.to_thread(next_epoch, config.output_dir / "trainer_epoch")
-    desk = TrainerDesk(
+    queue = TrainingQueue(
         StepBook(
             run_id=config.run_id,
             epoch=epoch,
@@ -110,34 +109,34 @@ async def serve(config: TrainerConfig, stop: asyncio.Event, tracer: trace.Tracer
     )
     max_message_bytes = max(4 * 2**20, config.seq_len * BYTES_PER_TOKEN)
     server = GrpcServer(config.server, max_message_bytes=max_message_bytes, tracer=tracer)
-    servicer = TrainerServicer(desk, facts(config, parts), on_drained=stop.set)
+    servicer = TrainerServicer(queue, facts(config, parts), on_drained=stop.set)
     server.add(SERVICE, add_TrainerServiceServicer_to_server, servicer)
     port = await server.start()
     async with WeightSyncClient(config.weight_broadcast.address) as hub:
-        orders, loop = Orders(parts.parallel), asyncio.get_running_loop()
+        commands, loop = CommandSender(parts.parallel), asyncio.get_running_loop()
         decided = asyncio.run_coroutine_threadsafe(decide(config, parts, hub, epoch, os.environ), loop)
-        opening = thread.call(lambda: open_publication(decided, config, parts, orders, hub, os.environ))
+        opening = thread.call(lambda: open_publication(decided, config, parts, commands, hub, os.environ))
         if not await _before(stop, opening):
             return 0
         publication, initial = opening.result()
         del opening  # the first version's weights must not live as long as this function
-        training = thread.call(train_loop(config, parts, desk, publication, orders, tracer).run)
+        training = thread.call(train_loop(config, parts, queue, publication, commands, tracer).run)
         try:
             first = asyncio.ensure_future(_publish_when_hub_is_up(publication, learner.step_done, initial, config))
             del initial
             if not await _before(stop, first):
                 return 0
             freeze_loaded()
-            desk.open()
+            queue.open()
             server.set_serving()
             say_ready()
             logger.info(
                 "trainer: run {!r} at version {} (epoch {}) on {} rank(s), serving TrainerService at {}:{}",
                 config.run_id, learner.step_done, epoch, parts.parallel.world_size, config.server.host, port,
             )  # fmt: skip
-            return await _until_drained(config, desk, server, training, stop)
+            return await _until_drained(config, queue, server, training, stop)
         finally:
-            desk.close()
+            queue.close()
             await server.drain(DRAIN_GRACE_S)
             await asyncio.wait({training}, timeout=DRAIN_GRACE_S)  # it dismisses the other ranks
             await publication.close()
@@ -146,25 +145,25 @@ async def serve(config: TrainerConfig, stop: asyncio.Event, tracer: trace.Tracer
 def train_loop(
     config: TrainerConfig,
     parts: TrainerParts,
-    desk: TrainerDesk,
+    queue: TrainingQueue,
     publication: Publication,
-    orders: Orders,
+    commands: CommandSender,
     tracer: trace.Tracer,
-) -> TrainLoop:
+) -> TrainerLoop:
     """The loop for the training thread; its publications run on the event loop that makes it."""
     loop = asyncio.get_running_loop()
 
     def publish(version: int, taken: Any, traceparent: str) -> Future[PublishReport]:
         return asyncio.run_coroutine_threadsafe(publication.publisher.publish(version, taken, traceparent), loop)
 
-    return TrainLoop(
+    return TrainerLoop(
         parts.learner,
-        desk,
+        queue,
         publication.exit.take,
         publish,
         parts.checkpointer,
-        StepSpans(tracer),
-        orders,
+        TrainSpans(tracer),
+        commands,
         publication.publisher.progress,
         ckpt=config.ckpt,
         publish_deadline_s=config.publish_deadline_s,
@@ -174,7 +173,7 @@ def train_loop(
 
 
 async def _until_drained(
-    config: TrainerConfig, desk: TrainerDesk, server: GrpcServer, training: asyncio.Future[None], stop: asyncio.Event
+    config: TrainerConfig, queue: TrainingQueue, server: GrpcServer, training: asyncio.Future[None], stop: asyncio.Event
 ) -> int:
     """Waits for an end, then finishes what is queued, writes the last checkpoint and lets watchers hear of it."""
     stopping = asyncio.create_task(stop.wait())
@@ -185,11 +184,11 @@ async def _until_drained(
     code = 0
     try:
         async with asyncio.timeout(config.drain_deadline_s):
-            await desk.drain()
+            await queue.drain()
     except TimeoutError:  # the orchestrator will see these steps unfinished and submit them to the next trainer
         logger.error("batches still queued after {} s (drain_deadline_s) are given up", config.drain_deadline_s)
         code = 1
-    desk.close()
+    queue.close()
     try:
         async with asyncio.timeout(config.drain_deadline_s):
             await training
@@ -205,7 +204,7 @@ async def _until_drained(
         else:
             logger.opt(exception=error).error("training ended: {}", error)
         return 1
-    logger.info("trainer: finished at version {}", desk.book.info().version)
+    logger.info("trainer: finished at version {}", queue.book.info().version)
     return code
 
 

@@ -1,4 +1,4 @@
-"""TrainerService on the wire: converts, asks the desk, converts back. MeshErrors become rich statuses in the server."""
+"""TrainerService over gRPC: converts each request, asks the run it names, converts the answer back."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from meshrl.trainer.answers import Answers
 from meshrl.trainer.validate import check_batch
-from meshrl.trainer.work_queue import TrainerDesk
+from meshrl.trainer.work_queue import TrainingQueue
 from meshrl.v1 import trainer_pb2 as pb
 from meshrl.v1 import trainer_pb2_grpc as pb_grpc
 from meshrl.wire import validate
@@ -36,8 +36,8 @@ class TrainerFacts:
 class TrainerServicer(pb_grpc.TrainerServiceServicer):
     """The thin servicer. `on_drained` is called once a client's Drain has emptied the queue."""
 
-    def __init__(self, desk: TrainerDesk, facts: TrainerFacts, *, on_drained: Callable[[], None]) -> None:
-        self._desk = desk
+    def __init__(self, queue: TrainingQueue, facts: TrainerFacts, *, on_drained: Callable[[], None]) -> None:
+        self._queue = queue
         self._facts = facts
         self._on_drained = on_drained
         self._saves: Answers[tuple[int, Path]] = Answers()
@@ -52,7 +52,7 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
             pad_multiple=1,
             objective=facts.objective,
             model=facts.model,
-            runs=(self._desk.book.info(),),
+            runs=(self._queue.book.info(),),
             max_queued_batches=facts.max_queued_batches,
             vocab_size=facts.vocab_size,
         )
@@ -67,20 +67,20 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
             reader.feed(message)
             if first and reader.header is not None:
                 self._own_run(reader.header.run_id)
-                answer = self._desk.book.admit(reader.header.step, reader.header.digest)
+                answer = self._queue.book.admit(reader.header.step, reader.header.digest)
                 if answer is not None:  # a repetition need not send its tensors again
                     return pb.SubmitBatchResponse(revision=answer.revision, queue_position=answer.queue_position)
         batch = await asyncio.to_thread(reader.finish)
         await asyncio.to_thread(check_batch, batch, vocab_size=self._facts.vocab_size)
         assert reader.header is not None  # finish raises without one
-        answer = self._desk.submit(batch, reader.header.digest)
+        answer = self._queue.submit(batch, reader.header.digest)
         return pb.SubmitBatchResponse(revision=answer.revision, queue_position=answer.queue_position)
 
     async def WatchSteps(  # noqa: N802 - gRPC's name
         self, request: pb.WatchStepsRequest, context: Any
     ) -> AsyncIterator[pb.WatchStepsResponse]:
         self._own_run(request.run_id)
-        async for event in self._desk.watch(request.after_revision):
+        async for event in self._queue.watch(request.after_revision):
             yield step_event_to_proto(event)
 
     async def SaveCheckpoint(self, request: pb.SaveCheckpointRequest, context: Any) -> pb.SaveCheckpointResponse:  # noqa: N802 - gRPC's name
@@ -89,13 +89,13 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         step, path = await self._saves.once(
             request.request_id,
             request.SerializeToString(deterministic=True),
-            lambda: self._desk.save_checkpoint(weights_only=request.weights_only),
+            lambda: self._queue.save_checkpoint(weights_only=request.weights_only),
         )
         return pb.SaveCheckpointResponse(step=step, path=str(path))
 
     async def CreateRun(self, request: pb.CreateRunRequest, context: Any) -> pb.CreateRunResponse:  # noqa: N802 - gRPC's name
         validate.validate_run_request(request)
-        own = self._desk.book.info()
+        own = self._queue.book.info()
         if request.run_id == own.run_id:
             raise MeshError(Reason.RUN_EXISTS, f"run {own.run_id!r} is this trainer's own; choose another run_id")
         raise MeshError(
@@ -105,7 +105,7 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         )
 
     async def ListRuns(self, request: pb.ListRunsRequest, context: Any) -> pb.ListRunsResponse:  # noqa: N802 - gRPC's name
-        return pb.ListRunsResponse(runs=[run_to_proto(self._desk.book.info())])
+        return pb.ListRunsResponse(runs=[run_to_proto(self._queue.book.info())])
 
     async def DeleteRun(self, request: pb.DeleteRunRequest, context: Any) -> pb.DeleteRunResponse:  # noqa: N802 - gRPC's name
         validate.validate_run_request(request)
@@ -113,13 +113,13 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         raise MeshError(Reason.RUN_PROTECTED, f"run {own.run_id!r} is this trainer's own; use Drain to end it")
 
     async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainResponse:  # noqa: N802 - gRPC's name
-        step = await self._desk.drain()
+        step = await self._queue.drain()
         self._on_drained()
         return pb.DrainResponse(step=step)
 
     def _own_run(self, run_id: str) -> RunInfo:
         """The trainer's own run, which an empty id means. Raises UNKNOWN_RUN for any other."""
-        own = self._desk.book.info()
+        own = self._queue.book.info()
         if run_id not in ("", own.run_id):
             raise MeshError(Reason.UNKNOWN_RUN, f"no run {run_id!r} here; this trainer holds {own.run_id!r}")
         return own

@@ -13,7 +13,7 @@ from meshrl.wire.trace import context_from, format_traceparent, links_from
 from meshrl.wire.types import Batch
 
 
-class StepSpan:
+class TrainSpan:
     """The span of one step; `traceparent` goes with its events and its version."""
 
     def __init__(self, tracer: trace.Tracer, span: trace.Span, clock_ns: Callable[[], int]) -> None:
@@ -39,14 +39,14 @@ class StepSpan:
         self._span.end()
 
 
-class StepSpans:
+class TrainSpans:
     """Starts the span of each step."""
 
     def __init__(self, tracer: trace.Tracer, *, clock_ns: Callable[[], int] = time.time_ns) -> None:
         self._tracer = tracer
         self._clock_ns = clock_ns
 
-    def start(self, batch: Batch) -> StepSpan:
+    def start(self, batch: Batch) -> TrainSpan:
         """A span under the batch's trace context, with one link for each distinct rollout."""
         rollouts = dict.fromkeys(parent for row in batch.micro_batches for parent in row.traceparents if parent)
         attributes: Mapping[str, str | int] = {
@@ -63,4 +63,4 @@ class StepSpans:
             links=links_from(rollouts),
             attributes=attributes,
         )
-        return StepSpan(self._tracer, span, self._clock_ns)
+        return TrainSpan(self._tracer, span, self._clock_ns)

@@ -30,7 +30,7 @@ class SaveRequest:
 Work = Batch | SaveRequest
 
 
-class TrainerDesk:
+class TrainingQueue:
     """Hands work to the training thread and its news to watchers. Made on the event loop that serves it.
 
     One that is `held` takes batches but hands out no work until it is opened.

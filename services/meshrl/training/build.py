@@ -17,7 +17,7 @@ from meshrl.training.config import OptimConfig, SchedulerConfig
 from meshrl.training.learner import Learner
 from meshrl.training.model_config import TrainerModelConfig
 from meshrl.training.parallel.fsdp import prepare_blocks, shard
-from meshrl.training.parallel.rank_group import ParallelContext
+from meshrl.training.parallel.rank_group import RankGroup
 
 LOGITS_BYTES_CPU, LOGITS_BYTES_GPU = 2**28, 2**31
 
@@ -29,7 +29,7 @@ def build_learner(
     optim: OptimConfig,
     scheduler: SchedulerConfig,
     max_steps: int | None,
-    parallel: ParallelContext,
+    parallel: RankGroup,
     seed: int = 0,
     max_logits_bytes: int | None = None,
     random_weights: bool = False,

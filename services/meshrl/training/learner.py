@@ -23,7 +23,7 @@ from meshrl.models.logprobs import PackedPolicy, PackedRow
 from meshrl.training.config import OptimConfig, SchedulerConfig
 from meshrl.training.lr_schedule import learning_rate
 from meshrl.training.optim import build_optimizer, clip_gradients, gradient_zeros, local
-from meshrl.training.parallel.rank_group import ParallelContext
+from meshrl.training.parallel.rank_group import RankGroup
 from meshrl.wire.types import MicroBatch
 
 
@@ -88,14 +88,14 @@ class Learner:
         optim: OptimConfig,
         scheduler: SchedulerConfig,
         max_steps: int | None,
-        parallel: ParallelContext | None = None,
+        parallel: RankGroup | None = None,
         optim_cpu_offload: bool = False,
     ) -> None:
         self.policy = policy
         self.model = policy.model
         self.objective = objective
         self.step_done = 0
-        self.parallel = parallel or ParallelContext(device=self.model.device)
+        self.parallel = parallel or RankGroup(device=self.model.device)
         self.device = self.parallel.device
         self.optimizer = build_optimizer(self.model, optim, cpu_offload=optim_cpu_offload)
         self._parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]

@@ -18,7 +18,7 @@ from meshrl.models.load import ModelError, empty_model, resolve_dtype
 from meshrl.models.lora import apply_lora
 from meshrl.training.config import OptimConfig
 from meshrl.training.model_config import TrainerModelConfig
-from meshrl.training.parallel.rank_group import ParallelContext
+from meshrl.training.parallel.rank_group import RankGroup
 
 GRADIENT_BYTES = 4  # float32
 OPTIMIZER_BYTES: Mapping[str, int] = {"adamw": 8, "muon": 4, "sgd": 4}  # a parameter: two float32 moments, or one
@@ -39,7 +39,7 @@ class MemoryNeed:
         return self.weights + self.gradients + self.optimizer
 
 
-def memory_need(config: TrainerModelConfig, optim: OptimConfig, parallel: ParallelContext) -> MemoryNeed:
+def memory_need(config: TrainerModelConfig, optim: OptimConfig, parallel: RankGroup) -> MemoryNeed:
     """What a rank of this group needs for this model.
 
     Raises ModelError when there is no such model, and ValueError for adapters that do not fit it.
@@ -66,7 +66,7 @@ def memory_need(config: TrainerModelConfig, optim: OptimConfig, parallel: Parall
     )
 
 
-def check_fits(config: TrainerModelConfig, optim: OptimConfig, parallel: ParallelContext) -> None:
+def check_fits(config: TrainerModelConfig, optim: OptimConfig, parallel: RankGroup) -> None:
     """Raises ModelError, on every rank, when the model cannot be trained on some rank's device. Collective.
 
     Raises ValueError for adapters that do not fit the model.

@@ -24,7 +24,7 @@ from meshrl.sft.program import train
 from meshrl.training.config import OptimConfig
 from meshrl.training.model_config import TrainerModelConfig
 from meshrl.training.parallel.deployment import DeploymentConfig
-from meshrl.training.parallel.rank_group import ParallelContext
+from meshrl.training.parallel.rank_group import RankGroup
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def records(output_dir: Path) -> list[dict[str, Any]]:
 def test_two_processes_train_as_one(folder: Path, tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     process = start(configure(folder, two))
-    train(configure(folder, one), threading.Event(), ParallelContext())
+    train(configure(folder, one), threading.Event(), RankGroup())
     assert process.wait(60) == 0, (two / "console.txt").read_text()
     for ours, theirs in zip(records(two), records(one), strict=True):
         assert ours["step"] == theirs["step"]

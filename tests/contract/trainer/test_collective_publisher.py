@@ -19,7 +19,7 @@ from meshrl.trainer.publishing.progress import Progress
 from meshrl.trainer.publishing.rank_calls import Crew, Word
 from meshrl.trainer.publishing.snapshots import GroupExit, PublicationSettings
 from meshrl.trainer.publishing.uploading import PublishReport
-from meshrl.training.parallel.rank_group import ParallelContext
+from meshrl.training.parallel.rank_group import RankGroup
 from meshrl.versions.collective.communicator import open_store
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import JoinGroup, Manifest
@@ -39,7 +39,7 @@ class Trainer:
             transport="nccl", epoch=epoch, adapter_only=False, in_shares=True, folder="", chunk_bytes=4096,
             bucket_bytes=2048, num_threads=1, backend="gloo", deadline_s=DEADLINE_S, store_address=address,
         )  # fmt: skip
-        self.exit = GroupExit(self.model, torch.float32, ParallelContext(), settings)
+        self.exit = GroupExit(self.model, torch.float32, RankGroup(), settings)
         self.publisher = CollectivePublisher(
             client, Crew(self.exit.worker, None, size=1), self.exit.rows, self.store, run_id="main", epoch=epoch,
             backend="gloo", store_address=address, transfer_deadline_s=DEADLINE_S, watch_s=0.1,

@@ -157,7 +157,7 @@ async def test_drain_finishes_the_queue_refuses_more_and_ends_watches(mesh: Mesh
     assert await mesh.client.drain() == 1
     assert mesh.drained.is_set()
     assert (await mesh.refused(batch(2))).reason is Reason.DRAINING
-    mesh.desk.close()
+    mesh.queue.close()
     async with asyncio.timeout(20):
         states = [event.state async for event in mesh.client.watch_steps()]
     assert states == [StepState.QUEUED, StepState.RUNNING, StepState.DONE]

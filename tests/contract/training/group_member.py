@@ -14,15 +14,15 @@ from pathlib import Path
 
 import torch
 
-from meshrl.trainer.ranks.commands import Orders
+from meshrl.trainer.ranks.commands import CommandSender
 from meshrl.training.parallel.lifeline import Lifeline
-from meshrl.training.parallel.rank_group import ParallelContext
+from meshrl.training.parallel.rank_group import RankGroup
 
 
 def main(folder: Path, mode: str) -> None:
     if mode == "early" and os.environ["RANK"] == "1":
         sys.exit("rank 1 has a problem")
-    group = ParallelContext.start(os.environ, device=torch.device("cpu"), timeout_s=2 if mode == "idle" else 60)
+    group = RankGroup.start(os.environ, device=torch.device("cpu"), timeout_s=2 if mode == "idle" else 60)
     lifeline = Lifeline.tie(group, os.environ)
     told: list[int] = []
     signal.signal(signal.SIGTERM, lambda signum, frame: told.append(signum))
@@ -30,7 +30,7 @@ def main(folder: Path, mode: str) -> None:
     if mode == "idle" and group.rank == 0:
         future: Future[None] = Future()
         threading.Timer(4, future.set_result, [None]).start()
-        Orders(group, beat_s=0.5).wait(future)
+        CommandSender(group, beat_s=0.5).wait(future)
         told.append(0)
     while group.broadcast((b"stop" if told else b"go") if group.rank == 0 else None) != b"stop":
         time.sleep(0.02)

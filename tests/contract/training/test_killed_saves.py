@@ -57,7 +57,7 @@ KILLED_PROGRAM = """
             calls_until_death(number)
             if in_background:
                 checkpointer.save_async()
-                checkpointer.settle()
+                checkpointer.wait_for_save()
             else:
                 checkpointer.save()
             os._exit(7)

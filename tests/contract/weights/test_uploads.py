@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from meshrl.trainer.ranks.commands import Orders
-from meshrl.training.parallel.rank_group import ParallelContext
+from meshrl.trainer.ranks.commands import CommandSender
+from meshrl.training.parallel.rank_group import RankGroup
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Chunk, Transport, VersionState
 
@@ -55,9 +55,9 @@ async def test_publication_over_a_slow_link_is_not_given_up_while_it_moves(mesh:
         return await create(manifest, None if chunks is None else few(), **more)
 
     publisher._client.create_version = slow
-    loop, orders = asyncio.get_running_loop(), Orders(ParallelContext(), beat_s=0.1)
+    loop, commands = asyncio.get_running_loop(), CommandSender(RankGroup(), beat_s=0.1)
     publication = asyncio.run_coroutine_threadsafe(publisher.publish(0, state(1)), loop)
-    report = await asyncio.to_thread(orders.wait, publication, progress=publisher.progress, stall_s=3.0)
+    report = await asyncio.to_thread(commands.wait, publication, progress=publisher.progress, stall_s=3.0)
     assert report.stage_s > 3.0
     assert mesh.hub.coordinator.find("run", 0).state is VersionState.SEALED
 

@@ -21,7 +21,7 @@ from meshrl.sft.config import DataConfig, SFTConfig, ValConfig
 from meshrl.sft.program import train
 from meshrl.training.config import CheckpointConfig, OptimConfig, SchedulerConfig
 from meshrl.training.model_config import LoraConfig, TrainerModelConfig
-from meshrl.training.parallel.rank_group import ParallelContext
+from meshrl.training.parallel.rank_group import RankGroup
 
 TIMES = ("time/", "perf/")
 
@@ -47,7 +47,7 @@ def run(folder: Path, output_dir: Path, lora: LoraConfig | None, **ckpt: Any) ->
         output_dir=output_dir,
         ckpt=CheckpointConfig(interval=10, **ckpt),
     )
-    train(config, threading.Event(), ParallelContext())
+    train(config, threading.Event(), RankGroup())
 
 
 def records(output_dir: Path) -> list[dict[str, float]]:

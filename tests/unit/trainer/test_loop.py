@@ -17,7 +17,7 @@ from training_loop import DEADLINE_S, REPORT, ROLLOUT_TRACE, STEP_TRACE, batch, 
 async def test_batch_becomes_a_published_version_with_metrics(tmp_path: Path) -> None:
     async with running(tmp_path) as trainer:
         before = gather_state(trainer.learner.model)
-        trainer.desk.submit(batch(1), "a")
+        trainer.queue.submit(batch(1), "a")
         event = await trainer.until(StepState.DONE, 1)
         assert event.version == 1
         published = trainer.hub.versions[1]
@@ -48,10 +48,10 @@ async def test_batch_becomes_a_published_version_with_metrics(tmp_path: Path) ->
 async def test_next_step_trains_while_a_version_is_published_and_done_waits_for_the_seal(tmp_path: Path) -> None:
     async with running(tmp_path) as trainer:
         trainer.hub.held = True
-        trainer.desk.submit(batch(1), "a")
-        trainer.desk.submit(batch(2), "b")
+        trainer.queue.submit(batch(1), "a")
+        trainer.queue.submit(batch(2), "b")
         await trainer.until(StepState.RUNNING, 2)
-        assert trainer.desk.book.info().version == 0
+        assert trainer.queue.book.info().version == 0
         (await trainer.hub.next_pending()).set_result(REPORT)
         assert (await trainer.until(StepState.DONE, 1)).version == 1
         (await trainer.hub.next_pending()).set_result(REPORT)
@@ -61,8 +61,8 @@ async def test_next_step_trains_while_a_version_is_published_and_done_waits_for_
 async def test_a_publication_that_moves_may_take_longer_than_its_deadline(tmp_path: Path) -> None:
     async with running(tmp_path, publish_deadline_s=3.0) as trainer:
         trainer.hub.held = True
-        trainer.desk.submit(batch(1), "a")
-        trainer.desk.submit(batch(2), "b")
+        trainer.queue.submit(batch(1), "a")
+        trainer.queue.submit(batch(2), "b")
         first = await trainer.hub.next_pending()
         for _ in range(20):
             await asyncio.sleep(0.25)
@@ -77,8 +77,8 @@ async def test_a_publication_that_moves_may_take_longer_than_its_deadline(tmp_pa
 async def test_a_publication_that_stands_still_ends_the_trainer_with_a_sentence(tmp_path: Path) -> None:
     async with running(tmp_path, publish_deadline_s=0.2) as trainer:
         trainer.hub.held = True
-        trainer.desk.submit(batch(1), "a")
-        trainer.desk.submit(batch(2), "b")
+        trainer.queue.submit(batch(1), "a")
+        trainer.queue.submit(batch(2), "b")
         await trainer.ended()
     assert isinstance(trainer.error, MeshError)
     assert trainer.error.message == (
@@ -90,20 +90,20 @@ async def test_a_publication_that_stands_still_ends_the_trainer_with_a_sentence(
 async def test_failed_step_leaves_weights_and_the_trainer_goes_on(tmp_path: Path) -> None:
     async with running(tmp_path) as trainer:
         before = gather_state(trainer.learner.model)
-        trainer.desk.submit(batch(1, advantage=float("inf")), "a")
+        trainer.queue.submit(batch(1, advantage=float("inf")), "a")
         event = await trainer.until(StepState.FAILED, 1)
         assert event.reason == "STEP_FAILED"
         assert "not finite" in event.message
         assert all(torch.equal(tensor, before[name]) for name, tensor in gather_state(trainer.learner.model).items())
         assert trainer.hub.versions == {}
-        trainer.desk.submit(batch(1), "b")
+        trainer.queue.submit(batch(1), "b")
         assert (await trainer.until(StepState.DONE, 1)).version == 1
 
 
 async def test_failed_publication_ends_the_trainer(tmp_path: Path) -> None:
     async with running(tmp_path) as trainer:
         trainer.hub.held = True
-        trainer.desk.submit(batch(1), "a")
+        trainer.queue.submit(batch(1), "a")
         (await trainer.hub.next_pending()).set_exception(OSError("no space left"))
         event = await trainer.until(StepState.FAILED, 1)
         assert "version 1 could not be published: no space left" in event.message
@@ -113,7 +113,7 @@ async def test_failed_publication_ends_the_trainer(tmp_path: Path) -> None:
 
 async def test_step_span_links_its_rollouts_and_has_its_stages(tmp_path: Path) -> None:
     async with running(tmp_path) as trainer:
-        trainer.desk.submit(batch(1), "a")
+        trainer.queue.submit(batch(1), "a")
         event = await trainer.until(StepState.DONE, 1)
         spans = trainer.spans()
         train = spans["rl.train"]
@@ -131,16 +131,16 @@ async def test_step_span_links_its_rollouts_and_has_its_stages(tmp_path: Path) -
 
 async def test_drain_finishes_what_is_queued(tmp_path: Path) -> None:
     async with running(tmp_path) as trainer:
-        trainer.desk.submit(batch(1), "a")
-        trainer.desk.submit(replace(batch(2)), "b")
+        trainer.queue.submit(batch(1), "a")
+        trainer.queue.submit(replace(batch(2)), "b")
         async with asyncio.timeout(DEADLINE_S):
-            assert await trainer.desk.drain() == 2
+            assert await trainer.queue.drain() == 2
 
 
 async def test_memory_is_given_back_after_each_step_before_its_version_is_published(tmp_path: Path) -> None:
     async with running(tmp_path) as trainer:
         for step in (1, 2):
-            trainer.desk.submit(batch(step), str(step))
+            trainer.queue.submit(batch(step), str(step))
             await trainer.until(StepState.DONE, step)
         assert trainer.released_after == [[], [1]]
 

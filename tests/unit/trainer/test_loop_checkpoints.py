@@ -20,10 +20,10 @@ from training_loop import batch, build, running
 async def test_checkpoints_at_interval_and_at_the_end_keep_the_last(tmp_path: Path) -> None:
     async with running(tmp_path, CheckpointConfig(interval=1, keep_last=2)) as trainer:
         for step in (1, 2, 3):
-            trainer.desk.submit(batch(step), str(step))
+            trainer.queue.submit(batch(step), str(step))
             event = await trainer.until(StepState.DONE, step)
             assert event.durable_step in (step - 1, step)  # the version is published while the checkpoint is written
-    assert trainer.desk.book.info().durable_step == 3
+    assert trainer.queue.book.info().durable_step == 3
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step_2", "step_3"]
     assert sorted(path.name for path in (tmp_path / "weights").iterdir()) == ["step_2", "step_3"]
 
@@ -31,35 +31,35 @@ async def test_checkpoints_at_interval_and_at_the_end_keep_the_last(tmp_path: Pa
 async def test_checkpoints_in_the_background_are_all_on_disk_at_the_end(tmp_path: Path) -> None:
     async with running(tmp_path, CheckpointConfig(interval=1, keep_last=2, save_async=True)) as trainer:
         for step in (1, 2, 3):
-            trainer.desk.submit(batch(step), str(step))
+            trainer.queue.submit(batch(step), str(step))
             assert (await trainer.until(StepState.DONE, step)).durable_step < step
-        trainer.desk.close()
+        trainer.queue.close()
         await trainer.ended()
         assert trainer.error is None
         await asyncio.sleep(0)  # the last news of the training thread
-    assert trainer.desk.book.info().durable_step == trainer.checkpointer.durable_step == 3
+    assert trainer.queue.book.info().durable_step == trainer.checkpointer.durable_step == 3
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step_2", "step_3"]
 
 
 async def test_a_checkpoint_that_fails_in_the_background_ends_the_trainer_and_is_never_durable(tmp_path: Path) -> None:
     async with running(tmp_path, CheckpointConfig(interval=1, save_async=True)) as trainer:
         (tmp_path / "checkpoints").write_text("a file where a folder should be")
-        trainer.desk.submit(batch(1), "1")
+        trainer.queue.submit(batch(1), "1")
         await trainer.until(StepState.DONE, 1)
-        trainer.desk.submit(batch(2), "2")
+        trainer.queue.submit(batch(2), "2")
         await trainer.ended()
     assert isinstance(trainer.error, CheckpointError)
     assert "could not start a checkpoint" in str(trainer.error)
-    assert trainer.desk.book.info().durable_step == 0
+    assert trainer.queue.book.info().durable_step == 0
 
 
 async def test_a_checkpoint_that_was_asked_for_and_fails_is_the_callers_news(tmp_path: Path) -> None:
     async with running(tmp_path) as trainer:
         (tmp_path / "checkpoints").write_text("a file where a folder should be")
         with pytest.raises(MeshError, match="could not start a checkpoint") as raised:
-            await trainer.desk.save_checkpoint(weights_only=False)
+            await trainer.queue.save_checkpoint(weights_only=False)
         assert raised.value.reason is Reason.CHECKPOINT_FAILED
-        trainer.desk.submit(batch(1), "1")
+        trainer.queue.submit(batch(1), "1")
         await trainer.until(StepState.DONE, 1)
 
 
@@ -69,12 +69,12 @@ async def test_checkpoints_that_are_asked_for_are_pruned_as_configured(
 ) -> None:
     async with running(tmp_path, ckpt) as trainer:
         for step in range(1, 5):
-            trainer.desk.submit(batch(step), str(step))
+            trainer.queue.submit(batch(step), str(step))
             await trainer.until(StepState.DONE, step)
-            saved, path = await trainer.desk.save_checkpoint(weights_only=False)
+            saved, path = await trainer.queue.save_checkpoint(weights_only=False)
             assert saved == step
             assert (path / "checkpoint.json").is_file()
-        await trainer.desk.save_checkpoint(weights_only=True)
+        await trainer.queue.save_checkpoint(weights_only=True)
         kept = ["step_3", "step_4"] if ckpt and ckpt.keep_last else [f"step_{step}" for step in range(1, 5)]
         for root in ("checkpoints", "weights"):
             assert sorted(path.name for path in (tmp_path / root).iterdir()) == kept
@@ -87,11 +87,11 @@ async def test_weights_that_are_half_updated_end_the_trainer_and_are_never_used(
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     async with running(tmp_path, CheckpointConfig(interval=1), learner) as trainer:
-        trainer.desk.submit(batch(1), "1")
+        trainer.queue.submit(batch(1), "1")
         await trainer.until(StepState.DONE, 1)
         whole = gather_state(learner.model)
         learner.optimizer.parts[1].register_step_pre_hook(no_memory)
-        trainer.desk.submit(batch(2), "2")
+        trainer.queue.submit(batch(2), "2")
         failed = await trainer.until(StepState.FAILED, 2)
         await trainer.ended()
     assert isinstance(trainer.error, UpdateError)
@@ -105,13 +105,13 @@ async def test_weights_that_are_half_updated_end_the_trainer_and_are_never_used(
 
 async def test_totals_go_on_where_a_checkpoint_left_them(tmp_path: Path) -> None:
     async with running(tmp_path, CheckpointConfig()) as trainer:
-        trainer.desk.submit(batch(1), "1")
+        trainer.queue.submit(batch(1), "1")
         first = (await trainer.until(StepState.DONE, 1)).metrics
     resumed = build()
     async with running(tmp_path, learner=resumed) as trainer:
         trainer.checkpointer.restore(-1)
-        trainer.desk.book = StepBook(run_id="main", epoch=2, start_step=1)
-        trainer.desk.submit(batch(2), "2")
+        trainer.queue.book = StepBook(run_id="main", epoch=2, start_step=1)
+        trainer.queue.submit(batch(2), "2")
         second = (await trainer.until(StepState.DONE, 2)).metrics
     assert (first["progress/total_tokens"], second["progress/total_tokens"]) == (12, 24)
     assert (first["progress/total_samples"], second["progress/total_samples"]) == (2, 4)
@@ -119,7 +119,7 @@ async def test_totals_go_on_where_a_checkpoint_left_them(tmp_path: Path) -> None
 
 async def test_checkpoint_at_the_end_only_by_default(tmp_path: Path) -> None:
     async with running(tmp_path, CheckpointConfig()) as trainer:
-        trainer.desk.submit(batch(1), "a")
+        trainer.queue.submit(batch(1), "a")
         await trainer.until(StepState.DONE, 1)
         assert not (tmp_path / "checkpoints").exists()
     assert (tmp_path / "checkpoints" / "step_1" / "trainer").is_dir()
@@ -127,24 +127,24 @@ async def test_checkpoint_at_the_end_only_by_default(tmp_path: Path) -> None:
 
 async def test_resumed_trainer_continues_to_the_bit(tmp_path: Path) -> None:
     async with running(tmp_path, CheckpointConfig()) as trainer:
-        trainer.desk.submit(batch(1), "a")
+        trainer.queue.submit(batch(1), "a")
         await trainer.until(StepState.DONE, 1)
-        step, path = await trainer.desk.save_checkpoint(weights_only=False)
+        step, path = await trainer.queue.save_checkpoint(weights_only=False)
         assert (step, path) == (1, tmp_path / "checkpoints" / "step_1" / "trainer")
-        trainer.desk.submit(batch(2), "b")
+        trainer.queue.submit(batch(2), "b")
         await trainer.until(StepState.DONE, 2)
         expected = trainer.hub.versions[2]
     resumed = build()
     assert Checkpointer(resumed, tmp_path, tokenizer=None).restore(1) == 1
     async with running(tmp_path / "second", learner=resumed) as trainer:
-        trainer.desk.submit(batch(2), "b")
+        trainer.queue.submit(batch(2), "b")
         assert (await trainer.until(StepState.DONE, 2)).version == 2
         assert all(torch.equal(tensor, expected[name]) for name, tensor in trainer.hub.versions[2].items())
 
 
 async def test_snapshot_is_a_model_that_transformers_loads(tmp_path: Path) -> None:
     async with running(tmp_path) as trainer:
-        _, path = await trainer.desk.save_checkpoint(weights_only=True)
+        _, path = await trainer.queue.save_checkpoint(weights_only=True)
         loaded = Qwen3ForCausalLM.from_pretrained(path)
         assert path == tmp_path / "weights" / "step_0"
         assert all(

@@ -60,7 +60,7 @@ def test_ten_steps_resumed_for_ten_are_twenty_bit_for_bit(
     checkpointer.progress.tokens = 77
     checkpointer.save_as(CheckpointConfig(save_async=in_background))
     kit.train(first, 12)  # what is saved must not change any more
-    checkpointer.settle()
+    checkpointer.wait_for_save()
     assert checkpointer.durable_step == 10
 
     torch.manual_seed(99)  # a new process has drawn other numbers until it restores
@@ -83,7 +83,7 @@ def test_a_save_changes_nothing_in_training(model: str, tmp_path: Path) -> None:
     for step in range(1, 7):
         got += kit.train(saving, step)
         checkpointer.save_as(CheckpointConfig(save_async=step % 2 == 0))
-    checkpointer.settle()
+    checkpointer.wait_for_save()
     assert got == expected
     assert saved_steps(tmp_path) == [1, 2, 3, 4, 5, 6]
 
@@ -94,7 +94,7 @@ def test_saving_in_the_background_writes_the_same_as_saving(model: str, tmp_path
     for name, in_background in (("now", False), ("later", True)):
         checkpointer = Checkpointer(learner, tmp_path / name, tokenizer=None)
         checkpointer.save_as(CheckpointConfig(save_async=in_background))
-        checkpointer.settle()
+        checkpointer.wait_for_save()
     now, later = (load_file(tmp_path / name / "weights/step_3/model.safetensors") for name in ("now", "later"))
     kit.assert_same(now, later)
     states = []
@@ -202,7 +202,7 @@ def test_old_checkpoints_go(
         learner.step_done = step
         (tmp_path / f"checkpoints/step_{step}/orchestrator").mkdir(parents=True)
         checkpointer.save_as(config)
-    checkpointer.settle()
+    checkpointer.wait_for_save()
     assert saved_steps(tmp_path) == files.steps_in(tmp_path / "weights") == left
     assert [step for step in left if not (tmp_path / f"checkpoints/step_{step}/orchestrator").is_dir()] == []
 
@@ -309,13 +309,13 @@ def test_a_damaged_or_foreign_checkpoint_is_refused_and_an_earlier_one_resumes(
 def test_no_flipped_bit_of_the_manifest_changes_what_is_read(saved: Path) -> None:
     folder = saved / "checkpoints/step_6/trainer"
     path, chance, read = folder / files.MANIFEST, random.Random(0), []
-    whole, written = files.Manifest.read(folder, step=6), path.read_bytes()
+    whole, written = files.CheckpointManifest.read(folder, step=6), path.read_bytes()
     for _ in range(150):
         data, bit = bytearray(written), chance.randrange(8 * len(written))
         data[bit // 8] ^= 1 << bit % 8
         path.write_bytes(data)
         try:
-            found = files.Manifest.read(folder, step=6)
+            found = files.CheckpointManifest.read(folder, step=6)
         except CheckpointError:
             continue
         if found != whole:
@@ -376,7 +376,7 @@ def test_a_failure_in_the_background_is_raised_at_the_next_look(model: str, tmp_
     heard: list[int] = []
     checkpointer.save_async(on_durable=lambda step, folder: heard.append(step))
     with pytest.raises(CheckpointError, match="could not start a checkpoint"):
-        checkpointer.settle()
+        checkpointer.wait_for_save()
     checkpointer.check()
     assert (heard, checkpointer.durable_step) == ([], 1)
     assert list((tmp_path / "checkpoints").glob("*/*")) == [tmp_path / "checkpoints/step_1/trainer"]

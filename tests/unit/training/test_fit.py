@@ -11,7 +11,7 @@ from meshrl.training import memory_estimate as fit
 from meshrl.training.config import OptimConfig
 from meshrl.training.memory_estimate import available_bytes, check_fits, check_has_device, memory_need
 from meshrl.training.model_config import LoraConfig, TrainerModelConfig
-from meshrl.training.parallel.rank_group import ParallelContext
+from meshrl.training.parallel.rank_group import RankGroup
 
 HIDDEN, LAYERS, VOCAB = 64, 2, 128
 KV = HEADS = HIDDEN // 16
@@ -42,7 +42,7 @@ def save(folder: Path, *, hidden: int) -> None:
 
 
 def test_full_training_takes_sixteen_bytes_a_parameter(folder: str) -> None:
-    need = memory_need(TrainerModelConfig(name=folder, device="cpu"), OptimConfig(), ParallelContext())
+    need = memory_need(TrainerModelConfig(name=folder, device="cpu"), OptimConfig(), RankGroup())
     assert need.parameters == PARAMETERS
     assert (need.weights, need.gradients, need.optimizer) == (4 * PARAMETERS, 4 * PARAMETERS, 8 * PARAMETERS)
 
@@ -56,14 +56,14 @@ def test_full_training_takes_sixteen_bytes_a_parameter(folder: str) -> None:
     ],
 )
 def test_optimizers_with_less_state_take_less(folder: str, optim: OptimConfig, expected: int) -> None:
-    need = memory_need(TrainerModelConfig(name=folder, device="cpu"), optim, ParallelContext())
+    need = memory_need(TrainerModelConfig(name=folder, device="cpu"), optim, RankGroup())
     assert need.optimizer == expected * PARAMETERS
 
 
 def test_adapters_leave_the_model_without_gradients_and_optimizer_state(folder: str) -> None:
     lora = LoraConfig(rank=2, target_modules=["q_proj"])
     config = TrainerModelConfig(name=folder, device="cpu", lora=lora)
-    need = memory_need(config, OptimConfig(), ParallelContext())
+    need = memory_need(config, OptimConfig(), RankGroup())
     adapters = LAYERS * 2 * (HIDDEN + HIDDEN)
     assert need.parameters == PARAMETERS + adapters
     assert (need.gradients, need.optimizer) == (4 * adapters, 8 * adapters)
@@ -71,9 +71,9 @@ def test_adapters_leave_the_model_without_gradients_and_optimizer_state(folder: 
 
 def test_state_on_the_host_does_not_count(folder: str) -> None:
     config = TrainerModelConfig(name=folder, device="cpu", optim_cpu_offload=True)
-    assert memory_need(config, OptimConfig(), ParallelContext()).total == 8 * PARAMETERS
+    assert memory_need(config, OptimConfig(), RankGroup()).total == 8 * PARAMETERS
     config = TrainerModelConfig(name=folder, device="cpu", fsdp_cpu_offload=True)
-    assert memory_need(config, OptimConfig(), ParallelContext()).total == 0
+    assert memory_need(config, OptimConfig(), RankGroup()).total == 0
 
 
 def test_this_machine_has_some_memory() -> None:
@@ -83,7 +83,7 @@ def test_this_machine_has_some_memory() -> None:
 
 
 def test_a_model_that_fits_passes(folder: str) -> None:
-    check_fits(TrainerModelConfig(name=folder, device="cpu"), OptimConfig(), ParallelContext())
+    check_fits(TrainerModelConfig(name=folder, device="cpu"), OptimConfig(), RankGroup())
 
 
 def test_a_model_that_does_not_fit_is_refused_with_both_sizes_before_it_is_loaded(
@@ -92,7 +92,7 @@ def test_a_model_that_does_not_fit_is_refused_with_both_sizes_before_it_is_loade
     save(tmp_path, hidden=8192)
     monkeypatch.setattr(fit, "available_bytes", lambda device: 2**30)
     with pytest.raises(ModelError) as caught:
-        check_fits(TrainerModelConfig(name=str(tmp_path), device="cpu"), OptimConfig(), ParallelContext())
+        check_fits(TrainerModelConfig(name=str(tmp_path), device="cpu"), OptimConfig(), RankGroup())
     message = str(caught.value)
     assert "to train its 1.34 billion parameters takes 20 GiB of memory on cpu" in message
     assert "(weights 5 GiB, gradients 5 GiB, optimizer 10 GiB; activations not counted), and 1 GiB" in message

@@ -39,7 +39,7 @@ from meshrl.trainer.publishing.snapshots import (
 )
 from meshrl.trainer.publishing.transport_choice import choose, files_folder, first_engines, known_engines, shm_folder
 from meshrl.trainer.publishing.uploading import PublishReport
-from meshrl.trainer.ranks.commands import Gather, Open, Orders
+from meshrl.trainer.ranks.commands import CommandSender, PublishSetupCommand, SnapshotCommand
 from meshrl.versions.collective.communicator import open_store, reach_store
 from meshrl.wire.errors import MeshError
 from meshrl.wire.types import AdapterConfig, EngineInfo, Transport
@@ -142,12 +142,12 @@ def open_publication(
     settings: Future[PublicationSettings],
     config: TrainerConfig,
     parts: TrainerParts,
-    orders: Orders,
+    commands: CommandSender,
     client: WeightSyncClient,
     environment: Mapping[str, str],
 ) -> tuple[Publication, Any]:
     """Opens the exits of all ranks and takes the first version; on the training thread, first of all."""
-    decided = orders.wait(settings)
+    decided = commands.wait(settings)
     parallel, model = parts.parallel, parts.learner.model
     senders = num_senders(parallel)
     store = None
@@ -157,12 +157,12 @@ def open_publication(
         store = open_store(host, deadline_s=STORE_DEADLINE_S)
         address = f"[{host}]:{store.port}" if ":" in host else f"{host}:{store.port}"
         decided = replace(decided, store_address=address)
-    orders.give(Open(settings=decided))
+    commands.send(PublishSetupCommand(settings=decided))
     exit_ = open_exit(decided, model, parts.compute_dtype, parallel)
     crew_store = None
     if store is not None and senders > 1:
         crew_store = reach_store(decided.store_address, deadline_s=STORE_DEADLINE_S)
-    orders.give(Gather())
+    commands.send(SnapshotCommand())
     initial = exit_.take(parts.learner.step_done)
     temporary, layout = _temporary(decided, config), Layout(config.output_dir)
     publication = Publication(

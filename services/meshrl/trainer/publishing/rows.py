@@ -13,7 +13,7 @@ from torch import nn
 
 from meshrl.models.state import own_rows, published_tensors
 from meshrl.trainer.publishing.publisher import DTYPE_NAMES
-from meshrl.training.parallel.rank_group import SHARD, ParallelContext
+from meshrl.training.parallel.rank_group import SHARD, RankGroup
 from meshrl.versions.collective.plan import buckets
 from meshrl.wire.manifest import TensorPlan, layout_signature, plan_tensors
 from meshrl.wire.types import CollectivePlan, TensorEntry
@@ -60,7 +60,7 @@ class Rows:
                 yield self.plans[piece.tensor], piece.start, piece.end
 
 
-def num_senders(parallel: ParallelContext) -> int:
+def num_senders(parallel: RankGroup) -> int:
     """Ranks of the first replica, which are the first ranks."""
     return 1 if parallel.mesh is None else parallel.mesh[SHARD].size()
 

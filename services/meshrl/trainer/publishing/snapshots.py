@@ -23,7 +23,7 @@ from meshrl.trainer.publishing.collective_publisher import TakenRows
 from meshrl.trainer.publishing.file_publisher import FileWorker
 from meshrl.trainer.publishing.rank_calls import CrewMember, Worker
 from meshrl.trainer.publishing.rows import RowBytes, Rows, copy_rows, num_senders
-from meshrl.training.parallel.rank_group import ParallelContext
+from meshrl.training.parallel.rank_group import RankGroup
 from meshrl.versions.collective.communicator import reach_store
 from meshrl.versions.collective.sending import take_snapshot
 from meshrl.wire.types import Transport
@@ -69,7 +69,7 @@ class Exit(Protocol):
 class GatherExit:
     """Collects the whole weights, or the whole adapter, on rank 0."""
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype, parallel: ParallelContext, *, adapter_only: bool) -> None:
+    def __init__(self, model: nn.Module, dtype: torch.dtype, parallel: RankGroup, *, adapter_only: bool) -> None:
         self._model, self._dtype, self._adapter_only = model, dtype, adapter_only
         self._keep = parallel.rank == 0
 
@@ -83,7 +83,7 @@ class FileExit:
     """Copies this rank's rows aside for the file of the version; gives the seconds that took."""
 
     def __init__(
-        self, model: nn.Module, dtype: torch.dtype, parallel: ParallelContext, settings: PublicationSettings
+        self, model: nn.Module, dtype: torch.dtype, parallel: RankGroup, settings: PublicationSettings
     ) -> None:
         self._model, self._dtype, self._rank = model, dtype, parallel.rank
         senders = num_senders(parallel)
@@ -109,7 +109,7 @@ class GroupExit:
     """Copies this rank's rows aside in the order in which they are broadcast, and adds up the digests of all ranks."""
 
     def __init__(
-        self, model: nn.Module, dtype: torch.dtype, parallel: ParallelContext, settings: PublicationSettings
+        self, model: nn.Module, dtype: torch.dtype, parallel: RankGroup, settings: PublicationSettings
     ) -> None:
         self._model, self._dtype, self._parallel = model, dtype, parallel
         self._senders = num_senders(parallel)
@@ -140,7 +140,7 @@ class GroupExit:
 
 
 def open_exit(
-    settings: PublicationSettings, model: nn.Module, dtype: torch.dtype, parallel: ParallelContext
+    settings: PublicationSettings, model: nn.Module, dtype: torch.dtype, parallel: RankGroup
 ) -> GatherExit | FileExit | GroupExit:
     """This rank's exit; on the sender ranks but the first it comes with the thread that does its share."""
     if not settings.in_shares:

@@ -1,8 +1,8 @@
-"""What rank 0 tells the other ranks to do, and the bytes in which it travels over the group's broadcast.
+"""Commands that rank 0 sends to the training threads of the other ranks, so that all do the same collectives in order.
 
-Every collective of a training program happens in the same order on all ranks because it belongs to an order: rank 0
-gives one and carries it out, the others receive it and do the same. Frames are one byte for the kind, then, for a
-batch, protobuf messages that are each preceded by their length (uint64, little-endian).
+Rank 0's training loop sends a command and carries it out itself; every other rank (`worker`) receives it over the
+group's broadcast and carries it out too. A command is one byte for its kind. A TrainCommand is followed by the batch as
+protobuf messages, each preceded by its length (uint64, little-endian); a PublishSetupCommand by its settings as JSON.
 """
 
 from __future__ import annotations
@@ -28,33 +28,33 @@ from meshrl.wire.convert.batches import (
 )
 from meshrl.wire.types import Batch
 
-BEAT_S = 5.0  # far below the time after which a collective that nobody joins fails
+HEARTBEAT_S = 5.0  # far below the time after which a collective that nobody joins fails
 
 Result = TypeVar("Result")
 _LENGTH = struct.Struct("<Q")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Train:
+class TrainCommand:
     """Make a step from this batch."""
 
     batch: Batch
 
 
 @dataclass(frozen=True, kw_only=True)
-class Open:
-    """Make ready to publish in this way; before anything else."""
+class PublishSetupCommand:
+    """Prepare to publish versions with these settings; the first command of a run."""
 
     settings: PublicationSettings
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gather:
-    """Take the weights as they are now, to be published."""
+class SnapshotCommand:
+    """Copy the current weights aside, to be published as a version."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Save:
+class SaveCommand:
     """Write a checkpoint of the last step."""
 
     weights_only: bool
@@ -62,52 +62,58 @@ class Save:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Beat:
-    """Nothing to do: rank 0 lives."""
+class HeartbeatCommand:
+    """Do nothing: rank 0 is alive and waits for something."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stop:
-    """The end, in order."""
+class StopCommand:
+    """Finish the save under way and leave the group."""
 
 
-Order = Open | Train | Gather | Save | Beat | Stop
+WorkCommand = PublishSetupCommand | TrainCommand | SnapshotCommand | SaveCommand
+Command = WorkCommand | HeartbeatCommand | StopCommand
 
-_PLAIN: dict[bytes, Order] = {
-    b"G": Gather(),
-    b"W": Save(weights_only=True),
-    b"C": Save(weights_only=False),
-    b"w": Save(weights_only=True, in_background=True),
-    b"c": Save(weights_only=False, in_background=True),
-    b"B": Beat(),
-    b"S": Stop(),
+_ONE_BYTE: dict[bytes, Command] = {
+    b"G": SnapshotCommand(),
+    b"W": SaveCommand(weights_only=True),
+    b"C": SaveCommand(weights_only=False),
+    b"w": SaveCommand(weights_only=True, in_background=True),
+    b"c": SaveCommand(weights_only=False, in_background=True),
+    b"B": HeartbeatCommand(),
+    b"S": StopCommand(),
 }
-_TRAIN, _OPEN = b"T", b"O"
+_TRAIN, _PUBLISH_SETUP = b"T", b"O"
 
 
-def encode(order: Order) -> bytes:
-    """The bytes of an order."""
-    if isinstance(order, Train):
-        return _TRAIN + b"".join(_frames(order.batch))
-    if isinstance(order, Open):
-        return _OPEN + order.settings.to_json()
-    return next(kind for kind, plain in _PLAIN.items() if plain == order)
+def encode(command: Command) -> bytes:
+    """The bytes of a command."""
+    if isinstance(command, TrainCommand):
+        return _TRAIN + b"".join(_frames(command.batch))
+    if isinstance(command, PublishSetupCommand):
+        return _PUBLISH_SETUP + command.settings.to_json()
+    return next(kind for kind, plain in _ONE_BYTE.items() if plain == command)
 
 
-def decode(data: bytes) -> Order:
-    """The order of some bytes. A batch's arrays are views into them; its digest is not computed a second time."""
+def decode(data: bytes) -> Command:
+    """The command of some bytes. A batch's arrays are views into them; its digest is not computed a second time."""
     kind = data[:1]
-    if kind == _OPEN:
-        return Open(settings=PublicationSettings.from_json(data[1:]))
+    if kind == _PUBLISH_SETUP:
+        return PublishSetupCommand(settings=PublicationSettings.from_json(data[1:]))
     if kind != _TRAIN:
-        return _PLAIN[kind]
-    parts = list(_parts(memoryview(data)[1:]))
-    header = batch_header_from_proto(pb.BatchHeader.FromString(parts[0]))
-    return Train(
+        return _ONE_BYTE[kind]
+    messages: list[bytes] = []
+    rest = memoryview(data)[1:]
+    while rest:
+        (length,) = _LENGTH.unpack_from(rest)
+        messages.append(bytes(rest[_LENGTH.size : _LENGTH.size + length]))
+        rest = rest[_LENGTH.size + length :]
+    header = batch_header_from_proto(pb.BatchHeader.FromString(messages[0]))
+    return TrainCommand(
         batch=Batch(
             run_id=header.run_id,
             step=header.step,
-            micro_batches=tuple(micro_batch_from_proto(pb.MicroBatch.FromString(part)) for part in parts[1:]),
+            micro_batches=tuple(micro_batch_from_proto(pb.MicroBatch.FromString(message)) for message in messages[1:]),
             loss_tokens=header.loss_tokens,
             environments=header.environments,
             traceparent=header.traceparent,
@@ -116,6 +122,7 @@ def decode(data: bytes) -> Order:
 
 
 def _frames(batch: Batch) -> Iterator[bytes]:
+    """The messages of a batch, header first, each preceded by its length."""
     header = BatchHeader(
         run_id=batch.run_id,
         step=batch.step,
@@ -132,17 +139,8 @@ def _frames(batch: Batch) -> Iterator[bytes]:
         yield data
 
 
-def _parts(data: memoryview) -> Iterator[bytes]:
-    at = 0
-    while at < len(data):
-        (length,) = _LENGTH.unpack_from(data, at)
-        at += _LENGTH.size
-        yield bytes(data[at : at + length])
-        at += length
-
-
 class Broadcaster(Protocol):
-    """What orders need of the parallel context."""
+    """What commands need of a RankGroup."""
 
     @property
     def world_size(self) -> int: ...
@@ -151,40 +149,40 @@ class Broadcaster(Protocol):
         """Rank 0's bytes on every rank; blocks until rank 0 sends."""
 
 
-class Orders:
-    """Rank 0's voice. Alone in its group it says nothing. For one thread: the one that does the collectives."""
+class CommandSender:
+    """Rank 0's side. Sends nothing in a group of one. For one thread: the one that does the collectives."""
 
-    def __init__(self, group: Broadcaster, *, beat_s: float = BEAT_S) -> None:
-        self._group = group
-        self._beat_s = beat_s
+    def __init__(self, ranks: Broadcaster, *, heartbeat_s: float = HEARTBEAT_S) -> None:
+        self._ranks = ranks
+        self._heartbeat_s = heartbeat_s
 
-    def give(self, order: Order) -> None:
-        """Sends an order; the caller carries it out right after."""
-        if self._group.world_size > 1:
-            self._group.broadcast(encode(order))
+    def send(self, command: Command) -> None:
+        """Sends a command to all other ranks; the caller carries it out right after."""
+        if self._ranks.world_size > 1:
+            self._ranks.broadcast(encode(command))
 
     def wait(
         self, future: Future[Result], *, progress: Progress | None = None, stall_s: float = float("inf")
     ) -> Result:
-        """The result of `future`; the other ranks hear meanwhile that rank 0 lives.
+        """Waits for `future` while heartbeats keep the other ranks waiting; returns its result or raises its error.
 
-        Raises TimeoutError when its `progress` stood still for `stall_s`.
+        Raises TimeoutError when `progress` reports no move for `stall_s` seconds.
         """
         while not future.done():
             left_s = float("inf") if progress is None else progress.left_s(stall_s)
             if left_s <= 0:
                 raise TimeoutError(f"nothing moved for {stall_s:g} s")
-            futures.wait([future], min(self._beat_s, left_s))
+            futures.wait([future], min(self._heartbeat_s, left_s))
             if not future.done():
-                self.give(Beat())
+                self.send(HeartbeatCommand())
         return future.result()
 
 
-def follow(group: Broadcaster, carry_out: Callable[[Open | Train | Gather | Save], None]) -> None:
-    """A rank but the first: carries out what rank 0 orders until it says Stop. An error of an order ends the rank."""
+def receive_commands(ranks: Broadcaster, carry_out: Callable[[WorkCommand], None]) -> None:
+    """Every other rank's side: carries out rank 0's commands until StopCommand. An error in one ends the rank."""
     while True:
-        order = decode(group.broadcast(None))
-        if isinstance(order, Stop):
+        command = decode(ranks.broadcast(None))
+        if isinstance(command, StopCommand):
             return
-        if not isinstance(order, Beat):
-            carry_out(order)
+        if not isinstance(command, HeartbeatCommand):
+            carry_out(command)

@@ -27,7 +27,7 @@ from meshrl.training.build import build_learner
 from meshrl.training.config import OptimConfig, SchedulerConfig
 from meshrl.training.learner import Learner
 from meshrl.training.model_config import TrainerModelConfig
-from meshrl.training.parallel.rank_group import ParallelContext
+from meshrl.training.parallel.rank_group import RankGroup
 from meshrl.wire.types import MicroBatch
 
 # Kernels are sorted by the first of these that its name contains.
@@ -101,7 +101,7 @@ def bench_rank(
 
     Raises ModelError, and ValueError for settings that do not fit.
     """
-    parallel = ParallelContext.start(environment, device=resolve_device(model.device), dp_replicate=model.dp_replicate)
+    parallel = RankGroup.start(environment, device=resolve_device(model.device), dp_replicate=model.dp_replicate)
     learner = build_learner(
         model,
         objective=objective,

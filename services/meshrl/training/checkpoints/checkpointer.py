@@ -32,19 +32,19 @@ from meshrl.core.durable import flush, flush_tree
 from meshrl.models.lora import adapter_state
 from meshrl.models.state import gather_state
 from meshrl.training.checkpoints import files, train_state
-from meshrl.training.checkpoints.files import CheckpointError, FileMark, Manifest
+from meshrl.training.checkpoints.files import CheckpointError, CheckpointManifest, FileMark
 from meshrl.training.checkpoints.saving_group import SavingGroup, reason
 from meshrl.training.checkpoints.weights_folder import WeightsWriter
 from meshrl.training.config import CheckpointConfig
 from meshrl.training.learner import Learner
 
-__all__ = ["CheckpointError", "Checkpointer", "Progress"]
+__all__ = ["CheckpointError", "Checkpointer", "TrainingProgress"]
 
 SAVE_DEADLINE_S = 3600.0
 
 
 @dataclass(kw_only=True)
-class Progress:
+class TrainingProgress:
     """What was trained since step 0; rank 0 of the training loop counts."""
 
     tokens: int = 0
@@ -84,7 +84,7 @@ class Checkpointer:
         `adapters_of` names the model under the adapters, and has these written on their own as well. `deadline_s`
         bounds a save in the background. Leftovers of a killed process are deleted.
         """
-        self.progress = Progress()
+        self.progress = TrainingProgress()
         self.durable_step = 0  # the last step whose checkpoint is on disk
         self._learner = learner
         self._checkpoints = output_dir / "checkpoints"
@@ -114,7 +114,7 @@ class Checkpointer:
         A folder that another run left there is replaced. Raises CheckpointError, on all ranks, when one of them cannot
         write, and what an earlier save in the background ran into.
         """
-        self.settle()
+        self.wait_for_save()
         with self._learner.optimizer.state_open():
             job = self._job(weights_only=weights_only)
             self._write(job)
@@ -126,9 +126,9 @@ class Checkpointer:
         """Copies the state to the host's memory and writes it on a thread; waits first for the save under way.
 
         `on_durable` hears the step and its folder, on that thread. A failure is raised by the next call of `check`,
-        `settle` or a save.
+        `wait_for_save` or a save.
         """
-        self.settle()
+        self.wait_for_save()
         with self._learner.optimizer.state_open():
             job = self._job(weights_only=weights_only)
             if job.tensors is not None:
@@ -141,7 +141,7 @@ class Checkpointer:
             try:
                 self._write(job)
                 on_durable(job.step, folder)
-            except BaseException as error:  # noqa: BLE001  # whoever settles raises it
+            except BaseException as error:  # noqa: BLE001  # whoever waits for the save raises it
                 saving.set_exception(error)
             else:
                 saving.set_result(None)
@@ -167,9 +167,9 @@ class Checkpointer:
     def check(self) -> None:
         """Raises what a save in the background has run into; does not wait."""
         if self._saving is not None and self._saving.done():
-            self.settle()
+            self.wait_for_save()
 
-    def settle(self) -> None:
+    def wait_for_save(self) -> None:
         """Waits for the save under way. Raises CheckpointError when it failed, or is not done in time."""
         saving, self._saving = self._saving, None
         if saving is not None:
@@ -229,7 +229,7 @@ class Checkpointer:
         self._group.together("set aside later checkpoints", lambda: self._leave_other_branch(step))
         return step
 
-    def _found(self, step: int) -> tuple[int, Manifest]:
+    def _found(self, step: int) -> tuple[int, CheckpointManifest]:
         """The checkpoint that rank 0 finds; every rank takes that one."""
 
         def find() -> bytes | None:
@@ -246,9 +246,11 @@ class Checkpointer:
             return str(found).encode()
 
         step = int(self._group.broadcast(self._group.together("find the checkpoint", find)))
-        return step, self._group.together("read the checkpoint", lambda: Manifest.read(self._folder(step), step=step))
+        return step, self._group.together(
+            "read the checkpoint", lambda: CheckpointManifest.read(self._folder(step), step=step)
+        )
 
-    def _load(self, folder: Path, manifest: Manifest) -> None:
+    def _load(self, folder: Path, manifest: CheckpointManifest) -> None:
         optimizer = train_state.optimizer_kind(self._learner)
         if manifest.optimizer != optimizer:
             raise CheckpointError(
@@ -330,7 +332,7 @@ class Checkpointer:
         self._group.together("write its shards", write)
         marks = self._group.together("write its random state", write_random_state)
         parts = group.gather(np.frombuffer(json.dumps(marks).encode(), dtype=np.uint8)) or []
-        manifest = Manifest(
+        manifest = CheckpointManifest(
             step=job.step,
             ranks=group.world_size,
             model=type(self._learner.model).__name__,

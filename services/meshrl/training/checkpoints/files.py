@@ -37,7 +37,7 @@ class FileMark:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Manifest:
+class CheckpointManifest:
     """What a checkpoint says about itself; the last file that is written into it."""
 
     step: int
@@ -54,7 +54,7 @@ class Manifest:
         write_file(folder / MANIFEST, json.dumps({**values, CHECKSUM: _checksum(values)}, indent=1))
 
     @classmethod
-    def read(cls, folder: Path, *, step: int | None = None) -> Manifest:
+    def read(cls, folder: Path, *, step: int | None = None) -> CheckpointManifest:
         """Reads it; `step` is the one that the folder's name says.
 
         Raises CheckpointError for a folder that this program did not write, or that is damaged or of another step.

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 
 from meshrl.training.checkpoints.files import CheckpointError
-from meshrl.training.parallel.rank_group import ParallelContext
+from meshrl.training.parallel.rank_group import RankGroup
 
 Result = TypeVar("Result")
 
@@ -25,11 +25,11 @@ _NEEDED = (
 )
 
 
-class SavingGroup(ParallelContext):
+class SavingGroup(RankGroup):
     """The same ranks as of another context; for one thread at a time, on each of them."""
 
     @classmethod
-    def beside(cls, parallel: ParallelContext, *, timeout_s: float) -> SavingGroup:
+    def beside(cls, parallel: RankGroup, *, timeout_s: float) -> SavingGroup:
         """Collective. `timeout_s` bounds the wait for a rank that is slow to write."""
         control = None
         if parallel.control is not None:

@@ -23,7 +23,7 @@ COLLECTIVE_TIMEOUT_S = 600.0
 SHARD, REPLICATE = "dp_shard", "dp_replicate"
 
 
-class ParallelContext:
+class RankGroup:
     """One rank of a training group; without arguments, a process on its own.
 
     mesh: ("dp_shard",), or ("dp_replicate", "dp_shard") for HSDP; None where nothing is sharded (one process on a CPU).
@@ -64,7 +64,7 @@ class ParallelContext:
         device: torch.device,
         dp_replicate: int = 1,
         timeout_s: float = COLLECTIVE_TIMEOUT_S,
-    ) -> ParallelContext:
+    ) -> RankGroup:
         """Joins the group that torchrun's RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT describe.
 
         A GPU without torchrun becomes a group of one, since sharding is also what mixes precisions there; a CPU without

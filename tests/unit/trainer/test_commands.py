@@ -1,4 +1,4 @@
-"""Rank 0's orders: the bytes they travel in, the beats of an idle rank 0, and a rank that follows to the end."""
+"""Rank 0's commands: the bytes they travel in, the beats of an idle rank 0, and a rank that follows to the end."""
 
 import queue
 import threading
@@ -9,7 +9,18 @@ import pytest
 
 from meshrl.algorithms.packing import TrainSample, pack_samples
 from meshrl.trainer.publishing.progress import Progress
-from meshrl.trainer.ranks.commands import Beat, Gather, Order, Orders, Save, Stop, Train, decode, encode, follow
+from meshrl.trainer.ranks.commands import (
+    Command,
+    CommandSender,
+    HeartbeatCommand,
+    SaveCommand,
+    SnapshotCommand,
+    StopCommand,
+    TrainCommand,
+    decode,
+    encode,
+    receive_commands,
+)
 from meshrl.wire.convert import batch_digest
 from meshrl.wire.types import Batch
 
@@ -27,7 +38,7 @@ class Line:
         self.sent.put(data)
         return data
 
-    def received(self) -> list[Order]:
+    def received(self) -> list[Command]:
         return [decode(self.sent.get_nowait()) for _ in range(self.sent.qsize())]
 
 
@@ -51,24 +62,24 @@ def batch(step: int = 3) -> Batch:
 
 
 @pytest.mark.parametrize(
-    "order",
+    "command",
     [
-        Gather(),
-        *(Save(weights_only=w, in_background=b) for w in (True, False) for b in (True, False)),
-        Beat(),
-        Stop(),
+        SnapshotCommand(),
+        *(SaveCommand(weights_only=w, in_background=b) for w in (True, False) for b in (True, False)),
+        HeartbeatCommand(),
+        StopCommand(),
     ],
 )
-def test_an_order_without_data_is_one_byte_and_comes_back(order: Order) -> None:
-    assert len(encode(order)) == 1
-    assert decode(encode(order)) == order
+def test_a_command_without_data_is_one_byte_and_comes_back(command: Command) -> None:
+    assert len(encode(command)) == 1
+    assert decode(encode(command)) == command
 
 
 def test_a_batch_arrives_to_the_bit() -> None:
     sent = batch()
-    order = decode(encode(Train(batch=sent)))
-    assert isinstance(order, Train)
-    came = order.batch
+    command = decode(encode(TrainCommand(batch=sent)))
+    assert isinstance(command, TrainCommand)
+    came = command.batch
     assert batch_digest(came) == batch_digest(sent)
     assert [row.dp_rank for row in came.micro_batches] == [row.dp_rank for row in sent.micro_batches]
     assert [row.rollout_ids for row in came.micro_batches] == [row.rollout_ids for row in sent.micro_batches]
@@ -78,11 +89,11 @@ def test_a_batch_arrives_to_the_bit() -> None:
 
 def test_one_process_alone_says_nothing_and_waits_for_its_future() -> None:
     line = Line(world_size=1)
-    orders = Orders(line, beat_s=0.01)
-    orders.give(Train(batch=batch()))
+    commands = CommandSender(line, heartbeat_s=0.01)
+    commands.send(TrainCommand(batch=batch()))
     future: Future[int] = Future()
     threading.Timer(0.05, future.set_result, [7]).start()
-    assert orders.wait(future) == 7
+    assert commands.wait(future) == 7
     assert line.received() == []
 
 
@@ -90,16 +101,16 @@ def test_rank_0_beats_while_it_waits() -> None:
     line = Line()
     future: Future[int] = Future()
     threading.Timer(0.2, future.set_result, [7]).start()
-    assert Orders(line, beat_s=0.02).wait(future) == 7
+    assert CommandSender(line, heartbeat_s=0.02).wait(future) == 7
     beats = line.received()
     assert len(beats) >= 3
-    assert set(beats) == {Beat()}
+    assert set(beats) == {HeartbeatCommand()}
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_wait_ends_when_what_is_waited_for_stands_still(world_size: int) -> None:
     with pytest.raises(TimeoutError, match=r"nothing moved for 0\.05 s"):
-        Orders(Line(world_size), beat_s=0.02).wait(Future(), progress=Progress(), stall_s=0.05)
+        CommandSender(Line(world_size), heartbeat_s=0.02).wait(Future(), progress=Progress(), stall_s=0.05)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -108,7 +119,7 @@ def test_a_wait_goes_on_as_long_as_there_may_be_no_sign(world_size: int) -> None
     progress = Progress()
     progress.moved(unseen_s=30.0)
     threading.Timer(0.3, future.set_result, [7]).start()
-    assert Orders(Line(world_size), beat_s=0.02).wait(future, progress=progress, stall_s=0.05) == 7
+    assert CommandSender(Line(world_size), heartbeat_s=0.02).wait(future, progress=progress, stall_s=0.05) == 7
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -116,25 +127,33 @@ def test_a_timeout_that_the_work_itself_raised_is_not_waited_for_again(world_siz
     future: Future[int] = Future()
     future.set_exception(TimeoutError("the hub's"))
     with pytest.raises(TimeoutError, match="the hub's"):
-        Orders(Line(world_size), beat_s=0.02).wait(future, progress=Progress(), stall_s=5)
+        CommandSender(Line(world_size), heartbeat_s=0.02).wait(future, progress=Progress(), stall_s=5)
 
 
 def test_a_follower_carries_out_orders_in_order_skips_beats_and_ends_at_stop() -> None:
     line = Line()
-    orders = Orders(line)
-    for order in (Beat(), Train(batch=batch()), Gather(), Beat(), Save(weights_only=True), Stop(), Gather()):
-        orders.give(order)
-    done: list[type[Order]] = []
-    follow(line, lambda order: done.append(type(order)))
-    assert done == [Train, Gather, Save]
+    commands = CommandSender(line)
+    for command in (
+        HeartbeatCommand(),
+        TrainCommand(batch=batch()),
+        SnapshotCommand(),
+        HeartbeatCommand(),
+        SaveCommand(weights_only=True),
+        StopCommand(),
+        SnapshotCommand(),
+    ):
+        commands.send(command)
+    done: list[type[Command]] = []
+    receive_commands(line, lambda command: done.append(type(command)))
+    assert done == [TrainCommand, SnapshotCommand, SaveCommand]
 
 
-def test_an_order_that_fails_ends_the_follower() -> None:
+def test_a_command_that_fails_ends_the_follower() -> None:
     line = Line()
-    Orders(line).give(Gather())
+    CommandSender(line).send(SnapshotCommand())
 
-    def fail(order: Order) -> None:
+    def fail(command: Command) -> None:
         raise RuntimeError("no memory")
 
     with pytest.raises(RuntimeError, match="no memory"):
-        follow(line, fail)
+        receive_commands(line, fail)

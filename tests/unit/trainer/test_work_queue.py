@@ -1,27 +1,27 @@
-"""The desk between the event loop and the training thread: what it holds back, and until when."""
+"""The queue between the event loop and the training thread: what it holds back, and until when."""
 
 import asyncio
 
 from meshrl.trainer.steps import StepBook
-from meshrl.trainer.work_queue import TrainerDesk
+from meshrl.trainer.work_queue import TrainingQueue
 from meshrl.wire.types import Batch
 
 BATCH = Batch(run_id="main", step=1, micro_batches=(), loss_tokens=1, environments=("env",))
 
 
 async def test_a_held_desk_takes_batches_and_hands_them_out_once_it_is_opened() -> None:
-    desk = TrainerDesk(StepBook(run_id="main", epoch=1), held=True)
-    desk.submit(BATCH, "a")
-    work = desk.take()
+    queue = TrainingQueue(StepBook(run_id="main", epoch=1), held=True)
+    queue.submit(BATCH, "a")
+    work = queue.take()
     await asyncio.sleep(0.05)
     assert not work.done()
-    desk.open()
+    queue.open()
     assert await asyncio.wait_for(asyncio.wrap_future(work), 30.0) is BATCH
 
 
 async def test_a_held_desk_that_closes_ends_the_training_thread() -> None:
-    desk = TrainerDesk(StepBook(run_id="main", epoch=1), held=True)
-    desk.submit(BATCH, "a")
-    work = desk.take()
-    desk.close()
+    queue = TrainingQueue(StepBook(run_id="main", epoch=1), held=True)
+    queue.submit(BATCH, "a")
+    work = queue.take()
+    queue.close()
     assert await asyncio.wait_for(asyncio.wrap_future(work), 30.0) is None
