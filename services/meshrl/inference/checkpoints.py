@@ -7,21 +7,18 @@ soon as its agent notices, so load by hand only into engines that follow none.
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
 from transformers.utils.hub import cached_file
 
 from meshrl.inference.embedded.live_weights import Layout
 from meshrl.inference.engine import Engine, HostVersion
-from meshrl.models.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from meshrl.versions import peft
 from meshrl.versions.dtypes import TORCH_DTYPES
 from meshrl.wire.errors import MeshError, Reason
-from meshrl.wire.types import AdapterConfig
 
 _ONE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
@@ -110,20 +107,14 @@ def read_checkpoint(folder: Path, layout: Layout) -> dict[str, torch.Tensor]:
 
 def read_adapter(folder: Path, version: int) -> HostVersion:
     """A LoRA adapter in PEFT's format, as a version. Raises MeshError INVALID_REQUEST, NOT_SUPPORTED."""
-    file = folder / ADAPTER_WEIGHTS
     try:
-        config = json.loads((folder / ADAPTER_CONFIG).read_text())
-        tensors = load_file(file)
-        adapter = AdapterConfig(
-            rank=int(config["r"]),
-            lora_alpha=float(config["lora_alpha"]),
-            target_modules=tuple(sorted(config["target_modules"])),
-            base_model=str(config.get("base_model_name_or_path", "")),
-        )
+        table, tensors = peft.read_folder(folder)
+        adapter = peft.config_of(table)
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
-        text = f"{folder} is no folder of an adapter in PEFT's format ({ADAPTER_CONFIG}, {ADAPTER_WEIGHTS}): {error!r}"
+        named = f"{peft.CONFIG_FILE}, {peft.WEIGHTS_FILE}"
+        text = f"{folder} is no folder of an adapter in PEFT's format ({named}): {error!r}"
         raise MeshError(Reason.INVALID_REQUEST, text) from error
-    beyond = [key for key in _BEYOND_PLAIN_LORA if config.get(key)]
+    beyond = [key for key in _BEYOND_PLAIN_LORA if table.get(key)]
     if beyond:
         raise MeshError(Reason.NOT_SUPPORTED, f"{folder} has {', '.join(beyond)}; this engine takes plain LoRA")
-    return HostVersion(version=version, tensors=tensors, adapter=adapter, files=(file,))
+    return HostVersion(version=version, tensors=tensors, adapter=adapter, files=(folder / peft.WEIGHTS_FILE,))

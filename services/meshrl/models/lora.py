@@ -12,7 +12,6 @@ Names by module: "layer" is a linear layer's full name, such as model.layers.0.s
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -20,12 +19,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
+from meshrl.versions import peft
+from meshrl.wire.types import AdapterConfig
+
 A, B = "lora_A", "lora_B"
-ADAPTER_CONFIG, ADAPTER_WEIGHTS, PEFT_PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
 
 
 class LoraLinear(nn.Linear):
@@ -170,38 +170,21 @@ def adapter_config(model: nn.Module, base_name: str) -> dict[str, Any]:
     plain = {name.rpartition(".")[2] for name, m in model.named_modules() if type(m) is nn.Linear}
     leaves = {name: name.rpartition(".")[2] for name in adapted}
     first = next(iter(adapted.values()))
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base_name,
-        "r": first.rank,
-        "lora_alpha": first.alpha,
-        "lora_dropout": first.dropout,
-        "target_modules": sorted({name if leaf in plain else leaf for name, leaf in leaves.items()}),
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-        "init_lora_weights": True,
-        "modules_to_save": None,
-        "use_dora": False,
-        "use_rslora": False,
-    }
+    targets = {name if leaf in plain else leaf for name, leaf in leaves.items()}
+    described = AdapterConfig(
+        rank=first.rank, lora_alpha=first.alpha, target_modules=tuple(sorted(targets)), base_model=base_name
+    )
+    return peft.config_table(described, dropout=first.dropout)
 
 
 def peft_state(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """An `adapter_state` in PEFT's names, base_model.model.<layer>.lora_A.weight."""
-    return {f"{PEFT_PREFIX}{name}.weight": tensor.contiguous() for name, tensor in state.items()}
+    """An `adapter_state` in PEFT's names, see `versions.peft`."""
+    return {f"{peft.PREFIX}{name}.weight": tensor.contiguous() for name, tensor in state.items()}
 
 
 def save_adapter(folder: Path, state: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> None:
-    """Writes an `adapter_state` and its `adapter_config` as a folder that PEFT and vLLM load. Raises OSError.
-
-    Format: https://huggingface.co/docs/peft/developer_guides/checkpoint; a name is
-    base_model.model.<layer>.lora_A.weight.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(peft_state(state), folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
-    (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    """Writes an `adapter_state` and its `adapter_config` as a folder that PEFT and vLLM load. Raises OSError."""
+    peft.write_folder(folder, peft_state(state), config)
 
 
 @torch.no_grad()
@@ -210,7 +193,7 @@ def load_adapter(model: nn.Module, folder: Path) -> None:
 
     Raises ValueError, with the model as it was, when the folder's adapters are not those of the model, and OSError.
     """
-    config = json.loads((folder / ADAPTER_CONFIG).read_text())
+    config, tensors = peft.read_folder(folder)
     adapted = adapted_layers(model)
     for layer in adapted.values():
         if (config.get("r"), config.get("lora_alpha")) != (layer.rank, layer.alpha) or config.get("use_rslora"):
@@ -219,8 +202,8 @@ def load_adapter(model: nn.Module, folder: Path) -> None:
                 f"rank {layer.rank} and alpha {layer.alpha}; set model.lora.rank and model.lora.alpha to the folder's"
             )
     stored = {
-        name.removeprefix(PEFT_PREFIX).removesuffix(".weight"): tensor
-        for name, tensor in load_file(folder / ADAPTER_WEIGHTS).items()
+        name.removeprefix(peft.PREFIX).removesuffix(".weight"): tensor
+        for name, tensor in tensors.items()
         if not name.endswith(".base_layer.weight")  # PEFT's copy of an adapted head's frozen weight
     }
     own = {f"{name}.{part}": getattr(layer, part) for name, layer in adapted.items() for part in (A, B)}

@@ -15,8 +15,9 @@ from group_senders import GroupSenders
 from meshrl.inference.embedded.engine import EmbeddedEngine
 from meshrl.inference.embedded.live_weights import LiveWeights
 from meshrl.inference.engine import HostVersion
-from meshrl.models.lora import PEFT_PREFIX, adapted_layers, adapter_state, apply_lora
+from meshrl.models.lora import adapted_layers, adapter_state, apply_lora
 from meshrl.models.state import hf_state
+from meshrl.versions.peft import PREFIX
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest import layout_signature
 from meshrl.wire.types import AdapterConfig
@@ -39,7 +40,7 @@ def trained(model: PreTrainedModel, seed: int, *targets: str) -> PreTrainedModel
 
 
 def published(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    return {f"{PEFT_PREFIX}{name}.weight": tensor for name, tensor in adapter_state(model).items()}
+    return {f"{PREFIX}{name}.weight": tensor for name, tensor in adapter_state(model).items()}
 
 
 def version_of(model: PreTrainedModel, version: int, *targets: str) -> HostVersion:
@@ -120,7 +121,7 @@ async def test_adapter_comes_through_a_group_as_well(
     assert await engine.weights_root() == LiveWeights(expected).root()
 
 
-Q = f"{PEFT_PREFIX}model.layers.0.self_attn.q_proj"
+Q = f"{PREFIX}model.layers.0.self_attn.q_proj"
 
 
 @pytest.mark.parametrize(
@@ -128,7 +129,7 @@ Q = f"{PEFT_PREFIX}model.layers.0.self_attn.q_proj"
     [
         (lambda t: t.pop(f"{Q}.lora_B.weight"), "only one of lora_A and lora_B"),
         (lambda t: t.update({f"{Q}.lora_A.weight": torch.zeros(RANK + 1, 32)}), r"\(4, 32\) for rank 4, got \(5, 32\)"),
-        (lambda t: t.update({f"{PEFT_PREFIX}model.layers.9.mlp.lora_A.weight": torch.zeros(RANK, 32)}), "layers.9"),
+        (lambda t: t.update({f"{PREFIX}model.layers.9.mlp.lora_A.weight": torch.zeros(RANK, 32)}), "layers.9"),
         (lambda t: t.update({"model.norm.weight": torch.zeros(32)}), "no name of PEFT's"),
         (lambda t: t.clear(), "empty"),
     ],

@@ -22,8 +22,9 @@ from meshrl.inference.embedded.live_weights import LiveWeights
 from meshrl.inference.embedded.sleep import Sleeper
 from meshrl.inference.http.admin_routes import ADMIN_PATHS
 from meshrl.inference.http.app import InferenceServer
-from meshrl.models.lora import ADAPTER_CONFIG, adapted_layers, adapter_config, adapter_state, apply_lora, save_adapter
+from meshrl.models.lora import adapted_layers, adapter_config, adapter_state, apply_lora, save_adapter
 from meshrl.models.state import hf_state
+from meshrl.versions.peft import CONFIG_FILE
 
 Start = Callable[..., Awaitable[TestClient]]
 Senders = Callable[..., GroupSenders]
@@ -87,11 +88,11 @@ async def test_folders_that_are_no_plain_adapter_of_the_model_are_refused(
     client = await serve(engine)
     status, answer = await post(client, "/load_lora_adapter", {"lora_path": str(tmp_path)})
     assert (status, answer["error"]["reason"]) == (400, "INVALID_REQUEST")
-    config = json.loads((folder / ADAPTER_CONFIG).read_text())
-    (folder / ADAPTER_CONFIG).write_text(json.dumps({**config, "use_dora": True}))
+    config = json.loads((folder / CONFIG_FILE).read_text())
+    (folder / CONFIG_FILE).write_text(json.dumps({**config, "use_dora": True}))
     status, answer = await post(client, "/load_lora_adapter", {"lora_path": str(folder)})
     assert (status, answer["error"]["reason"]) == (400, "NOT_SUPPORTED")
-    (folder / ADAPTER_CONFIG).write_text(json.dumps({**config, "r": 8}))
+    (folder / CONFIG_FILE).write_text(json.dumps({**config, "r": 8}))
     status, answer = await post(client, "/load_lora_adapter", {"lora_path": str(folder)})
     assert (status, answer["error"]["reason"]) == (400, "LAYOUT_MISMATCH")
     assert engine.version == 0

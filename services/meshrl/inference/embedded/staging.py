@@ -1,8 +1,10 @@
 """The shadow of an in-process engine: builds the next version's tensors beside the live ones, whatever way they came.
 
-A whole version becomes a set of tensors on the engine's device. A LoRA version becomes the adapted layers' weights
-alone, merged here as the trainer merges them; the base weights that they replace are kept, since the next adapter is
-merged into them again.
+Fed by the agent through the engine; the engine swaps the shadow in. A whole version becomes a set of tensors on the
+engine's device. A LoRA version becomes the adapted layers' weights alone, merged here as the trainer merges them; the
+base weights that they replace are kept, since the next adapter is merged into them again.
+
+Legend: R rank of an adapter, I inputs, O outputs of a layer.
 """
 
 from __future__ import annotations
@@ -14,10 +16,10 @@ import torch
 
 from meshrl.inference.embedded.broadcast_receiver import GroupSeat
 from meshrl.inference.embedded.live_weights import LiveWeights, Shadow
-from meshrl.inference.embedded.merging import merge_adapter
 from meshrl.inference.engine import HostVersion
+from meshrl.versions import peft
 from meshrl.wire.errors import MeshError, Reason
-from meshrl.wire.types import JoinGroup, Manifest
+from meshrl.wire.types import AdapterConfig, JoinGroup, Manifest
 
 
 class Staging:
@@ -66,8 +68,29 @@ class Staging:
     def _build(self, host: HostVersion, *, copy: bool) -> Shadow:
         if host.adapter is None:
             return self._weights.stage(host.version, host.tensors, copy=copy)
-        return self._weights.stage_changes(host.version, self._merged(host))
+        merged = merge_adapter(host.version, host.adapter, host.tensors, self._weights.base, self._device)
+        return self._weights.stage_changes(host.version, merged)
 
-    def _merged(self, host: HostVersion) -> Mapping[str, torch.Tensor]:
-        assert host.adapter is not None
-        return merge_adapter(host.version, host.adapter, host.tensors, self._weights.base, self._device)
+
+def merge_adapter(
+    version: int,
+    adapter: AdapterConfig,
+    tensors: Mapping[str, torch.Tensor],
+    base: Mapping[str, torch.Tensor],
+    device: torch.device,
+) -> dict[str, torch.Tensor]:
+    """Returns the merged weight of every adapted layer by Hugging Face name, to the bit as `models.lora` merges.
+
+        W' = W + (lora_alpha / rank) B A in float32, then cast to W's dtype          (arXiv 2106.09685)
+
+    `tensors` have PEFT's names, `base` the base weights' Hugging Face names. Raises MeshError as `peft.check_fit`.
+    """
+    merged: dict[str, torch.Tensor] = {}
+    shapes = {name: tuple(tensor.shape) for name, tensor in base.items()}
+    for layer in peft.check_fit(version, adapter, tensors, shapes):
+        a_RI = tensors[peft.tensor_name(layer, "A")].to(device).float()
+        b_OR = tensors[peft.tensor_name(layer, "B")].to(device).float()
+        weight_OI = base[f"{layer}.weight"]
+        sum_OI = torch.add(weight_OI.float(), b_OR @ a_RI, alpha=adapter.lora_alpha / adapter.rank)
+        merged[f"{layer}.weight"] = sum_OI.to(weight_OI.dtype)
+    return merged

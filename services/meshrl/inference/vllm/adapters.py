@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -10,20 +9,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 from meshrl.core.guardian import FolderGuardian
 from meshrl.inference.embedded.live_weights import Layout
 from meshrl.inference.engine import HostVersion
+from meshrl.versions import peft
 from meshrl.versions.files import SHARED_MEMORY, no_room
 from meshrl.wire.errors import MeshError, Reason
-from meshrl.wire.types import AdapterConfig
 
 if TYPE_CHECKING:  # vLLM is an extra, and takes seconds to import
     from vllm.lora.request import LoRARequest
 
 ADAPTER_NAME, ADAPTER_ID = "policy", 1
-PREFIX = "base_model.model."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,33 +63,21 @@ class AdapterStore:
         no room for it.
         """
         assert host.adapter is not None
-        self._check(host, host.adapter, layout)
+        if host.adapter.rank > self._max_rank:
+            raise MeshError(
+                Reason.LAYOUT_MISMATCH,
+                f"the adapter has rank {host.adapter.rank}, vLLM was started for at most {self._max_rank};"
+                " raise inference.vllm.max_lora_rank",
+            )
+        peft.check_fit(host.version, host.adapter, host.tensors, {name: shape for name, _, shape in layout})
         folder = self._root / f"version_{host.version}"
         shutil.rmtree(folder, ignore_errors=True)
         try:
-            self._write(folder, host, host.adapter)
+            peft.write_folder(folder, host.tensors, peft.config_table(host.adapter))
         except (OSError, SafetensorError) as error:  # the latter for a full disk as well
             shutil.rmtree(folder, ignore_errors=True)
             raise no_room(host.version, [self._root.parent], error) from error
         return StagedAdapter(version=host.version, folder=folder)
-
-    def _write(self, folder: Path, host: HostVersion, adapter: AdapterConfig) -> None:
-        folder.mkdir(parents=True)
-        save_file(
-            {name: tensor.contiguous() for name, tensor in host.tensors.items()}, folder / "adapter_model.safetensors"
-        )
-        described = {
-            "peft_type": "LORA",
-            "task_type": "CAUSAL_LM",
-            "r": adapter.rank,
-            "lora_alpha": adapter.lora_alpha,
-            "target_modules": list(adapter.target_modules),
-            "base_model_name_or_path": adapter.base_model,
-            "bias": "none",
-            "use_rslora": False,
-            "use_dora": False,
-        }
-        (folder / "adapter_config.json").write_text(json.dumps(described))
 
     def serve(self, staged: StagedAdapter) -> None:
         """vLLM has loaded it: the folder of the one before goes."""
@@ -103,25 +88,6 @@ class AdapterStore:
     def close(self) -> None:
         shutil.rmtree(self._root, ignore_errors=True)
         self._guardian.close()
-
-    def _check(self, host: HostVersion, adapter: AdapterConfig, layout: Layout) -> None:
-        if adapter.rank > self._max_rank:
-            raise MeshError(
-                Reason.LAYOUT_MISMATCH,
-                f"the adapter has rank {adapter.rank}, vLLM was started for at most {self._max_rank};"
-                " raise inference.vllm.max_lora_rank",
-            )
-        shapes = {name: shape for name, _, shape in layout}
-        for name, tensor in host.tensors.items():
-            layer, _, part = name.removeprefix(PREFIX).rpartition(".lora_")
-            weight = shapes.get(f"{layer}.weight")
-            expected = weight and ((adapter.rank, weight[1]) if part.startswith("A") else (weight[0], adapter.rank))
-            if tuple(tensor.shape) != expected:
-                raise MeshError(
-                    Reason.LAYOUT_MISMATCH,
-                    f"version {host.version} does not fit the served model: {name} is {tuple(tensor.shape)}, expected "
-                    f"{expected or 'no such layer'}",
-                )
 
 
 def _request(folder: Path, *, load_inplace: bool = False) -> LoRARequest:

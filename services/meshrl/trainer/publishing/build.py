@@ -40,9 +40,10 @@ from meshrl.trainer.publishing.snapshots import (
 from meshrl.trainer.publishing.transport_choice import choose, files_folder, first_engines, known_engines, shm_folder
 from meshrl.trainer.publishing.uploading import PublishReport
 from meshrl.trainer.ranks.commands import CommandSender, PublishSetupCommand, SnapshotCommand
+from meshrl.versions import peft
 from meshrl.versions.collective.communicator import open_store, reach_store
 from meshrl.wire.errors import MeshError
-from meshrl.wire.types import AdapterConfig, EngineInfo, Transport
+from meshrl.wire.types import EngineInfo, Transport
 
 LOCALHOST = "127.0.0.1"
 MAX_THREADS = 8  # of one rank for files: memory is no faster with more
@@ -237,13 +238,7 @@ def _publisher(
 
 
 def _adapter(config: TrainerConfig, parts: TrainerParts) -> Adapter:
-    described = adapter_config(parts.learner.model, config.model.name)
     return Adapter(
-        config=AdapterConfig(
-            rank=described["r"],
-            lora_alpha=described["lora_alpha"],
-            target_modules=tuple(described["target_modules"]),
-            base_model=config.model.name,
-        ),
+        config=peft.config_of(adapter_config(parts.learner.model, config.model.name)),
         base_layout=Rows.of(parts.learner.model, parts.compute_dtype, num_senders=1, bucket_bytes=1).layout,
     )
