@@ -16,9 +16,10 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from group_senders import GroupSenders, Parcel, flipped
 from meshrl.inference.embedded.engine import EmbeddedEngine
-from meshrl.inference.embedded.live_weights import dtype_name, tensor_bytes
+from meshrl.inference.embedded.live_weights import tensor_bytes
 from meshrl.inference.engine import Engine, HostVersion
 from meshrl.models.state import hf_state
+from meshrl.versions.dtypes import dtype_name
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest import digest, root_of
 from meshrl.wire.types import ActivationPolicy, AgentState, Chunk, Manifest, Transport, VersionState

@@ -20,7 +20,6 @@ from hypothesis import given, settings
 from meshrl.wire import manifest as manifests
 from meshrl.wire import manifest_checks
 from meshrl.wire.manifest_file import PayloadReader, from_json, safetensors_header, to_json
-from meshrl.wire.tensors import DTYPES
 from meshrl.wire.types import AdapterConfig, CollectivePlan, FileEntry, Manifest, TensorEntry, Transport, VersionKind
 
 SPECS = (("b", "float32", (3, 5)), ("a", "bfloat16", (7,)), ("empty", "float32", (0, 4)), ("s", "int64", ()))
@@ -52,10 +51,6 @@ def test_digests_are_blake3_of_the_bytes() -> None:
         blake3.blake3(part).digest() for part in (STREAM[:8], STREAM[8:68], b"", STREAM[68:])
     ]
     assert [(c.offset, c.length, c.digest) for c in manifest.chunks] == [(0, 82, blake3.blake3(STREAM).digest())]
-
-
-def test_element_sizes_agree_with_the_tensor_codec() -> None:
-    assert dict(manifests.ITEM_BYTES) == {name: dtype.itemsize for name, dtype in DTYPES.items()}
 
 
 @settings(deadline=None, max_examples=50)  # a busy machine is not a slow function

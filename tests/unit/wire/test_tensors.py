@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from meshrl.v1 import tensor_pb2 as pb
-from meshrl.wire import manifest, tensors
+from meshrl.wire import tensors
 from meshrl.wire.errors import MeshError, Reason
 
 
@@ -90,8 +90,7 @@ def test_the_callers_expectation_is_checked():
         tensors.decode(tensor, ndim=1)
 
 
-def test_names_and_sizes_agree_with_the_contract_and_the_manifest():
+def test_names_agree_with_the_contract():
     assert {dtype.number for dtype in tensors.DTYPES.values()} == set(pb.DataType.values()) - {0}
-    assert {name: tensors.itemsize(name) for name in tensors.DTYPES} == dict(manifest.ITEM_BYTES)
     assert all(tensors.dtype_name(tensors.dtype_number(name)) == name for name in tensors.DTYPES)
     assert tensors.dtype_name(99) is None

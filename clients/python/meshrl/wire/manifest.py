@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from blake3 import blake3
 
+from meshrl.wire.tensors import DTYPES
 from meshrl.wire.types import (
     AdapterConfig,
     ChunkEntry,
@@ -35,22 +36,6 @@ SUM128 = "sum128"
 DIGEST_BYTES_OF: Mapping[str, int] = {"": DIGEST_BYTES, "blake3": DIGEST_BYTES, SUM128: 16}
 """Bytes of a tensor's digest by the manifest's digest_algorithm."""
 CODEC_RAW = "raw"
-
-# Bytes an element takes, for every name of `tensors.DTYPES`.
-ITEM_BYTES: Mapping[str, int] = {
-    "bool": 1,
-    "uint8": 1,
-    "int8": 1,
-    "int16": 2,
-    "int32": 4,
-    "int64": 8,
-    "float16": 2,
-    "bfloat16": 2,
-    "float32": 4,
-    "float64": 8,
-    "float8_e4m3": 1,
-    "float8_e5m2": 1,
-}
 
 Layout = tuple[tuple[str, str, tuple[int, ...]], ...]  # (name, dtype, shape) of each tensor
 
@@ -170,16 +155,16 @@ def plan_tensors(specs: Iterable[tuple[str, str, Sequence[int]]]) -> tuple[Tenso
         if name in seen:
             raise ValueError(f"tensor name {name!r} is used twice; leave tied duplicates out")
         seen.add(name)
-        num_bytes = math.prod(shape) * ITEM_BYTES[dtype]
+        num_bytes = math.prod(shape) * DTYPES[dtype].itemsize
         plans.append(TensorPlan(name=name, dtype=dtype, shape=tuple(shape), offset=offset, num_bytes=num_bytes))
         offset += num_bytes
     return tuple(plans)
 
 
 def _stream_order(spec: tuple[str, str, Sequence[int]]) -> tuple[int, str]:
-    if spec[1] not in ITEM_BYTES:
-        raise ValueError(f"tensor {spec[0]!r} has unknown dtype {spec[1]!r}; known: {', '.join(sorted(ITEM_BYTES))}")
-    return (-ITEM_BYTES[spec[1]], spec[0])
+    if spec[1] not in DTYPES:
+        raise ValueError(f"tensor {spec[0]!r} has unknown dtype {spec[1]!r}; known: {', '.join(sorted(DTYPES))}")
+    return (-DTYPES[spec[1]].itemsize, spec[0])
 
 
 def plan_chunks(num_bytes: int, chunk_bytes: int) -> tuple[tuple[int, int], ...]:

@@ -9,11 +9,11 @@ from meshrl.wire.manifest import (
     CODEC_RAW,
     DIGEST_BYTES,
     DIGEST_BYTES_OF,
-    ITEM_BYTES,
     SUM128,
     layout_signature,
     result_root,
 )
+from meshrl.wire.tensors import DTYPES
 from meshrl.wire.types import Manifest, TensorEntry, Transport, VersionKind
 
 
@@ -105,7 +105,7 @@ def _collective_violations(manifest: Manifest) -> list[tuple[str, str]]:
     if len(whole) != len(plan.whole_tensors) or any(not 0 <= index < len(manifest.tensors) for index in whole):
         found.append(("collective.whole_tensors", f"must be distinct indices of the {len(manifest.tensors)} tensors"))
     elif plan.num_senders > 1:
-        odd = [i for i, t in enumerate(manifest.tensors) if i not in whole and ITEM_BYTES[t.dtype] % 2]
+        odd = [i for i, t in enumerate(manifest.tensors) if i not in whole and DTYPES[t.dtype].itemsize % 2]
         if odd:
             name = manifest.tensors[odd[0]].name
             text = f"must list {name!r}: {SUM128} adds up 16-bit words, so tensors of 1-byte elements go whole"
@@ -122,11 +122,11 @@ def _tensor_violations(tensors: Sequence[TensorEntry], digest_bytes: int) -> lis
     offset = 0
     for index, tensor in enumerate(tensors):
         where = f"tensors[{index}]"
-        if tensor.dtype not in ITEM_BYTES:
+        if tensor.dtype not in DTYPES:
             found.append((f"{where}.dtype", f"is unknown: {tensor.dtype!r}"))
         elif any(length < 0 for length in tensor.shape):
             found.append((f"{where}.shape", f"must not be negative, got {tensor.shape}"))
-        elif tensor.num_bytes != math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype]:
+        elif tensor.num_bytes != math.prod(tensor.shape) * DTYPES[tensor.dtype].itemsize:
             found.append((f"{where}.num_bytes", f"does not match dtype and shape, got {tensor.num_bytes}"))
         elif tensor.offset != offset:
             found.append((f"{where}.offset", f"must be {offset}, got {tensor.offset}: tensors follow without gaps"))

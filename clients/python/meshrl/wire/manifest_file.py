@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from meshrl.wire.manifest import TensorPlan, artifact_id
+from meshrl.wire.tensors import DTYPES
 from meshrl.wire.types import (
     AdapterConfig,
     ChunkEntry,
@@ -46,22 +47,6 @@ def manifest_path(payload: Path) -> Path:
     return payload.with_name(_NUMBERED.sub("", payload.stem) + ".json")
 
 
-SAFETENSORS_NAMES: Mapping[str, str] = {
-    "bool": "BOOL",
-    "uint8": "U8",
-    "int8": "I8",
-    "int16": "I16",
-    "int32": "I32",
-    "int64": "I64",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float32": "F32",
-    "float64": "F64",
-    "float8_e4m3": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-}
-
-
 def safetensors_header(plans: Sequence[TensorPlan], metadata: Mapping[str, str] | None = None) -> bytes:
     """Returns the start of a safetensors file whose payload is the byte stream of `plans`.
 
@@ -71,7 +56,7 @@ def safetensors_header(plans: Sequence[TensorPlan], metadata: Mapping[str, str] 
     table: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     for plan in plans:
         table[plan.name] = {
-            "dtype": SAFETENSORS_NAMES[plan.dtype],
+            "dtype": DTYPES[plan.dtype].safetensors,
             "shape": list(plan.shape),
             "data_offsets": [plan.offset, plan.offset + plan.num_bytes],
         }

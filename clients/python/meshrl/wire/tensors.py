@@ -1,5 +1,6 @@
 """NumPy arrays to `Tensor` messages and back: raw little-endian bytes in C order, never a list of floats.
 
+`DTYPES` is the one table of element types; manifests, safetensors files and torch's names for them come from it.
 Element types that NumPy lacks (bfloat16, float8) travel as views of unsigned integers of the same width.
 """
 
@@ -19,35 +20,35 @@ from meshrl.wire.errors import FieldViolation, MeshError, Reason
 
 @dataclass(frozen=True)
 class DType:
-    """One element type: its number on the wire and the little-endian NumPy type that stores it."""
+    """One element type: its number on the wire, the little-endian NumPy type that stores it, its safetensors name."""
 
     name: str
     number: pb.DataType
     storage: np.dtype[Any]
+    safetensors: str
 
     @property
     def itemsize(self) -> int:
         return self.storage.itemsize
 
 
-def _table(*rows: tuple[str, pb.DataType, str]) -> Mapping[str, DType]:
-    return {name: DType(name, number, np.dtype(storage)) for name, number, storage in rows}
-
-
-DTYPES: Mapping[str, DType] = _table(
-    ("bool", pb.DATA_TYPE_BOOL, "?"),
-    ("uint8", pb.DATA_TYPE_UINT8, "u1"),
-    ("int8", pb.DATA_TYPE_INT8, "i1"),
-    ("int16", pb.DATA_TYPE_INT16, "<i2"),
-    ("int32", pb.DATA_TYPE_INT32, "<i4"),
-    ("int64", pb.DATA_TYPE_INT64, "<i8"),
-    ("float16", pb.DATA_TYPE_FLOAT16, "<f2"),
-    ("bfloat16", pb.DATA_TYPE_BFLOAT16, "<u2"),
-    ("float32", pb.DATA_TYPE_FLOAT32, "<f4"),
-    ("float64", pb.DATA_TYPE_FLOAT64, "<f8"),
-    ("float8_e4m3", pb.DATA_TYPE_FLOAT8_E4M3, "u1"),
-    ("float8_e5m2", pb.DATA_TYPE_FLOAT8_E5M2, "u1"),
-)
+DTYPES: Mapping[str, DType] = {
+    name: DType(name, number, np.dtype(storage), safetensors)
+    for name, number, storage, safetensors in (
+        ("bool", pb.DATA_TYPE_BOOL, "?", "BOOL"),
+        ("uint8", pb.DATA_TYPE_UINT8, "u1", "U8"),
+        ("int8", pb.DATA_TYPE_INT8, "i1", "I8"),
+        ("int16", pb.DATA_TYPE_INT16, "<i2", "I16"),
+        ("int32", pb.DATA_TYPE_INT32, "<i4", "I32"),
+        ("int64", pb.DATA_TYPE_INT64, "<i8", "I64"),
+        ("float16", pb.DATA_TYPE_FLOAT16, "<f2", "F16"),
+        ("bfloat16", pb.DATA_TYPE_BFLOAT16, "<u2", "BF16"),
+        ("float32", pb.DATA_TYPE_FLOAT32, "<f4", "F32"),
+        ("float64", pb.DATA_TYPE_FLOAT64, "<f8", "F64"),
+        ("float8_e4m3", pb.DATA_TYPE_FLOAT8_E4M3, "u1", "F8_E4M3"),
+        ("float8_e5m2", pb.DATA_TYPE_FLOAT8_E5M2, "u1", "F8_E5M2"),
+    )
+}
 _BY_NUMBER: Mapping[int, DType] = {dtype.number: dtype for dtype in DTYPES.values()}
 
 

@@ -9,12 +9,11 @@ import torch
 from torch import nn
 
 from meshrl.models.state import hf_state
-from meshrl.versions.dtypes import TORCH_DTYPES
+from meshrl.versions.dtypes import dtype_name
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest import digest, root_of
 
 MAX_NAMED_DIFFERENCES = 3
-_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 Layout = tuple[tuple[str, str, tuple[int, ...]], ...]
 
@@ -95,11 +94,6 @@ class LiveWeights:
                 Reason.LAYOUT_MISMATCH,
                 f"version {version} does not fit the served model: {named}{f'; and {more} more' if more > 0 else ''}",
             )
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """The wire's name of a torch dtype, such as "bfloat16"; torch's own where the wire has none."""
-    return _NAMES.get(dtype) or str(dtype).removeprefix("torch.")
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:

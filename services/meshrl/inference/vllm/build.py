@@ -14,10 +14,11 @@ from transformers import GenerationConfig
 
 from meshrl.core.config.shared import ModelConfig
 from meshrl.inference.config import InferenceConfig
-from meshrl.inference.embedded.live_weights import Layout, dtype_name
+from meshrl.inference.embedded.live_weights import Layout
 from meshrl.inference.vllm.arguments import engine_arguments, engine_config
 from meshrl.models.load import empty_model
 from meshrl.models.state import hf_state
+from meshrl.versions.dtypes import dtype_name
 
 _QUIET = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 

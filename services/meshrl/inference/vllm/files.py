@@ -16,24 +16,11 @@ from pathlib import Path
 
 import torch
 
+from meshrl.versions.dtypes import SAFETENSORS_DTYPES
+
 PORTION_BYTES = 256 * 2**20
 READERS = 8
 SLICE_BYTES = 16 * 2**20
-
-_DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "I16": torch.int16,
-    "I32": torch.int32,
-    "I64": torch.int64,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-}
 
 Named = Sequence[tuple[str, torch.Tensor]]
 
@@ -111,7 +98,7 @@ def _entries(fd: int, path: Path) -> list[Entry]:
     entries = [
         Entry(
             name=name,
-            dtype=_DTYPES[fields["dtype"]],
+            dtype=SAFETENSORS_DTYPES[fields["dtype"]],
             shape=tuple(fields["shape"]),
             start=first + fields["data_offsets"][0],
             end=first + fields["data_offsets"][1],

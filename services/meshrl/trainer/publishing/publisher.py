@@ -23,12 +23,10 @@ from meshrl.client import WeightSyncClient
 from meshrl.trainer.publishing.progress import Progress
 from meshrl.trainer.publishing.uploading import PublishReport
 from meshrl.trainer.publishing.version_files import VersionFiles, in_threads
-from meshrl.versions.dtypes import TORCH_DTYPES
+from meshrl.versions.dtypes import dtype_name
 from meshrl.versions.transfer import RETRY_FOR_S, Uploader
 from meshrl.wire import manifest as manifests
 from meshrl.wire.types import AdapterConfig, ChunkEntry, FileEntry, Manifest, TensorEntry, Transport
-
-DTYPE_NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +84,7 @@ class Publisher:
         async with self._busy:
             began_s = time.monotonic()
             tensors = {name: self._cast(tensor) for name, tensor in state.items()}
-            plans = manifests.plan_tensors((name, DTYPE_NAMES[t.dtype], tuple(t.shape)) for name, t in tensors.items())
+            plans = manifests.plan_tensors((name, dtype_name(t.dtype), tuple(t.shape)) for name, t in tensors.items())
             buffer: NDArray[np.uint8] | None = None
             if self._transport is Transport.FILESYSTEM:
                 manifest = await asyncio.to_thread(self._write, version, plans, tensors)

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from meshrl.models.state import own_rows, published_tensors
-from meshrl.trainer.publishing.publisher import DTYPE_NAMES
 from meshrl.training.parallel.rank_group import SHARD, RankGroup
 from meshrl.versions.collective.plan import buckets
+from meshrl.versions.dtypes import TORCH_DTYPES, dtype_name
 from meshrl.wire.manifest import TensorPlan, layout_signature, plan_tensors
 from meshrl.wire.types import CollectivePlan, TensorEntry
 
@@ -29,7 +29,7 @@ class Rows:
     @classmethod
     def of(cls, model: nn.Module, dtype: torch.dtype | None, *, num_senders: int, bucket_bytes: int) -> Rows:
         published = published_tensors(model, dtype)
-        plans = plan_tensors((tensor.name, DTYPE_NAMES[tensor.dtype], tensor.shape) for tensor in published)
+        plans = plan_tensors((tensor.name, dtype_name(tensor.dtype), tensor.shape) for tensor in published)
         whole = {tensor.name for tensor in published if not tensor.in_rows}
         return cls(
             plans=plans,
@@ -83,10 +83,9 @@ def copy_rows(model: nn.Module, dtype: torch.dtype | None, rows: Rows, sender: i
     num_bytes = sum(end - start for _, start, end in spans)
     fits = reuse is not None and reuse.flat.numel() == num_bytes and reuse.flat.device == device
     flat = reuse.flat if fits and reuse is not None else torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    torch_dtypes = {name: dtype for dtype, name in DTYPE_NAMES.items()}
     at = 0
     for plan, start, end in spans:
-        target = flat[at : at + end - start].view(torch_dtypes[plan.dtype])
+        target = flat[at : at + end - start].view(TORCH_DTYPES[plan.dtype])
         target.copy_(own[plan.name].reshape(-1), non_blocking=True)
         at += end - start
     ready = None
