@@ -16,12 +16,12 @@ from pathlib import Path
 import numpy as np
 
 from meshrl.core.paths import Layout
-from meshrl.orchestrator.ledger.journal import Journal, Opening
+from meshrl.orchestrator.ledger.journal import Journal, StartingPoint
 from meshrl.orchestrator.ledger.rows import RunRow
 from meshrl.orchestrator.ledger.rules import Ledger
 from meshrl.orchestrator.ledger.store import LedgerStore
-from meshrl.orchestrator.plan import ReadyGroup
-from meshrl.orchestrator.work.batches import Assembled, assemble
+from meshrl.orchestrator.work.batches import AssembledBatch, assemble
+from meshrl.orchestrator.work.screening import ReadyGroup
 from meshrl.sampling.groups import GroupTicket, RolloutGroup, TaskRef
 from meshrl.wire.types import Rollout, Sample, VersionSpan
 
@@ -52,7 +52,7 @@ def make_groups(step: int, tokens: int) -> list[RolloutGroup]:
     return groups
 
 
-def make_batch(groups: list[RolloutGroup], step: int, tokens: int) -> Assembled:
+def make_batch(groups: list[RolloutGroup], step: int, tokens: int) -> AssembledBatch:
     return assemble(
         [group.rollouts for group in groups], run_id="main", step=step, environments=["e"], dp_size=1,
         advantage=lambda rewards, lengths: np.asarray(rewards) - 0.5, seq_len=max(tokens, 4096),
@@ -76,8 +76,8 @@ async def measure(folder: Path, *, tokens: int, steps: int) -> str:
     store = LedgerStore(layout.ledger)
     store.open()
     store.begin(RunRow(run=0, run_id="main", session="", epoch=1, first_step=1, metrics_offset=0))
-    opening = Opening(recorded=0, logged=0, unlogged_from=1, records={}, drawn={})
-    journal = Journal(Ledger(store.record), store, opening, layout=layout, durable=0, checkpoints=True)
+    start = StartingPoint(recorded=0, logged=0, unlogged_from=1, records={}, drawn={})
+    journal = Journal(Ledger(store.record), store, start, layout=layout, durable=0, checkpoints=True)
     on_loop_s, waits_s, made_s = 0.0, [], 0.0
     began_s = time.perf_counter()
     for step in range(1, steps + 1):

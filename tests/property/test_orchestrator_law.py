@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from meshrl.orchestrator.ledger.rules import Ledger
 from meshrl.orchestrator.plan import PlanLimits, WorkPlan
-from meshrl.orchestrator.work.filters import screen_finished
+from meshrl.orchestrator.work.screening import screen_finished
 from meshrl.orchestrator.work.staleness import StalenessLaw
 from meshrl.orchestrator.work.task_schedule import TaskSchedule, TrainSource
 from meshrl.sampling.groups import GroupTicket, RolloutGroup

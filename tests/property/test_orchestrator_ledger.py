@@ -128,13 +128,13 @@ class World:
         self.journal = open_journal(self.config, mesh, self.writer)
         self.plan = make_plan(self.config, mesh)
         self.in_flight: list[tuple[GroupTicket, RolloutGroup]] = []
-        opening = self.journal.opening
-        self.recorded, self.told = opening.recorded, opening.unlogged_from - 1
+        start = self.journal.starting_point
+        self.recorded, self.told = start.recorded, start.unlogged_from - 1
         self.uploaded = self.step
         self.batches: dict[int, tuple] = {}
-        self.plan.next_step = opening.recorded + 1
-        self.plan.go_on(drawn=opening.drawn, next_sequence=opening.next_sequence, again=opening.redispatch)
-        for group in opening.ready:
+        self.plan.next_step = start.recorded + 1
+        self.plan.go_on(drawn=start.drawn, next_sequence=start.next_sequence, again=start.redispatch)
+        for group in start.ready:
             self.drop(self.plan.readmit(group))
 
     def drop(self, screened) -> None:

@@ -9,7 +9,7 @@ from meshrl.orchestrator.evals import Evaluator
 from meshrl.orchestrator.peers.connect import Mesh
 from meshrl.orchestrator.peers.logprob_check import LogprobCheck
 from meshrl.orchestrator.plan import PlanLimits, WorkPlan
-from meshrl.orchestrator.work.filters import screen_finished
+from meshrl.orchestrator.work.screening import screen_finished
 from meshrl.orchestrator.work.staleness import StalenessLaw
 from meshrl.orchestrator.work.task_schedule import TaskSchedule, TrainSource
 from meshrl.sampling.retry import RunError

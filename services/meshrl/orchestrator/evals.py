@@ -11,7 +11,7 @@ from loguru import logger
 
 from meshrl.core.config.shared import EnvConfig
 from meshrl.orchestrator.config import EvalConfig
-from meshrl.orchestrator.metrics import Metrics
+from meshrl.orchestrator.reports.step_record import Metrics
 from meshrl.sampling.groups import GroupTicket, RolloutGroup, TaskRef
 from meshrl.sampling.retry import RunError
 from meshrl.sampling.sampler import GroupSampler

@@ -24,24 +24,24 @@ from opentelemetry import trace
 
 from meshrl.core.config.flags import flag
 from meshrl.core.telemetry.monitor import Monitor
-from meshrl.orchestrator import metrics as record
 from meshrl.orchestrator.build import make_evaluator, make_logprob_check, make_plan, sampling_by_environment
 from meshrl.orchestrator.config import OrchestratorConfig
 from meshrl.orchestrator.evals import Evaluator
 from meshrl.orchestrator.ledger.journal import Journal
-from meshrl.orchestrator.ledger.submitted_steps import SubmittedStep, SubmittedSteps
-from meshrl.orchestrator.peers.batch_uploader import TrainerFeed
+from meshrl.orchestrator.ledger.submitted_steps import SubmittedSteps
+from meshrl.orchestrator.peers.batch_uploader import BatchUploader
 from meshrl.orchestrator.peers.connect import Mesh, Services
-from meshrl.orchestrator.peers.version_relay import Activator
-from meshrl.orchestrator.plan import ReadyGroup
-from meshrl.orchestrator.sample_tables import log_extras
-from meshrl.orchestrator.spans import StepSpans
+from meshrl.orchestrator.peers.stale_groups import StaleGroups
+from meshrl.orchestrator.peers.version_relay import VersionRelay
+from meshrl.orchestrator.reports import step_record as record
+from meshrl.orchestrator.reports.sample_tables import log_extras
+from meshrl.orchestrator.reports.step_traces import StepTraces
 from meshrl.orchestrator.work.advantage import build_advantage
-from meshrl.orchestrator.work.batches import assemble
+from meshrl.orchestrator.work.batches import SubmittedStep, assemble
 from meshrl.orchestrator.work.lost_groups import LostGroups
-from meshrl.orchestrator.work.refused_batches import Refusal, at_fault, without
-from meshrl.orchestrator.work.rollout_groups import DropReason, Screened
-from meshrl.orchestrator.work.stale_groups import DoomedGroups
+from meshrl.orchestrator.work.refused_batches import BatchRefusal, at_fault, without
+from meshrl.orchestrator.work.screening import DropReason, ReadyGroup, Screened
+from meshrl.orchestrator.work.tally import StepTally
 from meshrl.sampling.groups import GroupTicket, RolloutGroup
 from meshrl.sampling.retry import RunError, first_cause
 from meshrl.sampling.sampler import GroupSampler, Problems, SamplerDeadlines
@@ -52,7 +52,7 @@ BATCHES_AT_TRAINER = 2
 """One that trains and one that waits: the trainer starts the next step at once, and no batch ages longer than that."""
 
 
-class TrainLoop:
+class RunLoop:
     """One run from the trainer's current step to the last one."""
 
     def __init__(
@@ -77,7 +77,7 @@ class TrainLoop:
         self._monitor = monitor
         self._clock = clock
         self._sleep = sleep
-        self._spans = StepSpans(tracer)
+        self._spans = StepTraces(tracer)
         self._sampler = GroupSampler(
             services.rollout,
             address=config.services.rollout,
@@ -92,23 +92,23 @@ class TrainLoop:
         )
         self._sampling = sampling_by_environment(config)
         self._advantage = build_advantage(config.advantage)
-        self._activator = Activator(services.weights, config=config, run_id=mesh.run.run_id, clock=clock, sleep=sleep)
+        self._relay = VersionRelay(services.weights, config=config, run_id=mesh.run.run_id, clock=clock, sleep=sleep)
         self._evaluator: Evaluator | None = make_evaluator(config, mesh, self._sampler, clock)
         self._logprobs = make_logprob_check(config)
-        self._tally = record.StepTally()
+        self._tally = StepTally()
         self._changed = asyncio.Event()
         self._submitted = SubmittedSteps(journal)
         self._finishing = False
         self._evaluating = False
-        self._doomed = DoomedGroups(self.plan, services.rollout)
+        self._doomed = StaleGroups(self.plan, services.rollout)
         self._lost_groups = LostGroups(config, clock=clock, sleep=sleep)
         self._go_on()
-        self._feed = TrainerFeed(
+        self._feed = BatchUploader(
             services.trainer,
             config=config,
             run=mesh.run,
-            recorded=journal.opening.recorded,
-            trained=journal.opening.unlogged_from - 1,
+            recorded=journal.starting_point.recorded,
+            trained=journal.starting_point.unlogged_from - 1,
             batch_of=self._submitted.batch,
             span_of=self._spans.span,
             on_back=self._go_back,
@@ -122,17 +122,17 @@ class TrainLoop:
 
     def _go_on(self) -> None:
         """Takes up what an earlier process left."""
-        opening = self._journal.opening
-        self.plan.next_step = opening.recorded + 1
-        self.plan.go_on(drawn=opening.drawn, next_sequence=opening.next_sequence, again=opening.redispatch)
-        for group in opening.ready:
+        start = self._journal.starting_point
+        self.plan.next_step = start.recorded + 1
+        self.plan.go_on(drawn=start.drawn, next_sequence=start.next_sequence, again=start.redispatch)
+        for group in start.ready:
             self._drop(self.plan.readmit(group))
 
     async def run(self) -> None:
         """Until the last step's version is active. Raises RunError when the run cannot go on."""
         try:
-            await self._activator.wait_for_engines()
-            await self._activator.activate_first(self._mesh.run.version)
+            await self._relay.wait_for_engines()
+            await self._relay.activate_first(self._mesh.run.version)
             if self.config.eval is not None and self.config.eval.eval_base and self._mesh.run.version == 0:
                 await self._evaluate(step=0)
             await self._train()
@@ -161,7 +161,7 @@ class TrainLoop:
                 if (groups := await self._gather()) is None:
                     continue
                 if self.config.sleep_engines and not (self.plan.in_flight or self._evaluating):
-                    self._tally.sleep_engines_s = await self._activator.sleep_engines()  # the trainer gets their memory
+                    self._tally.sleep_engines_s = await self._relay.sleep_engines()  # the trainer gets their memory
                 await self._submit(step, groups)
             self._feed.end()
             await finishing
@@ -273,7 +273,7 @@ class TrainLoop:
 
     async def _submit(self, step: int, groups: list[ReadyGroup]) -> None:
         """Makes the batch and hands it to the trainer."""
-        tally, self._tally = self._tally, record.StepTally()
+        tally, self._tally = self._tally, StepTally()
         try:
             assembled = await asyncio.to_thread(
                 assemble,
@@ -294,7 +294,7 @@ class TrainLoop:
         self._submitted.add(SubmittedStep(step=step, groups=tuple(groups), assembled=assembled, tally=tally))
         self._feed.add(step)
 
-    async def _dissolve(self, refusal: Refusal) -> None:
+    async def _dissolve(self, refusal: BatchRefusal) -> None:
         """Drops what the trainer refused a batch for; what else it and those behind it hold is gathered again."""
         taken = [await self._submitted.take(step) for step in range(refusal.step, self._feed.recorded + 1)]
         bad = at_fault(refusal, taken[0], vocab_size=self._mesh.trainer.vocab_size or None)
@@ -342,7 +342,7 @@ class TrainLoop:
         if version > self.plan.active_version:  # else engines have moved on: it was done before this process began
             try:
                 with trace.use_span(self._spans.span(step)):
-                    activation = await self._activator.activate_or_skip(self._feed, version)
+                    activation = await self._relay.activate_or_skip(self._feed, version)
             except asyncio.CancelledError:  # the run is stopped: the step is trained, and its record says so
                 await self._write(submitted, served, trainer=record.trainer_metrics(done))
                 raise

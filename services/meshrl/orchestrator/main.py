@@ -17,11 +17,11 @@ from meshrl.core.rpc.serve import GrpcServer, run
 from meshrl.core.telemetry.logs import setup_logging
 from meshrl.core.telemetry.monitor import ConsoleSink, JsonlSink, Monitor, Sink, WandbSink
 from meshrl.core.telemetry.tracing import setup_tracing
-from meshrl.orchestrator.bench import summary_table
 from meshrl.orchestrator.config import OrchestratorConfig
 from meshrl.orchestrator.ledger.open_run import open_journal
-from meshrl.orchestrator.loop import TrainLoop
+from meshrl.orchestrator.loop import RunLoop
 from meshrl.orchestrator.peers.connect import Mesh, Services, connect, meet
+from meshrl.orchestrator.reports.bench_table import summary_table
 from meshrl.sampling.retry import RunError
 
 HEALTH_NAME = "meshrl.Orchestrator"
@@ -80,7 +80,7 @@ async def _train(
     journal = await asyncio.to_thread(open_journal, config, mesh)
     monitor = await asyncio.to_thread(open_monitor, config, layout)
     try:
-        loop = TrainLoop(config, services, mesh, journal=journal, monitor=monitor, tracer=tracer)
+        loop = RunLoop(config, services, mesh, journal=journal, monitor=monitor, tracer=tracer)
         say_ready()
         if await _until(stop, loop.run()) is None:
             logger.info(f"stopped before step {loop.plan.next_step} was complete")

@@ -11,22 +11,13 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from meshrl.orchestrator.work.filters import screen_stale
-from meshrl.orchestrator.work.rollout_groups import DropReason, Screened
+from meshrl.orchestrator.work.screening import DropReason, ReadyGroup, Screened, screen_stale
 from meshrl.orchestrator.work.staleness import StalenessLaw
 from meshrl.orchestrator.work.task_schedule import TaskSchedule
 from meshrl.sampling.groups import GroupTicket, RolloutGroup
 from meshrl.wire.types import Rollout
 
 Screen = Callable[[Sequence[Rollout]], Screened]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReadyGroup:
-    """A whole group with the rollouts of it that may be trained on."""
-
-    group: RolloutGroup
-    kept: tuple[Rollout, ...]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ async def test_nothing_is_kept_of_the_steps_that_are_done(mesh, make_config, sta
     async with start(make_config(mesh.services, max_steps=12)) as (loop, journal):
         await loop.run()
         held = sizes(loop, loop.plan, journal, journal._ledger, loop._feed)
-    assert held["TrainLoop.records"] == 0
+    assert held["RunLoop.records"] == 0
     assert {name: count for name, count in held.items() if count >= 12} == {}
 
 

@@ -17,7 +17,7 @@ from meshrl.orchestrator.ledger.audit import audit
 from meshrl.orchestrator.ledger.open_run import open_journal
 from meshrl.orchestrator.ledger.submitted_steps import SubmittedSteps
 from meshrl.orchestrator.ledger.writer import ThreadedWriter
-from meshrl.orchestrator.loop import TrainLoop
+from meshrl.orchestrator.loop import RunLoop
 from meshrl.orchestrator.peers.connect import connect, meet
 from meshrl.sampling.retry import RunError
 
@@ -51,7 +51,7 @@ class Orchestrator:
         met = await meet(self.config, services)
         writer = LosesTheRest(self.config.output_dir / "ledger.sqlite", flush_interval_s=0.02)
         journal = await asyncio.to_thread(open_journal, self.config, met, writer)
-        loop = TrainLoop(self.config, services, met, journal=journal, monitor=monitor, tracer=trace.get_tracer("test"))
+        loop = RunLoop(self.config, services, met, journal=journal, monitor=monitor, tracer=trace.get_tracer("test"))
         running = asyncio.create_task(loop.run())
         killing = asyncio.create_task(kill_when() if kill_when is not None else asyncio.Event().wait())
         try:

@@ -77,6 +77,6 @@ async def test_hub_that_is_away_is_a_warning(mesh, make_config, start, monkeypat
     monkeypatch.setattr("meshrl.orchestrator.peers.version_relay.SLEEP_MARGIN_S", 0.2)
     config = make_config(mesh.services, max_async_level=0, sleep_engines=True, deadlines=SHORT)
     async with start(config) as (loop, _):
-        await loop._activator.activate_first(0)
+        await loop._relay.activate_first(0)
         await mesh.servers["weights"].drain(grace_s=0.0)
-        assert await loop._activator.sleep_engines() < 3.0
+        assert await loop._relay.sleep_engines() < 3.0

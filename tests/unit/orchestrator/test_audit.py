@@ -12,12 +12,12 @@ import pytest
 
 from meshrl.core.paths import Layout
 from meshrl.orchestrator.ledger.audit import audit, main
-from meshrl.orchestrator.ledger.journal import Journal, Opening
+from meshrl.orchestrator.ledger.journal import Journal, StartingPoint
 from meshrl.orchestrator.ledger.rows import RunRow
 from meshrl.orchestrator.ledger.rules import Ledger
 from meshrl.orchestrator.ledger.store import LedgerStore
-from meshrl.orchestrator.plan import ReadyGroup
 from meshrl.orchestrator.work.batches import assemble
+from meshrl.orchestrator.work.screening import ReadyGroup
 from meshrl.sampling.groups import RolloutGroup
 
 
@@ -28,8 +28,8 @@ async def run(tmp_path: Path, make_group, make_rollout) -> Path:
     store = LedgerStore(layout.ledger)
     store.open()
     store.begin(RunRow(run=0, run_id="main", session="", epoch=1, first_step=1, metrics_offset=0))
-    opening = Opening(recorded=0, logged=0, unlogged_from=1, records={}, drawn={}, next_sequence=0)
-    journal = Journal(Ledger(store.record), store, opening, layout=layout, durable=0, checkpoints=False)
+    start = StartingPoint(recorded=0, logged=0, unlogged_from=1, records={}, drawn={}, next_sequence=0)
+    journal = Journal(Ledger(store.record), store, start, layout=layout, durable=0, checkpoints=False)
 
     def finished(name: str) -> RolloutGroup:
         rollouts = tuple(make_rollout(f"{name}{place}", reward=float(place), group_id=name) for place in range(2))

@@ -18,10 +18,10 @@ from meshrl.orchestrator.ledger.journal import Journal, read_state, state_path, 
 from meshrl.orchestrator.ledger.open_run import open_journal
 from meshrl.orchestrator.ledger.rows import StepRecord
 from meshrl.orchestrator.ledger.store import LedgerStore
-from meshrl.orchestrator.metrics import Progress
 from meshrl.orchestrator.peers.connect import Mesh
-from meshrl.orchestrator.plan import ReadyGroup
 from meshrl.orchestrator.work.batches import assemble
+from meshrl.orchestrator.work.screening import ReadyGroup
+from meshrl.orchestrator.work.tally import RunTotals
 from meshrl.sampling.groups import RolloutGroup
 from meshrl.sampling.retry import RunError
 from meshrl.wire.types import EnvironmentInfo, RunInfo, TrainerInfo
@@ -123,7 +123,7 @@ def test_no_flipped_bit_of_a_payload_or_a_batch_is_read(folder: Path) -> None:
 def test_a_damaged_payload_costs_its_rollout(folder: Path) -> None:
     flip_in(folder, "data", "payloads WHERE rollout_id = 'g31'")
     journal = reopened(folder, 0)
-    (group,) = journal.opening.ready
+    (group,) = journal.starting_point.ready
     assert [rollout.rollout_id for rollout in group.rollouts] == ["g30", "g32"]
     assert journal.balance().exact
     assert journal.balance().dropped == {"payload_damaged": 1}
@@ -137,7 +137,7 @@ def test_too_many_damaged_payloads_cost_their_group(folder: Path) -> None:
     for name in ("g30", "g31"):
         flip_in(folder, "data", f"payloads WHERE rollout_id = '{name}'")
     journal = reopened(folder, 0)
-    assert journal.opening.ready == ()
+    assert journal.starting_point.ready == ()
     journal.close()
     assert audit(folder).ok
     assert states(folder) == {("batched", ""): 6, ("dropped", "payload_damaged"): 2, ("dropped", "group_lost"): 1}
@@ -149,8 +149,8 @@ def test_too_many_damaged_payloads_cost_their_group(folder: Path) -> None:
 async def test_what_a_damaged_batch_took_goes_into_another(folder: Path, bit) -> None:
     flip_in(folder, "data", "parts WHERE step = 2 AND part = 0", bit)
     journal = reopened(folder, 0)
-    assert journal.opening.recorded == 1
-    assert sorted(group.ticket.group_id for group in journal.opening.ready) == ["g2", "g3"]
+    assert journal.starting_point.recorded == 1
+    assert sorted(group.ticket.group_id for group in journal.starting_point.ready) == ["g2", "g3"]
     assert (await journal.load_batch(1)).step == 1
     journal.close()
     assert states(folder) == {("batched", ""): 3, ("finished", ""): 6}
@@ -162,15 +162,15 @@ def test_a_batch_under_another_steps_number_is_damaged(folder: Path) -> None:
         connection.execute("DELETE FROM parts WHERE step = 2")
         connection.execute("INSERT INTO parts SELECT run, 2, part, data, seal FROM parts WHERE step = 1")
     journal = reopened(folder, 0)
-    assert journal.opening.recorded == 1
+    assert journal.starting_point.recorded == 1
     journal.close()
 
 
 def test_a_damaged_batch_that_was_trained_costs_only_its_line_of_metrics(folder: Path) -> None:
     flip_in(folder, "data", "parts WHERE step = 1 AND part = 1")
     journal = reopened(folder, 1)
-    assert (journal.opening.recorded, journal.opening.unlogged_from) == (2, 2)
-    assert journal.opening.progress.samples == 3
+    assert (journal.starting_point.recorded, journal.starting_point.unlogged_from) == (2, 2)
+    assert journal.starting_point.progress.samples == 3
     journal.close()
     assert states(folder) == {("trained", ""): 3, ("batched", ""): 3, ("finished", ""): 3}
 
@@ -186,7 +186,7 @@ async def test_a_batch_that_is_damaged_while_the_run_goes_on_ends_with_a_sentenc
 def test_a_damaged_record_of_a_step_to_come_releases_it(folder: Path) -> None:
     flip_in(folder, "record", "steps WHERE step = 2", lambda data: 8 * data.index(b'"tokens": ') + 80)
     journal = reopened(folder, 0)
-    assert journal.opening.recorded == 1
+    assert journal.starting_point.recorded == 1
     journal.close()
     assert states(folder) == {("batched", ""): 3, ("finished", ""): 6}
 
@@ -199,7 +199,7 @@ def test_totals_come_from_the_checkpoint_where_the_record_is_damaged_or_end_with
     state.parent.mkdir(parents=True)
     state.write_text(json.dumps({"step": 1, "tokens": 15, "samples": 3, "problems": 1, "drawn": {"echo": 1}}))
     journal = reopened(folder, 1)
-    assert journal.opening.progress.tokens == 15
+    assert journal.starting_point.progress.tokens == 15
     journal.close()
 
 
@@ -208,7 +208,7 @@ def test_a_checkpoints_totals_are_read_as_they_were_written_or_not_at_all(folder
     with closing(sqlite3.connect(layout.ledger)) as connection:
         (text,) = connection.execute("SELECT record FROM steps WHERE step = 1").fetchone()
     write_state(layout, StepRecord.from_json(text))
-    assert read_state(layout, 1) == (Progress(tokens=15, samples=3, problems=1), {"echo": 1})
+    assert read_state(layout, 1) == (RunTotals(tokens=15, samples=3, problems=1), {"echo": 1})
     path = state_path(layout, 1)
     path.write_text(path.read_text().replace('"tokens": 15', '"tokens": 17'))
     with pytest.raises(RunError, match=r"progress.json, which has the run's totals up to step 1, is damaged"):
@@ -221,7 +221,7 @@ def test_a_ledger_from_before_there_were_digests_goes_on(folder: Path) -> None:
             connection.execute(f"ALTER TABLE {table} DROP COLUMN seal")
         connection.execute("PRAGMA user_version = 1")
     journal = reopened(folder, 0)
-    assert journal.opening.recorded == 2
-    assert [len(group.rollouts) for group in journal.opening.ready] == [3]
+    assert journal.starting_point.recorded == 2
+    assert [len(group.rollouts) for group in journal.starting_point.ready] == [3]
     journal.close()
     assert audit(folder).ok

@@ -1,10 +1,10 @@
 import pytest
 
-from meshrl.orchestrator.ledger.rules import Entry, Ledger, LedgerError, RolloutState
+from meshrl.orchestrator.ledger.rules import Ledger, LedgerEntry, LedgerError, RolloutState
 
 
 def test_a_rollout_is_followed_from_dispatch_to_training(make_group) -> None:
-    entries: list[Entry] = []
+    entries: list[LedgerEntry] = []
     ledger = Ledger(entries.append)
     ticket = make_group(size=2).ticket
     ledger.dispatch(ticket)
@@ -82,7 +82,7 @@ def test_more_rollouts_than_dispatched_are_counted_as_dispatched(make_group) -> 
 
 
 def test_a_forgotten_step_is_batched_again_and_counted_once(make_group) -> None:
-    entries: list[Entry] = []
+    entries: list[LedgerEntry] = []
     ledger = Ledger(entries.append)
     ticket = make_group(size=2).ticket
     ledger.dispatch(ticket)
@@ -105,13 +105,13 @@ def test_a_durable_step_is_final(make_group) -> None:
     ledger.finish(ticket, "a", 0)
     ledger.batch(["a"], step=1)
     ledger.train(1)
-    ledger.settle(1)
+    ledger.make_final(1)
     assert ledger.undo(1) == 0
     assert ledger.balance().trained == 1
 
 
 def test_a_released_step_gives_its_rollouts_back(make_group) -> None:
-    entries: list[Entry] = []
+    entries: list[LedgerEntry] = []
     ledger = Ledger(entries.append)
     ticket = make_group(size=3).ticket
     ledger.dispatch(ticket)
@@ -131,7 +131,7 @@ def test_a_released_step_gives_its_rollouts_back(make_group) -> None:
 
 
 def test_another_process_goes_on_with_the_same_balance(make_group) -> None:
-    entries: dict[str, Entry] = {}
+    entries: dict[str, LedgerEntry] = {}
     ledger = Ledger(lambda entry: entries.update({entry.key: entry}))
     ticket = make_group(size=5).ticket
     ledger.dispatch(ticket)

@@ -64,7 +64,7 @@ def test_forgetting_a_step_costs_the_same_after_many_steps(make_group, make_roll
         before = writer.instructions
         store.forget(step)
         costs.append(writer.instructions - before)
-        ledger.settle(step)
+        ledger.make_final(step)
     left = writer.connection.execute("SELECT COUNT(*) FROM payloads").fetchone()[0]
     store.close()
     assert left == 0

@@ -5,13 +5,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from meshrl.orchestrator.ledger.resume import restore, settle
+from meshrl.orchestrator.ledger.resume import plan_resume, restore
 from meshrl.orchestrator.ledger.rows import Past, RunRow, StepRecord
 from meshrl.orchestrator.ledger.rules import Ledger
 from meshrl.orchestrator.ledger.store import LedgerStore
 from meshrl.orchestrator.ledger.writer import LedgerFileError
-from meshrl.orchestrator.metrics import Progress
 from meshrl.orchestrator.work.batches import assemble
+from meshrl.orchestrator.work.tally import RunTotals
 from meshrl.sampling.groups import GroupTicket, RolloutGroup
 from meshrl.wire import convert
 from meshrl.wire.types import Batch, Rollout
@@ -72,7 +72,7 @@ def record_of(ticket: GroupTicket, rollouts: list[Rollout], batch: Batch) -> Ste
         micro_batches=1,
         longest_row=5,
         dp_size=1,
-        progress=Progress(tokens=10, samples=2, problems=1),
+        progress=RunTotals(tokens=10, samples=2, problems=1),
         drawn={"echo": 1},
     )
 
@@ -188,9 +188,9 @@ def test_what_the_end_of_a_run_cut_off_is_open_again_when_it_goes_on(make_group,
     assert {state for _, state, _ in states(path)} == {"dropped"}
 
     store, past = resumed(path, trainer_step=1)  # the trainer finished the step while it drained
-    settlement = settle(past, trainer_step=1, logged_step=0, fits=lambda record: True, environments={"echo"})
-    assert (settlement.trained, settlement.unlogged, settlement.again) == ((1,), (1,), ())
-    restore(Ledger(store.record), past, settlement)
+    plan = plan_resume(past, trainer_step=1, logged_step=0, fits=lambda record: True, environments={"echo"})
+    assert (plan.trained, plan.unlogged, plan.again) == ((1,), (1,), ())
+    restore(Ledger(store.record), past, plan)
     store.close()
     assert states(path) == [("g1/0", "trained", ""), ("g1/1", "trained", "")]
 

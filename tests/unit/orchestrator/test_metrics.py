@@ -1,8 +1,8 @@
 import pytest
 
 from meshrl.core.metrics.statistics import distribution
-from meshrl.orchestrator.bench import summary_table
-from meshrl.orchestrator.metrics import activation_metrics, merged, rollout_metrics, trainer_metrics
+from meshrl.orchestrator.reports.bench_table import summary_table
+from meshrl.orchestrator.reports.step_record import activation_metrics, merged, rollout_metrics, trainer_metrics
 from meshrl.sampling.scores import eval_metrics
 from meshrl.wire.types import RolloutFailure, StepEvent, StepState
 

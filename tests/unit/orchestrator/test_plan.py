@@ -1,8 +1,7 @@
 import pytest
 
 from meshrl.orchestrator.plan import PlanLimits, WorkPlan
-from meshrl.orchestrator.work.filters import screen_finished
-from meshrl.orchestrator.work.rollout_groups import DropReason
+from meshrl.orchestrator.work.screening import DropReason, screen_finished
 from meshrl.orchestrator.work.staleness import StalenessLaw
 from meshrl.orchestrator.work.task_schedule import TaskSchedule, TrainSource
 from meshrl.sampling.groups import RolloutGroup

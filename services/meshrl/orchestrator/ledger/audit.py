@@ -29,21 +29,21 @@ from meshrl.core.paths import Layout
 from meshrl.orchestrator.ledger.rows import RunRow, StepRecord, last_run
 from meshrl.orchestrator.ledger.rules import OPEN_STATES, RolloutState
 from meshrl.orchestrator.ledger.writer import LedgerFileError, unusable
-from meshrl.orchestrator.metrics import Progress
-from meshrl.orchestrator.work.rollout_groups import DropReason
+from meshrl.orchestrator.work.screening import DropReason
+from meshrl.orchestrator.work.tally import RunTotals
 
 _LOST = (RolloutState.DROPPED, RolloutState.FAILED, RolloutState.CANCELLED)
 _STATES = frozenset(state.value for state in RolloutState)
 _REASONS = frozenset(reason.value for reason in DropReason if reason is not DropReason.RESTARTED)
 _NEVER_FALL = (
-    *(f"progress/{name}" for name in Progress.__dataclass_fields__),  # the ledger's
+    *(f"progress/{name}" for name in RunTotals.__dataclass_fields__),  # the ledger's
     *("progress/total_tokens", "progress/total_samples", "progress/step"),  # the trainer's
 )
 SHOWN = 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class AuditRow:
     """One row of the ledger."""
 
     key: str
@@ -114,8 +114,8 @@ def _audit(layout: Layout, connection: sqlite3.Connection) -> AuditReport:
     if run is None:
         raise FileNotFoundError(f"{layout.ledger} holds no run")
     found = connection.execute("SELECT key, run, group_id, state, rollout_id, step, reason FROM rollouts")
-    names = tuple(Row.__dataclass_fields__)
-    rows = [Row(**dict(zip(names, values, strict=True))) for values in found]
+    names = tuple(AuditRow.__dataclass_fields__)
+    rows = [AuditRow(**dict(zip(names, values, strict=True))) for values in found]
     sizes = dict(connection.execute("SELECT group_id, size FROM groups WHERE run = ?", (run.run,)))
     texts = connection.execute("SELECT record FROM steps WHERE run = ? ORDER BY step", (run.run,))
     records = [StepRecord.from_json(text) for (text,) in texts]
@@ -195,7 +195,7 @@ def _growth(before: StepRecord, after: StepRecord) -> Iterator[str]:
         yield f"step {after.step}: tokens in the ledger fell from {before.progress.tokens} to {after.progress.tokens}"
 
 
-def _states(rows: Sequence[Row], run: RunRow) -> Iterator[str]:
+def _states(rows: Sequence[AuditRow], run: RunRow) -> Iterator[str]:
     open_states = {state.value for state in OPEN_STATES}
     lost = {state.value for state in _LOST}
     for row in rows:
@@ -212,14 +212,14 @@ def _states(rows: Sequence[Row], run: RunRow) -> Iterator[str]:
             yield f"rollout {rollout_id}: {count} rows, counted more than once"
 
 
-def _whole_groups(rows: Sequence[Row], sizes: Mapping[str, int]) -> Iterator[str]:
+def _whole_groups(rows: Sequence[AuditRow], sizes: Mapping[str, int]) -> Iterator[str]:
     found = Counter(row.group_id for row in rows)
     for group_id, size in sizes.items():
         if found[group_id] < size:
             yield f"group {group_id}: {found[group_id]} rows for {size} rollouts, some are lost"
 
 
-def _trained(rows: Sequence[Row], records: Sequence[StepRecord]) -> Iterator[str]:
+def _trained(rows: Sequence[AuditRow], records: Sequence[StepRecord]) -> Iterator[str]:
     named: dict[str, list[int]] = {}
     for record in records:
         untrainable = set(record.untrainable)

@@ -20,10 +20,9 @@ from meshrl.core.paths import Layout
 from meshrl.orchestrator.ledger.rows import StepRecord
 from meshrl.orchestrator.ledger.rules import Balance, Ledger
 from meshrl.orchestrator.ledger.store import LedgerStore
-from meshrl.orchestrator.metrics import Progress
-from meshrl.orchestrator.plan import ReadyGroup
-from meshrl.orchestrator.work.batches import Assembled
-from meshrl.orchestrator.work.rollout_groups import DropReason
+from meshrl.orchestrator.work.batches import AssembledBatch
+from meshrl.orchestrator.work.screening import DropReason, ReadyGroup
+from meshrl.orchestrator.work.tally import RunTotals
 from meshrl.sampling.groups import GroupTicket, RolloutGroup
 from meshrl.sampling.retry import RunError
 from meshrl.wire import convert
@@ -33,14 +32,14 @@ FLUSH_DEADLINE_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Opening:
+class StartingPoint:
     """Where a run goes on, or begins. `recorded`: the last step with a batch; `logged`: the last with a record."""
 
     recorded: int
     logged: int
     unlogged_from: int
     """The first step that still needs its record."""
-    progress: Progress = field(default_factory=Progress)
+    progress: RunTotals = field(default_factory=RunTotals)
     """Totals up to the trainer's step."""
     records: Mapping[int, StepRecord]
     ready: tuple[RolloutGroup, ...] = ()
@@ -55,9 +54,16 @@ class Journal:
     """One run's books. `checkpoints` says that a trainer which restarts goes back to its last durable step."""
 
     def __init__(
-        self, ledger: Ledger, store: LedgerStore, opening: Opening, *, layout: Layout, durable: int, checkpoints: bool
+        self,
+        ledger: Ledger,
+        store: LedgerStore,
+        start: StartingPoint,
+        *,
+        layout: Layout,
+        durable: int,
+        checkpoints: bool,
     ) -> None:
-        self.opening = opening
+        self.starting_point = start
         self._ledger = ledger
         self._store = store
         self._layout = layout
@@ -65,10 +71,10 @@ class Journal:
         self._began_durable = durable
         self._durable = durable
         self._stated = durable
-        self._logged = opening.logged
-        self._finished = opening.unlogged_from - 1  # goes back with the trainer, as the last record does not
+        self._logged = start.logged
+        self._finished = start.unlogged_from - 1  # goes back with the trainer, as the last record does not
         self._forgotten = 0
-        self._records = dict(opening.records)
+        self._records = dict(start.records)
 
     # --- rollouts ---------------------------------------------------------------------------------
 
@@ -95,7 +101,7 @@ class Journal:
             group.ticket.group_id, cancelled=group.cancelled, cancelled_for=cancelled_for, reason=group.cut_short
         )
         self._store.over(group)
-        group.carry(self.opening.carried.get(group.ticket.replaces, ()))
+        group.carry(self.starting_point.carried.get(group.ticket.replaces, ()))
 
     def drop(self, rollout_id: str, reason: DropReason) -> None:
         """A finished rollout will not be trained on."""
@@ -104,11 +110,11 @@ class Journal:
     # --- steps ------------------------------------------------------------------------------------
 
     async def batch(
-        self, groups: Sequence[ReadyGroup], assembled: Assembled, *, dp_size: int, drawn: Mapping[str, int]
+        self, groups: Sequence[ReadyGroup], assembled: AssembledBatch, *, dp_size: int, drawn: Mapping[str, int]
     ) -> StepRecord:
         """A step took these groups; returns when all of it is on disk. Raises RunError when it cannot be written."""
         step, rows = assembled.batch.step, assembled.batch.micro_batches
-        before = self._records[step - 1].progress if step - 1 in self._records else self.opening.progress
+        before = self._records[step - 1].progress if step - 1 in self._records else self.starting_point.progress
         record = StepRecord(
             step=step,
             digest=await asyncio.to_thread(convert.batch_digest, assembled.batch),
@@ -143,7 +149,7 @@ class Journal:
             self.drop(rollout_id, DropReason.DAMAGED)
         del self._records[step]
 
-    def progress(self, step: int) -> Progress:
+    def progress(self, step: int) -> RunTotals:
         """Totals up to a step that was batched."""
         return self._records[step].progress
 
@@ -183,7 +189,7 @@ class Journal:
         upto = min(self._finished, self._durable) if waits_for_checkpoints else self._finished
         if upto > self._forgotten:
             self._store.forget(upto)
-            self._ledger.settle(upto)
+            self._ledger.make_final(upto)
             self._forgotten = upto
 
     async def state_checkpoint(self, last_step: int | None = None) -> None:
@@ -211,7 +217,7 @@ class Journal:
             )
         return batch
 
-    async def load_step(self, step: int) -> tuple[tuple[ReadyGroup, ...], Assembled]:
+    async def load_step(self, step: int) -> tuple[tuple[ReadyGroup, ...], AssembledBatch]:
         """What a step took, read from disk; groups have those of their rollouts that are kept."""
         record = self._records[step]
         batch = await self.load_batch(step)
@@ -223,7 +229,7 @@ class Journal:
             group = known[group_id].group
             group.rollouts = list(kept)
             groups.append(ReadyGroup(group=group, kept=kept))
-        assembled = Assembled(
+        assembled = AssembledBatch(
             batch=batch,
             advantages=record.advantages,
             untrainable=frozenset(record.untrainable),
@@ -272,7 +278,7 @@ def write_state(layout: Layout, record: StepRecord) -> None:
         logger.warning(f"the orchestrator's part of checkpoint {record.step} was not written: {error}")
 
 
-def read_state(layout: Layout, step: int) -> tuple[Progress, dict[str, int]]:
+def read_state(layout: Layout, step: int) -> tuple[RunTotals, dict[str, int]]:
     """Totals and tasks drawn up to a step, as its checkpoint says; zeros when it says nothing.
 
     Raises RunError when the file is damaged. Files from before they had a checksum are read without that check.
@@ -284,9 +290,9 @@ def read_state(layout: Layout, step: int) -> tuple[Progress, dict[str, int]]:
         if checksum is not None and checksum != _checksum(state):
             raise ValueError("it does not have the checksum it was written with")
         totals = {name: int(state[name]) for name in ("tokens", "samples", "problems")}
-        return Progress(**totals), {str(name): int(count) for name, count in state["drawn"].items()}
+        return RunTotals(**totals), {str(name): int(count) for name, count in state["drawn"].items()}
     except FileNotFoundError:
-        return Progress(), {}
+        return RunTotals(), {}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise RunError(
             f"{path}, which has the run's totals up to step {step}, is damaged ({error}); resume another step with"

@@ -14,14 +14,14 @@ from loguru import logger
 
 from meshrl.core.paths import Layout
 from meshrl.orchestrator.config import OrchestratorConfig
-from meshrl.orchestrator.ledger.journal import Journal, Opening, read_state, state_path
-from meshrl.orchestrator.ledger.resume import Settlement, goes_on, restore, rows_fit, settle
+from meshrl.orchestrator.ledger.journal import Journal, StartingPoint, read_state, state_path
+from meshrl.orchestrator.ledger.resume import ResumePlan, goes_on, plan_resume, restore, rows_fit
 from meshrl.orchestrator.ledger.rows import Past, RunRow
 from meshrl.orchestrator.ledger.rules import Ledger
 from meshrl.orchestrator.ledger.store import LedgerStore
 from meshrl.orchestrator.ledger.writer import Writer
-from meshrl.orchestrator.metrics import Progress
 from meshrl.orchestrator.peers.connect import Mesh
+from meshrl.orchestrator.work.tally import RunTotals
 from meshrl.sampling.groups import RolloutGroup
 from meshrl.sampling.retry import RunError
 from meshrl.wire.types import Rollout
@@ -49,11 +49,11 @@ def open_journal(config: OrchestratorConfig, mesh: Mesh, writer: Writer | None =
     ):
         first_step = min(last.first_step, this.first_step)
         row = replace(this, first_step=first_step, metrics_offset=last.metrics_offset)
-        opening = _go_on(config, mesh, ledger, store, store.resume(row, trainer_step=run.step))
+        start = _go_on(config, mesh, ledger, store, store.resume(row, trainer_step=run.step))
     else:
         store.begin(this)
         progress, drawn = read_state(layout, run.step)
-        opening = Opening(
+        start = StartingPoint(
             recorded=run.step,
             logged=run.step,
             unlogged_from=run.step + 1,
@@ -65,36 +65,36 @@ def open_journal(config: OrchestratorConfig, mesh: Mesh, writer: Writer | None =
     return Journal(
         ledger,
         store,
-        opening,
+        start,
         layout=layout,
         durable=run.durable_step,
         checkpoints=config.checkpoint_interval is not None,
     )
 
 
-def _go_on(config: OrchestratorConfig, mesh: Mesh, ledger: Ledger, store: LedgerStore, past: Past) -> Opening:
+def _go_on(config: OrchestratorConfig, mesh: Mesh, ledger: Ledger, store: LedgerStore, past: Past) -> StartingPoint:
     layout, step = Layout(config.output_dir), mesh.run.step
     logged = last_logged_step(layout.metrics_jsonl, past.run.metrics_offset)
     decide = partial(
-        settle,
+        plan_resume,
         trainer_step=step,
         logged_step=logged,
         fits=lambda record: rows_fit(record, dp_size=mesh.trainer.dp_size, seq_len=mesh.trainer.seq_len),
         environments={env.resolved_name for env in config.train.env},
     )
-    past, settlement, rollouts = _sound(store, past, decide)
+    past, plan, rollouts = _sound(store, past, decide)
     progress = _progress(layout, past, step)
-    restore(ledger, past, settlement)
-    ready = tuple(_with_rollouts(past, *members, rollouts) for members in settlement.ready)
-    carried = {group_id: tuple(rollouts[one] for one in members) for group_id, members in settlement.carried}
-    renewed = {ticket.group_id for ticket in settlement.redispatch}
-    for group_id in settlement.interrupted:
+    restore(ledger, past, plan)
+    ready = tuple(_with_rollouts(past, *members, rollouts) for members in plan.ready)
+    carried = {group_id: tuple(rollouts[one] for one in members) for group_id, members in plan.carried}
+    renewed = {ticket.group_id for ticket in plan.redispatch}
+    for group_id in plan.interrupted:
         if group_id in past.groups and group_id not in renewed:
             store.over(past.groups[group_id].group)
     logger.warning(
         f"going on with run {past.run.run_id!r} from {layout.ledger}: the trainer is at step {step};"
-        f" {len(settlement.again)} batches are submitted again, {len(ready)} groups wait for a step,"
-        f" {len(settlement.redispatch)} are completed"
+        f" {len(plan.again)} batches are submitted again, {len(ready)} groups wait for a step,"
+        f" {len(plan.redispatch)} are completed"
     )
     if past.damaged or past.damaged_steps:
         logger.warning(
@@ -102,14 +102,14 @@ def _go_on(config: OrchestratorConfig, mesh: Mesh, ledger: Ledger, store: Ledger
             f" steps {sorted(past.damaged_steps) or 'none'}; a step that is not trained gets another batch, one that is"
             " trained stays trained, but its line of metrics may be missing"
         )
-    return Opening(
-        recorded=max(settlement.again, default=step),
+    return StartingPoint(
+        recorded=max(plan.again, default=step),
         logged=logged,
-        unlogged_from=min(settlement.unlogged, default=step + 1),
+        unlogged_from=min(plan.unlogged, default=step + 1),
         progress=progress,
         records={known: one for known, one in past.steps.items() if known in past.kept or known == step},
         ready=ready,
-        redispatch=settlement.redispatch,
+        redispatch=plan.redispatch,
         carried=carried,
         drawn=past.drawn,
         next_sequence=past.next_sequence,
@@ -117,25 +117,25 @@ def _go_on(config: OrchestratorConfig, mesh: Mesh, ledger: Ledger, store: Ledger
 
 
 def _sound(
-    store: LedgerStore, past: Past, decide: Callable[[Past], Settlement]
-) -> tuple[Past, Settlement, dict[str, Rollout]]:
+    store: LedgerStore, past: Past, decide: Callable[[Past], ResumePlan]
+) -> tuple[Past, ResumePlan, dict[str, Rollout]]:
     """Decides, reads what that needs, and decides again without what is damaged.
 
     Returns what is left, the decision, and the rollouts of groups that wait for a step or are completed.
     """
     while True:
-        settlement = decide(past)
-        wanted = [one for _, members in (*settlement.ready, *settlement.carried) for one in members]
+        plan = decide(past)
+        wanted = [one for _, members in (*plan.ready, *plan.carried) for one in members]
         rollouts = store.rollouts(wanted)
         lost = frozenset(wanted) - rollouts.keys()
-        batches = (*settlement.unlogged, *settlement.again)
+        batches = (*plan.unlogged, *plan.again)
         unreadable = frozenset(step for step in batches if store.batch(past.steps[step]) is None)
         if not lost and not unreadable:
-            return past, settlement, rollouts
+            return past, plan, rollouts
         past = past.without(lost, unreadable)
 
 
-def _progress(layout: Layout, past: Past, step: int) -> Progress:
+def _progress(layout: Layout, past: Past, step: int) -> RunTotals:
     """Totals up to the trainer's step. Raises RunError when what had them is damaged."""
     if step in past.steps:
         return past.steps[step].progress

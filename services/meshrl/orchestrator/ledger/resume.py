@@ -14,13 +14,13 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from meshrl.orchestrator.ledger.rows import Past, RunRow, StepRecord
-from meshrl.orchestrator.ledger.rules import Entry, Ledger, RolloutState
-from meshrl.orchestrator.work.rollout_groups import MIN_SURVIVORS, DropReason
+from meshrl.orchestrator.ledger.rules import Ledger, LedgerEntry, RolloutState
+from meshrl.orchestrator.work.screening import MIN_SURVIVORS, DropReason
 from meshrl.sampling.groups import GroupTicket
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settlement:
+class ResumePlan:
     """What to do with what is left, in this order of fields."""
 
     trained: tuple[int, ...] = ()
@@ -54,19 +54,19 @@ def goes_on(run: RunRow, *, run_id: str, session: str, epoch: int, trainer_step:
     return trainer_step > 0 or epoch == run.epoch or bool(session and session == run.session)
 
 
-def settle(
+def plan_resume(
     past: Past,
     *,
     trainer_step: int,
     logged_step: int,
     fits: Callable[[StepRecord], bool],
     environments: Collection[str],
-) -> Settlement:
+) -> ResumePlan:
     """Decides about everything that is open.
 
     `fits` says whether the trainer can take a batch as it is, `environments` are those that the run trains on.
     """
-    taken: dict[int, list[Entry]] = {}
+    taken: dict[int, list[LedgerEntry]] = {}
     for entry in past.entries:
         if entry.state in (RolloutState.BATCHED, RolloutState.TRAINED) and entry.step is not None:
             taken.setdefault(entry.step, []).append(entry)
@@ -85,7 +85,7 @@ def settle(
     carried = tuple((group_id, members.pop(group_id)) for group_id in tickets if group_id in members)
     ready = {group_id: rollouts for group_id, rollouts in members.items() if len(rollouts) >= MIN_SURVIVORS}
     dropped += [(one, DropReason.GROUP_LOST) for known in members.keys() - ready for one in members[known]]
-    return Settlement(
+    return ResumePlan(
         trained=tuple(sorted(step for step in taken if step <= trainer_step)),
         again=tuple(again),
         released=released,
@@ -109,7 +109,7 @@ def _unlogged(past: Past, trainer_step: int, logged_step: int) -> tuple[int, ...
 
 
 def _members(
-    past: Past, loose: Sequence[Entry], environments: Collection[str]
+    past: Past, loose: Sequence[LedgerEntry], environments: Collection[str]
 ) -> tuple[dict[str, tuple[str, ...]], list[tuple[str, DropReason]]]:
     """Finished rollouts by the group that has them, and those that no group can have."""
     members: dict[str, tuple[str, ...]] = {}
@@ -128,7 +128,7 @@ def _members(
 
 
 def _unfinished(
-    past: Past, loose: Sequence[Entry], in_flight: AbstractSet[str], environments: Collection[str]
+    past: Past, loose: Sequence[LedgerEntry], in_flight: AbstractSet[str], environments: Collection[str]
 ) -> dict[str, GroupTicket]:
     """Tickets for what has not come back of the groups in flight; those that failed are tried once more."""
     came_back = Counter(entry.group_id for entry in loose if entry.rollout_id not in past.damaged)
@@ -141,18 +141,18 @@ def _unfinished(
     return tickets
 
 
-def restore(ledger: Ledger, past: Past, settlement: Settlement) -> None:
-    """Brings the ledger to where the settlement says."""
+def restore(ledger: Ledger, past: Past, plan: ResumePlan) -> None:
+    """Brings the ledger to where the plan says."""
     ledger.restore(past.entries, past.ended)
-    for step in settlement.trained:
+    for step in plan.trained:
         ledger.train(step)
-    for step in settlement.again:
+    for step in plan.again:
         ledger.undo(step)
-    for step in settlement.released:
+    for step in plan.released:
         ledger.release(step)
-    for group_id in settlement.interrupted:
+    for group_id in plan.interrupted:
         ledger.interrupt(group_id, DropReason.RESTARTED.value)
-    for rollout_id, reason in settlement.dropped:
+    for rollout_id, reason in plan.dropped:
         ledger.drop(rollout_id, reason.value)
 
 

@@ -21,9 +21,9 @@ from dataclasses import asdict, dataclass, field, replace
 
 from blake3 import blake3
 
-from meshrl.orchestrator.ledger.rules import Entry, RolloutState
-from meshrl.orchestrator.metrics import Progress
-from meshrl.orchestrator.work.rollout_groups import DropReason
+from meshrl.orchestrator.ledger.rules import LedgerEntry, RolloutState
+from meshrl.orchestrator.work.screening import DropReason
+from meshrl.orchestrator.work.tally import RunTotals
 from meshrl.sampling.groups import GroupTicket, RolloutGroup, TaskRef
 
 LAYOUT = 2
@@ -92,7 +92,7 @@ class StepRecord:
     micro_batches: int
     longest_row: int
     dp_size: int
-    progress: Progress
+    progress: RunTotals
     drawn: Mapping[str, int]
 
     def to_json(self) -> str:
@@ -102,7 +102,7 @@ class StepRecord:
     def from_json(cls, text: str) -> StepRecord:
         values = json.loads(text)
         groups = tuple((group_id, tuple(rollouts)) for group_id, rollouts in values.pop("groups"))
-        untrainable, progress = tuple(values.pop("untrainable")), Progress(**values.pop("progress"))
+        untrainable, progress = tuple(values.pop("untrainable")), RunTotals(**values.pop("progress"))
         return cls(groups=groups, untrainable=untrainable, progress=progress, **values)
 
 
@@ -129,7 +129,7 @@ class Past:
     """What an earlier process of the run left. `entries` are open, or trained by a step that may still be forgotten."""
 
     run: RunRow
-    entries: tuple[Entry, ...] = ()
+    entries: tuple[LedgerEntry, ...] = ()
     ended: Mapping[tuple[RolloutState, str], int] = field(default_factory=dict)
     groups: Mapping[str, PastGroup] = field(default_factory=dict)  # those of `entries` and those in flight
     successors: Mapping[str, str] = field(default_factory=dict)  # group that was cut off -> the one that completes it
@@ -261,11 +261,11 @@ def read_groups(connection: sqlite3.Connection, group_ids: list[str]) -> dict[st
     return found
 
 
-def _entry(row: tuple[str, str, str, int, int, str, str, int | None, int | None, str]) -> Entry:
+def _entry(row: tuple[str, str, str, int, int, str, str, int | None, int | None, str]) -> LedgerEntry:
     key, group_id, environment, task_index, for_step, state, rollout_id, oldest_version, step, reason = row
     if state == RolloutState.DROPPED.value:  # cut off by the end of the run
         state, reason = ("finished" if step is None else "batched"), ""
-    return Entry(
+    return LedgerEntry(
         key=key,
         group_id=group_id,
         environment=environment,
@@ -279,7 +279,7 @@ def _entry(row: tuple[str, str, str, int, int, str, str, int | None, int | None,
     )
 
 
-def _place(entry: Entry) -> tuple[str, int]:
+def _place(entry: LedgerEntry) -> tuple[str, int]:
     """Rollouts of a group in the order in which they came back."""
     group_id, _, place = entry.key.rpartition("/")
     return group_id, int(place)

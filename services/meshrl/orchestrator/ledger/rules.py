@@ -48,7 +48,7 @@ class LedgerError(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class LedgerEntry:
     """One rollout. `key` is its place in its group, known before it has an id; `reason` says why it was lost."""
 
     key: str
@@ -93,13 +93,13 @@ class Balance:
 class Ledger:
     """Applies events, refuses those that break the rules, and hands every changed entry to `record`."""
 
-    def __init__(self, record: Callable[[Entry], None]) -> None:
+    def __init__(self, record: Callable[[LedgerEntry], None]) -> None:
         self._record = record
-        self._open: dict[str, Entry] = {}
+        self._open: dict[str, LedgerEntry] = {}
         self._unassigned: dict[str, list[str]] = {}
         self._key_of: dict[str, str] = {}
         self._batched: dict[int, list[str]] = {}
-        self._trained: dict[int, dict[str, Entry]] = {}  # of steps that the trainer may still forget
+        self._trained: dict[int, dict[str, LedgerEntry]] = {}  # of steps that the trainer may still forget
         self._dispatched = 0
         self._ended: Counter[RolloutState] = Counter()
         self._dropped: Counter[str] = Counter()
@@ -182,7 +182,7 @@ class Ledger:
             self._move(key, RolloutState.FINISHED)
         return len(keys)
 
-    def settle(self, step: int) -> None:
+    def make_final(self, step: int) -> None:
         """Steps up to this one are durable: what they trained is final."""
         for done in [known for known in self._trained if known <= step]:
             del self._trained[done]
@@ -194,7 +194,7 @@ class Ledger:
             self._move(key, RolloutState.CANCELLED, reason=reason)
         return len(missing)
 
-    def restore(self, entries: Iterable[Entry], ended: Mapping[tuple[RolloutState, str], int]) -> None:
+    def restore(self, entries: Iterable[LedgerEntry], ended: Mapping[tuple[RolloutState, str], int]) -> None:
         """Goes on where an earlier process stopped, before any other event.
 
         `entries` are the open ones and those that a step trained which may still be forgotten; `ended` counts all
@@ -242,7 +242,7 @@ class Ledger:
         )
 
     def _open_entry(self, ticket: GroupTicket, place: int) -> None:
-        entry = Entry(
+        entry = LedgerEntry(
             key=f"{ticket.group_id}/{place}",
             group_id=ticket.group_id,
             environment=ticket.task.environment,
@@ -292,7 +292,7 @@ class Ledger:
                 self._trained.setdefault(entry.step, {})[key] = entry
         self._record(entry)
 
-    def _reopen(self, entry: Entry) -> None:
+    def _reopen(self, entry: LedgerEntry) -> None:
         self._ended[RolloutState.TRAINED] -= 1
         self._open[entry.key] = entry
         self._key_of[entry.rollout_id] = entry.key

@@ -29,9 +29,9 @@ from meshrl.orchestrator.ledger.rows import (
 )
 from meshrl.orchestrator.ledger.rows import read_groups as rows_of_groups
 from meshrl.orchestrator.ledger.rows import read_past as rows_of_past
-from meshrl.orchestrator.ledger.rules import Entry, RolloutState
+from meshrl.orchestrator.ledger.rules import LedgerEntry, RolloutState
 from meshrl.orchestrator.ledger.writer import ThreadedWriter, Writer, ledger_file, unusable
-from meshrl.orchestrator.work.rollout_groups import DropReason
+from meshrl.orchestrator.work.screening import DropReason
 from meshrl.sampling.groups import GroupTicket, RolloutGroup
 from meshrl.v1 import rollout_pb2, trainer_pb2
 from meshrl.wire import convert
@@ -131,7 +131,7 @@ class LedgerStore:
 
     # --- changes ----------------------------------------------------------------------------------
 
-    def record(self, entry: Entry) -> None:
+    def record(self, entry: LedgerEntry) -> None:
         """The state of a rollout; the payload of a dropped one goes, unless the run may yet go on with it."""
         row = _row(entry, self._run, time.time())
         gone = entry.state is RolloutState.DROPPED and entry.reason != DropReason.RUN_ENDED.value
@@ -274,7 +274,7 @@ def _batch_of(parts: Sequence[tuple[bytes, bytes, tuple[int, int, int]]], record
     return batch
 
 
-def _row(entry: Entry, run: int, at_s: float) -> tuple[object, ...]:
+def _row(entry: LedgerEntry, run: int, at_s: float) -> tuple[object, ...]:
     return (
         entry.key,
         run,

@@ -2,29 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from meshrl.orchestrator.ledger.journal import Journal
-from meshrl.orchestrator.metrics import StepTally
-from meshrl.orchestrator.plan import ReadyGroup
-from meshrl.orchestrator.work.batches import Assembled
+from meshrl.orchestrator.work.batches import SubmittedStep
+from meshrl.orchestrator.work.tally import StepTally
 from meshrl.wire.types import Batch
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class SubmittedStep:
-    """A step that the trainer has, with what its record needs."""
-
-    step: int
-    groups: tuple[ReadyGroup, ...]
-    assembled: Assembled
-    tally: StepTally
-
-    @property
-    def lost(self) -> tuple[str, ...]:
-        """Rollouts that are in the batch, and of which nothing else is kept: their payload in the ledger is damaged."""
-        known = {rollout.rollout_id for ready in self.groups for rollout in ready.kept} | self.assembled.untrainable
-        return tuple(rollout_id for rollout_id in self.assembled.advantages if rollout_id not in known)
 
 
 class SubmittedSteps:

@@ -18,8 +18,8 @@ from opentelemetry import trace
 from meshrl.client import TrainerClient
 from meshrl.core.waiting import Pulse
 from meshrl.orchestrator.config import OrchestratorConfig
-from meshrl.orchestrator.peers.step_watcher import StepUndoneError, StepWatch
-from meshrl.orchestrator.work.refused_batches import Refusal
+from meshrl.orchestrator.peers.step_watcher import StepUndoneError, StepWatcher
+from meshrl.orchestrator.work.refused_batches import BatchRefusal
 from meshrl.sampling.retry import Patience, RunError, failed, persist
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Batch, RunInfo, StepEvent
@@ -30,7 +30,7 @@ REFUSALS_IN_A_ROW = 5
 _OUT_OF_STEP = frozenset({Reason.STEP_OUT_OF_ORDER, Reason.BATCH_CONFLICT})
 
 
-class TrainerFeed:
+class BatchUploader:
     """The steps of one run at the trainer. `on_back(k, n)`: steps k + 1 to n, which were done, are done again.
 
     `batch_of` raises RunError for a batch that is not kept.
@@ -56,7 +56,7 @@ class TrainerFeed:
         self.recorded = recorded
         self.trained = trained
         self.uploaded = run.step
-        self.refused: Refusal | None = None
+        self.refused: BatchRefusal | None = None
         self._changed = Pulse()
         self._client = client
         self._address = config.services.trainer
@@ -69,7 +69,7 @@ class TrainerFeed:
         self._clock = clock
         self._sleep = sleep
         self._ended = False
-        self._watch = StepWatch(
+        self._watch = StepWatcher(
             client,
             address=self._address,
             run=run,
@@ -109,7 +109,7 @@ class TrainerFeed:
         self._watch.withdraw(step)
         self._changed.beat()
 
-    def not_taken(self, refusal: Refusal) -> RunError:
+    def not_taken(self, refusal: BatchRefusal) -> RunError:
         """The error for a batch that the run cannot go on without."""
         return failed("trainer", self._address, f"taking batch {refusal.step}", refusal.error)
 
@@ -163,7 +163,7 @@ class TrainerFeed:
             except MeshError as error:  # a trainer that has restarted expects an earlier step
                 if error.reason in _OUT_OF_STEP and await self._watch.restarts(epoch):
                     continue
-                refusal = Refusal(step=step, error=error)
+                refusal = BatchRefusal(step=step, error=error)
                 if error.reason is not Reason.INVALID_REQUEST or self._ended:
                     raise self.not_taken(refusal) from error
                 await self._refuse(refusal)
@@ -172,7 +172,7 @@ class TrainerFeed:
             if epoch == self._watch.epoch:
                 self.uploaded = step
 
-    async def _refuse(self, refusal: Refusal) -> None:
+    async def _refuse(self, refusal: BatchRefusal) -> None:
         """Waits until the loop has taken the batch apart. Raises RunError when that has been done too often."""
         self._refusals_in_a_row += 1
         if self._refusals_in_a_row >= REFUSALS_IN_A_ROW:

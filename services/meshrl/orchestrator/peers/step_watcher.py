@@ -35,7 +35,7 @@ class StepUndoneError(Exception):
     """What was waited for does not come: the trainer began a new epoch, or the batch of the step was withdrawn."""
 
 
-class StepWatch:
+class StepWatcher:
     """Follows the events of one run. `follow` runs beside the loop; `done` waits for one step."""
 
     def __init__(

@@ -12,7 +12,7 @@ from loguru import logger
 
 from meshrl.client import WeightSyncClient
 from meshrl.orchestrator.config import OrchestratorConfig
-from meshrl.orchestrator.peers.batch_uploader import TrainerFeed
+from meshrl.orchestrator.peers.batch_uploader import BatchUploader
 from meshrl.sampling.retry import AWAY, Patience, RunError, failed, persist
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Activation, ActivationPolicy
@@ -28,7 +28,7 @@ class VersionGoneError(Exception):
     """The hub does not have a sealed version any more: a newer trainer took over."""
 
 
-class Activator:
+class VersionRelay:
     """Commits versions of one run on the engines."""
 
     def __init__(
@@ -104,7 +104,7 @@ class Activator:
             logger.error(f"version {version} was not activated, engines keep serving the one before: {error}")
             return None
 
-    async def activate_or_skip(self, feed: TrainerFeed, version: int) -> Activation | None:
+    async def activate_or_skip(self, feed: BatchUploader, version: int) -> Activation | None:
         """As `activate`, over restarts of the trainer; None when engines keep the version before.
 
         A trainer that comes back at an earlier step makes the version again, and it is activated then. One that comes

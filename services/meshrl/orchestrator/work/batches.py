@@ -9,12 +9,13 @@ import numpy as np
 
 from meshrl.algorithms.advantages import Advantage
 from meshrl.algorithms.packing import TrainSample, pack_samples
-from meshrl.orchestrator.work.filters import by_agent
+from meshrl.orchestrator.work.screening import ReadyGroup, by_agent
+from meshrl.orchestrator.work.tally import StepTally
 from meshrl.wire.types import Batch, Rollout
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Assembled:
+class AssembledBatch:
     """A batch and what became of the rollouts in it. `advantages` is by rollout_id."""
 
     batch: Batch
@@ -22,6 +23,22 @@ class Assembled:
     untrainable: frozenset[str]
     truncated_samples: int
     dropped_samples: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SubmittedStep:
+    """A step that the trainer has, with what its record needs."""
+
+    step: int
+    groups: tuple[ReadyGroup, ...]
+    assembled: AssembledBatch
+    tally: StepTally
+
+    @property
+    def lost(self) -> tuple[str, ...]:
+        """Rollouts that are in the batch, and of which nothing else is kept: their payload in the ledger is damaged."""
+        known = {rollout.rollout_id for ready in self.groups for rollout in ready.kept} | self.assembled.untrainable
+        return tuple(rollout_id for rollout_id in self.assembled.advantages if rollout_id not in known)
 
 
 def assemble(
@@ -34,7 +51,7 @@ def assemble(
     seq_len: int,
     dp_size: int,
     traceparent: str = "",
-) -> Assembled:
+) -> AssembledBatch:
     """Packs whole groups into micro-batches of at most `seq_len` tokens, their number a multiple of `dp_size`.
 
     Raises ValueError when no sample has a loss token within `seq_len`.
@@ -60,7 +77,7 @@ def assemble(
     ]
     packing = pack_samples(samples, seq_len=seq_len, dp_size=dp_size)
     packed = {rollout_id for row in packing.micro_batches for rollout_id in row.rollout_ids}
-    return Assembled(
+    return AssembledBatch(
         batch=Batch(
             run_id=run_id,
             step=step,

@@ -8,7 +8,7 @@ from loguru import logger
 
 from meshrl.client.backoff import Backoff
 from meshrl.orchestrator.config import OrchestratorConfig
-from meshrl.orchestrator.work.rollout_groups import MIN_SURVIVORS
+from meshrl.orchestrator.work.screening import MIN_SURVIVORS
 from meshrl.sampling.groups import RolloutGroup
 from meshrl.sampling.retry import AWAY, RunError
 from meshrl.wire.errors import Reason

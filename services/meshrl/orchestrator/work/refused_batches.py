@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from meshrl.orchestrator.ledger.submitted_steps import SubmittedStep
-from meshrl.orchestrator.plan import ReadyGroup
+from meshrl.orchestrator.work.batches import SubmittedStep
+from meshrl.orchestrator.work.screening import ReadyGroup
 from meshrl.wire.errors import MeshError
 from meshrl.wire.trainable import rollout_problems
 from meshrl.wire.types import Rollout
@@ -23,14 +23,14 @@ _ROW = re.compile(r"micro_batches\[(\d+)\]")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Refusal:
+class BatchRefusal:
     """The trainer's word on the batch of a step."""
 
     step: int
     error: MeshError
 
 
-def at_fault(refusal: Refusal, submitted: SubmittedStep, *, vocab_size: int | None) -> frozenset[str]:
+def at_fault(refusal: BatchRefusal, submitted: SubmittedStep, *, vocab_size: int | None) -> frozenset[str]:
     """Ids of the rollouts to leave out; none when the refusal is about the batch as a whole, as of its header.
 
     Those are the rollouts that break a rule which is known here; if there are none, all in the rows that the trainer

@@ -9,7 +9,7 @@ from meshrl.orchestrator.plan import WorkPlan
 from meshrl.wire.errors import MeshError
 
 
-class DoomedGroups:
+class StaleGroups:
     """Each is told once; the loop asks `has` why a group was cancelled."""
 
     def __init__(self, plan: WorkPlan, client: RolloutClient) -> None:

@@ -15,8 +15,8 @@ from meshrl.orchestrator.config import OrchestratorConfig, TrainEnvsConfig
 from meshrl.orchestrator.ledger.journal import Journal
 from meshrl.orchestrator.ledger.open_run import end_whole, last_logged_step, open_journal
 from meshrl.orchestrator.ledger.rows import StepRecord, seal
-from meshrl.orchestrator.metrics import Progress
 from meshrl.orchestrator.peers.connect import Mesh
+from meshrl.orchestrator.work.tally import RunTotals
 from meshrl.wire.types import EnvironmentInfo, RunInfo, TrainerInfo
 
 ROLLOUTS = 64
@@ -40,7 +40,7 @@ def run_of(folder: Path, steps: int) -> None:
     layout = Layout(folder)
     record = StepRecord(
         step=0, digest="", groups=(), advantages={}, untrainable=(), truncated_samples=0, dropped_samples=0,
-        micro_batches=1, longest_row=5, dp_size=1, progress=Progress(), drawn={},
+        micro_batches=1, longest_row=5, dp_size=1, progress=RunTotals(), drawn={},
     )  # fmt: skip
     with closing(sqlite3.connect(layout.ledger)) as connection, connection, layout.metrics_jsonl.open("w") as metrics:
         for step in range(1, steps + 1):
@@ -50,7 +50,7 @@ def run_of(folder: Path, steps: int) -> None:
                 step=step,
                 groups=((f"g{step}", names),),
                 advantages=dict.fromkeys(names, 0.123456789),
-                progress=Progress(tokens=step * 320, samples=step * ROLLOUTS, problems=step),
+                progress=RunTotals(tokens=step * 320, samples=step * ROLLOUTS, problems=step),
             )
             text = one.to_json()
             connection.execute("INSERT INTO steps VALUES (1, ?, '', ?, ?)", (step, text, seal(text.encode(), 1, step)))
@@ -76,9 +76,11 @@ def test_what_is_read_at_a_restart_does_not_grow_with_the_steps_of_the_run(tmp_p
         journal = opened(tmp_path / str(steps), steps)
         peaks[steps] = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-        assert (journal.opening.logged, journal.opening.unlogged_from) == (steps, steps + 1)
-        assert journal.opening.progress == Progress(tokens=steps * 320, samples=steps * ROLLOUTS, problems=steps)
-        assert (journal.opening.drawn, journal.opening.next_sequence) == ({"echo": steps}, steps)
+        assert (journal.starting_point.logged, journal.starting_point.unlogged_from) == (steps, steps + 1)
+        assert journal.starting_point.progress == RunTotals(
+            tokens=steps * 320, samples=steps * ROLLOUTS, problems=steps
+        )
+        assert (journal.starting_point.drawn, journal.starting_point.next_sequence) == ({"echo": steps}, steps)
         assert journal.balance().trained == steps * ROLLOUTS
         journal.close()
     assert peaks[1000] < 1.2 * peaks[20] + 50_000, peaks

@@ -7,7 +7,7 @@ from opentelemetry import trace
 
 from meshrl.client import TrainerClient
 from meshrl.orchestrator.config import OrchestratorConfig
-from meshrl.orchestrator.peers.batch_uploader import TrainerFeed
+from meshrl.orchestrator.peers.batch_uploader import BatchUploader
 from meshrl.sampling.retry import RunError
 from meshrl.wire.types import RunInfo
 
@@ -19,7 +19,7 @@ async def feed():
     """A feed of a trainer that nobody asks anything."""
     config = OrchestratorConfig.model_validate({"train": {"env": [{"id": "echo"}]}, "deadlines": {"step_s": STEP_S}})
     async with TrainerClient("127.0.0.1:1") as client:
-        yield TrainerFeed(
+        yield BatchUploader(
             client,
             config=config,
             run=RunInfo(run_id="main", step=0, version=0, epoch=1, revision=0),

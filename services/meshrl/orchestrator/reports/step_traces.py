@@ -9,7 +9,7 @@ from opentelemetry import trace
 from meshrl.core.telemetry.tracing import STEP_SPAN, traceparent_of
 
 
-class StepSpans:
+class StepTraces:
     """One open span a step that has work; groups, batch and version of the step are traced under it."""
 
     def __init__(self, tracer: trace.Tracer) -> None:

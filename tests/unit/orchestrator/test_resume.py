@@ -2,18 +2,18 @@ from dataclasses import replace
 
 import pytest
 
-from meshrl.orchestrator.ledger.resume import goes_on, rows_fit, settle
+from meshrl.orchestrator.ledger.resume import goes_on, plan_resume, rows_fit
 from meshrl.orchestrator.ledger.rows import Past, PastGroup, RunRow, StepRecord
-from meshrl.orchestrator.ledger.rules import Entry, RolloutState
-from meshrl.orchestrator.metrics import Progress
-from meshrl.orchestrator.work.rollout_groups import DropReason
+from meshrl.orchestrator.ledger.rules import LedgerEntry, RolloutState
+from meshrl.orchestrator.work.screening import DropReason
+from meshrl.orchestrator.work.tally import RunTotals
 
 RUN = RunRow(run=1, run_id="main", session="s", epoch=3, first_step=1, metrics_offset=0)
 
 
-def entry(name: str, state: str, step: int | None = None) -> Entry:
+def entry(name: str, state: str, step: int | None = None) -> LedgerEntry:
     group, _, _ = name.partition("/")
-    return Entry(
+    return LedgerEntry(
         key=name,
         group_id=group,
         environment="echo",
@@ -37,14 +37,14 @@ def step_record(step: int) -> StepRecord:
         micro_batches=1,
         longest_row=48,
         dp_size=2,
-        progress=Progress(),
+        progress=RunTotals(),
         drawn={},
     )
 
 
 @pytest.fixture
 def past(make_group):
-    def make(entries: list[Entry], *, over: str = "", kept: tuple[int, ...] = (), lost: str = "") -> Past:
+    def make(entries: list[LedgerEntry], *, over: str = "", kept: tuple[int, ...] = (), lost: str = "") -> Past:
         names = sorted({one.group_id for one in entries})
         return Past(
             run=RUN,
@@ -58,22 +58,22 @@ def past(make_group):
     return make
 
 
-def settled(past: Past, step: int, *, logged: int = 0, fits: bool = True):
-    return settle(past, trainer_step=step, logged_step=logged, fits=lambda record: fits, environments={"echo"})
+def planned(past: Past, step: int, *, logged: int = 0, fits: bool = True):
+    return plan_resume(past, trainer_step=step, logged_step=logged, fits=lambda record: fits, environments={"echo"})
 
 
 def test_what_the_trainer_did_is_trained_and_what_it_did_not_is_submitted_again(past) -> None:
     left = [entry(f"g{step}/0", "batched", step) for step in (1, 2, 3)]
-    settlement = settled(past(left, over="g1 g2 g3", kept=(1, 2, 3)), 1)
-    assert (settlement.trained, settlement.again, settlement.released, settlement.unlogged) == ((1,), (2, 3), (), (1,))
+    plan = planned(past(left, over="g1 g2 g3", kept=(1, 2, 3)), 1)
+    assert (plan.trained, plan.again, plan.released, plan.unlogged) == ((1,), (2, 3), (), (1,))
 
 
 def test_a_batch_after_a_gap_or_too_large_gives_its_rollouts_back(past) -> None:
     left = [entry(f"g{step}/{place}", "trained", step) for step in (2, 4) for place in (0, 1)]
-    gap = settled(past(left, over="g2 g4", kept=(2, 4)), 1)
+    gap = planned(past(left, over="g2 g4", kept=(2, 4)), 1)
     assert (gap.again, gap.released) == ((2,), (4,))
     assert gap.ready == (("g4", ("g4/0", "g4/1")),)
-    unfit = settled(past(left, over="g2 g4", kept=(2, 4)), 1, fits=False)
+    unfit = planned(past(left, over="g2 g4", kept=(2, 4)), 1, fits=False)
     assert (unfit.again, unfit.released) == ((), (2, 4))
     assert {group for group, _ in unfit.ready} == {"g2", "g4"}
 
@@ -83,16 +83,16 @@ def test_of_a_cut_off_group_what_has_not_come_back_is_sampled_with_other_seeds_a
     left += [entry("g2/0", "finished"), *(entry(f"g2/{place}", "dispatched") for place in (1, 2, 3))]
     left += [entry(f"g3/{place}", "dispatched") for place in range(4)]
     left += [entry(f"g4/{place}", "finished") for place in range(4)]  # whole, but not closed
-    settlement = settled(past(left), 0)
-    assert settlement.interrupted == ("g1", "g2", "g3", "g4")
-    assert settlement.dropped == ()
-    assert settlement.ready == (("g4", ("g4/0", "g4/1", "g4/2", "g4/3")),)
-    assert [(one.group_id, one.size, one.seed) for one in settlement.redispatch] == [
+    plan = planned(past(left), 0)
+    assert plan.interrupted == ("g1", "g2", "g3", "g4")
+    assert plan.dropped == ()
+    assert plan.ready == (("g4", ("g4/0", "g4/1", "g4/2", "g4/3")),)
+    assert [(one.group_id, one.size, one.seed) for one in plan.redispatch] == [
         ("g1", 1, 2**31),
         ("g2", 3, 2**31),
         ("g3", 4, 0),
     ]
-    assert dict(settlement.carried) == {"g1": ("g1/0", "g1/1", "g1/2"), "g2": ("g2/0",)}
+    assert dict(plan.carried) == {"g1": ("g1/0", "g1/1", "g1/2"), "g2": ("g2/0",)}
 
 
 def test_a_group_that_was_being_completed_is_completed_with_all_that_came_back_before(past) -> None:
@@ -102,28 +102,28 @@ def test_a_group_that_was_being_completed_is_completed_with_all_that_came_back_b
         entry("g2/2", "dispatched"),
     ]
     twice = replace(past(left, over="g1"), successors={"g1": "g2"})
-    settlement = settled(twice, 0)
-    assert [(one.group_id, one.size) for one in settlement.redispatch] == [("g2", 2)]
-    assert dict(settlement.carried) == {"g2": ("g1/0", "g2/0", "g2/1")}
-    whole = settled(replace(past(left[:3], over="g1 g2"), successors={"g1": "g2"}), 0)
+    plan = planned(twice, 0)
+    assert [(one.group_id, one.size) for one in plan.redispatch] == [("g2", 2)]
+    assert dict(plan.carried) == {"g2": ("g1/0", "g2/0", "g2/1")}
+    whole = planned(replace(past(left[:3], over="g1 g2"), successors={"g1": "g2"}), 0)
     assert (whole.ready, whole.redispatch) == ((("g2", ("g1/0", "g2/0", "g2/1")),), ())
 
 
 def test_what_an_undone_step_took_of_a_completed_group_is_one_group_again(past) -> None:
     left = [entry("g1/0", "trained", 2), entry("g2/0", "trained", 2)]
-    settlement = settled(replace(past(left, over="g1 g2"), successors={"g1": "g2"}), 1)
-    assert (settlement.released, settlement.ready) == ((2,), (("g2", ("g1/0", "g2/0")),))
+    plan = planned(replace(past(left, over="g1 g2"), successors={"g1": "g2"}), 1)
+    assert (plan.released, plan.ready) == ((2,), (("g2", ("g1/0", "g2/0")),))
 
 
 def test_rollouts_without_payload_or_environment_are_dropped_with_a_reason(past) -> None:
     left = [entry("g1/0", "trained", 2), entry("g1/1", "trained", 2), entry("g2/0", "finished")]
-    settlement = settled(past(left, over="g1 g2", lost="g1/0 g1/1"), 1)
-    assert set(settlement.dropped) == {
+    plan = planned(past(left, over="g1 g2", lost="g1/0 g1/1"), 1)
+    assert set(plan.dropped) == {
         ("g1/0", DropReason.UNDONE),
         ("g1/1", DropReason.UNDONE),
         ("g2/0", DropReason.GROUP_LOST),
     }
-    elsewhere = settle(
+    elsewhere = plan_resume(
         past(left, over="g1 g2"), trainer_step=1, logged_step=0, fits=lambda record: True, environments={"math"}
     )
     assert {reason for _, reason in elsewhere.dropped} == {DropReason.REMOVED}

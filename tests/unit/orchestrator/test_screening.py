@@ -1,7 +1,6 @@
 import pytest
 
-from meshrl.orchestrator.work.filters import screen_finished, screen_stale
-from meshrl.orchestrator.work.rollout_groups import DropReason
+from meshrl.orchestrator.work.screening import DropReason, screen_finished, screen_stale
 from meshrl.orchestrator.work.staleness import StalenessLaw
 
 

@@ -6,8 +6,8 @@ import asyncio
 
 from meshrl.core.config.shared import LogExtrasConfig
 from meshrl.core.telemetry.monitor import Monitor
-from meshrl.orchestrator import metrics as record
-from meshrl.orchestrator.ledger.submitted_steps import SubmittedStep
+from meshrl.orchestrator.reports import step_record as record
+from meshrl.orchestrator.work.batches import SubmittedStep
 
 
 async def log_extras(monitor: Monitor, config: LogExtrasConfig | None, step: SubmittedStep) -> None:

@@ -7,17 +7,14 @@ are over every group that was judged for the step, filtered ones included, so th
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 from meshrl.core.metrics.statistics import distribution
 from meshrl.core.telemetry.monitor import SampleRow
-from meshrl.orchestrator.plan import ReadyGroup
-from meshrl.orchestrator.work.batches import Assembled, sampled_tokens
-from meshrl.orchestrator.work.filters import is_empty
-from meshrl.orchestrator.work.rollout_groups import DropReason
+from meshrl.orchestrator.work.batches import AssembledBatch, sampled_tokens
+from meshrl.orchestrator.work.screening import DropReason, ReadyGroup, is_empty
 from meshrl.orchestrator.work.staleness import StalenessLaw
+from meshrl.orchestrator.work.tally import RunTotals, StepTally
 from meshrl.sampling.groups import RolloutGroup
 from meshrl.wire.types import Activation, Rollout, StepEvent
 
@@ -36,51 +33,11 @@ OF_NO_STEP = frozenset(
 """Why rollouts are dropped between two processes or runs."""
 
 
-@dataclass(kw_only=True)
-class StepTally:
-    """What was judged since the step before was taken."""
-
-    discarded: list[RolloutGroup] = field(default_factory=list)
-    zero_signal_groups: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
-    wait_for_rollouts_s: float = 0.0
-    wait_for_ckpt_s: float = 0.0
-    sleep_engines_s: float | None = None  # None: they were not asked to
-
-    def drop(self, reason: DropReason) -> None:
-        self.dropped[reason.value] += 1
-
-    def take_back(self, of_step: StepTally) -> None:
-        """Adds what was judged for a step whose batch was taken apart."""
-        self.discarded[:0] = of_step.discarded
-        self.zero_signal_groups += of_step.zero_signal_groups
-        self.dropped.update(of_step.dropped)
-        self.wait_for_rollouts_s += of_step.wait_for_rollouts_s
-        self.wait_for_ckpt_s += of_step.wait_for_ckpt_s
-
-
-@dataclass(frozen=True, kw_only=True)
-class Progress:
-    """Totals since the start of the run."""
-
-    tokens: int = 0
-    samples: int = 0
-    problems: int = 0
-
-    def plus(self, groups: Sequence[ReadyGroup]) -> Progress:
-        rollouts = [rollout for ready in groups for rollout in ready.kept]
-        return Progress(
-            tokens=self.tokens + sum(rollout.num_tokens for rollout in rollouts),
-            samples=self.samples + len(rollouts),
-            problems=self.problems + len(groups),
-        )
-
-
 def step_metrics(
     groups: Sequence[ReadyGroup],
-    assembled: Assembled,
+    assembled: AssembledBatch,
     tally: StepTally,
-    progress: Progress,
+    progress: RunTotals,
     *,
     step: int,
     law: StalenessLaw,
@@ -161,7 +118,7 @@ def staleness_metrics(groups: Sequence[ReadyGroup], *, step: int, law: Staleness
     return distribution("off_policy/all", ages, "mean max min")
 
 
-def batch_metrics(assembled: Assembled, groups: Sequence[ReadyGroup], *, seq_len: int) -> Metrics:
+def batch_metrics(assembled: AssembledBatch, groups: Sequence[ReadyGroup], *, seq_len: int) -> Metrics:
     """Size and packing of a batch, and its advantages."""
     batch = assembled.batch
     tokens = sum(len(row.token_ids) for row in batch.micro_batches)
@@ -223,7 +180,7 @@ def rate_metrics(groups: Sequence[RolloutGroup], *, seconds: float) -> Metrics:
 
 
 def sample_rows(
-    groups: Sequence[ReadyGroup], assembled: Assembled, *, ratio: float | None, at_most: int = 8
+    groups: Sequence[ReadyGroup], assembled: AssembledBatch, *, ratio: float | None, at_most: int = 8
 ) -> list[SampleRow]:
     """Rows for a table of samples: every 1/ratio-th rollout of the batch, or a few when no ratio is given."""
     rollouts = [rollout for ready in groups for rollout in ready.kept]
@@ -241,7 +198,7 @@ def sample_rows(
     ]
 
 
-def distributions(groups: Sequence[ReadyGroup], assembled: Assembled) -> dict[str, list[float]]:
+def distributions(groups: Sequence[ReadyGroup], assembled: AssembledBatch) -> dict[str, list[float]]:
     """Values of a batch whose distribution is worth a histogram."""
     return {
         "distributions/reward": [rollout.reward for ready in groups for rollout in ready.kept],

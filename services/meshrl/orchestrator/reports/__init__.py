@@ -1,0 +1,1 @@
+"""What a run tells people: the record of each step, samples, traces and the table of a benchmark; fed by the loop."""

@@ -1,0 +1,128 @@
+"""Judges groups of rollouts: which rollouts carry a gradient, and which are still fresh enough for a step.
+
+Asked by the plan when a group is over and before a step takes groups; what is dropped is counted under its DropReason.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from meshrl.orchestrator.work.staleness import StalenessLaw
+from meshrl.sampling.groups import RolloutGroup
+from meshrl.wire.types import Rollout
+
+MIN_SURVIVORS = 2
+"""A group needs two rollouts to compare; with fewer it has no baseline and is dropped."""
+
+
+class DropReason(enum.Enum):
+    """Why a finished rollout was not trained on; the words of the ledger and of the `dropped/...` metrics."""
+
+    EMPTY = "empty"
+    """The policy sampled no token."""
+    NOT_FINITE = "reward_not_finite"
+    """The reward is NaN or infinite."""
+    GROUP_LOST = "group_lost"
+    """Fewer than two rollouts of its group are left."""
+    ZERO_SIGNAL = "zero_signal"
+    """All rewards of its group are equal."""
+    STALE = "stale"
+    """Its oldest token is older than the law allows."""
+    REFUSED = "refused_by_trainer"
+    """The trainer refused a batch because of it."""
+    UNTRAINABLE = "untrainable"
+    """No sampled token fits into the token budget."""
+    RUN_ENDED = "run_ended"
+    """The run ended before a step took it."""
+    RESTARTED = "orchestrator_restarted"
+    """It was in flight when the orchestrator ended; nothing that had come back is dropped for it."""
+    UNDONE = "step_undone"
+    """Its step was forgotten by the trainer, and it is not kept any more."""
+    DAMAGED = "payload_damaged"
+    """What the ledger keeps of it is not as it was written."""
+    REMOVED = "environment_removed"
+    """Its environment is no longer one of the run's."""
+    SUPERSEDED = "superseded"
+    """Another run began in its folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Screened:
+    """The rollouts of a group that may be trained on, and those dropped with the reason."""
+
+    kept: tuple[Rollout, ...]
+    dropped: tuple[tuple[Rollout, DropReason], ...]
+
+
+def with_survivors(kept: Sequence[Rollout], dropped: Sequence[tuple[Rollout, DropReason]]) -> Screened:
+    """Drops those left when they are too few to compare: a group survives losses with at least two rollouts."""
+    if len(kept) >= MIN_SURVIVORS:
+        return Screened(kept=tuple(kept), dropped=tuple(dropped))
+    lost = [(rollout, DropReason.GROUP_LOST) for rollout in kept]
+    return Screened(kept=(), dropped=(*dropped, *lost))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadyGroup:
+    """A whole group with the rollouts of it that may be trained on."""
+
+    group: RolloutGroup
+    kept: tuple[Rollout, ...]
+
+
+def screen_finished(
+    rollouts: Sequence[Rollout], *, drop_empty: bool, drop_zero_signal: bool, tolerance: float
+) -> Screened:
+    """Judges a whole group: losses first, then whether what is left says anything.
+
+    Rewards are compared among rollouts of the same agent, as advantages are.
+    """
+    kept: list[Rollout] = []
+    dropped: list[tuple[Rollout, DropReason]] = []
+    for rollout in rollouts:
+        if not math.isfinite(rollout.reward):
+            dropped.append((rollout, DropReason.NOT_FINITE))
+        elif drop_empty and is_empty(rollout):
+            dropped.append((rollout, DropReason.EMPTY))
+        else:
+            kept.append(rollout)
+    screened = with_survivors(kept, dropped)
+    if drop_zero_signal and screened.kept and has_zero_signal(screened.kept, tolerance):
+        silent = [(rollout, DropReason.ZERO_SIGNAL) for rollout in screened.kept]
+        return Screened(kept=(), dropped=(*screened.dropped, *silent))
+    return screened
+
+
+def screen_stale(rollouts: Sequence[Rollout], *, step: int, law: StalenessLaw) -> Screened:
+    """Drops what `step` may not train on any more."""
+    kept = [rollout for rollout in rollouts if is_usable(rollout, step=step, law=law)]
+    stale = [(rollout, DropReason.STALE) for rollout in rollouts if not is_usable(rollout, step=step, law=law)]
+    return with_survivors(kept, stale)
+
+
+def is_usable(rollout: Rollout, *, step: int, law: StalenessLaw) -> bool:
+    oldest = rollout.oldest_version
+    return oldest is None or law.usable(step=step, oldest_version=oldest)
+
+
+def is_empty(rollout: Rollout) -> bool:
+    """True when the policy sampled no token."""
+    return not any(sample.loss_mask.any() for sample in rollout.samples)
+
+
+def has_zero_signal(rollouts: Iterable[Rollout], tolerance: float) -> bool:
+    """True when no agent's rewards differ by more than `tolerance`."""
+    return all(
+        max(rewards) - min(rewards) <= tolerance
+        for rewards in ([rollout.reward for rollout in group] for group in by_agent(rollouts).values())
+    )
+
+
+def by_agent(rollouts: Iterable[Rollout]) -> dict[str, list[Rollout]]:
+    agents: dict[str, list[Rollout]] = {}
+    for rollout in rollouts:
+        agents.setdefault(rollout.agent, []).append(rollout)
+    return agents
