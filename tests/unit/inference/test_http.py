@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from inference_kit import VOCAB, EngineFactory, Start, make_model, post
+from prometheus_client.parser import text_string_to_metric_families
 from transformers import PreTrainedModel
 
 from meshrl.inference.embedded.engine import EmbeddedEngine
@@ -57,7 +58,11 @@ async def test_models_health_version_and_metrics(serve: Start) -> None:
         "in_flight": 0,
         "logprobs_mode": "processed_logprobs",
     }
-    assert "meshrl_engine_slots 8" in await (await client.get("/metrics")).text()
+    scraped = await client.get("/metrics")
+    assert scraped.content_type == "text/plain"
+    families = {family.name: family for family in text_string_to_metric_families(await scraped.text())}
+    assert families["meshrl_engine_slots"].samples[0].value == 8
+    assert families["meshrl_engine_steps"].type == "counter"
 
 
 async def test_health_is_503_while_draining(serve: Start, start_engine: EngineFactory) -> None:

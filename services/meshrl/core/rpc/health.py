@@ -1,13 +1,18 @@
-"""The standard gRPC health service: what every server of the mesh says about each service it hosts."""
+"""The standard gRPC health service: what every server of the mesh says about each service it hosts.
+
+Set by `serve` as a program comes up and drains; read by `wait_until_serving` and by whoever probes a server. The
+servicer of the grpc_health package is not used: in it, a watcher that leaves makes all others of the same service deaf.
+"""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from meshrl.core.waiting import Pulse
 
 _Status = health_pb2.HealthCheckResponse
 
@@ -17,13 +22,12 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # g
 
     def __init__(self) -> None:
         self._serving: dict[str, bool] = {"": False}
-        self._changed = asyncio.Event()
+        self._changed = Pulse()
 
     def set(self, services: Iterable[str], serving: bool) -> None:
         """Sets what is said about `services` and the server, and tells the watchers."""
         self._serving.update(dict.fromkeys((*services, ""), serving))
-        self._changed.set()
-        self._changed = asyncio.Event()
+        self._changed.beat()
 
     def _status(self, service: str) -> Any:
         serving = self._serving.get(service)
@@ -41,8 +45,8 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # g
         """Streams the status of a service, now and whenever it changes."""
         last = None
         while True:
-            changed, status = self._changed, self._status(request.service)
+            upcoming, status = self._changed.upcoming, self._status(request.service)
             if status != last:
                 last = status
                 yield _Status(status=status)
-            await changed.wait()
+            await upcoming.wait()

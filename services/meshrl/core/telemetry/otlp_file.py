@@ -1,31 +1,27 @@
-"""Writes spans as OTLP JSON lines: one ExportTraceServiceRequest a line, as collectors and `meshrl trace` read them.
+"""Writes spans as OTLP JSON lines: one ExportTraceServiceRequest a line, which collectors read as it is.
 
-The mapping is OTLP's for JSON: ids in hexadecimal, other bytes in base64, 64-bit integers as strings, enums as numbers.
+Fed by the tracing of every program. OTLP's mapping to JSON is protobuf's (bytes in base64, 64-bit integers as strings,
+enums as numbers), but for the ids of traces and spans, which are hexadecimal.
 """
 
 from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
 
+from google.protobuf.json_format import MessageToDict
 from loguru import logger
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
-from opentelemetry.trace import Link, SpanContext, SpanKind, StatusCode
 
-_KINDS: Mapping[SpanKind, int] = {
-    SpanKind.INTERNAL: 1,
-    SpanKind.SERVER: 2,
-    SpanKind.CLIENT: 3,
-    SpanKind.PRODUCER: 4,
-    SpanKind.CONSUMER: 5,
-}
-_STATUSES: Mapping[StatusCode, int] = {StatusCode.UNSET: 0, StatusCode.OK: 1, StatusCode.ERROR: 2}
+_IDS = frozenset({"traceId", "spanId", "parentSpanId"})
+"""Protobuf's JSON has these in base64, OTLP's in hexadecimal."""
 
 
 class JsonLinesSpanExporter(SpanExporter):
@@ -97,85 +93,12 @@ class JsonLinesSpanExporter(SpanExporter):
 
 
 def export_request(spans: Sequence[ReadableSpan]) -> dict[str, Any]:
-    """Returns an ExportTraceServiceRequest; the spans are of one resource."""
-    by_scope: dict[str, list[dict[str, Any]]] = {}
-    for span in spans:
-        scope = span.instrumentation_scope
-        by_scope.setdefault(scope.name if scope is not None else "", []).append(span_to_json(span))
-    resource = spans[0].resource.attributes if spans else {}
-    return {
-        "resourceSpans": [
-            {
-                "resource": {"attributes": _attributes(resource)},
-                "scopeSpans": [{"scope": {"name": name}, "spans": group} for name, group in by_scope.items()],
-            }
-        ]
-    }
-
-
-def span_to_json(span: ReadableSpan) -> dict[str, Any]:
-    """Returns one span in OTLP's JSON form."""
-    context = span.get_span_context()
-    if context is None:
-        raise ValueError(f"span {span.name} has no context")
-    out: dict[str, Any] = {
-        **_ids(context),
-        "flags": int(context.trace_flags),
-        "name": span.name,
-        "kind": _KINDS[span.kind],
-        "startTimeUnixNano": str(span.start_time or 0),
-        "endTimeUnixNano": str(span.end_time or 0),
-        "attributes": _attributes(span.attributes or {}),
-        "status": _status(span),
-    }
-    if context.trace_state:
-        out["traceState"] = context.trace_state.to_header()
-    if span.parent is not None:
-        out["parentSpanId"] = f"{span.parent.span_id:016x}"
-    if span.events:
-        out["events"] = [
-            {
-                "timeUnixNano": str(event.timestamp),
-                "name": event.name,
-                "attributes": _attributes(event.attributes or {}),
-            }
-            for event in span.events
-        ]
-    if span.links:
-        out["links"] = [_link(link) for link in span.links]
-    if span.dropped_links:
-        out["droppedLinksCount"] = span.dropped_links
-    return out
-
-
-def _ids(context: SpanContext) -> dict[str, str]:
-    return {"traceId": f"{context.trace_id:032x}", "spanId": f"{context.span_id:016x}"}
-
-
-def _link(link: Link) -> dict[str, Any]:
-    return {**_ids(link.context), "attributes": _attributes(link.attributes or {})}
-
-
-def _status(span: ReadableSpan) -> dict[str, Any]:
-    status: dict[str, Any] = {"code": _STATUSES[span.status.status_code]}
-    if span.status.description:
-        status["message"] = span.status.description
-    return status
-
-
-def _attributes(attributes: Mapping[str, Any]) -> list[dict[str, Any]]:
-    return [{"key": key, "value": _value(value)} for key, value in attributes.items()]
-
-
-def _value(value: Any) -> dict[str, Any]:
-    if isinstance(value, bool):
-        return {"boolValue": value}
-    if isinstance(value, int):
-        return {"intValue": str(value)}
-    if isinstance(value, float):
-        return {"doubleValue": value}
-    if isinstance(value, bytes):
-        return {"bytesValue": base64.b64encode(value).decode()}
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return {"arrayValue": {"values": [_value(item) for item in value]}}
-    return {"stringValue": str(value)}
+    """Returns an ExportTraceServiceRequest as OTLP writes it in JSON."""
+    request: dict[str, Any] = MessageToDict(encode_spans(spans), use_integers_for_enums=True)
+    for of_resource in request.get("resourceSpans", ()):
+        for of_scope in of_resource["scopeSpans"]:
+            for span in of_scope["spans"]:
+                for holder in (span, *span.get("links", ())):
+                    for key in _IDS & holder.keys():
+                        holder[key] = base64.b64decode(holder[key]).hex()
+    return request

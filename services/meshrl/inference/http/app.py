@@ -12,6 +12,7 @@ from meshrl.inference.checkpoints import WeightLoader
 from meshrl.inference.engine import Engine
 from meshrl.inference.http.access import Access
 from meshrl.inference.http.admin_routes import AdminRoutes
+from meshrl.inference.http.metrics import CONTENT_TYPE, EngineMetrics
 from meshrl.inference.http.openai_routes import OpenAIRoutes
 from meshrl.inference.http.runs import STATUS_OF, Serving, as_mesh_error, error_body
 from meshrl.inference.http.token_route import TokenRoute
@@ -116,25 +117,8 @@ class InferenceServer:
         )
 
     async def _metrics(self, _request: web.Request) -> web.StreamResponse:
-        """Prometheus text format."""
-        stats = self._engine.stats()
-        values = {
-            "meshrl_engine_requests_running": stats.running,
-            "meshrl_engine_requests_waiting": stats.waiting,
-            "meshrl_engine_slots": stats.slots,
-            "meshrl_engine_generated_tokens_total": stats.generated_tokens,
-            "meshrl_engine_prefilled_tokens_total": stats.prefilled_tokens,
-            "meshrl_engine_shared_prompt_tokens_total": stats.shared_prompt_tokens,
-            "meshrl_engine_finished_requests_total": stats.finished_requests,
-            "meshrl_engine_steps_total": stats.steps,
-            "meshrl_engine_busy_seconds_total": stats.busy_s,
-            "meshrl_engine_last_pause_seconds": stats.last_pause_s,
-            "meshrl_engine_policy_version": -1 if self._engine.version is None else self._engine.version,
-        }
-        lines = []
-        for name, value in values.items():
-            lines += [f"# TYPE {name} {'counter' if name.endswith('_total') else 'gauge'}", f"{name} {value}"]
-        return web.Response(text="\n".join(lines) + "\n", content_type="text/plain")
+        metrics = EngineMetrics(self._engine.stats(), self._engine.version)
+        return web.Response(body=metrics.text(), headers={"Content-Type": CONTENT_TYPE})
 
 
 def _refusal(status: int, message: str) -> web.Response:
