@@ -1,7 +1,7 @@
 """Admits groups, starts their rollouts in order, and counts how each ends. No I/O, no clock: the time comes with each
 event.
 
-Fed by `service` with requests and by `episodes` with outcomes; says which rollouts to start and which to stop. A
+Used by `group_runner` alone: it brings requests and outcomes, and is told which rollouts to start and to stop. A
 rollout goes waiting -> running -> finished | failed | cancelled, and a waiting one may fail or be cancelled too; it is
 counted once.
 """
@@ -14,7 +14,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from meshrl.wire.errors import MeshError, Reason
-from meshrl.wire.types import RolloutSummary
+from meshrl.wire.types import RolloutFailure, RolloutRequest, RolloutSummary
 
 REMEMBERED_S = 600.0
 REMEMBERED_REQUESTS = 10_000
@@ -184,3 +184,19 @@ class GroupTable:
             if request_id in self._groups or (at > now - REMEMBERED_S and len(self._seen) <= REMEMBERED_REQUESTS):
                 return
             del self._seen[request_id]
+
+
+def rollout_failure(request: RolloutRequest, error: MeshError, rollout_id: str) -> RolloutFailure:
+    """What a group's stream says of a rollout that ended in `error`."""
+    return RolloutFailure(
+        rollout_id=rollout_id,
+        group_id=request.group_id,
+        reason=error.reason.name,
+        message=error.message,
+        retryable=error.reason.retryable,
+    )
+
+
+def late(request: RolloutRequest) -> str:
+    """The beginning of every message about a group's deadline."""
+    return f"not finished within deadline_s = {request.deadline_s:g}"

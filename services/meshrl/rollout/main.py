@@ -28,7 +28,8 @@ from meshrl.rollout.engines.model_client import EngineClient, RendererHost
 from meshrl.rollout.engines.rendering import load_renderer
 from meshrl.rollout.engines.router import Discovery, EngineRouter
 from meshrl.rollout.engines.sessions import SessionBook
-from meshrl.rollout.episodes import Episodes
+from meshrl.rollout.episodes import EpisodePlayer
+from meshrl.rollout.group_runner import GroupRunner
 from meshrl.rollout.groups import GroupTable
 from meshrl.rollout.service import RolloutServicer
 from meshrl.v1 import rollout_pb2_grpc as pb_grpc
@@ -53,34 +54,34 @@ async def serve(config: RolloutConfig, layout: Layout, stop: asyncio.Event) -> i
     server = GrpcServer(config.server)
     async with AsyncExitStack() as stack:
         stack.push_async_callback(asyncio.to_thread, tracing.close)
-        episodes = await build(config, stack, tracing)
-        server.add(SERVICE, pb_grpc.add_RolloutServiceServicer_to_server, RolloutServicer(episodes))
+        runner = await build(config, stack, tracing)
+        server.add(SERVICE, pb_grpc.add_RolloutServiceServicer_to_server, RolloutServicer(runner))
         port = await server.start()
         stack.push_async_callback(server.drain, STOP_GRACE_S)
         freeze_loaded()
         server.set_serving()
         say_ready()
-        logger.info("serving {} on port {}", ", ".join(episodes.environments), port)
+        logger.info("serving {} on port {}", ", ".join(runner.environments), port)
         await stop.wait()
         logger.info("draining for up to {:g} s", config.drain_deadline_s)
         server.set_not_serving()
-        await episodes.drain(config.drain_deadline_s)
+        await runner.drain(config.drain_deadline_s)
     return 0
 
 
-async def build(config: RolloutConfig, stack: AsyncExitStack, tracer: Tracer) -> Episodes:
+async def build(config: RolloutConfig, stack: AsyncExitStack, tracer: Tracer) -> GroupRunner:
     """Loads renderer and environments and connects the engines; `stack` closes them. Raises ConfigError."""
     renderer = await asyncio.to_thread(load_renderer, config.tokenizer or config.model.name, config.renderer)
-    pool = EngineTable([url.rstrip("/").removesuffix("/v1") for url in config.engine_urls], config.client.pool)
+    engines = EngineTable([url.rstrip("/").removesuffix("/v1") for url in config.engine_urls], config.client.pool)
     api_key = read_secret(
         "rollout.client.api_key", None, file=config.client.api_key_file, variable=config.client.api_key_var,
         environ=os.environ,
     )  # fmt: skip
     discovery = await _discovery(config, stack)
-    router = await stack.enter_async_context(EngineRouter(pool, config.client, api_key=api_key, discovery=discovery))
+    router = await stack.enter_async_context(EngineRouter(engines, config.client, api_key=api_key, discovery=discovery))
     book = SessionBook()
     client = EngineClient(RendererHost(renderer), router, book, tracer, seq_len=config.seq_len)
-    environments: dict[str, hosting.HostedEnvironment] = {}
+    environments: dict[str, EpisodePlayer] = {}
     for entry in config.env:
         defaults = entry.sampling.to_wire().over(config.sampling.to_wire())
         hosted = await asyncio.to_thread(
@@ -92,11 +93,11 @@ async def build(config: RolloutConfig, stack: AsyncExitStack, tracer: Tracer) ->
             default_sampling=defaults,
         )
         await stack.enter_async_context(hosted.serving(client))
-        environments[hosted.name] = hosted
+        environments[hosted.name] = EpisodePlayer(hosted, book, tracer)
         _log_to_file(hosted.name, config.output_dir)
         logger.info("environment {}: {} tasks", hosted.name, hosted.tasks.num_tasks or "infinitely many")
     table = GroupTable(max_concurrent=config.max_concurrent, max_queued=config.max_queued)
-    return Episodes(environments, table, router, book, tracer)
+    return GroupRunner(environments, table, router)
 
 
 async def _discovery(config: RolloutConfig, stack: AsyncExitStack) -> Discovery | None:

@@ -1,4 +1,4 @@
-"""The RolloutService servicer: checks requests at the door, converts, calls `episodes`, converts back."""
+"""The RolloutService servicer: checks requests at the door, converts, calls the group runner, converts back."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import aclosing
 
 import grpc.aio
 
-from meshrl.rollout.episodes import Episodes
+from meshrl.rollout.group_runner import GroupRunner
 from meshrl.v1 import rollout_pb2 as pb
 from meshrl.v1 import rollout_pb2_grpc as pb_grpc
 from meshrl.wire import convert, validate
@@ -15,16 +15,16 @@ from meshrl.wire.types import CONTRACT_VERSION
 
 
 class RolloutServicer(pb_grpc.RolloutServiceServicer):
-    """Thin: every decision is in `episodes` and `groups`."""
+    """Thin: every decision is in `group_runner` and `groups`."""
 
-    def __init__(self, episodes: Episodes) -> None:
-        self._episodes = episodes
+    def __init__(self, runner: GroupRunner) -> None:
+        self._runner = runner
 
     async def ListEnvironments(  # noqa: N802  # the name of the RPC
         self, request: pb.ListEnvironmentsRequest, context: grpc.aio.ServicerContext
     ) -> pb.ListEnvironmentsResponse:
         validate.validate_contract_version(request.contract_version)
-        infos = [environment.info for environment in self._episodes.environments.values()]
+        infos = [player.info for player in self._runner.environments.values()]
         return pb.ListEnvironmentsResponse(
             contract_version=CONTRACT_VERSION, environments=[convert.environment_to_proto(info) for info in infos]
         )
@@ -33,16 +33,16 @@ class RolloutServicer(pb_grpc.RolloutServiceServicer):
         self, request: pb.RunRolloutsRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.RunRolloutsResponse]:
         validate.validate_rollout_request(request)
-        async with aclosing(self._episodes.run(convert.rollout_request_from_proto(request))) as events:
+        async with aclosing(self._runner.run(convert.rollout_request_from_proto(request))) as events:
             async for event in events:
                 yield convert.rollout_event_to_proto(event)
 
     async def CancelRollouts(  # noqa: N802  # the name of the RPC
         self, request: pb.CancelRolloutsRequest, context: grpc.aio.ServicerContext
     ) -> pb.CancelRolloutsResponse:
-        return pb.CancelRolloutsResponse(cancelled=self._episodes.cancel(tuple(request.group_ids)))
+        return pb.CancelRolloutsResponse(cancelled=self._runner.cancel(tuple(request.group_ids)))
 
     async def GetRolloutStatus(  # noqa: N802  # the name of the RPC
         self, request: pb.GetRolloutStatusRequest, context: grpc.aio.ServicerContext
     ) -> pb.GetRolloutStatusResponse:
-        return convert.rollout_status_to_proto(self._episodes.status())
+        return convert.rollout_status_to_proto(self._runner.status())

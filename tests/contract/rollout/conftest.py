@@ -19,7 +19,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from meshrl.client import RolloutClient
 from meshrl.core.rpc.serve import GrpcServer
 from meshrl.rollout.config import RolloutConfig
-from meshrl.rollout.episodes import Episodes
+from meshrl.rollout.group_runner import GroupRunner
 from meshrl.rollout.main import SERVICE, build
 from meshrl.rollout.service import RolloutServicer
 from meshrl.v1.rollout_pb2_grpc import add_RolloutServiceServicer_to_server
@@ -160,7 +160,7 @@ class Mesh:
     """A rollout server on a real port, and a client of it."""
 
     client: RolloutClient
-    episodes: Episodes
+    runner: GroupRunner
     server: GrpcServer
     engines: list[ScriptedEngine]
 
@@ -189,15 +189,15 @@ async def start_mesh(tokenizer_dir: Path, tmp_path: Path) -> AsyncIterator[Start
                     **options,
                 },
             )
-            episodes = await build(config, stack, TracerProvider().get_tracer("test"))
+            runner = await build(config, stack, TracerProvider().get_tracer("test"))
             server = GrpcServer(config.server)
-            server.add(SERVICE, add_RolloutServiceServicer_to_server, RolloutServicer(episodes))
+            server.add(SERVICE, add_RolloutServiceServicer_to_server, RolloutServicer(runner))
             port = await server.start()
             server.set_serving()
             stack.push_async_callback(server.drain, 0.0)
-            stack.push_async_callback(episodes.drain, 0.0)
+            stack.push_async_callback(runner.drain, 0.0)
             rollout_client = await stack.enter_async_context(RolloutClient(f"127.0.0.1:{port}"))
-            return Mesh(rollout_client, episodes, server, engines)
+            return Mesh(rollout_client, runner, server, engines)
 
         yield start
 

@@ -30,7 +30,7 @@ async def watched_connects(monkeypatch: pytest.MonkeyPatch, port: int, before=No
 
 
 def interception_port(mesh) -> int:
-    return mesh.episodes.environments["mesh_echo"].env._interception._inner.port
+    return mesh.runner.environments["mesh_echo"].hosted.env._interception._inner.port
 
 
 async def play(mesh, request) -> list[Rollout]:

@@ -23,7 +23,16 @@ def held() -> Counter[str]:
         tasks=len(asyncio.all_tasks()),
         **{
             name: kinds[name]
-            for name in ("Session", "Trace", "RolloutSession", "ChatSession", "Episode", "_Live", "EngineAnswer")
+            for name in (
+                "Session",
+                "Trace",
+                "RolloutSession",
+                "ChatSession",
+                "Episode",
+                "GroupEpisodes",
+                "_RunningGroup",
+                "EngineAnswer",
+            )
         },
     )
 
@@ -38,4 +47,4 @@ async def test_forty_rollouts_leave_no_more_behind_than_ten(start_mesh, engine, 
     async with asyncio.timeout(30.0):  # a thread or a connection more may come up; a leak is one a rollout, so 40
         while max((held() - before).values(), default=0) >= 10:  # noqa: ASYNC110  # what ends last has no event
             await asyncio.sleep(0.1)
-    assert len(mesh.episodes._live) == 0
+    assert len(mesh.runner._running) == 0

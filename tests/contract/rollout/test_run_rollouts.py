@@ -231,7 +231,7 @@ async def test_a_caller_that_goes_away_cancels_its_group(start_mesh, engine, mak
     await engine.arrived.get()
     task.cancel()
     async with asyncio.timeout(20.0):  # sooner than the drain, or the engine, would end it
-        await mesh.episodes.drain(40.0)
+        await mesh.runner.drain(40.0)
     assert (await mesh.client.get_status()).running == 0
 
 
@@ -252,7 +252,7 @@ async def test_a_draining_server_finishes_what_runs_and_refuses_more(start_mesh,
     mesh = await start_mesh([engine])
     running = asyncio.create_task(collect(mesh, make_group()))
     await engine.arrived.get()
-    drain = asyncio.create_task(mesh.episodes.drain(5.0))
+    drain = asyncio.create_task(mesh.runner.drain(5.0))
     await asyncio.sleep(0.05)
     assert (await refused(mesh, make_group())).reason is Reason.DRAINING
     assert (await mesh.client.get_status()).draining

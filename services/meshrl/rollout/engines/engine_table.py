@@ -1,6 +1,6 @@
 """Chooses the engine of each model call: who is healthy, which version each holds, how busy each is. No I/O.
 
-Fed by probes and answers through `engines`, asked by `engines` before every call.
+Fed by the router with what probes and answers say, asked by it before every call.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from meshrl.rollout.engines.logprobs_mode import PROCESSED
-from meshrl.wire.types import EngineEndpoint
+from meshrl.wire.types import EngineEndpoint, RolloutRequest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +23,11 @@ class Requirement:
     min_version: int | None = None
     exact_version: int | None = None
     reshaped_by: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, request: RolloutRequest) -> Requirement:
+        """What a group's request asks for."""
+        return cls(pool=request.engine_pool, min_version=request.min_version, exact_version=request.exact_version)
 
     def met_by(self, version: int | None) -> bool:
         """True when a policy of `version` may sample; an unknown version meets no bound."""
@@ -70,7 +75,7 @@ class EngineTable:
         self._calls = 0
 
     @property
-    def engines(self) -> tuple[KnownEngine, ...]:
+    def listed(self) -> tuple[KnownEngine, ...]:
         """Those that may get calls."""
         return tuple(engine for engine in self._engines.values() if engine.listed)
 
@@ -106,7 +111,7 @@ class EngineTable:
         return frozenset(self._pools)
 
     def candidates(self, need: Requirement) -> list[KnownEngine]:
-        return [engine for engine in self.engines if not need.pool or engine.pool == need.pool]
+        return [engine for engine in self.listed if not need.pool or engine.pool == need.pool]
 
     def can_meet(self, need: Requirement) -> bool:
         """True when an engine that is up can serve the request now."""
@@ -152,5 +157,5 @@ class EngineTable:
                 in_flight=engine.in_flight,
                 logprobs_mode=engine.logprobs_mode or "",
             )
-            for engine in self.engines
+            for engine in self.listed
         )

@@ -1,8 +1,9 @@
 """Calls inference engines over HTTP: routes each model call, moves it when an engine is gone, and keeps the versions
 known.
 
-Asked by `client` for every completion; `pool` decides, this module talks. A call is moved to another engine only while
-no byte of an answer has come; what was sampled is then nobody's, so nothing is sampled twice for one turn.
+Asked by the model client for every completion; `engine_table` decides, this module talks. A call is moved to another
+engine only while no byte of an answer has come; what was sampled is then nobody's, so nothing is sampled twice for one
+turn.
 """
 
 from __future__ import annotations
@@ -66,12 +67,17 @@ def version_of(payload: Any) -> int | None:
 
 
 class EngineRouter:
-    """Owns the connections to the engines of a pool. Use as an async context manager."""
+    """Owns the connections to the engines. Use as an async context manager."""
 
     def __init__(
-        self, pool: EngineTable, config: ClientConfig, *, api_key: str | None = None, discovery: Discovery | None = None
+        self,
+        engines: EngineTable,
+        config: ClientConfig,
+        *,
+        api_key: str | None = None,
+        discovery: Discovery | None = None,
     ) -> None:
-        self._pool = pool
+        self.engines = engines
         self._config = config
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._discovery = discovery
@@ -82,10 +88,6 @@ class EngineRouter:
         self._probing: asyncio.Task[None] | None = None
         self._round: asyncio.Task[None] | None = None
         self._http: aiohttp.ClientSession | None = None
-
-    @property
-    def pool(self) -> EngineTable:
-        return self._pool
 
     async def __aenter__(self) -> EngineRouter:
         self._http = aiohttp.ClientSession(
@@ -118,20 +120,20 @@ class EngineRouter:
 
         While no engine is reachable at all, a request without a version bound is let through: its calls wait for one.
         """
-        if need.pool and need.pool not in self._pool.known_pools():
-            pools = ", ".join(sorted(repr(pool) for pool in self._pool.known_pools()))
+        if need.pool and need.pool not in self.engines.known_pools():
+            pools = ", ".join(sorted(repr(pool) for pool in self.engines.known_pools()))
             raise MeshError(Reason.INVALID_REQUEST, f"no engine pool {need.pool!r} here; the pools are {pools}")
-        if self._pool.can_meet(need):
+        if self.engines.can_meet(need):
             return
         bound = need.min_version is not None or need.exact_version is not None
         if bound or need.reshaped_by:
             await self.refresh()
         self._refuse_biased(need)
-        if bound and not self._pool.can_meet(need):
+        if bound and not self.engines.can_meet(need):
             raise self._not_available(need)
 
     def _refuse_biased(self, need: Requirement) -> None:
-        if engines := self._pool.biased(need):
+        if engines := self.engines.biased(need):
             modes = ", ".join(f"{engine.url} ({engine.logprobs_mode or 'unknown'})" for engine in engines)
             raise MeshError(
                 Reason.LOGPROBS_BIASED,
@@ -154,10 +156,10 @@ class EngineRouter:
         not_before: dict[str, float] = {}  # when a busy engine may be asked again, as it said
         why = "no engine is reachable"
         while True:
-            engine = self._pool.select(need, prefer=session.engine, skip=skip)
+            engine = self.engines.select(need, prefer=session.engine, skip=skip)
             if engine is None:
                 self._refuse_biased(need)
-                if time.monotonic() >= give_up_at or self._pool.is_past(need):
+                if time.monotonic() >= give_up_at or self.engines.is_past(need):
                     raise self._no_engine(need, why)
                 session.doing = f"waiting for an engine to take its model call ({why})"
                 await self._wait_for_change(give_up_at)
@@ -169,7 +171,7 @@ class EngineRouter:
             except _UnreachableError as error:
                 why = str(error)
                 logger.warning("engine {} is gone ({}); its calls move to others", engine.url, error)
-                self._pool.lose(engine.url)
+                self.engines.lose(engine.url)
                 give_up_at = min(time.monotonic() + self._config.failover_s, last_chance)
                 continue
             except _BusyError as error:
@@ -181,12 +183,12 @@ class EngineRouter:
             return answer
 
     def _no_engine(self, need: Requirement, why: str) -> MeshError:
-        if any(engine.healthy for engine in self._pool.candidates(need)) and not self._pool.can_meet(need):
+        if any(engine.healthy for engine in self.engines.candidates(need)) and not self.engines.can_meet(need):
             return self._not_available(need)
         return MeshError(Reason.ENGINE_FAILED, f"no engine took the call within {self._config.failover_s:g} s: {why}")
 
     def _not_available(self, need: Requirement) -> MeshError:
-        newest = self._pool.newest(need)
+        newest = self.engines.newest(need)
         held = "no engine is reachable" if newest is None else f"the newest version served is {newest}"
         return MeshError(
             Reason.VERSION_NOT_AVAILABLE,
@@ -255,9 +257,9 @@ class EngineRouter:
             await self.refresh()
 
     async def _look(self) -> None:
-        known = self._pool.remembered
+        known = self.engines.remembered
         await asyncio.gather(self._discover(), *(self._probe(engine) for engine in known))
-        await asyncio.gather(*(self._probe(engine) for engine in self._pool.remembered if engine not in known))
+        await asyncio.gather(*(self._probe(engine) for engine in self.engines.remembered if engine not in known))
         self._changed.beat()
 
     def _heard_of(self, engine: KnownEngine, answers: bool) -> None:
@@ -273,7 +275,7 @@ class EngineRouter:
         if self._discovery is None:
             return
         try:
-            self._pool.discover(await self._discovery())
+            self.engines.discover(await self._discovery())
         except MeshError as error:  # the hub may restart; the engines known so far go on
             if not self._hub_away:
                 logger.warning("cannot list engines at the weight hub, so those known go on: {}", error)
@@ -288,22 +290,22 @@ class EngineRouter:
             async with self._http.get(engine.url + "/health", timeout=timeout) as health:
                 self._heard_of(engine, answers=True)
                 if health.status >= 500:  # draining, or unfit to serve
-                    self._pool.lose(engine.url)
+                    self.engines.lose(engine.url)
                     return
             async with self._http.get(engine.url + "/version", timeout=timeout) as reply:
                 if reply.status == 200:
                     payload = await reply.json(content_type=None)
                     mode = logprobs_mode_of(payload) or self._config.logprobs_mode
-                    self._pool.observe(engine.url, version_of(payload), mode)
+                    self.engines.observe(engine.url, version_of(payload), mode)
                 elif reply.status == 404 and health.status == 200:  # a server without versions
-                    self._pool.observe(engine.url, 0, self._config.logprobs_mode)
+                    self.engines.observe(engine.url, 0, self._config.logprobs_mode)
                 else:
-                    self._pool.lose(engine.url)
+                    self.engines.lose(engine.url)
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             if engine.healthy:
                 logger.warning("engine {} does not answer: {}", engine.url, error or type(error).__name__)
             self._heard_of(engine, answers=False)
-            self._pool.lose(engine.url)
+            self.engines.lose(engine.url)
 
 
 def _watched_socket(address: aiohttp.AddrInfoType) -> socket.socket:

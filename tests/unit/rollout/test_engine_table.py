@@ -15,13 +15,13 @@ def pool(**versions: int | None) -> EngineTable:
 
 def test_the_least_loaded_engine_is_chosen():
     engines = pool(a=0, b=0)
-    engines.engines[0].in_flight = 3
+    engines.listed[0].in_flight = 3
     assert engines.select(Requirement()).url == "b"
 
 
 def test_a_session_stays_on_its_engine_while_that_fits():
     engines = pool(a=0, b=0)
-    engines.engines[0].in_flight = 3
+    engines.listed[0].in_flight = 3
     assert engines.select(Requirement(), prefer="a").url == "a"
     engines.lose("a")
     assert engines.select(Requirement(), prefer="a").url == "b"
@@ -57,17 +57,17 @@ def test_waiting_is_useless_once_all_engines_are_past_the_exact_version():
 def test_discovered_engines_come_and_go_but_configured_ones_stay():
     engines = EngineTable(["a"])
     engines.discover([("b", "big")])
-    assert [(engine.url, engine.pool) for engine in engines.engines] == [("a", ""), ("b", "big")]
+    assert [(engine.url, engine.pool) for engine in engines.listed] == [("a", ""), ("b", "big")]
     engines.observe("b", 1)
     assert engines.select(Requirement(pool="big")).url == "b"
     engines.discover([])
-    assert [engine.url for engine in engines.engines] == ["a"]
+    assert [engine.url for engine in engines.listed] == ["a"]
 
 
 def test_equals_take_turns():
     engines = pool(a=0, b=0, c=0)
     assert [engines.select(Requirement()).url for _ in range(6)] == ["a", "b", "c", "a", "b", "c"]
-    engines.engines[0].in_flight = 1
+    engines.listed[0].in_flight = 1
     assert [engines.select(Requirement()).url for _ in range(3)] == ["b", "c", "b"]
 
 
@@ -75,13 +75,13 @@ def test_an_engine_with_calls_in_flight_is_remembered_while_it_is_off_the_list()
     engines = EngineTable([])
     engines.discover([("a", ""), ("b", "")])
     engines.observe("a", 1)
-    busy = engines.engines[0]
+    busy = engines.listed[0]
     busy.in_flight = 2
     engines.discover([])
-    assert engines.engines == ()
+    assert engines.listed == ()
     assert engines.select(Requirement()) is None
     engines.discover([("a", "")])
-    assert engines.engines == (busy,)
+    assert engines.listed == (busy,)
     assert engines.select(Requirement()) is None  # not looked at yet: it may hold another version now
     engines.observe("a", 2)
     assert (engines.select(Requirement(exact_version=2)), busy.in_flight) == (busy, 2)

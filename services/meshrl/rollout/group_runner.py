@@ -1,0 +1,230 @@
+"""Runs admitted groups: starts their rollouts as places come free, streams what they end in, ends what is late.
+
+Fed by `service` with one request a group; `groups` says what to start and to stop. An environment's player plays the
+rollouts; where and how is its own business (`episodes` does so in this process). Waits for places in `max_concurrent`
+and for rollouts that end; unblocks the group's stream with each of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from loguru import logger
+
+from meshrl.rollout.engines.engine_table import Requirement
+from meshrl.rollout.engines.logprobs_mode import reshaping
+from meshrl.rollout.engines.router import EngineRouter
+from meshrl.rollout.groups import AdmittedGroup, GroupTable, Outcome, late, rollout_failure
+from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.types import (
+    EnvironmentInfo,
+    Rollout,
+    RolloutEvent,
+    RolloutFailure,
+    RolloutRequest,
+    RolloutStatus,
+)
+
+
+class OpenedGroup(Protocol):
+    """A group whose task is found: its rollouts can be played."""
+
+    async def play(self, index: int) -> tuple[Rollout, ...] | RolloutFailure:
+        """Plays rollout `index` to its end; cancelling the call ends it. Raises nothing but CancelledError."""
+
+    def doing(self, index: int) -> str:
+        """What a rollout that is being played does now, such as "it was in a model call at ..."."""
+
+
+class Player(Protocol):
+    """Plays the groups of one environment."""
+
+    @property
+    def info(self) -> EnvironmentInfo: ...
+
+    async def open(self, request: RolloutRequest) -> OpenedGroup:
+        """Finds the group's task. Raises MeshError when there is none."""
+
+
+@dataclass(eq=False)
+class _RunningGroup:
+    """A group that is streaming: its rollouts being played, and its events; None in `events` ends the stream."""
+
+    group: AdmittedGroup
+    request: RolloutRequest
+    opened: OpenedGroup
+    events: asyncio.Queue[RolloutEvent | None] = field(default_factory=asyncio.Queue)
+    playing: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+
+    def doing(self, index: int) -> str:
+        return self.opened.doing(index) if index in self.playing else "it waited for a place in max_concurrent"
+
+
+class GroupRunner:
+    """The running side of the rollout service. One object a server, used from its event loop only."""
+
+    def __init__(
+        self,
+        environments: Mapping[str, Player],
+        table: GroupTable,
+        router: EngineRouter,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.environments = environments
+        self._table = table
+        self._router = router
+        self._clock = clock
+        self._running: dict[str, _RunningGroup] = {}  # by request id
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def run(self, request: RolloutRequest) -> AsyncGenerator[RolloutEvent, None]:
+        """Plays a group; yields each rollout or failure as it ends, then the summary.
+
+        Closing the iterator cancels what still runs. Raises MeshError UNKNOWN_ENVIRONMENT, UNKNOWN_TASK,
+        INVALID_REQUEST, VERSION_NOT_AVAILABLE, LOGPROBS_BIASED, DRAINING, DUPLICATE_REQUEST or OVERLOADED before the
+        first event.
+        """
+        arrived = self._clock()
+        running = await self._admit(request)
+        left_s = max(0.0, arrived + request.deadline_s - self._clock())
+        timer = asyncio.get_running_loop().call_later(left_s, self._end_late, running)
+        try:
+            self._start_waiting()
+            while (event := await running.events.get()) is not None:
+                yield event
+            yield running.group.summary
+        finally:
+            timer.cancel()
+            self._cancel(running)
+            self._table.remove(running.group)
+            del self._running[request.request_id]
+            if not self._running:
+                self._idle.set()
+            self._start_waiting()
+
+    def cancel(self, group_ids: Collection[str] = ()) -> int:
+        """Stops the named groups, or all; their streams end with a summary. Returns how many rollouts were stopped."""
+        groups = self._table.named(group_ids)
+        stopped = sum(self._cancel(self._running[group.request_id]) for group in groups)
+        self._start_waiting()
+        return stopped
+
+    def status(self) -> RolloutStatus:
+        """What the server does now, in rollouts."""
+        return RolloutStatus(
+            running=self._table.running,
+            queued=self._table.queued,
+            finished=self._table.finished,
+            failures=dict(self._table.failures),
+            rollouts_per_s=self._table.rate(self._clock()),
+            engines=self._router.engines.endpoints(),
+            draining=self._table.draining,
+        )
+
+    async def drain(self, grace_s: float) -> None:
+        """Admits no more groups, gives those that run `grace_s` seconds, then cancels them."""
+        self._table.draining = True
+        try:
+            async with asyncio.timeout(grace_s):
+                await self._idle.wait()
+        except TimeoutError:  # the grace is over: what still runs is cancelled below
+            pass
+        if stopped := self.cancel():
+            logger.warning("drain: {} rollouts were cancelled after {:g} s", stopped, grace_s)
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=5.0)
+
+    async def _admit(self, request: RolloutRequest) -> _RunningGroup:
+        player = self.environments.get(request.environment)
+        if player is None:
+            hosted = ", ".join(sorted(self.environments))
+            raise MeshError(
+                Reason.UNKNOWN_ENVIRONMENT, f"no environment {request.environment!r} here; hosted are: {hosted}"
+            )
+        self._table.refuse(request.request_id, request.group_id, request.group_size, self._clock())
+        opened = await player.open(request)
+        sampling = request.sampling.over(player.info.default_sampling)
+        shaped = () if request.scores_only else reshaping(sampling)
+        await self._router.require(replace(Requirement.of(request), reshaped_by=shaped))
+        group = self._table.admit(request.request_id, request.group_id, request.group_size, self._clock())
+        running = self._running[request.request_id] = _RunningGroup(group, request, opened)
+        self._idle.clear()
+        return running
+
+    def _start_waiting(self) -> None:
+        """Starts the rollouts that have a place now."""
+        for group, index in self._table.start():
+            running = self._running[group.request_id]
+            task = asyncio.create_task(self._play(running, index))
+            running.playing[index] = task
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _play(self, running: _RunningGroup, index: int) -> None:
+        try:
+            played = await running.opened.play(index)
+        except asyncio.CancelledError:  # whoever cancelled has counted it, unless the loop itself is ending
+            self._record(running, index, None)
+        else:
+            self._record(running, index, played)
+        finally:
+            running.playing.pop(index, None)
+            self._start_waiting()
+
+    def _record(self, running: _RunningGroup, index: int, played: tuple[Rollout, ...] | RolloutFailure | None) -> None:
+        """Counts how a rollout ended (None: cancelled) and streams it, unless a cancel or the deadline ended it."""
+        group, now = running.group, self._clock()
+        if played is None:
+            recorded = self._table.record_outcome(group, index, Outcome.CANCELLED, now)
+        elif isinstance(played, RolloutFailure):
+            recorded = self._table.record_outcome(group, index, Outcome.FAILED, now, reason=played.reason)
+        else:
+            tokens = sum(int(sample.loss_mask.sum()) for rollout in played for sample in rollout.samples)
+            recorded = self._table.record_outcome(group, index, Outcome.FINISHED, now, sampled_tokens=tokens)
+        if not recorded:
+            return
+        if isinstance(played, RolloutFailure):
+            running.events.put_nowait(played)
+            logger.warning(
+                "rollout {} of {} failed: {}: {}",
+                played.rollout_id, running.request.environment, played.reason, played.message,
+            )  # fmt: skip
+        for rollout in played if isinstance(played, tuple) else ():
+            running.events.put_nowait(rollout)
+        if group.over:
+            running.events.put_nowait(None)
+
+    def _end_late(self, running: _RunningGroup) -> None:
+        """The deadline has passed: each rollout that is left is a failure, which says what it was doing."""
+        if running.group.over:
+            return
+        reason, request = Reason.DEADLINE_PASSED, running.request
+        playing, waiting = self._table.end(running.group, Outcome.FAILED, self._clock(), reason=reason.name)
+        lost = (*playing, *waiting)
+        logger.warning("{} rollouts of group {} were late; {}", len(lost), request.group_id, running.doing(lost[0]))
+        for index in lost:
+            error = MeshError(reason, f"{late(request)}: {running.doing(index)}")
+            running.events.put_nowait(rollout_failure(request, error, str(uuid.uuid4())))
+        self._stop(running, playing)
+        self._start_waiting()
+
+    def _cancel(self, running: _RunningGroup) -> int:
+        """Counts what is left of a group as cancelled, at once, so that its stream ends; its tasks end behind that."""
+        if running.group.over:
+            return 0
+        playing, waiting = self._table.end(running.group, Outcome.CANCELLED, self._clock())
+        self._stop(running, playing)
+        return len(playing) + len(waiting)
+
+    @staticmethod
+    def _stop(running: _RunningGroup, playing: Collection[int]) -> None:
+        for index in playing:
+            running.playing[index].cancel()
+        running.events.put_nowait(None)
