@@ -73,7 +73,7 @@ class Engines:
         hub = self.hub
         report = AgentReport(lease_id=self._leases[name], state=state, group_generation=1, **more)  # type: ignore[arg-type] # fields by name
         began_s = time.perf_counter()
-        await hub._enqueue(hub.coordinator.report(report, time.monotonic()))
+        await hub._actions.put(hub.coordinator.report(report, time.monotonic()))
         if timed:
             self.costs_s.append(time.perf_counter() - began_s)
 

@@ -8,7 +8,6 @@ further. Every piece of bytes travels with a CRC32C of its own.
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from typing import Protocol, TypeVar
@@ -19,6 +18,7 @@ from loguru import logger
 from numpy.typing import NDArray
 
 from meshrl.client import WeightSyncClient
+from meshrl.client.backoff import Backoff
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Chunk, Manifest, StagedVersion
 
@@ -59,7 +59,7 @@ class Attempts:
         """`left` is what is to be moved, in any unit; `also`: reasons to try again beside those in TRANSIENT."""
         self._stall_s, self._left, self._worth_it = stall_s, left, TRANSIENT.union(also)
         self._moved_s = asyncio.get_running_loop().time()
-        self._wait_s = WAIT_S[0]
+        self._backoff = Backoff(*WAIT_S)
         self._trusted = True  # the last attempt of which that is known moved something
 
     async def another(self, failure: MeshError, *, left: int | None) -> None:
@@ -70,13 +70,14 @@ class Attempts:
         now_s = asyncio.get_running_loop().time()
         further = self._trusted if left is None else left < self._left
         if further:
-            self._moved_s, self._wait_s = now_s, WAIT_S[0]
+            self._moved_s = now_s
+            self._backoff.reset()
         self._trusted = further and left is not None
         self._left = self._left if left is None else left
-        if failure.reason not in self._worth_it or now_s + self._wait_s - self._moved_s >= self._stall_s:
+        wait_s = self._backoff.next_s()
+        if failure.reason not in self._worth_it or now_s + wait_s - self._moved_s >= self._stall_s:
             raise failure
-        await asyncio.sleep(self._wait_s * random.uniform(0.5, 1.0))
-        self._wait_s = min(2 * self._wait_s, WAIT_S[1])
+        await asyncio.sleep(wait_s)
 
 
 async def _resumed(

@@ -1,8 +1,8 @@
-"""The shell around the coordinator: time, the log, the spool, sessions and waiters. Fed by the servicer.
+"""The hub: gives the coordinator time, a log, bytes, sessions and waiters. Called by the servicer.
 
-Every event goes into the coordinator on the event loop; the actions it returns are carried out one after the other by
-a single task, so that a command to an engine never overtakes the log entry it depends on. Whatever goes wrong there, or
-in the task that watches the time, ends the hub: what it knows may no longer be what its log says. A restart reads it.
+Every call goes into the coordinator on the event loop, and the actions that it returns go into the action queue. An
+action that fails, or the task that watches the time, ends the hub: what it knows may no longer be what its log says. A
+restart reads the log.
 """
 
 from __future__ import annotations
@@ -13,12 +13,15 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from loguru import logger
 from opentelemetry import trace
 
 from meshrl.core.disk import disk_trouble
+from meshrl.core.waiting import Pulse
+from meshrl.versions.store import VersionStore
+from meshrl.weights.action_queue import ActionQueue, refuse
 from meshrl.weights.clock import AwakeClock
 from meshrl.weights.coordinator.coordinator import Coordinator
 from meshrl.weights.coordinator.engine_groups import GroupRequest
@@ -37,7 +40,6 @@ from meshrl.weights.coordinator.states import (
 from meshrl.weights.session import Ended, Session
 from meshrl.weights.spans import record_sync
 from meshrl.weights.storage.log import DecisionLog
-from meshrl.weights.storage.store import VersionStore
 from meshrl.weights.storage.transfers import Transfers
 from meshrl.wire import manifest as manifests
 from meshrl.wire import manifest_checks
@@ -86,17 +88,20 @@ class Hub:
         self._verify_files = verify_files
         self._tracer = tracer or trace.get_tracer("meshrl.weights")
         self._now, self._wall = AwakeClock(monotonic), wall
-        self._queue: asyncio.Queue[tuple[Sequence[Action], asyncio.Future[None]]] = asyncio.Queue()
-        self._under_way: asyncio.Future[None] | None = None  # answered once its actions are carried out
+        self._actions = ActionQueue(self._perform)
         self._sessions: dict[str, Session] = {}
         self._waiters: dict[Key, list[asyncio.Future[Activation]]] = {}
         self._sealing: dict[str, asyncio.Task[None]] = {}  # by artifact
-        self._changed = asyncio.Event()
-        self._heard = asyncio.Event()  # of an engine, or that time has passed
+        self._changed = Pulse()  # a version did
+        self._heard = Pulse()  # of an engine, or that time has passed
         self._opening = asyncio.Lock()  # a repeated request is not answered before the first one is durable
         self._draining = False
         self._tasks: list[asyncio.Task[None]] = []
-        self.failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+
+    @property
+    def failed(self) -> asyncio.Future[BaseException]:
+        """Done, with the cause, when the hub must not go on."""
+        return self._actions.failed
 
     # --- life ---------------------------------------------------------------------------------
 
@@ -113,7 +118,7 @@ class Hub:
                 self.coordinator.epoch, len(live),
                 "none" if newest is None else f"{newest.version} ({newest.state.value})",
             )  # fmt: skip
-        self._tasks = [asyncio.create_task(self._work()), asyncio.create_task(self._tick())]
+        self._tasks = [asyncio.create_task(self._actions.run()), asyncio.create_task(self._tick())]
         for task in self._tasks:
             task.add_done_callback(self._ended)
 
@@ -122,9 +127,9 @@ class Hub:
         self._draining = True
         for session in self._sessions.values():
             session.put_nowait(Ended.LEASE_OVER)
-        self._changed.set()
+        self._changed.beat()
         self._transfers.close()
-        self._refuse_all(MeshError(Reason.DRAINING, "the hub is shutting down; call again"))
+        self._refuse_waiters(MeshError(Reason.DRAINING, "the hub is shutting down; call again"))
 
     async def stop(self) -> None:
         """Stops working, then closes the log."""
@@ -144,49 +149,23 @@ class Hub:
             logger.error("{}: {}; the hub stops", what, trouble)
         else:
             logger.opt(exception=error).error("{}: {!r}; the hub stops", what, error)
-        self.failed.set_result(error)
-        if self._under_way is not None:
-            self._queue.put_nowait(((), self._under_way))
-        self._refuse_all(MeshError(Reason.INTERNAL, f"{what} and it is shutting down: {error!r}"))
+        told = MeshError(Reason.INTERNAL, f"{what} and it is shutting down: {error!r}")
+        self._actions.fail(error, told)
+        self._refuse_waiters(told)
 
     async def _tick(self) -> None:
         period_s = min(0.25, self.coordinator.pool.lease_s / 10)
         while True:
             await asyncio.sleep(period_s)
-            self._enqueue(self.coordinator.tick(self._now()))
-            self._hear()
+            self._actions.put(self.coordinator.tick(self._now()))
+            self._heard.beat()
 
-    def _hear(self) -> None:
-        self._heard.set()
-        self._heard = asyncio.Event()
-
-    def _enqueue(self, actions: Sequence[Action]) -> asyncio.Future[None]:
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        if self.failed.done():
-            done.set_exception(MeshError(Reason.INTERNAL, f"the hub is shutting down: {self.failed.result()!r}"))
-            done.exception()  # whoever waits still gets it; the ticker does not wait
-        elif actions:
-            self._queue.put_nowait((actions, done))
-        else:
-            done.set_result(None)
-        return done
-
-    async def _work(self) -> None:
-        while True:
-            actions, done = await self._queue.get()
-            self._under_way = done
-            for action in actions:
-                await self._perform(action)
-            if not done.done():
-                done.set_result(None)
-
-    def _refuse_all(self, error: MeshError) -> None:
-        pending: list[asyncio.Future[Any]] = [future for waiters in self._waiters.values() for future in waiters]
-        self._waiters.clear()
-        for future in pending + [self._queue.get_nowait()[1] for _ in range(self._queue.qsize())]:
-            if not future.done():
-                future.set_exception(error)
-                future.exception()  # the ticker does not look
+    def _refuse_waiters(self, error: MeshError) -> None:
+        """Answers every call that waits for actions or for a commit."""
+        waiting, self._waiters = self._waiters, {}
+        for outcome in (outcome for outcomes in waiting.values() for outcome in outcomes):
+            refuse(outcome, error)
+        self._actions.refuse_all(error)
 
     async def _perform(self, action: Action) -> None:
         match action:
@@ -197,7 +176,7 @@ class Hub:
                 if action.decision is not None:
                     version = action.decision[1]
                     logger.info("version {} is decided", version)
-                    self._enqueue(self.coordinator.decided(action.decision, self._now()))
+                    self._actions.put(self.coordinator.decided(action.decision, self._now()))
             case Compact():
                 await asyncio.to_thread(self._log.compact, action.entries)
             case Send():
@@ -219,10 +198,9 @@ class Hub:
                         future.set_result(action.result)
             case DeleteBytes():
                 await asyncio.to_thread(self._store.delete, action.artifact_id, action.paths)
-                self._transfers.look_again()
+                self._transfers.changed()
             case Notify():
-                self._changed.set()
-                self._changed = asyncio.Event()
+                self._changed.beat()
 
     # --- publishers -----------------------------------------------------------------------------
 
@@ -233,12 +211,12 @@ class Hub:
             raise invalid([FieldViolation(f"manifest.{field}", text) for field, text in found], "the manifest")
         artifact = await asyncio.to_thread(manifests.artifact_id, manifest)
         record, actions = self.coordinator.stage(manifest, artifact, self._now())
-        await self._enqueue(actions)
+        await self._actions.put(actions)
         if record.state is not VersionState.STAGING:
             return StagedVersion(artifact_id=artifact, missing_offsets=(), max_chunk_bytes=self._max_chunk_bytes)
         await asyncio.to_thread(self._store.open, artifact, manifest)
-        await self._transfers.take(
-            artifact, chunks, lambda: self._enqueue(self.coordinator.arrives(record, self._now()))
+        await self._transfers.store_upload(
+            artifact, chunks, lambda: self._actions.put(self.coordinator.arrives(record, self._now()))
         )
         missing = await asyncio.to_thread(self._store.missing, artifact)
         return StagedVersion(artifact_id=artifact, missing_offsets=missing, max_chunk_bytes=self._max_chunk_bytes)
@@ -259,7 +237,7 @@ class Hub:
     async def _seal(self, record: VersionRecord, traceparent: str) -> None:
         try:
             await asyncio.to_thread(self._store.verify, record.artifact_id, self._verify_files)
-            await self._enqueue(self.coordinator.seal(record.key, traceparent, self._now(), self._wall()))
+            await self._actions.put(self.coordinator.seal(record.key, traceparent, self._now(), self._wall()))
         finally:
             del self._sealing[record.artifact_id]
         logger.info("version {} is sealed: {} bytes, artifact {}", record.version, record.num_bytes, record.artifact_id)
@@ -269,7 +247,7 @@ class Hub:
         record, actions = self.coordinator.abort(
             run_id=run_id, epoch=epoch, version=version, message=message, now_s=self._now()
         )
-        await self._enqueue(actions)
+        await self._actions.put(actions)
         return record.info()
 
     async def open_group(self, request: GroupRequest) -> OpenedGroup:
@@ -278,7 +256,7 @@ class Hub:
             raise MeshError(Reason.DRAINING)
         async with self._opening:
             opened, actions = self.coordinator.open_group(request, self._now(), self._wall())
-            await self._enqueue(actions)
+            await self._actions.put(actions)
         members = ", ".join(f"{m.engine_id} ({m.num_ranks} ranks)" for m in opened.members)
         logger.info("group {} at {}: {}", opened.generation, request.store_address, members)
         return opened
@@ -301,7 +279,7 @@ class Hub:
         )
         outcome: asyncio.Future[Activation] = asyncio.get_running_loop().create_future()
         self._waiters.setdefault(record.key, []).append(outcome)
-        await self._enqueue(actions)
+        await self._actions.put(actions)
         return await outcome
 
     async def sleep_engines(self, engine_pool: str, deadline_s: float) -> SleepOutcome:
@@ -310,9 +288,9 @@ class Hub:
         asked, actions = self.coordinator.sleep(engine_pool)
         with suppress(TimeoutError):
             async with asyncio.timeout(deadline_s):
-                await self._enqueue(actions)
+                await self._actions.put(actions)
                 while not asked.over and not self._draining:
-                    await self._heard.wait()
+                    await self._heard.next()
         logger.info("{} engines sleep, {} stay awake", asked.asleep, asked.awake)
         return SleepOutcome(asleep=asked.asleep, awake=asked.awake, seconds=self._now() - began_s)
 
@@ -322,7 +300,7 @@ class Hub:
         A watcher that is slower than the changes sees the last state of each version, not every one between.
         """
         while True:
-            changed = self._changed
+            changed = self._changed.upcoming
             for revision, version in self.coordinator.infos(run_id, after_revision):
                 yield VersionEvent(revision=revision, version=version)
                 after_revision = revision
@@ -335,7 +313,7 @@ class Hub:
     async def register(self, registration: AgentRegistration) -> Lease:
         """Gives an engine a lease."""
         lease, actions = self.coordinator.register(registration, uuid.uuid4().hex, self._now())
-        await self._enqueue(actions)
+        await self._actions.put(actions)
         logger.info("engine {} registered at {}", registration.engine_id, registration.url)
         return lease
 
@@ -355,7 +333,7 @@ class Hub:
         before, self._sessions[lease_id] = self._sessions.get(lease_id), session
         if before is not None:
             before.put_nowait(Ended.LEASE_OVER)
-        await self._enqueue([*actions, *self.coordinator.connect(lease_id, self._now())])
+        await self._actions.put([*actions, *self.coordinator.connect(lease_id, self._now())])
         reader = asyncio.create_task(self._read_reports(reports, lease_id))
         reader.add_done_callback(lambda _: session.put_nowait(Ended.HUNG_UP))
         try:
@@ -377,8 +355,8 @@ class Hub:
         async for report in reports:
             if report.lease_id != lease_id:
                 raise invalid([FieldViolation("lease_id", "must be the same in every report of a session")])
-            await self._enqueue(self.coordinator.report(report, self._now()))
-            self._hear()
+            await self._actions.put(self.coordinator.report(report, self._now()))
+            self._heard.beat()
 
     async def get_manifest(self, run_id: str, version: int | None, artifact_id: str = "") -> tuple[Manifest, str]:
         """Returns a sealed version's manifest and its artifact_id; `artifact_id` names one of several epochs.
@@ -392,8 +370,8 @@ class Hub:
         return self._store.manifest(record.artifact_id), record.artifact_id
 
     def fetch(self, artifact_id: str, ranges: Sequence[tuple[int, int]], chunk_bytes: int) -> AsyncIterator[Chunk]:
-        """Byte ranges (offset, length) of a version. Raises as `Transfers.give`."""
-        return self._transfers.give(artifact_id, ranges, chunk_bytes)
+        """Byte ranges (offset, length) of a version. Raises as `Transfers.serve_fetch`."""
+        return self._transfers.serve_fetch(artifact_id, ranges, chunk_bytes)
 
     def list_engines(self, engine_pool: str) -> tuple[EngineInfo, ...]:
         """The engines that hold a lease."""

@@ -169,8 +169,7 @@ async def test_stopped_hub_drops_no_engine_and_gives_up_no_version(hub: Hub, clo
     waiting = asyncio.create_task(activate(hub, 1))
     await asyncio.sleep(0.05)
     clock.now_s += 40.0  # SIGSTOP, then SIGCONT
-    heard = hub._heard
-    await asyncio.wait_for(heard.wait(), 15.0)  # it has looked at the time
+    await asyncio.wait_for(hub._heard.next(), 15.0)  # it has looked at the time
     assert not waiting.done()
     (engine,) = hub.list_engines("")
     assert engine.engine_id == "e"
@@ -179,7 +178,7 @@ async def test_stopped_hub_drops_no_engine_and_gives_up_no_version(hub: Hub, clo
     waiting.cancel()
     for _ in range(12):  # an engine that is silent while the hub runs is dropped as before
         clock.now_s += 1.0
-        await asyncio.wait_for(hub._heard.wait(), 15.0)
+        await asyncio.wait_for(hub._heard.next(), 15.0)
     assert hub.list_engines("") == ()
 
 

@@ -9,7 +9,7 @@ import google_crc32c
 import numpy as np
 import pytest
 
-from meshrl.weights.storage.store import VersionStore
+from meshrl.versions.store import VersionStore
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest import artifact_id, build_manifest, entries_of, plan_tensors
 from meshrl.wire.types import Chunk, Manifest, Transport

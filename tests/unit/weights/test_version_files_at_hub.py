@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from meshrl.versions.files import map_files
-from meshrl.weights.storage.store import VersionStore
+from meshrl.versions.store import VersionStore
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest import artifact_id, build_manifest, digest
 from meshrl.wire.types import ChunkEntry, FileEntry, Manifest, TensorEntry, Transport

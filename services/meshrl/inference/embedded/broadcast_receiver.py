@@ -26,7 +26,7 @@ GRACE_S = 5.0  # beyond a deadline that the other side keeps itself
 Result = TypeVar("Result")
 
 
-class GroupSeat:
+class BroadcastReceiver:
     """One rank. `stall_s`: a transfer ends when nothing came for so long."""
 
     def __init__(self, device: torch.device, *, stall_s: float = 30.0) -> None:

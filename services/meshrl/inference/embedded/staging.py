@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from meshrl.inference.embedded.broadcast_receiver import GroupSeat
+from meshrl.inference.embedded.broadcast_receiver import BroadcastReceiver
 from meshrl.inference.embedded.live_weights import LiveWeights, Shadow
 from meshrl.inference.engine import HostVersion
 from meshrl.versions import peft
@@ -28,7 +28,7 @@ class Staging:
     def __init__(self, weights: LiveWeights, device: torch.device) -> None:
         self._weights = weights
         self._device = device
-        self._seat = GroupSeat(device)
+        self._seat = BroadcastReceiver(device)
         self._shadow: Shadow | None = None
 
     def staged(self, version: int) -> Shadow:

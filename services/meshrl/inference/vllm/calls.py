@@ -30,7 +30,7 @@ class EngineCalls:
                 return answer
         return answers[0] if answers else None
 
-    async def settle(self, deadline_s: float) -> None:
+    async def wait_for_job(self, deadline_s: float) -> None:
         """Waits for the workers' job. Raises what it failed with, or MeshError DEADLINE_PASSED."""
         end_s, wait_s = time.monotonic() + deadline_s, POLL_S[0]
         while (outcome := await self.rpc("meshrl_outcome")) is None:

@@ -294,7 +294,7 @@ class VllmEngine:
             return
         self._check_layout(host)
         await self._calls.rpc("meshrl_stage", host.version, [str(path) for path in host.files])
-        await self._calls.settle(STAGE_DEADLINE_S)
+        await self._calls.wait_for_job(STAGE_DEADLINE_S)
         self._staged = host.version
 
     async def _stage_adapter(self, host: HostVersion) -> StagedAdapter:
@@ -334,7 +334,7 @@ class VllmEngine:
     async def join_group(self, group: JoinGroup) -> None:
         with self._version_under_way():
             await self._calls.rpc("meshrl_join", dataclasses.asdict(group))
-            await self._calls.settle(group.deadline_s + RPC_DEADLINE_S)
+            await self._calls.wait_for_job(group.deadline_s + RPC_DEADLINE_S)
 
     async def receive(self, manifest: Manifest) -> None:
         self._staged = None
@@ -342,7 +342,7 @@ class VllmEngine:
             await self._sleeper.wake()
             try:
                 await self._calls.rpc("meshrl_receive", manifest.version, to_json(manifest), RECEIVE_STALL_S)
-                await self._calls.settle(STAGE_DEADLINE_S)
+                await self._calls.wait_for_job(STAGE_DEADLINE_S)
             except asyncio.CancelledError:
                 await asyncio.shield(self.leave_group())
                 raise

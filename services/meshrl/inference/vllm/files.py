@@ -26,7 +26,7 @@ Named = Sequence[tuple[str, torch.Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class StoredTensor:
     """One tensor of a file: bytes [start, end) from the file's beginning."""
 
     name: str
@@ -88,7 +88,7 @@ class PortionReader:
         return flat
 
 
-def _entries(fd: int, path: Path) -> list[Entry]:
+def _entries(fd: int, path: Path) -> list[StoredTensor]:
     """The tensors of a file in the order of their bytes (safetensors README, "Format")."""
     (header_bytes,) = struct.unpack("<Q", os.pread(fd, 8, 0).ljust(8, b"\0"))
     if not 0 < header_bytes <= os.fstat(fd).st_size - 8:
@@ -96,7 +96,7 @@ def _entries(fd: int, path: Path) -> list[Entry]:
     table = json.loads(os.pread(fd, header_bytes, 8))
     first = 8 + header_bytes
     entries = [
-        Entry(
+        StoredTensor(
             name=name,
             dtype=SAFETENSORS_DTYPES[fields["dtype"]],
             shape=tuple(fields["shape"]),
@@ -109,9 +109,9 @@ def _entries(fd: int, path: Path) -> list[Entry]:
     return sorted(entries, key=lambda entry: (entry.start, entry.end))
 
 
-def _portions(entries: Sequence[Entry], portion_bytes: int) -> Iterator[list[Entry]]:
+def _portions(entries: Sequence[StoredTensor], portion_bytes: int) -> Iterator[list[StoredTensor]]:
     """Runs of tensors that lie side by side; a portion starts where every dtype is aligned."""
-    portion: list[Entry] = []
+    portion: list[StoredTensor] = []
     for entry in entries:
         if portion and (entry.end - portion[0].start > portion_bytes or _misaligned(portion[0], entry)):
             yield portion
@@ -121,7 +121,7 @@ def _portions(entries: Sequence[Entry], portion_bytes: int) -> Iterator[list[Ent
         yield portion
 
 
-def _misaligned(first: Entry, entry: Entry) -> bool:
+def _misaligned(first: StoredTensor, entry: StoredTensor) -> bool:
     return (entry.start - first.start) % entry.dtype.itemsize != 0
 
 

@@ -32,7 +32,7 @@ HEADROOM_BYTES = 2**30
 Weights = Iterable[tuple[str, torch.Tensor]]  # by Hugging Face name
 
 
-class Shadow(Protocol):
+class WorkerShadow(Protocol):
     """Weights that are not live yet. `add` what came, in any number of calls; `finish`; then `apply` in a pause."""
 
     def begin(self) -> None:
@@ -142,7 +142,7 @@ class CheckpointShadow:
             raise ValueError(f"{len(missing)} parameters got no weights, first {missing[0]!r}")
 
 
-def build_shadow(worker: Any, *, in_place: bool = False) -> Shadow:
+def build_shadow(worker: Any, *, in_place: bool = False) -> WorkerShadow:
     """The shadow that suits a vLLM worker: its device, its memory and whether its kernels repack weights.
 
     `in_place`: only one that loads in place does, as `tried_shadow` found.
@@ -160,7 +160,7 @@ def build_shadow(worker: Any, *, in_place: bool = False) -> Shadow:
         return CheckpointShadow(runner, device)
 
 
-def tried_shadow(worker: Any) -> tuple[Shadow, bool]:
+def tried_shadow(worker: Any) -> tuple[WorkerShadow, bool]:
     """The same, tried out where layers may have rearranged their weights, and whether they have; before requests come.
 
     Raises RuntimeError when no shadow makes the live weights out of their checkpoint, which are wrong then.

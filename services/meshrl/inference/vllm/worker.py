@@ -16,7 +16,7 @@ import torch
 
 from meshrl.inference.vllm.files import PortionReader
 from meshrl.inference.vllm.jobs import Job
-from meshrl.inference.vllm.shadow import Shadow, build_shadow, tried_shadow
+from meshrl.inference.vllm.shadow import WorkerShadow, build_shadow, tried_shadow
 from meshrl.versions.collective.digest import digest_bytes, sum128
 from meshrl.versions.collective.receiving import Receiver
 from meshrl.wire.errors import MeshError, Reason
@@ -37,7 +37,7 @@ class WeightsExtension:
             # vLLM's attention in bfloat16 uses AMX where the processor has it. Without the kernel's leave for this
             # process the first request would end it with SIGILL.
             torch.cpu._init_amx()
-        self._meshrl_shadow: Shadow | None
+        self._meshrl_shadow: WorkerShadow | None
         try:
             self._meshrl_shadow, self._meshrl_in_place = tried_shadow(worker)
         except (RuntimeError, ValueError) as error:  # torch's and vLLM's own, too
@@ -146,7 +146,7 @@ class WeightsExtension:
             for name, p in parameters
         ).hex()
 
-    def _meshrl_ready_shadow(self) -> Shadow:
+    def _meshrl_ready_shadow(self) -> WorkerShadow:
         """The shadow, built here and not on the job's thread: building one sets defaults of the whole process."""
         if self._meshrl_shadow is None:
             self._meshrl_shadow = build_shadow(self, in_place=self._meshrl_in_place)

@@ -1,6 +1,6 @@
 """The rules of a commit: when a version is decided, when it is done, what each engine should do next. No I/O.
 
-`Coordinator` feeds events into these records and returns what `_settle` makes of them.
+`Coordinator` feeds events into these records and returns what `_next_actions` makes of them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshrl.weights.coordinator import log_entries as entries
-from meshrl.weights.coordinator.engine_groups import Groups
+from meshrl.weights.coordinator.engine_groups import EngineGroups
 from meshrl.weights.coordinator.engines import EnginePool
 from meshrl.weights.coordinator.records import VersionRecords
 from meshrl.weights.coordinator.states import (
@@ -69,7 +69,7 @@ class CommitRules:
         self.revision = 0
         self.records = VersionRecords()
         self.pool = EnginePool(lease_s)
-        self.groups = Groups()
+        self.groups = EngineGroups()
         self._sleeps = 0  # rounds of SleepEngines so far
         self._max_chunk_bytes = max_chunk_bytes
         self._keep_versions = keep_versions
@@ -78,7 +78,7 @@ class CommitRules:
         self._kept_ended, self._compact_after = kept_ended, compact_after
         self._num_entries = 0  # in the log since it was last compacted
         self._wall_offset_s = 0.0  # wall-clock time minus the clock of the rules
-        self._told_of: object = None  # what all engines were told of last; see `_settle`
+        self._told_of: object = None  # what all engines were told of last; see `_next_actions`
 
     def newest_decided(self) -> VersionRecord | None:
         """The version that every engine should serve."""
@@ -140,7 +140,7 @@ class CommitRules:
             if record.state is VersionState.COMMITTING:
                 record.reports.setdefault(engine.engine_id, applied)
 
-    def _settle(self, now_s: float, reported: EngineRecord | None = None) -> list[Action]:
+    def _next_actions(self, now_s: float, reported: EngineRecord | None = None) -> list[Action]:
         """Does everything that has become possible: decide, give up, finish, retire, tell engines.
 
         With `reported`, nothing but this engine has changed: what the others should do follows from the versions, and

@@ -111,7 +111,7 @@ class Coordinator(CommitRules):
         if not streamed or record.state is not VersionState.STAGING or record.arriving:
             return []
         record.arriving = True
-        return self._settle(now_s)
+        return self._next_actions(now_s)
 
     def sealing(self, *, run_id: str, epoch: int, version: int, artifact: str) -> VersionRecord:
         """Returns the record, whose bytes must be checked before `seal` while it is still being staged.
@@ -140,7 +140,7 @@ class Coordinator(CommitRules):
         self.records.move(record, VersionState.SEALED)
         for engine in self._refused_by(key):  # while bytes were missing
             engine.try_again(key)
-        return [*self._log(record, entries.sealed(record, wall_s)), *self._settle(now_s)]
+        return [*self._log(record, entries.sealed(record, wall_s)), *self._next_actions(now_s)]
 
     def abort(
         self, *, run_id: str, epoch: int, version: int, message: str, now_s: float
@@ -154,7 +154,7 @@ class Coordinator(CommitRules):
                 Reason.VERSION_DECIDED,
                 f"version {version} is {record.state.value}: a decision only goes forward; publish the next version",
             )
-        return record, [*self._drop(record, message or "its publisher aborted it"), *self._settle(now_s)]
+        return record, [*self._drop(record, message or "its publisher aborted it"), *self._next_actions(now_s)]
 
     def open_group(self, request: GroupRequest, now_s: float, wall_s: float) -> tuple[OpenedGroup, list[Action]]:
         """Forms a group and has its engines join it. The same request again gets the first answer.
@@ -172,7 +172,7 @@ class Coordinator(CommitRules):
         group = self.groups.open(request, self.pool.engines.values(), first, now_s)
         actions = self._begin_epoch(request.run_id, request.epoch)
         actions.append(self._append(entries.group(group, wall_s - now_s)))
-        return group.opened(), [*actions, *self._settle(now_s)]
+        return group.opened(), [*actions, *self._next_actions(now_s)]
 
     # --- the orchestrator ---------------------------------------------------------------------
 
@@ -196,7 +196,7 @@ class Coordinator(CommitRules):
         deadline_s = now_s + wait_s
         if record.attempt is not None:
             record.attempt.deadline_s = max(record.attempt.deadline_s, deadline_s)
-            return record, self._settle(now_s)
+            return record, self._next_actions(now_s)
         required = frozenset(e.engine_id for e in self.pool.engines.values() if not e.ejected)
         record.attempt = Attempt(min_ready=min_ready, policy=policy, deadline_s=deadline_s, required=required)
         if record.state is VersionState.SEALED:
@@ -205,7 +205,7 @@ class Coordinator(CommitRules):
                     engine.try_again(record.key)
                 elif engine.last_fault is not None:  # its bytes come again only in a newer group
                     record.attempt.faults[engine.engine_id] = engine.last_fault
-        return record, self._settle(now_s)
+        return record, self._next_actions(now_s)
 
     def decided(self, key: Key, now_s: float) -> list[Action]:
         """The decision for `key` is durable: from now on it only goes forward."""
@@ -223,7 +223,7 @@ class Coordinator(CommitRules):
         actions: list[Action] = [self._bump(record)]
         for other in [r for r in self.records.live if r.key < key and r.state in UNDECIDED]:
             actions += self._drop(other, f"version {record.version} was committed instead")
-        return [*actions, *self._settle(now_s)]
+        return [*actions, *self._next_actions(now_s)]
 
     def sleep(self, engine_pool: str) -> tuple[SleepRound, list[Action]]:
         """Tells the engines of a pool (empty: all) to give their memory back until there is work."""
@@ -242,14 +242,14 @@ class Coordinator(CommitRules):
             max_chunk_bytes=self._max_chunk_bytes,
             committed_version=newest.version if newest is not None and newest.state is VersionState.COMMITTED else None,
         )
-        return lease, [*actions, *self._settle(now_s)]
+        return lease, [*actions, *self._next_actions(now_s)]
 
     def connect(self, lease_id: str, now_s: float) -> list[Action]:
         """The session of a lease starts. Raises LEASE_EXPIRED."""
         engine = self.pool.leased(lease_id)
         engine.connected, engine.sent, engine.join_sent, engine.seen_s = True, None, 0, now_s
         engine.sleep_answered = None
-        return self._settle(now_s)
+        return self._next_actions(now_s)
 
     def disconnect(self, lease_id: str) -> None:
         """The session broke off; the lease goes on until it expires."""
@@ -284,7 +284,7 @@ class Coordinator(CommitRules):
             engine.retry_s = None
         self._note_group(engine, report.group_generation)  # after the fault, which is of the group before
         self._note_served(engine, report.applied)
-        return self._settle(now_s, engine)
+        return self._next_actions(now_s, engine)
 
     def _target_of(self, engine: EngineRecord, report: AgentReport) -> VersionRecord | None:
         """Returns the version that a report is about; its artifact decides, since epochs share version numbers."""
@@ -299,7 +299,7 @@ class Coordinator(CommitRules):
 
     def tick(self, now_s: float) -> list[Action]:
         """Time passed: leases expire, deadlines end waits, commits that failed are sent again."""
-        return [*self.pool.expire(now_s), *self._settle(now_s)]
+        return [*self.pool.expire(now_s), *self._next_actions(now_s)]
 
     # --- recovery -------------------------------------------------------------------------------
 

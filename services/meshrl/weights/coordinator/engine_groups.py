@@ -1,4 +1,4 @@
-"""Groups for the nccl transport: who is asked to join, who is in, and which versions travel through. No I/O.
+"""Groups of engines for the nccl transport: who is asked to join, who is in, and which versions travel through. No I/O.
 
 A publisher opens a group at its store, the hub picks the engines and numbers their ranks, and engines report the
 generation once they are in. A group carries versions of its publisher's epoch only, from `first_version` on: an engine
@@ -35,7 +35,7 @@ class GroupRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Group:
+class EngineGroup:
     """A group that engines were told to join. Everybody has `deadline_s` to meet, until `until_s`."""
 
     generation: int
@@ -53,19 +53,19 @@ class Group:
         return OpenedGroup(generation=self.generation, members=self.members)
 
 
-class Groups:
+class EngineGroups:
     """The current group, and those opened lately. Only the newest generation is ever current."""
 
     def __init__(self) -> None:
-        self.current: Group | None = None
-        self._by_request: OrderedDict[str, Group] = OrderedDict()
+        self.current: EngineGroup | None = None
+        self._by_request: OrderedDict[str, EngineGroup] = OrderedDict()
 
     @property
     def generation(self) -> int:
         return 0 if self.current is None else self.current.generation
 
     @property
-    def kept(self) -> Collection[Group]:
+    def kept(self) -> Collection[EngineGroup]:
         """The groups whose requests get their first answer again, the current one last."""
         return self._by_request.values()
 
@@ -74,7 +74,9 @@ class Groups:
         group = self._by_request.get(request_id)
         return None if group is None else group.opened()
 
-    def open(self, request: GroupRequest, engines: Collection[EngineRecord], first_version: int, now_s: float) -> Group:
+    def open(
+        self, request: GroupRequest, engines: Collection[EngineRecord], first_version: int, now_s: float
+    ) -> EngineGroup:
         """Makes a new group the current one. Raises GROUP_BROKEN when no engine can take part."""
         members: list[GroupMember] = []
         reasons: list[str] = []
@@ -96,7 +98,7 @@ class Groups:
             )
         # Engines remember groups of a hub whose log was lost.
         newest = max(self.generation, *(engine.newest_generation for engine in engines))
-        group = Group(
+        group = EngineGroup(
             generation=newest + 1,
             request_id=request.request_id,
             epoch=request.epoch,
@@ -111,7 +113,7 @@ class Groups:
         self.adopt(group)
         return group
 
-    def adopt(self, group: Group) -> None:
+    def adopt(self, group: EngineGroup) -> None:
         """Makes a group, new or read back from the log, the current one."""
         self.current = group
         self._by_request[group.request_id] = group

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from meshrl.weights.coordinator.engine_groups import Group
+from meshrl.weights.coordinator.engine_groups import EngineGroup
 from meshrl.weights.coordinator.states import Key, VersionRecord
 from meshrl.wire.types import (
     Activation,
@@ -32,7 +32,7 @@ def epoch(run_id: str, number: int) -> Entry:
     return {"kind": "epoch", "run_id": run_id, "epoch": number}
 
 
-def group(opened: Group, wall_minus_monotonic_s: float) -> Entry:
+def group(opened: EngineGroup, wall_minus_monotonic_s: float) -> Entry:
     return {
         "kind": "group",
         **dataclasses.asdict(opened),
@@ -41,10 +41,10 @@ def group(opened: Group, wall_minus_monotonic_s: float) -> Entry:
     }
 
 
-def group_of(entry: Entry, monotonic_minus_wall_s: float) -> Group:
+def group_of(entry: Entry, monotonic_minus_wall_s: float) -> EngineGroup:
     """Reads a group back. Raises ValueError for an entry that does not hold one."""
     try:
-        return Group(
+        return EngineGroup(
             generation=entry["generation"],
             request_id=entry["request_id"],
             epoch=entry["epoch"],

@@ -23,6 +23,8 @@ from typing import Any
 import google_crc32c
 from loguru import logger
 
+from meshrl.core import durable
+
 MAGIC = b"MESHLOG1"
 _HEAD = struct.Struct("<III")
 
@@ -44,13 +46,13 @@ class DecisionLog:
         created = not self._path.exists()
         self._fd = self._locked()
         if created:
-            _sync_folder(self._path.parent)
+            durable.flush(self._path.parent)
         try:
             self._new_path.unlink(missing_ok=True)  # of a hub that was killed before it was renamed
             entries, end = self._read(self._path.read_bytes())
             os.ftruncate(self._fd, end)
             if end == 0:
-                _write_synced(self._fd, MAGIC)
+                durable.append(self._fd, MAGIC)
         except (LogError, OSError):
             self.close()
             raise
@@ -113,7 +115,7 @@ class DecisionLog:
         """Returns once the entry is on disk. Raises OSError, after which the log must not be used."""
         try:
             os.lseek(self._fd, 0, os.SEEK_END)
-            _write_synced(self._fd, _framed(entry))
+            durable.append(self._fd, _framed(entry))
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(self._path)) from error  # which says where there is no room
 
@@ -127,7 +129,7 @@ class DecisionLog:
             fd = os.open(self._new_path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ours before it has the name that another hub opens
-                _write_synced(fd, MAGIC + b"".join(map(_framed, entries)))
+                durable.append(fd, MAGIC + b"".join(map(_framed, entries)))
                 os.replace(self._new_path, self._path)
             except OSError:
                 os.close(fd)
@@ -139,7 +141,7 @@ class DecisionLog:
             return
         os.close(self._fd)
         self._fd = fd
-        _sync_folder(self._path.parent)
+        durable.flush(self._path.parent)
 
     def close(self) -> None:
         if self._fd >= 0:
@@ -151,18 +153,3 @@ def _framed(entry: Mapping[str, Any]) -> bytes:
     text = json.dumps(entry, separators=(",", ":")).encode()
     head = struct.pack("<II", len(text), google_crc32c.value(text))
     return head + struct.pack("<I", google_crc32c.value(head)) + text
-
-
-def _write_synced(fd: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
-    os.fdatasync(fd)
-
-
-def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

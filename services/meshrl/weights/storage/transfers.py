@@ -1,4 +1,7 @@
-"""The bytes of versions on their way: uploads into the store, and fetches out of it that may follow an upload."""
+"""Uploads into the hub's store and fetches out of it, on the event loop. A fetch may follow an upload that goes on.
+
+Called by the hub for CreateVersion and Fetch; the other ends are `versions.transfer` at publishers and agents.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,9 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, suppress
 
+from meshrl.core.waiting import Pulse
+from meshrl.versions.store import VersionStore
 from meshrl.weights.coordinator.coordinator import Coordinator
-from meshrl.weights.storage.store import VersionStore
 from meshrl.wire.errors import FieldViolation, MeshError, Reason, invalid
 from meshrl.wire.types import Chunk, VersionState
 
@@ -20,24 +24,30 @@ class Transfers:
 
     def __init__(self, store: VersionStore, coordinator: Coordinator, *, max_chunk_bytes: int) -> None:
         self._store, self._coordinator, self._max_chunk_bytes = store, coordinator, max_chunk_bytes
-        self._changed = asyncio.Event()
+        self._changed = Pulse()
         self._closed = False
 
-    def look_again(self) -> None:
+    def changed(self) -> None:
         """Wakes those who wait for bytes: a chunk is here, or a version is gone."""
-        self._changed.set()
-        self._changed = asyncio.Event()
+        self._changed.beat()
 
     def close(self) -> None:
         """Ends fetches that wait for bytes with DRAINING."""
         self._closed = True
-        self.look_again()
+        self.changed()
 
-    async def take(self, artifact_id: str, chunks: AsyncIterator[Chunk], on_chunk: Callable[[], object]) -> None:
+    async def store_upload(
+        self, artifact_id: str, chunks: AsyncIterator[Chunk], on_chunk: Callable[[], object]
+    ) -> None:
         """Stores chunks as they come; a few are checked and written while the next ones arrive.
 
         `on_chunk` is called for each that comes. Raises as `VersionStore.write`.
         """
+
+        async def store(chunk: Chunk) -> None:
+            await asyncio.to_thread(self._store.write, artifact_id, chunk)
+            self.changed()
+
         writes: set[asyncio.Task[None]] = set()
         try:
             async for chunk in chunks:
@@ -46,17 +56,15 @@ class Transfers:
                     done, writes = await asyncio.wait(writes, return_when=asyncio.FIRST_COMPLETED)
                     for write in done:
                         write.result()
-                writes.add(asyncio.create_task(self._write(artifact_id, chunk)))
+                writes.add(asyncio.create_task(store(chunk)))
             for write in writes:
                 await write
         finally:
             await asyncio.gather(*writes, return_exceptions=True)
 
-    async def _write(self, artifact_id: str, chunk: Chunk) -> None:
-        await asyncio.to_thread(self._store.write, artifact_id, chunk)
-        self.look_again()
-
-    async def give(self, artifact_id: str, ranges: Sequence[tuple[int, int]], chunk_bytes: int) -> AsyncIterator[Chunk]:
+    async def serve_fetch(
+        self, artifact_id: str, ranges: Sequence[tuple[int, int]], chunk_bytes: int
+    ) -> AsyncIterator[Chunk]:
         """Yields byte ranges (offset, length) of a version, those that still arrive as they do.
 
         Raises as `VersionStore.read`; VERSION_NOT_SEALED when no bytes arrive; UNREACHABLE when they stop to.
@@ -83,7 +91,7 @@ class Transfers:
         try:
             async with asyncio.timeout(ARRIVAL_DEADLINE_S):
                 while True:
-                    changed = self._changed
+                    changed = self._changed.upcoming
                     if self._coordinator.by_artifact(artifact_id).state is not VersionState.STAGING:
                         return end
                     stop = self._store.received_to(artifact_id, at, end)

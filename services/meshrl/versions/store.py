@@ -28,6 +28,7 @@ from typing import Literal
 from loguru import logger
 
 from meshrl.core.disk import is_full
+from meshrl.core.durable import write_file
 from meshrl.versions.transfer import chunk_of, sound_bytes
 from meshrl.wire.errors import FieldViolation, MeshError, Reason, invalid
 from meshrl.wire.manifest import artifact_id as artifact_id_of
@@ -101,7 +102,7 @@ class VersionStore:
         folder = self._spool_dir / artifact_id
         with self._room_for(manifest):
             folder.mkdir(parents=True, exist_ok=True)
-            write_synced(folder / MANIFEST, to_json(manifest))
+            write_file(folder / MANIFEST, to_json(manifest))
             if manifest.transport is Transport.STREAM:
                 if shutil.disk_usage(folder).free < manifest.num_bytes + SPARE_BYTES:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -270,16 +271,6 @@ def _write_at(path: Path, offset: int, data: memoryview) -> None:
             offset, data = offset + written, data[written:]
     finally:
         os.close(fd)
-
-
-def write_synced(path: Path, data: bytes) -> None:
-    """Writes a file whole or not at all: a temporary file, synced, then renamed."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
 
 
 def _mismatch(artifact: _Artifact, offset: int) -> MeshError:
