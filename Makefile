@@ -13,6 +13,11 @@ MAIN = $(shell git rev-parse --verify --quiet main || git rev-parse --verify --q
 # Engine of the demo: embedded, or vllm.
 ENGINE ?= embedded
 
+# Tests that run side by side: one more than there are cores, since many of them wait for programs that they started.
+CORES := $(shell getconf _NPROCESSORS_ONLN)
+WORKERS ?= $(shell echo $$(($(CORES) < 4 ? $(CORES) + 1 : 4)))
+test unit: export PYTHONDONTWRITEBYTECODE = # what tests and their programs import is compiled once
+
 .PHONY: help setup vllm demo test unit check lint format types layers contracts drift bench proto clean
 
 help: ## Show the targets
@@ -36,10 +41,10 @@ demo: setup $(if $(filter vllm,$(ENGINE)),vllm) ## Train a small model to revers
 	$(RUN) python -m meshrl.launch.demo --engine $(ENGINE) $(ARGS)
 
 test: setup vllm $(BUF) ## Run every test that needs no GPU
-	$(RUN) pytest -m "not gpu" $(ARGS)
+	$(RUN) pytest -m "not gpu" --numprocesses $(WORKERS) $(ARGS)
 
 unit: setup ## Run the tests that start no processes
-	$(RUN) pytest -m "not gpu and not mesh" $(ARGS)
+	$(RUN) pytest tests/unit tests/property tests/golden --numprocesses $(WORKERS) $(ARGS)
 
 check: lint types layers contracts drift test ## Everything that must be green before a commit
 

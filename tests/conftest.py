@@ -1,4 +1,7 @@
-"""Settings of every test: kernels on one thread, so that tests side by side do not starve each other."""
+"""Settings of every test: kernels on one thread, so that tests side by side do not starve each other.
+
+What a run with several workers hands to each of them is in `side_by_side`.
+"""
 
 import ast
 import functools
@@ -6,6 +9,10 @@ import gc
 import os
 import sys
 from typing import Any
+
+import pytest
+
+import side_by_side
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -27,3 +34,14 @@ if sys.version_info < (3, 11, 8):
     # pytest parses source to report a failure. There that ends the whole session with a SystemError whenever a
     # garbage collection in the midst of it logs a traceback, which is parsed, too: CPython issue 106905.
     ast.parse = _parse_uncollected
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    return side_by_side.scheduler(config, log)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):  # a worker among others
+        items.sort(key=lambda item: side_by_side.rank_of(item.nodeid))

@@ -1,0 +1,50 @@
+"""Which tests stay together when several workers of pytest-xdist share a run, and which begin first.
+
+A worker takes whole files, since fixtures of a module cost the most. Tests of the engine contract share one engine of
+each kind for the session, so all that use the same engine go to the same worker; files that start engines of their own
+are spread. What takes longest begins first, so that no worker ends long after the others.
+"""
+
+from __future__ import annotations
+
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import pytest
+    from xdist.scheduler import LoadScopeScheduling
+
+ENGINES = "tests/contract/inference/"
+OWN_ENGINES = {"test_adapters.py", "test_bfloat16.py", "test_mixture.py", "test_parallel.py"}
+LONGEST_FIRST = ("tests/mesh/", ENGINES, "tests/contract/", "tests/unit/training/", "tests/unit/models/")
+
+
+def group_of(nodeid: str) -> str:
+    """What a worker takes as one piece: a file, or all tests of one engine."""
+    file, _, test = nodeid.partition("::")
+    if not file.startswith(ENGINES):
+        return file
+    engine = test.partition("[")[2].rstrip("]").partition("-")[0]
+    if PurePosixPath(file).name in OWN_ENGINES:
+        return f"{file}[{engine}]"
+    return f"{ENGINES}[{'vllm' if engine == 'vllm' else 'embedded'}]"
+
+
+def rank_of(nodeid: str) -> int:
+    """Its place in the order of beginning; tests of vLLM, which takes a minute to start, are the first."""
+    if group_of(nodeid).startswith(ENGINES) and "embedded" not in group_of(nodeid):
+        return -1
+    ranks = [rank for rank, folder in enumerate(LONGEST_FIRST) if nodeid.startswith(folder)]
+    return min(ranks, default=len(LONGEST_FIRST))
+
+
+def scheduler(config: pytest.Config, log: object) -> LoadScopeScheduling:
+    """Hands out the groups in the order of the collection."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class GroupScheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return group_of(nodeid)
+
+    config.option.loadscopereorder = False
+    return GroupScheduling(config, log)
