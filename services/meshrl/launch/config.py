@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from pydantic import Field, model_validator
 
-from meshrl.core.config import BaseConfig, ConfigError
+from meshrl.core.config import BaseConfig
 from meshrl.core.config.shared import LogConfig, ModelConfig, WandbConfig, WeightBroadcastConfig
 from meshrl.inference.config import InferenceConfig
 from meshrl.launch.presets import AlgorithmName, settle_preset, spread_preset
@@ -162,16 +162,19 @@ class RLConfig(BaseConfig):
         return self.restarts if own is None else own
 
     @classmethod
-    def spread(cls, layer: Mapping[str, Any]) -> dict[str, Any]:
+    def hand_down(cls, layer: Mapping[str, Any]) -> dict[str, Any]:
         """Hands the shared keys of one layer down to the components."""
         return hand_down(spread_preset(layer))
 
+    @model_validator(mode="before")
     @classmethod
-    def settle(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+    def _complete(cls, values: object) -> object:
         """Fills in what follows from the rest: hosted environments, and port 0 where rl is to choose.
 
         Without an engine of its own the hub keeps its usual port, so that a running engine can know it.
         """
+        if not isinstance(values, Mapping):
+            return values
         settled = settle_preset(values)
         starts_engine = settle_inference(settled)
         ports = ["trainer", "rollout", *(["weights", "inference"] if starts_engine else [])]
@@ -359,11 +362,8 @@ def _environments_of(orchestrator: Any) -> list[dict[str, Any]]:
         if isinstance(listed, list):
             entries.extend(listed)
         elif part == "train" and listed is None:
-            raise ConfigError(
+            raise ValueError(
                 "orchestrator.train.env: needs at least one environment, got none; add [[orchestrator.train.env]] with"
                 " id = '<taskset>', or --orchestrator.train.env.0.id <taskset>"
             )
-    try:
-        return hosted_environments(entries)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+    return hosted_environments(entries)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, model_validator
+
+from meshrl.core.config.schema import Kind, field_kind
 
 
 class ConfigError(Exception):
@@ -26,15 +28,45 @@ class BaseConfig(BaseModel):
         protected_namespaces=(),
     )
 
+    everyday_keys: ClassVar[Mapping[str, Sequence[str]]] = {}
+    """Titles of groups and their dotted keys, which --help shows; empty where it shows every key."""
+
     @classmethod
-    def spread(cls, layer: Mapping[str, Any]) -> dict[str, Any]:
+    def hand_down(cls, layer: Mapping[str, Any]) -> dict[str, Any]:
         """Returns one layer (a file, the command line, the environment) with shared keys copied to where they are used.
 
         A class that composes others overrides it; layers are merged afterwards, so precedence between layers holds.
         """
         return dict(layer)
 
+    @model_validator(mode="before")
     @classmethod
-    def settle(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the merged layers ready for validation; a class that composes others overrides it."""
-        return dict(values)
+    def _complete_sections(cls, values: object) -> object:
+        """Completes sections that are given in part from the section's own default.
+
+        The default of `server` may be port 50052: with only `server.host` given, that port stays.
+        """
+        if not isinstance(values, Mapping):
+            return values
+        completed = dict(values)
+        for name in completed.keys() & cls.model_fields.keys():
+            field = cls.model_fields[name]
+            default = field.get_default(call_default_factory=True)
+            completed[name] = _over(field_kind(field), default, completed[name])
+        return completed
+
+
+def _over(kind: Kind, default: object, value: object) -> object:
+    """A section's value completed by what its default sets; a value that chooses another class stays as it is."""
+    if not isinstance(value, Mapping) or not isinstance(default, BaseModel):
+        return value
+    chooser = kind.discriminator
+    if chooser is not None and chooser not in value:
+        value = {chooser: getattr(default, chooser), **value}  # the key chooses its default class
+    if kind.narrowed(value).sections != (type(default),):
+        return value
+    completed: dict[str, object] = {name: getattr(default, name) for name in default.model_fields_set}
+    for key, own in value.items():
+        field = type(default).model_fields.get(key)
+        completed[key] = own if field is None else _over(field_kind(field), completed.get(key), own)
+    return completed

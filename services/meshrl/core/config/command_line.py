@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from meshrl.core.config.base import ConfigError
-from meshrl.core.config.schema import Kind, Path, Section, describe, field_kind, find_field, key_names, nearest
-from meshrl.core.config.values import assign, decode
+from meshrl.core.config.layers import Layer
+from meshrl.core.config.schema import Kind, Path, describe, flag_of, key_names, nearest
+from meshrl.core.config.values import decode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,23 +22,23 @@ class FileRef:
 
 @dataclass(kw_only=True)
 class CommandLine:
-    """Files in order, one layer of values above them, and the flag that each value came from."""
+    """Files in order, one layer of values above them, and which help is asked for."""
 
     files: list[FileRef] = field(default_factory=list)
-    values: dict[str, Any] = field(default_factory=dict)
-    origins: dict[Path, str] = field(default_factory=dict)
+    layer: Layer = field(default_factory=lambda: Layer(origin="the command line"))
     wants_help: bool = False
+    wants_all_keys: bool = False
+    """Help is to show every key, not only the everyday ones."""
 
 
-def parse_command_line(section: Section, argv: Sequence[str]) -> CommandLine:
+def parse_command_line(root: Kind, argv: Sequence[str]) -> CommandLine:
     """Reads the arguments after the program's name. Raises ConfigError naming every argument that is wrong."""
     line = CommandLine()
     problems: list[str] = []
     rest = list(argv)
     while rest:
-        token = rest.pop(0)
         try:
-            _take(section, token, rest, line)
+            _take(root, rest.pop(0), rest, line)
         except ConfigError as error:  # collected, so that one message names them all
             problems.append(str(error))
     if problems and not line.wants_help:
@@ -45,15 +46,17 @@ def parse_command_line(section: Section, argv: Sequence[str]) -> CommandLine:
     return line
 
 
-def _take(section: Section, token: str, rest: list[str], line: CommandLine) -> None:
-    if token in ("--help", "-h"):
+def _take(root: Kind, token: str, rest: list[str], line: CommandLine) -> None:
+    """Reads one argument and what belongs to it."""
+    if token in ("--help", "-h", "--help-all"):
         line.wants_help = True
+        line.wants_all_keys |= token == "--help-all"
     elif token == "@":
         line.files.append(FileRef(section=(), name=_file_name("@", rest)))
     elif token.startswith("@"):
         raise ConfigError(_missing_space(token))
     elif token.startswith("--") and len(token) > 2:
-        _take_flag(section, token, rest, line)
+        _take_flag(root, token, rest, line)
     else:
         raise ConfigError(
             f"unexpected argument {token!r}: values follow a flag (--key {token}) and files follow an @ (@ {token})"
@@ -71,98 +74,90 @@ def _file_name(before: str, rest: list[str]) -> str:
     return rest.pop(0)
 
 
-def _take_flag(section: Section, token: str, rest: list[str], line: CommandLine) -> None:
+def _take_flag(root: Kind, token: str, rest: list[str], line: CommandLine) -> None:
     flag, has_value, given = token.partition("=")
+    following = "" if has_value or not rest else rest[0]
     if flag.endswith("@"):
         raise ConfigError(f"{token!r} needs a space before @: write '{flag[:-1]} @ file.toml'")
-    value: str | None = given if has_value else None
-    if not has_value and rest and rest[0] == "@":
+    if following == "@":
         rest.pop(0)
-        path, kind = _resolve(section, flag[2:])
+        path, kind = _resolve(root, flag[2:])
         name = _file_name(f"{flag} @", rest)
-        if not kind.sections or kind.item is not None:
+        if not kind.sections:
             raise ConfigError(f"{flag} @ {name}: only a section takes a file, {'.'.join(path)} is {describe(kind)}")
         line.files.append(FileRef(section=path, name=name))
         return
-    if not has_value and rest and rest[0].startswith("@") and len(rest[0]) > 1:
+    if following.startswith("@"):
         raise ConfigError(f"{flag} {_missing_space(rest.pop(0))} (or {flag}=... for a value that starts with @)")
-    if not has_value and rest and not rest[0].startswith("--"):
-        value = rest.pop(0)
-    path, decoded = _value_of(section, flag, value)
-    assign(line.values, path, decoded)
-    line.origins[path] = flag
-
-
-def _value_of(section: Section, flag: str, text: str | None) -> tuple[Path, Any]:
+    text = given if has_value else rest.pop(0) if rest and not following.startswith("--") else None
     try:
-        path, kind = _resolve(section, flag[2:])
-    except ConfigError:
+        path, kind = _resolve(root, flag[2:])
+        value = _switched_on(flag, kind) if text is None else _decoded(flag, kind, text)
+    except _UnknownKeyError:
         if not flag.startswith("--no-"):
             raise
-        return _switched_off(section, flag, text)
-    if text is not None:
-        try:
-            return path, decode(kind, text)
-        except ConfigError as error:
-            raise ConfigError(f"{flag}: {error}") from error
-    if kind.is_bool:
-        return path, True
-    if kind.sections and kind.item is None and kind.nullable:
-        return path, {}
-    if kind.sections and kind.item is None:
+        path, value = _switched_off(root, flag, text)
+    line.layer.put(path, value, flag)
+
+
+def _decoded(flag: str, kind: Kind, text: str) -> Any:
+    try:
+        return decode(kind, text)
+    except ConfigError as error:
+        raise ConfigError(f"{flag}: {error}") from error
+
+
+def _switched_on(flag: str, kind: Kind) -> Any:
+    """What a flag without a value means."""
+    if kind.annotation is bool:
+        return True
+    if kind.sections and kind.nullable:
+        return {}
+    if kind.sections:
         example = f"{flag}.{key_names(kind.sections)[0].replace('_', '-')}"
         raise ConfigError(f"{flag} is a section that is always on; set one of its keys, such as {example}")
     raise ConfigError(f"{flag} needs a value ({describe(kind)}): write '{flag} VALUE'")
 
 
-def _switched_off(section: Section, flag: str, text: str | None) -> tuple[Path, Any]:
+def _switched_off(root: Kind, flag: str, text: str | None) -> tuple[Path, bool | None]:
+    """The key that `--no-key` means and what it becomes."""
     try:
-        path, kind = _resolve(section, flag[len("--no-") :])
+        path, kind = _resolve(root, flag.removeprefix("--no-"))
     except ConfigError as error:
         raise ConfigError(f"{flag}: {error}") from error
-    if not kind.is_bool and not kind.nullable:
+    if kind.annotation is not bool and not kind.nullable:
         raise ConfigError(
             f"{flag}: {'.'.join(path)} cannot be switched off, it is {describe(kind)}; give it a value instead"
         )
     if text is not None:
         raise ConfigError(f"{flag} takes no value, got {text!r}; leave the value out")
-    return path, False if kind.is_bool else None
+    return path, False if kind.annotation is bool else None
 
 
-def _resolve(section: Section, dotted: str) -> tuple[Path, Kind]:
-    """The path a dotted flag names and what it accepts. Raises ConfigError for an unknown key."""
-    kind = Kind(annotation=section, sections=(section,))
+class _UnknownKeyError(ConfigError):
+    """A flag names no key."""
+
+
+def _resolve(kind: Kind, dotted: str) -> tuple[Path, Kind]:
+    """The path that a dotted flag names and what it accepts. Raises _UnknownKeyError, saying what may be meant."""
     path: Path = ()
     for part in dotted.split("."):
-        kind, name = _step(kind, part, path, dotted)
-        path = (*path, name)
+        step = kind.step(part.replace("-", "_"))
+        if step is None:
+            raise _UnknownKeyError(f"unknown option --{dotted}{_hint(kind, part, path)}")
+        path, kind = (*path, step[0]), step[1]
     return path, kind
 
 
-def _step(kind: Kind, part: str, path: Path, dotted: str) -> tuple[Kind, str]:
+def _hint(kind: Kind, part: str, path: Path) -> str:
+    """How to go on below a key that has nothing named `part`."""
+    name = ".".join(path)
     if kind.item is not None:
-        if not part.isdecimal():
-            place = ".".join((*path, "0")).replace("_", "-")
-            raise ConfigError(
-                f"unknown option --{dotted}: {'.'.join(path)} is a list, so a place comes next: --{place}.{part}"
-            )
-        return kind.item, str(int(part))
-    if kind.sections:
-        found = find_field(kind.sections, part)
-        if found is not None:
-            return field_kind(found[1]), found[0]
-        raise ConfigError(f"unknown option --{dotted}{_suggestion(kind, part, path)}")
-    if kind.value is not None:
-        return kind.value, part.replace("-", "_")
-    if kind.is_any:
-        return kind, part.replace("-", "_")
-    raise ConfigError(f"unknown option --{dotted}: {'.'.join(path)} is {describe(kind)} and has no keys below it")
-
-
-def _suggestion(kind: Kind, part: str, path: Path) -> str:
+        return f": {name} is a list, so a place comes next: {flag_of((*path, '0'))}.{part}"
+    if not kind.sections:
+        return f": {name} is {describe(kind)} and has no keys below it"
     close = nearest(kind.sections, part, path)
     if close is not None:
-        return f"; did you mean --{close.replace('_', '-')}?"
-    known = ", ".join(name.replace("_", "-") for name in key_names(kind.sections))
-    below = f"keys of {'.'.join(path)}" if path else "top-level keys"
-    return f"; {below} are {known}"
+        return f"; did you mean {flag_of(close)}?"
+    known = ", ".join(key.replace("_", "-") for key in key_names(kind.sections))
+    return f"; {f'keys of {name}' if path else 'top-level keys'} are {known}"

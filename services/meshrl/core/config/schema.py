@@ -1,4 +1,4 @@
-"""What a configuration class accepts: its keys, their kinds and older spellings, read from the class itself."""
+"""What a configuration class accepts at each key, read from the class itself."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import difflib
 import pathlib
 import types
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import AliasChoices, BaseModel, SecretStr
@@ -18,7 +18,7 @@ Path = tuple[str, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """What one key accepts: sections, a list, a mapping, or else a plain value.
+    """What one key accepts: sections, a list of `item`, a table of `value`, or else a plain value.
 
     `sections` has several members where the key chooses between classes, by the key named `discriminator`.
     """
@@ -31,62 +31,62 @@ class Kind:
     value: Kind | None = None
 
     @property
-    def is_bool(self) -> bool:
-        return self.annotation is bool
-
-    @property
     def is_any(self) -> bool:
+        """True where every value goes."""
         return self.annotation is Any
 
-    def section_for(self, data: Mapping[str, Any]) -> tuple[Section, ...]:
-        """The classes that `data` may be: one when it names its type, else all."""
+    def step(self, part: str) -> tuple[str, Kind] | None:
+        """The key or place that `part` names below this one and what it accepts; None when there is none."""
+        if self.item is not None:
+            return (str(int(part)), self.item) if part.isdecimal() else None
+        if self.sections:
+            found = find_field(self.sections, part)
+            return None if found is None else (found[0], field_kind(found[1]))
+        below = self if self.is_any else self.value
+        return None if below is None else (part, below)
+
+    def narrowed(self, data: Mapping[str, object]) -> Kind:
+        """The same kind with only the class that `data` names by its discriminator, where it does."""
         if self.discriminator is None or self.discriminator not in data:
-            return self.sections
+            return self
         wanted = data[self.discriminator]
         chosen = tuple(section for section in self.sections if wanted in _literals(section, self.discriminator))
-        return chosen or self.sections
+        return replace(self, sections=chosen) if chosen else self
 
 
 def kind_of(annotation: Any, discriminator: str | None = None) -> Kind:
     """Reads an annotation; `Annotated` and `None` members are taken off."""
-    if get_origin(annotation) is Annotated:
-        for extra in get_args(annotation)[1:]:
-            if isinstance(extra, FieldInfo) and isinstance(extra.discriminator, str):
-                discriminator = extra.discriminator
-        return kind_of(get_args(annotation)[0], discriminator)
-    origin = get_origin(annotation)
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        extras = (extra.discriminator for extra in arguments[1:] if isinstance(extra, FieldInfo))
+        return kind_of(arguments[0], next((each for each in extras if isinstance(each, str)), discriminator))
     if origin in (Union, types.UnionType):
-        return _kind_of_union(annotation, discriminator)
+        return _kind_of_union(arguments, discriminator)
     if isinstance(annotation, type) and origin is None and issubclass(annotation, BaseModel):
         return Kind(annotation=annotation, sections=(annotation,))
     container = origin or annotation
     if container in (list, tuple, set, frozenset, Sequence):
-        items = [arg for arg in get_args(annotation) if arg is not Ellipsis]
-        return Kind(annotation=annotation, item=kind_of(items[0] if items else Any))
+        return Kind(annotation=annotation, item=kind_of(arguments[0] if arguments else Any))
     if container in (dict, Mapping):
-        arguments = get_args(annotation)
         return Kind(annotation=annotation, value=kind_of(arguments[1] if arguments else Any))
     return Kind(annotation=annotation, nullable=annotation is Any or annotation is types.NoneType)
 
 
-def _kind_of_union(annotation: Any, discriminator: str | None) -> Kind:
-    members = [member for member in get_args(annotation) if member is not types.NoneType]
-    nullable = len(members) < len(get_args(annotation))
+def _kind_of_union(arguments: tuple[Any, ...], discriminator: str | None) -> Kind:
+    members = [member for member in arguments if member is not types.NoneType]
     kinds = [kind_of(member, discriminator) for member in members]
-    sections = tuple(section for kind in kinds for section in kind.sections)
-    first = kinds[0]
-    chooser = discriminator or next((kind.discriminator for kind in kinds if kind.discriminator), None)
     return Kind(
-        annotation=first.annotation if len(kinds) == 1 else Union[tuple(members)],  # noqa: UP007 - made at run time
-        nullable=nullable or any(kind.nullable for kind in kinds),
-        sections=sections,
-        discriminator=chooser,
+        annotation=kinds[0].annotation if len(kinds) == 1 else Union[tuple(members)],  # noqa: UP007 - made at run time
+        nullable=len(members) < len(arguments) or any(kind.nullable for kind in kinds),
+        sections=tuple(section for kind in kinds for section in kind.sections),
+        discriminator=discriminator or next((kind.discriminator for kind in kinds if kind.discriminator), None),
         item=next((kind.item for kind in kinds if kind.item), None),
         value=next((kind.value for kind in kinds if kind.value), None),
     )
 
 
-def _literals(section: Section, key: str) -> tuple[Any, ...]:
+def _literals(section: Section, key: str) -> tuple[object, ...]:
+    """The values of a section's discriminator that stand for this section."""
     field = section.model_fields.get(key)
     if field is None:
         return ()
@@ -95,18 +95,14 @@ def _literals(section: Section, key: str) -> tuple[Any, ...]:
 
 def field_kind(field: FieldInfo) -> Kind:
     """The kind of a field of a configuration class."""
-    discriminator = field.discriminator if isinstance(field.discriminator, str) else None
-    return kind_of(field.annotation, discriminator)
+    return kind_of(field.annotation, field.discriminator if isinstance(field.discriminator, str) else None)
 
 
 def spellings(name: str, field: FieldInfo) -> tuple[str, ...]:
     """The field's name, then its older spellings."""
     alias = field.validation_alias
-    if isinstance(alias, AliasChoices):
-        others = [choice for choice in alias.choices if isinstance(choice, str)]
-    else:
-        others = [alias] if isinstance(alias, str) else []
-    return (name, *(other for other in others if other != name))
+    others = alias.choices if isinstance(alias, AliasChoices) else [alias]
+    return (name, *(other for other in others if isinstance(other, str) and other != name))
 
 
 def find_field(sections: Sequence[Section], key: str) -> tuple[str, FieldInfo] | None:
@@ -132,25 +128,31 @@ def every_key(section: Section, prefix: Path = (), depth: int = 8) -> Iterator[P
         path = (*prefix, name)
         yield path
         kind = field_kind(field)
-        below = kind.item if kind.item is not None and kind.item.sections else kind
-        for child in below.sections:
-            yield from every_key(child, path if below is kind else (*path, "0"), depth - 1)
+        for child in kind.sections:
+            yield from every_key(child, path, depth - 1)
+        for child in kind.item.sections if kind.item is not None else ():
+            yield from every_key(child, (*path, "0"), depth - 1)
 
 
-def nearest(sections: Sequence[Section], key: str, prefix: Path = ()) -> str | None:
-    """The dotted path of the key most like the unknown `key`: among its siblings, else anywhere below them."""
+def nearest(sections: Sequence[Section], key: str, prefix: Path = ()) -> Path | None:
+    """The path of the key most like the unknown `key`: among its siblings, else anywhere below them."""
     wanted = key.replace("-", "_")
     everywhere = {path[-1]: path for section in reversed(sections) for path in reversed(list(every_key(section)))}
     close = difflib.get_close_matches(wanted, key_names(sections), n=1, cutoff=0.6)
     if close and wanted not in everywhere:
-        return ".".join((*prefix, close[0]))
+        return (*prefix, close[0])
     close = difflib.get_close_matches(wanted, list(everywhere), n=1, cutoff=0.75)
-    return ".".join((*prefix, *everywhere[close[0]])) if close else None
+    return (*prefix, *everywhere[close[0]]) if close else None
+
+
+def flag_of(path: Path) -> str:
+    """A key as a flag: `--model.trust-remote-code`."""
+    return f"--{'.'.join(path)}".replace("_", "-")
 
 
 def describe(kind: Kind) -> str:
     """A kind as a user writes it: `int`, `"a" | "b"`, `list of int`."""
-    if kind.sections and kind.item is None:
+    if kind.sections:
         text = "section"
     elif kind.item is not None:
         text = f"list of {describe(kind.item)}"
@@ -162,18 +164,14 @@ def describe(kind: Kind) -> str:
 
 
 def _describe_plain(annotation: Any) -> str:
-    origin = get_origin(annotation)
+    origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Literal:
-        return " | ".join(f'"{choice}"' if isinstance(choice, str) else str(choice) for choice in get_args(annotation))
+        return " | ".join(f'"{choice}"' if isinstance(choice, str) else str(choice) for choice in arguments)
     if origin in (Union, types.UnionType):
-        return " | ".join(_describe_plain(member) for member in get_args(annotation))
+        return " | ".join(_describe_plain(member) for member in arguments)
     if origin is Annotated:
-        return _describe_plain(get_args(annotation)[0])
-    names: dict[Any, str] = {
-        str: "text",
-        SecretStr: "text",
-        bool: "true | false",
-        Any: "any value",
-        pathlib.Path: "path",
-    }
+        return _describe_plain(arguments[0])
+    names: dict[object, str] = {
+        str: "text", SecretStr: "text", bool: "true | false", Any: "any value", pathlib.Path: "path"
+    }  # fmt: skip
     return names[annotation] if annotation in names else str(getattr(annotation, "__name__", "value"))
