@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-from typing import Any
 
 import torch
 from loguru import logger
@@ -62,7 +61,7 @@ def build_engine(config: InferenceConfig) -> EmbeddedEngine:
 def eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
     """The tokens that end a completion, from the generation config, else the model config."""
     for source in (model.generation_config, model.config.get_text_config()):
-        ids: Any = getattr(source, "eos_token_id", None)
+        ids: int | list[int] | None = getattr(source, "eos_token_id", None)
         if ids is not None:
             return (ids,) if isinstance(ids, int) else tuple(ids)
     return ()

@@ -164,7 +164,7 @@ class InferenceConfig(BaseConfig):
 
     @field_validator("vllm", mode="before")
     @classmethod
-    def _underscores(cls, given: Any) -> Any:
+    def _underscores(cls, given: object) -> object:
         return {str(key).replace("-", "_"): value for key, value in given.items()} if isinstance(given, dict) else given
 
     @model_validator(mode="after")

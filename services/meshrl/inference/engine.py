@@ -11,7 +11,7 @@ import enum
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -95,7 +95,7 @@ class TokenChunk:
     finish_reason: FinishReason | None = None  # None: more chunks follow
     stop_token_id: int | None = None
     prompt_logprobs: NDArray[np.float32] | None = None  # (P,) of each prompt token after those before it; first NaN
-    routed_experts: NDArray[Any] | None = None  # (T, layers, experts) of a mixture of experts
+    routed_experts: NDArray[np.generic] | None = None  # (T, layers, experts) of a mixture of experts
 
 
 @dataclass(frozen=True, kw_only=True)

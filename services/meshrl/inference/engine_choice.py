@@ -1,4 +1,4 @@
-"""Which engine an `inference` program runs, and why; settled at its start, in the interpreter that will run it."""
+"""Which engine an `inference` program runs, and why; decided at its start, in the interpreter that will run it."""
 
 from __future__ import annotations
 

@@ -1,11 +1,9 @@
 """The example task: write a short English sentence backwards, letter by letter."""
 
-from typing import Any
-
 __all__ = ["ReverseTextTaskset"]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     """The taskset once verifiers asks for it: its import takes seconds that the model and the data do not need."""
     if name == "ReverseTextTaskset":
         from meshrl.environments.reverse_text.taskset import ReverseTextTaskset

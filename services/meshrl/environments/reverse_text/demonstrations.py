@@ -15,7 +15,6 @@ import json
 import random
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 from meshrl.environments.reverse_text.prompt import SYSTEM_PROMPT
 from meshrl.environments.reverse_text.sentences import sentences
@@ -43,7 +42,7 @@ def repeated(text: str) -> str:
 OTHER_READINGS: tuple[Callable[[str], str], ...] = (words_reversed, repeated)
 
 
-def demonstrations(texts: Iterable[str], *, share: float, random_source: random.Random) -> Iterator[dict[str, Any]]:
+def demonstrations(texts: Iterable[str], *, share: float, random_source: random.Random) -> Iterator[dict[str, object]]:
     """One row a text. With probability `share` the reply is the rewarded one, else any of the others."""
     for text in texts:
         right = random_source.random() < share

@@ -7,7 +7,7 @@ Q query heads, G = Q/H, D head width, L tokens attended to.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -152,36 +152,65 @@ def _flat(states_1HTD: torch.Tensor) -> torch.Tensor:
     return states_1HTD[0].transpose(0, 1).reshape(-1, states_1HTD.shape[-1])
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ScoreRule:
+    """How a layer turns its scores into weights; None: the layer has no such thing.
+
+    `window` is how many positions a token looks back, its own included, `softcap` bounds the scores, and `sinks` has
+    the sink of each head.
+    """
+
+    scale: float | None = None
+    window: int | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None  # (Q,)
+
+    @property
+    def plain(self) -> bool:
+        """Whether a fused kernel can do it."""
+        return self.softcap is None and self.sinks is None
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, mask: torch.Tensor | None, causal: bool
+    ) -> torch.Tensor:
+        """As `scored_attention`."""
+        return scored_attention(
+            query, key, value, mask=mask, causal=causal, scale=self.scale, softcap=self.softcap, sinks_Q=self.sinks
+        )
+
+
 def slot_attention(
     module: torch.nn.Module,
     query_1QTD: torch.Tensor,
     key_1HTD: torch.Tensor,
     value_1HTD: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    *,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    **kwargs: Any,
+    **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention of one step over the slots; returns (1, T, Q, D). Called by the stock modeling code.
 
-    `softcap` bounds the scores and `s_aux` has the sinks of each head, where a model has them. A forward pass without
-    a plan is a plain one over whole sequences.
+    `options` are those of transformers' attention functions, and the step's plan. A forward pass without a plan is a
+    plain one over whole sequences.
     """
-    refuse_strange_scores(kwargs)
-    plan: StepPlan | None = kwargs.get(PLAN_ARGUMENT)
+    refuse_strange_scores(options)
+    rule = ScoreRule(
+        scale=options.get("scaling"),
+        window=options.get("sliding_window"),
+        softcap=options.get("softcap"),
+        sinks=options.get("s_aux"),
+    )
+    plan: StepPlan | None = options.get(PLAN_ARGUMENT)
     if plan is None:
-        return _plain_attention(
-            query_1QTD, key_1HTD, value_1HTD, kwargs.get(PROBE_ARGUMENT), scaling, sliding_window, softcap, s_aux
-        )
+        if (seen := options.get(PROBE_ARGUMENT)) is not None:
+            seen.append((key_1HTD, value_1HTD))
+        mask_TT = window_mask(query_1QTD.shape[2], rule.window, query_1QTD.device)
+        whole_1QTD = rule.attend(query_1QTD, key_1HTD, value_1HTD, mask=mask_TT, causal=mask_TT is None)
+        return whole_1QTD.transpose(1, 2), None
     layer = plan.next_layer()
     layer.write(key_1HTD, value_1HTD, plan)
-    how: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks_Q": s_aux}
     decoded_RQD = None
     if plan.rows:
-        decoded_RQD = _attend_rows(query_1QTD, layer, plan, sliding_window, how)
+        decoded_RQD = _attend_rows(query_1QTD, layer, plan, rule)
         if not plan.segments:
             return decoded_RQD[None], None
     _, num_queries, num_tokens, _ = query_1QTD.shape
@@ -191,54 +220,29 @@ def slot_attention(
     for segment in plan.segments:
         span = slice(segment.offset, segment.offset + segment.length)
         end = segment.start + segment.length
-        whole = segment.start == 0 and sliding_window is None
-        seen_1QLD = scored_attention(
+        whole = segment.start == 0 and rule.window is None
+        seen_1QLD = rule.attend(
             query_1QTD[:, :, span],
             key_1HTD[:, :, span] if whole else layer.keys[segment.slot, None, :, :end],
             value_1HTD[:, :, span] if whole else layer.values[segment.slot, None, :, :end],
-            mask=None if whole else plan.segment_mask(segment.start, segment.length, sliding_window),
+            mask=None if whole else plan.segment_mask(segment.start, segment.length, rule.window),
             causal=whole,
-            **how,
         )
         out_TQD[span] = seen_1QLD[0].transpose(0, 1)
     return out_TQD[None], None
 
 
-def _attend_rows(
-    query_1QTD: torch.Tensor, layer: SlotLayer, plan: StepPlan, window: int | None, how: Mapping[str, Any]
-) -> torch.Tensor:
+def _attend_rows(query_1QTD: torch.Tensor, layer: SlotLayer, plan: StepPlan, rule: ScoreRule) -> torch.Tensor:
     """(R, Q, D) one query a row over its slot; the queries that share a key-value head go as one small matrix."""
     rows, num_queries = plan.rows, query_1QTD.shape[1]
     keys, values = layer.keys[:rows, :, : plan.extent], layer.values[:rows, :, : plan.extent]
-    if how["softcap"] is not None or how["sinks_Q"] is not None:
+    mask = plan.decode_mask(rule.window)
+    if not rule.plain:
         query_RQ1D = query_1QTD[0, :, :rows].transpose(0, 1)[:, :, None]
-        return scored_attention(query_RQ1D, keys, values, mask=plan.decode_mask(window), causal=False, **how)[:, :, 0]
+        return rule.attend(query_RQ1D, keys, values, mask=mask, causal=False)[:, :, 0]
     query_RHGD = query_1QTD[0, :, :rows].transpose(0, 1).reshape(rows, layer.num_heads, -1, query_1QTD.shape[-1])
-    seen_RHGD = F.scaled_dot_product_attention(
-        query_RHGD, keys, values, attn_mask=plan.decode_mask(window), scale=how["scale"]
-    )
+    seen_RHGD = F.scaled_dot_product_attention(query_RHGD, keys, values, attn_mask=mask, scale=rule.scale)
     return seen_RHGD.reshape(rows, num_queries, -1)
-
-
-def _plain_attention(
-    query_BQTD: torch.Tensor,
-    key_BHTD: torch.Tensor,
-    value_BHTD: torch.Tensor,
-    seen: list[tuple[torch.Tensor, torch.Tensor]] | None,
-    scaling: float | None,
-    window: int | None,
-    softcap: float | None,
-    sinks_Q: torch.Tensor | None,
-) -> tuple[torch.Tensor, None]:
-    """Causal attention of whole sequences; notes its keys and values in `seen`."""
-    if seen is not None:
-        seen.append((key_BHTD, value_BHTD))
-    mask_TT = window_mask(query_BQTD.shape[2], window, query_BQTD.device)
-    out_BQTD = scored_attention(
-        query_BQTD, key_BHTD, value_BHTD, mask=mask_TT, causal=mask_TT is None, scale=scaling, softcap=softcap,
-        sinks_Q=sinks_Q,
-    )  # fmt: skip
-    return out_BQTD.transpose(1, 2), None
 
 
 def probe_layers(model: PreTrainedModel) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:

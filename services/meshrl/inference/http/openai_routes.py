@@ -12,7 +12,6 @@ import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any
 
 from aiohttp import web
 
@@ -125,7 +124,7 @@ class OpenAIRoutes:
         async with aclosing(self._serving.engine.generate(choice.request)) as stream:
             async for chunk in stream:
                 chunks.append(chunk)
-                texts.append(_settle(choice, chunk))
+                texts.append(_added_text(choice, chunk))
                 if choice.text.stopped:
                     break
         tokens = join(chunks) if choice.text.stopped else whole(chunks)
@@ -147,7 +146,7 @@ class OpenAIRoutes:
                 choice = choices[index]
                 if choice.text.stopped:
                     continue
-                text = _settle(choice, chunk)
+                text = _added_text(choice, chunk)
                 made += len(chunk.token_ids)
                 reason = FinishReason.STOP if choice.text.stopped else chunk.finish_reason
                 piece = _Piece(choice=choice, text=text, tokens=join([chunk]), finish_reason=reason)
@@ -158,13 +157,13 @@ class OpenAIRoutes:
         if body.stream_options is not None and body.stream_options.include_usage:
             yield json.dumps({**self._head(body, choices[0]), "choices": [], "usage": _usage(choices, made)})
 
-    def _event(self, body: ChatBody | CompletionBody, choice: _Choice, fields: dict[str, Any]) -> str:
+    def _event(self, body: ChatBody | CompletionBody, choice: _Choice, fields: dict[str, object]) -> str:
         head = self._head(body, choice)
         return json.dumps({**head, "choices": [{"index": choice.index, "finish_reason": None, **fields}]})
 
     # --- shapes -----------------------------------------------------------------------------
 
-    def _head(self, body: ChatBody | CompletionBody, choice: _Choice) -> dict[str, Any]:
+    def _head(self, body: ChatBody | CompletionBody, choice: _Choice) -> dict[str, object]:
         kind = "text_completion"
         if isinstance(body, ChatBody):
             kind = "chat.completion.chunk" if body.stream else "chat.completion"
@@ -175,8 +174,8 @@ class OpenAIRoutes:
             "model": self._serving.model_name,
         }
 
-    def _choice_json(self, body: ChatBody | CompletionBody, piece: _Piece, *, delta: bool = False) -> dict[str, Any]:
-        fields: dict[str, Any] = {"index": piece.choice.index, "finish_reason": piece.finish_reason}
+    def _choice_json(self, body: ChatBody | CompletionBody, piece: _Piece, *, delta: bool = False) -> dict[str, object]:
+        fields: dict[str, object] = {"index": piece.choice.index, "finish_reason": piece.finish_reason}
         fields["stop_reason"] = piece.tokens.stop_token_id
         fields["version_spans"] = spans_json(piece.tokens.version_spans)
         fields["prompt_version"] = piece.tokens.prompt_version
@@ -196,8 +195,8 @@ class OpenAIRoutes:
     def _name(self, body: ChatBody | CompletionBody, token_id: int) -> str:
         return f"token_id:{token_id}" if body.return_tokens_as_token_ids else self._codec.token_text(token_id)
 
-    def _chat_logprobs(self, body: ChatBody, tokens: Completion) -> list[dict[str, Any]]:
-        def entry(token_id: int, logprob: float) -> dict[str, Any]:
+    def _chat_logprobs(self, body: ChatBody, tokens: Completion) -> list[dict[str, object]]:
+        def entry(token_id: int, logprob: float) -> dict[str, object]:
             name = self._name(body, token_id)
             return {"token": name, "logprob": said(logprob), "bytes": list(name.encode())}
 
@@ -209,7 +208,7 @@ class OpenAIRoutes:
             entries.append({**entry(token_id, logprob), "top_logprobs": [entry(*top) for top in tops]})
         return entries
 
-    def _plain_logprobs(self, body: CompletionBody, piece: _Piece) -> dict[str, Any]:
+    def _plain_logprobs(self, body: CompletionBody, piece: _Piece) -> dict[str, object]:
         tokens = piece.tokens
         names = [self._name(body, token_id) for token_id in tokens.token_ids.tolist()]
         offsets = []
@@ -230,7 +229,7 @@ class OpenAIRoutes:
         }
 
 
-def _settle(choice: _Choice, chunk: TokenChunk) -> str:
+def _added_text(choice: _Choice, chunk: TokenChunk) -> str:
     """The text that a chunk adds. A stop token ends the completion and is not part of its text."""
     token_ids = chunk.token_ids.tolist()
     if chunk.stop_token_id is not None:

@@ -8,7 +8,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,8 @@ from meshrl.wire.completion_frame import FrameChoice
 from meshrl.wire.types import VersionSpan
 
 REMOVED_LOGPROB = -9999.0  # what vLLM says for a candidate that top_k, top_p or min_p removed: JSON has no infinity
+
+Scalar = TypeVar("Scalar", bound=np.generic)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -33,7 +35,7 @@ class Completion:
     finish_reason: FinishReason | None
     stop_token_id: int | None
     prompt_logprobs: NDArray[np.float32] | None
-    routed_experts: NDArray[Any] | None
+    routed_experts: NDArray[np.generic] | None
 
     @property
     def version(self) -> int | None:
@@ -72,14 +74,14 @@ def join(chunks: Sequence[TokenChunk]) -> Completion:
     )
 
 
-def _joined(parts: Sequence[NDArray[Any] | None]) -> NDArray[Any] | None:
+def _joined(parts: Sequence[NDArray[Scalar] | None]) -> NDArray[Scalar] | None:
     present = [part for part in parts if part is not None]
     if not present:
         return None
     return present[0] if len(present) == 1 else np.concatenate(present)
 
 
-def packed(values: NDArray[np.float32]) -> dict[str, Any]:
+def packed(values: NDArray[np.float32]) -> dict[str, object]:
     """The packed form that `renderers` reads: base64 of little-endian float32."""
     data = base64.b64encode(np.ascontiguousarray(values, "<f4").tobytes()).decode()
     return {"data": data, "shape": [len(values)], "dtype": "float32"}
@@ -123,7 +125,7 @@ def said(logprob: float) -> float:
     return logprob if math.isfinite(logprob) else REMOVED_LOGPROB
 
 
-def prompt_logprobs_json(token_ids: Sequence[int], logprobs: NDArray[np.float32]) -> list[dict[str, Any] | None]:
+def prompt_logprobs_json(token_ids: Sequence[int], logprobs: NDArray[np.float32]) -> list[dict[str, object] | None]:
     """Logprobs (P,) of the prompt's tokens as vLLM says them: an entry a token, none for the first."""
     return [
         None if math.isnan(logprob) else {str(token): {"logprob": said(logprob), "rank": None, "decoded_token": None}}
@@ -131,7 +133,7 @@ def prompt_logprobs_json(token_ids: Sequence[int], logprobs: NDArray[np.float32]
     ]
 
 
-def routed_experts_text(experts: NDArray[Any]) -> str:
+def routed_experts_text(experts: NDArray[np.generic]) -> str:
     """Chosen experts (T, layers, experts) as vLLM says them: base64 of a .npy file."""
     file = io.BytesIO()
     np.save(file, experts, allow_pickle=False)
@@ -152,7 +154,7 @@ def frame_choice(completion: Completion, *, logprobs: bool) -> FrameChoice:
 
 def token_choice_json(index: int, completion: Completion, *, logprobs: bool, packed_only: bool) -> str:
     """One choice of the token-in route, as JSON text."""
-    fields: dict[str, Any] = {
+    fields: dict[str, object] = {
         "index": index,
         "finish_reason": completion.finish_reason,
         "stop_reason": completion.stop_token_id,

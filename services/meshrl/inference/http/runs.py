@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
 from contextlib import aclosing, asynccontextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from aiohttp import web
 from loguru import logger
@@ -186,7 +186,7 @@ STATUS_OF: dict[Reason, int] = {
 }
 
 
-def error_body(error: MeshError) -> dict[str, Any]:
+def error_body(error: MeshError) -> dict[str, object]:
     """OpenAI's error shape; `reason` is the catalogue's name."""
     status = STATUS_OF.get(error.reason, 500)
     kind = {400: "invalid_request_error", 429: "rate_limit_error"}.get(status, "server_error")

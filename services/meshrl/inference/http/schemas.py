@@ -6,9 +6,9 @@ Unknown keys are ignored, as OpenAI clients send more than an engine needs. A kn
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self, TypeVar
+from typing import Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
 from meshrl.inference.engine import SamplingParams
 from meshrl.wire.errors import MeshError, Reason
@@ -42,7 +42,7 @@ class SamplingFields(BaseModel):
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     prompt_logprobs: int | None = Field(default=None, ge=0, le=1)
-    extra_args: dict[str, Any] | None = None
+    extra_args: dict[str, JsonValue] | None = None
 
     @model_validator(mode="after")
     def _supported(self) -> Self:
@@ -117,8 +117,8 @@ class GenerateBody(BaseModel):
     sampling_params: TokenSampling = TokenSampling()
     stream: bool = False
     return_token_ids: bool = False
-    features: dict[str, Any] | None = None
-    content_parts: list[Any] | None = None
+    features: dict[str, JsonValue] | None = None
+    content_parts: list[JsonValue] | None = None
 
     @model_validator(mode="after")
     def _text_only(self) -> Self:
@@ -146,8 +146,8 @@ class _TextBody(SamplingFields):
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     max_completion_tokens: int | None = Field(default=None, ge=1)
-    response_format: Any = None
-    structured_outputs: Any = None
+    response_format: JsonValue = None
+    structured_outputs: JsonValue = None
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -171,15 +171,15 @@ class _TextBody(SamplingFields):
 class ChatBody(_TextBody):
     """POST /v1/chat/completions."""
 
-    messages: list[dict[str, Any]] = Field(min_length=1)
-    tools: Any = None
-    tool_choice: Any = None
-    functions: Any = None
-    function_call: Any = None
+    messages: list[dict[str, JsonValue]] = Field(min_length=1)
+    tools: JsonValue = None
+    tool_choice: JsonValue = None
+    functions: JsonValue = None
+    function_call: JsonValue = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_ALTERNATIVES)
     chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, JsonValue] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
 
@@ -198,7 +198,7 @@ class ChatBody(_TextBody):
         return self
 
     @property
-    def template_arguments(self) -> dict[str, Any]:
+    def template_arguments(self) -> dict[str, JsonValue]:
         """What the request gives to the chat template beside its messages."""
         own = {} if self.chat_template is None else {"chat_template": self.chat_template}
         return {**(self.chat_template_kwargs or {}), **own}

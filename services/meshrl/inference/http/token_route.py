@@ -17,7 +17,6 @@ import json
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any
 
 from aiohttp import web
 
@@ -44,7 +43,13 @@ class TokenRoute:
             completions = await gather([self._serving.complete(each) for each in requests])
         request_id, version = requests[0].request_id, completions[0].version
         if body.sampling_params.fits_a_frame and MEDIA_TYPE in request.headers.get("Accept", ""):
-            return frame_answer(self._frame(body, request_id, completions), version)
+            logprobs = body.sampling_params.logprobs is not None
+            frame = CompletionFrame(
+                request_id=request_id,
+                prompt_tokens=len(body.token_ids),
+                choices=tuple(frame_choice(completion, logprobs=logprobs) for completion in completions),
+            )
+            return frame_answer(frame, version)
         return json_answer(self._answer(body, request_id, completions), version)
 
     def _requests(self, body: GenerateBody) -> list[GenerateRequest]:
@@ -64,17 +69,9 @@ class TokenRoute:
             for index in range(sampling.n)
         ]
 
-    def _frame(self, body: GenerateBody, request_id: str, completions: list[Completion]) -> CompletionFrame:
-        logprobs = body.sampling_params.logprobs is not None
-        return CompletionFrame(
-            request_id=request_id,
-            prompt_tokens=len(body.token_ids),
-            choices=tuple(frame_choice(completion, logprobs=logprobs) for completion in completions),
-        )
-
     def _answer(self, body: GenerateBody, request_id: str, completions: list[Completion]) -> str:
         made = sum(len(completion.token_ids) for completion in completions)
-        fields: dict[str, Any] = {
+        fields: dict[str, object] = {
             "request_id": request_id,
             "model": self._serving.model_name,
             "usage": {
@@ -90,7 +87,7 @@ class TokenRoute:
         choices = [self._choice(body, index, completion) for index, completion in enumerate(completions)]
         return f'{json.dumps(fields)[:-1]},"choices":[{",".join(choices)}]}}'
 
-    def _prompt_logprobs(self, body: GenerateBody, completion: Completion) -> list[dict[str, Any] | None] | None:
+    def _prompt_logprobs(self, body: GenerateBody, completion: Completion) -> list[dict[str, object] | None] | None:
         if body.sampling_params.prompt_logprobs is None:
             return None
         if completion.prompt_logprobs is None:

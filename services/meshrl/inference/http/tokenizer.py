@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any
 
+from pydantic import JsonValue
 from transformers import PreTrainedTokenizerBase
 
 from meshrl.inference.http.tokenizer_pool import TokenizerPool
@@ -45,9 +45,13 @@ class TextCodec:
         return await self._pool.run(lambda tokenizer: _ids(tokenizer, text, add_special_tokens))
 
     async def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], *, arguments: Mapping[str, Any], add_generation_prompt: bool,
+        self,
+        messages: Sequence[Mapping[str, JsonValue]],
+        *,
+        arguments: Mapping[str, JsonValue],
+        add_generation_prompt: bool,
         continue_final_message: bool = False,
-    ) -> tuple[int, ...]:  # fmt: skip
+    ) -> tuple[int, ...]:
         """Token ids of a conversation; `arguments` go to the chat template under their names.
 
         Raises: MeshError INVALID_REQUEST when the template fails on them, when there is none, or for what is too long.
@@ -70,7 +74,7 @@ class TextCodec:
 
         return await self._pool.run(work)
 
-    def _check_size(self, value: Any) -> None:
+    def _check_size(self, value: object) -> None:
         size = _text_bytes(value)
         if size > self._max_prompt_bytes:
             raise MeshError(
@@ -79,7 +83,7 @@ class TextCodec:
                 "less, send token ids, or start the server with a larger inference.max_prompt_bytes",
             )
 
-    def _check_arguments(self, arguments: Mapping[str, Any]) -> None:
+    def _check_arguments(self, arguments: Mapping[str, JsonValue]) -> None:
         if arguments.get("chat_template") is not None and not self._trust_request_chat_template:
             raise MeshError(
                 Reason.INVALID_REQUEST,
@@ -106,7 +110,7 @@ def _ids(tokenizer: PreTrainedTokenizerBase, text: str, add_special_tokens: bool
     return tuple(tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
 
-def _text_bytes(value: Any) -> int:
+def _text_bytes(value: object) -> int:
     """Bytes of all texts in a JSON value, keys included."""
     if isinstance(value, str):
         return len(value.encode(errors="surrogatepass"))
@@ -132,7 +136,7 @@ class TextStream:
         self._held = ""
 
     def push(self, token_ids: Sequence[int], *, last: bool = False) -> str:
-        """The text that these tokens settle; with `last` also what was held back."""
+        """The text that these tokens add for good; with `last` also what was held back."""
         if self.stopped:
             return ""
         self._token_ids += token_ids
@@ -143,12 +147,12 @@ class TextStream:
                 self.stopped = True
                 self._held = self._held[:at]
         if last or self.stopped:
-            settled, self._held = self._held, ""
-            return settled
+            ready, self._held = self._held, ""
+            return ready
         keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
         cut = len(self._held) - keep
-        settled, self._held = self._held[:cut], self._held[cut:]
-        return settled
+        ready, self._held = self._held[:cut], self._held[cut:]
+        return ready
 
     def _new_text(self, last: bool) -> str:
         before = self._decode(self._token_ids[self._context : self._decoded])

@@ -14,7 +14,7 @@ import ctypes
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import TypeVar, cast
 
 from transformers import PreTrainedTokenizerBase
 
@@ -24,6 +24,8 @@ LOOK_S = 0.05
 
 Result = TypeVar("Result")
 Work = Callable[[PreTrainedTokenizerBase], Result]
+_Ended = tuple[PreTrainedTokenizerBase | None, Result | None, Exception | None]
+"""The copy of the tokenizer, where one was made, and the work's result or error."""
 
 
 class _Overrun(BaseException):
@@ -48,7 +50,7 @@ class TokenizerPool:
         await self._places.acquire()
         tokenizer = self._free.pop() if self._free else None
         loop = asyncio.get_running_loop()
-        done: asyncio.Future[tuple[PreTrainedTokenizerBase | None, Any, Exception | None]] = loop.create_future()
+        done: asyncio.Future[_Ended[Result]] = loop.create_future()
         thread = threading.Thread(target=self._work, args=(work, tokenizer, loop, done), daemon=True, name="tokenizer")
         try:
             thread.start()
@@ -74,15 +76,16 @@ class TokenizerPool:
             self._free.append(used)
         if error is not None:
             raise error
-        result_of_work: Result = result
-        return result_of_work
+        return cast("Result", result)
 
     def _work(
-        self, work: Work[Any], tokenizer: PreTrainedTokenizerBase | None, loop: asyncio.AbstractEventLoop,
-        done: asyncio.Future[Any],
+        self, work: Work[Result], tokenizer: PreTrainedTokenizerBase | None, loop: asyncio.AbstractEventLoop,
+        done: asyncio.Future[_Ended[Result]],
     ) -> None:  # fmt: skip
         with suppress(_Overrun):  # nobody waits for the result any more
-            used, result, failure = tokenizer, None, None
+            used = tokenizer
+            result: Result | None = None
+            failure: Exception | None = None
             try:
                 used = copy.deepcopy(self._original) if used is None else used
                 result = work(used)
