@@ -121,7 +121,7 @@ def engine_result(model: PreTrainedModel, plain: PreTrainedModel) -> Result:
     for prompt, completion in zip(prompts, completions, strict=True):
         expected = plain_logprobs(plain, [*prompt, *completion.token_ids.tolist()])[len(prompt) - 1 :]
         apart = max(apart, float((torch.from_numpy(completion.logprobs) - expected).abs().max()))
-    return Result(way="slots" if isinstance(engine._runner, SlotRunner) else "recomputed", apart=apart)
+    return Result(way="slots" if isinstance(engine._steps.runner, SlotRunner) else "recomputed", apart=apart)
 
 
 def complete_all(engine: EmbeddedEngine, prompts: Sequence[Sequence[int]]) -> list[TokenChunk]:

@@ -17,7 +17,7 @@ def make_engine() -> EmbeddedEngine:
 
 def break_model(engine: EmbeddedEngine, *, after_steps: int) -> None:
     """From that many steps on the model raises, as one that meets shapes it cannot run."""
-    step, left = engine._runner.step, [after_steps]
+    step, left = engine._steps.runner.step, [after_steps]
 
     def failing(*args, **kwargs):
         left[0] -= 1
@@ -25,7 +25,7 @@ def break_model(engine: EmbeddedEngine, *, after_steps: int) -> None:
             raise RuntimeError("shapes do not fit")
         return step(*args, **kwargs)
 
-    engine._runner.step = failing  # type: ignore[method-assign]  # stands for a model that fails
+    engine._steps.runner.step = failing  # type: ignore[method-assign]  # stands for a model that fails
 
 
 async def test_requests_running_and_waiting_hear_that_the_thread_died() -> None:
@@ -38,7 +38,7 @@ async def test_requests_running_and_waiting_hear_that_the_thread_died() -> None:
     assert [type(failure) for failure in failures] == [MeshError] * 5
     assert {failure.reason for failure in failures} == {Reason.ENGINE_FAILED}
     assert engine.in_flight == 0
-    await asyncio.to_thread(engine._thread.join, DEADLINE_S)
+    await engine._steps.join()
     assert engine.lost == "its thread ended: RuntimeError: shapes do not fit"
     await engine.close()
 
@@ -51,7 +51,7 @@ async def test_requests_hear_of_it_though_the_table_is_damaged(monkeypatch: pyte
         raise IndexError("slots are half moved")
 
     break_model(engine, after_steps=2)
-    monkeypatch.setattr(engine._table, "remove", damaged)
+    monkeypatch.setattr(engine._steps.table, "remove", damaged)
     engine.start()
     requests = [collect(engine, ask([3, 4, 5 + index], max_tokens=20)) for index in range(4)]
     async with asyncio.timeout(DEADLINE_S):
@@ -68,8 +68,8 @@ async def test_request_that_comes_while_the_thread_dies_hears_of_it() -> None:
     async with asyncio.timeout(DEADLINE_S):
         with pytest.raises(MeshError):
             await collect(engine, ask([3, 4, 5]))
-        await asyncio.to_thread(engine._thread.join)
-        engine._unfit = None  # as a request saw it that was checked just before
+        await engine._steps.join()
+        engine._steps.unfit = None  # as a request saw it that was checked just before
         with pytest.raises(MeshError) as late:
             await collect(engine, ask([3, 4, 5]))
     assert late.value.reason is Reason.ENGINE_FAILED

@@ -1,0 +1,232 @@
+"""The thread of the embedded engine: steps the model, and between two steps takes requests and commands.
+
+Fed by `engine` through an inbox that it empties before each step; what a step produced goes back to the event loop in
+one call. A command runs between two steps and never inside one. If a step fails the thread ends, and every request and
+command, whenever it comes, is answered with an error that says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from loguru import logger
+
+from meshrl.inference.embedded.runner import ModelRunner
+from meshrl.inference.embedded.slots import RequestRow, SlotTable
+from meshrl.inference.engine import FinishReason
+from meshrl.wire.errors import MeshError, Reason
+
+COMMAND_DEADLINE_S = 60.0
+UNKNOWN_VERSION = -1
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, eq=False)
+class _Submit:
+    row: RequestRow
+
+
+@dataclass(frozen=True, eq=False)
+class _Cancel:
+    row: RequestRow
+
+
+@dataclass(frozen=True, eq=False)
+class _Call(Generic[Result]):
+    """Runs on the thread between two steps; the result goes into the future."""
+
+    function: Callable[[], Result]
+    done: Future[Result]
+
+    def run(self) -> None:
+        if self.done.set_running_or_notify_cancel():
+            try:
+                self.done.set_result(self.function())
+            except Exception as error:  # noqa: BLE001 - belongs to whoever called, not to this thread
+                self.done.set_exception(error)
+
+    def refuse(self, error: MeshError) -> None:
+        if self.done.set_running_or_notify_cancel():
+            self.done.set_exception(error)
+
+
+@dataclass
+class StepCounts:
+    """Totals since the start."""
+
+    tokens: int = 0
+    prefilled: int = 0
+    finished: int = 0
+    steps: int = 0
+    busy_s: float = 0.0
+
+
+class StepThread:
+    """Steps `runner` over the requests in `table` while it is not `paused`; at most `budget` prompt tokens a step.
+
+    `version` names the live weights for what is sampled; it and `paused` are changed by commands only.
+    """
+
+    def __init__(self, runner: ModelRunner, *, budget: int, version: int | None) -> None:
+        self.runner = runner
+        self.table = SlotTable(num_slots=runner.num_slots, max_len=runner.max_len, store=runner.cache)
+        self.version = version
+        self.paused = False
+        self.unfit: str | None = None  # why nothing may be served: a step or a swap of weights failed
+        self.counts = StepCounts()
+        self._budget = budget
+        self._inbox: queue.SimpleQueue[_Submit | _Cancel | _Call[Any] | None] = queue.SimpleQueue()
+        self._outbox: list[Callable[[], None]] = []
+        self._over: MeshError | None = None  # what is answered once the thread takes nothing any more
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    # --- from the event loop ----------------------------------------------------------------
+
+    def start(self) -> None:
+        """Starts the thread; what it produces goes to the running loop."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def submit(self, row: RequestRow) -> None:
+        self._put(_Submit(row))
+
+    def cancel(self, row: RequestRow) -> None:
+        self._inbox.put(_Cancel(row))
+
+    async def call(self, function: Callable[[], Result]) -> Result:
+        """Runs `function` between two steps. Raises what it raises, and MeshError ENGINE_FAILED without a thread."""
+        if not self.alive:
+            raise MeshError(Reason.ENGINE_FAILED, "the engine's thread is not running; start or restart the engine")
+        call = _Call(function, Future[Result]())
+        self._put(call)
+        return await asyncio.wait_for(asyncio.wrap_future(call.done), COMMAND_DEADLINE_S)
+
+    async def stop(self) -> None:
+        """Aborts the requests that are left and ends the thread."""
+        self._inbox.put(None)
+        await self.join()
+
+    async def join(self) -> None:
+        """Waits for the thread's end."""
+        await asyncio.to_thread(self._thread.join, COMMAND_DEADLINE_S)
+
+    def _put(self, item: _Submit | _Call[Any]) -> None:
+        """Into the inbox; when the thread has emptied it for the last time, the item is answered here."""
+        self._inbox.put(item)
+        if self._over is not None:
+            self._refuse_inbox(self._over)
+            self._flush()
+
+    # --- on the thread ----------------------------------------------------------------------
+
+    def defer(self, delivery: Callable[[], None]) -> None:
+        """Calls `delivery` on the event loop, after this step."""
+        self._outbox.append(delivery)
+
+    def fail_all(self, error: MeshError) -> None:
+        """Ends every request with `error`."""
+        for row in [*reversed(self.table.rows), *self.table.waiting]:
+            row.fail(error)
+            self.table.remove(row)
+
+    def _run(self) -> None:
+        try:
+            while self._take_inbox():
+                if not self.paused and self._has_work():
+                    self._step()
+                self._flush()
+        except Exception as error:  # noqa: BLE001 - the thread is the engine: its requests must learn that it is gone
+            logger.exception("the engine's thread failed")
+            self.unfit = f"{type(error).__name__}: {error}"
+            self._over = MeshError(Reason.ENGINE_FAILED, f"the engine failed: {self.unfit}")
+            for row in [*self.table.rows, *self.table.waiting]:  # which stay: what failed may have damaged the table
+                row.fail(self._over)
+        else:
+            self._over = MeshError(Reason.DRAINING, "this engine has shut down")
+            for row in [*self.table.rows, *self.table.waiting]:
+                row.deliver(self.table.chunk(row, FinishReason.ABORT))
+        self._refuse_inbox(self._over)
+        self._flush()
+
+    def _has_work(self) -> bool:
+        return bool(self.table.occupied or self.table.waiting)
+
+    def _take_inbox(self) -> bool:
+        """Empties the inbox, waiting for a first item when there is nothing to compute; False: stop."""
+        idle = self.paused or not self._has_work()
+        while True:
+            try:
+                item = self._inbox.get(block=idle)
+            except queue.Empty:
+                return True
+            idle = False
+            if item is None:
+                return False
+            if isinstance(item, _Submit):
+                self.table.waiting.append(item.row)
+            elif isinstance(item, _Cancel):
+                self.table.remove(item.row)
+            else:
+                item.run()
+
+    def _step(self) -> None:
+        started = time.perf_counter()
+        pieces = self.table.schedule(self._budget)
+        output = self.runner.step(self.table, pieces)
+        self.table.prefilled(pieces)
+        if output is not None:
+            version = UNKNOWN_VERSION if self.version is None else self.version
+            self.counts.tokens += len(output.token_ids)
+            left = self.table.absorb(
+                output.token_ids, output.logprobs, output.raw_logprobs, output.alternatives, version
+            )
+            self.counts.finished += len(left)
+            if broken := [row for row, reason in left if reason is None]:
+                self._fail_broken(broken)
+        self.counts.prefilled += sum(len(piece.tokens) for piece in pieces)
+        self.counts.steps += 1
+        self.counts.busy_s += time.perf_counter() - started
+
+    def _fail_broken(self, rows: list[RequestRow]) -> None:
+        """Rows whose logits are not finite have left; freed slots are zeroed, since a mask does not stop a NaN."""
+        message = f"the model (version {self.version}) produced logits that are not finite; apply other weights"
+        logger.error("{}: {} requests failed", message, len(rows))
+        for slot in range(self.table.occupied, self.table.num_slots):
+            self.runner.cache.clear_slot(slot)
+        for row in rows:
+            row.fail(MeshError(Reason.ENGINE_FAILED, message))
+
+    def _refuse_inbox(self, error: MeshError) -> None:
+        """Answers what came in after the last step."""
+        while True:
+            try:
+                item = self._inbox.get_nowait()
+            except queue.Empty:
+                return
+            if isinstance(item, _Submit):
+                item.row.fail(error)
+            elif isinstance(item, _Call):
+                item.refuse(error)
+
+    def _flush(self) -> None:
+        """Hands what this step produced to the event loop, in one call."""
+        if not self._outbox or self._loop is None:
+            return
+        deliveries, self._outbox = self._outbox, []
+        try:
+            self._loop.call_soon_threadsafe(lambda: [deliver() for deliver in deliveries])
+        except RuntimeError:  # the loop is closed: nobody is left to read
+            logger.debug("dropped {} deliveries after the event loop had closed", len(deliveries))
