@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from opentelemetry.trace import Tracer
 
+from meshrl.core.clock import Clock
+from meshrl.core.telemetry.monitor import Monitor
 from meshrl.orchestrator.config import OrchestratorConfig
+from meshrl.orchestrator.dispatch import GroupDispatcher
 from meshrl.orchestrator.evals import Evaluator
-from meshrl.orchestrator.peers.connect import Mesh
-from meshrl.orchestrator.peers.logprob_check import LogprobCheck
+from meshrl.orchestrator.finish import StepFinisher
+from meshrl.orchestrator.ledger.journal import Journal
+from meshrl.orchestrator.loop import RunLoop
+from meshrl.orchestrator.peers.batch_uploader import BatchUploader
+from meshrl.orchestrator.peers.connect import Mesh, Services
+from meshrl.orchestrator.peers.stale_groups import StaleGroups
+from meshrl.orchestrator.peers.version_relay import VersionRelay
 from meshrl.orchestrator.plan import PlanLimits, WorkPlan
+from meshrl.orchestrator.reports.step_traces import StepTraces
+from meshrl.orchestrator.run import Run
+from meshrl.orchestrator.work.lost_groups import LostGroups
 from meshrl.orchestrator.work.screening import screen_finished
 from meshrl.orchestrator.work.staleness import StalenessLaw
 from meshrl.orchestrator.work.task_schedule import TaskSchedule, TrainSource
 from meshrl.sampling.retry import RunError
-from meshrl.sampling.sampler import GroupSampler
-from meshrl.wire.types import Sampling
+from meshrl.sampling.sampler import GroupSampler, SamplerDeadlines
 
 
 def make_plan(config: OrchestratorConfig, mesh: Mesh) -> WorkPlan:
@@ -54,27 +64,68 @@ def make_plan(config: OrchestratorConfig, mesh: Mesh) -> WorkPlan:
     )
 
 
-def sampling_by_environment(config: OrchestratorConfig) -> Mapping[str, Sampling]:
-    """An environment's own sampling over the run's; what both leave unset is the rollout service's to fill."""
-    return {env.resolved_name: env.sampling.to_wire().over(config.sampling.to_wire()) for env in config.train.env}
-
-
-def make_logprob_check(config: OrchestratorConfig) -> LogprobCheck:
-    """Holds the engines' logprobs against the trainer's."""
-    return LogprobCheck(config.logprob_check)
-
-
-def make_evaluator(
-    config: OrchestratorConfig, mesh: Mesh, sampler: GroupSampler, clock: Callable[[], float]
-) -> Evaluator | None:
-    """None when no evaluation is configured."""
-    if config.eval is None:
-        return None
-    return Evaluator(
-        config.eval,
+def build_loop(
+    config: OrchestratorConfig,
+    services: Services,
+    mesh: Mesh,
+    *,
+    journal: Journal,
+    monitor: Monitor,
+    tracer: Tracer,
+    clock: Clock | None = None,
+) -> RunLoop:
+    """The loop of the mesh's run, with everything it works with. Raises RunError when there is nothing to sample."""
+    clock = Clock() if clock is None else clock
+    run = Run(mesh.run, plan=make_plan(config, mesh), journal=journal, traces=StepTraces(tracer))
+    deadlines = config.deadlines
+    sampler = GroupSampler(
+        services.rollout,
+        address=config.services.rollout,
+        deadlines=SamplerDeadlines(
+            group_s=deadlines.group_s, retry_s=deadlines.retry_s, unreachable_s=deadlines.unreachable_s
+        ),
+        engine_pool=config.engine_pool,
+        clock=clock,
+    )
+    dispatcher = GroupDispatcher(
+        run,
         sampler,
-        mesh.environments,
-        deadline_s=config.deadlines.eval_s,
-        seed=config.seed,
+        config=config,
+        vocab_size=mesh.trainer.vocab_size or None,
+        stale=StaleGroups(services.rollout),
+        lost=LostGroups(config, clock),
+    )
+    uploader = BatchUploader(services.trainer, run, address=config.services.trainer, deadlines=deadlines, clock=clock)
+    relay = VersionRelay(services.weights, config=config, run_id=run.run_id, clock=clock)
+    evaluator = None
+    if config.eval is not None:
+        evaluator = Evaluator(
+            config.eval,
+            sampler,
+            mesh.environments,
+            deadline_s=deadlines.eval_s,
+            seed=config.seed,
+            monitor=monitor,
+            clock=clock,
+        )
+    finisher = StepFinisher(
+        run,
+        config=config,
+        uploader=uploader,
+        relay=relay,
+        dispatcher=dispatcher,
+        evaluator=evaluator,
+        monitor=monitor,
+        clock=clock,
+    )
+    return RunLoop(
+        run,
+        config,
+        mesh.trainer,
+        dispatcher=dispatcher,
+        uploader=uploader,
+        relay=relay,
+        finisher=finisher,
+        evaluator=evaluator,
         clock=clock,
     )

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from loguru import logger
 
+from meshrl.core.clock import Clock
 from meshrl.core.config.shared import EnvConfig
+from meshrl.core.telemetry.monitor import Monitor
 from meshrl.orchestrator.config import EvalConfig
 from meshrl.orchestrator.reports.step_record import Metrics
 from meshrl.sampling.groups import GroupTicket, RolloutGroup, TaskRef
@@ -33,23 +35,40 @@ class Evaluator:
         *,
         deadline_s: float,
         seed: int,
-        clock: Callable[[], float],
+        monitor: Monitor,
+        clock: Clock,
     ) -> None:
+        self.busy = False
+        """Whether an evaluation runs now."""
         self._config = config
         self._sampler = sampler
         self._environments = environments
         self._deadline_s = deadline_s
         self._seed = seed
+        self._monitor = monitor
         self._clock = clock
         self._one_at_a_time = asyncio.Lock()
         self._slots = asyncio.Semaphore(max(1, config.max_inflight_rollouts // config.group_size))
 
     def due(self, step: int) -> bool:
+        """Whether this step's version is evaluated during the run."""
         return step % self._config.interval == 0
 
-    async def evaluate(self, *, version: int) -> Metrics:
-        """Scores of every environment, answered by `version` or newer. Raises RunError when it takes too long."""
-        began_s = self._clock()
+    def due_before(self, version: int) -> bool:
+        """Whether the version that training begins with is evaluated."""
+        return self._config.eval_base and version == 0
+
+    def due_after(self, last_step: int) -> bool:
+        """Whether the last version is evaluated once training is over, because it was not during the run."""
+        return self._config.eval_final and last_step > 0 and not self.due(last_step)
+
+    async def evaluate(self, step: int, *, version: int) -> None:
+        """Scores every environment, answered by `version` or newer, and writes a record of its own under `step`.
+
+        Raises RunError when it takes too long.
+        """
+        self.busy = True
+        began_s = self._clock.now()
         try:
             async with self._one_at_a_time, asyncio.timeout(self._deadline_s):
                 scores = [await self._environment(env, version) for env in self._config.env]
@@ -59,7 +78,9 @@ class Evaluator:
                 " lower orchestrator.eval.num_examples or raise orchestrator.deadlines.eval_s"
             ) from None
         metrics = {name: value for part in scores for name, value in part.items()}
-        return metrics | {"time/eval": self._clock() - began_s, "eval/version": float(version)}
+        metrics |= {"time/eval": self._clock.now() - began_s, "eval/version": float(version)}
+        self.busy = False
+        await asyncio.to_thread(self._monitor.log, step, metrics)
 
     async def _environment(self, env: EnvConfig, version: int) -> Metrics:
         name = env.resolved_name

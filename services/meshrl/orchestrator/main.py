@@ -17,9 +17,9 @@ from meshrl.core.rpc.serve import GrpcServer, run
 from meshrl.core.telemetry.logs import setup_logging
 from meshrl.core.telemetry.monitor import ConsoleSink, JsonlSink, Monitor, Sink, WandbSink
 from meshrl.core.telemetry.tracing import setup_tracing
+from meshrl.orchestrator.build import build_loop
 from meshrl.orchestrator.config import OrchestratorConfig
 from meshrl.orchestrator.ledger.open_run import open_journal
-from meshrl.orchestrator.loop import RunLoop
 from meshrl.orchestrator.peers.connect import Mesh, Services, connect, meet
 from meshrl.orchestrator.reports.bench_table import summary_table
 from meshrl.sampling.retry import RunError
@@ -80,15 +80,15 @@ async def _train(
     journal = await asyncio.to_thread(open_journal, config, mesh)
     monitor = await asyncio.to_thread(open_monitor, config, layout)
     try:
-        loop = RunLoop(config, services, mesh, journal=journal, monitor=monitor, tracer=tracer)
+        loop = build_loop(config, services, mesh, journal=journal, monitor=monitor, tracer=tracer)
         say_ready()
-        if await _until(stop, loop.run()) is None:
-            logger.info(f"stopped before step {loop.plan.next_step} was complete")
+        if await _until(stop, loop.train()) is None:
+            logger.info(f"stopped before step {loop.run.plan.next_step} was complete")
         else:
-            logger.success(f"trained up to step {loop.plan.next_step - 1}")
+            logger.success(f"trained up to step {loop.run.plan.next_step - 1}")
         journal.end()  # not after an error: whoever is started next goes on with what is open
         if config.bench:
-            logger.info("bench:\n" + summary_table(loop.records))
+            logger.info("bench:\n" + summary_table(loop.finisher.records))
     finally:
         logger.info(f"rollouts: {journal.balance()}")
         await asyncio.to_thread(journal.close)

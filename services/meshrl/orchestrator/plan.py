@@ -167,7 +167,7 @@ class WorkPlan:
         """The trainer restarted at `version`: engines come to serve it, or later ones made again."""
         self.active_version = min(self.active_version, version)
 
-    def doomed(self) -> list[str]:
+    def stale_in_flight(self) -> list[str]:
         """Groups in flight that began on a version too old for the next step: finishing them would be for nothing."""
         return [
             group_id

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from meshrl.client.backoff import Backoff
+from meshrl.core.clock import Clock
 from meshrl.wire.errors import MeshError, Reason
 
 T = TypeVar("T")
@@ -69,18 +70,17 @@ async def persist(
     call: Callable[[], Awaitable[T]],
     patience: Patience,
     *,
-    clock: Callable[[], float],
-    sleep: Callable[[float], Awaitable[None]],
+    clock: Clock,
 ) -> T:
     """Repeats `call` as patience allows. Raises the last MeshError."""
     while True:
         try:
             return await call()
         except MeshError as error:  # refused: patience knows whether to ask again
-            wait_s = patience.wait_s(error, clock())
+            wait_s = patience.wait_s(error, clock.now())
             if wait_s is None:
                 raise
-        await sleep(wait_s)
+        await clock.sleep(wait_s)
 
 
 def failed(service: str, address: str, doing: str, error: MeshError) -> RunError:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
 from loguru import logger
 
 from meshrl.client import RolloutClient
+from meshrl.core.clock import Clock
 from meshrl.sampling.groups import GroupTicket, RolloutGroup
 from meshrl.sampling.retry import Patience, failed
 from meshrl.wire.errors import MeshError, Reason
@@ -50,15 +51,13 @@ class GroupSampler:
         address: str,
         deadlines: SamplerDeadlines,
         engine_pool: str = "",
-        clock: Callable[[], float],
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        clock: Clock,
     ) -> None:
         self._client = client
         self._address = address
         self._deadlines = deadlines
         self._engine_pool = engine_pool
         self._clock = clock
-        self._sleep = sleep
 
     async def sample(
         self,
@@ -81,7 +80,7 @@ class GroupSampler:
             unreachable_s=self._deadlines.unreachable_s, retry_s=self._deadlines.retry_s, also=_NOT_TAKEN_UP
         )
         group = RolloutGroup(ticket=ticket)
-        began_s = self._clock()
+        began_s = self._clock.now()
         while True:
             request = self._request(ticket, sampling, traceparent, scores_only)
             try:
@@ -90,12 +89,12 @@ class GroupSampler:
             except MeshError as error:  # refused, or cut off: what came back stays
                 if group.rollouts or group.failures or error.reason in _GROUP_ERRORS:
                     return self._over(group, began_s, error)
-                wait_s = patience.wait_s(error, self._clock())
+                wait_s = patience.wait_s(error, self._clock.now())
                 if wait_s is None:
                     doing = f"running group {ticket.group_id} of {ticket.task.environment!r}"
                     raise failed("rollout service", self._address, doing, error) from error
                 logger.debug(f"group {ticket.group_id} refused, again in {wait_s:.2f} s: {error}")
-                await self._sleep(wait_s)
+                await self._clock.sleep(wait_s)
             except TimeoutError:  # the server kept neither its deadline nor the call's
                 return self._over(group, began_s, MeshError(Reason.DEADLINE_PASSED, "the group's stream did not end"))
             else:
@@ -143,7 +142,7 @@ class GroupSampler:
                 on_event(event)
 
     def _over(self, group: RolloutGroup, began_s: float, error: MeshError | None) -> RolloutGroup:
-        group.seconds = self._clock() - began_s
+        group.seconds = self._clock.now() - began_s
         if error is not None:
             group.cut_short = error.reason.name
             logger.warning(f"group {group.ticket.group_id} was cut short: {error}")

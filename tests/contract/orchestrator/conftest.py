@@ -13,9 +13,9 @@ from opentelemetry import trace
 from meshrl.core.config.shared import EnvConfig, ServerConfig, ServicesConfig
 from meshrl.core.rpc.serve import GrpcServer
 from meshrl.core.telemetry.monitor import JsonlSink, Monitor
+from meshrl.orchestrator.build import build_loop
 from meshrl.orchestrator.config import OrchestratorConfig, TrainEnvsConfig
 from meshrl.orchestrator.ledger.open_run import open_journal
-from meshrl.orchestrator.loop import RunLoop
 from meshrl.orchestrator.peers.connect import connect, meet
 from meshrl.v1 import rollout_pb2_grpc, trainer_pb2_grpc, weights_pb2_grpc
 from scripted_services import RolloutServicer, Script, TrainerServicer, WeightsServicer
@@ -135,7 +135,7 @@ def start(tmp_path: Path):
             journal = await asyncio.to_thread(open_journal, config, met)
             try:
                 tracer = trace.get_tracer("test")
-                yield RunLoop(config, services, met, journal=journal, monitor=monitor, tracer=tracer), journal
+                yield build_loop(config, services, met, journal=journal, monitor=monitor, tracer=tracer), journal
             finally:
                 await asyncio.to_thread(journal.close)
         finally:

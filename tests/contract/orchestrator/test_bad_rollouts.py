@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from loguru import logger
 
+from meshrl.core.clock import Clock
 from meshrl.orchestrator.ledger.audit import audit
 from meshrl.sampling.retry import RunError
 from meshrl.wire.types import Rollout, Sample, VersionSpan
@@ -102,7 +103,7 @@ async def test_a_rollout_that_cannot_be_trained_is_lost_alone(
     script.alter = lambda request, place, rollout: spoil(rollout) if place < 2 else rollout
     script.reward = lambda request, place: float(place == 2)
     async with start(make_config(mesh.services, max_steps=3)) as (loop, journal):
-        await asyncio.wait_for(loop.run(), 60.0)
+        await asyncio.wait_for(loop.train(), 60.0)
         journal.end()
     first_is_fine = kind == "the_id_of_another"  # the second of them is one too many
     report = audit(tmp_path)
@@ -134,7 +135,7 @@ async def test_a_batch_that_the_trainer_refuses_is_dissolved_and_the_run_goes_on
         spoil_tokens_of_first(request, place, rollout) if next(calls) < 30 else rollout
     )
     async with start(make_config(mesh.services, max_steps=6, max_async_level=level)) as (loop, journal):
-        await asyncio.wait_for(loop.run(), 60.0)
+        await asyncio.wait_for(loop.train(), 60.0)
         journal.end()
     assert script.refused_batches
     report = audit(tmp_path)
@@ -153,7 +154,7 @@ async def test_sound_rollouts_of_a_dissolved_batch_are_trained(mesh, script, mak
     """The last batch, when nothing else is left to do: what is missing is sampled anew."""
     script.refuses = lambda batch: batch.step == 3 and script.refused_batches.count(3) < 2
     async with start(make_config(mesh.services, max_steps=3, max_async_level=1)) as (loop, journal):
-        await asyncio.wait_for(loop.run(), 60.0)
+        await asyncio.wait_for(loop.train(), 60.0)
         journal.end()
     assert script.refused_batches == [3, 3]
     report = audit(tmp_path)
@@ -166,7 +167,7 @@ async def test_a_trainer_that_refuses_every_batch_ends_the_run(mesh, script, mak
     script.refuses = lambda batch: True
     async with start(make_config(mesh.services)) as (loop, _):
         with pytest.raises(RunError, match=r"refused 5 batches in a row.*step 1: INVALID_REQUEST: scripted"):
-            await asyncio.wait_for(loop.run(), 60.0)
+            await asyncio.wait_for(loop.train(), 60.0)
     assert script.refused_batches == [1] * 5
 
 
@@ -174,7 +175,7 @@ async def test_a_bad_batch_in_the_journal_does_not_stop_the_next_process(
     mesh, script, make_config, start, tmp_path, monkeypatch
 ) -> None:
     """As an orchestrator without the check at its door has left it: recorded, and refused at every start."""
-    monkeypatch.setattr("meshrl.orchestrator.loop.rollout_problems", lambda *_, **__: (), raising=False)
+    monkeypatch.setattr("meshrl.orchestrator.dispatch.rollout_problems", lambda *_, **__: ())
     spoiled: set[str] = set()
 
     def spoil(request, place, rollout):
@@ -187,7 +188,7 @@ async def test_a_bad_batch_in_the_journal_does_not_stop_the_next_process(
     deadlines = {"startup_s": 60.0, "unreachable_s": 60.0, "step_s": 60.0, "batch_s": 60.0, "activation_s": 60.0}
     config = make_config(mesh.services, max_steps=4, session="s1", checkpoint_interval=2, deadlines=deadlines)
     async with start(config) as (loop, _):
-        running = asyncio.create_task(loop.run())
+        running = asyncio.create_task(loop.train())
         await mesh.kill_trainer()  # nothing of what is recorded is uploaded
         await until_recorded(tmp_path, 2, running)
         running.cancel()
@@ -199,7 +200,7 @@ async def test_a_bad_batch_in_the_journal_does_not_stop_the_next_process(
     assert set(recorded.values()) == {1, 2}
     assert spoiled & recorded.keys()
     async with start(config) as (loop, journal):
-        await asyncio.wait_for(loop.run(), 60.0)
+        await asyncio.wait_for(loop.train(), 60.0)
         journal.end()
     assert set(script.refused_batches) <= {1, 2, 3}
     report = audit(tmp_path)
@@ -224,8 +225,8 @@ async def test_a_batch_made_anew_has_the_whole_time_of_a_batch(
     script.alter = pass_time
     deadlines = {"startup_s": 60.0, "unreachable_s": 60.0, "step_s": 60.0, "batch_s": 20.0, "activation_s": 60.0}
     async with start(make_config(mesh.services, max_steps=1, max_async_level=0, deadlines=deadlines)) as (loop, _):
-        monkeypatch.setattr(loop, "_clock", lambda: now_s)
-        await asyncio.wait_for(loop.run(), 40.0)
+        monkeypatch.setattr(loop, "_clock", Clock(now=lambda: now_s))
+        await asyncio.wait_for(loop.train(), 40.0)
     assert script.refused_batches == [1] * 4
     (line,) = step_lines(tmp_path)
     assert line["time/wait_for_rollouts"] > 20.0, "the record tells of all the waiting"
@@ -238,7 +239,7 @@ async def test_a_rollout_that_the_ledger_has_lost_is_counted_when_its_batch_is_d
     deadlines = {"startup_s": 5.0, "unreachable_s": 5.0, "step_s": 10.0, "batch_s": 10.0, "activation_s": 5.0}
     config = make_config(mesh.services, max_steps=2, session="s1", checkpoint_interval=2, deadlines=deadlines)
     async with start(config) as (loop, _):
-        running = asyncio.create_task(loop.run())
+        running = asyncio.create_task(loop.train())
         await mesh.kill_trainer()  # nothing of what is recorded is uploaded
         await until_recorded(tmp_path, 2, running)
         running.cancel()
@@ -251,7 +252,7 @@ async def test_a_rollout_that_the_ledger_has_lost_is_counted_when_its_batch_is_d
     )
     await mesh.start_trainer(0)
     async with start(config) as (loop, journal):
-        await asyncio.wait_for(loop.run(), 20.0)
+        await asyncio.wait_for(loop.train(), 20.0)
         assert journal.balance().open == 0
         journal.end()
     assert script.refused_batches == [1]

@@ -30,7 +30,7 @@ async def until(condition: Callable[[], bool]) -> None:
 async def test_every_level_trains_all_steps_within_the_law(mesh, script, make_config, start, tmp_path, level) -> None:
     config = make_config(mesh.services, max_async_level=level, max_steps=6)
     async with start(config) as (loop, ledger):
-        await loop.run()
+        await loop.train()
     assert sorted(script.batches) == [1, 2, 3, 4, 5, 6]
     assert all(len(set(rollouts)) == 8 for rollouts in script.batches.values())
     assert script.engine_version == 6
@@ -44,7 +44,7 @@ async def test_every_level_trains_all_steps_within_the_law(mesh, script, make_co
 
 async def test_level_zero_generates_nothing_before_the_version_is_active(mesh, script, make_config, start) -> None:
     async with start(make_config(mesh.services, max_async_level=0)) as (loop, _):
-        await loop.run()
+        await loop.train()
     assert set(staleness(script)) == {0}
     kinds = [kind for kind, _ in script.log]
     one_step = ["generate", "generate", "batch", "trained", "active"]
@@ -55,7 +55,7 @@ async def test_level_zero_generates_nothing_before_the_version_is_active(mesh, s
 async def test_level_one_generates_while_the_trainer_trains(mesh, script, make_config, start) -> None:
     script.step_s = 0.05
     async with start(make_config(mesh.services, max_async_level=1)) as (loop, _):
-        await loop.run()
+        await loop.train()
     before_first_version = script.log[: script.log.index(("trained", 1))]
     assert Counter(kind for kind, _ in before_first_version) == {"active": 1, "generate": 4, "batch": 2}
 
@@ -63,7 +63,7 @@ async def test_level_one_generates_while_the_trainer_trains(mesh, script, make_c
 async def test_refused_groups_are_asked_for_again_under_a_new_request_id(mesh, script, make_config, start) -> None:
     script.refusals = [Reason.OVERLOADED, Reason.DRAINING, Reason.VERSION_NOT_AVAILABLE, Reason.OVERLOADED]
     async with start(make_config(mesh.services, max_steps=2)) as (loop, ledger):
-        await loop.run()
+        await loop.train()
     assert script.refused == {"OVERLOADED": 2, "DRAINING": 1, "VERSION_NOT_AVAILABLE": 1}
     assert len({request.request_id for request in script.requests}) == len(script.requests)
     assert ledger.balance().trained == 16
@@ -72,7 +72,7 @@ async def test_refused_groups_are_asked_for_again_under_a_new_request_id(mesh, s
 async def test_zero_signal_groups_are_counted_and_replaced(mesh, script, make_config, start, tmp_path) -> None:
     script.reward = lambda request, place: float(place % 2) if request.task_index % 2 else 1.0
     async with start(make_config(mesh.services, max_async_level=1, max_steps=3)) as (loop, ledger):
-        await loop.run()
+        await loop.train()
     assert all(len(rollouts) == 8 for rollouts in script.batches.values())
     balance = ledger.balance()
     assert balance.exact
@@ -94,13 +94,13 @@ async def test_tasks_without_signal_end_the_run_with_the_flag_to_set(
     script.reward = lambda request, place: 1.0
     async with start(make_config(mesh.services, filters={"max_zero_signal_groups": 3})) as (loop, _):
         with pytest.raises(RunError, match=advice):
-            await loop.run()
+            await loop.train()
 
 
 async def test_a_group_survives_losses_and_errors_are_counted(mesh, script, make_config, start, tmp_path) -> None:
     script.fails = lambda request, place: place == 3
     async with start(make_config(mesh.services, max_steps=2)) as (loop, ledger):
-        await loop.run()
+        await loop.train()
     assert all(len(rollouts) == 6 for rollouts in script.batches.values())
     assert [line["errored_rollouts/all"] for line in records(tmp_path)] == [0.25, 0.25]
     assert ledger.balance().failed == {"ENVIRONMENT_FAILED": 4}
@@ -113,7 +113,7 @@ async def test_lost_groups_are_replaced_until_there_are_too_many(mesh, script, m
         with pytest.raises(
             RunError, match=r"4 groups in a row were lost to failures.*ENVIRONMENT_FAILED: scripted crash"
         ):
-            await loop.run()
+            await loop.train()
 
 
 async def test_groups_lost_to_an_engine_that_restarts_do_not_end_the_run(mesh, script, make_config, start) -> None:
@@ -123,7 +123,7 @@ async def test_groups_lost_to_an_engine_that_restarts_do_not_end_the_run(mesh, s
     patient = {"startup_s": 5.0, "unreachable_s": 60.0, "step_s": 60.0, "batch_s": 60.0, "activation_s": 5.0}
     config = make_config(mesh.services, filters={"max_lost_groups": 4}, deadlines=patient, max_steps=2)
     async with start(config) as (loop, ledger):
-        await asyncio.wait_for(loop.run(), 60.0)
+        await asyncio.wait_for(loop.train(), 60.0)
     assert ledger.balance().failed == {"ENGINE_FAILED": 48}
     assert ledger.balance().trained == 16
 
@@ -133,7 +133,7 @@ async def test_a_version_that_cannot_be_activated_is_skipped_where_the_law_allow
 ) -> None:
     script.broken_versions = {2}
     async with start(make_config(mesh.services, max_async_level=2, max_steps=5)) as (loop, _):
-        await loop.run()
+        await loop.train()
     assert [version for kind, version in script.log if kind == "active"] == [0, 1, 3, 4, 5]
     assert [line["weights/activated"] for line in records(tmp_path)] == [1.0, 0.0, 1.0, 1.0, 1.0]
     assert max(staleness(script)) <= 3
@@ -145,7 +145,7 @@ async def test_a_synchronous_run_ends_when_its_version_cannot_be_activated(mesh,
         with pytest.raises(
             RunError, match=r"step 3 needs version 2 on the engines \(max_async_level = 0\), but they serve"
         ):
-            await loop.run()
+            await loop.train()
 
 
 async def test_a_failed_step_ends_the_run_with_its_reason(mesh, script, make_config, start) -> None:
@@ -154,14 +154,14 @@ async def test_a_failed_step_ends_the_run_with_its_reason(mesh, script, make_con
         with pytest.raises(
             RunError, match=f"trainer at {mesh.services.trainer} failed step 2: STEP_FAILED: loss is NaN"
         ):
-            await loop.run()
+            await loop.train()
 
 
 async def test_stale_rollouts_are_dropped_and_replaced(mesh, script, make_config, start) -> None:
     script.step_s = 0.03
     config = make_config(mesh.services, max_async_level=2, max_off_policy_steps=0, max_steps=4)
     async with start(config) as (loop, ledger):
-        await loop.run()
+        await loop.train()
     assert set(staleness(script)) == {0}
     assert ledger.balance().dropped["stale"] > 0
     assert ledger.balance().exact
@@ -173,7 +173,7 @@ async def test_stale_rollouts_are_dropped_and_replaced(mesh, script, make_config
 async def test_a_dead_service_is_named_within_seconds(mesh, script, make_config, start, service, name) -> None:
     script.step_s = 0.05
     async with start(make_config(mesh.services, max_steps=None)) as (loop, _):
-        running = asyncio.create_task(loop.run())
+        running = asyncio.create_task(loop.train())
         await until(lambda: len(script.batches) >= 2)
         await mesh.servers[service].drain(grace_s=0.0)
         address = getattr(mesh.services, service)
@@ -184,7 +184,7 @@ async def test_a_dead_service_is_named_within_seconds(mesh, script, make_config,
 async def test_stopping_cancels_what_is_in_flight(mesh, script, make_config, start) -> None:
     script.rollout_s = 5.0
     async with start(make_config(mesh.services)) as (loop, ledger):
-        running = asyncio.create_task(loop.run())
+        running = asyncio.create_task(loop.train())
         await until(lambda: script.in_flight >= 6)
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -202,7 +202,7 @@ async def test_evaluations_run_before_between_and_after(mesh, script, make_confi
     evals = {"interval": 2, "env": [{"id": "held-out"}], "group_size": 2, "pass_threshold": 0.2}
     config = make_config(mesh.services, max_async_level=level, max_steps=3, eval=evals)
     async with start(config) as (loop, _):
-        await loop.run()
+        await loop.train()
     scores = {line["step"]: line for line in records(tmp_path) if "eval/held-out/avg@2" in line}
     assert sorted(scores) == [0, 2, 3]
     assert scores[0]["eval/held-out/avg@2"] == 0.25
@@ -236,7 +236,7 @@ async def test_groups_that_would_come_back_too_old_are_cancelled(mesh, script, m
     script.delay = lambda request: 0.3 if request.task_index % 3 == 0 and script.engine_version == 0 else 0.0
     config = make_config(mesh.services, max_async_level=2, max_off_policy_steps=0, max_steps=3)
     async with start(config) as (loop, ledger):
-        await loop.run()
+        await loop.train()
     assert script.cancelled_groups
     assert ledger.balance().cancelled > 0
     assert ledger.balance().exact
@@ -247,4 +247,4 @@ async def test_a_mesh_without_engines_is_said_so(mesh, script, make_config, star
     script.engines = 0
     async with start(make_config(mesh.services, deadlines={"startup_s": 0.3})) as (loop, _):
         with pytest.raises(RunError, match=r"weight hub at .* has 0 inference engines after 0.3 s, need 1; start `inf"):
-            await loop.run()
+            await loop.train()

@@ -31,7 +31,7 @@ async def test_a_stream_that_the_server_cancels_before_its_first_event_is_asked_
 
     script.cancels = cancels
     async with start(make_config(mesh.services, max_steps=3)) as (loop, journal):
-        await asyncio.wait_for(loop.run(), 60.0)
+        await asyncio.wait_for(loop.train(), 60.0)
         journal.end()
     report = audit(tmp_path)
     assert report.violations == (), report.table()
@@ -52,7 +52,7 @@ async def test_a_server_that_cancels_later_than_it_may_be_away_is_asked_again_al
     script.cancels = cancels
     deadlines = {"startup_s": 30.0, "unreachable_s": 0.01, "retry_s": 60.0, "step_s": 60.0, "batch_s": 60.0}
     async with start(make_config(mesh.services, max_steps=1, deadlines=deadlines)) as (loop, _):
-        await asyncio.wait_for(loop.run(), 60.0)
+        await asyncio.wait_for(loop.train(), 60.0)
     assert script.trained_version == 1
 
 
@@ -77,7 +77,7 @@ async def test_an_evaluation_repeats_what_it_has_lost(mesh, script, make_config,
 
     script.fails = fails
     async with start(make_config(mesh.services, max_steps=1, eval=eval_config())) as (loop, _):
-        await asyncio.wait_for(loop.run(), 60.0)
+        await asyncio.wait_for(loop.train(), 60.0)
     record = eval_record(tmp_path)
     assert sum(failed.values()) == 12
     assert (record["eval/echo/scored"], record["eval/echo/asked"]) == (12, 12)
@@ -88,7 +88,7 @@ async def test_an_evaluation_repeats_what_it_has_lost(mesh, script, make_config,
 async def test_an_evaluation_says_what_it_could_not_score(mesh, script, make_config, start, tmp_path, said) -> None:
     script.fails = lambda request, place: request.scores_only and request.task_index == 3
     async with start(make_config(mesh.services, max_steps=1, eval=eval_config())) as (loop, _):
-        await asyncio.wait_for(loop.run(), 60.0)
+        await asyncio.wait_for(loop.train(), 60.0)
     record = eval_record(tmp_path)
     assert (record["eval/echo/scored"], record["eval/echo/asked"]) == (10, 12)
     assert record["eval/echo/failed"] == pytest.approx(2 / 12)

@@ -12,12 +12,11 @@ import pytest
 from opentelemetry import trace
 
 from meshrl.core.telemetry.monitor import JsonlSink, Monitor
-from meshrl.orchestrator.build import make_plan
+from meshrl.orchestrator.build import build_loop, make_plan
 from meshrl.orchestrator.ledger.audit import audit
 from meshrl.orchestrator.ledger.open_run import open_journal
 from meshrl.orchestrator.ledger.submitted_steps import SubmittedSteps
 from meshrl.orchestrator.ledger.writer import ThreadedWriter
-from meshrl.orchestrator.loop import RunLoop
 from meshrl.orchestrator.peers.connect import connect, meet
 from meshrl.sampling.retry import RunError
 
@@ -51,8 +50,8 @@ class Orchestrator:
         met = await meet(self.config, services)
         writer = LosesTheRest(self.config.output_dir / "ledger.sqlite", flush_interval_s=0.02)
         journal = await asyncio.to_thread(open_journal, self.config, met, writer)
-        loop = RunLoop(self.config, services, met, journal=journal, monitor=monitor, tracer=trace.get_tracer("test"))
-        running = asyncio.create_task(loop.run())
+        loop = build_loop(self.config, services, met, journal=journal, monitor=monitor, tracer=trace.get_tracer("test"))
+        running = asyncio.create_task(loop.train())
         killing = asyncio.create_task(kill_when() if kill_when is not None else asyncio.Event().wait())
         try:
             await asyncio.wait({running, killing}, return_when=asyncio.FIRST_COMPLETED, timeout=45.0)

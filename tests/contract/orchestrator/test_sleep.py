@@ -21,7 +21,7 @@ async def test_engines_sleep_from_the_last_group_of_a_step_to_its_version(
 ) -> None:
     script.sleep_takes_s = 0.05
     async with start(make_config(mesh.services, max_async_level=0, sleep_engines=True)) as (loop, _):
-        await loop.run()
+        await loop.train()
     one_step = ["generate", "generate", "sleep", "batch", "trained", "active"]
     assert [kind for kind, _ in script.log] == ["active", *one_step * 4]
     assert [in_flight for kind, in_flight in script.log if kind == "sleep"] == [0] * 4
@@ -31,7 +31,7 @@ async def test_engines_sleep_from_the_last_group_of_a_step_to_its_version(
 @pytest.mark.parametrize("level", [0, 1])
 async def test_nobody_sleeps_unless_asked(mesh, script, make_config, start, tmp_path, level) -> None:
     async with start(make_config(mesh.services, max_async_level=level)) as (loop, _):
-        await loop.run()
+        await loop.train()
     assert "sleep" not in [kind for kind, _ in script.log]
     assert not any("time/sleep_engines" in line for line in records(tmp_path))
 
@@ -44,7 +44,7 @@ async def test_run_goes_on_when_engines_do_not_sleep(
     script.sleep_fails = reason
     config = make_config(mesh.services, max_async_level=0, sleep_engines=True, max_steps=2, deadlines=SHORT)
     async with start(config) as (loop, _):
-        await loop.run()
+        await loop.train()
     assert sorted(script.batches) == [1, 2]
     assert all("time/sleep_engines" in line for line in records(tmp_path))
 
@@ -56,7 +56,7 @@ async def test_hub_that_does_not_answer_costs_the_deadline(
     script.sleep_takes_s = 60.0
     config = make_config(mesh.services, max_async_level=0, sleep_engines=True, max_steps=1, deadlines=SHORT)
     async with start(config) as (loop, _):
-        await loop.run()
+        await loop.train()
     assert sorted(script.batches) == [1]
     assert 0.3 <= records(tmp_path)[0]["time/sleep_engines"] < 3.0
 
@@ -67,7 +67,7 @@ async def test_evaluations_and_sleep_do_not_meet(mesh, script, make_config, star
     script.reward = lambda request, place: float(place % 2)
     config = make_config(mesh.services, max_async_level=0, sleep_engines=True, max_steps=3, eval=evals)
     async with start(config) as (loop, _):
-        await loop.run()
+        await loop.train()
     assert [in_flight for kind, in_flight in script.log if kind == "sleep"] == [0, 0, 0]
     kinds = [kind for kind, _ in script.log]
     assert all(kinds[place + 1] == "batch" for place, kind in enumerate(kinds) if kind == "sleep")
@@ -77,6 +77,6 @@ async def test_hub_that_is_away_is_a_warning(mesh, make_config, start, monkeypat
     monkeypatch.setattr("meshrl.orchestrator.peers.version_relay.SLEEP_MARGIN_S", 0.2)
     config = make_config(mesh.services, max_async_level=0, sleep_engines=True, deadlines=SHORT)
     async with start(config) as (loop, _):
-        await loop._relay.activate_first(0)
+        await loop.relay.activate_first(0)
         await mesh.servers["weights"].drain(grace_s=0.0)
-        assert await loop._relay.sleep_engines() < 3.0
+        assert await loop.relay.sleep_engines() < 3.0

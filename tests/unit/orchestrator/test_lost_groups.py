@@ -2,6 +2,7 @@
 
 import pytest
 
+from meshrl.core.clock import Clock
 from meshrl.orchestrator.config import OrchestratorConfig
 from meshrl.orchestrator.work.lost_groups import LostGroups
 from meshrl.sampling.retry import RunError
@@ -24,7 +25,7 @@ async def test_groups_cut_off_by_a_service_that_restarts_end_no_run_before_it_ha
             "deadlines": {"unreachable_s": UNREACHABLE_S},
         }
     )
-    lost = LostGroups(config, clock=lambda: now_s, sleep=sleep)
+    lost = LostGroups(config, Clock(now=lambda: now_s, sleep=sleep))
     group = make_group()
     group.cut_short = reason
     for _ in range(20):

@@ -109,11 +109,11 @@ def test_what_is_too_old_for_the_next_step_is_dropped(make_plan, finish) -> None
 def test_groups_in_flight_from_a_version_too_old_are_doomed(make_plan, finish) -> None:
     plan = make_plan(level=1, off_policy=0)
     dispatch_all(plan, "g")
-    assert plan.doomed() == []
+    assert plan.stale_in_flight() == []
     finish(plan, "g0")
     finish(plan, "g1")
     plan.take()
-    assert plan.doomed() == ["g2", "g3"]
+    assert plan.stale_in_flight() == ["g2", "g3"]
 
 
 def test_nothing_is_generated_beyond_the_last_step(make_plan, finish) -> None:

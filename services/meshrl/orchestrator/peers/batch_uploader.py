@@ -1,23 +1,22 @@
-"""Feeds the trainer: uploads recorded batches in order and reports what became of them, over restarts of the trainer.
+"""Uploads recorded batches to the trainer in order, and reports which steps are done, over restarts of the trainer.
 
-    upload   consumes recorded batches; waits for the next one, or while the trainer's queue is full. A batch that the
-             trainer refuses for its content stops it until the loop withdraws that batch and those behind it
-    follow   consumes the trainer's events; when it restarts at step k, both cursors go back to k
-    next     gives the loop the next step that is done; unblocked by the trainer's events
-
-`recorded` is the last step whose batch is on disk, `uploaded` the last that the trainer took, `trained` the last that
-is done: trained <= uploaded <= recorded, but for steps that were done before this process began.
+upload   consumes recorded batches; waits for the next one, or while the trainer's queue is full. A batch that the
+         trainer refuses for its content stops it until the loop withdraws that batch and those behind it
+follow   consumes the trainer's events; when it restarts at step k, both cursors go back to k
+next     gives the loop the next step that is done; unblocked by the trainer's events
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Protocol
 
 from opentelemetry import trace
 
 from meshrl.client import TrainerClient
+from meshrl.core.clock import Clock
 from meshrl.core.waiting import Pulse
-from meshrl.orchestrator.config import OrchestratorConfig
+from meshrl.orchestrator.config import DeadlinesConfig
 from meshrl.orchestrator.peers.step_watcher import StepUndoneError, StepWatcher
 from meshrl.orchestrator.work.refused_batches import BatchRefusal
 from meshrl.sampling.retry import Patience, RunError, failed, persist
@@ -30,83 +29,97 @@ REFUSALS_IN_A_ROW = 5
 _OUT_OF_STEP = frozenset({Reason.STEP_OUT_OF_ORDER, Reason.BATCH_CONFLICT})
 
 
-class BatchUploader:
-    """The steps of one run at the trainer. `on_back(k, n)`: steps k + 1 to n, which were done, are done again.
+@dataclass(kw_only=True)
+class StepCursors:
+    """How far a run has come: trained <= uploaded <= recorded, but for steps done before this process began."""
 
-    `batch_of` raises RunError for a batch that is not kept.
-    """
+    recorded: int
+    """The last step whose batch is on disk."""
+    uploaded: int
+    """The last step whose batch the trainer took."""
+    trained: int
+    """The last step that is done, and that the loop was told of."""
+
+
+class UploadedRun(Protocol):
+    """What the uploader asks and tells of the run whose batches it uploads."""
+
+    @property
+    def info(self) -> RunInfo: ...
+
+    @property
+    def steps(self) -> StepCursors: ...
+
+    async def batch(self, step: int) -> Batch:
+        """The batch of a recorded step. Raises RunError when it is not kept."""
+
+    def span(self, step: int) -> trace.Span:
+        """The span that calls for a step are traced under."""
+
+    def go_back(self, step: int, done: int) -> None:
+        """The trainer restarted at `step`: those after it up to `done`, which were done, are done again."""
+
+    def durable(self, step: int) -> None:
+        """The trainer has a checkpoint of this step on its disk."""
+
+    def refused(self) -> None:
+        """The trainer has refused a batch."""
+
+
+class BatchUploader:
+    """The batches and steps of one run at the trainer."""
 
     def __init__(
-        self,
-        client: TrainerClient,
-        *,
-        config: OrchestratorConfig,
-        run: RunInfo,
-        recorded: int,
-        trained: int,
-        batch_of: Callable[[int], Awaitable[Batch]],
-        span_of: Callable[[int], trace.Span],
-        on_back: Callable[[int, int], None],
-        on_durable: Callable[[int], None],
-        on_refused: Callable[[], None],
-        clock: Callable[[], float],
-        sleep: Callable[[float], Awaitable[None]],
+        self, client: TrainerClient, run: UploadedRun, *, address: str, deadlines: DeadlinesConfig, clock: Clock
     ) -> None:
-        """`recorded`: up to which step batches are on disk; `trained`: after which step the loop wants to hear."""
-        self.recorded = recorded
-        self.trained = trained
-        self.uploaded = run.step
         self.refused: BatchRefusal | None = None
-        self._changed = Pulse()
+        """A batch that the trainer does not take; until it is withdrawn nothing is uploaded."""
         self._client = client
-        self._address = config.services.trainer
-        self._deadlines = config.deadlines
-        self._batch_of = batch_of
-        self._span_of = span_of
-        self._on_back = on_back
-        self._on_refused = on_refused
-        self._refusals_in_a_row = 0
+        self._run = run
+        self._steps = run.steps
+        self._address = address
+        self._deadlines = deadlines
         self._clock = clock
-        self._sleep = sleep
+        self._changed = Pulse()
+        self._refusals_in_a_row = 0
         self._ended = False
-        self._watch = StepWatcher(
+        self._watcher = StepWatcher(
             client,
-            address=self._address,
-            run=run,
-            unreachable_s=config.deadlines.unreachable_s,
-            history=trained < run.step,
+            address=address,
+            run=run.info,
+            unreachable_s=deadlines.unreachable_s,
+            history=run.steps.trained < run.info.step,
             on_restart=self._go_back,
-            on_durable=on_durable,
+            on_durable=run.durable,
             clock=clock,
-            sleep=sleep,
         )
 
     @property
     def epoch(self) -> int:
         """The trainer's process, as far as known."""
-        return self._watch.epoch
+        return self._watcher.epoch
 
     @property
     def came_back_at(self) -> int:
         """Where the trainer stood when its process was first heard of: no version before that one comes any more."""
-        return self._watch.step
+        return self._watcher.step
 
     async def restarts(self, epoch: int) -> bool:
         """Waits for the process after `epoch`; False when it does not come for as long as a trainer may be away."""
-        return await self._watch.restarts(epoch)
+        return await self._watcher.restarts(epoch)
 
     def add(self, step: int) -> None:
         """The batch of the next step is on disk."""
-        assert step == self.recorded + 1, f"step {step} after {self.recorded}"
-        self.recorded = step
+        assert step == self._steps.recorded + 1, f"step {step} after {self._steps.recorded}"
+        self._steps.recorded = step
         self._changed.beat()
 
     def withdraw(self, step: int) -> None:
         """The batch of `step`, which was refused, and those after it are taken apart: others come in their place."""
-        self.recorded = step - 1
-        self.uploaded = min(self.uploaded, self.recorded)
+        self._steps.recorded = step - 1
+        self._steps.uploaded = min(self._steps.uploaded, self._steps.recorded)
         self.refused = None
-        self._watch.withdraw(step)
+        self._watcher.withdraw(step)
         self._changed.beat()
 
     def not_taken(self, refusal: BatchRefusal) -> RunError:
@@ -120,19 +133,19 @@ class BatchUploader:
 
     async def place(self, at_most: int) -> None:
         """Returns when fewer than `at_most` batches are at the trainer, or when it has refused one."""
-        while self.refused is None and self.recorded - self.trained >= at_most:
+        while self.refused is None and self._steps.recorded - self._steps.trained >= at_most:
             await self._changed.next()
 
     async def next(self) -> tuple[int, StepEvent] | None:
         """The next step that is done, and its event; None after the last one. Raises RunError."""
         while True:
-            if self.trained < self.recorded:
-                step = self.trained + 1
+            if self._steps.trained < self._steps.recorded:
+                step = self._steps.trained + 1
                 try:
-                    event = await self._watch.done(step, self._deadlines.step_s)
+                    event = await self._watcher.done(step, self._deadlines.step_s)
                 except StepUndoneError:  # the cursors have gone back, or the batch is withdrawn
                     continue
-                self.trained = step
+                self._steps.trained = step
                 self._changed.beat()
                 return step, event
             if self._ended:
@@ -141,27 +154,28 @@ class BatchUploader:
 
     async def follow(self) -> None:
         """Until cancelled. Raises RunError when the trainer fails a step, or is gone for too long."""
-        await self._watch.follow()
+        await self._watcher.follow()
 
     async def upload(self) -> None:
         """Until cancelled. Raises RunError when the trainer does not take a batch."""
+        steps = self._steps
         while True:
-            self.uploaded = max(self.uploaded, self.trained)  # done meanwhile: the trainer had it from before
-            if self.uploaded >= self.recorded:
+            steps.uploaded = max(steps.uploaded, steps.trained)  # done meanwhile: the trainer had it from before
+            if steps.uploaded >= steps.recorded:
                 await self._changed.next()
                 continue
-            step, epoch = self.uploaded + 1, self._watch.epoch
+            step, epoch = steps.uploaded + 1, self._watcher.epoch
             try:
-                batch = await self._batch_of(step)
+                batch = await self._run.batch(step)
             except RunError:
-                if step > self.trained:
+                if step > steps.trained:
                     raise
                 continue  # done while it was read, so that it was kept no longer
             try:
-                with trace.use_span(self._span_of(step)):
+                with trace.use_span(self._run.span(step)):
                     await self._submit(batch)
             except MeshError as error:  # a trainer that has restarted expects an earlier step
-                if error.reason in _OUT_OF_STEP and await self._watch.restarts(epoch):
+                if error.reason in _OUT_OF_STEP and await self._watcher.restarts(epoch):
                     continue
                 refusal = BatchRefusal(step=step, error=error)
                 if error.reason is not Reason.INVALID_REQUEST or self._ended:
@@ -169,8 +183,8 @@ class BatchUploader:
                 await self._refuse(refusal)
                 continue
             self._refusals_in_a_row = 0
-            if epoch == self._watch.epoch:
-                self.uploaded = step
+            if epoch == self._watcher.epoch:
+                steps.uploaded = step
 
     async def _refuse(self, refusal: BatchRefusal) -> None:
         """Waits until the loop has taken the batch apart. Raises RunError when that has been done too often."""
@@ -182,17 +196,17 @@ class BatchUploader:
                 " trainer's log for what it takes"
             )
         self.refused = refusal
-        self._on_refused()
+        self._run.refused()
         self._changed.beat()
         while self.refused is not None:
             await self._changed.next()
 
     async def _submit(self, batch: Batch) -> None:
         patience = Patience(unreachable_s=self._deadlines.unreachable_s, retry_s=self._deadlines.step_s)
-        await persist(lambda: self._client.submit_batch(batch), patience, clock=self._clock, sleep=self._sleep)
+        await persist(lambda: self._client.submit_batch(batch), patience, clock=self._clock)
 
     def _go_back(self, run: RunInfo) -> None:
-        done, self.trained = self.trained, min(self.trained, run.step)
-        self.uploaded = run.step
-        self._on_back(run.step, done)
+        done, self._steps.trained = self._steps.trained, min(self._steps.trained, run.step)
+        self._steps.uploaded = run.step
+        self._run.go_back(run.step, done)
         self._changed.beat()

@@ -7,14 +7,14 @@ done after that is forgotten: whoever waits is told, and waits for the same step
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
 
 from loguru import logger
 
 from meshrl.client import TrainerClient
+from meshrl.core.clock import Clock
 from meshrl.core.waiting import Pulse
 from meshrl.orchestrator.peers.connect import find_run
 from meshrl.sampling.retry import AWAY, RunError, failed
@@ -48,8 +48,7 @@ class StepWatcher:
         history: bool = False,
         on_restart: Callable[[RunInfo], None] = lambda run: None,
         on_durable: Callable[[int], None] = lambda step: None,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        clock: Clock,
         poll_s: float = POLL_S,
     ) -> None:
         """`history` asks for the events of steps that were done before; else those steps have no metrics."""
@@ -59,11 +58,10 @@ class StepWatcher:
         self._on_restart = on_restart
         self._on_durable = on_durable
         self._clock = clock
-        self._sleep = sleep
         self._poll_s = poll_s
         self._epoch_changed = Pulse()
         self._run = run
-        self._heard_s = clock()
+        self._heard_s = clock.now()
         self._seen = 0 if history else run.revision
         self._failed: dict[int, StepEvent] = {}
         self._done: defaultdict[int, asyncio.Future[StepEvent]] = self._waits()
@@ -133,7 +131,7 @@ class StepWatcher:
         """Takes events until they end; returns why, or nothing when the trainer merely forgot the earlier ones."""
         away: MeshError | None = None
         while True:
-            left_s = self._heard_s + self._unreachable_s - self._clock()
+            left_s = self._heard_s + self._unreachable_s - self._clock.now()
             try:
                 async with asyncio.timeout(None if away is None else left_s):
                     await self._take_all()
@@ -147,13 +145,13 @@ class StepWatcher:
             except TimeoutError:  # away for as long as it may be
                 assert away is not None
                 raise failed("trainer", self._address, "reporting its steps", away) from away
-            await self._sleep(min(AGAIN_S, self._unreachable_s))
+            await self._clock.sleep(min(AGAIN_S, self._unreachable_s))
 
     async def _take_all(self) -> None:
         async with aclosing(self._client.watch_steps(self._run.run_id, self._seen)) as events:
             while (event := await self._next(events)) is not None:
                 logger.debug(f"trainer: step {event.step} {event.state.value}")
-                self._heard_s = self._clock()
+                self._heard_s = self._clock.now()
                 self._take(event)
 
     async def _next(self, events: AsyncGenerator[StepEvent, None]) -> StepEvent | None:
@@ -199,7 +197,7 @@ class StepWatcher:
     async def _poll(self) -> RunInfo:
         """Returns when the trainer is in another epoch."""
         while True:
-            await self._sleep(self._poll_s)
+            await self._clock.sleep(self._poll_s)
             run = await self._ask()
             if run is None:
                 continue
@@ -209,20 +207,20 @@ class StepWatcher:
 
     async def _next_epoch(self, why: str) -> RunInfo:
         """Where the trainer stands after its stream has ended. Raises RunError when it is not heard of again."""
-        give_up_at_s = self._clock() + self._unreachable_s
+        give_up_at_s = self._clock.now() + self._unreachable_s
         while True:
             run = await self._ask()
             if run is not None and (run.epoch != self.epoch or not why):
                 return run
-            if self._clock() >= give_up_at_s:
+            if self._clock.now() >= give_up_at_s:
                 raise RunError(f"trainer at {self._address} {why}")
-            await self._sleep(min(AGAIN_S, self._unreachable_s))
+            await self._clock.sleep(min(AGAIN_S, self._unreachable_s))
 
     async def _ask(self) -> RunInfo | None:
         """None while the trainer does not answer; the stream says when that has lasted too long."""
         try:
             run = find_run(self._run.run_id, await self._client.get_trainer())
-            self._heard_s = self._clock()
+            self._heard_s = self._clock.now()
             return run
         except (MeshError, RunError) as error:
             logger.debug(f"trainer: {error}")

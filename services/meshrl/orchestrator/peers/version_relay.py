@@ -6,11 +6,11 @@ Between two versions of a synchronous run it also has engines sleep, which is ne
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 
 from loguru import logger
 
 from meshrl.client import WeightSyncClient
+from meshrl.core.clock import Clock
 from meshrl.orchestrator.config import OrchestratorConfig
 from meshrl.orchestrator.peers.batch_uploader import BatchUploader
 from meshrl.sampling.retry import AWAY, Patience, RunError, failed, persist
@@ -37,20 +37,18 @@ class VersionRelay:
         *,
         config: OrchestratorConfig,
         run_id: str,
-        clock: Callable[[], float],
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        clock: Clock,
     ) -> None:
         self._client = client
         self._config = config
         self._run_id = run_id
         self._clock = clock
-        self._sleep = sleep
 
     async def wait_for_engines(self) -> None:
         """Returns once as many engines as needed are registered at the hub. Raises RunError after startup_s."""
         address, deadline_s = self._config.services.weights, self._config.deadlines.startup_s
         wanted = max(1, self._config.min_ready)
-        give_up_at_s = self._clock() + deadline_s
+        give_up_at_s = self._clock.now() + deadline_s
         patience = Patience(unreachable_s=deadline_s, retry_s=deadline_s)
         while True:
             try:
@@ -58,28 +56,25 @@ class VersionRelay:
                     lambda: self._client.list_engines(self._config.engine_pool),
                     patience,
                     clock=self._clock,
-                    sleep=self._sleep,
                 )
             except MeshError as error:
                 raise failed(_SERVICE, address, "listing engines", error) from error
             if len(engines) >= wanted:
                 return
-            if self._clock() >= give_up_at_s:
+            if self._clock.now() >= give_up_at_s:
                 raise RunError(
                     f"{_SERVICE} at {address} has {len(engines)} inference engines after {deadline_s:g} s,"
                     f" need {wanted};"
                     f" start `inference` with --weight-broadcast.address {address}"
                 )
-            await self._sleep(0.1)
+            await self._clock.sleep(0.1)
 
     async def activate_first(self, version: int) -> Activation:
         """Commits the version that a run starts from, waiting until the trainer has published it. Raises RunError."""
         startup_s = self._config.deadlines.startup_s
         patience = Patience(unreachable_s=startup_s, retry_s=startup_s, most_s=0.5, also=_NOT_THERE_YET)
         try:
-            return await persist(
-                lambda: self._commit(version, startup_s), patience, clock=self._clock, sleep=self._sleep
-            )
+            return await persist(lambda: self._commit(version, startup_s), patience, clock=self._clock)
         except MeshError as error:
             doing = f"activating version {version}, which the run starts from,"
             raise failed(_SERVICE, self._config.services.weights, doing, error) from error
@@ -92,9 +87,7 @@ class VersionRelay:
         deadlines = self._config.deadlines
         patience = Patience(unreachable_s=deadlines.unreachable_s, retry_s=0.0)
         try:
-            return await persist(
-                lambda: self._commit(version, deadlines.activation_s), patience, clock=self._clock, sleep=self._sleep
-            )
+            return await persist(lambda: self._commit(version, deadlines.activation_s), patience, clock=self._clock)
         except MeshError as error:
             if error.reason in AWAY:
                 doing = f"activating version {version}"
@@ -104,31 +97,33 @@ class VersionRelay:
             logger.error(f"version {version} was not activated, engines keep serving the one before: {error}")
             return None
 
-    async def activate_or_skip(self, feed: BatchUploader, version: int) -> Activation | None:
+    async def activate_or_skip(self, uploader: BatchUploader, version: int) -> Activation | None:
         """As `activate`, over restarts of the trainer; None when engines keep the version before.
 
         A trainer that comes back at an earlier step makes the version again, and it is activated then. One that comes
         back at a later step never does, so the version is skipped: a later one is activated. The version that it comes
         back at is published anew, and waited for. Raises RunError when the hub is gone.
         """
-        give_up_at_s = self._clock() + self._config.deadlines.startup_s
-        while feed.came_back_at <= version:
-            epoch = feed.epoch
+        give_up_at_s = self._clock.now() + self._config.deadlines.startup_s
+        while uploader.came_back_at <= version:
+            epoch = uploader.epoch
             try:
                 return await self.activate(version)
             except VersionGoneError as error:
-                if version == feed.came_back_at and self._clock() < give_up_at_s:  # its process has yet to publish it
-                    await self._sleep(LOOK_S)
+                if (
+                    version == uploader.came_back_at and self._clock.now() < give_up_at_s
+                ):  # its process has yet to publish it
+                    await self._clock.sleep(LOOK_S)
                     continue
                 logger.warning(f"version {version} is gone, so the trainer has restarted: {error}")
-                if not await feed.restarts(epoch) or feed.came_back_at < version:
+                if not await uploader.restarts(epoch) or uploader.came_back_at < version:
                     return None
-        logger.warning(f"version {version} is skipped: the trainer went on from step {feed.came_back_at}")
+        logger.warning(f"version {version} is skipped: the trainer went on from step {uploader.came_back_at}")
         return None
 
     async def sleep_engines(self) -> float:
         """Has engines give their memory back until the next version; returns seconds. A failure is only a warning."""
-        began_s, deadline_s = self._clock(), self._config.deadlines.sleep_s
+        began_s, deadline_s = self._clock.now(), self._config.deadlines.sleep_s
         try:
             async with asyncio.timeout(deadline_s + SLEEP_MARGIN_S):
                 outcome = await self._client.sleep_engines(self._config.engine_pool, deadline_s=deadline_s)
@@ -138,7 +133,7 @@ class VersionRelay:
         else:
             if outcome.awake:
                 logger.warning(f"{outcome.awake} engines stay awake while the trainer trains, {outcome.asleep} sleep")
-        return self._clock() - began_s
+        return self._clock.now() - began_s
 
     async def _commit(self, version: int, prepare_deadline_s: float) -> Activation:
         return await self._client.activate_version(

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-
 from loguru import logger
 
 from meshrl.client.backoff import Backoff
+from meshrl.core.clock import Clock
 from meshrl.orchestrator.config import OrchestratorConfig
 from meshrl.orchestrator.work.screening import MIN_SURVIVORS
 from meshrl.sampling.groups import RolloutGroup
@@ -23,12 +22,9 @@ WAIT_S = (0.02, 2.0)
 class LostGroups:
     """Counts the groups in a row that failures have left with too few rollouts."""
 
-    def __init__(
-        self, config: OrchestratorConfig, *, clock: Callable[[], float], sleep: Callable[[float], Awaitable[None]]
-    ) -> None:
+    def __init__(self, config: OrchestratorConfig, clock: Clock) -> None:
         self._config = config
         self._clock = clock
-        self._sleep = sleep
         self._backoff = Backoff(*WAIT_S, jitter=0.0)
         self._in_a_row = 0
         self._since_s = 0.0
@@ -43,12 +39,12 @@ class LostGroups:
             self._backoff.reset()
             return
         if not self._in_a_row:
-            self._since_s = self._clock()
+            self._since_s = self._clock.now()
         self._in_a_row += 1
         last = group.failures[-1] if group.failures else None
         why = f"{last.reason}: {last.message}" if last else group.cut_short
         away = (last.reason if last else group.cut_short) in _AWAY
-        may_come_back = away and self._clock() - self._since_s < self._config.deadlines.unreachable_s
+        may_come_back = away and self._clock.now() - self._since_s < self._config.deadlines.unreachable_s
         if self._in_a_row >= self._config.filters.max_lost_groups and not may_come_back:
             raise RunError(
                 f"{self._in_a_row} groups in a row were lost to failures, last in"
@@ -56,4 +52,4 @@ class LostGroups:
                 f" {self._config.services.rollout}"
             )
         logger.warning(f"group {group.ticket.group_id} of {group.ticket.task.environment} is lost: {why}")
-        await self._sleep(self._backoff.next_s())
+        await self._clock.sleep(self._backoff.next_s())

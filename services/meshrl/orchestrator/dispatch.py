@@ -1,0 +1,101 @@
+"""Starts the sampling of groups, as many as the law of staleness admits, and judges each group that comes back.
+
+consumes   tasks of the schedule, through the plan
+produces   groups that are ready for a step; everything else is counted as dropped, failed or cancelled
+waits for  the rollout service; one task a group, so that groups finish in any order
+unblocks   the loop, which waits for ready groups
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+
+from opentelemetry import trace
+
+from meshrl.core.config.flags import flag
+from meshrl.orchestrator.config import OrchestratorConfig
+from meshrl.orchestrator.peers.stale_groups import StaleGroups
+from meshrl.orchestrator.run import Run
+from meshrl.orchestrator.work.lost_groups import LostGroups
+from meshrl.orchestrator.work.screening import DropReason
+from meshrl.sampling.groups import GroupTicket
+from meshrl.sampling.retry import RunError
+from meshrl.sampling.sampler import GroupSampler, Problems
+from meshrl.wire.trainable import rollout_problems
+from meshrl.wire.types import Rollout
+
+
+class GroupDispatcher:
+    """Samples groups for one run. `vocab_size` is the trainer's, None where it has not said."""
+
+    def __init__(
+        self,
+        run: Run,
+        sampler: GroupSampler,
+        *,
+        config: OrchestratorConfig,
+        vocab_size: int | None,
+        stale: StaleGroups,
+        lost: LostGroups,
+    ) -> None:
+        self._run = run
+        self._sampler = sampler
+        self._config = config
+        self._vocab_size = vocab_size
+        self._stale = stale
+        self._lost = lost
+        whole = config.sampling.to_wire()
+        self._sampling = {env.resolved_name: env.sampling.to_wire().over(whole) for env in config.train.env}
+        """An environment's own sampling over the run's; what both leave unset is the rollout service's to fill."""
+        self._tasks: asyncio.TaskGroup
+
+    def start(self, tasks: asyncio.TaskGroup) -> None:
+        """Sampling runs as tasks of this group from now on, which fails with the first RunError of one."""
+        self._tasks = tasks
+        self.dispatch()
+
+    def dispatch(self) -> None:
+        """Starts what the law admits now; called whenever that may have changed."""
+        while (ticket := self._run.plan.dispatch(f"group-{uuid.uuid4()}")) is not None:
+            self._run.journal.dispatch(ticket)
+            self._tasks.create_task(self._sample(ticket))
+        self._run.changed.set()
+
+    def cancel_stale(self) -> None:
+        """Has the rollout service stop groups in flight that would come back too old for the next step."""
+        plan = self._run.plan
+        if too_old := self._stale.not_yet_cancelled(plan.stale_in_flight()):
+            self._tasks.create_task(self._stale.cancel(too_old, step=plan.next_step))
+
+    async def _sample(self, ticket: GroupTicket) -> None:
+        """One group from dispatch to verdict."""
+        run = self._run
+        with trace.use_span(run.span(ticket.for_step)):
+            group = await self._sampler.sample(
+                ticket,
+                sampling=self._sampling[ticket.task.environment],
+                traceparent=run.traces.traceparent(ticket.for_step),
+                problems_of=self._problems_of,
+                on_event=lambda event: run.journal.enter(ticket, event),
+            )
+        too_old = self._stale.has(ticket.group_id)
+        run.journal.close_group(group, cancelled_for=DropReason.STALE.value if too_old else "rollout_service")
+        await self._lost.judge(group)
+        screened = run.plan.finish(group)
+        self._stale.forget(ticket.group_id)
+        run.count(group, screened)
+        if run.plan.silent_groups_in_a_row >= self._config.filters.max_zero_signal_groups:
+            raise RunError(
+                f"{run.plan.silent_groups_in_a_row} groups in a row had equal rewards, last in"
+                f" {ticket.task.environment!r}: there is nothing to learn; make the task easier or harder, raise"
+                " orchestrator.group_size or orchestrator.sampling.temperature, or set"
+                f" {flag('filters.zero_signal', off=True)}"
+            )
+        self.dispatch()
+
+    def _problems_of(self, rollout: Rollout) -> Problems:
+        """What keeps the trainer from taking a rollout; no version is newer than the last step with a batch."""
+        if self._run.journal.is_open(rollout.rollout_id):
+            return [("rollout_id", f"must be a UUID of its own, got that of another, {rollout.rollout_id!r}")]
+        return rollout_problems(rollout, vocab_size=self._vocab_size, newest_version=self._run.steps.recorded)

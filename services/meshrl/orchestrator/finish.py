@@ -1,0 +1,131 @@
+"""Ends the steps that the trainer is done with, in order: their version reaches the engines, their record is written.
+
+consumes   steps that are done, from the uploader
+produces   versions on the engines, one record of metrics a step, evaluations
+waits for  the trainer's next step; the weight hub; the evaluation where the run is synchronous
+unblocks   sampling, which a new version admits; the uploader, through room at the trainer
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from opentelemetry import trace
+
+from meshrl.core.clock import Clock
+from meshrl.core.telemetry.monitor import Monitor
+from meshrl.orchestrator.config import OrchestratorConfig
+from meshrl.orchestrator.dispatch import GroupDispatcher
+from meshrl.orchestrator.evals import Evaluator
+from meshrl.orchestrator.peers.batch_uploader import BatchUploader
+from meshrl.orchestrator.peers.logprob_check import LogprobCheck
+from meshrl.orchestrator.peers.version_relay import VersionRelay
+from meshrl.orchestrator.reports import step_record as record
+from meshrl.orchestrator.reports.sample_tables import log_extras
+from meshrl.orchestrator.run import Run
+from meshrl.orchestrator.work.batches import SubmittedStep
+from meshrl.wire.types import StepEvent
+
+
+class StepFinisher:
+    """Ends the steps of one run. `evaluator` is None when no evaluation is configured."""
+
+    def __init__(
+        self,
+        run: Run,
+        *,
+        config: OrchestratorConfig,
+        uploader: BatchUploader,
+        relay: VersionRelay,
+        dispatcher: GroupDispatcher,
+        evaluator: Evaluator | None,
+        monitor: Monitor,
+        clock: Clock,
+    ) -> None:
+        self.busy = False
+        """Whether a step is being ended now."""
+        self.records: list[record.Metrics] = []
+        """Of every step, for the table of a benchmark; empty in other runs, which may be long."""
+        self._run = run
+        self._config = config
+        self._uploader = uploader
+        self._relay = relay
+        self._dispatcher = dispatcher
+        self._evaluator = evaluator
+        self._monitor = monitor
+        self._clock = clock
+        self._logprobs = LogprobCheck(config.logprob_check)
+        self._step_began_s = clock.now()
+
+    async def finish_steps(self, tasks: asyncio.TaskGroup) -> None:
+        """Brings each step to its end, in order, until the last one; evaluations beside training run in `tasks`."""
+        self._step_began_s = self._clock.now()
+        while (ended := await self._uploader.next()) is not None:
+            step, done = ended
+            self.busy = True
+            await self._finish(step, done, tasks)
+            self.busy = False
+            self._run.changed.set()
+
+    async def _finish(self, step: int, done: StepEvent, tasks: asyncio.TaskGroup) -> None:
+        run, synchronous = self._run, self._config.max_async_level == 0
+        run.journal.trained(step)
+        submitted = await run.submitted.take(step)
+        self._logprobs.look(done, record.staleness_metrics(submitted.groups, step=step, law=run.plan.law))
+        version = step if done.version is None else done.version
+        served: record.Metrics = {}
+        activation = None
+        if version > run.plan.active_version:  # else engines have moved on: it was done before this process began
+            try:
+                with trace.use_span(run.span(step)):
+                    activation = await self._relay.activate_or_skip(self._uploader, version)
+            except asyncio.CancelledError:  # the run is stopped: the step is trained, and its record says so
+                await self._write(submitted, served, trainer=record.trainer_metrics(done))
+                raise
+            served = record.activation_metrics(activation, skipped=version < self._uploader.came_back_at)
+        active = activation is not None and step <= run.steps.trained  # else it is made and activated again
+        if active:
+            served["policy/active_version"] = float(version)
+            if not synchronous:
+                self._sample_with(version)
+        if redone := run.journal.redone(step):
+            served["progress/redone"] = 1.0
+        await self._write(submitted, served, trainer=record.trainer_metrics(done))
+        await run.journal.state_checkpoint()
+        if self._evaluator is not None and self._evaluator.due(step) and not redone:
+            if synchronous:
+                await self._evaluator.evaluate(step, version=version if active else run.plan.active_version)
+            else:
+                tasks.create_task(self._evaluator.evaluate(step, version=run.plan.active_version))
+        if active and synchronous:  # sampling goes on only now, after the evaluation
+            self._sample_with(version)
+
+    def _sample_with(self, version: int) -> None:
+        """The engines serve this version: it admits more groups."""
+        self._run.plan.activated(version)
+        self._dispatcher.dispatch()
+
+    async def _write(self, submitted: SubmittedStep, served: record.Metrics, *, trainer: record.Metrics) -> None:
+        """Writes the one record of a step: its own metrics, how the version was `served`, and the `trainer`'s."""
+        run, now_s = self._run, self._clock.now()
+        seconds, self._step_began_s = now_s - self._step_began_s, now_s
+        metrics = record.step_metrics(
+            submitted.groups,
+            submitted.assembled,
+            submitted.tally,
+            run.journal.progress(submitted.step),
+            step=submitted.step,
+            law=run.plan.law,
+            seq_len=self._config.seq_len,
+            seconds=seconds,
+        )
+        metrics |= {"policy/active_version": float(run.plan.active_version)} | served
+        metrics |= {f"progress/epoch/{name}": value for name, value in run.plan.epochs().items()}
+        metrics = record.merged(metrics, trainer=trainer)
+        run.traces.end(submitted.step, {"rl.rollouts": metrics["batch/rollouts"], "rl.step.seconds": seconds})
+        await asyncio.to_thread(self._monitor.log, submitted.step, metrics)
+        run.journal.logged(submitted.step, forgotten=submitted.step > run.steps.trained)
+        if (wandb := self._config.wandb) is not None:
+            await log_extras(self._monitor, wandb.log_extras, submitted)
+        if self._config.bench:
+            self.records.append(metrics)

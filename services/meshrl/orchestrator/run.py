@@ -1,0 +1,87 @@
+"""One run as the orchestrator sees it: its plan, its journal, its batches, and how far its steps have come.
+
+Everything that belongs to a run is reached through its `Run`; there is one today. The dispatcher fills it with groups,
+the loop makes batches of them, the uploader brings those to the trainer, and the finisher ends the steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from opentelemetry import trace
+
+from meshrl.orchestrator.ledger.journal import Journal
+from meshrl.orchestrator.ledger.submitted_steps import SubmittedSteps
+from meshrl.orchestrator.peers.batch_uploader import StepCursors
+from meshrl.orchestrator.plan import WorkPlan
+from meshrl.orchestrator.reports.step_traces import StepTraces
+from meshrl.orchestrator.work.screening import DropReason, Screened
+from meshrl.orchestrator.work.tally import StepTally
+from meshrl.sampling.groups import RolloutGroup
+from meshrl.wire.types import Batch, RunInfo
+
+
+class Run:
+    """A run that goes on where the journal says; `info` is what the trainer said of it when the process began."""
+
+    def __init__(self, info: RunInfo, *, plan: WorkPlan, journal: Journal, traces: StepTraces) -> None:
+        start = journal.starting_point
+        self.info = info
+        self.plan = plan
+        self.journal = journal
+        self.traces = traces
+        self.steps = StepCursors(recorded=start.recorded, uploaded=info.step, trained=start.unlogged_from - 1)
+        self.submitted = SubmittedSteps(journal)
+        self.tally = StepTally()
+        """What was judged since the last batch was made."""
+        self.changed = asyncio.Event()
+        """Set whenever a group, a version or a refusal may let the loop go on."""
+        plan.next_step = start.recorded + 1
+        plan.go_on(drawn=start.drawn, next_sequence=start.next_sequence, again=start.redispatch)
+        for group in start.ready:
+            self.drop(plan.readmit(group))
+
+    @property
+    def run_id(self) -> str:
+        return self.info.run_id
+
+    # --- counting ---------------------------------------------------------------------------------
+
+    def count(self, group: RolloutGroup, screened: Screened) -> None:
+        """Counts what was dropped of a group that was judged, and the group itself when nothing of it is kept."""
+        self.drop(screened)
+        if not screened.kept:
+            self.tally.discarded.append(group)
+            self.tally.zero_signal_groups += any(why is DropReason.ZERO_SIGNAL for _, why in screened.dropped)
+
+    def drop(self, screened: Screened) -> None:
+        """Counts the rollouts that were dropped, each once: in the ledger, and for the record of the step."""
+        for rollout, reason in screened.dropped:
+            self.journal.drop(rollout.rollout_id, reason)
+            self.tally.drop(reason)
+
+    # --- asked and told by the uploader -------------------------------------------------------------
+
+    async def batch(self, step: int) -> Batch:
+        """The batch of a step. Raises RunError when it is not kept."""
+        return await self.submitted.batch(step)
+
+    def span(self, step: int) -> trace.Span:
+        """The span that calls for a step are traced under."""
+        return self.traces.span(step)
+
+    def go_back(self, step: int, done: int) -> None:
+        """The trainer restarted at `step`: those after it, up to `done`, are done again.
+
+        Raises RunError when the batch of one is no longer kept.
+        """
+        self.journal.go_back(step, done)
+        self.plan.rolled_back(step)
+
+    def durable(self, step: int) -> None:
+        """The trainer has a checkpoint of this step on its disk."""
+        self.journal.durable(step)
+
+    def refused(self) -> None:
+        """The trainer has refused a batch: the loop looks for it."""
+        self.changed.set()
