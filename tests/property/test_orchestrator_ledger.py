@@ -125,7 +125,7 @@ class World:
         environment = EnvironmentInfo(name="e", taskset="e", num_tasks=5)
         mesh = Mesh(environments={"e": environment}, trainer=trainer, run=run)
         self.writer = LateWriter(self.config.output_dir / "ledger.sqlite")
-        self.journal = open_journal(self.config, mesh, self.writer)
+        self.journal = open_journal(self.config, trainer, run, self.writer)
         self.plan = make_plan(self.config, mesh)
         self.in_flight: list[tuple[GroupTicket, RolloutGroup]] = []
         start = self.journal.starting_point

@@ -16,10 +16,10 @@ from meshrl.orchestrator.peers.batch_uploader import BatchUploader
 from meshrl.orchestrator.peers.connect import Mesh, Services
 from meshrl.orchestrator.peers.stale_groups import StaleGroups
 from meshrl.orchestrator.peers.version_relay import VersionRelay
-from meshrl.orchestrator.plan import PlanLimits, WorkPlan
 from meshrl.orchestrator.reports.step_traces import StepTraces
 from meshrl.orchestrator.run import Run
 from meshrl.orchestrator.work.lost_groups import LostGroups
+from meshrl.orchestrator.work.plan import PlanLimits, WorkPlan
 from meshrl.orchestrator.work.screening import screen_finished
 from meshrl.orchestrator.work.staleness import StalenessLaw
 from meshrl.orchestrator.work.task_schedule import TaskSchedule, TrainSource

@@ -13,7 +13,6 @@ from meshrl.core.clock import Clock
 from meshrl.core.config.shared import EnvConfig
 from meshrl.core.telemetry.monitor import Monitor
 from meshrl.orchestrator.config import EvalConfig
-from meshrl.orchestrator.reports.step_record import Metrics
 from meshrl.sampling.groups import GroupTicket, RolloutGroup, TaskRef
 from meshrl.sampling.retry import RunError
 from meshrl.sampling.sampler import GroupSampler
@@ -82,7 +81,7 @@ class Evaluator:
         self.busy = False
         await asyncio.to_thread(self._monitor.log, step, metrics)
 
-    async def _environment(self, env: EnvConfig, version: int) -> Metrics:
+    async def _environment(self, env: EnvConfig, version: int) -> dict[str, float]:
         name = env.resolved_name
         sampling = env.sampling.to_wire().over(self._config.sampling.to_wire())
         indices = range(self._num_examples(name))

@@ -77,7 +77,7 @@ async def _train(
     config: OrchestratorConfig, services: Services, mesh: Mesh, tracer: Tracer, stop: asyncio.Event
 ) -> None:
     layout = Layout(config.output_dir)
-    journal = await asyncio.to_thread(open_journal, config, mesh)
+    journal = await asyncio.to_thread(open_journal, config, mesh.trainer, mesh.run)
     monitor = await asyncio.to_thread(open_monitor, config, layout)
     try:
         loop = build_loop(config, services, mesh, journal=journal, monitor=monitor, tracer=tracer)

@@ -13,8 +13,8 @@ from opentelemetry import trace
 from meshrl.orchestrator.ledger.journal import Journal
 from meshrl.orchestrator.ledger.submitted_steps import SubmittedSteps
 from meshrl.orchestrator.peers.batch_uploader import StepCursors
-from meshrl.orchestrator.plan import WorkPlan
 from meshrl.orchestrator.reports.step_traces import StepTraces
+from meshrl.orchestrator.work.plan import WorkPlan
 from meshrl.orchestrator.work.screening import DropReason, Screened
 from meshrl.orchestrator.work.tally import StepTally
 from meshrl.sampling.groups import RolloutGroup

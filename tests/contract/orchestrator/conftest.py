@@ -132,7 +132,7 @@ def start(tmp_path: Path):
         monitor = Monitor([JsonlSink(tmp_path / "metrics.jsonl")])
         try:
             met = await meet(config, services)
-            journal = await asyncio.to_thread(open_journal, config, met)
+            journal = await asyncio.to_thread(open_journal, config, met.trainer, met.run)
             try:
                 tracer = trace.get_tracer("test")
                 yield build_loop(config, services, met, journal=journal, monitor=monitor, tracer=tracer), journal

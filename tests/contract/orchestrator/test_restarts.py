@@ -49,7 +49,7 @@ class Orchestrator:
         monitor = Monitor([JsonlSink(self.config.output_dir / "metrics.jsonl")])
         met = await meet(self.config, services)
         writer = LosesTheRest(self.config.output_dir / "ledger.sqlite", flush_interval_s=0.02)
-        journal = await asyncio.to_thread(open_journal, self.config, met, writer)
+        journal = await asyncio.to_thread(open_journal, self.config, met.trainer, met.run, writer)
         loop = build_loop(self.config, services, met, journal=journal, monitor=monitor, tracer=trace.get_tracer("test"))
         running = asyncio.create_task(loop.train())
         killing = asyncio.create_task(kill_when() if kill_when is not None else asyncio.Event().wait())

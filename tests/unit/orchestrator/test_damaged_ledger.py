@@ -14,17 +14,17 @@ from meshrl.core.config.shared import EnvConfig
 from meshrl.core.paths import Layout
 from meshrl.orchestrator.config import OrchestratorConfig, TrainEnvsConfig
 from meshrl.orchestrator.ledger.audit import audit
-from meshrl.orchestrator.ledger.journal import Journal, read_state, state_path, write_state
+from meshrl.orchestrator.ledger.checkpoint_state import read_state, state_path, write_state
+from meshrl.orchestrator.ledger.journal import Journal
 from meshrl.orchestrator.ledger.open_run import open_journal
 from meshrl.orchestrator.ledger.rows import StepRecord
 from meshrl.orchestrator.ledger.store import LedgerStore
-from meshrl.orchestrator.peers.connect import Mesh
 from meshrl.orchestrator.work.batches import assemble
 from meshrl.orchestrator.work.screening import ReadyGroup
 from meshrl.orchestrator.work.tally import RunTotals
 from meshrl.sampling.groups import RolloutGroup
 from meshrl.sampling.retry import RunError
-from meshrl.wire.types import EnvironmentInfo, RunInfo, TrainerInfo
+from meshrl.wire.types import RunInfo, TrainerInfo
 
 
 def reopened(folder: Path, trainer_step: int) -> Journal:
@@ -36,8 +36,7 @@ def reopened(folder: Path, trainer_step: int) -> Journal:
     trainer = TrainerInfo(
         world_size=1, dp_size=1, seq_len=64, pad_multiple=1, objective="", model="", runs=(run,), max_queued_batches=2
     )
-    environment = EnvironmentInfo(name="echo", taskset="echo", num_tasks=9)
-    return open_journal(config, Mesh(environments={"echo": environment}, trainer=trainer, run=run))
+    return open_journal(config, trainer, run)
 
 
 @pytest.fixture

@@ -13,11 +13,11 @@ from meshrl.core.config.shared import EnvConfig
 from meshrl.core.paths import Layout
 from meshrl.orchestrator.config import OrchestratorConfig, TrainEnvsConfig
 from meshrl.orchestrator.ledger.journal import Journal
-from meshrl.orchestrator.ledger.open_run import end_whole, last_logged_step, open_journal
+from meshrl.orchestrator.ledger.metrics_file import end_whole, last_logged_step
+from meshrl.orchestrator.ledger.open_run import open_journal
 from meshrl.orchestrator.ledger.rows import StepRecord, seal
-from meshrl.orchestrator.peers.connect import Mesh
 from meshrl.orchestrator.work.tally import RunTotals
-from meshrl.wire.types import EnvironmentInfo, RunInfo, TrainerInfo
+from meshrl.wire.types import RunInfo, TrainerInfo
 
 ROLLOUTS = 64
 
@@ -30,8 +30,7 @@ def opened(folder: Path, trainer_step: int) -> Journal:
     trainer = TrainerInfo(
         world_size=1, dp_size=1, seq_len=64, pad_multiple=1, objective="", model="", runs=(run,), max_queued_batches=2
     )
-    environment = EnvironmentInfo(name="echo", taskset="echo", num_tasks=9)
-    return open_journal(config, Mesh(environments={"echo": environment}, trainer=trainer, run=run))
+    return open_journal(config, trainer, run)
 
 
 def run_of(folder: Path, steps: int) -> None:

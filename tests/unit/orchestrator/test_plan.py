@@ -1,6 +1,6 @@
 import pytest
 
-from meshrl.orchestrator.plan import PlanLimits, WorkPlan
+from meshrl.orchestrator.work.plan import PlanLimits, WorkPlan
 from meshrl.orchestrator.work.screening import DropReason, screen_finished
 from meshrl.orchestrator.work.staleness import StalenessLaw
 from meshrl.orchestrator.work.task_schedule import TaskSchedule, TrainSource

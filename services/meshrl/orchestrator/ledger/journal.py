@@ -1,4 +1,4 @@
-"""The books of a run: the ledger and its file, batches and totals, kept so that any process can go on from them.
+"""The journal of a run: its ledger, batches and totals, kept on disk so that any process can go on from them.
 
 Told by the loop before and after everything that counts. A batch is submitted only when it and the rollouts in it are
 on disk; payloads go when their step is durable and has its record.
@@ -7,16 +7,11 @@ on disk; payloads go when their step is durable and has its record.
 from __future__ import annotations
 
 import asyncio
-import json
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 
-from loguru import logger
-
-from meshrl.core.durable import write_file
 from meshrl.core.paths import Layout
+from meshrl.orchestrator.ledger.checkpoint_state import write_state
 from meshrl.orchestrator.ledger.rows import StepRecord
 from meshrl.orchestrator.ledger.rules import Balance, Ledger
 from meshrl.orchestrator.ledger.store import LedgerStore
@@ -51,7 +46,7 @@ class StartingPoint:
 
 
 class Journal:
-    """One run's books. `checkpoints` says that a trainer which restarts goes back to its last durable step."""
+    """The journal of one run. `checkpoints` says that a trainer which restarts goes back to its last durable step."""
 
     def __init__(
         self,
@@ -84,7 +79,7 @@ class Journal:
         self._store.dispatched(ticket)
 
     def enter(self, ticket: GroupTicket, event: RolloutEvent) -> None:
-        """Books a rollout the moment it comes back."""
+        """Enters a rollout the moment it comes back."""
         if isinstance(event, Rollout):
             self._store.keep(event)
             self._ledger.finish(ticket, event.rollout_id, event.oldest_version)
@@ -134,7 +129,13 @@ class Journal:
         self._ledger.batch([one for one in assembled.advantages if one not in assembled.untrainable], step)
         self._store.batched(record, assembled.batch)
         self._records[step] = record
-        await self._flush()
+        try:
+            async with asyncio.timeout(FLUSH_DEADLINE_S):
+                await asyncio.wrap_future(self._store.flush())
+        except TimeoutError:
+            raise RunError(
+                f"ledger {self._layout.ledger} was not written within {FLUSH_DEADLINE_S:g} s; is its disk full or slow?"
+            ) from None
         return record
 
     def trained(self, step: int) -> None:
@@ -251,55 +252,3 @@ class Journal:
     def close(self) -> None:
         """Blocks until everything is on disk. Raises LedgerFileError."""
         self._store.close()
-
-    async def _flush(self) -> None:
-        try:
-            async with asyncio.timeout(FLUSH_DEADLINE_S):
-                await asyncio.wrap_future(self._store.flush())
-        except TimeoutError:
-            raise RunError(
-                f"ledger {self._layout.ledger} was not written within {FLUSH_DEADLINE_S:g} s; is its disk full or slow?"
-            ) from None
-
-
-def state_path(layout: Layout, step: int) -> Path:
-    """The orchestrator's part of a checkpoint."""
-    return layout.checkpoint_step(step) / "orchestrator" / "progress.json"
-
-
-def write_state(layout: Layout, record: StepRecord) -> None:
-    """Writes totals and the position in the tasks, whole or not at all. A disk that refuses costs no run."""
-    path = state_path(layout, record.step)
-    state = {"step": record.step, **asdict(record.progress), "drawn": dict(record.drawn)}
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_file(path, json.dumps({**state, "crc32": _checksum(state)}))
-    except OSError as error:
-        logger.warning(f"the orchestrator's part of checkpoint {record.step} was not written: {error}")
-
-
-def read_state(layout: Layout, step: int) -> tuple[RunTotals, dict[str, int]]:
-    """Totals and tasks drawn up to a step, as its checkpoint says; zeros when it says nothing.
-
-    Raises RunError when the file is damaged. Files from before they had a checksum are read without that check.
-    """
-    path = state_path(layout, step)
-    try:
-        state = json.loads(path.read_text(encoding="utf-8"))
-        checksum = state.pop("crc32", None)
-        if checksum is not None and checksum != _checksum(state):
-            raise ValueError("it does not have the checksum it was written with")
-        totals = {name: int(state[name]) for name in ("tokens", "samples", "problems")}
-        return RunTotals(**totals), {str(name): int(count) for name, count in state["drawn"].items()}
-    except FileNotFoundError:
-        return RunTotals(), {}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RunError(
-            f"{path}, which has the run's totals up to step {step}, is damaged ({error}); resume another step with"
-            " --ckpt.resume-step, or delete that file: totals and tasks count from 0 then"
-        ) from error
-
-
-def _checksum(state: Mapping[str, object]) -> int:
-    """Over what the file says, however it is laid out."""
-    return zlib.crc32(json.dumps(state, sort_keys=True).encode())

@@ -1,0 +1,63 @@
+"""The orchestrator's part of a checkpoint: totals and the place in the tasks; written by the journal, read at a start.
+
+A run that is resumed from a checkpoint without its ledger counts on from here.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+from loguru import logger
+
+from meshrl.core.durable import write_file
+from meshrl.core.paths import Layout
+from meshrl.orchestrator.ledger.rows import StepRecord
+from meshrl.orchestrator.work.tally import RunTotals
+from meshrl.sampling.retry import RunError
+
+
+def state_path(layout: Layout, step: int) -> Path:
+    """The orchestrator's part of a checkpoint."""
+    return layout.checkpoint_step(step) / "orchestrator" / "progress.json"
+
+
+def write_state(layout: Layout, record: StepRecord) -> None:
+    """Writes totals and the position in the tasks, whole or not at all. A disk that refuses costs no run."""
+    path = state_path(layout, record.step)
+    state = {"step": record.step, **asdict(record.progress), "drawn": dict(record.drawn)}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_file(path, json.dumps({**state, "crc32": _checksum(state)}))
+    except OSError as error:
+        logger.warning(f"the orchestrator's part of checkpoint {record.step} was not written: {error}")
+
+
+def read_state(layout: Layout, step: int) -> tuple[RunTotals, dict[str, int]]:
+    """Totals and tasks drawn up to a step, as its checkpoint says; zeros when it says nothing.
+
+    Raises RunError when the file is damaged. Files from before they had a checksum are read without that check.
+    """
+    path = state_path(layout, step)
+    try:
+        state = json.loads(path.read_text(encoding="utf-8"))
+        checksum = state.pop("crc32", None)
+        if checksum is not None and checksum != _checksum(state):
+            raise ValueError("it does not have the checksum it was written with")
+        totals = {name: int(state[name]) for name in ("tokens", "samples", "problems")}
+        return RunTotals(**totals), {str(name): int(count) for name, count in state["drawn"].items()}
+    except FileNotFoundError:
+        return RunTotals(), {}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RunError(
+            f"{path}, which has the run's totals up to step {step}, is damaged ({error}); resume another step with"
+            " --ckpt.resume-step, or delete that file: totals and tasks count from 0 then"
+        ) from error
+
+
+def _checksum(state: Mapping[str, object]) -> int:
+    """Over what the file says, however it is laid out."""
+    return zlib.crc32(json.dumps(state, sort_keys=True).encode())
