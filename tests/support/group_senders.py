@@ -141,7 +141,7 @@ class GroupSenders:
         plans = manifests.plan_tensors(
             (name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for name, tensor in state.items()
         )
-        entries = tuple(plan.entry(digest_bytes(sum128(state[plan.name].contiguous()))) for plan in plans)
+        entries = tuple(replace(plan, digest=digest_bytes(sum128(state[plan.name].contiguous()))) for plan in plans)
         manifest = manifests.build_manifest(
             run_id=run_id,
             epoch=epoch,

@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 from meshrl.core.paths import spool_name
 from meshrl.versions.dtypes import TORCH_DTYPES
 from meshrl.wire.errors import MeshError, Reason
-from meshrl.wire.manifest import TensorPlan
 from meshrl.wire.manifest_file import open_regular, safetensors_header
 from meshrl.wire.types import FileEntry, Manifest, TensorEntry
 
@@ -137,12 +136,7 @@ class Spool:
             raise no_room(manifest.version, self._choices, error) from error
 
     def _allocated(self, manifest: Manifest) -> HostBytes:
-        header = safetensors_header(
-            [
-                TensorPlan(name=e.name, dtype=e.dtype, shape=e.shape, offset=e.offset, num_bytes=e.num_bytes)
-                for e in manifest.tensors
-            ]
-        )
+        header = safetensors_header(manifest.tensors)
         size = len(header) + manifest.num_bytes
         folder = self._folder(size)
         folder.mkdir(parents=True, exist_ok=True)

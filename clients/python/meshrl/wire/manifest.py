@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 from blake3 import blake3
 
@@ -124,31 +124,12 @@ def artifact_id(manifest: Manifest) -> str:
     return _hash_fields("meshrl.manifest.v1", fields).hexdigest()
 
 
-@dataclass(frozen=True, kw_only=True)
-class TensorPlan:
-    """Where one tensor lies in the byte stream."""
+def plan_tensors(specs: Iterable[tuple[str, str, Sequence[int]]]) -> tuple[TensorEntry, ...]:
+    """Lays tensors out in the order of the byte stream; returns what a manifest lists of them, without digests.
 
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-    num_bytes: int
-
-    def entry(self, digest: bytes = b"") -> TensorEntry:
-        """Returns what a manifest lists of it."""
-        return TensorEntry(
-            name=self.name,
-            dtype=self.dtype,
-            shape=self.shape,
-            offset=self.offset,
-            num_bytes=self.num_bytes,
-            digest=digest,
-        )
-
-
-def plan_tensors(specs: Iterable[tuple[str, str, Sequence[int]]]) -> tuple[TensorPlan, ...]:
-    """Lays tensors out in the order of the byte stream. Raises ValueError for an unknown dtype or a name used twice."""
-    plans: list[TensorPlan] = []
+    Raises ValueError for an unknown dtype or a name used twice.
+    """
+    plans: list[TensorEntry] = []
     seen: set[str] = set()
     offset = 0
     for name, dtype, shape in sorted(specs, key=_stream_order):
@@ -156,7 +137,7 @@ def plan_tensors(specs: Iterable[tuple[str, str, Sequence[int]]]) -> tuple[Tenso
             raise ValueError(f"tensor name {name!r} is used twice; leave tied duplicates out")
         seen.add(name)
         num_bytes = math.prod(shape) * DTYPES[dtype].itemsize
-        plans.append(TensorPlan(name=name, dtype=dtype, shape=tuple(shape), offset=offset, num_bytes=num_bytes))
+        plans.append(TensorEntry(name=name, dtype=dtype, shape=tuple(shape), offset=offset, num_bytes=num_bytes))
         offset += num_bytes
     return tuple(plans)
 
@@ -176,7 +157,7 @@ def plan_chunks(num_bytes: int, chunk_bytes: int) -> tuple[tuple[int, int], ...]
 
 def entries_of(
     stream: memoryview,
-    plans: Sequence[TensorPlan],
+    plans: Sequence[TensorEntry],
     chunk_bytes: int,
     *,
     each: Callable[[Callable[[tuple[int, int]], bytes], Iterable[tuple[int, int]]], Iterable[bytes]] = map,
@@ -195,7 +176,7 @@ def entries_of(
             [*((plan.offset, plan.num_bytes) for plan in plans), *chunks],
         )
     )
-    tensors = tuple(plan.entry(found) for plan, found in zip(plans, digests, strict=False))
+    tensors = tuple(replace(plan, digest=found) for plan, found in zip(plans, digests, strict=False))
     return tensors, tuple(
         ChunkEntry(offset=offset, length=length, digest=found)
         for (offset, length), found in zip(chunks, digests[len(plans) :], strict=True)

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from meshrl.wire.manifest import TensorPlan, artifact_id
+from meshrl.wire.manifest import artifact_id
 from meshrl.wire.tensors import DTYPES
 from meshrl.wire.types import (
     AdapterConfig,
@@ -47,7 +47,7 @@ def manifest_path(payload: Path) -> Path:
     return payload.with_name(_NUMBERED.sub("", payload.stem) + ".json")
 
 
-def safetensors_header(plans: Sequence[TensorPlan], metadata: Mapping[str, str] | None = None) -> bytes:
+def safetensors_header(plans: Sequence[TensorEntry], metadata: Mapping[str, str] | None = None) -> bytes:
     """Returns the start of a safetensors file whose payload is the byte stream of `plans`.
 
     Layout: 8 bytes little-endian header length, then the header as JSON padded with spaces to a multiple of 8

@@ -137,9 +137,7 @@ class Publisher:
 
     # --- blocking, run in a thread ----------------------------------------------------------------
 
-    def _write(
-        self, version: int, plans: Sequence[manifests.TensorPlan], tensors: Mapping[str, torch.Tensor]
-    ) -> Manifest:
+    def _write(self, version: int, plans: Sequence[TensorEntry], tensors: Mapping[str, torch.Tensor]) -> Manifest:
         """Writes the safetensors files and hashes them, then the manifest; each is renamed when whole."""
         files = VersionFiles(
             self._broadcast_dir,
@@ -158,13 +156,13 @@ class Publisher:
         return manifest
 
     def _pack(
-        self, version: int, plans: Sequence[manifests.TensorPlan], tensors: Mapping[str, torch.Tensor]
+        self, version: int, plans: Sequence[TensorEntry], tensors: Mapping[str, torch.Tensor]
     ) -> tuple[Manifest, NDArray[np.uint8]]:
         """Copies the tensors into one buffer in stream order, and hashes it."""
         num_bytes = sum(plan.num_bytes for plan in plans)
         buffer: NDArray[np.uint8] = np.empty(num_bytes, dtype=np.uint8)
 
-        def copy(plan: manifests.TensorPlan) -> None:
+        def copy(plan: TensorEntry) -> None:
             target = buffer[plan.offset : plan.offset + plan.num_bytes]
             target[:] = np.frombuffer(bytes_of(tensors[plan.name]), dtype=np.uint8)
             self.progress.moved()

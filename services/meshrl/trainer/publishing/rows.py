@@ -15,7 +15,7 @@ from meshrl.models.state import own_rows, published_tensors
 from meshrl.training.parallel.rank_group import SHARD, RankGroup
 from meshrl.versions.collective.plan import buckets
 from meshrl.versions.dtypes import TORCH_DTYPES, dtype_name
-from meshrl.wire.manifest import TensorPlan, layout_signature, plan_tensors
+from meshrl.wire.manifest import layout_signature, plan_tensors
 from meshrl.wire.types import CollectivePlan, TensorEntry
 
 
@@ -23,7 +23,7 @@ from meshrl.wire.types import CollectivePlan, TensorEntry
 class Rows:
     """The layout of versions of one model: its tensors in stream order, and how senders share them."""
 
-    plans: tuple[TensorPlan, ...]
+    plans: tuple[TensorEntry, ...]
     collective: CollectivePlan
 
     @classmethod
@@ -51,9 +51,9 @@ class Rows:
 
     def tensors(self) -> tuple[TensorEntry, ...]:
         """What a manifest lists, without digests."""
-        return tuple(plan.entry() for plan in self.plans)
+        return self.plans
 
-    def spans(self, sender: int) -> Iterator[tuple[TensorPlan, int, int]]:
+    def spans(self, sender: int) -> Iterator[tuple[TensorEntry, int, int]]:
         """(tensor, start, end): the bytes of each tensor that a sender brings, in stream order."""
         for bucket in buckets(self.tensors(), self.collective):
             for piece in bucket.pieces[sender]:

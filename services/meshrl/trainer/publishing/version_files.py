@@ -20,7 +20,7 @@ from typing import BinaryIO, TypeVar
 from blake3 import blake3
 
 from meshrl.trainer.publishing.progress import Progress
-from meshrl.wire.manifest import TensorPlan, plan_chunks
+from meshrl.wire.manifest import plan_chunks
 from meshrl.wire.manifest_file import manifest_path, payload_names, safetensors_header, to_json
 from meshrl.wire.types import ChunkEntry, FileEntry, Manifest, TensorEntry
 
@@ -56,7 +56,7 @@ class VersionFiles:
         *,
         version: int,
         epoch: int,
-        plans: Sequence[TensorPlan],
+        plans: Sequence[TensorEntry],
         chunk_bytes: int,
         threads: ThreadPoolExecutor,
         num_threads: int,
@@ -133,7 +133,7 @@ class VersionFiles:
     ) -> tuple[tuple[TensorEntry, ...], tuple[ChunkEntry, ...]]:
         """What the manifest lists of tensors and chunks, from the digests of all shares."""
         return (
-            tuple(plan.entry(tensors[index]) for index, plan in enumerate(self._plans)),
+            tuple(replace(plan, digest=tensors[index]) for index, plan in enumerate(self._plans)),
             tuple(
                 ChunkEntry(offset=offset, length=length, digest=chunks[index])
                 for index, (offset, length) in enumerate(self._chunks)
@@ -183,11 +183,11 @@ def _create(path: Path) -> BinaryIO:
     return path.open("wb")
 
 
-def _parts(folder: Path, epoch: int, plans: Sequence[TensorPlan], most: int) -> list[_Part]:
+def _parts(folder: Path, epoch: int, plans: Sequence[TensorEntry], most: int) -> list[_Part]:
     """Cuts the stream between tensors into files of about equal size."""
     total = sum(plan.num_bytes for plan in plans)
     count = max(1, min(most, total // FILE_BYTES))
-    runs: list[list[TensorPlan]] = [[]]
+    runs: list[list[TensorEntry]] = [[]]
     for plan in plans:
         if plan.num_bytes and plan.offset * count >= total * len(runs):
             runs.append([])

@@ -44,14 +44,14 @@ class ActivationPolicy(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class TensorEntry:
-    """One tensor of a version: `dtype` is a name of `tensors.DTYPES`, `digest` BLAKE3 of the bytes."""
+    """One tensor of a version: `dtype` is a name of `tensors.DTYPES`, `digest` is of its bytes, once known."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     offset: int
     num_bytes: int
-    digest: bytes
+    digest: bytes = b""
 
 
 @dataclass(frozen=True, kw_only=True)
