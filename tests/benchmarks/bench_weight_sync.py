@@ -40,7 +40,7 @@ from meshrl.client import WeightSyncClient
 from meshrl.models.load import fill_at_random
 from meshrl.trainer.config import TrainerConfig
 from meshrl.trainer.publishing.build import decide, open_publication
-from meshrl.trainer.publishing.snapshots import open_exit
+from meshrl.trainer.publishing.snapshots import Snapshotter, open_snapshotter
 from meshrl.trainer.ranks.commands import (
     CommandSender,
     PublishSetupCommand,
@@ -53,7 +53,7 @@ from meshrl.wire.types import ActivationPolicy
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPES = Path(__file__).parent / "shapes"
-PARTS = ("snapshot_s", "digest_s", "write_s", "group_s", "stage_s", "seal_s", "wire_s")
+PARTS = ("snapshot", "digest", "write", "group", "stage", "seal", "wire")
 STEPS = ("take_s", "group_s", "write_s", "stage_s", "seal_s", "prepare_s", "activate_s")
 TINY = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "vocab_size": 4096, "head_dim": 32}
 
@@ -94,13 +94,13 @@ def run_rank(args: argparse.Namespace) -> None:
     learner = SimpleNamespace(model=model, step_done=0, parallel=parallel)
     parts: Any = SimpleNamespace(learner=learner, compute_dtype=torch.bfloat16, parallel=parallel)
     if parallel.rank:
-        exits: list[Any] = []
+        snapshotters: list[Snapshotter] = []
 
         def carry_out(command: Any) -> None:
             if isinstance(command, PublishSetupCommand):
-                exits.append(open_exit(command.settings, model, torch.bfloat16, parallel))
+                snapshotters.append(open_snapshotter(command.settings, model, torch.bfloat16, parallel))
             elif isinstance(command, SnapshotCommand):
-                exits[0].take(learner.step_done)
+                snapshotters[0].capture(learner.step_done)
                 learner.step_done += 1
                 change(model)
 
@@ -123,14 +123,14 @@ async def lead(args: argparse.Namespace, parts: Any) -> list[dict[str, float]]:
     commands, records = CommandSender(parts.parallel), []
     async with WeightSyncClient(args.hub) as hub:
         decided = asyncio.run_coroutine_threadsafe(decide(config, parts, hub, args.epoch, os.environ), loop)
-        publication, taken = await loop.run_in_executor(
+        publication, captured = await loop.run_in_executor(
             thread, lambda: open_publication(decided, config, parts, commands, hub, os.environ)
         )
 
         def next_version() -> Any:
             commands.send(SnapshotCommand())
             parts.learner.step_done += 1
-            return publication.exit.take(parts.learner.step_done)
+            return publication.snapshotter.capture(parts.learner.step_done)
 
         def settle() -> None:
             change(parts.learner.model)
@@ -140,9 +140,9 @@ async def lead(args: argparse.Namespace, parts: Any) -> list[dict[str, float]]:
         for version in range(args.steps + 1):
             began_s = time.perf_counter()
             if version:
-                taken = await loop.run_in_executor(thread, next_version)
+                captured = await loop.run_in_executor(thread, next_version)
             took_s = time.perf_counter()
-            report = await publication.publisher.publish(version, taken)
+            report = await publication.publisher.publish(version, captured)
             published_s = time.perf_counter()
             done = await hub.activate_version(
                 run_id=config.run_id, version=version, policy=ActivationPolicy(args.policy), prepare_deadline_s=300.0
@@ -160,7 +160,7 @@ async def lead(args: argparse.Namespace, parts: Any) -> list[dict[str, float]]:
                         "activate_s": ended_s - published_s,
                         "requests_kept": sum(each.requests_kept for each in applied),
                         "bytes": report.num_bytes,
-                        **{part: getattr(report, part, 0.0) for part in PARTS},
+                        **{f"{part}_s": report.parts_s.get(part, 0.0) for part in PARTS},
                     }
                 )
             await loop.run_in_executor(thread, settle)

@@ -24,10 +24,11 @@ import torch
 
 from meshrl.client import ChannelOptions, WeightSyncClient
 from meshrl.core.readiness import READY_FILE
-from meshrl.trainer.publishing.publisher import Adapter, Publisher
+from meshrl.versions.transports.base import Adapter
 from meshrl.wire.errors import MeshError
 from meshrl.wire.types import Activation, ActivationPolicy, AgentState, EngineInfo, Transport
 from plain_model import plain_model, plain_state, save_model
+from state_publisher import StatePublisher
 
 API_KEY = "open-sesame"
 MODEL_NAME = "tiny"
@@ -204,16 +205,7 @@ class EngineMesh:
         """Publishes the next version; the engine prepares it beside its work and serves on with the one before."""
         options = ChannelOptions(unary_deadline_s=30.0, retry_attempts=2, retry_backoff_s=0.05)
         async with WeightSyncClient(self.hub_address, options) as client:
-            publisher = Publisher(
-                client,
-                run_id="run",
-                epoch=1,
-                transport=transport,
-                broadcast_dir=self.folder / "broadcasts",
-                chunk_bytes=4096,
-                adapter=adapter,
-                num_threads=3,
-            )
+            publisher = StatePublisher(client, transport, self.folder / "broadcasts", adapter=adapter, num_threads=3)
             self.version += 1
             await publisher.publish(self.version, state)
             await publisher.close()

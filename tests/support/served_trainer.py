@@ -27,8 +27,7 @@ from meshrl.core.config.shared import ServerConfig
 from meshrl.core.rpc.serve import GrpcServer
 from meshrl.models.logprobs import PackedPolicy
 from meshrl.trainer.loop import TrainerLoop
-from meshrl.trainer.publishing.progress import Progress
-from meshrl.trainer.publishing.uploading import PublishReport
+from meshrl.trainer.publishing.publisher import PublishReport
 from meshrl.trainer.ranks.commands import CommandSender
 from meshrl.trainer.service import TrainerFacts, TrainerServicer
 from meshrl.trainer.spans import TrainSpans
@@ -39,6 +38,7 @@ from meshrl.training.config import OptimConfig, SchedulerConfig
 from meshrl.training.learner import Learner
 from meshrl.v1 import trainer_pb2 as pb
 from meshrl.v1 import trainer_pb2_grpc as pb_grpc
+from meshrl.versions.progress import Progress
 from meshrl.wire.errors import MeshError, from_rpc_error
 from meshrl.wire.types import Batch, StepEvent, StepState
 

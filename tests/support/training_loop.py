@@ -23,8 +23,7 @@ from meshrl.algorithms.packing import TrainSample, pack_samples
 from meshrl.models.logprobs import PackedPolicy
 from meshrl.models.state import gather_state
 from meshrl.trainer.loop import TrainerLoop
-from meshrl.trainer.publishing.progress import Progress
-from meshrl.trainer.publishing.uploading import PublishReport
+from meshrl.trainer.publishing.publisher import PublishReport
 from meshrl.trainer.ranks.commands import CommandSender
 from meshrl.trainer.spans import TrainSpans
 from meshrl.trainer.steps import StepBook
@@ -32,11 +31,12 @@ from meshrl.trainer.work_queue import TrainingQueue
 from meshrl.training.checkpoints.checkpointer import Checkpointer
 from meshrl.training.config import CheckpointConfig, OptimConfig, SchedulerConfig
 from meshrl.training.learner import Learner
+from meshrl.versions.progress import Progress
 from meshrl.wire.types import Batch, StepEvent, StepState
 
 DEADLINE_S = 60.0
 ROLLOUT_TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-REPORT = PublishReport(version=1, artifact_id="", root=b"", num_bytes=0, write_s=0.25)
+REPORT = PublishReport(version=1, artifact_id="", root=b"", num_bytes=0, parts_s={"write": 0.25})
 STEP_TRACE = "00-1af7651916cd43dd8448eb211c80319c-c7ad6b7169203331-01"
 
 

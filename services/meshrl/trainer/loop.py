@@ -16,8 +16,7 @@ from typing import Any
 from loguru import logger
 
 from meshrl.trainer.metrics import step_metrics
-from meshrl.trainer.publishing.progress import Progress
-from meshrl.trainer.publishing.uploading import PublishReport
+from meshrl.trainer.publishing.publisher import PublishReport
 from meshrl.trainer.ranks.commands import CommandSender, SaveCommand, SnapshotCommand, StopCommand, TrainCommand
 from meshrl.trainer.spans import TrainSpan, TrainSpans
 from meshrl.trainer.work_queue import SaveRequest, TrainingQueue
@@ -25,6 +24,7 @@ from meshrl.training.bench.throughput import peak_flops, peak_memory_gib, step_f
 from meshrl.training.checkpoints.checkpointer import Checkpointer, CheckpointError
 from meshrl.training.config import CheckpointConfig
 from meshrl.training.learner import Learner, StepError, StepResult
+from meshrl.versions.progress import Progress
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Batch
 

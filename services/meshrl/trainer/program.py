@@ -26,8 +26,7 @@ from meshrl.trainer.build import TrainerParts, build_parts
 from meshrl.trainer.config import TrainerConfig
 from meshrl.trainer.loop import TrainerLoop
 from meshrl.trainer.publishing.build import Publication, decide, open_publication
-from meshrl.trainer.publishing.publisher import next_epoch
-from meshrl.trainer.publishing.uploading import PublishReport
+from meshrl.trainer.publishing.publisher import PublishReport, next_epoch
 from meshrl.trainer.ranks.commands import CommandSender
 from meshrl.trainer.ranks.memory import releaser
 from meshrl.trainer.ranks.thread import TrainingThread
@@ -39,6 +38,7 @@ from meshrl.trainer.work_queue import TrainingQueue
 from meshrl.training.checkpoints.checkpointer import CheckpointError
 from meshrl.training.learner import UpdateError
 from meshrl.v1.trainer_pb2_grpc import add_TrainerServiceServicer_to_server
+from meshrl.versions.snapshot import Captured
 from meshrl.wire.errors import MeshError
 
 SERVICE = "meshrl.v1.TrainerService"
@@ -153,13 +153,13 @@ def train_loop(
     """The loop for the training thread; its publications run on the event loop that makes it."""
     loop = asyncio.get_running_loop()
 
-    def publish(version: int, taken: Any, traceparent: str) -> Future[PublishReport]:
-        return asyncio.run_coroutine_threadsafe(publication.publisher.publish(version, taken, traceparent), loop)
+    def publish(version: int, captured: Captured, traceparent: str) -> Future[PublishReport]:
+        return asyncio.run_coroutine_threadsafe(publication.publisher.publish(version, captured, traceparent), loop)
 
     return TrainerLoop(
         parts.learner,
         queue,
-        publication.exit.take,
+        publication.snapshotter.capture,
         publish,
         parts.checkpointer,
         TrainSpans(tracer),
@@ -208,7 +208,9 @@ async def _until_drained(
     return code
 
 
-async def _publish_when_hub_is_up(publication: Publication, version: int, initial: Any, config: TrainerConfig) -> None:
+async def _publish_when_hub_is_up(
+    publication: Publication, version: int, initial: Captured, config: TrainerConfig
+) -> None:
     """Publishes the version the trainer starts with. Programs start in any order, so a hub that is away may come."""
     deadline = time.monotonic() + config.hub_deadline_s
     while True:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from engine_mesh import START_S, EngineClient, EngineKind, EngineMesh
-from meshrl.trainer.publishing import version_files
+from meshrl.versions.transports import version_files
 
 REPOSITORY = Path(__file__).parents[3]
 DEVICE = os.environ.get("MESHRL_TEST_DEVICE", "cpu")

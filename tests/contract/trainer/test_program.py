@@ -20,12 +20,12 @@ from meshrl.core.readiness import READY_FILE
 from meshrl.trainer.build import build_parts
 from meshrl.trainer.config import TrainerConfig
 from meshrl.trainer.program import serve
-from meshrl.trainer.publishing.publisher import Publisher
 from meshrl.training.config import CheckpointConfig, OptimConfig, SchedulerConfig
 from meshrl.training.model_config import TrainerModelConfig
 from meshrl.wire.errors import MeshError
 from meshrl.wire.types import Batch, StepState, Transport
 from small_disk import fill, mounted
+from state_publisher import StatePublisher
 from trainer_kit import free_port, until, up
 
 
@@ -208,7 +208,7 @@ async def test_a_version_that_the_hub_refuses_ends_the_trainer_with_a_sentence(
 ) -> None:
     async with trainer(configure(tmp_path, model, hub)) as (client, running, _), WeightSyncClient(hub) as other:
         await up(client)
-        newer = Publisher(other, run_id="main", epoch=2, transport=Transport.STREAM, broadcast_dir=tmp_path / "unused")
+        newer = StatePublisher(other, Transport.STREAM, tmp_path / "unused", run_id="main", epoch=2)
         await newer.publish(0, {"w": torch.ones(4)})
         await client.submit_batch(batch(1))
         assert await asyncio.wait_for(running, 60) == 1

@@ -30,7 +30,7 @@ def main(folder: Path, mode: str) -> None:
     if mode == "idle" and group.rank == 0:
         future: Future[None] = Future()
         threading.Timer(4, future.set_result, [None]).start()
-        CommandSender(group, beat_s=0.5).wait(future)
+        CommandSender(group, heartbeat_s=0.5).wait(future)
         told.append(0)
     while group.broadcast((b"stop" if told else b"go") if group.rank == 0 else None) != b"stop":
         time.sleep(0.02)

@@ -18,8 +18,7 @@ from meshrl.inference.agent.agent import WeightAgent
 from meshrl.inference.config import InferenceConfig
 from meshrl.inference.embedded.sleep import Sleeper
 from meshrl.inference.engine import CollectiveSeat, FinishReason, GenerateRequest, HostVersion, TokenChunk
-from meshrl.trainer.publishing import version_files
-from meshrl.trainer.publishing.publisher import Publisher
+from meshrl.versions.transports import version_files
 from meshrl.weights.config import WeightsConfig
 from meshrl.weights.hub import Hub
 from meshrl.weights.main import build_hub
@@ -28,6 +27,7 @@ from meshrl.wire import frames
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest import digest, root_of
 from meshrl.wire.types import Transport, VersionSpan
+from state_publisher import StatePublisher
 
 
 def make_state(seed: int, *, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
@@ -177,16 +177,9 @@ class Mesh:
         self._clients.append(client)
         return client
 
-    def publisher(self, transport: Transport, *, epoch: int = 1, retry_for_s: float = 5.0) -> Publisher:
-        return Publisher(
-            self.client(),
-            run_id="run",
-            epoch=epoch,
-            transport=transport,
-            broadcast_dir=self.folder / "broadcasts",
-            chunk_bytes=4096,
-            retry_for_s=retry_for_s,
-            num_threads=3,
+    def publisher(self, transport: Transport, *, epoch: int = 1, retry_for_s: float = 5.0) -> StatePublisher:
+        return StatePublisher(
+            self.client(), transport, self.folder / "broadcasts", epoch=epoch, retry_for_s=retry_for_s, num_threads=3
         )
 
     def start_agent(self, engine_id: str, engine: MemoryEngine, spool_dir: Path | None = None) -> WeightAgent:

@@ -87,14 +87,14 @@ async def test_damaged_version_can_be_published_again_under_a_new_artifact(
 
 async def test_seal_refuses_files_that_changed_after_they_were_hashed(mesh: Any, state: Any) -> None:
     publisher = mesh.publisher(Transport.FILESYSTEM)
-    client, stage = mesh.client(), publisher._client.create_version
+    client, stage = mesh.client(), publisher.client.create_version
 
     async def damage_then_stage(manifest: Manifest, chunks: Any = None, **more: Any) -> Any:
         staged = await stage(manifest, chunks, **more)
         flip_a_byte(mesh, Transport.FILESYSTEM, 0, "")
         return staged
 
-    publisher._client.create_version = damage_then_stage
+    publisher.client.create_version = damage_then_stage
     with pytest.raises(MeshError, match="changed at rest") as caught:
         await publisher.publish(0, state(1))
     assert caught.value.reason is Reason.DIGEST_MISMATCH
@@ -324,8 +324,8 @@ async def pieces(chunks: list[Chunk]) -> Any:
 
 async def test_upload_resumes_with_the_chunks_that_are_missing(mesh: Any, engine: Any, state: Any) -> None:
     publisher = mesh.publisher(Transport.STREAM)
-    manifest, buffer = publisher._pack(*_packing(publisher, state(1)))
-    whole = buffer.tobytes()
+    prepared = await publisher.prepare(0, state(1))
+    manifest, whole = prepared.manifest, prepared.buffer.tobytes()
     chunks = [
         Chunk(offset=c.offset, data=(d := whole[c.offset : c.offset + c.length]), crc32c=google_crc32c.value(d))
         for c in manifest.chunks
@@ -353,12 +353,6 @@ async def test_upload_resumes_with_the_chunks_that_are_missing(mesh: Any, engine
     mesh.start_agent("e0", engine)
     await activate(mesh, 0)
     assert engine.holds(state(1))
-
-
-def _packing(publisher: Any, tensors: Any) -> tuple[int, Any, Any]:
-    from meshrl.wire.manifest import plan_tensors
-
-    return 0, plan_tensors((name, "float32", tuple(t.shape)) for name, t in tensors.items()), tensors
 
 
 async def test_publisher_outlives_a_hub_that_is_away(mesh: Any, engine: Any, state: Any, transport: Transport) -> None:

@@ -16,7 +16,6 @@ from meshrl.core.config.shared import ServerConfig
 from meshrl.weights.config import WeightsConfig
 from meshrl.weights.main import serve
 from meshrl.wire.errors import MeshError, Reason
-from meshrl.wire.manifest import plan_tensors
 from meshrl.wire.types import Transport
 from small_disk import fill, mounted
 
@@ -83,9 +82,7 @@ async def test_a_hub_whose_log_finds_no_room_ends_with_a_sentence_and_goes_on_wh
         await publisher.publish(0, state(1))
         filler = fill(disk)
         for version in range(1, 100):  # until the log's last page is full as well
-            tensors = {"w": torch.full((8,), float(version))}
-            plans = plan_tensors([("w", "float32", (8,))])
-            manifest = await asyncio.to_thread(publisher._write, version, plans, tensors)
+            manifest = (await publisher.prepare(version, {"w": torch.full((8,), float(version))})).manifest
             with pytest.raises(MeshError) as caught:
                 await mesh.client().create_version(manifest)
             if caught.value.reason is not Reason.OVERLOADED:

@@ -327,7 +327,7 @@ async def test_a_hub_killed_in_each_state_of_a_streamed_version_goes_on_with_it(
 ) -> None:
     publisher = mesh.publisher(Transport.STREAM)
     client, staged = mesh.client(), asyncio.Event()
-    create = publisher._client.create_version
+    create = publisher.client.create_version
 
     async def kill_when_staged(manifest: Manifest, chunks: Any = None, **more: Any) -> Any:
         answer = await create(manifest, chunks, **more)
@@ -336,7 +336,7 @@ async def test_a_hub_killed_in_each_state_of_a_streamed_version_goes_on_with_it(
             await restart(mesh)
         return answer
 
-    publisher._client.create_version = kill_when_staged
+    publisher.client.create_version = kill_when_staged
     mesh.start_agent("e0", engine)
     report = await publisher.publish(0, state(1))
     assert staged.is_set()

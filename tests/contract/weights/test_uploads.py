@@ -18,7 +18,7 @@ async def test_upload_that_moves_outlives_a_hiccup_after_the_time_for_which_a_hu
     mesh: Any, engine: Any, state: Any
 ) -> None:
     publisher = mesh.publisher(Transport.STREAM, retry_for_s=3.0)
-    create, broken = publisher._client.create_version, []
+    create, broken = publisher.client.create_version, []
 
     async def slow_and_broken_once(manifest: Any, chunks: Any = None, **more: Any) -> Any:
         async def few() -> Any:
@@ -34,7 +34,7 @@ async def test_upload_that_moves_outlives_a_hiccup_after_the_time_for_which_a_hu
 
         return await create(manifest, None if chunks is None else few(), **more)
 
-    publisher._client.create_version = slow_and_broken_once
+    publisher.client.create_version = slow_and_broken_once
     report = await publisher.publish(0, state(1))
     assert broken
     mesh.start_agent("e0", engine)
@@ -44,7 +44,7 @@ async def test_upload_that_moves_outlives_a_hiccup_after_the_time_for_which_a_hu
 
 async def test_publication_over_a_slow_link_is_not_given_up_while_it_moves(mesh: Any, state: Any) -> None:
     publisher = mesh.publisher(Transport.STREAM)
-    create = publisher._client.create_version
+    create = publisher.client.create_version
 
     async def slow(manifest: Any, chunks: Any = None, **more: Any) -> Any:
         async def few() -> Any:
@@ -54,17 +54,17 @@ async def test_publication_over_a_slow_link_is_not_given_up_while_it_moves(mesh:
 
         return await create(manifest, None if chunks is None else few(), **more)
 
-    publisher._client.create_version = slow
-    loop, commands = asyncio.get_running_loop(), CommandSender(RankGroup(), beat_s=0.1)
+    publisher.client.create_version = slow
+    loop, commands = asyncio.get_running_loop(), CommandSender(RankGroup(), heartbeat_s=0.1)
     publication = asyncio.run_coroutine_threadsafe(publisher.publish(0, state(1)), loop)
     report = await asyncio.to_thread(commands.wait, publication, progress=publisher.progress, stall_s=3.0)
-    assert report.stage_s > 3.0
+    assert report.parts_s["stage"] > 3.0
     assert mesh.hub.coordinator.find("run", 0).state is VersionState.SEALED
 
 
 async def test_upload_that_stands_still_ends(mesh: Any, state: Any) -> None:
     publisher = mesh.publisher(Transport.STREAM)
-    manifest, _ = publisher._pack(0, *_plans(state(1)))
+    manifest = (await publisher.prepare(0, state(1))).manifest
 
     async def nothing() -> Any:
         await asyncio.Event().wait()
@@ -73,12 +73,6 @@ async def test_upload_that_stands_still_ends(mesh: Any, state: Any) -> None:
     with pytest.raises(MeshError, match=r"nothing of the upload of version 0 moved for 0\.3 s") as caught:
         await asyncio.wait_for(mesh.client().create_version(manifest, nothing(), stall_s=0.3), 20.0)
     assert caught.value.reason is Reason.UNREACHABLE
-
-
-def _plans(tensors: Any) -> tuple[Any, Any]:
-    from meshrl.wire.manifest import plan_tensors
-
-    return plan_tensors((name, "float32", tuple(t.shape)) for name, t in tensors.items()), tensors
 
 
 async def test_seal_that_takes_longer_than_its_call_goes_on_and_hashes_once(mesh: Any, state: Any) -> None:
@@ -91,7 +85,7 @@ async def test_seal_that_takes_longer_than_its_call_goes_on_and_hashes_once(mesh
         verify(*arguments)
 
     mesh.hub._store.verify = slow
-    manifest = await asyncio.to_thread(publisher._write, 0, *_plans(state(1)))
+    manifest = (await publisher.prepare(0, state(1))).manifest
     client = mesh.client()
     artifact = (await client.create_version(manifest)).artifact_id
     named = {"run_id": "run", "epoch": 1, "version": 0, "artifact_id": artifact}
@@ -110,7 +104,7 @@ async def test_publisher_seals_though_the_hub_restarts_and_lost_what_it_had(
     mesh: Any, engine: Any, state: Any, transport: Transport
 ) -> None:
     publisher = mesh.publisher(transport, retry_for_s=20.0)
-    seal, restarted = publisher._client.seal_version, []
+    seal, restarted = publisher.client.seal_version, []
 
     async def after_a_restart(**named: Any) -> Any:
         if not restarted:
@@ -121,7 +115,7 @@ async def test_publisher_seals_though_the_hub_restarts_and_lost_what_it_had(
             asyncio.get_running_loop().call_later(0.5, lambda: asyncio.ensure_future(mesh.start_hub()))
         return await seal(**named)
 
-    publisher._client.seal_version = after_a_restart
+    publisher.client.seal_version = after_a_restart
     report = await publisher.publish(0, state(1))
     mesh.start_agent("e0", engine)
     await mesh.client().activate_version(run_id="run", version=0, prepare_deadline_s=20.0)

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from meshrl.algorithms.packing import TrainSample, pack_samples
-from meshrl.trainer.publishing.progress import Progress
 from meshrl.trainer.ranks.commands import (
     Command,
     CommandSender,
@@ -21,6 +20,7 @@ from meshrl.trainer.ranks.commands import (
     encode,
     receive_commands,
 )
+from meshrl.versions.progress import Progress
 from meshrl.wire.convert import batch_digest
 from meshrl.wire.types import Batch
 

@@ -13,14 +13,15 @@ from safetensors.torch import load_file
 
 from meshrl.client import WeightSyncClient
 from meshrl.client.transfers import while_moving
-from meshrl.trainer.publishing.progress import Progress
-from meshrl.trainer.publishing.publisher import Publisher, next_epoch
+from meshrl.trainer.publishing.publisher import next_epoch
+from meshrl.versions.progress import Progress
 from meshrl.versions.transfer import Attempts, Uploader
 from meshrl.wire import manifest as manifests
 from meshrl.wire import manifest_checks
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest_file import from_json, manifest_path
 from meshrl.wire.types import StagedVersion, TensorEntry, Transport
+from state_publisher import StatePublisher
 
 
 class FirstHub(WeightSyncClient):
@@ -49,8 +50,8 @@ STATE = {
 }
 
 
-def publisher(hub: WeightSyncClient, transport: Transport, folder: Path, **more: Any) -> Publisher:
-    return Publisher(hub, run_id="r", epoch=2, transport=transport, broadcast_dir=folder, chunk_bytes=4096, **more)
+def publisher(hub: WeightSyncClient, transport: Transport, folder: Path, **more: Any) -> StatePublisher:
+    return StatePublisher(hub, transport, folder, run_id="r", epoch=2, **more)
 
 
 async def test_files_are_safetensors_with_the_manifest_beside_them(tmp_path: Path) -> None:
@@ -75,13 +76,6 @@ async def test_both_transports_give_the_same_root(tmp_path: Path) -> None:
     damaged = bytearray(whole)
     damaged[-1] ^= 1
     assert manifests.wrong_tensor(hub.manifest, memoryview(damaged)) == "a"
-
-
-async def test_floating_tensors_are_cast_and_others_left(tmp_path: Path) -> None:
-    hub = FirstHub()
-    await publisher(hub, Transport.STREAM, tmp_path, dtype=torch.bfloat16).publish(0, STATE)
-    dtypes = {tensor.name: tensor.dtype for tensor in hub.manifest.tensors}
-    assert dtypes == {"a": "bfloat16", "b": "bfloat16", "t": "bfloat16", "n": "int64"}
 
 
 async def test_sealing_has_time_for_all_the_bytes_that_the_hub_must_hash() -> None:

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
 
 from loguru import logger
 from torch._C._distributed_c10d import Store
@@ -22,26 +21,20 @@ from meshrl.core.rpc.serve import is_loopback
 from meshrl.models.lora import adapter_config
 from meshrl.trainer.build import TrainerParts
 from meshrl.trainer.config import TrainerConfig
-from meshrl.trainer.publishing.collective_publisher import CollectivePublisher
-from meshrl.trainer.publishing.file_publisher import FilePublisher
-from meshrl.trainer.publishing.progress import Progress
-from meshrl.trainer.publishing.publisher import Adapter, Publisher
-from meshrl.trainer.publishing.rank_calls import Crew
-from meshrl.trainer.publishing.rows import Rows, num_senders
-from meshrl.trainer.publishing.snapshots import (
-    STORE_DEADLINE_S,
-    Exit,
-    FileExit,
-    GatherExit,
-    GroupExit,
-    PublicationSettings,
-    open_exit,
-)
+from meshrl.trainer.publishing.plan import PublishPlan, num_senders
+from meshrl.trainer.publishing.publisher import Publisher
+from meshrl.trainer.publishing.rank_calls import RankCalls
+from meshrl.trainer.publishing.snapshots import STORE_DEADLINE_S, PublicationSettings, Snapshotter, open_snapshotter
 from meshrl.trainer.publishing.transport_choice import choose, files_folder, first_engines, known_engines, shm_folder
-from meshrl.trainer.publishing.uploading import PublishReport
 from meshrl.trainer.ranks.commands import CommandSender, PublishSetupCommand, SnapshotCommand
 from meshrl.versions import peft
 from meshrl.versions.collective.communicator import open_store, reach_store
+from meshrl.versions.snapshot import Captured
+from meshrl.versions.transports.base import Adapter, VersionLine, VersionTransport
+from meshrl.versions.transports.broadcast import BroadcastTransport, MeetingPoint
+from meshrl.versions.transports.broadcast_share import BroadcastShare
+from meshrl.versions.transports.filesystem import FilesystemTransport
+from meshrl.versions.transports.stream import StreamTransport
 from meshrl.wire.errors import MeshError
 from meshrl.wire.types import EngineInfo, Transport
 
@@ -49,22 +42,12 @@ LOCALHOST = "127.0.0.1"
 MAX_THREADS = 8  # of one rank for files: memory is no faster with more
 
 
-class AnyPublisher(Protocol):
-    """Publishes what the exit of its kind took; `progress` says whether it still moves."""
-
-    progress: Progress
-
-    async def publish(self, version: int, taken: Any, traceparent: str = "") -> PublishReport: ...
-
-    async def close(self) -> None: ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class Publication:
     """What rank 0 publishes with."""
 
-    publisher: AnyPublisher
-    exit: Exit
+    publisher: Publisher
+    snapshotter: Snapshotter
     store: Store | None  # lives as long as this does
     temporary: Path | None  # a folder to remove at the end
     guardian: FolderGuardian | None  # removes it where this process is killed, unless rl does
@@ -99,7 +82,7 @@ async def decide(
     one_host = ranks_here == parallel.world_size
     folder = Path(config.output_dir)
     if choice.transport is Transport.FILESYSTEM:
-        whole = Rows.of(parts.learner.model, parts.compute_dtype, num_senders=1, bucket_bytes=1)
+        whole = PublishPlan.of(parts.learner.model, parts.compute_dtype)
         folder = files_folder(
             broadcast.broadcast_dir,
             config.output_dir,
@@ -146,29 +129,27 @@ def open_publication(
     commands: CommandSender,
     client: WeightSyncClient,
     environment: Mapping[str, str],
-) -> tuple[Publication, Any]:
-    """Opens the exits of all ranks and takes the first version; on the training thread, first of all."""
+) -> tuple[Publication, Captured]:
+    """Opens the snapshotters of all ranks and captures the first version; on the training thread, first of all."""
     decided = commands.wait(settings)
-    parallel, model = parts.parallel, parts.learner.model
-    senders = num_senders(parallel)
+    parallel = parts.parallel
     store = None
-    if decided.transport == Transport.NCCL.value or (decided.in_shares and senders > 1):
+    if decided.transport == Transport.NCCL.value or (decided.in_shares and num_senders(parallel) > 1):
         one_host = int(environment.get("LOCAL_WORLD_SIZE", "1")) == parallel.world_size
         host = store_host(decided.transport, config.weight_broadcast.host, environment, one_host=one_host)
         store = open_store(host, deadline_s=STORE_DEADLINE_S)
         address = f"[{host}]:{store.port}" if ":" in host else f"{host}:{store.port}"
         decided = replace(decided, store_address=address)
     commands.send(PublishSetupCommand(settings=decided))
-    exit_ = open_exit(decided, model, parts.compute_dtype, parallel)
-    crew_store = None
-    if store is not None and senders > 1:
-        crew_store = reach_store(decided.store_address, deadline_s=STORE_DEADLINE_S)
+    snapshotter = open_snapshotter(decided, parts.learner.model, parts.compute_dtype, parallel)
+    transport = _transport(decided, config, parts, client, snapshotter, store)
     commands.send(SnapshotCommand())
-    initial = exit_.take(parts.learner.step_done)
-    temporary, layout = _temporary(decided, config), Layout(config.output_dir)
+    initial = snapshotter.capture(parts.learner.step_done)
+    folder, layout = shm_folder(config.output_dir), Layout(config.output_dir)
+    temporary = folder if Path(decided.folder) == folder else None
     publication = Publication(
-        publisher=_publisher(decided, config, parts, client, exit_, crew_store, store),
-        exit=exit_,
+        publisher=Publisher(client, transport),
+        snapshotter=snapshotter,
         store=store,
         temporary=temporary,
         guardian=None if temporary is None else FolderGuardian(temporary, lock_file=layout.lock),
@@ -188,57 +169,33 @@ def store_host(transport: str, engines_host: str, environment: Mapping[str, str]
     return environment.get("MASTER_ADDR", engines_host)
 
 
-def _temporary(settings: PublicationSettings, config: TrainerConfig) -> Path | None:
-    folder = shm_folder(config.output_dir)
-    return folder if Path(settings.folder) == folder else None
-
-
-def _publisher(
+def _transport(
     settings: PublicationSettings,
     config: TrainerConfig,
     parts: TrainerParts,
     client: WeightSyncClient,
-    exit_: GatherExit | FileExit | GroupExit,
-    crew_store: Store | None,
+    snapshotter: Snapshotter,
     store: Store | None,
-) -> AnyPublisher:
-    senders = num_senders(parts.parallel)
-    if isinstance(exit_, GroupExit):
-        assert store is not None, "the engines meet the trainer at its store"
-        return CollectivePublisher(
-            client,
-            Crew(exit_.worker, crew_store, size=senders),
-            exit_.rows,
-            store,
-            run_id=config.run_id,
-            epoch=settings.epoch,
-            backend=settings.backend,
-            store_address=settings.store_address,
-            transfer_deadline_s=settings.deadline_s,
+) -> VersionTransport:
+    """Rank 0's side of the transport; `store` is where it meets the other ranks and, with nccl, the engines."""
+    adapter = None
+    if settings.adapter_only:
+        adapter = Adapter(
+            config=peft.config_of(adapter_config(parts.learner.model, config.model.name)),
+            base_layout=snapshotter.plan.layout,
         )
-    if isinstance(exit_, FileExit):
-        return FilePublisher(
-            client,
-            Crew(exit_.worker, crew_store, size=senders),
-            exit_.worker,
-            run_id=config.run_id,
-            epoch=settings.epoch,
-            stall_s=config.publish_deadline_s,
-        )
-    return Publisher(
-        client,
-        run_id=config.run_id,
-        epoch=settings.epoch,
-        transport=Transport(settings.transport),
-        broadcast_dir=Path(settings.folder),
-        chunk_bytes=settings.chunk_bytes,
-        adapter=_adapter(config, parts) if settings.adapter_only else None,
-        num_threads=settings.num_threads,
+    line = VersionLine(run_id=config.run_id, epoch=settings.epoch, adapter=adapter)
+    share = snapshotter.share
+    if share is None:
+        return StreamTransport(line, chunk_bytes=settings.chunk_bytes, num_threads=settings.num_threads)
+    senders, calls_store = num_senders(parts.parallel) if settings.in_shares else 1, None
+    if senders > 1:
+        calls_store = reach_store(settings.store_address, deadline_s=STORE_DEADLINE_S)
+    calls = RankCalls(share, calls_store, num_ranks=senders)
+    if not isinstance(share, BroadcastShare):
+        return FilesystemTransport(line, calls, share, stall_s=config.publish_deadline_s)
+    assert store is not None, "the engines meet the trainer at its store"
+    place = MeetingPoint(
+        store=store, address=settings.store_address, backend=settings.backend, deadline_s=settings.deadline_s
     )
-
-
-def _adapter(config: TrainerConfig, parts: TrainerParts) -> Adapter:
-    return Adapter(
-        config=peft.config_of(adapter_config(parts.learner.model, config.model.name)),
-        base_layout=Rows.of(parts.learner.model, parts.compute_dtype, num_senders=1, bucket_bytes=1).layout,
-    )
+    return BroadcastTransport(line, calls, share, snapshotter.plan, client, place)

@@ -1,31 +1,28 @@
-"""How weights leave a rank: what its training thread does between two steps, so that a version can be published beside.
+"""A rank's snapshots of the weights, captured by its training thread between two steps, to be published beside.
 
-Rank 0 decides at the start (`PublicationSettings`) and tells the others; from then on every rank takes each version at
-the same place in the order of collectives.
+Rank 0 decides at the start how versions leave (`PublicationSettings`) and tells the others; from then on every rank
+captures each version at the same place in the order of collectives.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from meshrl.models.lora import adapter_state, peft_state
 from meshrl.models.state import gather_state, own_rows
-from meshrl.trainer.publishing.broadcast_sender import GroupWorker
-from meshrl.trainer.publishing.collective_publisher import TakenRows
-from meshrl.trainer.publishing.file_publisher import FileWorker
-from meshrl.trainer.publishing.rank_calls import CrewMember, Worker
-from meshrl.trainer.publishing.rows import RowBytes, Rows, copy_rows, num_senders
+from meshrl.trainer.publishing.plan import PublishPlan, num_senders
+from meshrl.trainer.publishing.rank_calls import RankCallThread
 from meshrl.training.parallel.rank_group import RankGroup
 from meshrl.versions.collective.communicator import reach_store
-from meshrl.versions.collective.sending import take_snapshot
+from meshrl.versions.snapshot import Captured, GatheredWeights, take_snapshot
+from meshrl.versions.transports.broadcast_share import BroadcastShare
+from meshrl.versions.transports.filesystem import FileShare
 from meshrl.wire.types import Transport
 
 STORE_DEADLINE_S = 60.0
@@ -59,96 +56,84 @@ class PublicationSettings:
         return cls(**json.loads(data))
 
 
-class Exit(Protocol):
-    """One rank's way out for versions; for the training thread."""
-
-    def take(self, version: int) -> Any:
-        """Lays the weights aside as they are now; collective. Rank 0 gives what it returns to the publisher."""
-
-
-class GatherExit:
-    """Collects the whole weights, or the whole adapter, on rank 0."""
-
-    def __init__(self, model: nn.Module, dtype: torch.dtype, parallel: RankGroup, *, adapter_only: bool) -> None:
-        self._model, self._dtype, self._adapter_only = model, dtype, adapter_only
-        self._keep = parallel.rank == 0
-
-    def take(self, version: int) -> Mapping[str, torch.Tensor]:
-        if self._adapter_only:
-            return peft_state(adapter_state(self._model, keep=self._keep))
-        return gather_state(self._model, self._dtype, keep=self._keep)
-
-
-class FileExit:
-    """Copies this rank's rows aside for the file of the version; gives the seconds that took."""
+class Snapshotter:
+    """Captures one rank's weights. `share` brings out what it captured, where sender ranks each bring their rows."""
 
     def __init__(
         self, model: nn.Module, dtype: torch.dtype, parallel: RankGroup, settings: PublicationSettings
     ) -> None:
-        self._model, self._dtype, self._rank = model, dtype, parallel.rank
-        senders = num_senders(parallel)
-        self.rows = Rows.of(model, dtype, num_senders=senders, bucket_bytes=settings.bucket_bytes)
-        self.worker = FileWorker(
-            self.rows,
-            Path(settings.folder),
-            sender=parallel.rank,
-            epoch=settings.epoch,
-            chunk_bytes=settings.chunk_bytes,
-            num_threads=settings.num_threads,
-            deadline_s=settings.deadline_s,
-        )
-
-    def take(self, version: int) -> float:
-        began_s = time.perf_counter()
-        last: RowBytes | None = self.worker.held.drop()  # the version before is published
-        self.worker.held.put(version, copy_rows(self._model, self._dtype, self.rows, self._rank, last))
-        return time.perf_counter() - began_s
-
-
-class GroupExit:
-    """Copies this rank's rows aside in the order in which they are broadcast, and adds up the digests of all ranks."""
-
-    def __init__(
-        self, model: nn.Module, dtype: torch.dtype, parallel: RankGroup, settings: PublicationSettings
-    ) -> None:
+        self.share: FileShare | BroadcastShare | None = None
         self._model, self._dtype, self._parallel = model, dtype, parallel
-        self._senders = num_senders(parallel)
-        self.rows = Rows.of(model, dtype, num_senders=self._senders, bucket_bytes=settings.bucket_bytes)
-        self._tensors = self.rows.tensors()
-        self.worker = GroupWorker(
-            sender=parallel.rank,
-            device=parallel.device,
-            store_address=settings.store_address,
-            backend=settings.backend,
-            deadline_s=settings.deadline_s,
-        )
-
-    def take(self, version: int) -> TakenRows:
-        began_s = time.perf_counter()
-        reuse = self.worker.make_way()
-        own = own_rows(self._model, self._dtype)
-        lanes = torch.zeros((len(self._tensors), 2), dtype=torch.int64)
-        if self._parallel.rank < self._senders:
-            snapshot = take_snapshot(
-                self._tensors, self.rows.collective, own, self._parallel.rank, self._parallel.device, reuse=reuse
+        self._adapter_only, self._in_shares = settings.adapter_only, settings.in_shares
+        senders = num_senders(parallel)
+        self._is_sender = parallel.rank < senders
+        self.plan = PublishPlan.of(model, dtype, num_senders=senders, bucket_bytes=settings.bucket_bytes)
+        if settings.transport == Transport.NCCL.value:
+            self.share = BroadcastShare(
+                sender=parallel.rank,
+                device=parallel.device,
+                store_address=settings.store_address,
+                backend=settings.backend,
+                deadline_s=settings.deadline_s,
             )
-            lanes = snapshot.digests.cpu()  # which waits for the device: later steps may change the weights
-            self.worker.held.put(version, snapshot)
+        elif settings.transport == Transport.FILESYSTEM.value:
+            self.share = FileShare(
+                Path(settings.folder),
+                epoch=settings.epoch,
+                share=parallel.rank if settings.in_shares else 0,
+                num_shares=senders if settings.in_shares else 1,
+                chunk_bytes=settings.chunk_bytes,
+                num_threads=settings.num_threads,
+                deadline_s=settings.deadline_s,
+            )
+
+    def capture(self, version: int) -> Captured:
+        """Copies the weights as they are now; collective. Rank 0 gives the publisher what this returns."""
+        if not self._in_shares:
+            return self._gather()
+        assert self.share is not None, "rows are for files and broadcasts"
+        began_s = time.perf_counter()
+        reuse = self.share.make_way()
+        own = own_rows(self._model, self._dtype)
+        broadcast = isinstance(self.share, BroadcastShare)
+        lanes = torch.zeros((len(self.plan.tensors), 2), dtype=torch.int64)
+        if self._is_sender:
+            snapshot = take_snapshot(
+                self.plan.tensors,
+                self.plan.collective,
+                own,
+                self._parallel.rank,
+                self._parallel.device if broadcast else next(iter(own.values())).device,
+                reuse=reuse,
+                with_digests=broadcast,
+            )
+            if snapshot.digests is not None:
+                lanes = snapshot.digests.cpu()  # which waits for the device: later steps may change the weights
+            self.share.held.put(version, snapshot)
         taken_s = time.perf_counter()
+        if not broadcast:
+            return Captured(parts_s={"snapshot": taken_s - began_s})
         digests = self._parallel.sum(lanes.numpy())
-        return TakenRows(digests=digests, snapshot_s=taken_s - began_s, digest_s=time.perf_counter() - taken_s)
+        parts_s = {"snapshot": taken_s - began_s, "digest": time.perf_counter() - taken_s}
+        return Captured(digests=digests, parts_s=parts_s)
+
+    def _gather(self) -> Captured:
+        """The whole weights, or the whole adapter, on rank 0; the other ranks keep nothing of them."""
+        keep = self._parallel.rank == 0
+        if self._adapter_only:
+            state = peft_state(adapter_state(self._model, keep=keep))
+        else:
+            state = gather_state(self._model, self._dtype, keep=keep)
+        return Captured(gathered=GatheredWeights(state) if keep else None)
 
 
-def open_exit(
+def open_snapshotter(
     settings: PublicationSettings, model: nn.Module, dtype: torch.dtype, parallel: RankGroup
-) -> GatherExit | FileExit | GroupExit:
-    """This rank's exit; on the sender ranks but the first it comes with the thread that does its share."""
-    if not settings.in_shares:
-        return GatherExit(model, dtype, parallel, adapter_only=settings.adapter_only)
-    kind = GroupExit if settings.transport == Transport.NCCL.value else FileExit
-    exit_ = kind(model, dtype, parallel, settings)
-    if 0 < parallel.rank < num_senders(parallel):
-        worker: Worker = exit_.worker
+) -> Snapshotter:
+    """This rank's snapshotter; on the sender ranks but the first it comes with the thread that does its share."""
+    snapshotter = Snapshotter(model, dtype, parallel, settings)
+    if settings.in_shares and 0 < parallel.rank < num_senders(parallel):
+        assert snapshotter.share is not None, "rows are for files and broadcasts"
         store = reach_store(settings.store_address, deadline_s=STORE_DEADLINE_S)
-        CrewMember(worker, store, rank=parallel.rank)
-    return exit_
+        RankCallThread(snapshotter.share, store, rank=parallel.rank)
+    return snapshotter

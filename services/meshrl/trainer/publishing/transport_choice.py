@@ -24,31 +24,35 @@ LOOK_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class TransportChoice:
     """A transport, and why."""
 
     transport: Transport
     why: str
 
 
-def choose(configured: str, engines: Sequence[EngineInfo], *, on_gpu: bool, host: str, adapter_only: bool) -> Choice:
+def choose(
+    configured: str, engines: Sequence[EngineInfo], *, on_gpu: bool, host: str, adapter_only: bool
+) -> TransportChoice:
     """The transport for a configured type, given the engines; `host` is this host's name."""
     if configured == "nccl" and adapter_only:
-        return Choice(transport=Transport.STREAM, why="type nccl is for whole weights, and adapters are small")
+        return TransportChoice(transport=Transport.STREAM, why="type nccl is for whole weights, and adapters are small")
     if configured != "auto":
-        return Choice(transport=Transport(configured), why="weight_broadcast.type says so")
+        return TransportChoice(transport=Transport(configured), why="weight_broadcast.type says so")
     if not engines:
-        return Choice(transport=Transport.FILESYSTEM, why="no engine is registered yet")
+        return TransportChoice(transport=Transport.FILESYSTEM, why="no engine is registered yet")
     offers_nccl = all(
         Transport.NCCL in engine.transports and engine.collective_ranks and engine.collective_backend == "nccl"
         for engine in engines
     )
     if on_gpu and offers_nccl and not adapter_only:
-        return Choice(transport=Transport.NCCL, why=f"the trainer and all {len(engines)} engine(s) have GPUs for it")
+        return TransportChoice(
+            transport=Transport.NCCL, why=f"the trainer and all {len(engines)} engine(s) have GPUs for it"
+        )
     elsewhere = [engine.engine_id for engine in engines if engine.host != host]
     if not elsewhere:
-        return Choice(transport=Transport.FILESYSTEM, why=f"all {len(engines)} engine(s) are on this host")
-    return Choice(transport=Transport.STREAM, why=f"engine {elsewhere[0]} is not on this host")
+        return TransportChoice(transport=Transport.FILESYSTEM, why=f"all {len(engines)} engine(s) are on this host")
+    return TransportChoice(transport=Transport.STREAM, why=f"engine {elsewhere[0]} is not on this host")
 
 
 async def first_engines(client: WeightSyncClient, *, deadline_s: float) -> tuple[EngineInfo, ...]:

@@ -16,9 +16,9 @@ from typing import Protocol, TypeVar
 
 from google.protobuf.message import Message
 
-from meshrl.trainer.publishing.progress import Progress
 from meshrl.trainer.publishing.snapshots import PublicationSettings
 from meshrl.v1 import trainer_pb2 as pb
+from meshrl.versions.progress import Progress
 from meshrl.wire.convert.batches import (
     BatchHeader,
     batch_header_from_proto,

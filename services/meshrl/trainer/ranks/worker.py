@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from loguru import logger
 
-from meshrl.trainer.publishing.snapshots import Exit, open_exit
+from meshrl.trainer.publishing.snapshots import Snapshotter, open_snapshotter
 from meshrl.trainer.ranks.commands import (
     PublishSetupCommand,
     SnapshotCommand,
@@ -35,7 +35,7 @@ class RankWorker:
         self._checkpointer = checkpointer
         self._publish_dtype = publish_dtype
         self._release = release
-        self._exit: Exit | None = None
+        self._snapshotter: Snapshotter | None = None
 
     def run(self) -> None:
         """Works until rank 0 sends StopCommand, then waits for the save under way."""
@@ -49,11 +49,13 @@ class RankWorker:
             except StepError as error:  # all ranks raised it, and rank 0 reports it
                 logger.error("{}", error)
         elif isinstance(command, SnapshotCommand):
-            assert self._exit is not None, "rank 0 sets publishing up before it asks for a snapshot"
-            self._exit.take(self._learner.step_done)
+            assert self._snapshotter is not None, "rank 0 sets publishing up before it asks for a snapshot"
+            self._snapshotter.capture(self._learner.step_done)
             self._release()
         elif isinstance(command, PublishSetupCommand):
-            self._exit = open_exit(command.settings, self._learner.model, self._publish_dtype, self._learner.parallel)
+            self._snapshotter = open_snapshotter(
+                command.settings, self._learner.model, self._publish_dtype, self._learner.parallel
+            )
         else:
             try:
                 if command.in_background:

@@ -1,81 +1,18 @@
-"""A sender of the nccl transport: snapshots its rank's rows in the published form, digests them, and broadcasts them.
+"""A sender rank's end of a broadcast: it meets the engines of a group and sends them what its snapshot holds.
 
-The snapshot is one flat buffer in the order in which pieces travel, so sending copies nothing more, and training may go
-on changing the weights meanwhile.
+The snapshot (`versions.snapshot`) has its pieces in the order in which they travel, so sending copies nothing more.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 from torch._C._distributed_c10d import Store
 
 from meshrl.versions.collective.communicator import Communicator
-from meshrl.versions.collective.digest import sum128
-from meshrl.versions.collective.plan import Bucket, buckets, sender_bytes
-from meshrl.versions.dtypes import TORCH_DTYPES
+from meshrl.versions.snapshot import Snapshot
 from meshrl.wire.errors import MeshError, Reason
-from meshrl.wire.types import CollectivePlan, TensorEntry
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Snapshot:
-    """What one sender sends of a version.
-
-    `flat` (sender's bytes,) uint8 has its pieces in the order in which they travel; `digests` (T, 2) int64 are those of
-    its own pieces, on the same device: summed over the senders they are the tensors'.
-    """
-
-    buckets: tuple[Bucket, ...]
-    sender: int
-    flat: torch.Tensor
-    digests: torch.Tensor
-
-
-@torch.no_grad()
-def take_snapshot(
-    tensors: Sequence[TensorEntry],
-    plan: CollectivePlan,
-    shards: Mapping[str, torch.Tensor],
-    sender: int,
-    device: torch.device,
-    reuse: torch.Tensor | None = None,
-) -> Snapshot:
-    """Casts this sender's rows (`shards`, by name, any floating-point type) into a flat buffer, and digests them.
-
-    `tensors` need no digests yet. A sender without rows of a tensor need not have it in `shards`. `reuse` is the buffer
-    of an earlier snapshot that nobody sends any more. Raises ValueError when there are not the rows that the plan says.
-    """
-    num_bytes = sender_bytes(tensors, plan, sender)
-    fits = reuse is not None and reuse.numel() == num_bytes and reuse.device == device
-    flat = reuse if fits and reuse is not None else torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    digests = torch.zeros((len(tensors), 2), dtype=torch.int64, device=device)
-    all_buckets = tuple(buckets(tensors, plan))
-    targets: list[torch.Tensor] = []
-    sources: list[torch.Tensor] = []
-    pieces: list[tuple[int, int, torch.Tensor]] = []
-    at = 0
-    for bucket in all_buckets:
-        for piece in bucket.pieces[sender]:
-            entry = tensors[piece.tensor]
-            target = flat[at : at + piece.end - piece.start].view(TORCH_DTYPES[entry.dtype])
-            source = shards[entry.name].detach()
-            if source.numel() != target.numel():
-                rows = math.prod(entry.shape[1:])
-                expected = target.numel() // rows if rows else 0
-                raise ValueError(f"sender {sender} has {tuple(source.shape)} of {entry.name}, expected {expected} rows")
-            targets.append(target)
-            sources.append(source.reshape(-1))
-            pieces.append((piece.tensor, piece.start // 2, target))
-            at += piece.end - piece.start
-    for target, source in zip(targets, sources, strict=True):
-        target.copy_(source)
-    for index, first_word, target in pieces:
-        digests[index] = sum128(target, first_word)
-    return Snapshot(buckets=all_buckets, sender=sender, flat=flat, digests=digests)
 
 
 class Sender:

@@ -1,31 +1,32 @@
-"""A sender rank's share of the nccl transport: it meets the engines of a group and broadcasts its rows to them.
+"""One sender rank's share of the broadcast transport: it joins groups of engines and sends them what it holds.
 
-The training thread lays the newest snapshot down (`GroupWorker.held`), a publishing thread sends it.
+The training thread lays the newest snapshot down (`BroadcastShare.held`), a publishing thread sends it.
 """
 
 from __future__ import annotations
 
 import threading
-from typing import Any
 
 import torch
 from torch._C._distributed_c10d import Store
 
-from meshrl.trainer.publishing.progress import Progress
-from meshrl.trainer.publishing.rank_calls import Held, Word
 from meshrl.versions.collective.communicator import reach_store
-from meshrl.versions.collective.sending import Sender, Snapshot
+from meshrl.versions.collective.sending import Sender
+from meshrl.versions.progress import Progress
+from meshrl.versions.snapshot import HeldSnapshot, Snapshot
+from meshrl.versions.transports.base import Answer, PublishCall
 from meshrl.wire.errors import MeshError, Reason
 
 
-class GroupWorker:
-    """Words: meet (generation, num_receivers, deadline_s), send (version), leave."""
+class BroadcastShare:
+    """One sender rank's share of the broadcasts. Calls: meet, send, leave."""
 
     def __init__(
         self, *, sender: int, device: torch.device, store_address: str, backend: str, deadline_s: float
     ) -> None:
         """`deadline_s`: how long a transfer may stand still, and this rank's training may lag behind rank 0's."""
-        self.held, self.progress = Held(), Progress()
+        self.held: HeldSnapshot[Snapshot] = HeldSnapshot()
+        self.progress = Progress()
         self._sender, self._device, self._backend = sender, device, backend
         self._store_address, self._deadline_s = store_address, deadline_s
         self._store: Store | None = None
@@ -33,11 +34,23 @@ class GroupWorker:
         self._lock = threading.Lock()
         self._sending = False
 
-    def work(self, word: Word) -> dict[str, Any]:
-        if word["do"] == "meet":
-            self._meet(int(word["generation"]), int(word["num_receivers"]), float(word["deadline_s"]))
-        elif word["do"] == "send":
-            self._send(int(word["version"]))
+    def carry_out(self, call: PublishCall) -> Answer:
+        """Meets the receivers of a group, sends what this rank holds, or leaves the group."""
+        if call.do == "meet":
+            self.leave()
+            if self._store is None:
+                self._store = reach_store(self._store_address, deadline_s=call.deadline_s)
+            self._group = Sender.meet(
+                self._store,
+                generation=call.generation,
+                backend=self._backend,
+                sender=self._sender,
+                num_receivers=call.num_receivers,
+                device=self._device,
+                deadline_s=call.deadline_s,
+            )
+        elif call.do == "send":
+            self._send(call.version)
         else:
             self.leave()
         return {}
@@ -53,33 +66,19 @@ class GroupWorker:
 
         Returns the buffer of the last snapshot when nobody uses it any more.
         """
-        snapshot: Snapshot | None = self.held.drop()
+        snapshot = self.held.drop()
         with self._lock:
             if not self._sending:
                 return None if snapshot is None else snapshot.flat
         self.leave()
         return None
 
-    def _meet(self, generation: int, num_receivers: int, deadline_s: float) -> None:
-        self.leave()
-        if self._store is None:
-            self._store = reach_store(self._store_address, deadline_s=deadline_s)
-        self._group = Sender.meet(
-            self._store,
-            generation=generation,
-            backend=self._backend,
-            sender=self._sender,
-            num_receivers=num_receivers,
-            device=self._device,
-            deadline_s=deadline_s,
-        )
-
     def _send(self, version: int) -> None:
         with self._lock:
             self._sending = True
         try:
             # Picked up after the flag is up, so that the training thread reuses no buffer that is about to be sent.
-            snapshot: Snapshot = self.held.get(version, deadline_s=self._deadline_s)
+            snapshot = self.held.get(version, deadline_s=self._deadline_s)
             group = self._group
             if group is None:
                 raise MeshError(Reason.GROUP_BROKEN, "this sender has left the group")

@@ -1,8 +1,8 @@
-"""Publishes versions by broadcasting them from the trainer's ranks to the engines (nccl, or gloo on a CPU).
+"""The broadcast transport (nccl, or gloo on a CPU): the trainer's ranks send a version to the engines directly.
 
-Rank 0 only. A version is staged and sealed at the hub as a manifest without bytes; the bytes go through a group that
-the hub forms of the engines. A group that breaks is replaced by one of the engines that come and still lack the
-version; engines that appear later get the newest version in a group of their own, while nothing else is published.
+A version is staged and sealed at the hub as a manifest without bytes; the bytes go through a group that the hub forms
+of the engines. A group that breaks is replaced by one of the engines that come and still lack the version; engines that
+appear later get the newest version in a group of their own, while nothing else is published.
 """
 
 from __future__ import annotations
@@ -12,28 +12,25 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
-import numpy as np
 import torch
 from loguru import logger
-from numpy.typing import NDArray
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from meshrl.client import WeightSyncClient
-from meshrl.trainer.publishing.rank_calls import Crew
-from meshrl.trainer.publishing.rows import Rows
-from meshrl.trainer.publishing.uploading import PublishReport
 from meshrl.versions.collective.digest import digest_bytes
-from meshrl.versions.transfer import Uploader
+from meshrl.versions.snapshot import Captured
+from meshrl.versions.transports.base import AllRanks, Prepared, PublishCall, VersionLine
+from meshrl.versions.transports.broadcast_share import BroadcastShare
 from meshrl.wire.errors import MeshError, Reason
-from meshrl.wire.manifest import SUM128, build_manifest
-from meshrl.wire.types import AgentState, EngineInfo, Manifest, OpenedGroup, Transport
+from meshrl.wire.manifest import SUM128
+from meshrl.wire.types import AgentState, CollectivePlan, EngineInfo, OpenedGroup, TensorEntry, Transport
 
 ATTEMPTS = 3  # groups of all that a publication tries
 MEET_S = 30.0
 WATCH_S = 1.0
-SETTLE_S = 0.2
+REPORT_S = 0.2  # for engines of a broken group that had all of it to say so
 STUCK_S = 60.0
 BACKOFF_S = (2.0, 60.0)  # between two sends to the same engine on its own
 GRACE_S = 10.0  # what the other ranks may take beyond the deadlines that they keep themselves
@@ -43,12 +40,26 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class TakenRows:
-    """What the training thread says of a snapshot that the ranks hold: `digests` (T, 2) int64 are the tensors' sums."""
+class MeetingPoint:
+    """Where senders and engines meet: a store that this process hosts and engines reach at `address`.
 
-    digests: NDArray[np.int64]
-    snapshot_s: float
-    digest_s: float
+    `deadline_s`: how long a transfer may stand still.
+    """
+
+    store: Store
+    address: str
+    backend: str
+    deadline_s: float
+
+
+class SenderPlan(Protocol):
+    """The tensors of every version, without digests, and how the senders share them."""
+
+    @property
+    def tensors(self) -> tuple[TensorEntry, ...]: ...
+
+    @property
+    def collective(self) -> CollectivePlan: ...
 
 
 @dataclass(kw_only=True)
@@ -59,123 +70,89 @@ class _Pause:
     next_s: float
 
 
-class CollectivePublisher:
-    """Publishes versions of one run in one epoch. `publish` one version at a time."""
+class BroadcastTransport:
+    """Rank 0's side: keeps a group of engines, has the ranks send, and sees to those that lack the newest version."""
 
     def __init__(
         self,
+        line: VersionLine,
+        ranks: AllRanks,
+        share: BroadcastShare,
+        plan: SenderPlan,
         client: WeightSyncClient,
-        crew: Crew,
-        rows: Rows,
-        store: Store,
+        place: MeetingPoint,
         *,
-        run_id: str,
-        epoch: int,
-        backend: str,
-        store_address: str,
-        transfer_deadline_s: float,
-        uploader: Uploader | None = None,
         watch_s: float = WATCH_S,
     ) -> None:
-        """`store` is hosted by this process, and engines reach it at `store_address`."""
-        self.progress = crew.own.progress
-        self._client, self._uploader = client, uploader or Uploader(client, self.progress.moved)
-        self._crew, self._rows, self._store = crew, rows, store
-        self._run_id, self._epoch = run_id, epoch
-        self._backend, self._store_address = backend, store_address
-        self._transfer_deadline_s = transfer_deadline_s
-        self._meet_s = min(MEET_S, transfer_deadline_s)
+        """`share` is rank 0's own."""
+        self.progress = share.progress
+        self._line, self._ranks, self._share, self._client, self._place = line, ranks, share, client, place
+        self._tensors, self._plan = plan.tensors, plan.collective
+        self._meet_s = min(MEET_S, place.deadline_s)
         self._watch_s = watch_s
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="broadcast")  # the GPU belongs to a thread
-        self._busy = asyncio.Lock()
+        self._sending = asyncio.Lock()
         self._group: OpenedGroup | None = None
-        self._newest: int | None = None
+        self._newest: int | None = None  # None from the preparation of a version until it is sealed
         self._stuck: dict[str, float] = {}  # engines that are asked into no group of all until then
         self._has: set[str] = set()  # engines that took the newest version from us
         self._pauses: dict[str, _Pause] = {}
         self._watching: asyncio.Task[None] | None = None
 
-    async def publish(self, version: int, taken: TakenRows, traceparent: str = "") -> PublishReport:
-        """Publishes what the ranks hold for `version`; returns once it is sealed and was sent to whoever came.
-
-        Raises MeshError: STALE_EPOCH when a newer trainer took over; VERSION_CONFLICT or VERSION_SUPERSEDED;
-        UNREACHABLE for a hub that stays away. A defect that ended the watch for late engines is raised here as well.
-        """
+    async def prepare(self, version: int, captured: Captured) -> Prepared:
+        """Sees to a group of all engines. A defect that ended the watch for late engines is raised here."""
+        assert captured.digests is not None, "a broadcast is of what the sender ranks hold"
         if self._watching is not None and self._watching.done():
             self._watching.result()
-        async with self._busy:
-            manifest = self._manifest(version, taken)
+        lanes = torch.from_numpy(captured.digests)
+        tensors = tuple(
+            replace(tensor, digest=digest_bytes(lanes[index])) for index, tensor in enumerate(self._tensors)
+        )
+        manifest = self._line.manifest(version, Transport.NCCL, tensors, digest_algorithm=SUM128, collective=self._plan)
+        async with self._sending:
             began_s = time.monotonic()
             self._newest = None
-            await self._group_of_all()
-            met_s = time.monotonic()
-            staged = await self._uploader.stage(manifest)
-            staged_s = time.monotonic()
-            await self._uploader.seal(manifest, staged.artifact_id, traceparent)
-            sealed_s = time.monotonic()
+            await self._open_group_of_all()
+        return Prepared(manifest=manifest, parts_s={"group": time.monotonic() - began_s})
+
+    async def deliver(self, version: int) -> Mapping[str, float]:
+        """Sends a sealed version to whoever came; who comes later gets it from the watch."""
+        async with self._sending:
+            began_s = time.monotonic()
             self._newest, self._has, self._pauses = version, set(), {}
-            await self._bring(version)
-            report = PublishReport(
-                version=version,
-                artifact_id=staged.artifact_id,
-                root=manifest.result_root,
-                num_bytes=manifest.num_bytes,
-                snapshot_s=taken.snapshot_s,
-                digest_s=taken.digest_s,
-                group_s=met_s - began_s,
-                stage_s=staged_s - met_s,
-                seal_s=sealed_s - staged_s,
-                wire_s=time.monotonic() - sealed_s,
-            )
-        report.log()
+            await self._send_to_all(version)
         if self._watching is None:
             self._watching = asyncio.create_task(self._watch())
-        return report
+        return {"wire": time.monotonic() - began_s}
 
     async def close(self) -> None:
         """Stops to look for engines and leaves the group."""
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.wait({self._watching})
-        await asyncio.to_thread(self._crew.own.work, {"do": "leave"})
+        await asyncio.to_thread(self._share.leave)
         self._thread.shutdown(wait=False)
-
-    def _manifest(self, version: int, taken: TakenRows) -> Manifest:
-        lanes = torch.from_numpy(taken.digests)
-        tensors = tuple(
-            replace(entry, digest=digest_bytes(lanes[index])) for index, entry in enumerate(self._rows.tensors())
-        )
-        return build_manifest(
-            run_id=self._run_id,
-            epoch=self._epoch,
-            version=version,
-            transport=Transport.NCCL,
-            tensors=tensors,
-            chunks=(),
-            digest_algorithm=SUM128,
-            collective=self._rows.collective,
-        )
 
     # --- groups -----------------------------------------------------------------------------------
 
-    async def _seats(self) -> dict[str, EngineInfo]:
-        """The engines that can take part."""
+    async def _able(self) -> dict[str, EngineInfo]:
+        """The engines that can take part, by id."""
         return {
             engine.engine_id: engine
             for engine in await self._client.list_engines()
             if Transport.NCCL in engine.transports
             and engine.collective_ranks
-            and engine.collective_backend == self._backend
+            and engine.collective_backend == self._place.backend
         }
 
-    async def _group_of_all(self) -> None:
-        """Sees to a group of all engines. Without one the version is staged all the same, and brought later."""
+    async def _open_group_of_all(self) -> None:
+        """Sees to a group of all engines. Without one the version is staged all the same, and sent later."""
         try:
             for _ in range(ATTEMPTS):
                 now_s = time.monotonic()
                 self._stuck = {name: until_s for name, until_s in self._stuck.items() if until_s > now_s}
-                seats = {name: engine for name, engine in (await self._seats()).items() if name not in self._stuck}
-                if not seats or self._complete(seats):
+                engines = {name: engine for name, engine in (await self._able()).items() if name not in self._stuck}
+                if not engines or self._is_of(engines):
                     return
                 missing = await self._open(without=self._stuck)
                 if not missing:
@@ -186,11 +163,12 @@ class CollectivePublisher:
                 raise
             logger.warning("no group of engines yet: {}", error)
 
-    def _complete(self, seats: Mapping[str, EngineInfo]) -> bool:
+    def _is_of(self, engines: Mapping[str, EngineInfo]) -> bool:
+        """Whether the group is one of just these engines, and all of them are still in it."""
         group = self._group
-        if group is None or {member.engine_id for member in group.members} != seats.keys():
+        if group is None or {member.engine_id for member in group.members} != engines.keys():
             return False
-        return all(engine.group_generation == group.generation for engine in seats.values())
+        return all(engine.group_generation == group.generation for engine in engines.values())
 
     async def _open(
         self, *, engine_ids: Collection[str] = (), without: Collection[str] = (), unless: Collection[str] = ()
@@ -203,26 +181,26 @@ class CollectivePublisher:
         """
         self._group = None
         opened = await self._client.open_group(
-            run_id=self._run_id,
-            epoch=self._epoch,
-            store_address=self._store_address,
-            backend=self._backend,
-            num_senders=self._rows.collective.num_senders,
+            run_id=self._line.run_id,
+            epoch=self._line.epoch,
+            store_address=self._place.address,
+            backend=self._place.backend,
+            num_senders=self._plan.num_senders,
             engine_ids=sorted(engine_ids),
             without=sorted(without),
             deadline_s=self._meet_s,
         )
         if {member.engine_id for member in opened.members} == set(unless):
             return set()
-        word = {
-            "do": "meet",
-            "generation": opened.generation,
-            "num_receivers": sum(member.num_ranks for member in opened.members),
-            "deadline_s": self._meet_s,
-        }
+        call = PublishCall(
+            do="meet",
+            generation=opened.generation,
+            num_receivers=sum(member.num_ranks for member in opened.members),
+            deadline_s=self._meet_s,
+        )
         try:
             self.progress.moved(unseen_s=self._meet_s + GRACE_S)
-            await self._in_thread(lambda: self._crew.work(word, stall_s=self._meet_s + GRACE_S))
+            await self._in_thread(lambda: self._ranks.call(call, stall_s=self._meet_s + GRACE_S))
             self.progress.moved()
         except MeshError as error:
             missing = await self._in_thread(lambda: self._absent(opened))
@@ -235,8 +213,8 @@ class CollectivePublisher:
         return set()
 
     def _absent(self, opened: OpenedGroup) -> set[str]:
-        """Engines of which a rank did not come to sender 0, where everybody is met first (see collective.group)."""
-        store = PrefixStore(f"g{opened.generation}/s0", self._store)
+        """Engines of which a rank did not come to sender 0, where everybody is met first (see `Communicator`)."""
+        store = PrefixStore(f"g{opened.generation}/s0", self._place.store)
         return {
             member.engine_id
             for member in opened.members
@@ -248,14 +226,14 @@ class CollectivePublisher:
 
     # --- sending ----------------------------------------------------------------------------------
 
-    async def _bring(self, version: int) -> None:
+    async def _send_to_all(self, version: int) -> None:
         """Sends a sealed version to the group; after a break to those that still lack it."""
         broken: Collection[str] = ()
         if self._group is not None:
             broken = [member.engine_id for member in self._group.members]
             if await self._try(version):
                 return
-            await asyncio.sleep(SETTLE_S)  # engines that had all of it say so
+            await asyncio.sleep(REPORT_S)
         # The hub leaves out who is dead. Who lives and is stuck shows when each is sent the version alone.
         lacking = await self._lacking(version)
         if lacking and not await self._try(version, lacking, unless=broken):
@@ -272,51 +250,51 @@ class CollectivePublisher:
         try:
             if engine_ids:
                 await self._open(engine_ids=engine_ids, unless=unless)
-            if self._group is None:
+            group = self._group
+            if group is None:
                 return False
-            await self._send(version, self._group)
+            call = PublishCall(do="send", version=version)
+            stall_s = self._place.deadline_s + GRACE_S  # each rank ends a send that stands still
+            self.progress.moved()
+            try:
+                await self._in_thread(lambda: self._ranks.call(call, stall_s=stall_s))
+            except MeshError:
+                self._group = None
+                raise
         except MeshError as error:
             if error.reason not in _PASSING:
                 raise
             logger.warning("version {} did not reach {}: {}", version, sorted(engine_ids) or "the group", error)
             return False
+        self._has |= {member.engine_id for member in group.members}
         return True
 
-    async def _send(self, version: int, group: OpenedGroup) -> None:
-        word = {"do": "send", "version": version}
-        stall_s = self._transfer_deadline_s + GRACE_S  # each rank ends a send that stands still
-        try:
-            self.progress.moved()
-            await self._in_thread(lambda: self._crew.work(word, stall_s=stall_s))
-        except MeshError:
-            self._group = None
-            raise
-        self._has |= {member.engine_id for member in group.members}
-
     async def _lacking(self, version: int) -> set[str]:
-        return {name for name, engine in (await self._seats()).items() if not self._holds(engine, version)}
+        """The engines that do not have the newest version; the same number may also be that of an earlier epoch."""
+        lacking: set[str] = set()
+        for name, engine in (await self._able()).items():
+            if engine.state in (AgentState.PREPARED, AgentState.APPLYING):
+                self._has.add(name)
+            elif engine.serving_version != version or name not in self._has:
+                lacking.add(name)
+        return lacking
 
-    def _holds(self, engine: EngineInfo, version: int) -> bool:
-        """Whether an engine has the newest version; the same number may also be that of an earlier epoch."""
-        if engine.state in (AgentState.PREPARED, AgentState.APPLYING):
-            self._has.add(engine.engine_id)
-            return True
-        return engine.serving_version == version and engine.engine_id in self._has
+    # --- engines that come late -------------------------------------------------------------------
 
     async def _watch(self) -> None:
         """Looks for engines that lack the newest version while nothing is published, and sends it to them."""
         suspects: set[str] = set()
         while True:
             await asyncio.sleep(self._watch_s)
-            if self._busy.locked():
+            if self._sending.locked():
                 continue
             try:
-                async with self._busy:
-                    suspects = await self._bring_to_late(suspects)
+                async with self._sending:
+                    suspects = await self._send_to_late(suspects)
             except MeshError as error:  # the hub is away, or a new version came in between: looked at again
                 logger.warning("the newest version was not sent again: {}", error)
 
-    async def _bring_to_late(self, suspects: set[str]) -> set[str]:
+    async def _send_to_late(self, suspects: set[str]) -> set[str]:
         """Sends the newest version to an engine that lacked it the last time as well; returns those that lack it."""
         version = self._newest
         if version is None:

@@ -14,13 +14,15 @@ from transformers import AutoModelForCausalLM
 from meshrl.client import WeightSyncClient
 from meshrl.inference.embedded.engine import EmbeddedEngine
 from meshrl.models.state import hf_state
-from meshrl.trainer.publishing.collective_publisher import CollectivePublisher
-from meshrl.trainer.publishing.progress import Progress
-from meshrl.trainer.publishing.rank_calls import Crew, Word
-from meshrl.trainer.publishing.snapshots import GroupExit, PublicationSettings
-from meshrl.trainer.publishing.uploading import PublishReport
+from meshrl.trainer.publishing.publisher import Publisher, PublishReport
+from meshrl.trainer.publishing.rank_calls import RankCalls
+from meshrl.trainer.publishing.snapshots import PublicationSettings, Snapshotter
 from meshrl.training.parallel.rank_group import RankGroup
 from meshrl.versions.collective.communicator import open_store
+from meshrl.versions.progress import Progress
+from meshrl.versions.transports.base import Answer, PublishCall, VersionLine
+from meshrl.versions.transports.broadcast import BroadcastTransport, MeetingPoint
+from meshrl.versions.transports.broadcast_share import BroadcastShare
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import JoinGroup, Manifest
 from served_engine import ServedEngine, activate, serving_engine
@@ -29,7 +31,7 @@ DEADLINE_S = 2.0
 
 
 class Trainer:
-    """A model, its exit and the publisher, as rank 0 of a trainer of one process has them."""
+    """A model, its snapshotter and the publisher, as rank 0 of a trainer of one process has them."""
 
     def __init__(self, model: str, client: WeightSyncClient, epoch: int) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(model)
@@ -39,18 +41,27 @@ class Trainer:
             transport="nccl", epoch=epoch, adapter_only=False, in_shares=True, folder="", chunk_bytes=4096,
             bucket_bytes=2048, num_threads=1, backend="gloo", deadline_s=DEADLINE_S, store_address=address,
         )  # fmt: skip
-        self.exit = GroupExit(self.model, torch.float32, RankGroup(), settings)
-        self.publisher = CollectivePublisher(
-            client, Crew(self.exit.worker, None, size=1), self.exit.rows, self.store, run_id="main", epoch=epoch,
-            backend="gloo", store_address=address, transfer_deadline_s=DEADLINE_S, watch_s=0.1,
-        )  # fmt: skip
+        self.snapshotter = Snapshotter(self.model, torch.float32, RankGroup(), settings)
+        share = self.snapshotter.share
+        assert isinstance(share, BroadcastShare)
+        self.share = share
+        self.transport = BroadcastTransport(
+            VersionLine(run_id="main", epoch=epoch),
+            RankCalls(share, None, num_ranks=1),
+            share,
+            self.snapshotter.plan,
+            client,
+            MeetingPoint(store=self.store, address=address, backend="gloo", deadline_s=DEADLINE_S),
+            watch_s=0.1,
+        )
+        self.publisher = Publisher(client, self.transport)
 
     async def publish(self, version: int) -> PublishReport:
         """A step that changes every weight, and its version."""
         with torch.no_grad():
             for parameter in self.model.parameters():
                 parameter.add_(0.01 * (version + 1))
-        return await self.publisher.publish(version, self.exit.take(version))
+        return await self.publisher.publish(version, self.snapshotter.capture(version))
 
     def is_served_by(self, served: ServedEngine) -> bool:
         ours, live = hf_state(self.model), hf_state(served.model)
@@ -82,7 +93,7 @@ class Absent(EmbeddedEngine):
 async def test_engine_that_comes_late_gets_the_newest_version_and_is_in_the_next_group(model: str, hub: str) -> None:
     async with serving_engine(model, hub, "e0") as first, trainer(model, hub) as training:
         report = await training.publish(0)
-        assert report.wire_s > 0
+        assert report.parts_s["wire"] > 0
         assert set(report.parts_s) == {"snapshot", "digest", "group", "stage", "seal", "wire"}
         await activate(hub, 0)
         async with serving_engine(model, hub, "late") as late:
@@ -102,7 +113,7 @@ async def test_every_part_of_a_broadcast_is_progress(model: str, hub: str, monke
     monkeypatch.setattr(Progress, "moved", lambda _, *, unseen_s=0.0: moves.append(unseen_s))
     async with serving_engine(model, hub, "e0"), trainer(model, hub) as training:
         await training.publish(0)
-        snapshot = training.exit.worker.held.get(0, deadline_s=5.0)
+        snapshot = training.share.held.get(0, deadline_s=5.0)
         assert len(moves) > len(snapshot.buckets) > 5
 
 
@@ -166,16 +177,16 @@ async def test_trainer_that_dies_in_a_broadcast_leaves_the_engine_on_its_version
             await training.publish(0)
             await activate(hub, 0)
             before = {name: tensor.clone() for name, tensor in hf_state(served.model).items()}
-            worker = training.exit.worker
-            send = worker.work
+            share = training.share
+            carry_out = share.carry_out
 
-            def dies(word: Word) -> dict[str, object]:
-                if word["do"] == "send":
-                    worker.leave()
+            def dies(call: PublishCall) -> Answer:
+                if call.do == "send":
+                    share.leave()
                     raise MeshError(Reason.INTERNAL, "killed")
-                return send(word)
+                return carry_out(call)
 
-            training.publisher._crew.own.work = dies  # type: ignore[method-assign]  # the death of a process
+            share.carry_out = dies  # type: ignore[method-assign]  # the death of a process
             with pytest.raises(MeshError, match="killed"):
                 await training.publish(1)
         live = hf_state(served.model)
@@ -189,12 +200,12 @@ async def test_trainer_that_dies_in_a_broadcast_leaves_the_engine_on_its_version
 
 async def test_snapshot_outlives_the_next_steps(model: str, hub: str) -> None:
     async with serving_engine(model, hub) as served, trainer(model, hub) as training:
-        taken = training.exit.take(0)
+        captured = training.snapshotter.capture(0)
         expected = {name: tensor.clone() for name, tensor in hf_state(training.model).items()}
         with torch.no_grad():
             for parameter in training.model.parameters():
                 parameter.zero_()
-        await training.publisher.publish(0, taken)
+        await training.publisher.publish(0, captured)
         await activate(hub, 0)
         assert all(torch.equal(tensor, expected[name]) for name, tensor in hf_state(served.model).items())
 
@@ -208,8 +219,8 @@ async def test_defect_in_the_watch_for_late_engines_is_heard_at_the_next_version
         async def broken(suspects: set[str]) -> set[str]:
             raise RuntimeError("a defect")
 
-        monkeypatch.setattr(training.publisher, "_bring_to_late", broken)
+        monkeypatch.setattr(training.transport, "_send_to_late", broken)
         async with asyncio.timeout(60):
-            await asyncio.wait({training.publisher._watching})
+            await asyncio.wait({training.transport._watching})
         with pytest.raises(RuntimeError, match="a defect"):
             await training.publish(1)

@@ -19,7 +19,7 @@ from typing import BinaryIO, TypeVar
 
 from blake3 import blake3
 
-from meshrl.trainer.publishing.progress import Progress
+from meshrl.versions.progress import Progress
 from meshrl.wire.manifest import plan_chunks
 from meshrl.wire.manifest_file import manifest_path, payload_names, safetensors_header, to_json
 from meshrl.wire.types import ChunkEntry, FileEntry, Manifest, TensorEntry
@@ -56,7 +56,7 @@ class VersionFiles:
         *,
         version: int,
         epoch: int,
-        plans: Sequence[TensorEntry],
+        tensors: Sequence[TensorEntry],
         chunk_bytes: int,
         threads: ThreadPoolExecutor,
         num_threads: int,
@@ -64,10 +64,10 @@ class VersionFiles:
     ) -> None:
         """There are at most `num_threads` files, a number that must be the same on all ranks."""
         self._progress = progress
-        self._plans = tuple(plans)
-        self.num_bytes = sum(plan.num_bytes for plan in plans)
+        self._tensors = tuple(tensors)
+        self.num_bytes = sum(tensor.num_bytes for tensor in tensors)
         self._chunks = plan_chunks(self.num_bytes, chunk_bytes)
-        self._parts = _parts(folder / f"step_{version}", epoch, self._plans, num_threads)
+        self._parts = _parts(folder / f"step_{version}", epoch, self._tensors, num_threads)
         self._starts = [part.offset for part in self._parts]
         self._threads, self._num_threads = threads, num_threads
 
@@ -110,7 +110,7 @@ class VersionFiles:
 
     def hash(self, share: int, shares: int) -> tuple[dict[int, bytes], dict[int, bytes]]:
         """BLAKE3 of a share's tensors and chunks by index, read back from the files."""
-        sizes = [plan.num_bytes for plan in self._plans]
+        sizes = [plan.num_bytes for plan in self._tensors]
         tensors = _share(sizes, share, shares)
         first, last = (len(self._chunks) * edge // shares for edge in (share, share + 1))
         with ExitStack() as stack:
@@ -124,7 +124,7 @@ class VersionFiles:
                     self._progress.moved()
                 return hasher.digest()
 
-            spans = [(self._plans[index].offset, sizes[index]) for index in tensors]
+            spans = [(self._tensors[index].offset, sizes[index]) for index in tensors]
             digests = in_threads(self._threads, digest, [*spans, *self._chunks[first:last]])
         return dict(zip(tensors, digests, strict=False)), dict(enumerate(digests[len(tensors) :], first))
 
@@ -133,7 +133,7 @@ class VersionFiles:
     ) -> tuple[tuple[TensorEntry, ...], tuple[ChunkEntry, ...]]:
         """What the manifest lists of tensors and chunks, from the digests of all shares."""
         return (
-            tuple(replace(plan, digest=tensors[index]) for index, plan in enumerate(self._plans)),
+            tuple(replace(plan, digest=tensors[index]) for index, plan in enumerate(self._tensors)),
             tuple(
                 ChunkEntry(offset=offset, length=length, digest=chunks[index])
                 for index, (offset, length) in enumerate(self._chunks)

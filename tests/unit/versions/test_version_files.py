@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from meshrl.trainer.publishing import version_files
-from meshrl.trainer.publishing.progress import Progress
-from meshrl.trainer.publishing.version_files import VersionFiles
+from meshrl.versions.progress import Progress
+from meshrl.versions.transports import version_files
+from meshrl.versions.transports.version_files import VersionFiles
 from meshrl.wire.manifest import build_manifest, entries_of, plan_tensors
 from meshrl.wire.manifest_file import PayloadReader, from_json, manifest_path
 from meshrl.wire.types import Transport
@@ -39,7 +39,7 @@ def files_in(
     folder: Path, threads: ThreadPoolExecutor, num_threads: int, progress: Progress | None = None
 ) -> VersionFiles:
     return VersionFiles(
-        folder, version=3, epoch=1, plans=PLANS, chunk_bytes=4096, threads=threads, num_threads=num_threads,
+        folder, version=3, epoch=1, tensors=PLANS, chunk_bytes=4096, threads=threads, num_threads=num_threads,
         progress=progress or Progress(),
     )  # fmt: skip
 

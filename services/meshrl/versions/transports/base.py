@@ -1,0 +1,134 @@
+"""What the publisher asks of every transport, and what a transport asks of the trainer's other ranks.
+
+Rank 0's publisher prepares a version with its transport, stages and seals it at the hub, and has the transport deliver
+it. Where the ranks share that work, the transport makes a `PublishCall` to all of them, and each rank's `RankShare`
+does its part on a thread beside training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshrl.versions.progress import Progress
+from meshrl.versions.snapshot import Captured
+from meshrl.wire.manifest import build_manifest
+from meshrl.wire.types import (
+    AdapterConfig,
+    ChunkEntry,
+    CollectivePlan,
+    FileEntry,
+    Manifest,
+    TensorEntry,
+    Transport,
+)
+
+Answer = Mapping[str, Mapping[str, str]]
+"""What a rank answers to a call: tables by name, such as the digests that it computed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishCall:
+    """What rank 0 asks every sender rank to do for a version, or for the group that it will be sent to."""
+
+    do: Literal["write", "hash", "meet", "send", "leave", "shut_down"]
+    version: int = 0
+    generation: int = 0  # of the group to meet
+    num_receivers: int = 0
+    deadline_s: float = 0.0
+
+
+class RankShare(Protocol):
+    """One rank's share of a publication; `progress` says whether it moves."""
+
+    @property
+    def progress(self) -> Progress: ...
+
+    def carry_out(self, call: PublishCall) -> Answer:
+        """Does what a call asks for; blocking. Raises MeshError and OSError."""
+
+
+class AllRanks(Protocol):
+    """All sender ranks of the trainer, as rank 0 calls them."""
+
+    def call(self, call: PublishCall, *, stall_s: float) -> list[Answer]:
+        """Has every rank carry a call out; returns their answers in order. Blocking.
+
+        Raises what the first rank that failed raised, and MeshError DEADLINE_PASSED for one that moves nothing for
+        `stall_s`.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adapter:
+    """What versions that are LoRA adapters say of themselves; `base_layout` is that of the weights they are for."""
+
+    config: AdapterConfig
+    base_layout: bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class VersionLine:
+    """Whose versions they are: those of a run in one epoch, all full or all adapters."""
+
+    run_id: str
+    epoch: int
+    adapter: Adapter | None = None
+
+    def manifest(
+        self,
+        version: int,
+        transport: Transport,
+        tensors: tuple[TensorEntry, ...],
+        chunks: tuple[ChunkEntry, ...] = (),
+        *,
+        files: tuple[FileEntry, ...] = (),
+        digest_algorithm: str = "",
+        collective: CollectivePlan | None = None,
+    ) -> Manifest:
+        """The manifest of a version of this line."""
+        return build_manifest(
+            run_id=self.run_id,
+            epoch=self.epoch,
+            version=version,
+            transport=transport,
+            tensors=tensors,
+            chunks=chunks,
+            files=files,
+            digest_algorithm=digest_algorithm,
+            collective=collective,
+            adapter=None if self.adapter is None else self.adapter.config,
+            base_layout=b"" if self.adapter is None else self.adapter.base_layout,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Prepared:
+    """A version that can be staged: its manifest and, where the bytes go through the hub, the byte stream.
+
+    `parts_s`: where the time went, by the name of the part.
+    """
+
+    manifest: Manifest
+    parts_s: Mapping[str, float]
+    buffer: NDArray[np.uint8] | None = None
+
+
+class VersionTransport(Protocol):
+    """One way from rank 0 to the engines; for one version at a time."""
+
+    @property
+    def progress(self) -> Progress: ...
+
+    async def prepare(self, version: int, captured: Captured) -> Prepared:
+        """Does what comes before the hub hears of the version. Raises MeshError and OSError."""
+
+    async def deliver(self, version: int) -> Mapping[str, float]:
+        """Brings a sealed version to the engines where the hub or a file does not; returns where the time went."""
+
+    async def close(self) -> None:
+        """Ends its threads and connections."""

@@ -1,0 +1,60 @@
+"""The stream transport: a version's bytes go through the hub, from a buffer on rank 0, and engines fetch them there."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshrl.versions.progress import Progress
+from meshrl.versions.snapshot import Captured, GatheredWeights
+from meshrl.versions.transports.base import Prepared, VersionLine
+from meshrl.versions.transports.version_files import in_threads
+from meshrl.wire.manifest import DEFAULT_CHUNK_BYTES, entries_of
+from meshrl.wire.types import TensorEntry, Transport
+
+
+class StreamTransport:
+    """Packs gathered weights into one buffer in stream order, and hashes it."""
+
+    def __init__(self, line: VersionLine, *, chunk_bytes: int = DEFAULT_CHUNK_BYTES, num_threads: int = 1) -> None:
+        self.progress = Progress()
+        self._line, self._chunk_bytes = line, chunk_bytes
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="version-stream")
+
+    async def prepare(self, version: int, captured: Captured) -> Prepared:
+        """Packs and hashes the version; the hub is sent the buffer that comes with it."""
+        assert captured.gathered is not None, "a stream is of gathered weights"
+        return await asyncio.to_thread(self._pack, version, captured.gathered)
+
+    async def deliver(self, version: int) -> Mapping[str, float]:
+        """Nothing is left to do: engines fetch the version from the hub."""
+        return {}
+
+    async def close(self) -> None:
+        """Ends its threads."""
+        self._threads.shutdown(wait=False)
+
+    def _pack(self, version: int, weights: GatheredWeights) -> Prepared:
+        began_s = time.monotonic()
+        buffer: NDArray[np.uint8] = np.empty(sum(tensor.num_bytes for tensor in weights.tensors), dtype=np.uint8)
+
+        def copy(tensor: TensorEntry) -> None:
+            target = buffer[tensor.offset : tensor.offset + tensor.num_bytes]
+            target[:] = np.frombuffer(weights.bytes_of(tensor), dtype=np.uint8)
+            self.progress.moved()
+
+        def each(digest: Callable[[tuple[int, int]], bytes], spans: Iterable[tuple[int, int]]) -> Iterable[bytes]:
+            for found in self._threads.map(digest, spans):
+                self.progress.moved()
+                yield found
+
+        in_threads(self._threads, copy, weights.tensors)
+        tensors, chunks = entries_of(buffer.data, weights.tensors, self._chunk_bytes, each=each)
+        buffer.flags.writeable = False
+        manifest = self._line.manifest(version, Transport.STREAM, tensors, chunks)
+        return Prepared(manifest=manifest, buffer=buffer, parts_s={"write": time.monotonic() - began_s})

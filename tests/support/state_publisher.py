@@ -1,0 +1,55 @@
+"""A publisher of whatever weights a test names, over files or the stream, as rank 0 of a trainer of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from meshrl.client import WeightSyncClient
+from meshrl.trainer.publishing.publisher import Publisher, PublishReport
+from meshrl.trainer.publishing.rank_calls import RankCalls
+from meshrl.versions.snapshot import Captured, GatheredWeights
+from meshrl.versions.transfer import RETRY_FOR_S
+from meshrl.versions.transports.base import Adapter, Prepared, VersionLine
+from meshrl.versions.transports.filesystem import FileShare, FilesystemTransport
+from meshrl.versions.transports.stream import StreamTransport
+from meshrl.wire.types import Transport
+
+
+class StatePublisher:
+    """Publishes states by name, all of one run in one epoch; files go to `folder`."""
+
+    def __init__(
+        self,
+        client: WeightSyncClient,
+        transport: Transport,
+        folder: Path,
+        *,
+        run_id: str = "run",
+        epoch: int = 1,
+        adapter: Adapter | None = None,
+        retry_for_s: float = RETRY_FOR_S,
+        num_threads: int = 1,
+    ) -> None:
+        line = VersionLine(run_id=run_id, epoch=epoch, adapter=adapter)
+        way: StreamTransport | FilesystemTransport
+        if transport is Transport.STREAM:
+            way = StreamTransport(line, chunk_bytes=4096, num_threads=num_threads)
+        else:
+            share = FileShare(folder, epoch=epoch, chunk_bytes=4096, num_threads=num_threads)
+            way = FilesystemTransport(line, RankCalls(share, None, num_ranks=1), share, stall_s=60.0)
+        self.client, self._transport = client, way
+        self.progress = way.progress
+        self.publisher = Publisher(client, way, retry_for_s=retry_for_s)
+
+    async def prepare(self, version: int, state: Mapping[str, torch.Tensor]) -> Prepared:
+        """The manifest and bytes of a version, of which the hub has not heard."""
+        return await self._transport.prepare(version, Captured(gathered=GatheredWeights(state)))
+
+    async def publish(self, version: int, state: Mapping[str, torch.Tensor], traceparent: str = "") -> PublishReport:
+        return await self.publisher.publish(version, Captured(gathered=GatheredWeights(state)), traceparent)
+
+    async def close(self) -> None:
+        await self.publisher.close()
