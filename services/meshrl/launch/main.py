@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from loguru import logger
 
-import meshrl
 from meshrl.core.config import ConfigError, dump_toml, load_config
 from meshrl.core.config.flags import SECTION
 from meshrl.core.paths import Layout, spool_name
@@ -40,7 +40,19 @@ def resolve(config: RLConfig, free_port: Callable[[str], int], *, gpus: Sequence
     for part in parts:
         if part.python is not None and not os.access(part.python, os.X_OK):
             raise ConfigError(f"{part.name}.python: {str(part.python)!r} is no program; give the path of a python")
+        if part.python is not None and not _has(part.python, part.module):
+            raise ConfigError(
+                f"{part.name}.python: {str(part.python)!r} finds no {part.module}; install meshrl there, with"
+                f" {str(part.python)!r} -m pip install 'meshrl[{part.name}]', or from a checkout with"
+                " -m pip install --no-deps --editable . --editable clients/python"
+            )
     return parts
+
+
+def _has(python: Path, module: str) -> bool:
+    """Whether an interpreter finds a module. It does not import it, which takes seconds."""
+    code = f"import sys; from importlib.util import find_spec; sys.exit(find_spec({module!r}) is None)"
+    return subprocess.run([python, "-c", code], capture_output=True, timeout=60.0, check=False).returncode == 0
 
 
 def write_configs(config: RLConfig, parts: Sequence[Part]) -> None:
@@ -84,7 +96,6 @@ def programs(parts: Sequence[Part], layout: Layout) -> list[Program]:
             log=layout.log(part.name),
             environ={
                 **part.environ,
-                **({} if part.python is None else import_path(os.environ)),
                 SECTION: part.name.partition("_")[0],  # engines beyond the first are inference_2 and so on
             },
             end_stage=part.end_stage,
@@ -94,17 +105,6 @@ def programs(parts: Sequence[Part], layout: Layout) -> list[Program]:
         )
         for part in parts
     ]
-
-
-def import_path(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variable by which another interpreter finds the meshrl that runs here.
-
-    One that is installed among other packages is not shown: those would come along. It must be installed there too.
-    """
-    roots = [Path(folder).parent for folder in meshrl.__path__]
-    shown = [str(root) for root in roots if root.name not in ("site-packages", "dist-packages")]
-    known = environ.get("PYTHONPATH", "").split(os.pathsep)
-    return {"PYTHONPATH": os.pathsep.join(dict.fromkeys([*shown, *filter(None, known)]))}
 
 
 def newest_checkpoint(output_dir: Path, *, since_s: float) -> int | None:

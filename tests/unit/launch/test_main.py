@@ -13,7 +13,6 @@ from meshrl.core.config import load_config
 from meshrl.core.paths import Layout
 from meshrl.launch.config import RLConfig
 from meshrl.launch.main import (
-    import_path,
     main,
     newest_checkpoint,
     placed,
@@ -114,16 +113,18 @@ def test_an_engine_may_have_an_interpreter_of_its_own(tmp_path: Path, free_ports
     started = {program.name: program for program in programs(parts, Layout(tmp_path / "run"))}
     assert started["inference"].command[:3] == [str(other), "-m", "meshrl.inference.main"]
     assert started["trainer"].command[0] == sys.executable
-    roots = started["inference"].environ["PYTHONPATH"].split(os.pathsep)
-    assert any((Path(root) / "meshrl" / "inference" / "main.py").is_file() for root in roots)
-    assert any((Path(root) / "meshrl" / "client").is_dir() for root in roots)
-    assert "PYTHONPATH" not in started["trainer"].environ
 
 
-def test_paths_that_are_searched_already_stay_behind_the_running_meshrl() -> None:
-    paths = import_path({"PYTHONPATH": os.pathsep.join(["/mine", "", "/yours"])})["PYTHONPATH"].split(os.pathsep)
-    assert paths[-2:] == ["/mine", "/yours"]
-    assert len(paths) == 4
+def test_an_interpreter_without_meshrl_ends_with_code_2_and_says_how_to_install_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bare = tmp_path / "python"  # the same interpreter, without its environment's packages
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
+    bare.chmod(0o755)
+    assert run_main(monkeypatch, "--output-dir", str(tmp_path / "run"), "--inference.python", str(bare)) == 2
+    told = capsys.readouterr().err
+    assert f"{str(bare)!r} finds no meshrl.inference.main; install meshrl there" in told
+    assert "pip install 'meshrl[inference]'" in told
 
 
 def test_interpreter_that_is_not_there_ends_with_code_2(

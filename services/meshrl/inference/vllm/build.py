@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 from contextlib import suppress
 from typing import Any
 
@@ -87,16 +86,13 @@ def _vllm_config(config: InferenceConfig, *, headless: bool = False) -> Any:
 
 
 def _prepare_environment(torch_threads: int | None) -> None:
-    """vLLM's processes are spawned: they must find this package, start quietly, and take their threads from here."""
+    """vLLM's processes are spawned: they must start quietly and take their threads from here."""
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
     if torch_threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(torch_threads)
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else vLLM counts and binds threads by itself
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-    roots = [path for path in sys.path if path.endswith(("services", "clients/python"))]
-    known = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*roots, *filter(None, known)]))
 
 
 def _describe(model: ModelConfig, dtype: torch.dtype) -> tuple[Layout, tuple[int, ...]]:
