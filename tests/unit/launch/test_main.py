@@ -106,9 +106,15 @@ def test_every_program_is_started_from_its_own_file_and_can_be_run_as_a_module(
     assert [program.name for program in programs(parts, layout) if program.leader] == ["orchestrator"]
 
 
+def interpreter(path: Path, *options: str) -> Path:
+    """Another python, with the packages of this one unless options say otherwise."""
+    path.write_text(f'#!/bin/sh\nexec {sys.executable} {" ".join(options)} "$@"\n')
+    path.chmod(0o755)
+    return path
+
+
 def test_an_engine_may_have_an_interpreter_of_its_own(tmp_path: Path, free_ports: FreePorts) -> None:
-    other = tmp_path / "python"
-    other.symlink_to(sys.executable)
+    other = interpreter(tmp_path / "python")
     parts = resolve(load(tmp_path / "run", "--inference.python", str(other)), free_ports)
     started = {program.name: program for program in programs(parts, Layout(tmp_path / "run"))}
     assert started["inference"].command[:3] == [str(other), "-m", "meshrl.inference.main"]
@@ -118,9 +124,7 @@ def test_an_engine_may_have_an_interpreter_of_its_own(tmp_path: Path, free_ports
 def test_an_interpreter_without_meshrl_ends_with_code_2_and_says_how_to_install_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    bare = tmp_path / "python"  # the same interpreter, without its environment's packages
-    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
-    bare.chmod(0o755)
+    bare = interpreter(tmp_path / "python", "-I", "-S")  # without its environment's packages
     assert run_main(monkeypatch, "--output-dir", str(tmp_path / "run"), "--inference.python", str(bare)) == 2
     told = capsys.readouterr().err
     assert f"{str(bare)!r} finds no meshrl.inference.main; install meshrl there" in told
