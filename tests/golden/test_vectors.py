@@ -13,11 +13,12 @@ import pytest
 import torch
 from blake3 import blake3
 
-from meshrl.v1 import weights_pb2
+from meshrl.v1 import reasons_pb2, weights_pb2
 from meshrl.versions.collective.digest import digest_bytes, sum128
 from meshrl.wire import completion_frame, convert, manifest_file
 from meshrl.wire.completion_frame import CompletionFrame, FrameChoice
 from meshrl.wire.convert.batches import batch_digest
+from meshrl.wire.errors import Reason
 from meshrl.wire.manifest import artifact_id, layout_signature, plan_tensors, root_of
 from meshrl.wire.types import Batch, MicroBatch, VersionSpan
 
@@ -32,6 +33,11 @@ ELEMENTS = {
     "sample_offsets": np.int64,
     "env_index": np.int32,
 }  # the others are float32
+
+
+def test_reasons_of_the_contract_are_those_of_the_catalogue() -> None:
+    published = {name.removeprefix("REASON_") for name in reasons_pb2.Reason.keys()}  # noqa: SIM118  # not a mapping - {"UNSPECIFIED"}
+    assert published == set(Reason.__members__)
 
 
 @pytest.mark.parametrize("case", DIGESTS["blake3"])

@@ -43,7 +43,6 @@ from meshrl.wire.errors import MeshError
 
 SERVICE = "meshrl.v1.TrainerService"
 DRAIN_GRACE_S = 5.0
-BYTES_PER_TOKEN = 64  # of a micro-batch message, with room for the ids and traces of its samples
 
 
 def run_rank(config: TrainerConfig, layout: Layout, rank: int) -> None:
@@ -107,9 +106,9 @@ async def serve(config: TrainerConfig, stop: asyncio.Event, tracer: trace.Tracer
         ),
         held=True,
     )
-    max_message_bytes = max(4 * 2**20, config.seq_len * BYTES_PER_TOKEN)
-    server = GrpcServer(config.server, max_message_bytes=max_message_bytes, tracer=tracer)
-    servicer = TrainerServicer(queue, facts(config, parts), on_drained=stop.set)
+    said = facts(config, parts)
+    server = GrpcServer(config.server, max_message_bytes=said.max_message_bytes, tracer=tracer)
+    servicer = TrainerServicer(queue, said, on_drained=stop.set)
     server.add(SERVICE, add_TrainerServiceServicer_to_server, servicer)
     port = await server.start()
     async with WeightSyncClient(config.weight_broadcast.address) as hub:

@@ -18,6 +18,9 @@ from meshrl.wire.convert.batches import BatchReader, run_to_proto, step_event_to
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import CONTRACT_VERSION, RunInfo, TrainerInfo
 
+MIN_MESSAGE_BYTES = 4 * 2**20
+BYTES_PER_TOKEN = 64  # of a micro-batch message, with room for the ids and traces of its samples
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerFacts:
@@ -31,6 +34,11 @@ class TrainerFacts:
     model: str
     max_queued_batches: int
     max_concurrent_runs: int
+
+    @property
+    def max_message_bytes(self) -> int:
+        """Of a message to or from the trainer: a micro-batch of `seq_len` tokens fits."""
+        return max(MIN_MESSAGE_BYTES, self.seq_len * BYTES_PER_TOKEN)
 
 
 class TrainerServicer(pb_grpc.TrainerServiceServicer):
@@ -55,6 +63,7 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
             runs=(self._queue.book.info(),),
             max_queued_batches=facts.max_queued_batches,
             vocab_size=facts.vocab_size,
+            max_message_bytes=facts.max_message_bytes,
         )
         return trainer_info_to_proto(info, contract_version=CONTRACT_VERSION)
 

@@ -28,8 +28,13 @@ if _version_not_supported:
 class RolloutServiceStub(object):
     """Hosts environments, drives episodes against inference engines and scores them.
 
-    Errors carry google.rpc.ErrorInfo with domain "meshrl" and a reason from the catalogue in
-    meshrl/wire/errors.py; INVALID_ARGUMENT also carries BadRequest with every violated field.
+    Every server of the mesh also serves grpc.health.v1.Health, for the names of its services (here
+    "meshrl.v1.RolloutService") and for "", the whole server: NOT_SERVING until it takes calls and again once it
+    drains. Callers wait for SERVING before their first call, so a server without it is never called.
+
+    Errors carry google.rpc.ErrorInfo with domain "meshrl" and a reason from meshrl/v1/reasons.proto;
+    INVALID_ARGUMENT also carries BadRequest with every violated field. Byte formats that protobuf does
+    not define (digests, frames, an engine's HTTP) are in docs/contract.md.
     """
 
     def __init__(self, channel):
@@ -63,8 +68,13 @@ class RolloutServiceStub(object):
 class RolloutServiceServicer(object):
     """Hosts environments, drives episodes against inference engines and scores them.
 
-    Errors carry google.rpc.ErrorInfo with domain "meshrl" and a reason from the catalogue in
-    meshrl/wire/errors.py; INVALID_ARGUMENT also carries BadRequest with every violated field.
+    Every server of the mesh also serves grpc.health.v1.Health, for the names of its services (here
+    "meshrl.v1.RolloutService") and for "", the whole server: NOT_SERVING until it takes calls and again once it
+    drains. Callers wait for SERVING before their first call, so a server without it is never called.
+
+    Errors carry google.rpc.ErrorInfo with domain "meshrl" and a reason from meshrl/v1/reasons.proto;
+    INVALID_ARGUMENT also carries BadRequest with every violated field. Byte formats that protobuf does
+    not define (digests, frames, an engine's HTTP) are in docs/contract.md.
     """
 
     def ListEnvironments(self, request, context):
@@ -78,7 +88,11 @@ class RolloutServiceServicer(object):
     def RunRollouts(self, request, context):
         """Runs one group of rollouts of one task and streams each one the moment it is scored.
         Order: whichever finishes first comes first; the last message is the summary.
-        Idempotency: a request_id that is running or was seen lately is refused with ALREADY_EXISTS.
+        Idempotency: a request_id that is running or was seen lately (ten minutes, or the last 10,000
+        requests, whichever is less) is refused with ALREADY_EXISTS, so that a group that is asked for
+        twice is played once.
+        Tasks: of a finite taskset every task_index below num_tasks is a task; of an infinite one (num_tasks
+        unset) every task_index is, and the same index is the same task for as long as the server runs.
         Deadline: set both the call's deadline and deadline_s; rollouts alive at deadline_s come back
         as failures. Cancelling the call cancels its rollouts.
         Errors: NOT_FOUND for an unknown environment or task index; FAILED_PRECONDITION with RetryInfo
@@ -138,8 +152,13 @@ def add_RolloutServiceServicer_to_server(servicer, server):
 class RolloutService(object):
     """Hosts environments, drives episodes against inference engines and scores them.
 
-    Errors carry google.rpc.ErrorInfo with domain "meshrl" and a reason from the catalogue in
-    meshrl/wire/errors.py; INVALID_ARGUMENT also carries BadRequest with every violated field.
+    Every server of the mesh also serves grpc.health.v1.Health, for the names of its services (here
+    "meshrl.v1.RolloutService") and for "", the whole server: NOT_SERVING until it takes calls and again once it
+    drains. Callers wait for SERVING before their first call, so a server without it is never called.
+
+    Errors carry google.rpc.ErrorInfo with domain "meshrl" and a reason from meshrl/v1/reasons.proto;
+    INVALID_ARGUMENT also carries BadRequest with every violated field. Byte formats that protobuf does
+    not define (digests, frames, an engine's HTTP) are in docs/contract.md.
     """
 
     @staticmethod

@@ -28,8 +28,13 @@ if _version_not_supported:
 class TrainerServiceStub(object):
     """Turns batches into versions: step n (from 1) trains on batch n and makes version n.
 
-    Errors carry google.rpc.ErrorInfo with domain "meshrl" and a reason from the catalogue in
-    meshrl/wire/errors.py; INVALID_ARGUMENT also carries BadRequest with every violated field.
+    Every server of the mesh also serves grpc.health.v1.Health, for the names of its services (here
+    "meshrl.v1.TrainerService") and for "", the whole server: NOT_SERVING until it takes calls and again once it
+    drains. Callers wait for SERVING before their first call, so a server without it is never called.
+
+    Errors carry google.rpc.ErrorInfo with domain "meshrl" and a reason from meshrl/v1/reasons.proto;
+    INVALID_ARGUMENT also carries BadRequest with every violated field. Byte formats that protobuf does
+    not define (digests, frames, an engine's HTTP) are in docs/contract.md.
     """
 
     def __init__(self, channel):
@@ -83,8 +88,13 @@ class TrainerServiceStub(object):
 class TrainerServiceServicer(object):
     """Turns batches into versions: step n (from 1) trains on batch n and makes version n.
 
-    Errors carry google.rpc.ErrorInfo with domain "meshrl" and a reason from the catalogue in
-    meshrl/wire/errors.py; INVALID_ARGUMENT also carries BadRequest with every violated field.
+    Every server of the mesh also serves grpc.health.v1.Health, for the names of its services (here
+    "meshrl.v1.TrainerService") and for "", the whole server: NOT_SERVING until it takes calls and again once it
+    drains. Callers wait for SERVING before their first call, so a server without it is never called.
+
+    Errors carry google.rpc.ErrorInfo with domain "meshrl" and a reason from meshrl/v1/reasons.proto;
+    INVALID_ARGUMENT also carries BadRequest with every violated field. Byte formats that protobuf does
+    not define (digests, frames, an engine's HTTP) are in docs/contract.md.
     """
 
     def GetTrainer(self, request, context):
@@ -121,7 +131,8 @@ class TrainerServiceServicer(object):
 
     def SaveCheckpoint(self, request, context):
         """Writes a checkpoint of the last finished step and returns when it is durable. Idempotent by
-        request_id. Deadline: minutes for large models.
+        request_id: the answers to the last 1,024 requests are kept while the trainer runs; the same id with
+        another request is ALREADY_EXISTS. Deadline: minutes for large models.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -212,8 +223,13 @@ def add_TrainerServiceServicer_to_server(servicer, server):
 class TrainerService(object):
     """Turns batches into versions: step n (from 1) trains on batch n and makes version n.
 
-    Errors carry google.rpc.ErrorInfo with domain "meshrl" and a reason from the catalogue in
-    meshrl/wire/errors.py; INVALID_ARGUMENT also carries BadRequest with every violated field.
+    Every server of the mesh also serves grpc.health.v1.Health, for the names of its services (here
+    "meshrl.v1.TrainerService") and for "", the whole server: NOT_SERVING until it takes calls and again once it
+    drains. Callers wait for SERVING before their first call, so a server without it is never called.
+
+    Errors carry google.rpc.ErrorInfo with domain "meshrl" and a reason from meshrl/v1/reasons.proto;
+    INVALID_ARGUMENT also carries BadRequest with every violated field. Byte formats that protobuf does
+    not define (digests, frames, an engine's HTTP) are in docs/contract.md.
     """
 
     @staticmethod

@@ -30,8 +30,13 @@ class WeightSyncStub(object):
     committed. The hub that serves this is the only writer of commit decisions and keeps them in a
     durable log. Publishers (trainers) and agents (beside engines) dial in.
 
-    Errors carry google.rpc.ErrorInfo with domain "meshrl" and a reason from the catalogue in
-    meshrl/wire/errors.py; INVALID_ARGUMENT also carries BadRequest with every violated field.
+    Every server of the mesh also serves grpc.health.v1.Health, for the names of its services (here
+    "meshrl.v1.WeightSync") and for "", the whole server: NOT_SERVING until it takes calls and again once it
+    drains. Callers wait for SERVING before their first call, so a server without it is never called.
+
+    Errors carry google.rpc.ErrorInfo with domain "meshrl" and a reason from meshrl/v1/reasons.proto;
+    INVALID_ARGUMENT also carries BadRequest with every violated field. Byte formats that protobuf does
+    not define (digests, frames, an engine's HTTP) are in docs/contract.md.
     """
 
     def __init__(self, channel):
@@ -107,8 +112,13 @@ class WeightSyncServicer(object):
     committed. The hub that serves this is the only writer of commit decisions and keeps them in a
     durable log. Publishers (trainers) and agents (beside engines) dial in.
 
-    Errors carry google.rpc.ErrorInfo with domain "meshrl" and a reason from the catalogue in
-    meshrl/wire/errors.py; INVALID_ARGUMENT also carries BadRequest with every violated field.
+    Every server of the mesh also serves grpc.health.v1.Health, for the names of its services (here
+    "meshrl.v1.WeightSync") and for "", the whole server: NOT_SERVING until it takes calls and again once it
+    drains. Callers wait for SERVING before their first call, so a server without it is never called.
+
+    Errors carry google.rpc.ErrorInfo with domain "meshrl" and a reason from meshrl/v1/reasons.proto;
+    INVALID_ARGUMENT also carries BadRequest with every violated field. Byte formats that protobuf does
+    not define (digests, frames, an engine's HTTP) are in docs/contract.md.
     """
 
     def Register(self, request, context):
@@ -303,8 +313,13 @@ class WeightSync(object):
     committed. The hub that serves this is the only writer of commit decisions and keeps them in a
     durable log. Publishers (trainers) and agents (beside engines) dial in.
 
-    Errors carry google.rpc.ErrorInfo with domain "meshrl" and a reason from the catalogue in
-    meshrl/wire/errors.py; INVALID_ARGUMENT also carries BadRequest with every violated field.
+    Every server of the mesh also serves grpc.health.v1.Health, for the names of its services (here
+    "meshrl.v1.WeightSync") and for "", the whole server: NOT_SERVING until it takes calls and again once it
+    drains. Callers wait for SERVING before their first call, so a server without it is never called.
+
+    Errors carry google.rpc.ErrorInfo with domain "meshrl" and a reason from meshrl/v1/reasons.proto;
+    INVALID_ARGUMENT also carries BadRequest with every violated field. Byte formats that protobuf does
+    not define (digests, frames, an engine's HTTP) are in docs/contract.md.
     """
 
     @staticmethod

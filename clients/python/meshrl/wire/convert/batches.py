@@ -326,6 +326,7 @@ def trainer_info_to_proto(info: TrainerInfo, *, contract_version: str = "") -> p
         runs=[run_to_proto(run) for run in info.runs],
         max_queued_batches=info.max_queued_batches,
         vocab_size=info.vocab_size,
+        max_message_bytes=info.max_message_bytes,
     )
 
 
@@ -340,6 +341,7 @@ def trainer_info_from_proto(message: pb.GetTrainerResponse) -> TrainerInfo:
         runs=tuple(run_from_proto(run) for run in message.runs),
         max_queued_batches=message.max_queued_batches,
         vocab_size=message.vocab_size,
+        max_message_bytes=message.max_message_bytes,
     )
 
 

@@ -78,6 +78,7 @@ class TrainerInfo:
     runs: tuple[RunInfo, ...]
     max_queued_batches: int
     vocab_size: int = 0  # of the model; 0 when the trainer does not say
+    max_message_bytes: int = 0  # of a message of SubmitBatch; 0 when the trainer does not say
 
 
 class StepState(enum.Enum):
