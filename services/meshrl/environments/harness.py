@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -30,6 +30,9 @@ from verifiers.v1.trace import Trace
 from verifiers.v1.types import Messages
 
 __all__ = ["HarnessHost", "InProcessHarness", "InProcessHarnessConfig", "hosted_by", "open_connections"]
+
+ChatMessage = dict[str, Any]
+"""A message, or a tool, as the chat completions API writes it."""
 
 TOOL_DISCOVERY_DEADLINE_S = 60.0
 OK = ProgramResult(exit_code=0, stdout="", stderr="")
@@ -141,11 +144,11 @@ class ChatSession(HarnessSession):  # type: ignore[misc]  # verifiers is untyped
         self._stack = AsyncExitStack()
         self._host = _HOST.get()
         self._http: aiohttp.ClientSession | None = None
-        self._tools: list[dict[str, Any]] = []
+        self._tools: list[ChatMessage] = []
         self._dispatch: dict[str, tuple[str, str]] = {}
-        self._servers: dict[str, Any] = {}
+        self._servers: dict[str, object] = {}
         system, prompt = harness.resolve_prompt(data)
-        self._messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+        self._messages: list[ChatMessage] = [{"role": "system", "content": system}] if system else []
         if isinstance(prompt, str):
             self._messages.append({"role": "user", "content": prompt})
         elif prompt is not None:
@@ -205,14 +208,14 @@ class ChatSession(HarnessSession):  # type: ignore[misc]  # verifiers is untyped
         disabled = set(self.harness.config.disabled_tools or ())
         self._tools = [tool for tool in tools if tool["function"]["name"] not in disabled]
 
-    async def _complete(self) -> dict[str, Any] | None:
+    async def _complete(self) -> ChatMessage | None:
         """One completion; None when the rollout was stopped instead of answered."""
-        body: dict[str, Any] = {"model": self.ctx.model, "messages": self._messages}
+        body: dict[str, object] = {"model": self.ctx.model, "messages": self._messages}
         if self._tools:
             body["tools"] = self._tools
         status, raw = await self._post(f"{self.endpoint}/chat/completions", body)
         if status == 200:
-            message: dict[str, Any] = json.loads(raw)["choices"][0]["message"]
+            message: ChatMessage = json.loads(raw)["choices"][0]["message"]
             return message
         if self.trace.stop_condition is not None:
             return None
@@ -222,7 +225,7 @@ class ChatSession(HarnessSession):  # type: ignore[misc]  # verifiers is untyped
             raise ContextExhaustedError(detail)
         raise HarnessError(f"model call answered {status}: {detail[-2000:]}")
 
-    async def _post(self, url: str, body: dict[str, Any]) -> tuple[int, bytes]:
+    async def _post(self, url: str, body: Mapping[str, object]) -> tuple[int, bytes]:
         assert self._http is not None  # opened by the segment
         try:
             headers = {"Authorization": f"Bearer {self.secret}", "Content-Type": "application/json"}
@@ -231,13 +234,14 @@ class ChatSession(HarnessSession):  # type: ignore[misc]  # verifiers is untyped
         except aiohttp.ClientError as error:
             raise InterceptionError(f"no answer from the interception server at {url}: {error}") from error
 
-    async def _use_tool(self, call: dict[str, Any]) -> dict[str, Any]:
+    async def _use_tool(self, call: ChatMessage) -> ChatMessage:
         """Runs one tool call and returns its message; what goes wrong is told to the model."""
         name, arguments = call["function"]["name"], call["function"].get("arguments") or "{}"
         try:
             parsed = json.loads(arguments)
         except json.JSONDecodeError as error:
-            parsed, content = None, f"error: the arguments are not JSON ({error}); send the call again with valid JSON"
+            parsed = None
+            content: object = f"error: the arguments are not JSON ({error}); send the call again with valid JSON"
         else:
             content = f"error: the arguments must be a JSON object, got {type(parsed).__name__}; send an object"
         denied = await self._gate(call["id"], name, arguments if parsed is None else parsed)
@@ -248,7 +252,7 @@ class ChatSession(HarnessSession):  # type: ignore[misc]  # verifiers is untyped
         message = {"role": "tool", "tool_call_id": call["id"], "name": name, "content": content}
         return dict(bound_tool_message(message))
 
-    async def _call_tool(self, name: str, arguments: dict[str, Any]) -> Any:
+    async def _call_tool(self, name: str, arguments: Mapping[str, object]) -> object:
         if name not in self._dispatch:
             known = ", ".join(sorted(self._dispatch)) or "none"
             return f"error: unknown tool {name!r}; the tools are: {known}"
@@ -267,7 +271,7 @@ class ChatSession(HarnessSession):  # type: ignore[misc]  # verifiers is untyped
         finally:
             self._host.doing(self.trace.id, "")
 
-    async def _gate(self, call_id: str, name: str, arguments: Any) -> dict[str, Any] | None:
+    async def _gate(self, call_id: str, name: str, arguments: object) -> ChatMessage | None:
         """Asks the taskset's policy whether a tool call may run; returns the message to use instead, or None."""
         if not self.tool_interception_url:
             return None
@@ -278,5 +282,5 @@ class ChatSession(HarnessSession):  # type: ignore[misc]  # verifiers is untyped
         verdict = json.loads(raw)
         if verdict["action"] == "stop":
             raise HarnessError(f"tool gate stopped the rollout: {verdict['reason']}")
-        denied: dict[str, Any] | None = verdict["message"] if verdict["action"] == "deny" else None
+        denied: ChatMessage | None = verdict["message"] if verdict["action"] == "deny" else None
         return denied

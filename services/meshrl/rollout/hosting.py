@@ -5,8 +5,9 @@ Fed by `main` with the configuration, asked by `episodes` for tasks and for epis
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from typing import Any
 
@@ -14,6 +15,7 @@ from loguru import logger
 from pydantic import ValidationError
 from verifiers.v1.clients import ModelContext, TrainClientConfig
 from verifiers.v1.configs.agent import AgentConfig, agent_config_fields
+from verifiers.v1.configs.env import EnvConfig as VfEnvConfig
 from verifiers.v1.env import Env
 from verifiers.v1.episode import Episode
 from verifiers.v1.task import Task
@@ -39,6 +41,9 @@ from meshrl.wire.types import EnvironmentInfo, Sampling
 
 NO_HARNESS_OF_ITS_OWN = "bash"
 """What verifiers falls back to for a taskset that brings no harness; ours takes its place."""
+
+SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed")
+"""What verifiers is told of a request's sampling. Stop tokens travel in the session: renderers bring their own."""
 
 
 class HostedEnvironment:
@@ -78,11 +83,12 @@ class HostedEnvironment:
     def sampling(self, override: Sampling, index: int) -> Sampling:
         """How rollout `index` of a group samples: the request over this environment's defaults, with its own seed."""
         merged = override.over(self._default_sampling)
-        return merged if merged.seed is None else _with_seed(merged, merged.seed + index)
+        return merged if merged.seed is None else replace(merged, seed=merged.seed + index)
 
     async def play(self, task: Task, sampling: Sampling, on_trace: Callable[[Trace], None]) -> Episode:
         """One scored episode of `task`, retried as the environment's own configuration says."""
-        context = ModelContext(model=self._model, client=self._endpoint, sampling=_to_verifiers(sampling))
+        set_values = {name: value for name in SAMPLING_KEYS if (value := getattr(sampling, name)) is not None}
+        context = ModelContext(model=self._model, client=self._endpoint, sampling=VfSampling(**set_values))
         assert self._host is not None  # it is served
         with hosted_by(self._host):
             return await run_episode_with_retry(
@@ -114,7 +120,7 @@ def load(
     return hosted
 
 
-def configured(config: EnvConfig, *, harness: str, max_turns: int | None) -> Any:
+def configured(config: EnvConfig, *, harness: str, max_turns: int | None) -> VfEnvConfig:
     """The configuration that verifiers makes an environment from; imports the taskset, and reads none of its data.
 
     Raises ConfigError when it cannot be found or its options are wrong.
@@ -129,7 +135,7 @@ def configured(config: EnvConfig, *, harness: str, max_turns: int | None) -> Any
         raise ConfigError(f"environment {name!r}: {config.id!r} cannot be loaded: {error}") from error
 
 
-def env_block(config: EnvConfig, *, harness: str, max_turns: int | None) -> dict[str, Any]:
+def env_block(config: EnvConfig, *, harness: str, max_turns: int | None) -> dict[str, object]:
     """The `[env]` block of verifiers for one entry of ours.
 
     `id` is a taskset, or `environment+taskset` to play a taskset with another environment (`user-sim+my-taskset`). In
@@ -148,46 +154,29 @@ def env_block(config: EnvConfig, *, harness: str, max_turns: int | None) -> dict
     has_harness = default_harness_id(taskset_id) != NO_HARNESS_OF_ITS_OWN
     local = True
     for role, spec in agent_config_fields_of(config_cls).items():
-        seat = dict(block.get(role) or {})
+        agent = dict(block.get(role) or {})
         if max_turns is not None and spec.max_turns is None:
-            seat.setdefault("max_turns", max_turns)
-        if "harness" in seat:
-            seat["harness"] = {**seat["harness"], "id": plugin_id(seat["harness"]["id"])}
+            agent.setdefault("max_turns", max_turns)
+        if "harness" in agent:
+            agent["harness"] = {**agent["harness"], "id": plugin_id(agent["harness"]["id"])}
         elif spec.harness is None and not has_harness:
-            seat["harness"] = {"id": plugin_id(harness)}
-        if "runtime" not in seat and "runtime" not in spec.model_fields_set and not task_needs_container:
-            pinned = (seat.get("harness") or {}).get("id") or (spec.harness.id if spec.harness else taskset_id)
+            agent["harness"] = {"id": plugin_id(harness)}
+        if "runtime" not in agent and "runtime" not in spec.model_fields_set and not task_needs_container:
+            pinned = (agent.get("harness") or {}).get("id") or (spec.harness.id if spec.harness else taskset_id)
             if not harness_class(pinned).NEEDS_CONTAINER:
-                seat["runtime"] = {"type": "subprocess"}
-        local = local and (seat.get("runtime") or {}).get("type") == "subprocess"
-        block[role] = seat
+                agent["runtime"] = {"type": "subprocess"}
+        local = local and (agent.get("runtime") or {}).get("type") == "subprocess"
+        block[role] = agent
     if local:
         block.setdefault("interception", {"type": "server"})
     return block
 
 
-def agent_config_fields_of(config_cls: type[Any]) -> dict[str, AgentConfig]:
+def agent_config_fields_of(config_cls: type[VfEnvConfig]) -> dict[str, AgentConfig]:
     """The agents that an environment's config class declares, with their defaults."""
     return {
         name: field.default for name, field in config_cls.model_fields.items() if isinstance(field.default, AgentConfig)
     }
-
-
-def _with_seed(sampling: Sampling, seed: int) -> Sampling:
-    return Sampling(seed=seed).over(sampling)
-
-
-def _to_verifiers(sampling: Sampling) -> VfSampling:
-    """verifiers' sampling; stop tokens travel in the session, because renderers bring their own."""
-    values: Mapping[str, Any] = {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
-        "max_tokens": sampling.max_tokens,
-        "seed": sampling.seed,
-    }
-    return VfSampling(**{name: value for name, value in values.items() if value is not None})
 
 
 def _package_version(module: str) -> str:

@@ -24,8 +24,8 @@ from meshrl.core.telemetry.tracing import setup_tracing
 from meshrl.rollout import hosting
 from meshrl.rollout.config import RolloutConfig
 from meshrl.rollout.engines.engine_table import EngineTable
-from meshrl.rollout.engines.model_client import EngineClient, RendererHost
-from meshrl.rollout.engines.rendering import load_renderer
+from meshrl.rollout.engines.model_client import EngineClient
+from meshrl.rollout.engines.rendering import PolicyRenderer, load_renderer
 from meshrl.rollout.engines.router import Discovery, EngineRouter
 from meshrl.rollout.engines.sessions import SessionBook
 from meshrl.rollout.episodes import EpisodePlayer
@@ -80,7 +80,7 @@ async def build(config: RolloutConfig, stack: AsyncExitStack, tracer: Tracer) ->
     discovery = await _discovery(config, stack)
     router = await stack.enter_async_context(EngineRouter(engines, config.client, api_key=api_key, discovery=discovery))
     book = SessionBook()
-    client = EngineClient(RendererHost(renderer), router, book, tracer, seq_len=config.seq_len)
+    client = EngineClient(PolicyRenderer(renderer), router, book, tracer, seq_len=config.seq_len)
     environments: dict[str, EpisodePlayer] = {}
     for entry in config.env:
         defaults = entry.sampling.to_wire().over(config.sampling.to_wire())

@@ -1,6 +1,6 @@
 """Reads what an engine answered to a model call: a completion frame, or JSON in our spelling or vLLM's. No I/O.
 
-Fed by `engines` with the bytes of an answer; `client` hands the tokens to verifiers and `sessions` keeps the spans.
+Fed by the model client with the bytes that the router got; the tokens go to verifiers and the spans to the session.
 T tokens of a completion.
 """
 
@@ -94,7 +94,7 @@ def _of_json(answer: EngineAnswer) -> SampledCompletion:
     )
 
 
-def _check(logprobs_T: NDArray[Any], num_tokens: int) -> None:
+def _check(logprobs_T: NDArray[np.floating], num_tokens: int) -> None:
     """Raises ValueError unless each sampled token has a logprob."""
     if len(logprobs_T) != num_tokens:
         raise ValueError(f"{len(logprobs_T)} logprobs for {num_tokens} sampled tokens")

@@ -1,20 +1,104 @@
-"""Builds the renderer that turns chat messages into the policy's tokens and back; used once, by `main`."""
+"""Turns chat messages into the policy's tokens and back, with the renderer that fits its tokenizer.
+
+`main` loads the renderer once; the model client asks it for each turn's prompt and for the message in what was sampled.
+Only here is a tokenizer loaded, and with it transformers; neither needs torch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from loguru import logger
 from pydantic import TypeAdapter, ValidationError
 from renderers import RendererConfig, create_renderer
-from renderers.base import load_tokenizer
+from renderers.base import ParsedResponse, RenderedTokens, Renderer, load_tokenizer
 from renderers.configs import DefaultRendererConfig
+from verifiers.v1.dialects.chat import message_to_wire
+from verifiers.v1.graph import PendingTurn
+from verifiers.v1.types import Message
 
 from meshrl.core.config import ConfigError
 
+INLINE_CHARACTERS = 16_384
+"""Prompts up to this long are tokenized on the event loop: the hop to a thread would cost more than the work."""
 
-def load_renderer(tokenizer: str, options: Mapping[str, Any]) -> Any:
+WireMessage = Mapping[str, object]
+"""A message or a tool as the OpenAI API writes it."""
+
+
+class UnrenderableError(ValueError):
+    """A prompt that no text renderer takes, such as one with images."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RenderedPrompt:
+    """A turn's prompt in tokens. `attribution` says which message each comes from.
+
+    `bridged`: it extends the tokens of the turn before as they stand, those that were sampled included.
+    """
+
+    token_ids: list[int]
+    attribution: RenderedTokens
+    bridged: bool
+
+
+class PolicyRenderer:
+    """The process's chat renderer. Tokenizers are not safe to share between threads, so it renders one at a time."""
+
+    def __init__(self, renderer: Renderer) -> None:
+        self._renderer = renderer
+        self._lock = asyncio.Lock()
+        self.stop_token_ids: tuple[int, ...] = tuple(renderer.get_stop_token_ids())
+        self.supports_tools: bool = getattr(renderer, "supports_tools", True)
+
+    async def prompt(
+        self,
+        turn: PendingTurn | None,
+        messages: Sequence[Message],
+        tail: Sequence[Message],
+        tools: list[WireMessage] | None,
+    ) -> RenderedPrompt:
+        """The prompt of a turn; `tail` are its messages since the last one. Raises UnrenderableError."""
+        wire: list[WireMessage] = [message_to_wire(message) for message in messages]
+        if any(_has_image(message) for message in wire):
+            raise UnrenderableError("images in prompts are not supported by this server")
+        wire_tail: list[WireMessage] = [message_to_wire(message) for message in tail]
+        previous = turn.previous_renderer_token_ids() if turn is not None and _can_be_appended(wire_tail) else None
+
+        def render() -> RenderedPrompt:
+            if previous is not None:
+                bridged = self._renderer.bridge_to_next_turn(*previous, wire_tail, tools=tools)
+                if bridged is not None:
+                    return RenderedPrompt(token_ids=bridged.token_ids, attribution=bridged, bridged=True)
+            rendered = self._renderer.render(wire, tools=tools, add_generation_prompt=True)
+            return RenderedPrompt(token_ids=rendered.token_ids, attribution=rendered, bridged=False)
+
+        contents = [message.get("content") for message in wire]
+        characters = sum(len(content) for content in contents if isinstance(content, str | list))
+        async with self._lock:
+            return render() if characters <= INLINE_CHARACTERS else await asyncio.to_thread(render)
+
+    def parse(
+        self, token_ids: Sequence[int], prompt_ids: Sequence[int], tools: list[WireMessage] | None
+    ) -> ParsedResponse:
+        """The message in sampled tokens: its text, its reasoning and its tool calls."""
+        return self._renderer.parse_response(token_ids, prompt_ids=prompt_ids, tools=tools)
+
+
+def _has_image(message: WireMessage) -> bool:
+    content = message.get("content")
+    return isinstance(content, list) and any(part.get("type") == "image_url" for part in content)
+
+
+def _can_be_appended(tail: Sequence[WireMessage]) -> bool:
+    """True when the new messages are tool results, then at most one user message: what a renderer can append."""
+    roles = [message["role"] for message in tail]
+    return bool(roles) and all(role == "tool" for role in roles[:-1]) and roles[-1] in ("tool", "user")
+
+
+def load_renderer(tokenizer: str, options: Mapping[str, object]) -> Renderer:
     """The renderer for a tokenizer (name or folder). Blocks: it may read many megabytes.
 
     Without options the renderer made for the model is taken, and the tokenizer's own chat template where there is none.

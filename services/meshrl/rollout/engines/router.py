@@ -12,7 +12,6 @@ import asyncio
 import socket
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any
 
 import aiohttp
 from loguru import logger
@@ -56,7 +55,7 @@ class _BusyError(Exception):
         self.retry_after_s = retry_after_s
 
 
-def version_of(payload: Any) -> int | None:
+def version_of(payload: object) -> int | None:
     """Reads the answer of GET /version: None while the engine holds no weights yet, 0 for an engine without versions.
 
     vLLM reports the version of its own package as a string there; an engine like that serves the weights it was
