@@ -34,6 +34,7 @@ ELSEWHERE = {
 
 SHARED_GPU_UTILIZATION = 0.5
 VLLM_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks that vLLM can be started for; the smallest that holds ours is taken."""
 
 
 class InferenceConfig(BaseConfig):
@@ -207,7 +208,8 @@ class InferenceConfig(BaseConfig):
         if self.sleep_while_training:
             given["enable_sleep_mode"] = True
         if self.lora_rank is not None:
-            given |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": _lora_room(self.lora_rank)}
+            rank = next(rank for rank in VLLM_LORA_RANKS if rank >= self.lora_rank)
+            given |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
         given |= {
             "model": self.model.name,
             "dtype": self.model.dtype,
@@ -233,11 +235,6 @@ class InferenceConfig(BaseConfig):
 
     def _size(self, key: str) -> int:
         return int(self.vllm_argument(key) or 1)
-
-
-def _lora_room(rank: int) -> int:
-    """The smallest rank that vLLM can be started for and that holds `rank`."""
-    return next(room for room in VLLM_LORA_RANKS if room >= rank)
 
 
 def only_vllm(keys: Sequence[str]) -> str:

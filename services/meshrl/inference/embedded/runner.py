@@ -1,4 +1,4 @@
-"""Runs one step of the model: takes what the scheduler planned, returns a sampled token for each decoding row.
+"""Runs one step of the model: takes what the slot table planned, returns a sampled token for each decoding row.
 
 Shapes: R decoding rows, T tokens of the step (rows first, then prompt pieces), V vocabulary, K alternatives.
 """
@@ -82,8 +82,10 @@ class ModelRunner(ABC):
             if table.changed:
                 self._params = self._read_params(table)
                 table.changed = False
-            self._forbid_early_stops(logits_RV, table)
             live = table.slots[:rows]
+            for slot in np.flatnonzero(live["generated"] < live["min_tokens"]):  # too early to stop
+                stops = table.stop_SW[slot]
+                logits_RV[slot, torch.from_numpy(stops[stops >= 0]).to(self.device)] = -torch.inf
             uniforms_R = uniforms(live["key"], live["generated"].astype(np.uint64))
             sampled = sample(logits_RV, torch.from_numpy(uniforms_R).to(self.device), self._params)
             tops = None
@@ -123,12 +125,6 @@ class ModelRunner(ABC):
             raw=any(each.raw_logprobs for each in params),
         )
 
-    def _forbid_early_stops(self, logits_RV: torch.Tensor, table: SlotTable) -> None:
-        live = table.slots[: table.decoding]
-        for slot in np.flatnonzero(live["generated"] < live["min_tokens"]):
-            stops = table.stop_SW[slot]
-            logits_RV[slot, torch.from_numpy(stops[stops >= 0]).to(self.device)] = -torch.inf
-
 
 class SlotRunner(ModelRunner):
     """The model with its slot cache: a token costs one token's work. For models with packed attention."""
@@ -167,7 +163,9 @@ class SlotRunner(ModelRunner):
             token_ids = np.concatenate([token_ids, *(piece.tokens for piece in pieces)])
             positions = np.concatenate([positions, *(np.arange(s.start, s.start + s.length) for s in segments)])
             slots = np.concatenate([slots, np.repeat([s.slot for s in segments], lengths)])
-        extent = self._extent(int(positions[:rows].max()) + 1) if rows else 0
+        extent = int(positions[:rows].max()) + 1 if rows else 0  # tokens that decoding rows attend to
+        if self.device.type == "cuda":  # in blocks: its kernels want aligned masks
+            extent = min(-(-extent // GPU_BLOCK) * GPU_BLOCK, self.max_len)
         plan = StepPlan(
             cache=self.cache,
             max_len=self.max_len,
@@ -189,12 +187,6 @@ class SlotRunner(ModelRunner):
             )
         logits_RV: torch.Tensor = output.logits[0]
         return logits_RV
-
-    def _extent(self, longest: int) -> int:
-        """Tokens that decoding rows attend to; on a GPU in blocks, since its kernels want aligned masks."""
-        if self.device.type != "cuda":
-            return longest
-        return min(-(-longest // GPU_BLOCK) * GPU_BLOCK, self.max_len)
 
 
 class NoCache:

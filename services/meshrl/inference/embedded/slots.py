@@ -1,4 +1,4 @@
-"""Decides which request sits in which slot and what each step computes; fed by the inbox, drained by the steps.
+"""Decides which request has which slot and what each step computes; fed and asked by the step thread.
 
 Pure logic over arrays: no model, clock or thread. Slots [0, decoding) decode, [decoding, occupied) are being prefilled,
 the rest is free; rows move so that this stays true, which keeps a step's cache reads one contiguous block. All prompt
@@ -135,7 +135,10 @@ class SlotTable:
         self.occupied += 1
 
     def _next_piece(self, row: RequestRow, budget: int) -> PrefillPiece | None:
-        """Prompt tokens that `row` computes now; None when it is ready, or waits for the budget or another's prefix."""
+        """Prompt tokens that `row` computes now, or None.
+
+        None when it waits for the budget or another's prefix, and when its prompt is cached: it decodes from now on.
+        """
         slot, cached = row.slot, int(self.slots["cached"][row.slot])
         wanted = int(self.slots["prompt"][slot]) - 1
         if cached == 0 and wanted >= MIN_SHARED_TOKENS:
@@ -147,7 +150,10 @@ class SlotTable:
                 self.shared_prompt_tokens += common
                 cached = self.slots["cached"][slot] = common
         if cached >= wanted:
-            self._promote(row)
+            if slot != self.decoding:
+                self._swap(slot, self.decoding)
+            self.decoding += 1
+            self.changed = True
             return None
         length = min(wanted - cached, budget)
         if length <= 0:
@@ -167,12 +173,6 @@ class SlotTable:
         now = np.minimum(common, live["cached"][candidates])
         best = int(now.argmax())
         return int(candidates[best]), int(now[best]), int(np.minimum(common, live["coming"][candidates]).max())
-
-    def _promote(self, row: RequestRow) -> None:
-        if row.slot != self.decoding:
-            self._swap(row.slot, self.decoding)
-        self.decoding += 1
-        self.changed = True
 
     # --- decoding ---------------------------------------------------------------------------
 
@@ -201,7 +201,11 @@ class SlotTable:
         if raw_logprobs_R is not None:
             self.raw_logprobs_SM[index, live["generated"]] = raw_logprobs_R
         if alternatives is not None:
-            self._absorb_alternatives(*alternatives)
+            ids_RK, logprobs_RK = alternatives
+            for row in self.rows[:rows]:
+                if wanted := row.request.sampling.top_logprobs:
+                    ids_K = ids_RK[row.slot, :wanted].astype(np.int32)
+                    row.alternatives.append((ids_K, logprobs_RK[row.slot, :wanted].copy()))
         for slot in np.flatnonzero(live["generated"] == 0):
             self.rows[slot].spans = [[0, version]]
         live["generated"] += 1
@@ -219,13 +223,6 @@ class SlotTable:
             self.remove(row)
             left.append((row, reason))
         return left
-
-    def _absorb_alternatives(self, ids_RK: NDArray[np.int64], logprobs_RK: NDArray[np.float32]) -> None:
-        for row in self.rows[: self.decoding]:
-            wanted = row.request.sampling.top_logprobs
-            if wanted:
-                ids_K = ids_RK[row.slot, :wanted].astype(np.int32)
-                row.alternatives.append((ids_K, logprobs_RK[row.slot, :wanted].copy()))
 
     def chunk(self, row: RequestRow, reason: FinishReason | None) -> TokenChunk:
         """The tokens of `row` that were not delivered yet."""

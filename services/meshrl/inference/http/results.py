@@ -105,19 +105,19 @@ def token_logprobs_json(completion: Completion) -> str:
             for token, logprob in zip(token_ids, logprobs, strict=True)
         ]
     else:
-        tops = zip(completion.top_ids.tolist(), completion.top_logprobs.tolist(), strict=True)
+        ranked = zip(completion.top_ids.tolist(), completion.top_logprobs.tolist(), strict=True)
+        tops = [
+            ",".join(
+                f'{{"token":"token_id:{token}","logprob":{said(logprob)!r},"bytes":null}}'
+                for token, logprob in zip(ids_K, logprobs_K, strict=True)
+            )
+            for ids_K, logprobs_K in ranked
+        ]
         entries = [
-            f'{{"token":"token_id:{token}","logprob":{logprob!r},"bytes":null,"top_logprobs":[{_tops(*top)}]}}'
+            f'{{"token":"token_id:{token}","logprob":{logprob!r},"bytes":null,"top_logprobs":[{top}]}}'
             for token, logprob, top in zip(token_ids, logprobs, tops, strict=True)
         ]
     return f'{{"content":[{",".join(entries)}]}}'
-
-
-def _tops(ids_K: Sequence[int], logprobs_K: Sequence[float]) -> str:
-    return ",".join(
-        f'{{"token":"token_id:{token}","logprob":{said(logprob)!r},"bytes":null}}'
-        for token, logprob in zip(ids_K, logprobs_K, strict=True)
-    )
 
 
 def said(logprob: float) -> float:

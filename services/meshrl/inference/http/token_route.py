@@ -70,6 +70,11 @@ class TokenRoute:
         ]
 
     def _answer(self, body: GenerateBody, request_id: str, completions: list[Completion]) -> str:
+        prompt_logprobs = None
+        if body.sampling_params.prompt_logprobs is not None:
+            if completions[0].prompt_logprobs is None:
+                raise MeshError(Reason.NOT_SUPPORTED, "this engine reports no prompt_logprobs; leave them out")
+            prompt_logprobs = prompt_logprobs_json(body.token_ids, completions[0].prompt_logprobs)
         made = sum(len(completion.token_ids) for completion in completions)
         fields: dict[str, object] = {
             "request_id": request_id,
@@ -79,20 +84,13 @@ class TokenRoute:
                 "completion_tokens": made,
                 "total_tokens": len(body.token_ids) + made,
             },
-            "prompt_logprobs": self._prompt_logprobs(body, completions[0]),
+            "prompt_logprobs": prompt_logprobs,
             "kv_transfer_params": None,
         }
         if body.return_token_ids:
             fields["prompt_token_ids"] = body.token_ids
         choices = [self._choice(body, index, completion) for index, completion in enumerate(completions)]
         return f'{json.dumps(fields)[:-1]},"choices":[{",".join(choices)}]}}'
-
-    def _prompt_logprobs(self, body: GenerateBody, completion: Completion) -> list[dict[str, object] | None] | None:
-        if body.sampling_params.prompt_logprobs is None:
-            return None
-        if completion.prompt_logprobs is None:
-            raise MeshError(Reason.NOT_SUPPORTED, "this engine reports no prompt_logprobs; leave them out")
-        return prompt_logprobs_json(body.token_ids, completion.prompt_logprobs)
 
     def _choice(self, body: GenerateBody, index: int, completion: Completion) -> str:
         sampling = body.sampling_params

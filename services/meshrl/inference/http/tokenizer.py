@@ -56,7 +56,19 @@ class TextCodec:
 
         Raises: MeshError INVALID_REQUEST when the template fails on them, when there is none, or for what is too long.
         """
-        self._check_arguments(arguments)
+        if arguments.get("chat_template") is not None and not self._trust_request_chat_template:
+            raise MeshError(
+                Reason.INVALID_REQUEST,
+                "chat_template: a template is a program, and this server runs only its own; leave it out, or start the "
+                "server with inference.trust_request_chat_template",
+            )
+        foreign = sorted((_FOREIGN_ARGUMENTS - _TEMPLATE_ARGUMENTS) & set(arguments))
+        if foreign:
+            raise MeshError(
+                Reason.INVALID_REQUEST,
+                f"chat_template_kwargs cannot set {', '.join(foreign)}; leave it out there, and use the request's own "
+                "field of that name where there is one",
+            )
         self._check_size([list(messages), dict(arguments)])
 
         def work(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
@@ -81,21 +93,6 @@ class TextCodec:
                 Reason.INVALID_REQUEST,
                 f"the prompt's text has {size} bytes, this server tokenizes at most {self._max_prompt_bytes}; send "
                 "less, send token ids, or start the server with a larger inference.max_prompt_bytes",
-            )
-
-    def _check_arguments(self, arguments: Mapping[str, JsonValue]) -> None:
-        if arguments.get("chat_template") is not None and not self._trust_request_chat_template:
-            raise MeshError(
-                Reason.INVALID_REQUEST,
-                "chat_template: a template is a program, and this server runs only its own; leave it out, or start the "
-                "server with inference.trust_request_chat_template",
-            )
-        foreign = sorted((_FOREIGN_ARGUMENTS - _TEMPLATE_ARGUMENTS) & set(arguments))
-        if foreign:
-            raise MeshError(
-                Reason.INVALID_REQUEST,
-                f"chat_template_kwargs cannot set {', '.join(foreign)}; leave it out there, and use the request's own "
-                "field of that name where there is one",
             )
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:

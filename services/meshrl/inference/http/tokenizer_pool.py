@@ -91,8 +91,13 @@ class TokenizerPool:
                 result = work(used)
             except Exception as error:  # noqa: BLE001 - belongs to whoever waits
                 failure = error
+
+            def answer() -> None:
+                if not done.done():
+                    done.set_result((used, result, failure))
+
             with suppress(RuntimeError):  # the loop is closed: the program ends
-                loop.call_soon_threadsafe(_give, done, (used, result, failure))
+                loop.call_soon_threadsafe(answer)
 
     async def _end(self, thread: threading.Thread) -> None:
         """Ends a thread whose result nobody waits for any more, and frees its place."""
@@ -100,8 +105,3 @@ class TokenizerPool:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(_Overrun))
             await asyncio.sleep(LOOK_S)
         self._places.release()
-
-
-def _give(done: asyncio.Future[Result], result: Result) -> None:
-    if not done.done():
-        done.set_result(result)
