@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from loguru import logger
 from opentelemetry.context import Context
-from opentelemetry.trace import Span, Status, StatusCode, Tracer
+from opentelemetry.trace import Status, StatusCode, Tracer
 from verifiers.v1.task import Task
 from verifiers.v1.trace import Trace
 
@@ -76,18 +76,21 @@ class GroupEpisodes:
         Raises nothing but CancelledError.
         """
         sessions: dict[str, Session] = {}
-        span = self._start_span()
+        request = self._request
+        # A trace of its own, so that it outlives the call that asked for it; a link leads back.
+        span = self._tracer.start_span(
+            ROLLOUT_SPAN,
+            context=Context(),
+            links=links_from([request.traceparent]),
+            attributes={"meshrl.environment": request.environment, "meshrl.group_id": request.group_id},
+        )
         try:
             with logger.contextualize(env=self._hosted.name):
-                sampling = self._hosted.sampling(self._request.sampling, index)
+                sampling = self._hosted.sampling(request.sampling, index)
                 on_trace = self._session_opener(index, sessions, traceparent_of(span))
                 episode = await self._hosted.play(self._task, sampling, on_trace)
             rollouts = rollouts_of(
-                self._hosted.env,
-                episode,
-                sessions,
-                group_id=self._request.group_id,
-                environment=self._request.environment,
+                self._hosted.env, episode, sessions, group_id=request.group_id, environment=request.environment
             )
             span.set_attribute("meshrl.reward", rollouts[0].reward)
             return rollouts
@@ -96,11 +99,11 @@ class GroupEpisodes:
             raise
         except Exception as error:  # noqa: BLE001  # a rollout is one of many: what breaks in it is its own failure, reported with its type
             if not isinstance(error, MeshError):
-                logger.exception("rollout {} of group {} broke", index, self._request.group_id)
+                logger.exception("rollout {} of group {} broke", index, request.group_id)
                 error = MeshError(Reason.INTERNAL, f"{type(error).__name__}: {error}")
             span.set_status(Status(StatusCode.ERROR, error.reason.name))
             rollout_id = trace_uuid(next(reversed(sessions))) if sessions else str(uuid.uuid4())
-            return rollout_failure(self._request, error, rollout_id)
+            return rollout_failure(request, error, rollout_id)
         finally:
             for session_id in sessions:
                 self._book.close(session_id)
@@ -112,16 +115,6 @@ class GroupEpisodes:
         if index not in self._latest:
             return "it was beginning its episode"
         return f"it was {stage_of(*self._latest[index], time.time())}"
-
-    def _start_span(self) -> Span:
-        """Each rollout has a trace of its own, so that it outlives the call that asked for it; a link leads back."""
-        request = self._request
-        return self._tracer.start_span(
-            ROLLOUT_SPAN,
-            context=Context(),
-            links=links_from([request.traceparent]),
-            attributes={"meshrl.environment": request.environment, "meshrl.group_id": request.group_id},
-        )
 
     def _session_opener(self, index: int, sessions: dict[str, Session], traceparent: str) -> Callable[[Trace], None]:
         """What verifiers calls with the trace of each agent's run as it begins: the run gets a session."""

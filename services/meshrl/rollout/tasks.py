@@ -61,7 +61,11 @@ class TaskSource:
                 )
             return self._finite[index]
         if self._task_at is not None:
-            return await asyncio.to_thread(self._make, index)
+            make = self._task_at
+            try:
+                return await asyncio.to_thread(lambda: _finished(self._taskset, make(index), index))
+            except Exception as error:  # the taskset's own code; the group fails, with the reason
+                raise self._broken(index, error) from error
         if (task := self._drawn.kept(index)) is not None:
             return task
         found: asyncio.Future[Task] = asyncio.get_running_loop().create_future()
@@ -89,13 +93,6 @@ class TaskSource:
                 violations=violations,
             ) from error
         return task_cls(data, self._taskset.config.task)
-
-    def _make(self, index: int) -> Task:
-        assert self._task_at is not None  # asked only then
-        try:
-            return _finished(self._taskset, self._task_at(index), index)
-        except Exception as error:  # the taskset's own code; the group fails, with the reason
-            raise self._broken(index, error) from error
 
     async def _read(self) -> None:
         """Draws, in a thread and a little at a time, for as long as somebody waits; the smallest index comes first."""
