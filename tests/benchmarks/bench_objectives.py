@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshrl.launch import demo
+from meshrl.launch.config.presets import PRESETS
 from meshrl.launch.demo_report import EDGE_STEPS, Record, ReportError, curves, read_records
-from meshrl.launch.presets import PRESETS
 
 RECIPE = "configs/reverse_text/rl.toml"
 DEADLINE_S = 900.0

@@ -7,7 +7,7 @@ import pytest
 
 from meshrl.core.config import dump_toml, load_config
 from meshrl.launch.config import RLConfig
-from meshrl.launch.presets import PRESETS, AlgorithmName
+from meshrl.launch.config.presets import PRESETS, AlgorithmName
 from meshrl.trainer.objectives import build_objective
 
 TRAINS = ("--orchestrator.train.env.0.id", "reverse-text")

@@ -39,6 +39,11 @@ class BaseConfig(BaseModel):
         """
         return dict(layer)
 
+    @classmethod
+    def complete(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the merged layers with what follows from them; a class that composes others overrides it."""
+        return dict(values)
+
     @model_validator(mode="before")
     @classmethod
     def _complete_sections(cls, values: object) -> object:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from meshrl.core.config.base import ConfigError
 from meshrl.core.config.layers import Layer
@@ -12,23 +12,13 @@ from meshrl.core.config.schema import Kind, Path, describe, flag_of, key_names, 
 from meshrl.core.config.values import decode
 
 
-@dataclass(frozen=True, kw_only=True)
-class FileRef:
-    """A TOML file and the section it fills; () is the whole configuration."""
-
-    section: Path
-    name: str
-
-
 @dataclass(kw_only=True)
 class CommandLine:
-    """Files in order, one layer of values above them, and which help is asked for."""
+    """Files in order with the sections they fill, one layer of values above them, and which help is asked for."""
 
-    files: list[FileRef] = field(default_factory=list)
+    files: list[tuple[Path, str]] = field(default_factory=list)
     layer: Layer = field(default_factory=lambda: Layer(origin="the command line"))
-    wants_help: bool = False
-    wants_all_keys: bool = False
-    """Help is to show every key, not only the everyday ones."""
+    help: Literal["", "everyday", "every key"] = ""
 
 
 def parse_command_line(root: Kind, argv: Sequence[str]) -> CommandLine:
@@ -41,18 +31,19 @@ def parse_command_line(root: Kind, argv: Sequence[str]) -> CommandLine:
             _take(root, rest.pop(0), rest, line)
         except ConfigError as error:  # collected, so that one message names them all
             problems.append(str(error))
-    if problems and not line.wants_help:
+    if problems and not line.help:
         raise ConfigError("\n".join(problems))
     return line
 
 
 def _take(root: Kind, token: str, rest: list[str], line: CommandLine) -> None:
     """Reads one argument and what belongs to it."""
-    if token in ("--help", "-h", "--help-all"):
-        line.wants_help = True
-        line.wants_all_keys |= token == "--help-all"
+    if token in ("--help", "-h"):
+        line.help = line.help or "everyday"
+    elif token == "--help-all":
+        line.help = "every key"
     elif token == "@":
-        line.files.append(FileRef(section=(), name=_file_name("@", rest)))
+        line.files.append(((), _file_name("@", rest)))
     elif token.startswith("@"):
         raise ConfigError(_missing_space(token))
     elif token.startswith("--") and len(token) > 2:
@@ -85,7 +76,7 @@ def _take_flag(root: Kind, token: str, rest: list[str], line: CommandLine) -> No
         name = _file_name(f"{flag} @", rest)
         if not kind.sections:
             raise ConfigError(f"{flag} @ {name}: only a section takes a file, {'.'.join(path)} is {describe(kind)}")
-        line.files.append(FileRef(section=path, name=name))
+        line.files.append((path, name))
         return
     if following.startswith("@"):
         raise ConfigError(f"{flag} {_missing_space(rest.pop(0))} (or {flag}=... for a value that starts with @)")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import PurePath
 
 from annotated_types import Ge, Gt, Le, Lt
@@ -33,86 +32,50 @@ The command line wins over files, files over PRIME_ variables (PRIME_SECTION__KE
 """
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Key:
-    """One key with its default, which the section that holds it may set."""
-
-    path: Path
-    field: FieldInfo
-    default: object
-
-    @property
-    def kind(self) -> Kind:
-        return field_kind(self.field)
-
-    @property
-    def meaning(self) -> str:
-        return " ".join((self.field.description or "").split())
-
-
 def help_text(section: type[BaseConfig], prog: str, *, every_key: bool) -> str:
     """The whole help text, ending in a newline: every key, or the everyday keys where the class names them."""
     meaning = " ".join((inspect.getdoc(section) or "").split("\n\n")[0].split())
     lines = [_INTRO.format(prog=prog, meaning=meaning)]
+    entries = list(_entries(section, (), None))
     if every_key or not section.everyday_keys:
-        lines.extend(_section(section, (), None))
+        lines += [text for _, text in entries]
     else:
-        for title, names in section.everyday_keys.items():
-            lines += [f"{title}:", *(line for name in names for line in _entry(_find(section, name))), ""]
+        by_key = {".".join(path): text for path, text in entries}
+        for title, keys in section.everyday_keys.items():
+            lines += [f"{title}:", *(by_key[key] for key in keys), ""]
         lines.append(f"These are the everyday keys; '{prog} --help-all' shows every key.")
     return "\n".join(lines) + "\n"
 
 
-def _keys(section: Section, path: Path, own: object) -> list[_Key]:
-    """The keys of a section; `own` is the section as it is by default, where it is on."""
-    return [
-        _Key(
-            path=(*path, name),
-            field=field,
-            default=getattr(own, name) if isinstance(own, section) else field.get_default(call_default_factory=True),
-        )
-        for name, field in section.model_fields.items()
-    ]
+def _entries(section: Section, path: Path, own: object) -> Iterator[tuple[Path, str]]:
+    """The path and text of each key, then those of the sections below, each with a title whose path is ().
+
+    `own` is the section as it is by default, where it is on; it may set defaults of its keys.
+    """
+    below: list[tuple[str, Section, Path, object]] = []
+    for name, field in section.model_fields.items():
+        kind, here = field_kind(field), (*path, name)
+        default = getattr(own, name) if isinstance(own, section) else field.get_default(call_default_factory=True)
+        if not kind.sections or kind.nullable or len(kind.sections) > 1:
+            yield here, _entry(here, kind, field, default)
+        holder, place = (kind, here) if kind.item is None else (kind.item, (*here, "N"))
+        for child in holder.sections:
+            which = f" ({child.__name__})" if len(holder.sections) > 1 else ""
+            meaning = " ".join((field.description or "").split())
+            below.append((f"\n[{'.'.join(place)}]{which} {meaning}", child, place, default))
+    for title, child, place, default in below:
+        yield (), title
+        yield from _entries(child, place, default)
 
 
-def _below(key: _Key) -> list[tuple[Section, Path]]:
-    """The classes of the sections below a key, with their paths; N stands for any place in a list."""
-    kind, path = (key.kind, key.path) if key.kind.item is None else (key.kind.item, (*key.path, "N"))
-    return [(section, path) for section in kind.sections]
-
-
-def _find(section: Section, dotted: str) -> _Key:
-    """A key by its dotted name, in the first of the sections that a key chooses between."""
-    name, _, rest = dotted.partition(".")
-    key = next(key for key in _keys(section, (), None) if key.path[-1] == name)
-    for part in filter(None, rest.split(".")):
-        child, path = _below(key)[0]
-        key = next((each for each in _keys(child, path, key.default) if each.path[-1] == part), key)
-    return key
-
-
-def _section(section: Section, path: Path, own: object) -> Iterator[str]:
-    """Lines of a section's own keys, then of the sections below it."""
-    keys = _keys(section, path, own)
-    for key in keys:
-        if not key.kind.sections or key.kind.nullable or len(key.kind.sections) > 1:
-            yield from _entry(key)
-    for key in keys:
-        children = _below(key)
-        for child, child_path in children:
-            which = f" ({child.__name__})" if len(children) > 1 else ""
-            yield ""
-            yield f"[{'.'.join(child_path)}]{which} {key.meaning}"
-            yield from _section(child, child_path, key.default)
-
-
-def _entry(key: _Key) -> Iterator[str]:
-    default = "required" if key.default is PydanticUndefined else f"default: {_plain(key.default)}"
-    others = spellings(key.path[-1], key.field)[1:]
+def _entry(path: Path, kind: Kind, field: FieldInfo, value: object) -> str:
+    default = "required" if value is PydanticUndefined else f"default: {_plain(value)}"
+    others = spellings(path[-1], field)[1:]
     older = f"; also: {', '.join(other.replace('_', '-') for other in others)}" if others else ""
-    yield f"  {flag_of(key.path)} <{describe(key.kind)}{_bounds(key.field)}>  ({default}{older})"
-    for paragraph in (key.field.description or "").split("\n\n"):
-        yield from textwrap.wrap(" ".join(paragraph.split()), _WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    lines = [f"  {flag_of(path)} <{describe(kind)}{_bounds(field)}>  ({default}{older})"]
+    for paragraph in (field.description or "").split("\n\n"):
+        lines += textwrap.wrap(" ".join(paragraph.split()), _WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    return "\n".join(lines)
 
 
 def _plain(value: object) -> str:
@@ -129,15 +92,10 @@ def _plain(value: object) -> str:
 
 
 def _bounds(field: FieldInfo) -> str:
-    texts = []
-    for bound in field.metadata:
-        match bound:
-            case Ge(ge=limit):
-                texts.append(f", >= {limit}")
-            case Gt(gt=limit):
-                texts.append(f", > {limit}")
-            case Le(le=limit):
-                texts.append(f", <= {limit}")
-            case Lt(lt=limit):
-                texts.append(f", < {limit}")
-    return "".join(texts)
+    signs = (("ge", Ge, ">="), ("gt", Gt, ">"), ("le", Le, "<="), ("lt", Lt, "<"))
+    return "".join(
+        f", {sign} {getattr(bound, name)}"
+        for bound in field.metadata
+        for name, kind, sign in signs
+        if isinstance(bound, kind)
+    )

@@ -1,4 +1,4 @@
-"""Merges layers of values: pydantic-settings orders them, `merge` says what lists and unions mean in it."""
+"""Layers of values, one from each place that has a say; pydantic-settings merges them in their order."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from typing import Any
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
-from meshrl.core.config.base import ConfigError
 from meshrl.core.config.schema import Kind, Path
-from meshrl.core.config.values import assign, by_place, is_indexed
+from meshrl.core.config.values import assign, by_place, merge, with_lists
 
 
 @dataclass(kw_only=True)
@@ -62,7 +61,7 @@ class LayerSource(PydanticBaseSettingsSource):
 
 
 def merge_layers(kind: Kind, layers: Sequence[Layer]) -> dict[str, Any]:
-    """Merges canonical layers key by key, the last winning. Raises ConfigError when a list has gaps."""
+    """Merges layers key by key, the last winning. Raises ConfigError when a list has gaps."""
 
     class Merged(BaseSettings):
         model_config = SettingsConfigDict(extra="allow", protected_namespaces=())
@@ -73,43 +72,5 @@ def merge_layers(kind: Kind, layers: Sequence[Layer]) -> dict[str, Any]:
         ) -> tuple[PydanticBaseSettingsSource, ...]:
             return tuple(LayerSource(settings_cls, kind, layer) for layer in reversed(layers))
 
-    merged: dict[str, Any] = _with_lists(kind, Merged().model_extra or {}, ())
+    merged: dict[str, Any] = with_lists(kind, Merged().model_extra or {})
     return merged
-
-
-def merge(kind: Kind, lower: Any, upper: Any) -> Any:
-    """`upper` over `lower`, key by key. A list replaces a list, but entries addressed by place change single ones;
-    a section whose type is chosen anew loses the keys of the type before."""
-    if isinstance(lower, list) and kind.item is not None and is_indexed(upper):
-        lower = by_place(lower)
-    if not isinstance(lower, Mapping) or not isinstance(upper, Mapping):
-        return upper
-    chooser = kind.discriminator
-    if chooser is not None and chooser in upper and lower.get(chooser, upper[chooser]) != upper[chooser]:
-        return upper
-    kind, merged = kind.narrowed(upper), dict(lower)
-    for key, value in upper.items():
-        found = kind.step(key)
-        merged[key] = value if found is None or key not in lower else merge(found[1], lower[key], value)
-    return merged
-
-
-def _with_lists(kind: Kind, value: Any, where: Path) -> Any:
-    """Merged layers with entries addressed by place turned back into lists. Raises ConfigError on a gap."""
-    if kind.item is not None:
-        if is_indexed(value):
-            places = sorted(int(place) for place in value)
-            gap = next((place for place in range(len(places)) if place not in places), None)
-            if gap is not None:
-                name = ".".join(where)
-                raise ConfigError(
-                    f"{name}.{places[-1]} is set but {name}.{gap} is not; places of a list start at 0 and leave no gap"
-                )
-            value = [value[str(place)] for place in places]
-        if isinstance(value, list):
-            return [_with_lists(kind.item, item, (*where, str(place))) for place, item in enumerate(value)]
-    if not kind.sections or not isinstance(value, Mapping):
-        return value
-    kind = kind.narrowed(value)
-    steps = ((key, item, kind.step(key)) for key, item in value.items())
-    return {key: item if step is None else _with_lists(step[1], item, (*where, key)) for key, item, step in steps}

@@ -11,13 +11,12 @@ from pydantic import ValidationError
 
 from meshrl.core.config.base import BaseConfig, ConfigError
 from meshrl.core.config.command_line import CommandLine, parse_command_line
-from meshrl.core.config.environment import read_environment
-from meshrl.core.config.files import read_file
 from meshrl.core.config.help_text import help_text
 from meshrl.core.config.layers import merge_layers
 from meshrl.core.config.report import explain, one_message
 from meshrl.core.config.schema import Path, kind_of
-from meshrl.core.config.values import canonical
+from meshrl.core.config.sources import read_environment, read_file
+from meshrl.core.config.values import merge
 
 Config = TypeVar("Config", bound=BaseConfig)
 
@@ -35,8 +34,8 @@ def load_config(
     """
     try:
         line = parse_command_line(kind_of(cls), sys.argv[1:] if argv is None else argv)
-        if line.wants_help:
-            sys.stdout.write(help_text(cls, prog, every_key=line.wants_all_keys))
+        if line.help:
+            sys.stdout.write(help_text(cls, prog, every_key=line.help == "every key"))
             raise SystemExit(0)
         config, warnings = build_config(cls, line, os.environ if environ is None else environ)
     except ConfigError as error:
@@ -52,14 +51,14 @@ def build_config(cls: type[Config], line: CommandLine, environ: Mapping[str, str
     """The configuration and warnings about variables. Raises ConfigError, one line a problem."""
     root = kind_of(cls)
     environment, warnings = read_environment(root, environ)
-    layers = [environment, *(read_file(ref) for ref in line.files), line.layer]
+    layers = [environment, *(read_file(section, file) for section, file in line.files), line.layer]
     for layer in layers:
-        layer.values = cls.hand_down(canonical(root, layer.values))
+        layer.values = cls.hand_down(merge(root, {}, layer.values))
 
     def origin_of(path: Path) -> str | None:
         return next((origin for layer in reversed(layers) if (origin := layer.origin_of(path))), None)
 
     try:
-        return cls.model_validate(merge_layers(root, layers)), warnings
+        return cls.model_validate(cls.complete(merge_layers(root, layers))), warnings
     except ValidationError as error:
         raise ConfigError(explain(root, error, origin_of)) from error

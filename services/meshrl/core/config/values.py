@@ -1,4 +1,4 @@
-"""Turns what users write (text of flags and variables, TOML values) into what configuration classes validate."""
+"""Reads the text of flags and variables, and merges trees of values by what the configuration's keys accept."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ def decode(kind: Kind, text: str) -> Any:
     stripped = text.strip()
     if text == NONE and kind.nullable:
         return None
-    if stripped.startswith("{") and (kind.sections or kind.value is not None) and kind.item is None:
-        return _from_json(stripped)
+    if stripped.startswith("[" if kind.item else "{") and (kind.item or kind.sections or kind.value):
+        try:
+            return json.loads(stripped)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"expected JSON, got {stripped!r}, which does not parse: {error}") from error
+    if kind.item is not None:
+        return [decode(kind.item, part.strip()) for part in stripped.split(",")] if stripped else []
     if kind.sections and stripped.lower() in _ON:
         return {}
-    if kind.sections:
-        return None if kind.nullable and stripped.lower() in _OFF else text
-    if kind.item is not None:
-        if stripped.startswith("["):
-            return _from_json(stripped)
-        return [decode(kind.item, part.strip()) for part in stripped.split(",")] if stripped else []
+    if kind.sections and kind.nullable and stripped.lower() in _OFF:
+        return None
     if not kind.is_any:
         return text
     try:
@@ -42,43 +43,60 @@ def decode(kind: Kind, text: str) -> Any:
         return text
 
 
-def _from_json(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"expected JSON, got {text!r}, which does not parse: {error}") from error
+def merge(kind: Kind, lower: Any, upper: Any, where: Path = ()) -> Any:
+    """`upper` over `lower`, key by key, with every key under its present name and "None" as None where a key takes it.
 
-
-def canonical(kind: Kind, value: Any, where: Path = ()) -> Any:
-    """The value with every key under its present name and "None" as None where a key takes it.
-
-    A boolean for an optional section switches it on, as it is by default or as lower layers have it, or off.
-    Unknown keys stay, for validation to name them. Raises ConfigError when two spellings of a key disagree.
+    A boolean for an optional section switches it on, as it is by default or as `lower` has it, or off. A list replaces
+    a list, but entries addressed by place change single ones. A section whose type is chosen anew loses the keys of
+    the type before. Unknown keys stay, for validation to name them. Raises ConfigError when two spellings disagree.
     """
-    if isinstance(value, str):
-        return None if value == NONE and kind.nullable else value
-    if isinstance(value, bool) and kind.sections and kind.nullable:
-        return {} if value else None
-    if isinstance(value, list):
+    if isinstance(upper, str):
+        return None if upper == NONE and kind.nullable else upper
+    if isinstance(upper, bool) and kind.sections and kind.nullable:
+        upper = {} if upper else None
+    if isinstance(upper, list):
         inner = kind if kind.is_any else kind.item
-        return value if inner is None else [canonical(inner, item, (*where, str(n))) for n, item in enumerate(value)]
-    if not isinstance(value, Mapping) or (kind.item is not None and not is_indexed(value)):
-        return value
-    kind, result = kind.narrowed(value), {}
-    for key, item in value.items():
-        found = kind.step(key)
-        if found is None:
-            result[key] = item
-            continue
-        name, below = found
-        cleaned = canonical(below, item, (*where, name))
-        if name in result and result[name] != cleaned:
+        return upper if inner is None else [merge(inner, None, item, (*where, str(n))) for n, item in enumerate(upper)]
+    if not isinstance(upper, Mapping) or (kind.item is not None and not is_indexed(upper)):
+        return upper
+    if isinstance(lower, list) and kind.item is not None:
+        lower = by_place(lower)
+    chooser, below = kind.discriminator, dict(lower) if isinstance(lower, Mapping) else {}
+    if chooser is not None and chooser in upper and below.get(chooser, upper[chooser]) != upper[chooser]:
+        below = {}
+    own: dict[str, Any] = {}
+    kind = kind.narrowed(upper)
+    for key, item in upper.items():
+        name, inner = kind.step(key) or (key, None)
+        value = item if inner is None else merge(inner, below.get(name), item, (*where, name))
+        if name in own and own[name] != value:
             raise ConfigError(
-                f"{'.'.join((*where, name))}: two spellings of this key disagree, {result[name]!r} and {cleaned!r}"
+                f"{'.'.join((*where, name))}: two spellings of this key disagree, {own[name]!r} and {value!r}"
                 f" ({key}); keep only {name}"
             )
-        result[name] = cleaned
-    return result
+        own[name] = value
+    return {**below, **own}
+
+
+def with_lists(kind: Kind, value: Any, where: Path = ()) -> Any:
+    """A merged tree with entries addressed by place turned back into lists. Raises ConfigError on a gap."""
+    if kind.item is not None:
+        if is_indexed(value):
+            places = sorted(int(place) for place in value)
+            gap = next((place for place in range(len(places)) if place not in places), None)
+            if gap is not None:
+                name = ".".join(where)
+                raise ConfigError(
+                    f"{name}.{places[-1]} is set but {name}.{gap} is not; places of a list start at 0 and leave no gap"
+                )
+            value = [value[str(place)] for place in places]
+        if isinstance(value, list):
+            return [with_lists(kind.item, item, (*where, str(place))) for place, item in enumerate(value)]
+    if not kind.sections or not isinstance(value, Mapping):
+        return value
+    kind = kind.narrowed(value)
+    steps = ((key, item, kind.step(key)) for key, item in value.items())
+    return {key: item if step is None else with_lists(step[1], item, (*where, key)) for key, item, step in steps}
 
 
 def is_indexed(value: object) -> TypeGuard[Mapping[str, Any]]:
@@ -92,7 +110,7 @@ def by_place(items: Sequence[Any]) -> dict[str, Any]:
 
 
 def assign(data: dict[str, Any], path: Sequence[str], value: Any) -> None:
-    """Sets one key of a nested layer, making the sections above it; what stood in the way is replaced."""
+    """Sets one key of a nested tree, making the sections above it; what stood in the way is replaced."""
     for key in path[:-1]:
         below = data.get(key)
         if isinstance(below, list):

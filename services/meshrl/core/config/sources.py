@@ -1,8 +1,10 @@
-"""Reads PRIME_ variables into a layer of values; `__` separates levels: PRIME_MODEL__NAME is model.name."""
+"""Reads TOML files and PRIME_ variables into layers of values."""
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Mapping
+from pathlib import Path as FilePath
 from typing import get_args
 
 from pydantic import ValidationError
@@ -11,7 +13,7 @@ from meshrl.core.config.base import ConfigError
 from meshrl.core.config.layers import Layer
 from meshrl.core.config.schema import Kind, Path, nearest
 from meshrl.core.config.shared import LogConfig, LogLevel
-from meshrl.core.config.values import decode
+from meshrl.core.config.values import assign, decode
 
 PREFIX = "PRIME_"
 LOG_LEVEL = "PRIME_LOG_LEVEL"
@@ -20,10 +22,29 @@ OTHER_TOOLS = frozenset({"PRIME_API_KEY", LOG_LEVEL})
 """Variables of other tools whose names are keys here too; PRIME_API_KEY is an account's secret."""
 
 
-def read_environment(root: Kind, environ: Mapping[str, str]) -> tuple[Layer, list[str]]:
-    """The layer that PRIME_ variables make, and warnings. Unknown names are other tools' and are left alone.
+def read_file(section: Path, file: str) -> Layer:
+    """The layer that a TOML file makes for a section. Raises ConfigError when it is missing, unreadable or not TOML."""
+    name = f"config file {file!r}"
+    try:
+        values = tomllib.loads(FilePath(file).read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ConfigError(f"{name} does not exist (looked in {FilePath.cwd()}); check the path after @") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{name} is not UTF-8 text ({error.reason}); expected TOML") from error
+    except OSError as error:
+        raise ConfigError(f"{name} cannot be read: {error.strerror}; expected a TOML file") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{name} is not valid TOML: {error}; text values need quotes, sections are [name]") from error
+    layer = Layer(origin=file, values={} if section else values)
+    if section:
+        assign(layer.values, section, values)
+    return layer
 
-    A name that begins with a known section and then goes wrong is a warning, never an error.
+
+def read_environment(root: Kind, environ: Mapping[str, str]) -> tuple[Layer, list[str]]:
+    """The layer that PRIME_ variables make, and warnings; `__` separates levels, as in PRIME_MODEL__NAME.
+
+    Unknown names are other tools' and are left alone, but one that begins with a known section is a warning.
     """
     layer, warnings = Layer(origin="the environment"), []
     level = environ.get(LOG_LEVEL)

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
 from meshrl.core.config import BaseConfig
 from meshrl.core.config.shared import LogConfig, ModelConfig, WandbConfig, WeightBroadcastConfig
 from meshrl.inference.config import InferenceConfig
-from meshrl.launch.presets import AlgorithmName, settle_preset, spread_preset
-from meshrl.launch.sections import OrchestratorSection, RunDeploymentConfig, TrainerSection, WeightsSection
-from meshrl.launch.shared_keys import COMPONENTS, hand_down, hosted_environments, settle_inference
+from meshrl.launch.config.completion import complete
+from meshrl.launch.config.presets import AlgorithmName, apply_preset
+from meshrl.launch.config.sections import OrchestratorSection, RunDeploymentConfig, TrainerSection, WeightsSection
+from meshrl.launch.config.shared_keys import (
+    COMPONENTS,
+    HandedTo,
+    every_component,
+    hand_down,
+)
 from meshrl.rollout.config import RolloutConfig
 from meshrl.training.config import CheckpointConfig
 
@@ -27,44 +33,70 @@ class RLConfig(BaseConfig):
     whose address orchestrator.services gives runs already and is not started.
     """
 
-    output_dir: Path = Path("outputs")
+    everyday_keys: ClassVar[Mapping[str, Sequence[str]]] = {
+        "What is trained, on what": ("model.name", "orchestrator.train.env.N.id", "orchestrator.train.env.N.ratio",
+            "orchestrator.eval", "algorithm",),
+        "How long, how much": (
+            "max_steps", "seq_len", "orchestrator.batch_size", "orchestrator.group_size", "trainer.optim.lr",
+            "max_async_level", "orchestrator.sampling.max_tokens", "orchestrator.sampling.temperature", "seed",
+        ),
+        "Where it runs": (
+            "inference", "num_engines", "deployment.num_train_gpus", "deployment.num_infer_gpus", "trainer_gpu_ids",
+            "inference_gpu_ids", "restarts",
+        ),
+        "What it leaves": (
+            "output_dir", "clean_output_dir", "ckpt", "ckpt.interval", "ckpt.resume_step", "wandb", "wandb.project",
+            "wandb.name", "log.level",
+        ),
+        "Before it starts": ("dry_run", "preflight"),
+    }  # fmt: skip
+
+    output_dir: Annotated[Path, HandedTo(every_component("output_dir"))] = Path("outputs")
     """Folder of the run; the same for every program."""
 
-    model: ModelConfig | None = None
+    model: Annotated[ModelConfig | None, HandedTo(("trainer.model", "inference.model", "rollout.model"))] = None
     """The model, for trainer, inference and rollout."""
 
-    seq_len: int | None = Field(default=None, ge=2)
+    seq_len: Annotated[
+        int | None, HandedTo(("trainer.seq_len", "orchestrator.seq_len", "rollout.seq_len", "inference.max_model_len"))
+    ] = Field(default=None, ge=2)
     """Longest sequence in tokens, for trainer, orchestrator, rollout and (as max_model_len) inference."""
 
-    max_steps: int | None = Field(default=None, ge=1)
+    max_steps: Annotated[int | None, HandedTo(("trainer.max_steps", "orchestrator.max_steps"), even_none=True)] = Field(
+        default=None, ge=1
+    )
     """Training steps, for trainer and orchestrator."""
 
     algorithm: AlgorithmName | None = None
-    """Advantage and loss of an algorithm (see meshrl.launch.presets), for orchestrator and trainer; within one file or
-    on the command line, their own keys win. None leaves both to orchestrator.advantage and trainer.loss."""
+    """Advantage and loss of an algorithm (see meshrl.launch.config.presets), for orchestrator and trainer; within one
+    file or on the command line, their own keys win. None leaves both to orchestrator.advantage and trainer.loss."""
 
-    max_async_level: int | None = Field(default=None, ge=0)
+    max_async_level: Annotated[int | None, HandedTo(("orchestrator.max_async_level",))] = Field(default=None, ge=0)
     """Most steps that generation may be ahead of training, for the orchestrator."""
 
-    seed: int | None = None
+    seed: Annotated[int | None, HandedTo(("trainer.seed", "orchestrator.seed", "inference.seed"))] = None
     """Seed, for trainer, orchestrator and inference."""
 
-    run_id: str | None = Field(default=None, min_length=1)
+    run_id: Annotated[str | None, HandedTo(("trainer.run_id", "orchestrator.run_id"))] = Field(
+        default=None, min_length=1
+    )
     """Name of the run, for trainer and orchestrator."""
 
-    log: LogConfig = LogConfig()
+    log: Annotated[LogConfig, HandedTo(every_component("log"))] = LogConfig()
     """Logging, for every program and rl itself."""
 
-    wandb: WandbConfig | None = None
+    wandb: Annotated[WandbConfig | None, HandedTo(("orchestrator.wandb",), even_none=True)] = None
     """Weights & Biases: one run for all programs; None means off."""
 
-    ckpt: CheckpointConfig | None = None
+    ckpt: Annotated[CheckpointConfig | None, HandedTo(("trainer.ckpt",), even_none=True)] = None
     """Checkpoints; None means off."""
 
-    weight_broadcast: WeightBroadcastConfig | None = None
+    weight_broadcast: Annotated[
+        WeightBroadcastConfig | None, HandedTo(("trainer.weight_broadcast", "inference.weight_broadcast"))
+    ] = None
     """How weights travel, for trainer and inference."""
 
-    bench: bool = False
+    bench: Annotated[bool, HandedTo(("orchestrator.bench",))] = False
     """Measure throughput over a few steps, by the orchestrator."""
 
     clean_output_dir: bool = False
@@ -77,7 +109,9 @@ class RLConfig(BaseConfig):
     """Before anything is started, look whether model, checkpoint, environments, ports, disk and the like are there, and
     name all that is not; takes some seconds."""
 
-    deployment: RunDeploymentConfig = RunDeploymentConfig()
+    deployment: Annotated[
+        RunDeploymentConfig, HandedTo(("trainer.deployment.num_train_gpus",), key="num_train_gpus")
+    ] = RunDeploymentConfig()
     """GPUs of inference and of the trainer."""
 
     trainer_gpu_ids: list[int] | None = Field(default=None, min_length=1)
@@ -117,7 +151,12 @@ class RLConfig(BaseConfig):
     trainer: TrainerSection = TrainerSection()
     """The trainer."""
 
-    orchestrator: OrchestratorSection = OrchestratorSection()
+    orchestrator: Annotated[
+        OrchestratorSection,
+        HandedTo(("rollout.model",), key="model"),
+        HandedTo(("rollout.client",), key="client"),
+        HandedTo(("rollout.vf_level",), key="log.vf_level"),
+    ] = OrchestratorSection()
     """The orchestrator."""
 
     inference: InferenceConfig | None = None
@@ -126,7 +165,7 @@ class RLConfig(BaseConfig):
     rollout: RolloutConfig
     """The rollout program; its environments are those of the orchestrator unless rollout.env lists them."""
 
-    weights: WeightsSection = WeightsSection()
+    weights: Annotated[WeightsSection, HandedTo(("trainer.weight_broadcast.type",), key="transport")] = WeightsSection()
     """The weight hub."""
 
     @property
@@ -164,32 +203,12 @@ class RLConfig(BaseConfig):
     @classmethod
     def hand_down(cls, layer: Mapping[str, Any]) -> dict[str, Any]:
         """Hands the shared keys of one layer down to the components."""
-        return hand_down(spread_preset(layer))
+        return hand_down(cls, apply_preset(layer))
 
-    @model_validator(mode="before")
     @classmethod
-    def _complete(cls, values: object) -> object:
-        """Fills in what follows from the rest: hosted environments, and port 0 where rl is to choose.
-
-        Without an engine of its own the hub keeps its usual port, so that a running engine can know it.
-        """
-        if not isinstance(values, Mapping):
-            return values
-        settled = settle_preset(values)
-        starts_engine = settle_inference(settled)
-        ports = ["trainer", "rollout", *(["weights", "inference"] if starts_engine else [])]
-        for name in ports:
-            section = settled.setdefault(name, {})
-            if isinstance(section, dict) and isinstance(section.setdefault("server", {}), dict):
-                section["server"].setdefault("port", 0)
-        _spread_over(settled.get("trainer_gpu_ids"), settled["trainer"])
-        _follow(settled, "rollout", "seq_len", "orchestrator")
-        for name in ["rollout", *(["inference"] if starts_engine else [])]:
-            _follow(settled, name, "model", "trainer")
-        rollout = settled.setdefault("rollout", {})
-        if isinstance(rollout, dict) and "env" not in rollout:
-            rollout["env"] = _environments_of(settled.get("orchestrator"))
-        return settled
+    def complete(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Fills in what follows from the merged layers."""
+        return complete(values)
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -334,36 +353,3 @@ class RLConfig(BaseConfig):
                 f"orchestrator.max_steps ({last}) is more than trainer.max_steps ({most}); set max_steps once"
             )
         return problems
-
-
-def _spread_over(gpus: Any, trainer: Any) -> None:
-    """Gives the trainer one process for each of its GPUs, unless it says how many it wants."""
-    if isinstance(gpus, list) and gpus and isinstance(trainer, dict):
-        deployment = trainer.setdefault("deployment", {})
-        if isinstance(deployment, dict):
-            deployment.setdefault("num_train_gpus", len(gpus))
-
-
-def _follow(values: dict[str, Any], name: str, key: str, other: str) -> None:
-    """Gives a component the value that another component has for a key that it does not set itself."""
-    section, source = values.setdefault(name, {}), values.get(other)
-    if isinstance(section, dict) and isinstance(source, Mapping) and source.get(key) is not None:
-        value = source[key]
-        if key == "model" and isinstance(value, Mapping):  # a trainer's model has keys that only trainers know
-            value = {part: value[part] for part in value if part in ModelConfig.model_fields}
-        section.setdefault(key, value)
-
-
-def _environments_of(orchestrator: Any) -> list[dict[str, Any]]:
-    entries = []
-    for part in ("train", "eval"):
-        section = orchestrator.get(part) if isinstance(orchestrator, Mapping) else None
-        listed = section.get("env") if isinstance(section, Mapping) else None
-        if isinstance(listed, list):
-            entries.extend(listed)
-        elif part == "train" and listed is None:
-            raise ValueError(
-                "orchestrator.train.env: needs at least one environment, got none; add [[orchestrator.train.env]] with"
-                " id = '<taskset>', or --orchestrator.train.env.0.id <taskset>"
-            )
-    return hosted_environments(entries)

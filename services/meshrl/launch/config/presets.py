@@ -53,7 +53,7 @@ PRESETS: Mapping[str, Preset] = {
 }
 
 
-def spread_preset(layer: Mapping[str, Any]) -> dict[str, Any]:
+def apply_preset(layer: Mapping[str, Any]) -> dict[str, Any]:
     """One layer of configuration with its `algorithm` put where it belongs; a component's own key wins.
 
     What lower layers say of the same loss is unset, so that an algorithm on the command line replaces the whole loss of
@@ -73,25 +73,25 @@ def spread_preset(layer: Mapping[str, Any]) -> dict[str, Any]:
     return spread
 
 
-def settle_preset(values: Mapping[str, Any]) -> dict[str, Any]:
+def fit_preset(values: Mapping[str, Any]) -> dict[str, Any]:
     """Merged values in which the preset fits what the layers above it chose.
 
     Where those chose another loss, the preset's keys go; and a loss that is divided by a fixed length gets that length:
     the most tokens that are sampled, or that a rollout may have.
     """
-    settled = dict(values)
+    fitted = dict(values)
     preset = _preset(values)
-    trainer = _section(settled, "trainer")
+    trainer = _section(fitted, "trainer")
     loss = None if trainer is None else _section(trainer, "loss")
     if preset is None or loss is None:
-        return settled
+        return fitted
     if loss.get("type", preset.loss) != preset.loss:
         for name, value in {"normaliser": preset.normaliser, **preset.constants}.items():
             if loss.get(name) == value:
                 del loss[name]
     elif loss.get("normaliser") == "fixed" and loss.get("fixed_length") is None:
-        loss["fixed_length"] = _longest_reply(settled)
-    return settled
+        loss["fixed_length"] = _longest_reply(fitted)
+    return fitted
 
 
 def _preset(values: Mapping[str, Any]) -> Preset | None:

@@ -1,0 +1,79 @@
+"""What follows from the merged layers of `rl`: ports, environments to host, a preset's lengths; before validation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from meshrl.core.config import ConfigError
+from meshrl.core.config.shared import ModelConfig
+from meshrl.launch.config.presets import fit_preset
+from meshrl.launch.config.shared_keys import drop_unused_inference
+
+
+def complete(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Fills in what follows from the rest: hosted environments, and port 0 where rl is to choose.
+
+    Without an engine of its own the hub keeps its usual port, so that a running engine can know it.
+    """
+    completed = fit_preset(values)
+    starts_engine = drop_unused_inference(completed)
+    ports = ["trainer", "rollout", *(["weights", "inference"] if starts_engine else [])]
+    for name in ports:
+        server = _section(completed.setdefault(name, {}), "server")
+        if server is not None:
+            server.setdefault("port", 0)
+    gpus, deployment = completed.get("trainer_gpu_ids"), _section(completed["trainer"], "deployment")
+    if isinstance(gpus, list) and gpus and deployment is not None:
+        deployment.setdefault("num_train_gpus", len(gpus))  # one process for each GPU
+    _follow(completed, "rollout", "seq_len", "orchestrator")
+    for name in ["rollout", *(["inference"] if starts_engine else [])]:
+        _follow(completed, name, "model", "trainer")
+    rollout = completed.setdefault("rollout", {})
+    if isinstance(rollout, dict) and "env" not in rollout:
+        rollout["env"] = _hosted_environments(completed.get("orchestrator"))
+    return completed
+
+
+def _section(values: object, name: str) -> dict[str, Any] | None:
+    """A section, made where it is missing; None where something else stands, which validation reports."""
+    section = values.setdefault(name, {}) if isinstance(values, dict) else None
+    return section if isinstance(section, dict) else None
+
+
+def _follow(values: dict[str, Any], name: str, key: str, other: str) -> None:
+    """Gives a component the value that another component has for a key that it does not set itself."""
+    section, source = values.setdefault(name, {}), values.get(other)
+    if isinstance(section, dict) and isinstance(source, Mapping) and source.get(key) is not None:
+        value = source[key]
+        if key == "model" and isinstance(value, Mapping):  # a trainer's model has keys that only trainers know
+            value = {part: value[part] for part in value if part in ModelConfig.model_fields}
+        section.setdefault(key, value)
+
+
+def _hosted_environments(orchestrator: object) -> list[dict[str, Any]]:
+    """The environments that the rollout program must host for the train and eval entries, each name once.
+
+    Raises ConfigError when there is none, or when two entries of one name are different environments.
+    """
+    hosted: dict[str, dict[str, Any]] = {}
+    for part in ("train", "eval"):
+        section = orchestrator.get(part) if isinstance(orchestrator, Mapping) else None
+        entries = section.get("env") if isinstance(section, Mapping) else None
+        if entries is None and part == "train":
+            raise ConfigError(
+                "orchestrator.train.env: needs at least one environment, got none; add [[orchestrator.train.env]] with"
+                " id = '<taskset>', or --orchestrator.train.env.0.id <taskset>"
+            )
+        for entry in entries if isinstance(entries, list) else ():
+            if not isinstance(entry, Mapping) or not isinstance(entry.get("id"), str):
+                continue  # validation of the orchestrator's own key reports it
+            name = entry.get("name") or entry["id"]
+            own = {key: entry[key] for key in ("id", "name", "args", "sampling") if key in entry}
+            known = hosted.setdefault(name, own)
+            if known["id"] != entry["id"] or (known.get("args") or {}) != (entry.get("args") or {}):
+                raise ConfigError(
+                    f"orchestrator: two environments are called {name!r} but differ in id or args; give one of them"
+                    " another name"
+                )
+    return list(hosted.values())
