@@ -14,10 +14,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers.utils.hub import cached_file
 
-from meshrl.inference.embedded.live_weights import Layout
 from meshrl.inference.engine import Engine, HostVersion
 from meshrl.versions import peft
 from meshrl.versions.dtypes import TORCH_DTYPES
+from meshrl.versions.layout import Layout
 from meshrl.wire.errors import MeshError, Reason
 
 _ONE_FILE = "model.safetensors"

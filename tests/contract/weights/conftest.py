@@ -16,8 +16,8 @@ from meshrl.core.config.shared import ServerConfig
 from meshrl.core.rpc.serve import GrpcServer
 from meshrl.inference.agent.agent import WeightAgent
 from meshrl.inference.config import InferenceConfig
-from meshrl.inference.embedded.sleep import Sleeper
 from meshrl.inference.engine import CollectiveSeat, FinishReason, GenerateRequest, HostVersion, TokenChunk
+from meshrl.inference.sleep import Sleeper
 from meshrl.versions.transports import version_files
 from meshrl.weights.config import WeightsConfig
 from meshrl.weights.hub import Hub

@@ -19,9 +19,9 @@ from group_senders import GroupSenders
 from meshrl.inference.checkpoints import WeightLoader
 from meshrl.inference.embedded.engine import EmbeddedEngine
 from meshrl.inference.embedded.live_weights import LiveWeights
-from meshrl.inference.embedded.sleep import Sleeper
 from meshrl.inference.http.admin_routes import ADMIN_PATHS
 from meshrl.inference.http.app import InferenceServer
+from meshrl.inference.sleep import Sleeper
 from meshrl.models.lora import adapted_layers, adapter_config, adapter_state, apply_lora, save_adapter
 from meshrl.models.state import hf_state
 from meshrl.versions.peft import CONFIG_FILE

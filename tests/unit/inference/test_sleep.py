@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from meshrl.inference.embedded.sleep import NeverSleeps, Sleeper
+from meshrl.inference.sleep import NeverSleeps, Sleeper
 from meshrl.wire.errors import MeshError, Reason
 
 

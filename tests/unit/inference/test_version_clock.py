@@ -1,6 +1,6 @@
 """Spans from the pauses that vLLM's scheduler counted; needs no vLLM."""
 
-from meshrl.inference.vllm.spans import VersionClock
+from meshrl.inference.vllm.version_clock import VersionClock
 from meshrl.wire.types import VersionSpan
 
 

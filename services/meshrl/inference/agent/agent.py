@@ -1,14 +1,14 @@
-"""The agent beside an engine: dials the weight hub, brings new versions in, and swaps them under running requests.
+"""The agent beside an engine: registers at the weight hub, loads new versions, and swaps them under running requests.
 
-Fed by the hub's commands, it prepares versions while the engine generates and pauses it only to swap. The rules are in
-`states`; this shell waits, fetches and reports. A hub that is away is called again while the engine serves on.
+It consumes the hub's commands and produces reports. A version is loaded while the engine generates; generation pauses
+only for the swap. The rules are in `states`: this module carries out the actions that they ask for, one task each, and
+tells them what came of it. A hub that is away is called again while the engine serves on.
 """
 
 from __future__ import annotations
 
 import asyncio
 import platform
-import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Coroutine, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +17,8 @@ from pathlib import Path
 from loguru import logger
 
 from meshrl.client import WeightSyncClient
+from meshrl.client.backoff import Backoff
+from meshrl.core.waiting import StoppedError, set_within, unless_stopped
 from meshrl.inference.agent.fetching import VersionFetcher
 from meshrl.inference.agent.states import (
     Action,
@@ -111,39 +113,33 @@ class WeightAgent:
     async def run(self, stop: asyncio.Event) -> None:
         """Registers and follows the hub. Raises what waiting cannot mend: CONTRACT_MISMATCH, or a defect."""
         self._live_root = self._engine.root or await self._engine.weights_root()
-        leaving = asyncio.create_task(_either(stop, self._leave))
-        wait_s = BACKOFF_S[0]
+        stopping = asyncio.create_task(stop.wait())
+        stopping.add_done_callback(lambda _: self._leave.set())
+        backoff = Backoff(*BACKOFF_S)
         try:
-            while not leaving.done():
+            while not self._leave.is_set():
                 began_s = time.monotonic()
-                await self._follow_until(leaving)
+                try:
+                    await unless_stopped(self._leave, self._follow())
+                except MeshError as error:
+                    if error.reason in _PERMANENT:
+                        raise
+                    logger.warning("the weight hub is away: {}; calling again", error)
                 if time.monotonic() - began_s > BACKOFF_S[1]:
-                    wait_s = BACKOFF_S[0]
-                await asyncio.wait({leaving}, timeout=wait_s * random.uniform(0.5, 1.0))
-                wait_s = min(2 * wait_s, BACKOFF_S[1])
+                    backoff.reset()
+                await set_within(self._leave, backoff.next_s())
+        except StoppedError:  # asked for by whoever runs the agent, or by the hub
+            pass
         finally:
-            leaving.cancel()
+            stopping.cancel()
             await self._wind_down()
         if self._defect is not None:
             raise self._defect
 
-    async def _follow_until(self, leaving: asyncio.Task[None]) -> None:
-        following = asyncio.create_task(self._follow())
-        try:
-            await asyncio.wait({following, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            following.cancel()
-            await asyncio.wait({following})
-        error = None if following.cancelled() else following.exception()
-        if isinstance(error, MeshError) and error.reason not in _PERMANENT:
-            logger.warning("the weight hub is away: {}; calling again", error)
-        elif error is not None:
-            raise error
-
     async def _wind_down(self) -> None:
         """Ends the fetch, lets a swap come to its end, and never leaves a held engine paused."""
         self._cancel_fetch()
-        self._cancel_join()
+        _cancel(self._join_task)
         if self._tasks:
             await asyncio.wait(set(self._tasks), timeout=APPLY_DEADLINE_S)
         if self.machine.held:
@@ -231,7 +227,7 @@ class WeightAgent:
                 case ResumeEngine():
                     self._spawn(self._resume())
                 case StartJoin():
-                    self._cancel_join()
+                    _cancel(self._join_task)
                     self._join_task = self._spawn(self._join(action.group))
                 case StartSleep():
                     self._spawn(self._sleep(action.number))
@@ -252,14 +248,8 @@ class WeightAgent:
             self._leave.set()
 
     def _cancel_fetch(self) -> None:
-        if self._fetch_task is not None:
-            self._fetch_task.cancel()
+        _cancel(self._fetch_task)
         self._fetch_task, self._prepared = None, None
-
-    def _cancel_join(self) -> None:
-        if self._join_task is not None:
-            self._join_task.cancel()
-        self._join_task = None
 
     async def _join(self, group: JoinGroup) -> None:
         try:
@@ -391,10 +381,6 @@ class WeightAgent:
         self._perform(self.machine.apply_failed(AgentFault(reason=reason.name, message=message)))
 
 
-async def _either(first: asyncio.Event, second: asyncio.Event) -> None:
-    waits = [asyncio.create_task(first.wait()), asyncio.create_task(second.wait())]
-    try:
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for wait in waits:
-            wait.cancel()
+def _cancel(task: asyncio.Task[None] | None) -> None:
+    if task is not None:
+        task.cancel()

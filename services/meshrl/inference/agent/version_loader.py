@@ -7,11 +7,11 @@ changed nothing.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 
 from meshrl.client import WeightSyncClient
 from meshrl.inference.agent.fetching import VersionFetcher
 from meshrl.inference.engine import Engine, HostVersion
+from meshrl.versions.layout import mismatch
 from meshrl.wire import manifest as manifests
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Manifest, Transport, VersionKind
@@ -38,7 +38,7 @@ class VersionLoader:
     async def load(self, manifest: Manifest, artifact_id: str) -> None:
         """Has the engine stage a version. Raises MeshError as `VersionFetcher.fetch`, `stage` and `receive` do."""
         if manifest.layout_signature != self.signature:
-            raise MeshError(Reason.LAYOUT_MISMATCH, layout_difference(manifest, self._engine.layout()))
+            raise self._refusal(manifest)
         if manifest.transport is Transport.NCCL:
             await self._engine.receive(manifest)
             return
@@ -55,21 +55,11 @@ class VersionLoader:
         finally:
             held.release()
 
-
-def layout_difference(manifest: Manifest, layout: Sequence[tuple[str, str, tuple[int, ...]]]) -> str:
-    """Says for a person where a version and the engine's model differ."""
-    if manifest.kind is VersionKind.LORA:
-        return f"the adapter of version {manifest.version} is for a base model of another layout than the engine's"
-    theirs = {entry.name: (entry.dtype, tuple(entry.shape)) for entry in manifest.tensors}
-    ours = {name: (dtype, tuple(shape)) for name, dtype, shape in layout}
-    missing, extra = sorted(ours.keys() - theirs.keys()), sorted(theirs.keys() - ours.keys())
-    changed = [name for name in sorted(ours.keys() & theirs.keys()) if ours[name] != theirs[name]]
-    parts = []
-    if missing:
-        parts.append(f"{len(missing)} tensors of the engine are missing, first {missing[0]!r}")
-    if extra:
-        parts.append(f"{len(extra)} are unknown to the engine, first {extra[0]!r}")
-    if changed:
-        name = changed[0]
-        parts.append(f"{len(changed)} differ, first {name!r}: version {theirs[name]}, engine {ours[name]}")
-    return f"version {manifest.version} does not fit the engine's model: " + "; ".join(parts)
+    def _refusal(self, manifest: Manifest) -> MeshError:
+        """Says for a person where a version and the engine's model differ."""
+        theirs = ((entry.name, entry.dtype, tuple(entry.shape)) for entry in manifest.tensors)
+        differs = None
+        if manifest.kind is not VersionKind.LORA:
+            differs = mismatch(manifest.version, self._engine.layout(), theirs)
+        text = f"version {manifest.version} is for a model of another layout than the engine's"
+        return differs or MeshError(Reason.LAYOUT_MISMATCH, text)

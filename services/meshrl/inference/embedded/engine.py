@@ -15,10 +15,9 @@ import numpy as np
 from loguru import logger
 from transformers import PreTrainedModel
 
-from meshrl.inference.embedded.live_weights import Layout, LiveWeights
+from meshrl.inference.embedded.live_weights import LiveWeights
 from meshrl.inference.embedded.runner import make_runner
 from meshrl.inference.embedded.sampler import stream_keys
-from meshrl.inference.embedded.sleep import NeverSleeps
 from meshrl.inference.embedded.slots import RequestRow
 from meshrl.inference.embedded.staging import Staging
 from meshrl.inference.embedded.step_thread import StepThread
@@ -30,6 +29,8 @@ from meshrl.inference.engine import (
     TokenChunk,
     check_request,
 )
+from meshrl.inference.sleep import NeverSleeps
+from meshrl.versions.layout import Layout
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import JoinGroup, Manifest
 

@@ -9,13 +9,8 @@ import torch
 from torch import nn
 
 from meshrl.models.state import hf_state
-from meshrl.versions.dtypes import dtype_name
-from meshrl.wire.errors import MeshError, Reason
+from meshrl.versions.layout import Layout, layout_of, mismatch
 from meshrl.wire.manifest import digest, root_of
-
-MAX_NAMED_DIFFERENCES = 3
-
-Layout = tuple[tuple[str, str, tuple[int, ...]], ...]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -37,9 +32,7 @@ class LiveWeights:
         own = dict(model.named_parameters()) | dict(model.named_buffers())
         self._owners = {name: own[name] for name in hf_state(model)}
         self._replaced: Mapping[str, torch.Tensor] = {}  # base weights in whose place merged ones are live
-        self.layout: Layout = tuple(
-            (name, dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in self._owners.items()
-        )
+        self.layout: Layout = layout_of(self._owners)
 
     @property
     def base(self) -> dict[str, torch.Tensor]:
@@ -51,7 +44,9 @@ class LiveWeights:
 
         Raises MeshError LAYOUT_MISMATCH naming what differs.
         """
-        self._check(version, tensors)
+        refused = mismatch(version, self.layout, layout_of(tensors))
+        if refused is not None:
+            raise refused
         shadow = {
             name: tensors[name].detach().to(owner.device, copy=copy).contiguous()
             for name, owner in self._owners.items()
@@ -79,21 +74,6 @@ class LiveWeights:
         return root_of(
             (name, dtype, shape, digest(tensor_bytes(self._owners[name]))) for name, dtype, shape in self.layout
         )
-
-    def _check(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        differences = [f"missing {name}" for name in self._owners if name not in tensors]
-        differences += [f"unknown {name}" for name in tensors if name not in self._owners]
-        for name, dtype, shape in self.layout:
-            came = tensors.get(name)
-            if came is not None and (tuple(came.shape), dtype_name(came.dtype)) != (shape, dtype):
-                differences.append(f"{name} is {dtype} {shape}, got {dtype_name(came.dtype)} {tuple(came.shape)}")
-        if differences:
-            named = "; ".join(differences[:MAX_NAMED_DIFFERENCES])
-            more = len(differences) - MAX_NAMED_DIFFERENCES
-            raise MeshError(
-                Reason.LAYOUT_MISMATCH,
-                f"version {version} does not fit the served model: {named}{f'; and {more} more' if more > 0 else ''}",
-            )
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 from safetensors import SafetensorError
 
 from meshrl.core.guardian import FolderGuardian
-from meshrl.inference.embedded.live_weights import Layout
 from meshrl.inference.engine import HostVersion
 from meshrl.versions import peft
 from meshrl.versions.files import SHARED_MEMORY, no_room
+from meshrl.versions.layout import Layout
 from meshrl.wire.errors import MeshError, Reason
 
 if TYPE_CHECKING:  # vLLM is an extra, and takes seconds to import

@@ -13,11 +13,10 @@ from transformers import GenerationConfig
 
 from meshrl.core.config.shared import ModelConfig
 from meshrl.inference.config import InferenceConfig
-from meshrl.inference.embedded.live_weights import Layout
 from meshrl.inference.vllm.arguments import engine_arguments, engine_config
 from meshrl.models.load import empty_model
 from meshrl.models.state import hf_state
-from meshrl.versions.dtypes import dtype_name
+from meshrl.versions.layout import Layout, layout_of
 
 _QUIET = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 
@@ -102,5 +101,4 @@ def _describe(model: ModelConfig, dtype: torch.dtype) -> tuple[Layout, tuple[int
     skeleton = empty_model(model, dtype=dtype)
     with suppress(OSError):  # many checkpoints have none: then the model's own configuration says it
         skeleton.generation_config = GenerationConfig.from_pretrained(model.name)
-    layout = tuple((name, dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in hf_state(skeleton).items())
-    return layout, eos_token_ids(skeleton)
+    return layout_of(hf_state(skeleton)), eos_token_ids(skeleton)

@@ -1,8 +1,8 @@
 """The vLLM engine: vLLM's async front end behind the `Engine` protocol, in the process that serves HTTP.
 
-Requests go to vLLM's engine process as token ids and come back whole (see `scheduler`), unless they stream. Weights go
-to its workers: staged on a thread beside the running model, copied over between two steps (see `worker`). A version has
-its own prefix-cache salt, so what one version computed is never read by the next.
+Requests go to vLLM's engine process as token ids and come back whole (see `whole_completions`), unless they stream.
+Weights go to its workers: staged on a thread beside the running model, copied over between two steps (see `worker`). A
+version has its own prefix-cache salt, so what one version computed is never read by the next.
 
 Asleep (vLLM's sleep mode, level 1), its scheduler is paused and only a copy of the weights on the host is left. Waking
 ends that pause, which the scheduler counts like any other; with no request in flight it is no version's boundary.
@@ -14,8 +14,7 @@ import asyncio
 import dataclasses
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator
 from typing import Literal
 
 from loguru import logger
@@ -23,8 +22,7 @@ from vllm.inputs import tokens_input
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from meshrl.inference.embedded.live_weights import Layout
-from meshrl.inference.embedded.sleep import Sleeper
+from meshrl.core.waiting import InFlight
 from meshrl.inference.engine import (
     CollectiveSeat,
     EngineStats,
@@ -33,11 +31,13 @@ from meshrl.inference.engine import (
     TokenChunk,
     check_request,
 )
+from meshrl.inference.sleep import Sleeper
 from meshrl.inference.vllm.adapters import AdapterStore, StagedAdapter
 from meshrl.inference.vllm.calls import RPC_DEADLINE_S, EngineCalls
 from meshrl.inference.vllm.installed import VllmError, client_errors
 from meshrl.inference.vllm.requests import RequestCodec
-from meshrl.inference.vllm.spans import VersionClock
+from meshrl.inference.vllm.version_clock import VersionClock
+from meshrl.versions.layout import Layout, layout_of, mismatch
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest_file import to_json
 from meshrl.wire.types import JoinGroup, Manifest
@@ -73,12 +73,10 @@ class VllmEngine:
         self._paused = self._draining = False
         self._paused_at = self._last_pause_s = 0.0
         self._unfit: str | None = None
-        self._in_flight = 0
-        self._versions_under_way = 0  # staged, received or groups joined, at this moment
+        self._in_flight = InFlight()
+        self._versions_under_way = InFlight()  # staged, received or groups joined, at this moment
         self.can_sleep = bool(config.model_config.enable_sleep_mode) and self._device == "cuda"
         self._sleeper = Sleeper(self._fall_asleep, self._wake_up, busy=self._has_work, deadline_s=SLEEP_DEADLINE_S)
-        self._idle = asyncio.Event()
-        self._idle.set()
         self._counts = dict.fromkeys(("tokens", "prompt", "finished"), 0)
         self._client_errors = client_errors()
 
@@ -111,7 +109,7 @@ class VllmEngine:
 
     @property
     def in_flight(self) -> int:
-        return self._in_flight
+        return self._in_flight.count
 
     @property
     def draining(self) -> bool:
@@ -137,8 +135,8 @@ class VllmEngine:
     def stats(self) -> EngineStats:
         """Counters of the front end; requests beyond vLLM's slots count as waiting."""
         return EngineStats(
-            running=min(self._in_flight, self.num_slots),
-            waiting=max(0, self._in_flight - self.num_slots),
+            running=min(self.in_flight, self.num_slots),
+            waiting=max(0, self.in_flight - self.num_slots),
             slots=self.num_slots,
             generated_tokens=self._counts["tokens"],
             prefilled_tokens=self._counts["prompt"],
@@ -165,15 +163,12 @@ class VllmEngine:
 
     async def idle(self) -> None:
         """Returns once no request is in flight."""
-        await self._idle.wait()
+        await self._in_flight.idle()
 
     async def close(self, deadline_s: float = 0.0) -> None:
         self.begin_drain()
-        if deadline_s > 0 and self._in_flight:
-            try:
-                await asyncio.wait_for(self.idle(), deadline_s)
-            except TimeoutError:
-                logger.warning("{} requests were still running at the drain deadline; aborting them", self._in_flight)
+        if deadline_s > 0 and not await self._in_flight.idle_within(deadline_s):
+            logger.warning("{} requests were still running at the drain deadline; aborting them", self.in_flight)
         self._llm.shutdown()
         if self._adapters is not None:
             self._adapters.close()
@@ -182,36 +177,28 @@ class VllmEngine:
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
         self._admit(request)
-        self._in_flight += 1  # from here on it does not fall asleep
-        self._idle.clear()
-        try:
-            await self._sleeper.wake()
-            prompt = tokens_input(list(request.prompt_ids), cache_salt=self._clock.salt)
-            params = self._requests.params(request)
-            outputs = self._llm.generate(
-                prompt, params, f"{request.request_id}-{uuid.uuid4().hex}",
-                lora_request=None if self._adapters is None else self._adapters.request,
-            )  # fmt: skip
-            start = 0
-            async for output in outputs:
-                chunk = self._requests.chunk(request, output, start)
-                start += len(chunk.token_ids)
-                if chunk.finish_reason is not None:
-                    self._count(request, start)
-                yield chunk
-        except EngineDeadError as error:
-            raise MeshError(Reason.ENGINE_FAILED, "vLLM's engine process is gone; its log says why") from error
-        except self._client_errors as error:
-            raise MeshError(Reason.INVALID_REQUEST, f"vLLM refuses the request: {error}") from error
-        finally:
-            self._in_flight -= 1
-            if self._in_flight == 0:
-                self._idle.set()
-
-    def _count(self, request: GenerateRequest, made: int) -> None:
-        self._counts["tokens"] += made
-        self._counts["prompt"] += len(request.prompt_ids)
-        self._counts["finished"] += 1
+        with self._in_flight.one():  # from here on it does not fall asleep
+            try:
+                await self._sleeper.wake()
+                prompt = tokens_input(list(request.prompt_ids), cache_salt=self._clock.salt)
+                params = self._requests.params(request)
+                outputs = self._llm.generate(
+                    prompt, params, f"{request.request_id}-{uuid.uuid4().hex}",
+                    lora_request=None if self._adapters is None else self._adapters.request,
+                )  # fmt: skip
+                start = 0
+                async for output in outputs:
+                    chunk = self._requests.chunk(request, output, start)
+                    start += len(chunk.token_ids)
+                    if chunk.finish_reason is not None:
+                        self._counts["tokens"] += start
+                        self._counts["prompt"] += len(request.prompt_ids)
+                        self._counts["finished"] += 1
+                    yield chunk
+            except EngineDeadError as error:
+                raise MeshError(Reason.ENGINE_FAILED, "vLLM's engine process is gone; its log says why") from error
+            except self._client_errors as error:
+                raise MeshError(Reason.INVALID_REQUEST, f"vLLM refuses the request: {error}") from error
 
     def _admit(self, request: GenerateRequest) -> None:
         self._check_fit()
@@ -237,7 +224,7 @@ class VllmEngine:
         await self._sleeper.wake()
 
     def _has_work(self) -> bool:
-        return bool(self._in_flight or self._versions_under_way or self._paused or self._staged is not None)
+        return bool(self.in_flight or self._versions_under_way.count or self._paused or self._staged is not None)
 
     async def _fall_asleep(self) -> None:
         began_s = time.monotonic()
@@ -253,28 +240,16 @@ class VllmEngine:
         await self._calls.core(self._llm.wake_up(), SLEEP_DEADLINE_S)
         logger.info("awake after {:.2f} s", time.monotonic() - began_s)
 
-    @contextmanager
-    def _version_under_way(self) -> Iterator[None]:
-        """While it is, the engine does not fall asleep."""
-        self._versions_under_way += 1
-        try:
-            yield
-        finally:
-            self._versions_under_way -= 1
-
     # --- weights ----------------------------------------------------------------------------
 
     async def pause(self) -> int:
-        with self._version_under_way():
+        with self._versions_under_way.one():
             await self._sleeper.wake()
-            return await self._pause()
-
-    async def _pause(self) -> int:
-        if not self._paused:
-            self._paused, self._paused_at = True, time.monotonic()
-            # Not through AsyncLLM.pause_generation, which sleeps 20 ms on top for tidier logs.
-            await self._calls.core(self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False))
-        return self._in_flight
+            if not self._paused:
+                self._paused, self._paused_at = True, time.monotonic()
+                # Not through AsyncLLM.pause_generation, which sleeps 20 ms on top for tidier logs.
+                await self._calls.core(self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False))
+            return self.in_flight
 
     async def resume(self) -> None:
         if self._paused:
@@ -284,18 +259,17 @@ class VllmEngine:
 
     async def stage(self, host: HostVersion) -> None:
         self._staged = None
-        with self._version_under_way():
+        with self._versions_under_way.one():
             await self._sleeper.wake()
-            await self._stage(host)
-
-    async def _stage(self, host: HostVersion) -> None:
-        if host.adapter is not None or self._adapters is not None:
-            self._staged = await self._stage_adapter(host)
-            return
-        self._check_layout(host)
-        await self._calls.rpc("meshrl_stage", host.version, [str(path) for path in host.files])
-        await self._calls.wait_for_job(STAGE_DEADLINE_S)
-        self._staged = host.version
+            if host.adapter is not None or self._adapters is not None:
+                self._staged = await self._stage_adapter(host)
+                return
+            refused = mismatch(host.version, self._layout, layout_of(host.tensors))
+            if refused is not None:
+                raise refused
+            await self._calls.rpc("meshrl_stage", host.version, [str(path) for path in host.files])
+            await self._calls.wait_for_job(STAGE_DEADLINE_S)
+            self._staged = host.version
 
     async def _stage_adapter(self, host: HostVersion) -> StagedAdapter:
         if self._adapters is None:
@@ -325,20 +299,22 @@ class VllmEngine:
             self._unfit = f"applying version {version} failed: {error.message}"
             raise MeshError(Reason.ENGINE_FAILED, self._unfit) from error
         self._unfit = None
-        self._name_weights(version, root)
+        self._root = root
+        self._clock.serve(version)
 
     async def adopt(self, version: int, root: bytes) -> None:
         self._check_fit()
-        self._name_weights(version, root, same=True)
+        self._root = root
+        self._clock.serve(version, same=True)
 
     async def join_group(self, group: JoinGroup) -> None:
-        with self._version_under_way():
+        with self._versions_under_way.one():
             await self._calls.rpc("meshrl_join", dataclasses.asdict(group))
             await self._calls.wait_for_job(group.deadline_s + RPC_DEADLINE_S)
 
     async def receive(self, manifest: Manifest) -> None:
         self._staged = None
-        with self._version_under_way():
+        with self._versions_under_way.one():
             await self._sleeper.wake()
             try:
                 await self._calls.rpc("meshrl_receive", manifest.version, to_json(manifest), RECEIVE_STALL_S)
@@ -357,15 +333,3 @@ class VllmEngine:
     async def fingerprint(self) -> str:
         """Hash over the live parameters in vLLM's own form; equal for engines alike that serve the same weights."""
         return str(await self._calls.rpc("meshrl_fingerprint"))
-
-    def _name_weights(self, version: int, root: bytes, *, same: bool = False) -> None:
-        self._root = root
-        self._clock.serve(version, same=same)
-
-    def _check_layout(self, host: HostVersion) -> None:
-        ours = {name: tuple(shape) for name, _, shape in self._layout}
-        differ = [name for name, shape in ours.items() if name not in host.tensors or host.tensors[name].shape != shape]
-        extra = [name for name in host.tensors if name not in ours]
-        if differ or extra:
-            named = f"missing or of another shape: {differ[:3]}; unknown: {extra[:3]}"
-            raise MeshError(Reason.LAYOUT_MISMATCH, f"version {host.version} does not fit the served model: {named}")

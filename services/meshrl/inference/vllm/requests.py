@@ -12,7 +12,7 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
 from meshrl.inference.engine import FinishReason, GenerateRequest, TokenChunk
-from meshrl.inference.vllm.spans import VersionClock
+from meshrl.inference.vllm.version_clock import VersionClock
 from meshrl.inference.vllm.whole_completions import PARCEL, WHOLE
 from meshrl.wire.errors import MeshError, Reason
 

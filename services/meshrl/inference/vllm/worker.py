@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from meshrl.inference.vllm.files import PortionReader
+from meshrl.inference.vllm.file_reader import PortionReader
 from meshrl.inference.vllm.jobs import Job
 from meshrl.inference.vllm.shadow import WorkerShadow, build_shadow, tried_shadow
 from meshrl.versions.collective.digest import digest_bytes, sum128

@@ -1,0 +1,42 @@
+"""The layout of a model's weights: what a version must have so that an engine can apply it.
+
+Engines describe their model by it, agents compare it with a manifest, and staging checks what came against it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from meshrl.versions.dtypes import dtype_name
+from meshrl.wire.errors import MeshError, Reason
+
+MAX_NAMED_DIFFERENCES = 3
+
+Spec = tuple[str, str, tuple[int, ...]]
+"""(Hugging Face name, the contract's dtype name, shape) of one tensor."""
+Layout = tuple[Spec, ...]
+
+
+def layout_of(tensors: Mapping[str, torch.Tensor]) -> Layout:
+    """The layout of tensors by name."""
+    return tuple((name, dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items())
+
+
+def mismatch(version: int, ours: Layout, theirs: Iterable[Spec]) -> MeshError | None:
+    """The LAYOUT_MISMATCH that names where a version's tensors and the engine's differ; None when they do not."""
+    wanted = {name: (dtype, shape) for name, dtype, shape in ours}
+    came = {name: (dtype, shape) for name, dtype, shape in theirs}
+    differences = [f"missing {name}" for name in wanted if name not in came]
+    differences += [f"unknown {name}" for name in came if name not in wanted]
+    differences += [
+        f"{name} is {wanted[name][0]} {wanted[name][1]}, got {came[name][0]} {came[name][1]}"
+        for name in wanted
+        if name in came and came[name] != wanted[name]
+    ]
+    if not differences:
+        return None
+    named, more = "; ".join(differences[:MAX_NAMED_DIFFERENCES]), len(differences) - MAX_NAMED_DIFFERENCES
+    text = f"version {version} does not fit the served model: {named}{f'; and {more} more' if more > 0 else ''}"
+    return MeshError(Reason.LAYOUT_MISMATCH, text)
