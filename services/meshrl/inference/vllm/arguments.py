@@ -6,9 +6,13 @@ import dataclasses
 import difflib
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshrl.inference.vllm.installed import VllmError, check_supported
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
 
 WORKER_EXTENSION = "meshrl.inference.vllm.worker.WeightsExtension"
 MAX_ALTERNATIVES = 64
@@ -23,7 +27,7 @@ RESERVED: Mapping[str, str] = {
 }
 
 
-def engine_arguments(given: Mapping[str, Any], *, torch_threads: int | None = None) -> Any:
+def engine_arguments(given: Mapping[str, Any], *, torch_threads: int | None = None) -> AsyncEngineArgs:
     """vLLM's AsyncEngineArgs from snake_case keys, for that many threads on a CPU (None: vLLM's own choice).
 
     Raises VllmError naming every key that is wrong.
@@ -54,13 +58,13 @@ def engine_arguments(given: Mapping[str, Any], *, torch_threads: int | None = No
         raise VllmError(f"inference.vllm: {error}") from error
 
 
-def _on_this_device(given: Mapping[str, Any], torch_threads: int | None) -> dict[str, Any]:
+def _on_this_device(given: Mapping[str, Any], torch_threads: int | None) -> dict[str, bool | str]:
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
         return {}
     # vLLM 0.32 cannot give a generator its place back on a CPU, which a seeded prompt in several pieces needs.
-    values: dict[str, Any] = {"enable_chunked_prefill": False}
+    values: dict[str, bool | str] = {"enable_chunked_prefill": False}
     if torch_threads is None:
         return values
     if os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind") != "nobind":
@@ -74,7 +78,7 @@ def _on_this_device(given: Mapping[str, Any], torch_threads: int | None) -> dict
     return values
 
 
-def engine_config(arguments: Any, *, headless: bool = False) -> Any:
+def engine_config(arguments: AsyncEngineArgs, *, headless: bool = False) -> VllmConfig:
     """vLLM's whole configuration, with the scheduler that hands over whole completions. Raises VllmError."""
     from vllm.usage.usage_lib import UsageContext
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from loguru import logger
@@ -18,10 +18,15 @@ from meshrl.models.load import empty_model
 from meshrl.models.state import hf_state
 from meshrl.versions.layout import Layout, layout_of
 
+if TYPE_CHECKING:  # vLLM is an extra, and takes seconds to import
+    from vllm.config import VllmConfig
+
+    from meshrl.inference.vllm.engine import VllmEngine
+
 _QUIET = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 
 
-async def open_vllm_engine(config: InferenceConfig) -> Any:
+async def open_vllm_engine(config: InferenceConfig) -> VllmEngine:
     """A running `VllmEngine`. Raises VllmError (a ValueError) for arguments that vLLM refuses."""
     _prepare_environment(config.torch_threads)
     vllm_config = await asyncio.to_thread(_vllm_config, config)
@@ -79,7 +84,7 @@ def run_headless(config: InferenceConfig) -> None:
         manager.shutdown()
 
 
-def _vllm_config(config: InferenceConfig, *, headless: bool = False) -> Any:
+def _vllm_config(config: InferenceConfig, *, headless: bool = False) -> VllmConfig:
     arguments = engine_arguments(config.vllm_arguments(), torch_threads=config.torch_threads)
     return engine_config(arguments, headless=headless)
 

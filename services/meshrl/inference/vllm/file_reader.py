@@ -113,16 +113,14 @@ def _portions(entries: Sequence[StoredTensor], portion_bytes: int) -> Iterator[l
     """Runs of tensors that lie side by side; a portion starts where every dtype is aligned."""
     portion: list[StoredTensor] = []
     for entry in entries:
-        if portion and (entry.end - portion[0].start > portion_bytes or _misaligned(portion[0], entry)):
+        if portion and (
+            entry.end - portion[0].start > portion_bytes or (entry.start - portion[0].start) % entry.dtype.itemsize
+        ):
             yield portion
             portion = []
         portion.append(entry)
     if portion:
         yield portion
-
-
-def _misaligned(first: StoredTensor, entry: StoredTensor) -> bool:
-    return (entry.start - first.start) % entry.dtype.itemsize != 0
 
 
 def _read(readers: ThreadPoolExecutor, fd: int, start: int, host: torch.Tensor, path: Path) -> None:

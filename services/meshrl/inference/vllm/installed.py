@@ -9,9 +9,12 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 OLDEST, NEWEST = (0, 26), (0, 32)
 
@@ -54,11 +57,11 @@ def client_errors() -> tuple[type[Exception], ...]:
     """What vLLM raises for a request that is at fault itself; 0.32 has a type of its own for it."""
     import vllm.exceptions as exceptions
 
-    own: Any = getattr(exceptions, "VLLMClientError", None)
+    own: type[Exception] | None = getattr(exceptions, "VLLMClientError", None)
     return (ValueError,) if own is None else (ValueError, own)
 
 
-def load_anew(runner: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+def load_anew(runner: GPUModelRunner, tensors: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
     """Loads tensors of Hugging Face names over the live weights of a worker's model; returns parameters that got none.
 
     The runner's own `reload_weights` does the same, but only logs these.

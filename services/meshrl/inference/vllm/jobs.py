@@ -5,13 +5,21 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TypedDict
 
 import torch
 
 from meshrl.wire.errors import MeshError, Reason
 
 BEFORE_DEADLINE_S = 600.0  # a checkpoint may be read to its end
+
+
+class JobOutcome(TypedDict, total=False):
+    """How a job ended: how long it took, or why it failed."""
+
+    seconds: float
+    reason: str  # the name of a `Reason`
+    message: str
 
 
 class Job:
@@ -27,14 +35,17 @@ class Job:
         self._work, self._device = work, device
         self._before: Job | None = after
         self._before_deadline_s = before_deadline_s
-        self.outcome: dict[str, Any] | None = None
+        self.outcome: JobOutcome | None = None
         self._thread = threading.Thread(target=self._run, name="meshrl-weights", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         began_s = time.perf_counter()
         try:
-            self._wait_for_the_one_before()
+            before, self._before = self._before, None  # no chain of jobs is kept
+            if before is not None and not before.join(self._before_deadline_s):
+                text = f"the weight job before this one did not end within {self._before_deadline_s:g} s"
+                raise MeshError(Reason.DEADLINE_PASSED, text)
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)
                 stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]  # torch has none
@@ -50,12 +61,6 @@ class Job:
             self.outcome = {"reason": Reason.LAYOUT_MISMATCH.name, "message": f"{type(error).__name__}: {error}"}
         else:
             self.outcome = {"seconds": time.perf_counter() - began_s}
-
-    def _wait_for_the_one_before(self) -> None:
-        before, self._before = self._before, None  # no chain of jobs is kept
-        if before is not None and not before.join(self._before_deadline_s):
-            text = f"the weight job before this one did not end within {self._before_deadline_s:g} s"
-            raise MeshError(Reason.DEADLINE_PASSED, text)
 
     def join(self, timeout_s: float) -> bool:
         """Waits for the end; whether it came."""

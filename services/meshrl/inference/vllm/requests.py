@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,9 +11,12 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
 from meshrl.inference.engine import FinishReason, GenerateRequest, TokenChunk
-from meshrl.inference.vllm.version_clock import VersionClock
+from meshrl.inference.vllm.version_clock import Parcel, VersionClock
 from meshrl.inference.vllm.whole_completions import PARCEL, WHOLE
 from meshrl.wire.errors import MeshError, Reason
+
+if TYPE_CHECKING:
+    from vllm.logprobs import FlatLogprobs
 
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
@@ -56,7 +58,7 @@ class RequestCodec:
         """
         completion, sampling = output.outputs[0], request.sampling
         token_ids = np.asarray(completion.token_ids, dtype=np.int32)
-        parcel: Mapping[str, Any] = (output.kv_transfer_params or {}).get(PARCEL, {})
+        parcel: Parcel | None = (output.kv_transfer_params or {}).get(PARCEL)
         count = len(token_ids)
         logprobs, top_ids, top_logprobs = _from_parcel(parcel, count, sampling.top_logprobs)
         if logprobs is None:
@@ -71,7 +73,7 @@ class RequestCodec:
             raw_logprobs=logprobs if sampling.raw_logprobs else None,
             top_ids=top_ids,
             top_logprobs=top_logprobs,
-            version_spans=self._clock.spans(parcel, start + count) if parcel else (),
+            version_spans=self._clock.spans(parcel, start + count) if parcel is not None else (),
             finish_reason=None if finish is None else _FINISH.get(finish, FinishReason.ABORT),
             stop_token_id=stop if isinstance(stop, int) else None,
             prompt_logprobs=_prompt_logprobs(output, request),
@@ -80,10 +82,10 @@ class RequestCodec:
 
 
 def _from_parcel(
-    parcel: Mapping[str, Any], count: int, alternatives: int
+    parcel: Parcel | None, count: int, alternatives: int
 ) -> tuple[NDArray[np.float32] | None, NDArray[np.int32] | None, NDArray[np.float32] | None]:
     """(T,) logprobs and (T, K) alternatives of a whole completion."""
-    if "logprobs" not in parcel:
+    if parcel is None or "logprobs" not in parcel:
         return None, None, None
     logprobs = np.frombuffer(parcel["logprobs"], dtype="<f4")[:count]
     if not alternatives:
@@ -97,7 +99,7 @@ def _from_parcel(
 
 
 def _from_flat(
-    flat: Any, count: int, alternatives: int
+    flat: FlatLogprobs | None, count: int, alternatives: int
 ) -> tuple[NDArray[np.float32], NDArray[np.int32] | None, NDArray[np.float32] | None]:
     """The same from vLLM's FlatLogprobs, as streams have them; NaN where none were asked for."""
     if not flat:
@@ -112,7 +114,7 @@ def _from_flat(
 
 def _prompt_logprobs(output: RequestOutput, request: GenerateRequest) -> NDArray[np.float32] | None:
     """(P,) logprob of each prompt token given those before it, NaN for the first; when they were asked for."""
-    flat: Any = output.prompt_logprobs
+    flat: FlatLogprobs | None = output.prompt_logprobs
     if request.sampling.prompt_logprobs is None or not flat:
         return None
     starts = np.asarray(flat.start_indices, dtype=np.int64)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from loguru import logger
@@ -27,6 +27,11 @@ from vllm.model_executor.model_loader.utils import initialize_model
 
 from meshrl.inference.vllm.installed import load_anew
 from meshrl.versions.collective.digest import digest_bytes, sum128
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    from vllm.v1.worker.worker_base import WorkerBase
 
 HEADROOM_BYTES = 2**30
 Weights = Iterable[tuple[str, torch.Tensor]]  # by Hugging Face name
@@ -57,7 +62,7 @@ class WorkerShadow(Protocol):
 class ParameterShadow:
     """The parameters of a second model instance; `apply` copies them into the live ones, whose addresses stay."""
 
-    def __init__(self, live: nn.Module, vllm_config: Any, device: torch.device) -> None:
+    def __init__(self, live: nn.Module, vllm_config: VllmConfig, device: torch.device) -> None:
         """Builds the second instance. Raises ValueError when its parameters have another form than the live ones."""
         config = _config_of_its_own(vllm_config)
         before = torch.get_default_dtype()
@@ -110,7 +115,7 @@ class ParameterShadow:
 class CheckpointShadow:
     """The checkpoint's own tensors; `apply` has vLLM load them in place."""
 
-    def __init__(self, runner: Any, device: torch.device) -> None:
+    def __init__(self, runner: GPUModelRunner, device: torch.device) -> None:
         self._runner, self._device = runner, device
         self._tensors: dict[str, torch.Tensor] = {}
 
@@ -142,7 +147,7 @@ class CheckpointShadow:
             raise ValueError(f"{len(missing)} parameters got no weights, first {missing[0]!r}")
 
 
-def build_shadow(worker: Any, *, in_place: bool = False) -> WorkerShadow:
+def build_shadow(worker: WorkerBase, *, in_place: bool = False) -> WorkerShadow:
     """The shadow that suits a vLLM worker: its device, its memory and whether its kernels repack weights.
 
     `in_place`: only one that loads in place does, as `tried_shadow` found.
@@ -160,7 +165,7 @@ def build_shadow(worker: Any, *, in_place: bool = False) -> WorkerShadow:
         return CheckpointShadow(runner, device)
 
 
-def tried_shadow(worker: Any) -> tuple[WorkerShadow, bool]:
+def tried_shadow(worker: WorkerBase) -> tuple[WorkerShadow, bool]:
     """The same, tried out where layers may have rearranged their weights, and whether they have; before requests come.
 
     Raises RuntimeError when no shadow makes the live weights out of their checkpoint, which are wrong then.
@@ -213,7 +218,7 @@ def _pack_again(model: nn.Module) -> None:
             kernel.fused_experts.process_weights_after_loading(module)
 
 
-def _config_of_its_own(vllm_config: Any) -> Any:
+def _config_of_its_own(vllm_config: VllmConfig) -> VllmConfig:
     """vLLM's configuration without what a second instance must not share: layers register themselves by name there."""
     config = copy.copy(vllm_config)
     config.compilation_config = copy.copy(vllm_config.compilation_config)

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import NotRequired, TypedDict
 
 from meshrl.wire.types import VersionSpan
+
+
+class Parcel(TypedDict):
+    """What a finished request carries from vLLM's scheduler to the front end; arrays as little-endian bytes."""
+
+    first_pause: int  # pauses before it came
+    resumed_at: list[int]  # tokens when a pause ended, one for each since it came
+    prompt_pause: NotRequired[int]  # pauses before the one that the prompt was computed before, if there was one
+    logprobs: NotRequired[bytes]  # (T,) float32
+    top_ids: NotRequired[bytes]  # (T, K) int32
+    top_logprobs: NotRequired[bytes]  # (T, K) float32
 
 
 class VersionClock:
@@ -38,14 +48,14 @@ class VersionClock:
         """A pause ends."""
         self._after_pause.append(self.version)
 
-    def spans(self, parcel: Mapping[str, Any], num_tokens: int) -> tuple[VersionSpan, ...]:
+    def spans(self, parcel: Parcel, num_tokens: int) -> tuple[VersionSpan, ...]:
         """Spans over a finished completion of `num_tokens`; empty ones are left out, equal neighbours joined.
 
         The first one says which version computed the prompt, where that is another.
         """
         prompt_pause = parcel.get("prompt_pause")
-        prompt_version = None if prompt_pause is None else self._after_pause[int(prompt_pause)]
-        pause = int(parcel["first_pause"])
+        prompt_version = None if prompt_pause is None else self._after_pause[prompt_pause]
+        pause = parcel["first_pause"]
         bounds = [0, *parcel["resumed_at"], num_tokens]
         spans: list[VersionSpan] = []
         for index, (start, end) in enumerate(pairwise(bounds)):

@@ -11,15 +11,24 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import LogprobsLists
 
 from meshrl.inference.vllm.orphans import end_with_parent
+from meshrl.inference.vllm.version_clock import Parcel
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+    from vllm.v1.metrics.stats import PrefillStats
+    from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.request import Request, RequestStatus
 
 PARCEL = "meshrl"
 """Key of what a finished request carries, in the one field that vLLM passes through untouched."""
@@ -39,14 +48,14 @@ class Kept:
     num_tokens: int = 0
     logprobs: array[float] = field(default_factory=lambda: array("f"))
     rows: list[LogprobsLists] = field(default_factory=list)  # K > 0: (T, 1 + K) each
-    experts: list[Any] = field(default_factory=list)  # routed experts, (T, layers, experts) each
+    experts: list[NDArray[np.integer]] = field(default_factory=list)  # routed experts, (T, layers, experts) each
     prompt_pause: int | None = None  # pauses before the one that the prompt was computed before, if there was one
     resumed_at: list[int] = field(default_factory=list)  # tokens when a pause ended, one for each since it came
-    prefill_stats: Any = None
+    prefill_stats: PrefillStats | None = None
 
-    def parcel(self) -> dict[str, Any]:
+    def parcel(self) -> Parcel:
         """What goes to the front end; arrays as little-endian bytes."""
-        parcel: dict[str, Any] = {"first_pause": self.first_pause, "resumed_at": self.resumed_at}
+        parcel: Parcel = {"first_pause": self.first_pause, "resumed_at": self.resumed_at}
         if self.prompt_pause is not None:
             parcel["prompt_pause"] = self.prompt_pause
         if self.whole and self.logprobs:
@@ -68,7 +77,7 @@ class WholeCompletions(Scheduler):  # type: ignore[misc]  # vLLM has no types he
         self._kept: dict[str, Kept] = {}
         self._pauses = 0  # that have ended
 
-    def add_request(self, request: Any) -> None:
+    def add_request(self, request: Request) -> None:
         params = request.sampling_params
         if params is not None and request.request_id not in self._kept:
             self._kept[request.request_id] = Kept(
@@ -78,8 +87,8 @@ class WholeCompletions(Scheduler):  # type: ignore[misc]  # vLLM has no types he
             )
         super().add_request(request)
 
-    def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: Any) -> Any:
-        finished = super().finish_requests(request_ids, finished_status)
+    def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
+        finished: list[Request] = super().finish_requests(request_ids, finished_status)
         for request in finished:
             self._kept.pop(request.request_id, None)
         return finished
@@ -102,16 +111,18 @@ class WholeCompletions(Scheduler):  # type: ignore[misc]  # vLLM has no types he
             self._pauses += 1
         super().set_pause_state(pause_state)
 
-    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
         taken = self._take_logprobs(model_runner_output)
-        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        outputs: dict[int, EngineCoreOutputs] = super().update_from_output(scheduler_output, model_runner_output)
         rows = model_runner_output.req_id_to_index
         for batch in outputs.values():
             if batch.outputs:
                 batch.outputs = [output for output in batch.outputs if self._leaves(output, taken, rows)]
         return outputs
 
-    def _take_logprobs(self, model_runner_output: Any) -> _Taken | None:
+    def _take_logprobs(self, model_runner_output: ModelRunnerOutput) -> _Taken | None:
         """Takes a step's logprobs off its output when all its requests are whole ones: then nobody slices them up."""
         lists = model_runner_output.logprobs
         if lists is None or not all(
@@ -121,7 +132,7 @@ class WholeCompletions(Scheduler):  # type: ignore[misc]  # vLLM has no types he
         model_runner_output.logprobs = None
         return _Taken(lists=lists, sampled=lists.logprobs[:, 0].tolist(), starts=lists.cu_num_generated_tokens)
 
-    def _leaves(self, output: Any, taken: _Taken | None, rows: dict[str, int]) -> bool:
+    def _leaves(self, output: EngineCoreOutput, taken: _Taken | None, rows: dict[str, int]) -> bool:
         """Whether an output goes to the front end now; what does not is kept for the last one."""
         kept = self._kept.get(output.request_id)
         if kept is None:

@@ -10,12 +10,12 @@ import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from meshrl.inference.vllm.file_reader import PortionReader
-from meshrl.inference.vllm.jobs import Job
+from meshrl.inference.vllm.jobs import Job, JobOutcome
 from meshrl.inference.vllm.shadow import WorkerShadow, build_shadow, tried_shadow
 from meshrl.versions.collective.digest import digest_bytes, sum128
 from meshrl.versions.collective.receiving import Receiver
@@ -24,15 +24,18 @@ from meshrl.wire.manifest import root_of
 from meshrl.wire.manifest_file import from_json
 from meshrl.wire.types import JoinGroup
 
+if TYPE_CHECKING:
+    from vllm.v1.worker.worker_base import WorkerBase
+
 APPLY_WAIT_S = 30.0
 
 
 class WeightsExtension:
     """The weight side of one vLLM worker. Paths, JSON and plain values in; plain values out."""
 
-    def meshrl_open(self) -> dict[str, Any]:
+    def meshrl_open(self) -> dict[str, str]:
         """Builds the shadow; once, before requests come. Says what was built, or {"reason", "message"}."""
-        worker: Any = self
+        worker = self._meshrl_worker
         if self._meshrl_device().type == "cpu":
             # vLLM's attention in bfloat16 uses AMX where the processor has it. Without the kernel's leave for this
             # process the first request would end it with SIGILL.
@@ -78,7 +81,7 @@ class WeightsExtension:
 
         self._meshrl_start(work)
 
-    def meshrl_outcome(self) -> dict[str, Any] | None:
+    def meshrl_outcome(self) -> JobOutcome | None:
         """How the last job ended: {"seconds"} or {"reason", "message"}; None while it runs."""
         job = self._meshrl_job
         return {"seconds": 0.0} if job is None else job.outcome
@@ -119,7 +122,7 @@ class WeightsExtension:
     def meshrl_join(self, group: Mapping[str, Any]) -> None:
         """Starts to join a group, in which the engine's workers follow each other."""
         self.meshrl_leave()
-        worker: Any = self
+        worker = self._meshrl_worker
         parallel = worker.vllm_config.parallel_config
         index, joined = parallel.data_parallel_index * parallel.world_size + worker.rank, JoinGroup(**group)
 
@@ -139,7 +142,7 @@ class WeightsExtension:
 
     def meshrl_fingerprint(self) -> str:
         """Hash over the live parameters as this worker's kernels hold them: equal ones serve equal weights."""
-        worker: Any = self
+        worker = self._meshrl_worker
         parameters = worker.model_runner.get_model().named_parameters()
         return root_of(
             (name, str(p.dtype), tuple(p.shape), digest_bytes(sum128(p.detach().contiguous())))
@@ -163,5 +166,10 @@ class WeightsExtension:
         self._meshrl_job = Job(alone, self._meshrl_device(), after=self._meshrl_job)
 
     def _meshrl_device(self) -> torch.device:
-        worker: Any = self
-        return torch.device(worker.device)
+        return torch.device(self._meshrl_worker.device)
+
+    @property
+    def _meshrl_worker(self) -> WorkerBase:
+        """This object as the worker that it is mixed into."""
+        worker: WorkerBase = self
+        return worker

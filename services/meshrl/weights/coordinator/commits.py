@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from meshrl.weights.coordinator import log_entries as entries
 from meshrl.weights.coordinator.engine_groups import EngineGroups
@@ -23,6 +22,7 @@ from meshrl.weights.coordinator.states import (
     DeleteBytes,
     EngineRecord,
     Key,
+    LogEntry,
     Notify,
     Send,
     VersionRecord,
@@ -172,7 +172,7 @@ class CommitRules:
         if join is not None:
             engine.join_sent = join.generation
             actions.append(Send(engine_id=engine.engine_id, lease_id=engine.lease_id, command=join))
-        command, key = self._desired(engine, newest, now_s)
+        command, key = self._wanted_command(engine, newest, now_s)
         if command is not None and command != engine.sent:
             engine.sent = command
             engine.sent_key = key or engine.sent_key
@@ -272,7 +272,7 @@ class CommitRules:
         applied = engine.engine_id in record.held or engine.state is AgentState.APPLYING
         return applied and engine.serves(record)
 
-    def _desired(
+    def _wanted_command(
         self, engine: EngineRecord, newest: VersionRecord | None, now_s: float
     ) -> tuple[AgentCommand | None, Key | None]:
         sealed = [
@@ -353,11 +353,11 @@ class CommitRules:
 
     # --- the log ----------------------------------------------------------------------------------
 
-    def _append(self, entry: entries.Entry, **more: Any) -> Append:
+    def _append(self, entry: LogEntry, *, decision: Key | None = None, committed: Activation | None = None) -> Append:
         self._num_entries += 1
-        return Append(entry=entry, **more)
+        return Append(entry=entry, decision=decision, committed=committed)
 
-    def _log(self, record: VersionRecord, entry: entries.Entry) -> list[Action]:
+    def _log(self, record: VersionRecord, entry: LogEntry) -> list[Action]:
         return [self._append(entry), self._bump(record)]
 
     def _compact_when_due(self) -> list[Action]:

@@ -2,15 +2,14 @@
 
 A version is staged, sealed, decided and committed; every move is written to the log. The decision is the point of no
 return: it is asked for with `Append(decision=...)` and takes effect only when the hub calls `decided`, that is, once it
-is durable. What an engine should do next follows from the versions and its last report alone (`_desired`), so a
+is durable. What an engine should do next follows from the versions and its last report alone (`_wanted_command`), so a
 restarted hub, a new session and a late engine need no code of their own: they are told the same again, and commands
 are idempotent by (version, artifact).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 from meshrl.weights.coordinator import log_entries as entries
 from meshrl.weights.coordinator.commits import CommitRules
@@ -24,6 +23,7 @@ from meshrl.weights.coordinator.states import (
     Attempt,
     EngineRecord,
     Key,
+    LogEntry,
     VersionRecord,
 )
 from meshrl.wire.errors import FieldViolation, MeshError, Reason, invalid
@@ -303,7 +303,7 @@ class Coordinator(CommitRules):
 
     # --- recovery -------------------------------------------------------------------------------
 
-    def recover(self, log: Iterable[Mapping[str, Any]], now_s: float, wall_s: float) -> None:
+    def recover(self, log: Iterable[LogEntry], now_s: float, wall_s: float) -> None:
         """Replays the log of an earlier hub. Engines are not in it: they register again."""
         self._wall_offset_s = wall_s - now_s
         records: dict[Key, VersionRecord] = {}

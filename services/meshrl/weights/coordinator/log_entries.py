@@ -6,11 +6,10 @@ Entries are flat JSON objects with a `kind`. Times in them are wall-clock second
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 from meshrl.weights.coordinator.engine_groups import EngineGroup
-from meshrl.weights.coordinator.states import Key, VersionRecord
+from meshrl.weights.coordinator.states import Key, LogEntry, VersionRecord
 from meshrl.wire.types import (
     Activation,
     ActivationPolicy,
@@ -21,18 +20,16 @@ from meshrl.wire.types import (
     VersionState,
 )
 
-Entry = Mapping[str, Any]
 
-
-def _entry(kind: str, record: VersionRecord, **fields: object) -> Entry:
+def _entry(kind: str, record: VersionRecord, **fields: object) -> LogEntry:
     return {"kind": kind, "epoch": record.key[0], "version": record.key[1], **fields}
 
 
-def epoch(run_id: str, number: int) -> Entry:
+def epoch(run_id: str, number: int) -> LogEntry:
     return {"kind": "epoch", "run_id": run_id, "epoch": number}
 
 
-def group(opened: EngineGroup, wall_minus_monotonic_s: float) -> Entry:
+def group(opened: EngineGroup, wall_minus_monotonic_s: float) -> LogEntry:
     return {
         "kind": "group",
         **dataclasses.asdict(opened),
@@ -41,7 +38,7 @@ def group(opened: EngineGroup, wall_minus_monotonic_s: float) -> Entry:
     }
 
 
-def group_of(entry: Entry, monotonic_minus_wall_s: float) -> EngineGroup:
+def group_of(entry: LogEntry, monotonic_minus_wall_s: float) -> EngineGroup:
     """Reads a group back. Raises ValueError for an entry that does not hold one."""
     try:
         return EngineGroup(
@@ -63,7 +60,7 @@ def group_of(entry: Entry, monotonic_minus_wall_s: float) -> EngineGroup:
         raise ValueError(f"log entry {dict(entry)!r} makes no sense here: {error!r}") from error
 
 
-def staged(record: VersionRecord) -> Entry:
+def staged(record: VersionRecord) -> LogEntry:
     return _entry(
         "staged",
         record,
@@ -76,15 +73,15 @@ def staged(record: VersionRecord) -> Entry:
     )
 
 
-def sealed(record: VersionRecord, wall_s: float) -> Entry:
+def sealed(record: VersionRecord, wall_s: float) -> LogEntry:
     return _entry("sealed", record, traceparent=record.traceparent, wall_s=wall_s)
 
 
-def decided(record: VersionRecord) -> Entry:
+def decided(record: VersionRecord) -> LogEntry:
     return _entry("decided", record, policy=record.policy.value, min_ready=record.min_ready)
 
 
-def committed(record: VersionRecord, answer: Activation) -> Entry:
+def committed(record: VersionRecord, answer: Activation) -> LogEntry:
     return _entry("committed", record, **_fields_of(answer))
 
 
@@ -96,20 +93,20 @@ def _fields_of(answer: Activation) -> dict[str, Any]:
     return {"engines": engines, "commit_s": answer.commit_s, "lag_s": answer.lag_s}
 
 
-def aborted(record: VersionRecord, why: str) -> Entry:
+def aborted(record: VersionRecord, why: str) -> LogEntry:
     return _entry("aborted", record, why=why)
 
 
-def retired(record: VersionRecord) -> Entry:
+def retired(record: VersionRecord) -> LogEntry:
     return _entry("retired", record)
 
 
-def snapshot(run_id: str, number: int, revision: int) -> Entry:
+def snapshot(run_id: str, number: int, revision: int) -> LogEntry:
     """The first entry of a compacted log: the run, its epoch and the last revision. What there is follows."""
     return {"kind": "snapshot", "run_id": run_id, "epoch": number, "revision": revision}
 
 
-def version(record: VersionRecord, wall_minus_monotonic_s: float) -> Entry:
+def version(record: VersionRecord, wall_minus_monotonic_s: float) -> LogEntry:
     """Everything that the entries of a version said. A decision under way is not in it: wait until it is durable."""
     return {
         **staged(record),
@@ -124,7 +121,7 @@ def version(record: VersionRecord, wall_minus_monotonic_s: float) -> Entry:
     }
 
 
-def version_of(entry: Entry, monotonic_minus_wall_s: float) -> VersionRecord:
+def version_of(entry: LogEntry, monotonic_minus_wall_s: float) -> VersionRecord:
     """Reads a version back from a compacted log. Raises ValueError for an entry that does not hold one."""
     try:
         record = _staged(entry)
@@ -139,7 +136,7 @@ def version_of(entry: Entry, monotonic_minus_wall_s: float) -> VersionRecord:
     return record
 
 
-def _staged(entry: Entry) -> VersionRecord:
+def _staged(entry: LogEntry) -> VersionRecord:
     return VersionRecord(
         run_id=entry["run_id"],
         key=(int(entry["epoch"]), int(entry["version"])),
@@ -156,7 +153,7 @@ def with_state(answer: Activation, state: VersionState) -> Activation:
     return dataclasses.replace(answer, version=dataclasses.replace(answer.version, state=state))
 
 
-def replay(records: dict[Key, VersionRecord], entry: Entry, monotonic_minus_wall_s: float) -> VersionRecord:
+def replay(records: dict[Key, VersionRecord], entry: LogEntry, monotonic_minus_wall_s: float) -> VersionRecord:
     """Applies an entry about a version to `records`; returns the version.
 
     Raises ValueError for an entry that does not follow from those before it: the log is not one that a hub wrote.
@@ -186,7 +183,7 @@ def replay(records: dict[Key, VersionRecord], entry: Entry, monotonic_minus_wall
     return record
 
 
-def _answer(record: VersionRecord, entry: Entry) -> Activation:
+def _answer(record: VersionRecord, entry: LogEntry) -> Activation:
     engines = tuple(
         EngineReport(
             engine_id=item["engine_id"],

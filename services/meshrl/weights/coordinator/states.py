@@ -27,6 +27,9 @@ from meshrl.wire.types import (
 # (epoch, version): a later epoch supersedes every version of an earlier one.
 Key = tuple[int, int]
 
+# One entry of the hub's log, a flat JSON object with a `kind`; see `log_entries`.
+LogEntry = Mapping[str, Any]
+
 TRANSITIONS: Mapping[VersionState, frozenset[VersionState]] = {
     VersionState.STAGING: frozenset({VersionState.SEALED, VersionState.ABORTED}),
     VersionState.SEALED: frozenset({VersionState.COMMITTING, VersionState.ABORTED}),
@@ -169,7 +172,7 @@ class Append:
     `committed` is the outcome that the entry records, if it records one.
     """
 
-    entry: Mapping[str, Any]
+    entry: LogEntry
     decision: Key | None = None
     committed: Activation | None = None
 
@@ -178,7 +181,7 @@ class Append:
 class Compact:
     """Put `entries` in the place of the whole log: they say what all that was appended before says."""
 
-    entries: Sequence[Mapping[str, Any]]
+    entries: Sequence[LogEntry]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,15 +15,15 @@ import fcntl
 import json
 import os
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import google_crc32c
 from loguru import logger
 
 from meshrl.core import durable
+from meshrl.weights.coordinator.states import LogEntry
 
 MAGIC = b"MESHLOG1"
 _HEAD = struct.Struct("<III")
@@ -40,7 +40,7 @@ class DecisionLog:
         self._path = path
         self._fd = -1
 
-    def open(self) -> list[Mapping[str, Any]]:
+    def open(self) -> list[LogEntry]:
         """Opens, locks and reads the log; creates it when missing. Raises LogError."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         created = not self._path.exists()
@@ -78,12 +78,12 @@ class DecisionLog:
     def _new_path(self) -> Path:
         return self._path.with_name(self._path.name + ".new")
 
-    def _read(self, data: bytes) -> tuple[list[Mapping[str, Any]], int]:
+    def _read(self, data: bytes) -> tuple[list[LogEntry], int]:
         if len(data) < len(MAGIC) and MAGIC.startswith(data):
             return [], 0
         if not data.startswith(MAGIC):
             raise LogError(f"{self._path} is not a log of this program; move it away")
-        entries: list[Mapping[str, Any]] = []
+        entries: list[LogEntry] = []
         at = len(MAGIC)
         while at < len(data):
             body = at + _HEAD.size
@@ -111,7 +111,7 @@ class DecisionLog:
             at = end
         return entries, at
 
-    def append(self, entry: Mapping[str, Any]) -> None:
+    def append(self, entry: LogEntry) -> None:
         """Returns once the entry is on disk. Raises OSError, after which the log must not be used."""
         try:
             os.lseek(self._fd, 0, os.SEEK_END)
@@ -119,7 +119,7 @@ class DecisionLog:
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(self._path)) from error  # which says where there is no room
 
-    def compact(self, entries: Sequence[Mapping[str, Any]]) -> None:
+    def compact(self, entries: Sequence[LogEntry]) -> None:
         """Puts `entries` in the place of all that was appended; whenever this is broken off, one or the other is there.
 
         A new file that cannot be written is only logged: the old one goes on. Raises OSError when it is not certain
@@ -149,7 +149,7 @@ class DecisionLog:
             self._fd = -1
 
 
-def _framed(entry: Mapping[str, Any]) -> bytes:
+def _framed(entry: LogEntry) -> bytes:
     text = json.dumps(entry, separators=(",", ":")).encode()
     head = struct.pack("<II", len(text), google_crc32c.value(text))
     return head + struct.pack("<I", google_crc32c.value(head)) + text
