@@ -1,8 +1,8 @@
-"""An engine's sleep: its memory is given back while it has nothing to do, and taken again by whoever needs it first.
+"""An engine's sleep: it gives its memory back while it has nothing to do, and takes it again when it is needed.
 
-Asked for by the agent or an admin route; ended by the next request or version. Sleeping and waking take turns under one
-lock and come to their end even when whoever asked is gone, so the engine is never left half asleep. One that fails is
-never tried again: the memory is in no known state, so the engine stays unfit.
+The agent or an admin route asks for sleep; the next request or version ends it. Sleeping and waking take turns under
+one lock and are finished even when the caller is gone, so an engine is never left half asleep. After a failure the
+state of the memory is unknown: nothing is tried again, and the engine stays unfit.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The hub's bytes: streamed versions in a spool, manifests of all, and references to files that publishers wrote.
+"""The bytes of versions at a hub: streamed versions in a spool, manifests of all, references to publishers' files.
+
+Filled by uploads (CreateVersion), checked when a version is sealed, read by fetches.
 
 `<spool>/<artifact_id>/` holds `manifest.json` and, for a streamed version, `payload`; of a version that travels in a
 group (nccl) there is nothing but the manifest. A chunk counts as received only once its BLAKE3 was right, so a
@@ -86,14 +88,10 @@ class VersionStore:
         index_of = {chunk.offset: index for index, chunk in enumerate(manifest.chunks)}
         artifact = _Artifact(manifest=manifest, folder=folder, index_of=index_of)
         if manifest.transport is Transport.STREAM and (folder / PAYLOAD).exists():
-            artifact.received = set(self._sound_chunks(artifact))
+            with PayloadReader(artifact.files) as reader:
+                chunks = enumerate(manifest.chunks)
+                artifact.received = {index for index, chunk in chunks if _is_sound(reader, chunk)}
         return artifact
-
-    def _sound_chunks(self, artifact: _Artifact) -> Iterator[int]:
-        with PayloadReader(artifact.files) as reader:
-            for index, chunk in enumerate(artifact.manifest.chunks):
-                if digest(reader.read(chunk.offset, chunk.length)) == chunk.digest:
-                    yield index
 
     def open(self, artifact_id: str, manifest: Manifest) -> None:
         """Makes room for an artifact; does nothing when it is there already. Raises OVERLOADED: there is no room."""
@@ -200,13 +198,10 @@ class VersionStore:
                 if files == "sizes":
                     return
 
-                def right(chunk: ChunkEntry) -> bool:
-                    return digest(reader.read(chunk.offset, chunk.length)) == chunk.digest
-
+                chunks = artifact.manifest.chunks
                 with ThreadPoolExecutor(VERIFIERS) as threads:  # reading and hashing leave the interpreter to others
-                    for chunk, sound in zip(
-                        artifact.manifest.chunks, threads.map(right, artifact.manifest.chunks), strict=True
-                    ):
+                    found = threads.map(lambda chunk: _is_sound(reader, chunk), chunks)
+                    for chunk, sound in zip(chunks, found, strict=True):
                         if not sound:
                             raise _mismatch(artifact, chunk.offset)
         except OSError as error:
@@ -271,6 +266,11 @@ def _write_at(path: Path, offset: int, data: memoryview) -> None:
             offset, data = offset + written, data[written:]
     finally:
         os.close(fd)
+
+
+def _is_sound(reader: PayloadReader, chunk: ChunkEntry) -> bool:
+    """Whether the bytes of a chunk are those of the manifest."""
+    return digest(reader.read(chunk.offset, chunk.length)) == chunk.digest
 
 
 def _mismatch(artifact: _Artifact, offset: int) -> MeshError:

@@ -1,4 +1,4 @@
-"""The hub's time: seconds in which it ran, so that being stopped itself costs no engine its lease."""
+"""The hub's clock: counts only the seconds in which the hub ran, so that a hub that was stopped drops no engine."""
 
 from __future__ import annotations
 

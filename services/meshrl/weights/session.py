@@ -1,4 +1,7 @@
-"""The line from the hub to one agent: commands in order, then why there are no more. Filled by the hub's worker."""
+"""The queue of commands from the hub to one agent, and at its end why there are no more.
+
+Filled by the hub's action queue, drained by the agent's Session call.
+"""
 
 from __future__ import annotations
 

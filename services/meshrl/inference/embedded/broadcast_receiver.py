@@ -1,7 +1,7 @@
-"""An in-process engine's place in a group of the nccl transport: joins, receives and leaves on threads of its own.
+"""The embedded engine's rank in a group of the nccl transport: joins it, receives what is broadcast, leaves it.
 
-Whatever blocks in a group blocks a thread that nobody waits for longer than a deadline; the event loop and the engine's
-thread never do.
+Used by `Staging`, which puts the received tensors into the shadow. Calls into a group block, so each runs on a daemon
+thread, and nobody waits for one longer than its deadline; the event loop and the engine's thread never block.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Result = TypeVar("Result")
 
 
 class BroadcastReceiver:
-    """One rank. `stall_s`: a transfer ends when nothing came for so long."""
+    """One rank in at most one group at a time. `stall_s`: a transfer ends when nothing came for so long."""
 
     def __init__(self, device: torch.device, *, stall_s: float = 30.0) -> None:
         self._device = device
@@ -38,7 +38,9 @@ class BroadcastReceiver:
     async def join(self, group: JoinGroup) -> None:
         """Leaves the group before and meets the others. Raises MeshError GROUP_BROKEN when they do not all come."""
         await self.leave()
-        meeting = _on_thread(lambda: _meet(group, self._device))
+        from meshrl.versions.collective.receiving import Receiver  # torch.distributed is for engines in groups only
+
+        meeting = _on_thread(lambda: Receiver.join(group, index=0, device=self._device))
         try:
             async with asyncio.timeout(group.deadline_s + GRACE_S):
                 receiver = await asyncio.shield(meeting)
@@ -79,12 +81,6 @@ class BroadcastReceiver:
         if transfer is not None:
             await asyncio.wait({transfer}, timeout=GRACE_S)
         await _close(receiver)
-
-
-def _meet(group: JoinGroup, device: torch.device) -> Receiver:
-    from meshrl.versions.collective.receiving import Receiver  # torch.distributed is for engines in groups only
-
-    return Receiver.join(group, index=0, device=device)
 
 
 async def _close(receiver: Receiver) -> None:

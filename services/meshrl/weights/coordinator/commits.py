@@ -1,4 +1,4 @@
-"""The rules of a commit: when a version is decided, when it is done, what each engine should do next. No I/O.
+"""The rules of a commit: when a version is decided, when it is committed, what each engine should do next. No I/O.
 
 `Coordinator` feeds events into these records and returns what `_next_actions` makes of them.
 """

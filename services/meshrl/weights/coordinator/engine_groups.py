@@ -86,7 +86,7 @@ class EngineGroups:
             if reason is not None:
                 reasons.append(f"{engine.engine_id} {reason}")
                 continue
-            ranks = engine.collective_ranks
+            ranks = engine.registration.collective_ranks
             members.append(GroupMember(engine_id=engine.engine_id, first_receiver=num_receivers, num_ranks=ranks))
             num_receivers += ranks
         if not members:
@@ -126,7 +126,8 @@ class EngineGroups:
         if group is None or now_s >= group.until_s or group.generation in (engine.join_sent, engine.group_generation):
             return None
         member = next((m for m in group.members if m.engine_id == engine.engine_id), None)
-        if member is None or (engine.collective_ranks, engine.collective_backend) != (member.num_ranks, group.backend):
+        brings = (engine.registration.collective_ranks, engine.registration.collective_backend)
+        if member is None or brings != (member.num_ranks, group.backend):
             return None
         return JoinGroup(
             generation=group.generation,
@@ -140,7 +141,7 @@ class EngineGroups:
 
     def outside(self, engine: EngineRecord, record: VersionRecord) -> str | None:
         """Returns why a version cannot be brought to an engine now, for a person; None when it can."""
-        if record.transport not in engine.transports:
+        if record.transport not in engine.registration.transports:
             return f"it does not take transport {record.transport.value}"
         if record.transport is not Transport.NCCL:
             return None
@@ -172,8 +173,8 @@ def _hindrance(engine: EngineRecord, request: GroupRequest) -> str | None:
         return "was not asked for"
     if engine.engine_id in request.without:
         return "is left out"
-    if Transport.NCCL not in engine.transports or not engine.collective_ranks:
+    if Transport.NCCL not in engine.registration.transports or not engine.registration.collective_ranks:
         return "brings no ranks"
-    if engine.collective_backend != request.backend:
-        return f"has backend {engine.collective_backend}"
+    if engine.registration.collective_backend != request.backend:
+        return f"has backend {engine.registration.collective_backend}"
     return None if engine.connected else "has no session"

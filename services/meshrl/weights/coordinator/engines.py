@@ -24,18 +24,11 @@ class EnginePool:
             before.connected = False  # for whoever waits for an answer on that session
             del self._by_lease[before.lease_id]
         engine = EngineRecord(
-            engine_id=registration.engine_id,
-            url=registration.url,
-            engine_pool=registration.engine_pool,
+            registration=registration,
             lease_id=lease_id,
             seen_s=now_s,
             serving=registration.held_version,
             root=registration.held_root,
-            transports=registration.transports,
-            host=registration.host,
-            collective_ranks=registration.collective_ranks,
-            collective_backend=registration.collective_backend,
-            can_sleep=registration.can_sleep,
             # Until it reports, it is taken to be where it was: commits wait for it.
             group_generation=None if before is None else before.group_generation,
         )
@@ -65,7 +58,7 @@ class EnginePool:
 
     def of_pool(self, engine_pool: str) -> tuple[EngineRecord, ...]:
         """The engines of a pool; empty is all of them."""
-        return tuple(e for e in self.engines.values() if not engine_pool or e.engine_pool == engine_pool)
+        return tuple(e for e in self.engines.values() if not engine_pool or e.registration.engine_pool == engine_pool)
 
     def infos(self, engine_pool: str, records: Iterable[VersionRecord], now_s: float) -> tuple[EngineInfo, ...]:
         """Lists the engines of a pool (empty: all), with whether requests may be sent to each."""
@@ -73,8 +66,8 @@ class EnginePool:
         return tuple(
             EngineInfo(
                 engine_id=engine.engine_id,
-                url=engine.url,
-                engine_pool=engine.engine_pool,
+                url=engine.registration.url,
+                engine_pool=engine.registration.engine_pool,
                 state=engine.state,
                 serving_version=engine.serving,
                 routable=self._live(engine, now_s)
@@ -83,13 +76,13 @@ class EnginePool:
                 and (engine.serving, engine.root) in vouched,
                 last_seen_s=max(0.0, now_s - engine.seen_s),
                 last_fault=engine.last_fault,
-                transports=engine.transports,
-                collective_ranks=engine.collective_ranks,
-                collective_backend=engine.collective_backend,
+                transports=engine.registration.transports,
+                collective_ranks=engine.registration.collective_ranks,
+                collective_backend=engine.registration.collective_backend,
                 group_generation=engine.group_generation,
-                host=engine.host,
+                host=engine.registration.host,
                 sleeping=engine.sleeping,
-                can_sleep=engine.can_sleep,
+                can_sleep=engine.registration.can_sleep,
             )
             for engine in self.of_pool(engine_pool)
         )

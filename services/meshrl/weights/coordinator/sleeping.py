@@ -19,7 +19,7 @@ class SleepRound:
     @classmethod
     def begin(cls, engines: tuple[EngineRecord, ...], number: int) -> tuple[SleepRound, list[Action]]:
         """Tells every engine that can sleep and has a session; those that said they sleep may have been woken since."""
-        asked = tuple(engine for engine in engines if engine.can_sleep and engine.connected)
+        asked = tuple(engine for engine in engines if engine.registration.can_sleep and engine.connected)
         actions: list[Action] = [
             Send(engine_id=engine.engine_id, lease_id=engine.lease_id, command=Sleep(number=number)) for engine in asked
         ]

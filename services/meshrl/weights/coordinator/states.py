@@ -16,6 +16,7 @@ from meshrl.wire.types import (
     ActivationPolicy,
     AgentCommand,
     AgentFault,
+    AgentRegistration,
     AgentState,
     ApplyReport,
     Manifest,
@@ -122,11 +123,12 @@ class VersionRecord:
 
 @dataclass(kw_only=True)
 class EngineRecord:
-    """One engine with a lease. `serving` and `root` are what it vouches for."""
+    """One engine with a lease: what it registered with, what it last reported, what it was last told.
 
-    engine_id: str
-    url: str
-    engine_pool: str
+    `serving` and `root` are what it vouches for.
+    """
+
+    registration: AgentRegistration
     lease_id: str
     seen_s: float
     connected: bool = False
@@ -141,17 +143,16 @@ class EngineRecord:
     retries: int = 0
     retry_s: float | None = None  # when to send the commit again after a fault
     ejected: bool = False  # failed a decided version and serves no newer one yet
-    transports: tuple[Transport, ...] = ()
-    host: str = ""
-    collective_ranks: int = 0  # what it brings into a group
-    collective_backend: str = ""
     group_generation: int | None = None  # group that it says it is in
     newest_generation: int = 0  # newest group that it ever was in
     broken_generation: int = 0  # group that broke for it: it is told nothing more about versions of that one
     join_sent: int = 0  # last group that it was told to join on the current stream
-    can_sleep: bool = False
     sleeping: bool = False
     sleep_answered: int | None = None  # last Sleep of the current stream that it carried out or declined
+
+    @property
+    def engine_id(self) -> str:
+        return self.registration.engine_id
 
     def try_again(self, key: Key) -> None:
         """What went wrong with a version is forgotten: the engine is told of it once more."""
