@@ -14,7 +14,7 @@ import torch
 from meshrl.inference.agent.agent import WeightAgent
 from meshrl.weights.storage import transfers
 from meshrl.wire.errors import MeshError, Reason
-from meshrl.wire.manifest import artifact_id, plan_tensors
+from meshrl.wire.manifest import artifact_id
 from meshrl.wire.types import AgentState, Chunk, Manifest, StagedVersion, Transport, VersionState
 
 
@@ -29,10 +29,9 @@ class Upload:
     staging: asyncio.Task[StagedVersion] | None = None
 
     @classmethod
-    def of(cls, mesh: Any, version: int, state: Mapping[str, torch.Tensor]) -> Upload:
-        plans = plan_tensors((name, "float32", tuple(tensor.shape)) for name, tensor in state.items())
-        manifest, buffer = mesh.publisher(Transport.STREAM)._pack(version, plans, state)
-        whole = buffer.tobytes()
+    async def of(cls, mesh: Any, version: int, state: Mapping[str, torch.Tensor]) -> Upload:
+        prepared = await mesh.publisher(Transport.STREAM).prepare(version, state)
+        manifest, whole = prepared.manifest, prepared.buffer.tobytes()
         data = [whole[chunk.offset : chunk.offset + chunk.length] for chunk in manifest.chunks]
         chunks = tuple(
             Chunk(offset=chunk.offset, data=piece, crc32c=google_crc32c.value(piece))
@@ -82,7 +81,7 @@ async def begun(mesh: Any, engine: Any, state: Any) -> tuple[WeightAgent, Upload
     """An engine that serves version 0 and fetches version 1, of which three chunks are at the hub."""
     agent: WeightAgent = mesh.start_agent("e0", engine)
     await published(mesh, 0, state(1))
-    upload = Upload.of(mesh, 1, state(2))
+    upload = await Upload.of(mesh, 1, state(2))
     upload.send(upload.chunks[:3])
     await mesh.until(lambda: agent.machine.state is AgentState.FETCHING)
     end = upload.chunks[3].offset
@@ -96,7 +95,7 @@ async def test_engine_has_a_version_prepared_when_its_upload_ends(
 ) -> None:
     agent = mesh.start_agent("e0", engine)
     await published(mesh, 0, state(1))
-    upload = Upload.of(mesh, 1, state(2))
+    upload = await Upload.of(mesh, 1, state(2))
     chunks = upload.chunks[::-1] if backwards else upload.chunks
     upload.send(chunks[:5])
     await mesh.until(lambda: agent.machine.state is AgentState.FETCHING)
@@ -164,7 +163,7 @@ async def test_sealed_version_is_not_given_up_for_one_that_arrives(mesh: Any, en
     await published(mesh, 0, state(1))
     await mesh.publisher(Transport.STREAM).publish(1, state(2))
     await mesh.until(lambda: agent.machine.state is AgentState.PREPARED)
-    upload = Upload.of(mesh, 2, state(3))
+    upload = await Upload.of(mesh, 2, state(3))
     upload.send(upload.chunks)
     await upload.end()
     assert agent.machine.target is not None
@@ -197,7 +196,7 @@ async def test_hub_that_is_killed_in_an_upload_has_engines_follow_the_rest_of_it
 async def test_versions_of_which_nothing_arrives_cannot_be_fetched(
     mesh: Any, state: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    upload = Upload.of(mesh, 0, state(1))
+    upload = await Upload.of(mesh, 0, state(1))
     await upload.client.create_version(upload.manifest)
     for call in (_all_of(mesh, upload), upload.client.get_manifest(artifact_id=upload.artifact_id)):
         with pytest.raises(MeshError) as refused:
