@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 
 from loguru import logger
 
@@ -82,28 +81,29 @@ class Evaluator:
         await asyncio.to_thread(self._monitor.log, step, metrics)
 
     async def _environment(self, env: EnvConfig, version: int) -> dict[str, float]:
-        name = env.resolved_name
-        sampling = env.sampling.to_wire().over(self._config.sampling.to_wire())
-        indices = range(self._num_examples(name))
-        logger.debug(f"evaluating {len(indices)} tasks of {name} with {self._config.group_size} rollouts each")
+        """The scores of one environment. The log says how many rollouts they are over, and why others are missing."""
+        name, config = env.resolved_name, self._config
+        sampling = env.sampling.to_wire().over(config.sampling.to_wire())
+        num_tasks, wanted = self._environments[name].num_tasks, config.num_examples
+        if num_tasks is not None:
+            wanted = num_tasks if wanted < 0 else min(wanted, num_tasks)
+        logger.debug(f"evaluating {wanted} tasks of {name} with {config.group_size} rollouts each")
         async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(self._task(name, index, sampling, version)) for index in indices]
+            running = [tasks.create_task(self._task(name, index, sampling, version)) for index in range(wanted)]
         groups = [task.result() for task in running]
-        _say(name, version, groups)
-        return eval_metrics(name, groups, k=self._config.group_size, pass_threshold=self._config.pass_threshold)
-
-    def _num_examples(self, name: str) -> int:
-        known = self._environments[name].num_tasks
-        wanted = self._config.num_examples
-        if known is None:
-            return wanted
-        return known if wanted < 0 else min(wanted, known)
+        scored, asked = sum(len(group.rollouts) for group in groups), sum(group.ticket.size for group in groups)
+        text = f"evaluation of version {version} in {name} scored {scored} of {asked} rollouts"
+        if scored >= asked:
+            logger.info(text)
+        else:
+            why = [f"{one.reason}: {one.message}" for group in groups for one in group.failures]
+            why += [group.cut_short for group in groups if group.cut_short]
+            last = f", the last with {why[-1]}" if why else ""
+            logger.warning(f"{text}; the others failed{last}; failures that may pass were tried {ATTEMPTS} times")
+        return eval_metrics(name, groups, k=config.group_size, pass_threshold=config.pass_threshold)
 
     async def _task(self, environment: str, index: int, sampling: Sampling, version: int) -> RolloutGroup:
-        """The same task samples with the same seeds in every evaluation, so that scores differ by the policy alone.
-
-        What is lost is sampled again, up to ATTEMPTS in all; the group holds what came back, and what failed last.
-        """
+        """The same task samples with the same seeds in every evaluation, so that scores differ by the policy alone."""
         size = self._config.group_size
         ticket = GroupTicket(
             group_id=f"eval-{uuid.uuid4()}",
@@ -115,28 +115,4 @@ class Evaluator:
             seed=((self._seed % 2**31) << 32) + index * size,
         )
         async with self._slots:
-            whole = await self._sampler.sample(ticket, sampling=sampling, scores_only=True)
-            for attempt in range(1, ATTEMPTS):
-                missing = whole.lost + whole.cancelled + sum(failure.retryable for failure in whole.failures)
-                if not missing:
-                    break
-                more = ticket.for_missing(missing, reseeds=attempt if whole.rollouts else 0)
-                more = replace(more, group_id=f"eval-{uuid.uuid4()}")
-                again = await self._sampler.sample(more, sampling=sampling, scores_only=True)
-                whole.rollouts += again.rollouts
-                whole.failures = [one for one in whole.failures if not one.retryable] + again.failures
-                whole.cancelled, whole.cut_short = again.cancelled, again.cut_short
-        return whole
-
-
-def _say(name: str, version: int, groups: Sequence[RolloutGroup]) -> None:
-    """How many of how many count, and what the last of the others failed with."""
-    scored, asked = sum(len(group.rollouts) for group in groups), sum(group.ticket.size for group in groups)
-    text = f"evaluation of version {version} in {name} scored {scored} of {asked} rollouts"
-    if scored >= asked:
-        logger.info(text)
-        return
-    failures = [f"{one.reason}: {one.message}" for group in groups for one in group.failures]
-    why = [*failures, *(group.cut_short for group in groups if group.cut_short)]
-    last = f", the last with {why[-1]}" if why else ""
-    logger.warning(f"{text}; the others failed{last}; failures that may pass were tried {ATTEMPTS} times")
+            return await self._sampler.sample_whole(ticket, sampling=sampling, attempts=ATTEMPTS)

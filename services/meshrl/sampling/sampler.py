@@ -9,7 +9,7 @@ import asyncio
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from loguru import logger
 
@@ -100,6 +100,24 @@ class GroupSampler:
             else:
                 return self._over(group, began_s, None)
 
+    async def sample_whole(self, ticket: GroupTicket, *, sampling: Sampling, attempts: int) -> RolloutGroup:
+        """Samples a group for its scores alone; what is lost of it is sampled again, up to `attempts` in all.
+
+        The group holds what came back, and what failed last. Raises RunError as `sample` does.
+        """
+        whole = await self.sample(ticket, sampling=sampling, scores_only=True)
+        for attempt in range(1, attempts):
+            missing = whole.lost + whole.cancelled + sum(failure.retryable for failure in whole.failures)
+            if not missing:
+                break
+            more = ticket.for_missing(missing, reseeds=attempt if whole.rollouts else 0)
+            more = replace(more, group_id=f"eval-{uuid.uuid4()}")
+            again = await self.sample(more, sampling=sampling, scores_only=True)
+            whole.rollouts += again.rollouts
+            whole.failures = [one for one in whole.failures if not one.retryable] + again.failures
+            whole.cancelled, whole.cut_short = again.cancelled, again.cut_short
+        return whole
+
     def _request(self, ticket: GroupTicket, sampling: Sampling, traceparent: str, scores_only: bool) -> RolloutRequest:
         return RolloutRequest(
             request_id=str(uuid.uuid4()),
@@ -126,7 +144,14 @@ class GroupSampler:
             async for received in events:
                 event = received
                 if isinstance(event, Rollout) and (problems := (*_mistaken(event, group), *problems_of(event))):
-                    event = _bad_rollout(event, problems)
+                    has_id = all(field != "rollout_id" for field, _ in problems)  # else it is that of another rollout
+                    event = RolloutFailure(
+                        rollout_id=event.rollout_id if has_id else "",
+                        group_id=event.group_id,
+                        reason=Reason.BAD_ROLLOUT.name,
+                        message="; ".join(f"{field} {problem}" for field, problem in problems),
+                        retryable=False,
+                    )
                 if isinstance(event, RolloutFailure) and event.reason == Reason.BAD_ROLLOUT.name:
                     logger.warning(
                         f"rollout {event.rollout_id!r} of environment {group.ticket.task.environment!r} from the"
@@ -159,14 +184,3 @@ def _mistaken(rollout: Rollout, group: RolloutGroup) -> Problems:
     if rollout.environment != ticket.task.environment:
         found.append(("environment", f"must be {ticket.task.environment!r}, got {rollout.environment!r}"))
     return found
-
-
-def _bad_rollout(rollout: Rollout, problems: Problems) -> RolloutFailure:
-    has_id = all(field != "rollout_id" for field, _ in problems)  # else it is that of another rollout
-    return RolloutFailure(
-        rollout_id=rollout.rollout_id if has_id else "",
-        group_id=rollout.group_id,
-        reason=Reason.BAD_ROLLOUT.name,
-        message="; ".join(f"{field} {problem}" for field, problem in problems),
-        retryable=False,
-    )

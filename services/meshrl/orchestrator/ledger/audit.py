@@ -181,18 +181,14 @@ def totals(lines: Sequence[StepLine], records: Sequence[StepRecord]) -> Iterator
                 yield f"step {record.step}: progress/{name} is {value} in metrics.jsonl, and {counted} in the ledger"
     for earlier_record, record in pairwise(records):
         if record.step == earlier_record.step + 1:
-            yield from _growth(earlier_record, record)
-
-
-def _growth(before: StepRecord, after: StepRecord) -> Iterator[str]:
-    """Whether the ledger's totals of two steps in a row differ by what the second one took."""
-    took = {"samples": sum(len(rollout_ids) for _, rollout_ids in after.groups), "problems": len(after.groups)}
-    for name, count in took.items():
-        grown = getattr(after.progress, name) - getattr(before.progress, name)
-        if grown != count:
-            yield f"step {after.step}: {name} in the ledger grew by {grown}, but the step took {count}"
-    if after.progress.tokens < before.progress.tokens:
-        yield f"step {after.step}: tokens in the ledger fell from {before.progress.tokens} to {after.progress.tokens}"
+            took = {"samples": sum(len(members) for _, members in record.groups), "problems": len(record.groups)}
+            for name, count in took.items():
+                grown = getattr(record.progress, name) - getattr(earlier_record.progress, name)
+                if grown != count:
+                    yield f"step {record.step}: {name} in the ledger grew by {grown}, but the step took {count}"
+            before_tokens, tokens = earlier_record.progress.tokens, record.progress.tokens
+            if tokens < before_tokens:
+                yield f"step {record.step}: tokens in the ledger fell from {before_tokens} to {tokens}"
 
 
 def _states(rows: Sequence[AuditRow], run: RunRow) -> Iterator[str]:

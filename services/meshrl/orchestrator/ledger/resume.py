@@ -85,6 +85,9 @@ def plan_resume(
     carried = tuple((group_id, members.pop(group_id)) for group_id in tickets if group_id in members)
     ready = {group_id: rollouts for group_id, rollouts in members.items() if len(rollouts) >= MIN_SURVIVORS}
     dropped += [(one, DropReason.GROUP_LOST) for known in members.keys() - ready for one in members[known]]
+    logged = trainer_step  # before a step whose batch is damaged no record can be made
+    while logged > logged_step and logged in past.kept and logged in past.steps:
+        logged -= 1
     return ResumePlan(
         trained=tuple(sorted(step for step in taken if step <= trainer_step)),
         again=tuple(again),
@@ -94,18 +97,8 @@ def plan_resume(
         ready=tuple(sorted(ready.items(), key=lambda item: past.groups[item[0]].group.ticket.sequence)),
         redispatch=tuple(sorted(tickets.values(), key=lambda ticket: (ticket.sequence, ticket.group_id))),
         carried=carried,
-        unlogged=_unlogged(past, trainer_step, logged_step),
+        unlogged=tuple(range(logged + 1, trainer_step + 1)),
     )
-
-
-def _unlogged(past: Past, trainer_step: int, logged_step: int) -> tuple[int, ...]:
-    """The last trained steps without a record, without a gap: before one whose batch is damaged none can be made."""
-    steps: list[int] = []
-    step = trainer_step
-    while step > logged_step and step in past.kept and step in past.steps:
-        steps.append(step)
-        step -= 1
-    return tuple(reversed(steps))
 
 
 def _members(

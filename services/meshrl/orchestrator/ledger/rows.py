@@ -185,7 +185,7 @@ def read_past(connection: sqlite3.Connection, run: RunRow, *, trainer_step: int)
         f"SELECT state, reason, COUNT(*) FROM rollouts WHERE run = ? AND NOT {wanted} GROUP BY state, reason",
         (run.run,),
     ).fetchall()
-    entries = tuple(sorted(map(_entry, rows), key=_place))
+    entries = tuple(sorted(map(_entry, rows), key=lambda entry: entry.place))
     steps, damaged_steps = _records(connection, run, trainer_step)
     kept = connection.execute("SELECT DISTINCT step FROM parts WHERE run = ?", (run.run,)).fetchall()
     payloads = {entry.rollout_id for entry in entries}
@@ -277,9 +277,3 @@ def _entry(row: tuple[str, str, str, int, int, str, str, int | None, int | None,
         step=step,
         reason=reason,
     )
-
-
-def _place(entry: LedgerEntry) -> tuple[str, int]:
-    """Rollouts of a group in the order in which they came back."""
-    group_id, _, place = entry.key.rpartition("/")
-    return group_id, int(place)

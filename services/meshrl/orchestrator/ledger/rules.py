@@ -7,7 +7,7 @@
 
 The ways back are for a trainer that restarts at an earlier step: what it forgot is batched again for the same step, or
 finished again where that batch is gone. A trained rollout is final once its step is durable. The balance is exact:
-dispatched = trained + dropped + failed + cancelled + open. `ledger_store` keeps the entries and what they need.
+dispatched = trained + dropped + failed + cancelled + open. `ledger.store` keeps the entries and what they need.
 """
 
 from __future__ import annotations
@@ -61,6 +61,12 @@ class LedgerEntry:
     oldest_version: int | None = None
     step: int | None = None
     reason: str = ""
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """Sorts rollouts by group, and those of a group in the order in which they came back."""
+        group_id, _, place = self.key.rpartition("/")
+        return group_id, int(place)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -133,7 +133,10 @@ class LedgerStore:
 
     def record(self, entry: LedgerEntry) -> None:
         """The state of a rollout; the payload of a dropped one goes, unless the run may yet go on with it."""
-        row = _row(entry, self._run, time.time())
+        row = (
+            entry.key, self._run, entry.group_id, entry.environment, entry.task_index, entry.for_step,
+            entry.state.value, entry.rollout_id, entry.oldest_version, entry.step, entry.reason, time.time(),
+        )  # fmt: skip
         gone = entry.state is RolloutState.DROPPED and entry.reason != DropReason.RUN_ENDED.value
 
         def change(db: sqlite3.Connection) -> None:
@@ -229,7 +232,15 @@ class LedgerStore:
         if not parts:
             return None
         try:
-            return _batch_of([(data, found, (self._run, record.step, part)) for part, data, found in parts], record)
+            reader = convert.BatchReader(seq_len=_ANY_LENGTH, dp_size=record.dp_size)
+            for part, data, found in parts:
+                if not is_sealed(data, found, self._run, record.step, part):
+                    raise ValueError(f"part {part} does not have the digest that it was written with")
+                reader.feed(trainer_pb2.SubmitBatchRequest.FromString(data))
+            batch = reader.finish()
+            if reader.header is not None and reader.header.digest != record.digest:
+                raise ValueError("it is not the batch that the step's record names")
+            return batch
         except _UNREADABLE as error:
             logger.warning("the recorded batch of step {} in {} is damaged: {}", record.step, self._path, error)
             return None
@@ -243,7 +254,10 @@ class LedgerStore:
                 if (row := connection.execute(sql, (rollout_id,)).fetchone()) is None:
                     continue
                 try:
-                    found[rollout_id] = _rollout_of(row[0], row[1], rollout_id)
+                    data, sealed = row
+                    if not is_sealed(data, sealed, rollout_id):
+                        raise ValueError("it does not have the digest that it was written with")
+                    found[rollout_id] = convert.rollout_from_proto(rollout_pb2.Rollout.FromString(data))
                 except _UNREADABLE as error:
                     logger.warning("the payload of rollout {} in {} is damaged: {}", rollout_id, self._path, error)
         return found
@@ -252,40 +266,3 @@ class LedgerStore:
         """Groups by id, without their rollouts. Blocks."""
         with ledger_file(self._path) as connection:
             return rows_of_groups(connection, list(group_ids))
-
-
-def _rollout_of(data: bytes, found: bytes, rollout_id: str) -> Rollout:
-    """A payload. Raises one of _UNREADABLE when it is not as it was written."""
-    if not is_sealed(data, found, rollout_id):
-        raise ValueError("it does not have the digest that it was written with")
-    return convert.rollout_from_proto(rollout_pb2.Rollout.FromString(data))
-
-
-def _batch_of(parts: Sequence[tuple[bytes, bytes, tuple[int, int, int]]], record: StepRecord) -> Batch:
-    """The batch of its (data, seal, key), in order. Raises one of _UNREADABLE when one is not as it was written."""
-    reader = convert.BatchReader(seq_len=_ANY_LENGTH, dp_size=record.dp_size)
-    for data, found, key in parts:
-        if not is_sealed(data, found, *key):
-            raise ValueError(f"part {key[-1]} does not have the digest that it was written with")
-        reader.feed(trainer_pb2.SubmitBatchRequest.FromString(data))
-    batch = reader.finish()
-    if reader.header is not None and reader.header.digest != record.digest:
-        raise ValueError("it is not the batch that the step's record names")
-    return batch
-
-
-def _row(entry: LedgerEntry, run: int, at_s: float) -> tuple[object, ...]:
-    return (
-        entry.key,
-        run,
-        entry.group_id,
-        entry.environment,
-        entry.task_index,
-        entry.for_step,
-        entry.state.value,
-        entry.rollout_id,
-        entry.oldest_version,
-        entry.step,
-        entry.reason,
-        at_s,
-    )

@@ -126,20 +126,16 @@ class ThreadedWriter:
                 waiting = []
         except Exception as error:  # noqa: BLE001  # surfaces at the next call: the run must not go on uncounted
             self._error = unusable(self._path, error) if isinstance(error, sqlite3.Error) else error
-            self._fail(waiting, self._error)
+            with suppress(queue.Empty):
+                while True:
+                    if isinstance(item := self._queue.get_nowait(), Future):
+                        waiting.append(item)
+            for done in waiting:
+                if done.set_running_or_notify_cancel():
+                    done.set_exception(self._error)
         finally:
             if connection is not None:
                 connection.close()
-
-    def _fail(self, waiting: list[Future[None]], error: Exception) -> None:
-        with suppress(queue.Empty):
-            while True:
-                item = self._queue.get_nowait()
-                if isinstance(item, Future):
-                    waiting.append(item)
-        for done in waiting:
-            if done.set_running_or_notify_cancel():
-                done.set_exception(error)
 
     def _next_changes(self) -> tuple[list[Change], list[Future[None]], bool]:
         """Waits for a change, then gathers what comes within the flush interval, or until someone waits for it."""

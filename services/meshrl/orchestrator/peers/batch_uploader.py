@@ -9,6 +9,7 @@ next     gives the loop the next step that is done; unblocked by the trainer's e
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from opentelemetry import trace
@@ -173,7 +174,8 @@ class BatchUploader:
                 continue  # done while it was read, so that it was kept no longer
             try:
                 with trace.use_span(self._run.span(step)):
-                    await self._submit(batch)
+                    patience = Patience(unreachable_s=self._deadlines.unreachable_s, retry_s=self._deadlines.step_s)
+                    await persist(partial(self._client.submit_batch, batch), patience, clock=self._clock)
             except MeshError as error:  # a trainer that has restarted expects an earlier step
                 if error.reason in _OUT_OF_STEP and await self._watcher.restarts(epoch):
                     continue
@@ -200,10 +202,6 @@ class BatchUploader:
         self._changed.beat()
         while self.refused is not None:
             await self._changed.next()
-
-    async def _submit(self, batch: Batch) -> None:
-        patience = Patience(unreachable_s=self._deadlines.unreachable_s, retry_s=self._deadlines.step_s)
-        await persist(lambda: self._client.submit_batch(batch), patience, clock=self._clock)
 
     def _go_back(self, run: RunInfo) -> None:
         done, self._steps.trained = self._steps.trained, min(self._steps.trained, run.step)

@@ -10,7 +10,6 @@ from loguru import logger
 
 from meshrl.client import ChannelOptions, RolloutClient, TrainerClient, WeightSyncClient
 from meshrl.client.channel import ServiceClient
-from meshrl.core.config.shared import EnvConfig
 from meshrl.orchestrator.config import OrchestratorConfig
 from meshrl.sampling.retry import RunError, failed, first_cause
 from meshrl.wire.errors import MeshError
@@ -114,18 +113,14 @@ def check_fit(config: OrchestratorConfig, mesh: Mesh) -> None:
     evals = config.eval.env if config.eval is not None else []
     for section, envs in (("train", config.train.env), ("eval", evals)):
         for env in envs:
-            _check_hosted(section, env, mesh.environments)
+            if env.resolved_name not in mesh.environments:
+                raise RunError(
+                    f"orchestrator.{section}.env names {env.resolved_name!r}, which the rollout service does not host;"
+                    f" it has {', '.join(mesh.environments) or 'none'}"
+                )
     if config.eval is not None and config.eval.num_examples < 0:
         infinite = [env.resolved_name for env in evals if mesh.environments[env.resolved_name].num_tasks is None]
         if infinite:
             raise RunError(
                 f"orchestrator.eval.num_examples must be given for {', '.join(infinite)}, which never run out of tasks"
             )
-
-
-def _check_hosted(section: str, env: EnvConfig, hosted: Mapping[str, EnvironmentInfo]) -> None:
-    if env.resolved_name not in hosted:
-        raise RunError(
-            f"orchestrator.{section}.env names {env.resolved_name!r}, which the rollout service does not host;"
-            f" it has {', '.join(hosted) or 'none'}"
-        )

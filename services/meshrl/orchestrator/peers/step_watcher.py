@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from contextlib import aclosing, suppress
 
 from loguru import logger
@@ -148,20 +148,23 @@ class StepWatcher:
             await self._clock.sleep(min(AGAIN_S, self._unreachable_s))
 
     async def _take_all(self) -> None:
+        """Takes the events of one stream.
+
+        Raises RunError when a step has failed and the trainer goes on: its stream would end if it had crashed.
+        """
         async with aclosing(self._client.watch_steps(self._run.run_id, self._seen)) as events:
-            while (event := await self._next(events)) is not None:
+            while True:
+                failed_for_good = bool(self._failed) and self._caught_up
+                try:
+                    async with asyncio.timeout(CRASH_S if failed_for_good else None):
+                        event = await anext(events, None)
+                except TimeoutError:
+                    raise RunError(f"trainer at {self._address} {self._failure()}") from None
+                if event is None:
+                    return
                 logger.debug(f"trainer: step {event.step} {event.state.value}")
                 self._heard_s = self._clock.now()
                 self._take(event)
-
-    async def _next(self, events: AsyncGenerator[StepEvent, None]) -> StepEvent | None:
-        """Raises RunError when a step has failed and the trainer goes on: its stream would end if it had crashed."""
-        failed_for_good = bool(self._failed) and self._caught_up
-        try:
-            async with asyncio.timeout(CRASH_S if failed_for_good else None):
-                return await anext(events, None)
-        except TimeoutError:
-            raise RunError(f"trainer at {self._address} {self._failure()}") from None
 
     def _failure(self) -> str:
         event = self._failed[min(self._failed)]
@@ -180,17 +183,14 @@ class StepWatcher:
             case StepState.DONE if not self._done[event.step].done():
                 self._done[event.step].set_result(event)
         if self._caught_up:
-            self._catch_up()
+            for step, future in self._done.items():
+                if step <= self._run.step and not future.done():
+                    future.set_result(self._told_nothing(step))
 
     @property
     def _caught_up(self) -> bool:
         """Everything that happened before the trainer was followed is known."""
         return self._seen >= self._run.revision
-
-    def _catch_up(self) -> None:
-        for step, future in self._done.items():
-            if step <= self._run.step and not future.done():
-                future.set_result(self._told_nothing(step))
 
     # --- epochs -----------------------------------------------------------------------------------
 

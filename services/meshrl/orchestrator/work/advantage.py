@@ -11,13 +11,12 @@ from numpy.typing import NDArray
 from meshrl.algorithms.advantages import (
     ADVANTAGES,
     Advantage,
-    Penalty,
     load_custom_advantage,
     penalise_length,
     per_token_penalty,
     soft_overlong_penalty,
 )
-from meshrl.orchestrator.config import AdvantageConfig, LengthPenaltyConfig
+from meshrl.orchestrator.config import AdvantageConfig
 from meshrl.sampling.retry import RunError
 
 _KEY = "orchestrator.advantage"
@@ -29,28 +28,29 @@ def build_advantage(config: AdvantageConfig) -> Advantage:
     Raises RunError, which names the key, for a function that cannot be called; a result that no batch can be made of
     raises it when the function returns it.
     """
-    advantage = ADVANTAGES[config.type] if config.import_path is None else _custom(config, config.import_path)
-    return advantage if config.length_penalty is None else penalise_length(advantage, _penalty(config.length_penalty))
-
-
-def _custom(config: AdvantageConfig, import_path: str) -> Advantage:
-    try:
-        function = load_custom_advantage(import_path, config.kwargs, key=_KEY)
-    except ValueError as error:
-        raise RunError(str(error)) from error
-
-    def custom(rewards_G: Sequence[float], lengths_G: Sequence[int]) -> NDArray[np.float32]:
+    if config.import_path is None:
+        advantage = ADVANTAGES[config.type]
+    else:
         try:
-            return function(rewards_G, lengths_G)
-        except ValueError as error:  # told apart from a batch without tokens, which raises ValueError too
+            function = load_custom_advantage(config.import_path, config.kwargs, key=_KEY)
+        except ValueError as error:
             raise RunError(str(error)) from error
 
-    return custom
+        def advantage(rewards_G: Sequence[float], lengths_G: Sequence[int]) -> NDArray[np.float32]:
+            try:
+                return function(rewards_G, lengths_G)
+            except ValueError as error:  # told apart from a batch without tokens, which raises ValueError too
+                raise RunError(str(error)) from error
 
-
-def _penalty(config: LengthPenaltyConfig) -> Penalty:
-    if config.max_length is None or config.buffer_length is None:
-        return partial(per_token_penalty, coefficient=config.weight)
-    return partial(
-        soft_overlong_penalty, max_length=config.max_length, buffer_length=config.buffer_length, weight=config.weight
+    penalty = config.length_penalty
+    if penalty is None:
+        return advantage
+    if penalty.max_length is None or penalty.buffer_length is None:
+        return penalise_length(advantage, partial(per_token_penalty, coefficient=penalty.weight))
+    overlong = partial(
+        soft_overlong_penalty,
+        max_length=penalty.max_length,
+        buffer_length=penalty.buffer_length,
+        weight=penalty.weight,
     )
+    return penalise_length(advantage, overlong)

@@ -91,9 +91,23 @@ class WorkPlan:
         """Admits one more group under `group_id`; None while there is no room."""
         if self.room() == 0:
             return None
+        if self._again:
+            ticket = self._again.popleft()
+        else:
+            sequence, self._sequence = self._sequence, self._sequence + 1
+            ticket = GroupTicket(
+                group_id=group_id,
+                task=self._schedule.next_task(),
+                size=self.limits.group_size,
+                for_step=0,
+                min_version=0,
+                active_version=0,
+                seed=((self._seed % 2**31) << 32) + sequence * self.limits.group_size,
+                sequence=sequence,
+            )
         for_step = self.next_step + self.outstanding // self.limits.groups_per_step
         ticket = replace(
-            self._again.popleft() if self._again else self._draw(group_id),
+            ticket,
             group_id=group_id,
             for_step=for_step,
             min_version=self.law.required_version(for_step),
@@ -102,19 +116,6 @@ class WorkPlan:
         self._order[group_id] = ticket.sequence
         self._in_flight[group_id] = ticket
         return ticket
-
-    def _draw(self, group_id: str) -> GroupTicket:
-        sequence, self._sequence = self._sequence, self._sequence + 1
-        return GroupTicket(
-            group_id=group_id,
-            task=self._schedule.next_task(),
-            size=self.limits.group_size,
-            for_step=0,
-            min_version=0,
-            active_version=0,
-            seed=((self._seed % 2**31) << 32) + sequence * self.limits.group_size,
-            sequence=sequence,
-        )
 
     def go_on(self, *, drawn: Mapping[str, int], next_sequence: int, again: Sequence[GroupTicket]) -> None:
         """Goes on behind the tasks that an earlier process drew; those of the tickets `again` come first."""
