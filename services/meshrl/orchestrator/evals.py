@@ -10,6 +10,8 @@ from loguru import logger
 
 from meshrl.core.clock import Clock
 from meshrl.core.config.shared import EnvConfig
+from meshrl.core.metrics.catalogue import Source
+from meshrl.core.metrics.names import CATALOGUE
 from meshrl.core.telemetry.monitor import Monitor
 from meshrl.orchestrator.config import EvalConfig
 from meshrl.sampling.groups import GroupTicket, RolloutGroup, TaskRef
@@ -78,7 +80,7 @@ class Evaluator:
         metrics = {name: value for part in scores for name, value in part.items()}
         metrics |= {"time/eval": self._clock.now() - began_s, "eval/version": float(version)}
         self.busy = False
-        await asyncio.to_thread(self._monitor.log, step, metrics)
+        await asyncio.to_thread(self._monitor.log, step, CATALOGUE.record(Source.ORCHESTRATOR, metrics))
 
     async def _environment(self, env: EnvConfig, version: int) -> dict[str, float]:
         """The scores of one environment. The log says how many rollouts they are over, and why others are missing."""

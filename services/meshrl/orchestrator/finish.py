@@ -13,6 +13,8 @@ import asyncio
 from opentelemetry import trace
 
 from meshrl.core.clock import Clock
+from meshrl.core.metrics.catalogue import Source
+from meshrl.core.metrics.names import CATALOGUE
 from meshrl.core.telemetry.monitor import Monitor
 from meshrl.orchestrator.config import OrchestratorConfig
 from meshrl.orchestrator.dispatch import GroupDispatcher
@@ -121,7 +123,7 @@ class StepFinisher:
         )
         metrics |= {"policy/active_version": float(run.plan.active_version)} | served
         metrics |= {f"progress/epoch/{name}": value for name, value in run.plan.epochs().items()}
-        metrics = record.merged(metrics, trainer=trainer)
+        metrics = record.merged(CATALOGUE.record(Source.ORCHESTRATOR, metrics), trainer=trainer)
         run.traces.end(submitted.step, {"rl.rollouts": metrics["batch/rollouts"], "rl.step.seconds": seconds})
         await asyncio.to_thread(self._monitor.log, submitted.step, metrics)
         run.journal.logged(submitted.step, forgotten=submitted.step > run.steps.trained)

@@ -13,6 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshrl.algorithms.packing import Packing
+from meshrl.core.metrics.catalogue import Source
+from meshrl.core.metrics.names import CATALOGUE
 from meshrl.core.telemetry.monitor import Monitor
 from meshrl.sft.batches import SFTBatch
 from meshrl.training.bench.throughput import peak_flops, peak_memory_gib, step_flops
@@ -60,9 +62,8 @@ class SFTLoop:
                 record = self._learner.evaluate(self._validation.micro_batches)  # every rank takes part
                 validated["val/loss"] = -_mean(record.logprobs)
             if self._learner.parallel.rank == 0:  # which has the tokens of all ranks
-                self._monitor.log(
-                    result.step, self._metrics(batch, result, step_s) | validated | {"time/save_ckpt": save_s}
-                )
+                metrics = self._metrics(batch, result, step_s) | validated | {"time/save_ckpt": save_s}
+                self._monitor.log(result.step, CATALOGUE.record(Source.SFT, metrics))
             save_s = self._checkpoint()
         return self._save_last()
 

@@ -15,6 +15,8 @@ from typing import Any
 
 from loguru import logger
 
+from meshrl.core.metrics.catalogue import Source
+from meshrl.core.metrics.names import CATALOGUE
 from meshrl.trainer.metrics import step_metrics
 from meshrl.trainer.publishing.publisher import PublishReport
 from meshrl.trainer.ranks.commands import CommandSender, SaveCommand, SnapshotCommand, StopCommand, TrainCommand
@@ -163,9 +165,10 @@ class TrainerLoop:
             span.end()
             lengths_s = {"publish": publish_s}
             lengths_s |= {f"publish_{part}": length_s for part, length_s in done.result().parts_s.items()}
+            published = {f"time/{name}": length_s for name, length_s in lengths_s.items()}
             self._queue.finished(
                 step,
-                metrics={**metrics, **{f"time/{name}": length_s for name, length_s in lengths_s.items()}},
+                metrics={**metrics, **CATALOGUE.record(Source.TRAINER, published)},
                 timings_s={**timings_s, **lengths_s},
                 traceparent=span.traceparent,
             )
@@ -201,7 +204,7 @@ class TrainerLoop:
             "progress/total_samples": float(progress.samples),
         }
         self._save_ckpt_s = 0.0
-        return metrics
+        return CATALOGUE.record(Source.TRAINER, metrics)
 
     def _wait_for_publication(self) -> None:
         """Waits for the publication under way. Raises when it failed: engines would fall behind without an end.

@@ -1,14 +1,16 @@
 """Turns what happened since the last step into one record of metrics; read by the monitor.
 
-Names are `what/{all,env}/statistic`; each is filled by one source (see `merged`). Reward, length and error statistics
-are over every group that was judged for the step, filtered ones included, so that a filter does not flatter them;
-`off_policy`, `advantage` and `batch` are over what was trained.
+Names are `what/{all,env}/statistic`, declared in `core.metrics.names`; each is filled by one source. Reward, length and
+error statistics are over every group that was judged for the step, filtered ones included, so that a filter does not
+flatter them; `off_policy`, `advantage` and `batch` are over what was trained.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from meshrl.core.metrics.catalogue import Source
+from meshrl.core.metrics.names import CATALOGUE
 from meshrl.core.metrics.statistics import distribution
 from meshrl.core.telemetry.monitor import SampleRow
 from meshrl.orchestrator.work.batches import AssembledBatch, sampled_tokens
@@ -67,17 +69,23 @@ def step_metrics(
 def merged(own: Mapping[str, float], **others: Mapping[str, float]) -> Metrics:
     """One record of the orchestrator's own metrics and of other sources', each by its name.
 
-    A name belongs to the first source that fills it. What another source calls the same is entered behind the name of
-    that source (`trainer/progress/tokens`), so that nobody overwrites a total of the run.
+    The catalogue says which names are the orchestrator's. What another source calls the same is entered behind the name
+    of that source (`trainer/progress/tokens`), so that nobody overwrites a total of the run. Names of others come over
+    the wire from whatever is there, and need no declaration.
     """
     record = dict(own)
     for source, values in others.items():
         for name, value in values.items():
             free = name
-            while free in record:
+            while free in record or _is_orchestrators(free):
                 free = f"{source}/{free}"
             record[free] = value
     return record
+
+
+def _is_orchestrators(name: str) -> bool:
+    metric = CATALOGUE.find(name)
+    return metric is not None and Source.ORCHESTRATOR in metric.filled_by
 
 
 def rollout_metrics(groups: Sequence[RolloutGroup]) -> Metrics:

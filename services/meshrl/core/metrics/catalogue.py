@@ -1,0 +1,92 @@
+"""The catalogue of metrics: each is declared once, and records are made through it; the declarations are in `names`.
+
+A record that goes to the monitor is filled by one program (sft), or by two (the orchestrator adds what the trainer
+says of a step). The catalogue keeps them apart: a name has one declaration, which says who fills it.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+
+class Source(enum.Enum):
+    """The programs that fill records."""
+
+    ORCHESTRATOR = "orchestrator"
+    TRAINER = "trainer"
+    SFT = "sft"
+
+
+class UndeclaredMetricError(Exception):
+    """A program fills a name that is not declared, or that is another's; the message says where to declare it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metric:
+    """One metric, or one for each value of the `{placeholders}` in its name, as `reward/{scope}`.
+
+    With `statistics` it has as many names as there are, `{name}/mean` for example. `sent_as` is what the trainer calls
+    it in the event of a step, where the orchestrator gives it its name.
+    """
+
+    name: str
+    unit: str
+    meaning: str
+    filled_by: tuple[Source, ...]
+    statistics: tuple[str, ...] = ()
+    sent_as: str = ""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Its names, with the placeholders that they have."""
+        return tuple(f"{self.name}/{statistic}" for statistic in self.statistics) or (self.name,)
+
+
+class Catalogue:
+    """All declarations. Raises ValueError when two are of one name, or let two sources fill one record's name."""
+
+    def __init__(self, metrics: Iterable[Metric]) -> None:
+        self.metrics = tuple(metrics)
+        self._exact: dict[str, Metric] = {}
+        self._sent = {metric.sent_as: metric for metric in self.metrics if metric.sent_as}
+        self._patterns: list[tuple[re.Pattern[str], Metric]] = []
+        declared: set[str] = set()
+        for metric in self.metrics:
+            if {Source.ORCHESTRATOR, Source.TRAINER} <= set(metric.filled_by):
+                raise ValueError(f"metric {metric.name!r} cannot be filled by both: they fill the same records")
+            for name in metric.names:
+                if name in declared:
+                    raise ValueError(f"metric {name!r} is declared twice")
+                declared.add(name)
+                if "{" in name:
+                    literals = [re.escape(part) for part in re.split(r"\{\w+\}", name)]
+                    self._patterns.append((re.compile(".*".join(literals), re.DOTALL), metric))
+                else:
+                    self._exact[name] = metric
+
+    def find(self, name: str) -> Metric | None:
+        """The declaration of a name, None without one. A name without placeholders comes before those with them."""
+        if (metric := self._exact.get(name)) is not None:
+            return metric
+        return next((metric for pattern, metric in self._patterns if pattern.fullmatch(name)), None)
+
+    def record(self, source: Source, values: Mapping[str, float]) -> dict[str, float]:
+        """A record of `source`. Raises UndeclaredMetricError for a name that is not declared to be filled by it."""
+        for name in values:
+            metric = self.find(name)
+            if source is Source.TRAINER:
+                metric = self._sent.get(name, metric)
+            if metric is None:
+                raise UndeclaredMetricError(
+                    f"metric {name!r} of the {source.value} is not declared; add its name, unit and meaning to"
+                    " meshrl.core.metrics.names"
+                )
+            if source not in metric.filled_by:
+                owners = " and ".join(owner.value for owner in metric.filled_by)
+                raise UndeclaredMetricError(
+                    f"metric {name!r} is filled by {owners}, not by {source.value}; give the new one a name of its own"
+                )
+        return dict(values)
