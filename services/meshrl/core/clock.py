@@ -1,4 +1,4 @@
-"""Time as a constructor argument: what a part reads and waits by; a test brings its own."""
+"""The time that a part reads and waits by, passed to its constructor; a test passes its own."""
 
 from __future__ import annotations
 

@@ -192,14 +192,14 @@ class RunLoop:
         bad = at_fault(refusal, taken[0], vocab_size=self._trainer.vocab_size or None)
         if not bad:
             raise self._uploader.not_taken(refusal) from refusal.error
-        sound: list[ReadyGroup] = []
+        rest: list[ReadyGroup] = []
         for submitted in taken:
             run.journal.release(submitted.step, damaged=submitted.lost)
             run.tally.take_back(submitted.tally)
             for ready, lost in without(submitted, bad):
                 run.drop(Screened(kept=(), dropped=tuple((rollout, DropReason.REFUSED) for rollout in lost)))
-                sound.append(ready)
-        for ready, screened in zip(sound, run.plan.take_back(refusal.step, sound), strict=True):
+                rest.append(ready)
+        for ready, screened in zip(rest, run.plan.take_back(refusal.step, rest), strict=True):
             run.count(ready.group, screened)
         logger.warning(
             f"batch {refusal.step} is made anew without {len(bad)} rollouts ({min(bad)} ...): {refusal.error}"

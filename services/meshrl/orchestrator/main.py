@@ -20,7 +20,7 @@ from meshrl.core.telemetry.tracing import setup_tracing
 from meshrl.orchestrator.build import build_loop
 from meshrl.orchestrator.config import OrchestratorConfig
 from meshrl.orchestrator.ledger.open_run import open_journal
-from meshrl.orchestrator.peers.connect import Mesh, Services, connect, meet
+from meshrl.orchestrator.peers.connect import Mesh, Services, connect, wait_for_services
 from meshrl.orchestrator.reports.bench_table import summary_table
 from meshrl.sampling.retry import RunError
 
@@ -60,7 +60,7 @@ async def orchestrate(config: OrchestratorConfig, stop: asyncio.Event, tracer: T
             server.add(HEALTH_NAME, _no_methods, None)
             logger.info(f"health of the orchestrator on port {await server.start()}")
             server.set_serving()
-        met = await _until(stop, meet(config, services))
+        met = await _until(stop, wait_for_services(config, services))
         if met is not None:
             await _train(config, services, met[0], tracer, stop)
     except RunError as error:  # said once, without a traceback: the message tells what to change

@@ -16,7 +16,7 @@ from meshrl.core.telemetry.monitor import JsonlSink, Monitor
 from meshrl.orchestrator.build import build_loop
 from meshrl.orchestrator.config import OrchestratorConfig, TrainEnvsConfig
 from meshrl.orchestrator.ledger.open_run import open_journal
-from meshrl.orchestrator.peers.connect import connect, meet
+from meshrl.orchestrator.peers.connect import connect, wait_for_services
 from meshrl.v1 import rollout_pb2_grpc, trainer_pb2_grpc, weights_pb2_grpc
 from scripted_services import RolloutServicer, Script, TrainerServicer, WeightsServicer
 
@@ -131,7 +131,7 @@ def start(tmp_path: Path):
         services = connect(config)
         monitor = Monitor([JsonlSink(tmp_path / "metrics.jsonl")])
         try:
-            met = await meet(config, services)
+            met = await wait_for_services(config, services)
             journal = await asyncio.to_thread(open_journal, config, met.trainer, met.run)
             try:
                 tracer = trace.get_tracer("test")

@@ -17,7 +17,7 @@ from meshrl.orchestrator.ledger.audit import audit
 from meshrl.orchestrator.ledger.open_run import open_journal
 from meshrl.orchestrator.ledger.submitted_steps import SubmittedSteps
 from meshrl.orchestrator.ledger.writer import ThreadedWriter
-from meshrl.orchestrator.peers.connect import connect, meet
+from meshrl.orchestrator.peers.connect import connect, wait_for_services
 from meshrl.sampling.retry import RunError
 
 
@@ -47,7 +47,7 @@ class Orchestrator:
         """True when it came to the end of the run."""
         services = connect(self.config)
         monitor = Monitor([JsonlSink(self.config.output_dir / "metrics.jsonl")])
-        met = await meet(self.config, services)
+        met = await wait_for_services(self.config, services)
         writer = LosesTheRest(self.config.output_dir / "ledger.sqlite", flush_interval_s=0.02)
         journal = await asyncio.to_thread(open_journal, self.config, met.trainer, met.run, writer)
         loop = build_loop(self.config, services, met, journal=journal, monitor=monitor, tracer=trace.get_tracer("test"))
@@ -137,7 +137,7 @@ async def test_an_orchestrator_killed_anywhere_goes_on_and_counts_once(
 async def met(config):
     services = connect(config)
     try:
-        return await meet(config, services)
+        return await wait_for_services(config, services)
     finally:
         await services.close()
 

@@ -7,7 +7,7 @@ import grpc
 import pytest
 from loguru import logger
 
-from meshrl.orchestrator.peers.connect import connect, meet
+from meshrl.orchestrator.peers.connect import connect, wait_for_services
 from meshrl.sampling.retry import RunError
 
 
@@ -28,7 +28,7 @@ async def test_a_server_without_health_is_an_error_at_once(mesh, make_config) ->
     clients = connect(config)
     try:
         with pytest.raises(RunError, match=rf"trainer at 127.0.0.1:{port}.*grpc.health.v1.Health.*add it"):
-            await asyncio.wait_for(meet(config, clients), 30.0)
+            await asyncio.wait_for(wait_for_services(config, clients), 30.0)
     finally:
         await clients.close()
         await server.stop(None)
@@ -40,7 +40,7 @@ async def test_who_is_awaited_and_why_is_said_while_it_is_awaited(mesh, make_con
         address = f"127.0.0.1:{free.getsockname()[1]}"
     config = make_config(mesh.services.model_copy(update={"trainer": address}), deadlines={"startup_s": 600.0})
     clients = connect(config)
-    waiting = asyncio.create_task(meet(config, clients))
+    waiting = asyncio.create_task(wait_for_services(config, clients))
     try:
         async with asyncio.timeout(30.0):
             while not any(address in line for line in said):
@@ -59,7 +59,7 @@ async def test_a_server_that_is_not_ready_yet_is_waited_for(mesh, make_config, s
     mesh.servers["trainer"].set_not_serving()
     config = make_config(mesh.services, deadlines={"startup_s": 60.0})
     clients = connect(config)
-    waiting = asyncio.create_task(meet(config, clients))
+    waiting = asyncio.create_task(wait_for_services(config, clients))
     async with asyncio.timeout(30.0):
         while not any("NOT_SERVING" in line for line in said):  # noqa: ASYNC110  # lines of a log
             await asyncio.sleep(0.05)

@@ -3,7 +3,6 @@ import pytest
 from meshrl.core.metrics.statistics import distribution
 from meshrl.orchestrator.reports.bench_table import summary_table
 from meshrl.orchestrator.reports.step_record import activation_metrics, merged, rollout_metrics, trainer_metrics
-from meshrl.sampling.scores import eval_metrics
 from meshrl.wire.types import RolloutFailure, StepEvent, StepState
 
 
@@ -49,18 +48,6 @@ def test_a_name_of_a_record_is_filled_by_one_source_only() -> None:
 
 def test_a_skipped_version_is_marked() -> None:
     assert activation_metrics(None) == {"weights/activated": 0.0}
-
-
-def test_eval_scores_are_mean_reward_and_share_of_tasks_passed(make_rollout, make_group) -> None:
-    groups = [
-        make_group("g0", (make_rollout("a", reward=1.0), make_rollout("b", reward=0.0)), size=2),
-        make_group("g1", (make_rollout("c", reward=0.5), make_rollout("d", reward=0.0)), size=2),
-        make_group("g2", (), size=2),
-    ]
-    metrics = eval_metrics("echo", groups, k=2, pass_threshold=1.0)
-    assert metrics["eval/echo/avg@2"] == 0.375
-    assert metrics["eval/echo/pass@2"] == 0.5
-    assert metrics["eval/echo/failed"] == pytest.approx(1 / 3)
 
 
 def test_the_bench_table_leaves_out_the_first_step() -> None:

@@ -1,4 +1,4 @@
-"""What becomes of the ledger of an earlier process: decided from what it left and where the trainer stands, no I/O.
+"""Plans how a run goes on after an earlier process, from what that left and where the trainer stands; no I/O.
 
 A trainer at step k has trained every step up to k and nothing after. So what a step up to k took is trained; the
 batches of k + 1 and after are submitted again, unchanged and in order, as far as they are kept and the trainer can

@@ -1,4 +1,4 @@
-"""Commits changes to the ledger file in order, many a transaction, on a thread of its own; fed by the store."""
+"""Commits changes to the ledger file in order, several in one transaction, on a thread of its own; fed by the store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Before the loop: waits for the three services, learns what they are, checks that the config fits them."""
+"""Waits for the three services at the start, learns what they are, and checks that the config fits them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def connect(config: OrchestratorConfig) -> Services:
     )
 
 
-async def meet(config: OrchestratorConfig, services: Services) -> Mesh:
+async def wait_for_services(config: OrchestratorConfig, services: Services) -> Mesh:
     """Returns once all three services serve. Raises RunError when one does not in time, or does not fit the config."""
     deadline_s, addresses = config.deadlines.startup_s, config.services
     waits = (

@@ -1,4 +1,4 @@
-"""The orchestrator's line to the trainer: follows the steps of one run, over every restart of the trainer.
+"""Follows the steps of one run at the trainer, over every restart of the trainer; read by the batch uploader.
 
 Each process of a trainer is an epoch. Its revisions count from 1 and its steps go on from its checkpoint, so what was
 done after that is forgotten: whoever waits is told, and waits for the same steps again in the new epoch.

@@ -1,6 +1,7 @@
-"""Relays versions from the trainer to the engines: tells the hub to commit, and judges what to do when it cannot.
+"""Activates versions on the engines through the weight hub, and decides what to do when it cannot.
 
-Between two versions of a synchronous run it also has engines sleep, which is never worth ending a run for.
+Told by the finisher after each step.
+In a synchronous run it also has the engines sleep between two versions; a failure of that never ends a run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Groups lost to failures: how long the loop waits after one, and when it gives up; told of every group."""
+"""Waits after groups that were lost to failures, and gives up after too many; told of every group by the dispatcher."""
 
 from __future__ import annotations
 
