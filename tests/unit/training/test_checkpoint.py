@@ -36,7 +36,6 @@ def saved_steps(output_dir: Path) -> list[int]:
     return files.steps_in(output_dir / "checkpoints")
 
 
-@pytest.mark.parametrize("in_background", [False, True])
 @pytest.mark.parametrize(
     ("settings", "optim"),
     [
@@ -49,30 +48,30 @@ def saved_steps(output_dir: Path) -> list[int]:
     ids=["adamw", "lora with dropout", "muon", "sgd", "state on the host"],
 )
 def test_ten_steps_resumed_for_ten_are_twenty_bit_for_bit(
-    model: str, tmp_path: Path, settings: dict[str, Any], optim: dict[str, Any], in_background: bool
+    model: str, tmp_path: Path, settings: dict[str, Any], optim: dict[str, Any]
 ) -> None:
     straight = kit.build(model, settings, optim)
     whole = kit.train(straight, 20)
+    assert whole[-1]["lr"] != whole[9]["lr"]
 
     first = kit.build(model, settings, optim)
     begun = kit.train(first, 10)
-    checkpointer = Checkpointer(first, tmp_path, tokenizer=None)
-    checkpointer.progress.tokens = 77
-    checkpointer.save_as(CheckpointConfig(save_async=in_background))
+    for in_background in (False, True):
+        checkpointer = Checkpointer(first, tmp_path / str(in_background), tokenizer=None)
+        checkpointer.progress.tokens = 77
+        checkpointer.save_as(CheckpointConfig(save_async=in_background))
     kit.train(first, 12)  # what is saved must not change any more
     checkpointer.wait_for_save()
     assert checkpointer.durable_step == 10
 
-    torch.manual_seed(99)  # a new process has drawn other numbers until it restores
-    later = kit.build(model, settings, optim)
-    resumed = Checkpointer(later, tmp_path, tokenizer=None)
-    assert resumed.restore(-1) == 10
-    assert (resumed.progress.tokens, resumed.durable_step) == (77, 10)
-    ended = kit.train(later, 20)
-
-    assert begun + ended == whole
-    assert whole[-1]["lr"] != whole[9]["lr"]
-    kit.assert_same(kit.state(later), kit.state(straight))
+    for in_background in (False, True):
+        torch.manual_seed(99)  # a new process has drawn other numbers until it restores
+        later = kit.build(model, settings, optim)
+        resumed = Checkpointer(later, tmp_path / str(in_background), tokenizer=None)
+        assert resumed.restore(-1) == 10
+        assert (resumed.progress.tokens, resumed.durable_step) == (77, 10)
+        assert begun + kit.train(later, 20) == whole
+        kit.assert_same(kit.state(later), kit.state(straight))
 
 
 def test_a_save_changes_nothing_in_training(model: str, tmp_path: Path) -> None:
@@ -230,13 +229,20 @@ def test_another_programs_part_of_a_step_is_left_alone(model: str, tmp_path: Pat
 # --- what cannot be resumed -------------------------------------------------------------------------
 
 
-@pytest.fixture
-def saved(model: str, tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def saved_once(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
     learner = kit.build(model)
     for step in (3, 6):
         kit.train(learner, step)
-        Checkpointer(learner, tmp_path, tokenizer=None).save()
-    return tmp_path
+        Checkpointer(learner, folder, tokenizer=None).save()
+    return folder
+
+
+@pytest.fixture
+def saved(saved_once: Path, tmp_path: Path) -> Path:
+    """An output folder with checkpoints of steps 3 and 6, to be damaged at will."""
+    return Path(shutil.copytree(saved_once, tmp_path / "saved"))
 
 
 @pytest.mark.parametrize("step", [-1, 3])
