@@ -8,7 +8,7 @@ Three answers, the same for the trainers and the embedded engine:
 - refused, in one sentence that says what to use instead.
 
 What follows from a configuration or a class is a rule; a model type that those rules would misjudge is in a table.
-`tests/unit/models/test_families.py` holds every family that transformers lists against its plain forward pass.
+`tests/contract/models/test_families.py` holds every family that transformers lists against its plain forward pass.
 """
 
 from __future__ import annotations

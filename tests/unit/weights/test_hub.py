@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -192,15 +188,3 @@ async def test_hub_says_that_it_serves_to_whoever_started_it(tmp_path: Path, mon
             await asyncio.sleep(0.01)
     stop.set()
     assert await asyncio.wait_for(running, 15.0) == 0
-
-
-def test_hub_logs_json_when_told_to(tmp_path: Path) -> None:
-    (tmp_path / "weight_hub").mkdir()
-    (tmp_path / "weight_hub" / "decisions.log").write_text("something else")  # it says so, and ends
-    done = subprocess.run(
-        [sys.executable, "-m", "meshrl.weights.main", "--output-dir", str(tmp_path), "--log.json-logging"],
-        capture_output=True, text=True, timeout=60.0, env={**os.environ, "PYTHONWARNINGS": "default"}, check=False,
-    )  # fmt: skip
-    assert done.returncode == 1
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
-    assert any("is not a log of this program" in line["record"]["message"] for line in lines)
