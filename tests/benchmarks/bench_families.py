@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 PYTHONPATH=tests/support python tests/benchmarks/bench_families.py [FAMILY ...]
 
-The models are tiny and random, in float32 on a CPU; the test of every family (tests/contract/models/test_families.py) runs
-the same code. A distance is the largest of any token's logprob, in nats.
+The models are tiny and random, in float32 on a CPU; the test of every family, tests/contract/models/test_families.py,
+runs the same code. A distance is the largest of any token's logprob, in nats.
 """
 
 from __future__ import annotations
