@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 from collections.abc import Callable
 
 import pytest
 
 from mesh_run import Run
+from ranked_trainer import children
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(420)]
-
-
-def ranks_of(agent: int) -> list[int]:
-    listed = subprocess.run(["ps", "-axo", "pid=,ppid="], capture_output=True, text=True, timeout=10, check=True)
-    pairs = [map(int, line.split()) for line in listed.stdout.splitlines()]
-    return [pid for pid, parent in pairs if parent == agent]
 
 
 def test_a_run_with_two_training_processes_trains_every_step_and_ends_in_order(start_run: Callable[..., Run]) -> None:
@@ -33,7 +27,7 @@ def test_a_run_with_two_training_processes_trains_every_step_and_ends_in_order(s
 def test_a_killed_rank_ends_the_run_within_ten_seconds(start_run: Callable[..., Run]) -> None:
     run = start_run("--max-steps", "500", "--deployment.num-train-gpus", "2")
     run.wait_for(lambda: len(run.steps()) >= 1)
-    ranks = ranks_of(run.pid("trainer"))
+    ranks = children(run.pid("trainer"))
     assert len(ranks) == 2
     os.kill(ranks[-1], signal.SIGKILL)
     assert run.finish(deadline_s=10.0) != 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -12,14 +11,10 @@ import pytest
 
 from mesh_run import Run
 from meshrl.client import RolloutClient, WeightSyncClient
+from trainer_kit import free_port
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(420)]
 UP_S = 120.0
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 @pytest.fixture

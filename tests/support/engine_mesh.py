@@ -165,6 +165,10 @@ class EngineMesh:
         """A new engine after a test has ended the last one; the hub gives it the newest version."""
         self.engine, self.url = self._start_engine()
 
+    def other_seed(self) -> int:
+        """Of weights that are not the live ones."""
+        return 1 if self.seed == 0 else 0
+
     def close(self) -> None:
         self.engine.stop()
         self.hub.stop()

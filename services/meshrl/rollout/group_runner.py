@@ -31,7 +31,7 @@ from meshrl.wire.types import (
 )
 
 
-class OpenedGroup(Protocol):
+class PlayableGroup(Protocol):
     """A group whose task is found: its rollouts can be played."""
 
     async def play(self, index: int) -> tuple[Rollout, ...] | RolloutFailure:
@@ -47,7 +47,7 @@ class Player(Protocol):
     @property
     def info(self) -> EnvironmentInfo: ...
 
-    async def open(self, request: RolloutRequest) -> OpenedGroup:
+    async def open(self, request: RolloutRequest) -> PlayableGroup:
         """Finds the group's task. Raises MeshError when there is none."""
 
 
@@ -57,7 +57,7 @@ class _RunningGroup:
 
     group: AdmittedGroup
     request: RolloutRequest
-    opened: OpenedGroup
+    opened: PlayableGroup
     events: asyncio.Queue[RolloutEvent | None] = field(default_factory=asyncio.Queue)
     playing: dict[int, asyncio.Task[None]] = field(default_factory=dict)
 

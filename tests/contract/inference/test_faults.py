@@ -27,11 +27,6 @@ PROMPT = [1, 2, 3]
 pytestmark = pytest.mark.timeout(400)
 
 
-def other_seed(mesh: EngineMesh) -> int:
-    """Of weights that are not the live ones."""
-    return 1 if mesh.seed == 0 else 0
-
-
 async def check_served(mesh: EngineMesh) -> None:
     async with mesh.session() as session:
         choice = await EngineClient(session).greedy(PROMPT)
@@ -71,7 +66,7 @@ def _children_of(parent: int, name: str) -> list[int]:
 
 
 async def test_engine_killed_with_a_version_prepared_serves_it_after_its_restart(mesh: EngineMesh) -> None:
-    seed = other_seed(mesh)
+    seed = mesh.other_seed()
     await mesh.seal(plain_state(seed, mesh.kind.dtype))
     await mesh.until(lambda engine: engine.state is AgentState.PREPARED)
     kill(mesh.engine)
@@ -84,7 +79,7 @@ async def test_engine_killed_in_a_broadcast_takes_the_next_version_after_its_res
     senders = GroupSenders(num_senders=2, device=mesh.kind.device)
     async with WeightSyncClient(mesh.hub_address) as hub:
         await senders.open(hub)
-        parcel = senders.parcel(mesh.version + 1, plain_state(other_seed(mesh), mesh.kind.dtype))
+        parcel = senders.parcel(mesh.version + 1, plain_state(mesh.other_seed(), mesh.kind.dtype))
         staged = await hub.create_version(parcel.manifest)
         mesh.version += 1
         await hub.seal_version(run_id="run", epoch=1, version=mesh.version, artifact_id=staged.artifact_id)
@@ -95,14 +90,14 @@ async def test_engine_killed_in_a_broadcast_takes_the_next_version_after_its_res
     await asyncio.wait({sending})
     assert isinstance(sending.exception(), MeshError)
     mesh.restart_engine()
-    await mesh.publish(other_seed(mesh))
+    await mesh.publish(mesh.other_seed())
     await check_served(mesh)
 
 
 async def test_engine_killed_in_a_gang_that_has_applied_serves_what_was_decided_after_its_restart(
     mesh: EngineMesh,
 ) -> None:
-    seed = other_seed(mesh)
+    seed = mesh.other_seed()
     async with partner_that_never_applies(mesh):
         await mesh.seal(plain_state(seed, mesh.kind.dtype))
         gang = asyncio.create_task(mesh.activate(seed, policy=ActivationPolicy.GANG))
@@ -114,7 +109,7 @@ async def test_engine_killed_in_a_gang_that_has_applied_serves_what_was_decided_
     mesh.restart_engine()
     await mesh.until(lambda engine: engine.serving_version == mesh.version)
     await check_served(mesh)
-    await mesh.publish(other_seed(mesh))
+    await mesh.publish(mesh.other_seed())
     await check_served(mesh)
 
 
@@ -156,7 +151,7 @@ async def partner_that_never_applies(mesh: EngineMesh) -> AsyncIterator[None]:
 
 
 async def test_hub_killed_with_a_version_sealed_decides_it_after_its_restart(mesh: EngineMesh) -> None:
-    seed = other_seed(mesh)
+    seed = mesh.other_seed()
     await mesh.seal(plain_state(seed, mesh.kind.dtype))
     await mesh.until(lambda engine: engine.state is AgentState.PREPARED)
     mesh.hub.process.send_signal(signal.SIGKILL)

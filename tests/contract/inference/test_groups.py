@@ -20,11 +20,6 @@ PROMPT = [1, 2, 3]
 pytestmark = pytest.mark.timeout(300)
 
 
-def other_seed(mesh: EngineMesh) -> int:
-    """Of weights that are not the live ones."""
-    return 1 if mesh.seed == 0 else 0
-
-
 @asynccontextmanager
 async def group_of(mesh: EngineMesh, senders: GroupSenders) -> AsyncIterator[WeightSyncClient]:
     """A hub client once the engine and the senders are in a new group."""
@@ -66,7 +61,7 @@ async def test_after_a_broadcast_the_engine_is_the_plain_model_of_the_new_weight
     senders = GroupSenders(num_senders=num_senders, device=mesh.kind.device)
     async with group_of(mesh, senders) as hub:
         for _ in range(2):
-            seed = other_seed(mesh)
+            seed = mesh.other_seed()
             parcel = senders.parcel(mesh.version + 1, plain_state(seed, mesh.kind.dtype))
             await seal(mesh, hub, parcel)
             await senders.send(parcel)
@@ -80,14 +75,14 @@ async def test_damaged_broadcast_is_refused_and_the_old_weights_stay(mesh: Engin
     before = mesh.version
     senders = GroupSenders(device=mesh.kind.device)
     async with group_of(mesh, senders) as hub:
-        parcel = senders.parcel(mesh.version + 1, plain_state(other_seed(mesh), mesh.kind.dtype))
+        parcel = senders.parcel(mesh.version + 1, plain_state(mesh.other_seed(), mesh.kind.dtype))
         await seal(mesh, hub, parcel)
         await senders.send(flipped(parcel))
         with pytest.raises(MeshError, match="DIGEST_MISMATCH") as refused:
             await activate(mesh, hub, prepare_deadline_s=3.0)  # until then a trainer could have sent it again
         assert refused.value.reason is Reason.ENGINES_NOT_READY
         await check_served(mesh, client, before)
-    await mesh.publish(other_seed(mesh))
+    await mesh.publish(mesh.other_seed())
     await check_served(mesh, client, mesh.version)
 
 
@@ -97,7 +92,7 @@ async def test_sender_that_dies_leaves_the_old_weights_and_the_next_version_come
     before = mesh.version
     senders = GroupSenders(num_senders=2, device=mesh.kind.device)
     async with group_of(mesh, senders) as hub:
-        parcel = senders.parcel(mesh.version + 1, plain_state(other_seed(mesh), mesh.kind.dtype))
+        parcel = senders.parcel(mesh.version + 1, plain_state(mesh.other_seed(), mesh.kind.dtype))
         await seal(mesh, hub, parcel)
         sending = asyncio.create_task(senders.send(parcel, senders=[0]))  # the second one never speaks
         await until(hub, lambda engine: engine.state is AgentState.FETCHING)
@@ -105,5 +100,5 @@ async def test_sender_that_dies_leaves_the_old_weights_and_the_next_version_come
         await asyncio.wait({sending})
         assert isinstance(sending.exception(), MeshError | None)
         await check_served(mesh, client, before)
-    await mesh.publish(other_seed(mesh))
+    await mesh.publish(mesh.other_seed())
     await check_served(mesh, client, mesh.version)

@@ -20,17 +20,12 @@ ATTEMPTS = 5
 TRANSPORTS = pytest.mark.parametrize("transport", [Transport.FILESYSTEM, Transport.STREAM], ids=lambda each: each.value)
 
 
-def other_seed(mesh: EngineMesh) -> int:
-    """Of weights that are not the live ones."""
-    return 1 if mesh.seed == 0 else 0
-
-
 @TRANSPORTS
 async def test_after_an_update_the_engine_is_the_plain_model_of_the_new_weights(
     mesh: EngineMesh, client: EngineClient, transport: Transport
 ) -> None:
     before = await client.greedy(PROMPT)
-    activation = await mesh.publish(other_seed(mesh), transport=transport)
+    activation = await mesh.publish(mesh.other_seed(), transport=transport)
     assert [engine.applied.version for engine in activation.engines] == [mesh.version]
     version = await client.version()
     assert (version["version"], version["paused"], len(version["root"])) == (mesh.version, False, 64)
@@ -48,7 +43,7 @@ async def test_a_prompt_that_was_cached_is_read_anew_by_new_weights(
     for _ in range(2):  # the second one finds the first one's prefix
         choice = await client.greedy(LONG_PROMPT)
         check_greedy(mesh.kind, logits_of(reference(mesh), LONG_PROMPT, choice["token_ids"]), choice)
-    await mesh.publish(other_seed(mesh), transport=transport)
+    await mesh.publish(mesh.other_seed(), transport=transport)
     choice = await client.greedy(LONG_PROMPT)
     check_greedy(mesh.kind, logits_of(reference(mesh), LONG_PROMPT, choice["token_ids"]), choice)
 
@@ -64,7 +59,7 @@ async def test_request_that_comes_in_the_pause_reads_nothing_that_older_weights_
             if (await client.version())["in_flight"]:
                 break
             await asyncio.sleep(0.01)
-    await mesh.publish(other_seed(mesh))
+    await mesh.publish(mesh.other_seed())
     await client.post("/resume")
     choice = await waiting
     assert choice["version_spans"] == [[0, 40, mesh.version]]
@@ -79,7 +74,7 @@ async def test_a_request_in_flight_goes_on_under_the_new_version(
     prompts = [PROMPT, [4, 5], [6] * 30]
     for _ in range(ATTEMPTS):  # on a busy machine the version may come when they are over, or not begun
         assert mesh.seed is not None
-        old, old_seed, new_seed = mesh.version, mesh.seed, other_seed(mesh)
+        old, old_seed, new_seed = mesh.version, mesh.seed, mesh.other_seed()
         async with mesh.prepared(plain_state(new_seed, mesh.kind.dtype)) as hub:
             running = [asyncio.create_task(client.greedy(prompt, LENGTH)) for prompt in prompts]
             await client.one(PROMPT, max_tokens=3)  # came last: by now those before it have tokens
@@ -105,7 +100,7 @@ async def test_spans_cover_every_token_over_several_versions(mesh: EngineMesh, c
     await client.until_in_flight(4)
     await client.one(PROMPT, max_tokens=3)  # came last: by now those before it have tokens
     for _ in range(2):
-        await mesh.publish(other_seed(mesh))
+        await mesh.publish(mesh.other_seed())
     for task in running:
         spans = (await task)["version_spans"]
         assert [start for start, *_ in spans] == [0, *(end for _, end, _ in spans[:-1])]
@@ -133,8 +128,8 @@ async def test_an_answer_names_the_version_of_its_last_token(mesh: EngineMesh, c
 async def test_published_bytes_do_not_depend_on_the_transport(mesh: EngineMesh, client: EngineClient) -> None:
     roots = []
     for transport in (Transport.FILESYSTEM, Transport.STREAM):
-        await mesh.publish(other_seed(mesh), transport=Transport.FILESYSTEM)
-        await mesh.publish(other_seed(mesh), transport=transport)
+        await mesh.publish(mesh.other_seed(), transport=Transport.FILESYSTEM)
+        await mesh.publish(mesh.other_seed(), transport=transport)
         roots.append((await client.version())["root"])
     assert roots[0] == roots[1]
 

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ import pytest
 from meshrl.core import entry
 
 ROOT = Path(__file__).parents[3]
+SOURCE_ROOTS = ("services", "clients/python")
+MAX_MODULES = 16
 HEAVY = {"torch", "transformers"}
 
 
@@ -23,10 +26,31 @@ def modules_after(statement: str) -> set[str]:
     return {name.split(".")[0] for name in done.stdout.split()}
 
 
-@pytest.mark.parametrize("source_root", ["services", "clients/python"])
+@pytest.mark.parametrize("source_root", SOURCE_ROOTS)
 def test_meshrl_is_a_namespace_package_in_both_source_roots(source_root: str) -> None:
     assert (ROOT / source_root / "meshrl").is_dir()
     assert not (ROOT / source_root / "meshrl" / "__init__.py").exists()
+
+
+def modules() -> list[Path]:
+    """Every module of the services and clients but the generated stubs."""
+    found = [path for root in SOURCE_ROOTS for path in (ROOT / root / "meshrl").rglob("*.py")]
+    return [path for path in found if "v1" not in path.parts]
+
+
+def test_no_public_class_name_occurs_twice() -> None:
+    """A name has one meaning over the whole code base; docs/glossary.md lists them."""
+    places: dict[str, list[str]] = {}
+    for path in modules():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert {name: files for name, files in places.items() if len(files) > 1} == {}
+
+
+def test_no_folder_holds_more_modules_than_a_reader_takes_in() -> None:
+    sizes = Counter(str(path.parent.relative_to(ROOT)) for path in modules() if path.name != "__init__.py")
+    assert {folder: size for folder, size in sizes.items() if size > MAX_MODULES} == {}
 
 
 @pytest.mark.timeout(330)  # imports, on a machine that may be busy
