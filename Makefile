@@ -16,6 +16,7 @@ ENGINE ?= embedded
 # Tests that run side by side: one more than there are cores, since many of them wait for programs that they started.
 CORES := $(shell getconf _NPROCESSORS_ONLN)
 WORKERS ?= $(shell echo $$(($(CORES) < 4 ? $(CORES) + 1 : 4)))
+UNIT_WORKERS ?= $(shell echo $$(($(CORES) < 4 ? $(CORES) : 4))) # these compute
 test unit: export PYTHONDONTWRITEBYTECODE = # what tests and their programs import is compiled once
 
 .PHONY: help setup vllm demo test unit check lint format types layers contracts drift bench proto clean
@@ -44,7 +45,7 @@ test: setup vllm $(BUF) ## Run every test that needs no GPU
 	$(RUN) pytest -m "not gpu" --numprocesses $(WORKERS) $(ARGS)
 
 unit: setup ## Run the tests that start no processes
-	$(RUN) pytest tests/unit tests/property tests/golden --numprocesses $(WORKERS) $(ARGS)
+	$(RUN) pytest tests/unit tests/property tests/golden --numprocesses $(UNIT_WORKERS) $(ARGS)
 
 check: lint types layers contracts drift test ## Everything that must be green before a commit
 
