@@ -2,7 +2,7 @@
 
 Fed by verifiers with a task and the address of its interception server, which samples, records and scores. The
 harnesses that ship with verifiers start a program for each rollout; this one is a coroutine, so a rollout costs
-milliseconds. Who hosts it lends it one set of HTTP connections for all rollouts and hears what each is doing
+milliseconds. The hosting process lends it one set of HTTP connections for all rollouts and is told what each is doing
 (`hosted_by`); without a host a rollout has connections of its own.
 """
 
@@ -40,7 +40,8 @@ OK = ProgramResult(exit_code=0, stdout="", stderr="")
 
 @dataclass(frozen=True)
 class HarnessHost:
-    """What the process that hosts the harness gives its conversations: connections, which they leave open, and an ear.
+    """What the process that hosts the harness gives its conversations: connections, which they leave open, and a
+    listener.
 
     `doing(trace_id, what)` is told what a conversation waits for besides the model, and "" when that is over.
     """

@@ -1,4 +1,8 @@
-"""The HTTP face of an engine: OpenAI and token-in routes, admin routes, health; `access` says who may call them."""
+"""The HTTP server of an engine: routes for tokens, for text, for health and for administration.
+
+Called by the rollout service, which sends token ids, and by any OpenAI client. `access` says who may call what, `runs`
+has the engine complete it, `results` writes the answer.
+"""
 
 from __future__ import annotations
 

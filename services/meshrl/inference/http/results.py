@@ -1,4 +1,4 @@
-"""Collects the chunks of one completion and says them in JSON or as a frame; between engine and HTTP routes."""
+"""Puts the chunks of one completion together and writes it as JSON or as a frame; between the engine and the routes."""
 
 from __future__ import annotations
 
