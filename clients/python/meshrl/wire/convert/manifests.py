@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from meshrl.v1 import weights_pb2 as pb
 from meshrl.wire import tensors
-from meshrl.wire.convert.fields import FieldReader, optional
+from meshrl.wire.convert.fields import FieldReader, from_message, to_message
 from meshrl.wire.types import (
     AdapterConfig,
     Chunk,
@@ -35,17 +35,11 @@ _KIND_OF: Mapping[int, VersionKind] = {number: value for value, number in _KINDS
 
 
 def manifest_to_proto(manifest: Manifest) -> pb.Manifest:
-    return pb.Manifest(
-        run_id=manifest.run_id,
-        epoch=manifest.epoch,
-        version=manifest.version,
+    return to_message(
+        pb.Manifest,
+        manifest,
         kind=_KINDS[manifest.kind],
         transport=TRANSPORTS[manifest.transport],
-        base_version=manifest.base_version,
-        base_root=manifest.base_root,
-        result_root=manifest.result_root,
-        layout_signature=manifest.layout_signature,
-        codec=manifest.codec,
         tensors=[
             pb.TensorEntry(
                 name=entry.name,
@@ -58,10 +52,9 @@ def manifest_to_proto(manifest: Manifest) -> pb.Manifest:
             for entry in manifest.tensors
         ],
         chunks=[pb.ChunkEntry(offset=c.offset, length=c.length, digest=c.digest) for c in manifest.chunks],
-        files=[pb.FileEntry(path=f.path, offset=f.offset, num_bytes=f.num_bytes) for f in manifest.files],
-        digest_algorithm=manifest.digest_algorithm,
-        collective=_plan_to_proto(manifest.collective),
-        adapter=_adapter_to_proto(manifest.adapter),
+        files=[to_message(pb.FileEntry, file) for file in manifest.files],
+        collective=None if manifest.collective is None else to_message(pb.CollectivePlan, manifest.collective),
+        adapter=None if manifest.adapter is None else to_message(pb.AdapterConfig, manifest.adapter),
     )
 
 
@@ -75,17 +68,11 @@ def manifest_from_proto(message: pb.Manifest) -> Manifest:
     for index, dtype in enumerate(dtypes):
         reader.check(dtype is not None, f"tensors[{index}].dtype", f"{message.tensors[index].dtype} is not known here")
     reader.done()
-    return Manifest(
-        run_id=message.run_id,
-        epoch=message.epoch,
-        version=message.version,
-        kind=kind or VersionKind.FULL,
-        transport=transport or Transport.STREAM,
-        base_version=optional(message, "base_version"),
-        base_root=message.base_root,
-        result_root=message.result_root,
-        layout_signature=message.layout_signature,
-        codec=message.codec,
+    return from_message(
+        Manifest,
+        message,
+        kind=kind,
+        transport=transport,
         tensors=tuple(
             TensorEntry(
                 name=entry.name,
@@ -98,68 +85,23 @@ def manifest_from_proto(message: pb.Manifest) -> Manifest:
             for entry, dtype in zip(message.tensors, dtypes, strict=True)
         ),
         chunks=tuple(ChunkEntry(offset=c.offset, length=c.length, digest=c.digest) for c in message.chunks),
-        files=tuple(FileEntry(path=f.path, offset=f.offset, num_bytes=f.num_bytes) for f in message.files),
-        digest_algorithm=message.digest_algorithm,
-        collective=_plan_from_proto(message.collective) if message.HasField("collective") else None,
-        adapter=_adapter_from_proto(message.adapter) if message.HasField("adapter") else None,
-    )
-
-
-def _plan_to_proto(plan: CollectivePlan | None) -> pb.CollectivePlan | None:
-    if plan is None:
-        return None
-    return pb.CollectivePlan(
-        num_senders=plan.num_senders, bucket_bytes=plan.bucket_bytes, whole_tensors=plan.whole_tensors
-    )
-
-
-def _plan_from_proto(message: pb.CollectivePlan) -> CollectivePlan:
-    return CollectivePlan(
-        num_senders=message.num_senders,
-        bucket_bytes=message.bucket_bytes,
-        whole_tensors=tuple(message.whole_tensors),
-    )
-
-
-def _adapter_to_proto(adapter: AdapterConfig | None) -> pb.AdapterConfig | None:
-    if adapter is None:
-        return None
-    return pb.AdapterConfig(
-        rank=adapter.rank,
-        lora_alpha=adapter.lora_alpha,
-        target_modules=adapter.target_modules,
-        base_model=adapter.base_model,
-    )
-
-
-def _adapter_from_proto(message: pb.AdapterConfig) -> AdapterConfig:
-    return AdapterConfig(
-        rank=message.rank,
-        lora_alpha=message.lora_alpha,
-        target_modules=tuple(message.target_modules),
-        base_model=message.base_model,
+        files=tuple(from_message(FileEntry, file) for file in message.files),
+        collective=from_message(CollectivePlan, message.collective) if message.HasField("collective") else None,
+        adapter=from_message(AdapterConfig, message.adapter) if message.HasField("adapter") else None,
     )
 
 
 def chunk_to_proto(chunk: Chunk) -> pb.Chunk:
-    return pb.Chunk(offset=chunk.offset, data=bytes(chunk.data), crc32c=chunk.crc32c)
+    return to_message(pb.Chunk, chunk, data=bytes(chunk.data))
 
 
 def chunk_from_proto(message: pb.Chunk) -> Chunk:
-    return Chunk(offset=message.offset, data=message.data, crc32c=message.crc32c)
+    return from_message(Chunk, message)
 
 
 def staged_version_to_proto(staged: StagedVersion) -> pb.CreateVersionResponse:
-    return pb.CreateVersionResponse(
-        artifact_id=staged.artifact_id,
-        missing_offsets=staged.missing_offsets,
-        max_chunk_bytes=staged.max_chunk_bytes,
-    )
+    return to_message(pb.CreateVersionResponse, staged)
 
 
 def staged_version_from_proto(message: pb.CreateVersionResponse) -> StagedVersion:
-    return StagedVersion(
-        artifact_id=message.artifact_id,
-        missing_offsets=tuple(message.missing_offsets),
-        max_chunk_bytes=message.max_chunk_bytes,
-    )
+    return from_message(StagedVersion, message)
