@@ -19,7 +19,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore, Work
 from torch.distributed import BroadcastOptions, DistStoreError, ProcessGroupGloo
 
 from meshrl.wire.errors import MeshError, Reason
@@ -98,7 +98,7 @@ def _persist(connect: Callable[[timedelta], TCPStore], failed: str, deadline_s: 
 class Broadcast:
     """A broadcast under way. On a GPU `event` comes once it is over; NCCL's own word says so of a failed one, too."""
 
-    work: Any
+    work: Work
     event: torch.cuda.Event | None = None
 
     def arrived(self) -> bool:
@@ -217,7 +217,7 @@ class _Keeper:
     """
 
     def __init__(self) -> None:
-        self._kept: deque[tuple[float, Any]] = deque()
+        self._kept: deque[tuple[float, object]] = deque()
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
         self._in_torch: set[int] = set()
@@ -245,7 +245,7 @@ class _Keeper:
         while self._in_torch and time.monotonic() < end_s:
             time.sleep(0.02)
 
-    def outlive(self, owner: object, group: Any) -> weakref.finalize[..., object]:
+    def outlive(self, owner: object, group: object) -> weakref.finalize[..., object]:
         """Holds `group` from now on, until KEEP_S after `owner` is collected; never by the end of the program."""
         with self._starting:
             if self._thread is None:
@@ -256,12 +256,12 @@ class _Keeper:
         return kept
 
 
-def _keep(kept: deque[tuple[float, Any]], group: Any) -> None:
+def _keep(kept: deque[tuple[float, object]], group: object) -> None:
     """Called by the garbage collector in whichever thread: it takes no lock."""
     kept.append((time.monotonic() + KEEP_S, group))
 
 
-def _let_go(kept: deque[tuple[float, Any]]) -> None:
+def _let_go(kept: deque[tuple[float, object]]) -> None:
     while True:
         time.sleep(KEEP_S / 10)
         while kept and kept[0][0] < time.monotonic():

@@ -43,12 +43,12 @@ def rows_of(num_rows: int, sender: int, num_senders: int) -> tuple[int, int]:
     return min(sender * step, num_rows), min((sender + 1) * step, num_rows)
 
 
-def byte_range(entry: TensorEntry, index: int, plan: CollectivePlan, sender: int) -> tuple[int, int]:
-    """Bytes [start, end) of a tensor that a sender sends."""
-    if index in plan.whole_tensors or not entry.shape or plan.num_senders == 1:
+def byte_range(entry: TensorEntry, sender: int, num_senders: int, *, whole: bool) -> tuple[int, int]:
+    """Bytes [start, end) of a tensor that a sender sends; a `whole` one is sent by the first sender alone."""
+    if whole or not entry.shape or num_senders == 1:
         return (0, entry.num_bytes) if sender == 0 else (0, 0)
     rows = entry.shape[0]
-    start, end = rows_of(rows, sender, plan.num_senders)
+    start, end = rows_of(rows, sender, num_senders)
     row_bytes = entry.num_bytes // rows if rows else 0
     return start * row_bytes, end * row_bytes
 
@@ -56,7 +56,6 @@ def byte_range(entry: TensorEntry, index: int, plan: CollectivePlan, sender: int
 def buckets(tensors: Sequence[TensorEntry], plan: CollectivePlan) -> Iterator[Bucket]:
     """The buckets of a version, in the order in which they travel."""
     whole = frozenset(plan.whole_tensors)
-    narrow = CollectivePlan(num_senders=plan.num_senders, bucket_bytes=plan.bucket_bytes)
     first = 0
     while first < len(tensors):
         last, size = first + 1, tensors[first].num_bytes
@@ -67,12 +66,7 @@ def buckets(tensors: Sequence[TensorEntry], plan: CollectivePlan) -> Iterator[Bu
         filled = [0] * plan.num_senders
         for index in range(first, last):
             for sender in range(plan.num_senders):
-                only_first = index in whole
-                start, end = (
-                    (0, tensors[index].num_bytes if sender == 0 else 0)
-                    if only_first
-                    else byte_range(tensors[index], index, narrow, sender)
-                )
+                start, end = byte_range(tensors[index], sender, plan.num_senders, whole=index in whole)
                 if end > start:
                     pieces[sender].append(Piece(tensor=index, start=start, end=end, at=filled[sender]))
                     filled[sender] += end - start
