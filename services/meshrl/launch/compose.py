@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from meshrl.core.config import BaseConfig, ConfigError
 from meshrl.core.config.shared import ServerConfig
@@ -15,11 +15,17 @@ from meshrl.inference.config import InferenceConfig
 from meshrl.launch.config import RLConfig
 from meshrl.launch.gpus import VARIABLE, Placement, place
 from meshrl.orchestrator.config import OrchestratorConfig
-from meshrl.rollout.config import ClientConfig
+from meshrl.rollout.config import ClientConfig, RolloutConfig
 from meshrl.trainer.config import TrainerConfig
 from meshrl.weights.config import WeightsConfig
 
 Config = TypeVar("Config", bound=BaseConfig)
+Server = TypeVar("Server", RolloutConfig, TrainerConfig, WeightsConfig)
+
+_KEYS_OF_THE_ROLLOUT_PROGRAM: Mapping[str, bool | set[str]] = {
+    "client": True, "model": True, "services": True, "log": {"vf_level"}
+}  # fmt: skip
+"""Keys that rl takes in the orchestrator's section, at their older place."""
 
 CLIENTS, ENGINES, HUB = 1, 2, 3
 """Stages of the end of a run: the orchestrator is stage 0, and each stage uses only later ones."""
@@ -65,14 +71,14 @@ def compose(
     ConfigError when there are too few of them.
     """
     placement = place(config, gpus)
-    rollout = _with_port(config.rollout, config.rollout.server, free_port)
-    trainer = _with_port(_plain_trainer(config), config.trainer.server, free_port)
-    weights = _with_port(_plain_weights(config), config.weights.server, free_port)
+    rollout = _with_port(config.rollout, free_port)
+    trainer = _with_port(_own_keys(TrainerConfig, config.trainer, {"wandb": True}), free_port)
+    weights = _with_port(_own_keys(WeightsConfig, config.weights, {"transport": True}), free_port)
+    orchestrator = _own_keys(OrchestratorConfig, config.orchestrator, _KEYS_OF_THE_ROLLOUT_PROGRAM)
     running = config.orchestrator.services.given()
     hub = running.get("weights") or reach(weights.server)
     engines = _engines(config, hub, placement, free_port)
-    rollout_values: dict[str, Any] = {}
-    weights_values: dict[str, Any] = {}
+    rollout_values, weights_values = dict[str, object](), dict[str, object]()
     if engines:
         rollout_values |= {"client.base_url": [], "weights": hub}  # engines come and go; the hub knows those there are
         if "min_engines" not in config.weights.model_fields_set:
@@ -80,9 +86,9 @@ def compose(
     if config.inference is not None:
         rollout_values |= _key_source(config.inference, config.rollout.client)
     rollout = with_values(rollout, rollout_values)
-    trainer_values: dict[str, Any] = {"weight_broadcast.address": hub, **_transport(config, placement)}
+    trainer_values: dict[str, object] = {"weight_broadcast.address": hub, **_transport(config, placement)}
     addresses = {"rollout": reach(rollout.server), "trainer": reach(trainer.server), "weights": hub, **running}
-    orchestrator_values: dict[str, Any] = {"services": addresses, **_deadlines(config)}
+    orchestrator_values: dict[str, object] = {"services": addresses, **_deadlines(config)}
     if session and not config.orchestrator.session:
         orchestrator_values["session"] = session
     if config.inference is not None and config.inference.sleep_while_training:
@@ -118,7 +124,7 @@ def compose(
         Part(
             name="orchestrator",
             module="meshrl.orchestrator.main",
-            config=with_values(_plain_orchestrator(config), orchestrator_values),
+            config=with_values(orchestrator, orchestrator_values),
             end_stage=0,
             restarts=config.restarts_of("orchestrator"),
         ),
@@ -126,7 +132,7 @@ def compose(
     return tuple(part for part in parts if part.name not in running)
 
 
-def _transport(config: RLConfig, placement: Placement) -> dict[str, Any]:
+def _transport(config: RLConfig, placement: Placement) -> dict[str, object]:
     """What a GPU that trainer and engine share means for how versions travel: NCCL has no place for both on one."""
     if not any(placement.shared(number) for number in range(len(placement.engines))):
         return {}
@@ -138,11 +144,11 @@ def _transport(config: RLConfig, placement: Placement) -> dict[str, Any]:
     return {"weight_broadcast.type": "filesystem"} if config.trainer.weight_broadcast.type == "auto" else {}
 
 
-def _deadlines(config: RLConfig) -> dict[str, Any]:
+def _deadlines(config: RLConfig) -> dict[str, object]:
     """The orchestrator's waits, where it names none itself: the trainer may look for its hub before it answers, and
     where the others are started again, that may happen in the midst of the run."""
     given, hub_deadline_s = config.orchestrator.deadlines, config.trainer.hub_deadline_s
-    values: dict[str, Any] = {}
+    values: dict[str, object] = {}
     if "startup_s" not in given.model_fields_set:
         values["deadlines.startup_s"] = max(given.startup_s, hub_deadline_s + START_MARGIN_S)
     if "unreachable_s" not in given.model_fields_set and (config.restarts or config.restarts_of("trainer")):
@@ -167,7 +173,7 @@ def reach(server: ServerConfig) -> str:
     return ServerConfig(host=everywhere.get(server.host, server.host), port=server.port).address
 
 
-def with_values(config: Config, values: Mapping[str, Any]) -> Config:
+def with_values(config: Config, values: Mapping[str, object]) -> Config:
     """The configuration with some keys, named by their dotted path, set anew and everything validated again."""
     if not values:
         return config
@@ -183,7 +189,7 @@ def _key_environ(inference: InferenceConfig | None, variable: str) -> dict[str, 
     return {} if key is None else {variable: checked(key.get_secret_value(), "inference.api_key")}
 
 
-def _key_source(inference: InferenceConfig, client: ClientConfig) -> dict[str, Any]:
+def _key_source(inference: InferenceConfig, client: ClientConfig) -> dict[str, object]:
     """Where the rollout program finds the key that its engines ask for, unless it says so itself."""
     if {"api_key_var", "api_key_file"} & client.model_fields_set:
         return {}
@@ -195,25 +201,14 @@ def shown(gpus: Sequence[str] | None) -> dict[str, str]:
     return {} if gpus is None else {VARIABLE: ",".join(gpus)}
 
 
-def _with_port(config: Config, server: ServerConfig, free_port: Callable[[str], int]) -> Config:
+def _with_port(config: Server, free_port: Callable[[str], int]) -> Server:
+    server = config.server
     return config if server.port else with_values(config, {"server.port": free_port(server.host)})
 
 
-def _plain_orchestrator(config: RLConfig) -> OrchestratorConfig:
-    """The orchestrator's own keys, without those that the rollout program has taken."""
-    return OrchestratorConfig.model_validate(
-        config.orchestrator.model_dump(exclude={"client": True, "model": True, "services": True, "log": {"vf_level"}})
-    )
-
-
-def _plain_trainer(config: RLConfig) -> TrainerConfig:
-    """The trainer's own keys."""
-    return TrainerConfig.model_validate(config.trainer.model_dump(exclude={"wandb": True}))
-
-
-def _plain_weights(config: RLConfig) -> WeightsConfig:
-    """The hub's own keys."""
-    return WeightsConfig.model_validate(config.weights.model_dump(exclude={"transport": True}))
+def _own_keys(program: type[Config], section: BaseConfig, others: Mapping[str, bool | set[str]]) -> Config:
+    """A program's own configuration: the section of rl without the keys that only rl takes there."""
+    return program.model_validate(section.model_dump(exclude=dict(others)))
 
 
 def _engines(
@@ -227,7 +222,7 @@ def _engines(
     engines = []
     for number in range(config.engine_count):
         port = given.server.port + number if given.server.port else free_port(given.server.host)
-        values: dict[str, Any] = {
+        values: dict[str, object] = {
             "server.port": port,
             "weight_broadcast": {**broadcast.model_dump(), "address": hub},
             "share_gpu": given.share_gpu or placement.shared(number),
@@ -235,9 +230,8 @@ def _engines(
             "api_key": None,  # it comes through the environment: the configuration is written to a file
         }
         if (given.vllm_argument("data_parallel_size") or 1) > 1 and not given.vllm_argument("data_parallel_rpc_port"):
-            values["data_parallel_rpc_port"] = free_port(
-                given.server.host
-            )  # vLLM's own default is the same for all runs
+            # vLLM's own default is the same for all runs
+            values["data_parallel_rpc_port"] = free_port(given.server.host)
         if config.engine_count > 1 and given.engine_id:
             values["engine_id"] = f"{given.engine_id}-{number + 1}"
         if number and given.seed is not None:

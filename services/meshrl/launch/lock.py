@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from meshrl.core.config import ConfigError
 from meshrl.core.paths import Layout
@@ -54,7 +54,9 @@ class FolderLock:
             while not self._try():
                 holder = self._holder()
                 if not _was_killed(holder) or time.monotonic() > deadline_s:
-                    raise FolderInUseError(f"{self._folder} is in use by {_described(holder)}")
+                    pid, host, since = (holder.get(key) for key in ("pid", "host", "since"))
+                    described = f"rl (pid {pid} on {host}, since {since})" if holder else "another rl"
+                    raise FolderInUseError(f"{self._folder} is in use by {described}")
                 time.sleep(POLL_S)
         except OSError as error:
             raise ConfigError(
@@ -88,7 +90,8 @@ class FolderLock:
         self.fd = fd
         return True
 
-    def _holder(self) -> Mapping[str, Any]:
+    def _holder(self) -> Mapping[str, object]:
+        """What the file says of the process that holds the lock; empty when it says nothing."""
         try:
             holder = json.loads(self._path.read_text())
         except (FileNotFoundError, ValueError):  # removed, or not written yet
@@ -96,13 +99,7 @@ class FolderLock:
         return holder if isinstance(holder, dict) else {}
 
 
-def _described(holder: Mapping[str, Any]) -> str:
-    if not holder:
-        return "another rl"
-    return f"rl (pid {holder.get('pid')} on {holder.get('host')}, since {holder.get('since')})"
-
-
-def _was_killed(holder: Mapping[str, Any]) -> bool:
+def _was_killed(holder: Mapping[str, object]) -> bool:
     """True when the holder was a process of this host that is no more."""
     pid = holder.get("pid")
     if holder.get("host") != platform.node() or not isinstance(pid, int):

@@ -189,7 +189,7 @@ class Supervisor:
                     logger.info("ending all programs")
                     return await self._end_in_order()
                 for child in self._ended():
-                    self._bury(child)
+                    self._kill_rest(child)
                     if child.program.leader and child.process.returncode == 0:
                         logger.info("{} is done; ending the other programs", child.program.name)
                         return await self._end_in_order()
@@ -204,8 +204,11 @@ class Supervisor:
 
     def _ended(self) -> list[_Child]:
         """Programs that have ended: a leader that is done first, a leader that failed (perhaps by others) last."""
-        ended = [child for child in self._children.values() if child.process.returncode is not None]
-        return sorted(ended, key=_weight_of_end)
+
+        def order(child: _Child) -> int:
+            return (2 if child.process.returncode else 0) if child.program.leader else 1
+
+        return sorted((child for child in self._children.values() if child.process.returncode is not None), key=order)
 
     async def _restart(self, child: _Child, failed_starts: int) -> None:
         name, left = child.program.name, child.restarts_left - 1
@@ -257,33 +260,23 @@ class Supervisor:
         if not waits:
             return set()
         for child in children:
-            _signal(child.process, signal.SIGTERM)
+            if child.process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
+                    child.process.terminate()
         left_s = max(0.0, deadline - asyncio.get_running_loop().time())
         await asyncio.wait(waits, timeout=left_s)
         killed = {child.program.name for child in children if child.process.returncode is None}
         for child in children:
-            self._bury(child)
+            self._kill_rest(child)
         await asyncio.wait(waits, timeout=KILL_WAIT_S)
         return killed
 
-    def _bury(self, child: _Child) -> None:
+    def _kill_rest(self, child: _Child) -> None:
         """Kills what is left of a program: itself if it still runs, and the processes it has started."""
         with contextlib.suppress(ProcessLookupError):  # as it should be: nothing was left
             os.killpg(child.process.pid, signal.SIGKILL)
         if self._children.pop(child.program.name, None) is not None:
             self._tell_guardian("-", child.process.pid)
-
-
-def _weight_of_end(child: _Child) -> int:
-    if not child.program.leader:
-        return 1
-    return 0 if child.process.returncode == 0 else 2
-
-
-def _signal(process: asyncio.subprocess.Process, signum: signal.Signals) -> None:
-    if process.returncode is None:
-        with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
-            process.send_signal(signum)
 
 
 def how_it_ended(code: int | None) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from meshrl.core.config.base import ConfigError
 from meshrl.core.config.layers import Layer
@@ -91,14 +91,14 @@ def _take_flag(root: Kind, token: str, rest: list[str], line: CommandLine) -> No
     line.layer.put(path, value, flag)
 
 
-def _decoded(flag: str, kind: Kind, text: str) -> Any:
+def _decoded(flag: str, kind: Kind, text: str) -> object:
     try:
         return decode(kind, text)
     except ConfigError as error:
         raise ConfigError(f"{flag}: {error}") from error
 
 
-def _switched_on(flag: str, kind: Kind) -> Any:
+def _switched_on(flag: str, kind: Kind) -> object:
     """What a flag without a value means."""
     if kind.annotation is bool:
         return True

@@ -25,7 +25,7 @@ class Layer:
     exact: dict[Path, str] = field(default_factory=dict)
     """More exact places of single values: a flag, a variable."""
 
-    def put(self, path: Path, value: Any, origin: str) -> None:
+    def put(self, path: Path, value: object, origin: str) -> None:
         """Sets one key and remembers the flag or variable that it came from."""
         assign(self.values, path, value)
         self.exact[path] = origin

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 from pydantic import SecretStr, ValidationError
 from pydantic_core import ErrorDetails
@@ -49,7 +48,7 @@ def _locate(kind: Kind, problem: ErrorDetails) -> tuple[Path, Kind, Kind]:
 
 def _explain_one(problem: ErrorDetails, path: Path, kind: Kind, parent: Kind, origin_of: Origin) -> str:
     key = ".".join(path)
-    context: Mapping[str, Any] = problem.get("ctx") or {}
+    context: Mapping[str, object] = problem.get("ctx") or {}
 
     def came(place: Path) -> str:
         origin = origin_of(place)

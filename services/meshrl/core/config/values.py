@@ -109,7 +109,7 @@ def by_place(items: Sequence[Any]) -> dict[str, Any]:
     return {str(place): item for place, item in enumerate(items)}
 
 
-def assign(data: dict[str, Any], path: Sequence[str], value: Any) -> None:
+def assign(data: dict[str, Any], path: Sequence[str], value: object) -> None:
     """Sets one key of a nested tree, making the sections above it; what stood in the way is replaced."""
     for key in path[:-1]:
         below = data.get(key)

@@ -65,7 +65,9 @@ def apply_preset(layer: Mapping[str, Any]) -> dict[str, Any]:
     trainer, orchestrator = _section(spread, "trainer"), _section(spread, "orchestrator")
     loss = None if trainer is None else _section(trainer, "loss")
     if trainer is not None and loss is not None and loss.get("type", preset.loss) == preset.loss:
-        unset = dict.fromkeys(("fixed_length", "import_path", *_constants()))
+        unset = dict.fromkeys(
+            ("fixed_length", "import_path", *(name for names in CONSTANTS.values() for name in names))
+        )
         trainer["loss"] = {**unset, "type": preset.loss, "normaliser": preset.normaliser, **preset.constants, **loss}
     advantage = None if orchestrator is None else _section(orchestrator, "advantage")
     if orchestrator is not None and advantage is not None and "type" not in advantage:
@@ -100,13 +102,10 @@ def _preset(values: Mapping[str, Any]) -> Preset | None:
     return PRESETS.get(name) if isinstance(name, str) else None
 
 
-def _constants() -> list[str]:
-    return list(dict.fromkeys(name for constants in CONSTANTS.values() for name in constants))
-
-
-def _longest_reply(values: Mapping[str, Any]) -> Any:
+def _longest_reply(values: Mapping[str, Any]) -> object:
+    """The most tokens that are sampled, or that a rollout may have."""
     for path in (("orchestrator", "sampling", "max_tokens"), ("rollout", "seq_len"), ("orchestrator", "seq_len")):
-        found: Any = values
+        found: object = values
         for key in path:
             found = found.get(key) if isinstance(found, Mapping) else None
         if found is not None:

@@ -34,8 +34,10 @@ class RLConfig(BaseConfig):
     """
 
     everyday_keys: ClassVar[Mapping[str, Sequence[str]]] = {
-        "What is trained, on what": ("model.name", "orchestrator.train.env.N.id", "orchestrator.train.env.N.ratio",
-            "orchestrator.eval", "algorithm",),
+        "What is trained, on what": (
+            "model.name", "orchestrator.train.env.N.id", "orchestrator.train.env.N.ratio", "orchestrator.eval",
+            "algorithm",
+        ),
         "How long, how much": (
             "max_steps", "seq_len", "orchestrator.batch_size", "orchestrator.group_size", "trainer.optim.lr",
             "max_async_level", "orchestrator.sampling.max_tokens", "orchestrator.sampling.temperature", "seed",

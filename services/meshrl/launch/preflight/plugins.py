@@ -48,7 +48,8 @@ def check_plugins(plan: Plan) -> Iterator[Finding]:
     yield from (error(problem) for problem in problems)
 
 
-def _questions(plan: Plan) -> dict[str, Any]:
+def _questions(plan: Plan) -> dict[str, object]:
+    """What the other process is asked, as JSON; None where there is nothing to ask."""
     config, loss, advantage = plan.config, plan.config.trainer.loss, plan.config.orchestrator.advantage
     return {
         "loss": {"import_path": loss.import_path, "kwargs": loss.kwargs}
@@ -89,10 +90,10 @@ def answer(questions: Mapping[str, Any]) -> Iterator[str]:
         except Exception as problem:  # noqa: BLE001  # the same
             yield _described("orchestrator.advantage", problem)
     if questions["environments"] is not None:
-        yield from _environments(**questions["environments"])
+        yield from _environment_problems(**questions["environments"])
 
 
-def _environments(entries: list[dict[str, Any]], harness: str, max_turns: int | None) -> Iterator[str]:
+def _environment_problems(entries: list[dict[str, Any]], harness: str, max_turns: int | None) -> Iterator[str]:
     from meshrl.rollout import hosting  # imports verifiers
 
     for entry in entries:
