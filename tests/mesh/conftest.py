@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -52,16 +53,16 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def start_run(tmp_path: Path, model_dir: Path) -> Iterator[Callable[..., Run]]:
+@contextmanager
+def starting(folder: Path, model_dir: Path) -> Iterator[Callable[..., Run]]:
+    """Starts runs in `folder`, all with one output folder unless told otherwise, and ends those that are left."""
     runs: list[Run] = []
 
-    def start(*flags: str) -> Run:
-        config = tmp_path / "run.toml"
+    def start(*flags: str, output_dir: Path = folder / "out") -> Run:
+        config = folder / "run.toml"
         config.write_text(RUN_TOML)
-        console = tmp_path / "console.txt"
+        console = folder / f"console_{output_dir.name}.txt"
         command = [sys.executable, "-m", "meshrl.launch.main", "@", str(config), "--model.name", str(model_dir)]
-        output_dir = tmp_path / "out"
         with console.open("wb") as out:
             process = subprocess.Popen(
                 [*command, "--output-dir", str(output_dir), *flags],
@@ -81,3 +82,16 @@ def start_run(tmp_path: Path, model_dir: Path) -> Iterator[Callable[..., Run]]:
                 run.process.wait(timeout=20)
             except subprocess.TimeoutExpired:
                 run.process.kill()
+
+
+@pytest.fixture
+def start_run(tmp_path: Path, model_dir: Path) -> Iterator[Callable[..., Run]]:
+    with starting(tmp_path, model_dir) as start:
+        yield start
+
+
+@pytest.fixture(scope="module")
+def start_shared_run(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> Iterator[Callable[..., Run]]:
+    """For runs that several tests of a file look at."""
+    with starting(tmp_path_factory.mktemp("shared"), model_dir) as start:
+        yield start

@@ -1,4 +1,4 @@
-"""A run that may restart its programs outlives their deaths and resumes later; the ledger adds up all the same."""
+"""A run that may restart its programs outlives their deaths; the ledger adds up all the same."""
 
 from __future__ import annotations
 
@@ -30,11 +30,15 @@ def test_killed_trainer_and_orchestrator_come_back_and_every_rollout_is_trained_
     assert not run.left_running()
 
 
-def test_a_run_is_resumed_by_the_next_one(start_run: Callable[..., Run]) -> None:
-    first = start_run("--max-steps", "4", "--ckpt.interval", "2")
-    assert first.finish() == 0, first.console.read_text()
-    second = start_run("--max-steps", "6", "--ckpt.resume-step", "-1")
-    assert second.finish() == 0, second.console.read_text()
-    assert second.steps() == [1, 2, 3, 4, 5, 6]
-    assert "resumed" in second.log("trainer")
-    assert audit(second.output_dir).violations == ()
+def test_a_killed_engine_that_may_restart_catches_up_and_the_run_goes_on(start_run: Callable[..., Run]) -> None:
+    run = start_run("--max-steps", "500", "--engine-restarts", "1")
+    run.wait_for(lambda: len(run.steps()) >= 2)
+    first = run.pid("inference")
+    os.kill(first, signal.SIGKILL)
+    trained = len(run.steps())
+    run.wait_for(lambda: len(run.steps()) >= trained + 4)
+    assert run.pid("inference") != first
+    assert [step for step in run.steps() if run.steps().count(step) > 1] == []
+    run.process.send_signal(signal.SIGTERM)
+    assert run.finish(deadline_s=60.0) == 0
+    assert not run.left_running()

@@ -1,31 +1,34 @@
-"""Whole runs: they finish, they count, they are driven by any gRPC tool, and they end loudly when a program dies."""
+"""Whole runs that finish: two at once, which train every step within the law, and one that resumes the other."""
 
 from __future__ import annotations
 
-import json
-import os
-import signal
+import re
 import sqlite3
-import subprocess
-import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from mesh_run import PROGRAMS, Run
+from mesh_run import Run
+from meshrl.orchestrator.ledger.audit import audit
 
-pytestmark = [pytest.mark.mesh, pytest.mark.timeout(420)]
-ROOT = Path(__file__).parents[2]
+pytestmark = [pytest.mark.mesh, pytest.mark.timeout(600)]
 MAX_OFF_POLICY_STEPS = 8  # the default
-BUF = ROOT / ".tools/buf/node_modules/.bin/buf"
+
+
+@pytest.fixture(scope="module")
+def finished(start_shared_run: Callable[..., Run], tmp_path_factory: pytest.TempPathFactory) -> dict[int, Run]:
+    """Two runs that were started at once and have trained four steps, by their levels of asynchrony."""
+    flags = ("--max-steps", "4", "--ckpt.interval", "2", "--max-async-level")
+    folder = tmp_path_factory.mktemp("runs")
+    runs = {level: start_shared_run(*flags, str(level), output_dir=folder / f"level_{level}") for level in (0, 2)}
+    for run in runs.values():
+        assert run.finish() == 0, run.console.read_text()
+    return runs
 
 
 @pytest.mark.parametrize("level", [0, 2])
-def test_a_run_trains_every_step_within_the_law(start_run: Callable[..., Run], level: int) -> None:
-    run = start_run("--max-steps", "4", "--max-async-level", str(level))
-    assert run.finish() == 0, run.console.read_text()
+def test_a_run_trains_every_step_within_the_law(finished: dict[int, Run], level: int) -> None:
+    run = finished[level]
     steps = [record for record in run.records() if "reward/all/mean" in record]
     assert [record["step"] for record in steps] == [1, 2, 3, 4]
     bound = 0 if level == 0 else MAX_OFF_POLICY_STEPS  # a group that is late ages while others are trained
@@ -41,91 +44,26 @@ def test_a_run_trains_every_step_within_the_law(start_run: Callable[..., Run], l
     assert not run.left_running()
 
 
-@pytest.mark.parametrize("victim", PROGRAMS)
-def test_a_killed_program_ends_the_run_within_ten_seconds_and_is_named(
-    start_run: Callable[..., Run], victim: str
-) -> None:
-    run = start_run("--max-steps", "500")
-    run.wait_for(lambda: len(run.steps()) >= 1)
-    os.kill(run.pid(victim), signal.SIGKILL)
-    killed = time.monotonic()
-    code = run.finish(deadline_s=10.0)
-    assert code != 0
-    assert time.monotonic() - killed < 10.0
-    console = run.console.read_text()
-    assert f"{victim} died: was killed by SIGKILL" in console
-    shown = console.split(f"{victim} died")[1].splitlines()[1:]
-    logged = run.log(victim).splitlines()
-    assert not logged or any(line.strip() and line.strip() in "\n".join(shown) for line in logged[-20:])
-    assert not run.left_running()
+def ports(run: Run) -> set[str]:
+    """Every port that the programs of a run listen on."""
+    files = (run.output_dir / "configs").glob("*.toml")
+    listening = [re.findall(r"^\[server\]\n(?:.+\n)*?port = (\d+)", path.read_text(), re.MULTILINE) for path in files]
+    return {port for found in listening for port in found}
 
 
-def call(address: str, method: str, body: dict[str, Any]) -> dict[str, Any]:
-    """One call by `buf curl`, with nothing but the server's reflection to go by."""
-    done = subprocess.run(
-        [
-            BUF,
-            "curl",
-            "--http2-prior-knowledge",
-            "--protocol",
-            "grpc",
-            "-d",
-            json.dumps(body),
-            f"http://{address}/{method}",
-        ],
-        capture_output=True,
-        text=True,
-        timeout=30,
-    )
-    assert done.returncode == 0, done.stderr
-    answer: dict[str, Any] = json.loads(done.stdout)
-    return answer
+def test_runs_that_start_at_once_train_beside_each_other(finished: dict[int, Run]) -> None:
+    """Neither takes the other's ports, and each ends by itself."""
+    runs = list(finished.values())
+    assert [run.steps() for run in runs] == [[1, 2, 3, 4]] * 2
+    assert [len(ports(run)) for run in runs] == [4, 4]  # rollout, trainer, weights and inference
+    assert not ports(runs[0]) & ports(runs[1])
+    assert not [pid for run in runs for pid in run.left_running()]
 
 
-def test_any_grpc_tool_lists_and_calls_the_services_of_a_live_run(start_run: Callable[..., Run]) -> None:
-    run = start_run("--max-steps", "500")
-    run.wait_for(lambda: len(run.steps()) >= 1)
-    addresses = {program: f"127.0.0.1:{run.port(program)}" for program in ("rollout", "trainer", "weights")}
-    services = {"rollout": "RolloutService", "trainer": "TrainerService", "weights": "WeightSync"}
-    for program, service in services.items():
-        listed = subprocess.run(
-            [
-                BUF,
-                "curl",
-                "--http2-prior-knowledge",
-                "--protocol",
-                "grpc",
-                "--list-services",
-                f"http://{addresses[program]}",
-            ],
-            capture_output=True,
-            text=True,
-            timeout=30,
-            check=True,
-        ).stdout.split()
-        assert {f"meshrl.v1.{service}", "grpc.health.v1.Health"} <= set(listed)
-        health = call(addresses[program], "grpc.health.v1.Health/Check", {"service": f"meshrl.v1.{service}"})
-        assert health["status"] == "SERVING"
-
-    environments = call(addresses["rollout"], "meshrl.v1.RolloutService/ListEnvironments", {"contractVersion": "1.0"})
-    assert environments["environments"][0]["name"] == "reverse_text"
-    trainer = call(addresses["trainer"], "meshrl.v1.TrainerService/GetTrainer", {"contractVersion": "1.0"})
-    assert trainer["runs"][0]["runId"] == "main"
-    assert int(trainer["runs"][0]["step"]) >= 1
-    engines = call(addresses["weights"], "meshrl.v1.WeightSync/ListEngines", {})
-    assert engines["engines"][0]["routable"] is True
-    assert engines["engines"][0]["state"].startswith("AGENT_STATE_")
-
-
-def test_a_killed_engine_that_may_restart_catches_up_and_the_run_goes_on(start_run: Callable[..., Run]) -> None:
-    run = start_run("--max-steps", "500", "--engine-restarts", "1")
-    run.wait_for(lambda: len(run.steps()) >= 2)
-    first = run.pid("inference")
-    os.kill(first, signal.SIGKILL)
-    trained = len(run.steps())
-    run.wait_for(lambda: len(run.steps()) >= trained + 4)
-    assert run.pid("inference") != first
-    assert [step for step in run.steps() if run.steps().count(step) > 1] == []
-    run.process.send_signal(signal.SIGTERM)
-    assert run.finish(deadline_s=60.0) == 0
-    assert not run.left_running()
+def test_a_run_is_resumed_by_the_next_one(finished: dict[int, Run], start_shared_run: Callable[..., Run]) -> None:
+    output_dir = finished[2].output_dir
+    second = start_shared_run("--max-steps", "6", "--ckpt.resume-step", "-1", output_dir=output_dir)
+    assert second.finish() == 0, second.console.read_text()
+    assert second.steps() == [1, 2, 3, 4, 5, 6]
+    assert "resumed" in second.log("trainer")
+    assert audit(output_dir).violations == ()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import subprocess
 import time
 from collections.abc import Callable
@@ -56,3 +58,18 @@ class Run:
         """Processes that belong to this run, by the folder on their command line."""
         listed = subprocess.run(["ps", "-axo", "pid=,command="], capture_output=True, text=True, timeout=10, check=True)
         return [int(line.split()[0]) for line in listed.stdout.splitlines() if str(self.output_dir) in line]
+
+
+def check_kill(run: Run, victim: str) -> None:
+    """Kills a program: the whole run ends within ten seconds, and names it with the last lines of its log."""
+    os.kill(run.pid(victim), signal.SIGKILL)
+    killed = time.monotonic()
+    code = run.finish(deadline_s=10.0)
+    assert code != 0
+    assert time.monotonic() - killed < 10.0
+    console = run.console.read_text()
+    assert f"{victim} died: was killed by SIGKILL" in console
+    shown = console.split(f"{victim} died")[1].splitlines()[1:]
+    logged = run.log(victim).splitlines()
+    assert not logged or any(line.strip() and line.strip() in "\n".join(shown) for line in logged[-20:])
+    assert not run.left_running()

@@ -22,6 +22,7 @@ from meshrl.wire.errors import MeshError
 from meshrl.wire.types import StepEvent, StepState
 
 VOCAB = 16
+UP_S = 150.0  # ranks import torch side by side, beside whatever other tests do
 
 
 def free_port() -> int:
@@ -57,7 +58,7 @@ async def running_hub(output_dir: Path) -> AsyncIterator[str]:
     assert await serving == 0
 
 
-async def up(client: TrainerClient, alive: Callable[[], bool] = lambda: True, deadline_s: float = 60.0) -> None:
+async def up(client: TrainerClient, alive: Callable[[], bool] = lambda: True, deadline_s: float = UP_S) -> None:
     """Until the trainer answers; fails at once when it is not alive any more."""
     async with asyncio.timeout(deadline_s):
         while True:
@@ -72,7 +73,7 @@ async def up(client: TrainerClient, alive: Callable[[], bool] = lambda: True, de
 
 async def until(client: TrainerClient, state: StepState, step: int, *, after_revision: int = 0) -> StepEvent:
     """Waits for an event of a step."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(UP_S):
         async for event in client.watch_steps(after_revision=after_revision):
             if (event.step, event.state) == (step, state):
                 return event

@@ -1,11 +1,17 @@
-"""A live run is sent what no sane client sends, over every RPC and every HTTP route, and trains on."""
+"""A live run trains on under calls that no sane client makes, any gRPC tool calls it, and it ends when a program dies.
+
+The tests share one run, in the order of this file; the last one ends it.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import random
+import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -13,11 +19,12 @@ import pytest
 
 from grpc_fuzz import CallGenerator, Method, Outcomes, call, methods_of
 from http_fuzz import HttpOutcomes, RequestGenerator, send
-from mesh_run import PROGRAMS, Run
+from mesh_run import PROGRAMS, Run, check_kill
 from meshrl.client import TrainerClient, WeightSyncClient
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(420)]
 
+BUF = Path(__file__).parents[2] / ".tools/buf/node_modules/.bin/buf"
 GRPC_CALLS = 3000
 HTTP_REQUESTS = 1000
 AT_ONCE = 24
@@ -161,9 +168,16 @@ def tracebacks(run: Run) -> list[str]:
     return found
 
 
-def test_a_run_trains_on_under_calls_that_make_no_sense(start_run: Callable[..., Run]) -> None:
-    run = start_run("--max-steps", "5000")
+@pytest.fixture(scope="module")
+def live_run(start_shared_run: Callable[..., Run]) -> Run:
+    """It has trained a step, and has thousands left."""
+    run = start_shared_run("--max-steps", "5000")
     run.wait_for(lambda: len(run.steps()) >= 1)
+    return run
+
+
+def test_a_run_trains_on_under_calls_that_make_no_sense(live_run: Run) -> None:
+    run = live_run
     rpcs = asyncio.run(fuzz_grpc(run, seed=1))
     assert rpcs.codes.total() == GRPC_CALLS
     assert not rpcs.wrong, "\n".join(rpcs.wrong[:20])
@@ -174,3 +188,65 @@ def test_a_run_trains_on_under_calls_that_make_no_sense(start_run: Callable[...,
     run.wait_for(lambda: len(run.steps()) >= trained + STEPS_AFTER)
     assert not (found := tracebacks(run)), "\n".join(found[:5])
     assert "Traceback" not in run.console.read_text()
+
+
+def buf_call(address: str, method: str, body: dict[str, Any]) -> dict[str, Any]:
+    """One call by `buf curl`, with nothing but the server's reflection to go by."""
+    done = subprocess.run(
+        [
+            BUF,
+            "curl",
+            "--http2-prior-knowledge",
+            "--protocol",
+            "grpc",
+            "-d",
+            json.dumps(body),
+            f"http://{address}/{method}",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert done.returncode == 0, done.stderr
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
+
+
+def test_any_grpc_tool_lists_and_calls_the_services_of_a_live_run(live_run: Run) -> None:
+    run = live_run
+    addresses = {program: f"127.0.0.1:{run.port(program)}" for program in ("rollout", "trainer", "weights")}
+    services = {"rollout": "RolloutService", "trainer": "TrainerService", "weights": "WeightSync"}
+    for program, service in services.items():
+        listed = subprocess.run(
+            [
+                BUF,
+                "curl",
+                "--http2-prior-knowledge",
+                "--protocol",
+                "grpc",
+                "--list-services",
+                f"http://{addresses[program]}",
+            ],
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=True,
+        ).stdout.split()
+        assert {f"meshrl.v1.{service}", "grpc.health.v1.Health"} <= set(listed)
+        health = buf_call(addresses[program], "grpc.health.v1.Health/Check", {"service": f"meshrl.v1.{service}"})
+        assert health["status"] == "SERVING"
+
+    environments = buf_call(
+        addresses["rollout"], "meshrl.v1.RolloutService/ListEnvironments", {"contractVersion": "1.0"}
+    )
+    assert environments["environments"][0]["name"] == "reverse_text"
+    trainer = buf_call(addresses["trainer"], "meshrl.v1.TrainerService/GetTrainer", {"contractVersion": "1.0"})
+    assert trainer["runs"][0]["runId"] == "main"
+    assert int(trainer["runs"][0]["step"]) >= 1
+    engines = buf_call(addresses["weights"], "meshrl.v1.WeightSync/ListEngines", {})
+    assert engines["engines"][0]["routable"] is True
+    assert engines["engines"][0]["state"].startswith("AGENT_STATE_")
+
+
+def test_the_run_ends_within_ten_seconds_of_a_killed_program_and_names_it(live_run: Run) -> None:
+    check_kill(live_run, PROGRAMS[-1])

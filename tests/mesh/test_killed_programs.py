@@ -1,0 +1,20 @@
+"""A run ends loudly when one of its programs dies; the last of `PROGRAMS` is killed in `test_live_run`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from mesh_run import PROGRAMS, Run, check_kill
+
+pytestmark = [pytest.mark.mesh, pytest.mark.timeout(420)]
+
+
+@pytest.mark.parametrize("victim", PROGRAMS[:-1])
+def test_a_killed_program_ends_the_run_within_ten_seconds_and_is_named(
+    start_run: Callable[..., Run], victim: str
+) -> None:
+    run = start_run("--max-steps", "500")
+    run.wait_for(lambda: len(run.steps()) >= 1)
+    check_kill(run, victim)
