@@ -70,7 +70,7 @@ def train(learner: Learner, until: int) -> list[dict[str, float]]:
     records = []
     while learner.step_done < until:
         step = learner.step_done + 1
-        result = learner.step(stream_batch(step, dp_size=learner.parallel.dp_size, vocab_size=VOCAB))
+        result = learner.step(stream_batch(step, dp_size=learner.parallel.plan.dp_size, vocab_size=VOCAB))
         tokens = {name: _digest(getattr(result.tokens, name)) for name in result.tokens.__dataclass_fields__}
         records.append(
             {

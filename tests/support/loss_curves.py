@@ -62,7 +62,7 @@ def curve(settings: dict[str, Any], model: str, steps: int) -> dict[str, Any]:
     )
     vocab_size = int(learner.model.config.vocab_size)
     results = [
-        learner.step(stream_batch(step, dp_size=parallel.dp_size, vocab_size=vocab_size)) for step in range(steps)
+        learner.step(stream_batch(step, dp_size=parallel.plan.dp_size, vocab_size=vocab_size)) for step in range(steps)
     ]
     weights = gather_state(learner.model)
     return {

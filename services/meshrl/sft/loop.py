@@ -61,7 +61,7 @@ class SFTLoop:
             if self._is_due(self._validation_interval) and self._validation is not None:
                 record = self._learner.evaluate(self._validation.micro_batches)  # every rank takes part
                 validated["val/loss"] = -_mean(record.logprobs)
-            if self._learner.parallel.rank == 0:  # which has the tokens of all ranks
+            if self._learner.parallel.plan.leads:  # which has the tokens of all ranks
                 metrics = self._metrics(batch, result, step_s) | validated | {"time/save_ckpt": save_s}
                 self._monitor.log(result.step, CATALOGUE.record(Source.SFT, metrics))
             save_s = self._checkpoint()
@@ -83,7 +83,7 @@ class SFTLoop:
             self._checkpointer.save()
             self._checkpointer.prune(self._ckpt)
         folder = self._checkpointer.save(weights_only=True)
-        if self._learner.parallel.rank == 0:
+        if self._learner.parallel.plan.leads:
             final = folder.with_name("final")  # a name for what comes next that does not depend on the number of steps
             final.unlink(missing_ok=True)
             final.symlink_to(folder.name, target_is_directory=True)
@@ -105,8 +105,8 @@ class SFTLoop:
             "progress/num_samples": float(progress.samples),
             "progress/num_tokens": float(progress.tokens),
             "perf/throughput": rate,
-            "perf/throughput_per_gpu": rate / self._learner.parallel.world_size,
-            "perf/mfu": flops / step_s / self._peak_flops / self._learner.parallel.world_size,
+            "perf/throughput_per_gpu": rate / self._learner.parallel.plan.world_size,
+            "perf/mfu": flops / step_s / self._peak_flops / self._learner.parallel.plan.world_size,
             "perf/peak_memory": peak_memory_gib(self._learner.device),
             "time/step": step_s,
             "time/forward_backward": result.forward_backward_s,

@@ -84,7 +84,7 @@ def train(config: SFTConfig, stop: threading.Event, parallel: RankGroup) -> None
     validation: Packing | None = None
     if config.val is not None:
         validation = pack_samples(
-            _samples(config.val.data, config, tokenizer), seq_len=config.val.data.seq_len, dp_size=parallel.dp_size
+            _samples(config.val.data, config, tokenizer), seq_len=config.val.data.seq_len, dp_size=parallel.plan.dp_size
         )
     learner = _build(config, parallel)
     checkpointer = Checkpointer(
@@ -103,9 +103,9 @@ def train(config: SFTConfig, stop: threading.Event, parallel: RankGroup) -> None
         seq_len=config.data.seq_len,
         seed=config.data.seed,
         skip=learner.step_done,
-        dp_size=parallel.dp_size,
+        dp_size=parallel.plan.dp_size,
     )
-    monitor = Monitor([]) if parallel.rank else _open_monitor(config, layout)
+    monitor = _open_monitor(config, layout) if parallel.plan.leads else Monitor([])
     try:
         loop = SFTLoop(
             learner,

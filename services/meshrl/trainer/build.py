@@ -63,7 +63,7 @@ def build_parts(config: TrainerConfig, environment: Mapping[str, str]) -> Traine
         checkpointer = Checkpointer(
             learner,
             config.output_dir,
-            tokenizer=None if parallel.rank else _tokenizer(config),
+            tokenizer=_tokenizer(config) if parallel.plan.leads else None,
             seed=config.seed,
             snapshot_dtype=compute_dtype,
             adapters_of=separate_adapters(config.ckpt, config.model),

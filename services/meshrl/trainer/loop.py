@@ -194,8 +194,8 @@ class TrainerLoop:
         metrics = step_metrics(result, batch.environments)
         metrics |= {
             "perf/throughput": tokens / train_s,
-            "perf/throughput_per_gpu": tokens / train_s / self._learner.parallel.world_size,
-            "perf/mfu": flops / train_s / self._peak_flops / self._learner.parallel.world_size,
+            "perf/throughput_per_gpu": tokens / train_s / self._learner.parallel.plan.world_size,
+            "perf/mfu": flops / train_s / self._peak_flops / self._learner.parallel.plan.world_size,
             "perf/peak_memory": peak_memory_gib(self._learner.device),
             **{f"time/{stage}": length_s for stage, length_s in timings_s.items()},
             "time/save_ckpt": self._save_ckpt_s,

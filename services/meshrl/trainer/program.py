@@ -131,7 +131,7 @@ async def serve(config: TrainerConfig, stop: asyncio.Event, tracer: trace.Tracer
             say_ready()
             logger.info(
                 "trainer: run {!r} at version {} (epoch {}) on {} rank(s), serving TrainerService at {}:{}",
-                config.run_id, learner.step_done, epoch, parts.parallel.world_size, config.server.host, port,
+                config.run_id, learner.step_done, epoch, parts.parallel.plan.world_size, config.server.host, port,
             )  # fmt: skip
             return await _until_drained(config, queue, server, training, stop)
         finally:
@@ -240,8 +240,8 @@ async def _before(stop: asyncio.Event, work: asyncio.Future[Any]) -> bool:
 def facts(config: TrainerConfig, parts: TrainerParts) -> TrainerFacts:
     """What GetTrainer says and batches are held against."""
     return TrainerFacts(
-        world_size=parts.parallel.world_size,
-        dp_size=parts.parallel.dp_size,
+        world_size=parts.parallel.plan.world_size,
+        dp_size=parts.parallel.plan.dp_size,
         seq_len=config.seq_len,
         vocab_size=int(parts.learner.model.config.get_text_config().vocab_size),
         objective=config.loss.type,

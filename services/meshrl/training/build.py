@@ -64,7 +64,7 @@ def build_learner(
         device=parallel.device,
         autocast=not sharded,
         compile_head=config.compile is not None and on_gpu,
-        one_pass=parallel.world_size > 1,
+        one_pass=not parallel.plan.is_alone,
     )
     prepare_blocks(policy, config)
     if parallel.mesh is not None:
@@ -80,7 +80,7 @@ def build_learner(
             fill_model(model, config)
     if config.lora is not None:
         reset_lora(model, seed)
-    seed_rank(seed, 0, parallel.rank)  # dropout must not fall alike on every rank
+    seed_rank(seed, 0, parallel.plan.rank)  # dropout must not fall alike on every rank
     return Learner(
         policy,
         objective=objective,

@@ -115,7 +115,7 @@ class Learner:
         step = self.step_done + 1
         started = time.perf_counter()
         counts = count(micro_batches)
-        own = self.parallel.own(micro_batches)
+        own = self.parallel.plan.own_rows(micro_batches)
         self.optimizer.zero_grad()
         try:
             rows = [self._accumulate(micro_batch, counts) for micro_batch in own]
@@ -131,7 +131,7 @@ class Learner:
             rate = learning_rate(self._scheduler, peak=self._optim.lr, step=step, max_steps=self._max_steps)
             self._update(rate)
         except RuntimeError as error:
-            if self.parallel.world_size > 1 or not _is_out_of_memory(error):
+            if not self.parallel.plan.is_alone or not _is_out_of_memory(error):
                 raise
             longest = max(len(micro_batch.token_ids) for micro_batch in own)
             raise StepError(  # the batch is at fault, not the trainer: the next one may fit
@@ -170,14 +170,16 @@ class Learner:
         counts = count(micro_batches)
         self.policy.eval()
         try:
-            return self._gathered(record_of([self._forward(row, counts) for row in self.parallel.own(micro_batches)]))
+            return self._gathered(
+                record_of([self._forward(row, counts) for row in self.parallel.plan.own_rows(micro_batches)])
+            )
         finally:
             self.policy.train()
 
     def _accumulate(self, micro_batch: MicroBatch, counts: BatchCounts) -> RowRecord:
         row = self._forward(micro_batch, counts)
         # Sharded gradients are averaged over the ranks, and the rows' losses already add up to the batch's.
-        scale = 1 if self.parallel.mesh is None else self.parallel.dp_size
+        scale = 1 if self.parallel.mesh is None else self.parallel.plan.dp_size
         torch.autograd.backward(row.loss.total * scale)
         return replace(row, loss=replace(row.loss, total=row.loss.total.detach()))
 
@@ -210,12 +212,12 @@ class Learner:
 
     def _gathered(self, own: TokenRecord) -> TokenRecord:
         """Rank 0: the record of all ranks, in their order; elsewhere the rank's own."""
-        if self.parallel.world_size == 1:
+        if self.parallel.plan.is_alone:
             return own
         parts = {name: self.parallel.gather(getattr(own, name)) for name in TokenRecord.__dataclass_fields__}
-        return (
-            own if self.parallel.rank else TokenRecord(**{n: np.concatenate(part or []) for n, part in parts.items()})
-        )
+        if not self.parallel.plan.leads:
+            return own
+        return TokenRecord(**{name: np.concatenate(part or []) for name, part in parts.items()})
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:

@@ -56,7 +56,7 @@ def memory_need(config: TrainerModelConfig, optim: OptimConfig, parallel: RankGr
         )
     parameters = list(model.parameters())
     trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
-    shards = 1 if parallel.mesh is None else max(1, parallel.world_size // config.dp_replicate)
+    shards = parallel.plan.shards
     state_bytes = 0 if optim.type == "sgd" and not optim.momentum else OPTIMIZER_BYTES[optim.type]
     return MemoryNeed(
         parameters=sum(parameter.numel() for parameter in parameters),
@@ -74,7 +74,7 @@ def check_fits(config: TrainerModelConfig, optim: OptimConfig, parallel: RankGro
     need = memory_need(config, optim, parallel)
     device = parallel.device
     there = available_bytes(device)
-    ranks = parallel.world_size if device.type == "cpu" else 1  # processes that share this memory
+    ranks = parallel.plan.world_size if device.type == "cpu" else 1  # processes that share this memory
     too_large = there is not None and need.total * ranks > there
     if not parallel.any(too_large):
         return

@@ -14,13 +14,14 @@ from meshrl.training.checkpoints import files as checkpoint_files
 from meshrl.training.checkpoints.checkpointer import Checkpointer, CheckpointError
 from meshrl.training.checkpoints.saving_group import SavingGroup
 from meshrl.training.config import CheckpointConfig
+from meshrl.training.parallel.plan import ParallelPlan
 
 
 class TwoRanks(SavingGroup):
     """This rank beside one that failed, or not."""
 
     def __init__(self, *, other_fails: bool) -> None:
-        super().__init__(rank=1, world_size=2)
+        super().__init__(ParallelPlan(rank=1, dp_shard=2))
         self.votes: list[bool] = []
         self._other_fails = other_fails
 

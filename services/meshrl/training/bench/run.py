@@ -114,7 +114,7 @@ def bench_rank(
         random_weights=config.random_weights,
     )
     report = run_bench(learner, config, name=model.name, seq_len=seq_len)
-    if parallel.rank == 0:
+    if parallel.plan.leads:
         path = config.json_path or output_dir / "bench" / "trainer.json"
         settings = {"bench": config, "model": model, "optim": optim}
         report.write(path, {name: part.model_dump(mode="json") for name, part in settings.items()})
@@ -128,7 +128,7 @@ def run_bench(learner: Learner, config: BenchConfig, *, name: str, seq_len: int)
     vocab_size = int(learner.model.config.get_text_config().vocab_size)
     parallel = learner.parallel
     batches = [
-        fake_batch(config, seq_len=seq_len, vocab_size=vocab_size, dp_size=parallel.dp_size, seed=seed)
+        fake_batch(config, seq_len=seq_len, vocab_size=vocab_size, dp_size=parallel.plan.dp_size, seed=seed)
         for seed in range(config.warmup_steps + config.steps)
     ]
     seconds, results = [], []
@@ -145,12 +145,12 @@ def run_bench(learner: Learner, config: BenchConfig, *, name: str, seq_len: int)
     tokens = [sum(len(row.token_ids) for row in batch) for batch in batches[config.warmup_steps :]]
     flops = [step_flops(learner.model, batch) for batch in batches[config.warmup_steps :]]
     frozen = matmul_parameters(learner.model) - matmul_parameters(learner.model, trainable_only=True)
-    peak = peak_flops(learner.device) * parallel.world_size
+    peak = peak_flops(learner.device) * parallel.plan.world_size
     rate = sum(tokens) / sum(times)
     return BenchReport(
         model=name,
         device=torch.cuda.get_device_name(learner.device) if learner.device.type == "cuda" else "CPU",
-        ranks=parallel.world_size,
+        ranks=parallel.plan.world_size,
         seq_len=seq_len,
         lengths=config.lengths,
         tokens_per_step=round(statistics.mean(tokens)),
@@ -159,7 +159,7 @@ def run_bench(learner: Learner, config: BenchConfig, *, name: str, seq_len: int)
         optimizer_s=statistics.median(result.optimizer_s for result in measured),
         other_s=step_s - statistics.median(result.forward_backward_s + result.optimizer_s for result in measured),
         tokens_per_s=rate,
-        tokens_per_s_per_gpu=rate / parallel.world_size,
+        tokens_per_s_per_gpu=rate / parallel.plan.world_size,
         mfu=sum(flops) / sum(times) / peak,
         mfu_6n=(sum(flops) + 2.0 * frozen * sum(tokens)) / sum(times) / peak,
         peak_memory_gib=peak_memory_gib(learner.device),

@@ -102,7 +102,7 @@ class Checkpointer:
         self._group = SavingGroup.beside(learner.parallel, timeout_s=deadline_s)
         # For good, since saves on a thread must not touch the process's filters: no process group is as it should be.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-        if self._group.rank == 0:
+        if self._group.plan.leads:
             files.sweep(self._checkpoints, part)
             files.sweep(self._weights, None)
 
@@ -187,7 +187,7 @@ class Checkpointer:
         The newest checkpoint stays whatever is configured. Other programs' parts of a step go with this one's. What
         cannot be deleted is left to the next save.
         """
-        if self._group.rank:
+        if not self._group.plan.leads:
             return
         try:
             self._prune(config)
@@ -216,12 +216,12 @@ class Checkpointer:
         """
         step, manifest = self._found(step)
         folder, group = self._folder(step), self._group
-        names = sorted(manifest.files)[group.rank :: group.world_size]
+        names = group.plan.share(sorted(manifest.files))
         self._group.together("read", lambda: files.verify(folder, [(name, manifest.files[name]) for name in names]))
         self._load(folder, manifest)
-        train_state.seed_rank(self._seed, step, group.rank)
-        if manifest.ranks == group.world_size:
-            saved = train_state.read_random_state(folder / train_state.random_file(group.rank))
+        train_state.seed_rank(self._seed, step, group.plan.rank)
+        if manifest.ranks == group.plan.world_size:
+            saved = train_state.read_random_state(folder / train_state.random_file(group.plan.rank))
             train_state.restore_random_state(saved, self._learner.device)
         self._learner.step_done = self.durable_step = step
         self.progress.tokens, self.progress.samples = manifest.tokens, manifest.samples
@@ -233,7 +233,7 @@ class Checkpointer:
         """The checkpoint that rank 0 finds; every rank takes that one."""
 
         def find() -> bytes | None:
-            if self._group.rank:
+            if not self._group.plan.leads:
                 return None
             resumable = self._resumable()
             found = resumable[-1] if step == -1 and resumable else step
@@ -275,8 +275,8 @@ class Checkpointer:
             self._group.together("set aside later checkpoints", lambda: self._leave_other_branch(step))
         wanted = [self._weights_folder(step)] + ([] if weights_only else [self._folder(step)])
         needed = bytes(folder not in self._own or not folder.is_dir() for folder in wanted)
-        needed = self._group.broadcast(needed if self._group.rank == 0 else None)
-        model, first = self._learner.model, self._group.rank == 0
+        needed = self._group.broadcast(needed if self._group.plan.leads else None)
+        model, first = self._learner.model, self._group.plan.leads
         if self._writer is None and first:
             self._writer = WeightsWriter(
                 model,
@@ -315,7 +315,8 @@ class Checkpointer:
             self.durable_step = max(self.durable_step, job.step)
 
     def _write_shards(self, job: _Job, tensors: dict[str, Any], partial: Path) -> None:
-        group, own_random = self._group, partial / train_state.random_file(self._group.rank)
+        group, plan = self._group, self._group.plan
+        own_random = partial / train_state.random_file(plan.rank)
 
         def write() -> None:
             writer = FileSystemWriter(partial)
@@ -326,7 +327,7 @@ class Checkpointer:
         def write_random_state() -> dict[str, Any]:
             train_state.write_random_state(job.random_state, own_random)
             flush(own_random)
-            written = [own_random, *partial.glob(f"__{group.rank}_*"), *([] if group.rank else [partial / ".metadata"])]
+            written = [own_random, *partial.glob(f"__{plan.rank}_*"), *([partial / ".metadata"] if plan.leads else [])]
             return {path.name: vars(files.mark(path)) for path in written}
 
         self._group.together("write its shards", write)
@@ -334,7 +335,7 @@ class Checkpointer:
         parts = group.gather(np.frombuffer(json.dumps(marks).encode(), dtype=np.uint8)) or []
         manifest = CheckpointManifest(
             step=job.step,
-            ranks=group.world_size,
+            ranks=plan.world_size,
             model=type(self._learner.model).__name__,
             optimizer=train_state.optimizer_kind(self._learner),
             tokens=job.tokens,
@@ -353,7 +354,7 @@ class Checkpointer:
 
     def _first(self, action: Callable[[Path], object], folders: Sequence[Path]) -> None:
         """Does it to each of the folders, on rank 0 alone."""
-        for folder in folders if self._group.rank == 0 else ():
+        for folder in folders if self._group.plan.leads else ():
             action(folder)
 
     # --- folders ------------------------------------------------------------------------------------
@@ -361,7 +362,7 @@ class Checkpointer:
     def _leave_other_branch(self, step: int) -> None:
         """Later steps' checkpoints come from another run, or from before this one went back: -1 must not take them."""
         self._on_branch = True
-        if self._group.rank:
+        if not self._group.plan.leads:
             return
         for later in self._resumable():
             if later > step and self._folder(later) not in self._own:

@@ -34,7 +34,7 @@ class SavingGroup(RankGroup):
         control = None
         if parallel.control is not None:
             control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-        return cls(rank=parallel.rank, world_size=parallel.world_size, local_rank=parallel.local_rank, control=control)
+        return cls(parallel.plan, control=control)
 
     def together(self, what: str, action: Callable[[], Result]) -> Result:
         """What `action` returns on this rank. Raises CheckpointError on all ranks when it fails on one."""

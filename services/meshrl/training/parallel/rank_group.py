@@ -1,13 +1,13 @@
-"""This process in its training group: its ranks, its device, and the few collectives that carry plain data.
+"""RankGroup: the process groups of a ParallelPlan, this rank's device, and the few collectives that carry plain data.
 
-Started once, before any other collective. Model data moves over the device's backend (NCCL or gloo) through the mesh;
-everything else, such as a batch, a record or a vote, over a gloo group of its own on the CPU, so that it never waits
-behind a kernel.
+Joined once by each rank of the trainer and of sft, before any other collective. Model data moves over the device's
+backend (NCCL or gloo) through the mesh; everything else, such as a batch, a record or a vote, over a gloo group of its
+own on the CPU, so that it never waits behind a kernel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -17,44 +17,40 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from meshrl.wire.types import MicroBatch
+from meshrl.training.parallel.plan import ParallelPlan
 
 COLLECTIVE_TIMEOUT_S = 600.0
-SHARD, REPLICATE = "dp_shard", "dp_replicate"
 
 
 class RankGroup:
-    """One rank of a training group; without arguments, a process on its own.
+    """One rank in its group; without arguments, a process on its own.
 
-    mesh: ("dp_shard",), or ("dp_replicate", "dp_shard") for HSDP; None where nothing is sharded (one process on a CPU).
-    control: gloo group for data on the CPU; None in a group of one.
+    plan: who does what. device: where this rank computes. mesh: the dimensions of `plan.mesh_shape`; None where nothing
+    is sharded (one process on a CPU). control: gloo group for data on the CPU; None in a group of one.
     """
 
     def __init__(
         self,
+        plan: ParallelPlan | None = None,
         *,
-        rank: int = 0,
-        world_size: int = 1,
-        local_rank: int = 0,
         device: torch.device | None = None,
         mesh: DeviceMesh | None = None,
         control: dist.ProcessGroup | None = None,
     ) -> None:
-        self.rank = rank
-        self.world_size = world_size
-        self.local_rank = local_rank
+        self.plan = plan or ParallelPlan()
         self.device = device or torch.device("cpu")
         self.mesh = mesh
         self.control = control
 
     @property
-    def dp_size(self) -> int:
-        """Ranks that train different rows: all of them."""
-        return self.world_size
+    def rank(self) -> int:
+        """The plan's, for those that only exchange messages over this group."""
+        return self.plan.rank
 
     @property
-    def dp_rank(self) -> int:
-        return self.rank
+    def world_size(self) -> int:
+        """The plan's, for those that only exchange messages over this group."""
+        return self.plan.world_size
 
     @classmethod
     def start(
@@ -70,39 +66,25 @@ class RankGroup:
         A GPU without torchrun becomes a group of one, since sharding is also what mixes precisions there; a CPU without
         torchrun needs no group. Raises ValueError when dp_replicate does not divide the group.
         """
-        rank, world_size, local_rank = (
-            int(environment.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
-        )
-        if world_size % dp_replicate:
-            raise ValueError(
-                f"model.dp_replicate must divide the number of ranks ({world_size}), got {dp_replicate}; use 1 or "
-                "a divisor"
-            )
+        plan = ParallelPlan.from_environment(environment, dp_replicate=dp_replicate)
         on_gpu = device.type == "cuda"
-        if world_size == 1 and not on_gpu:
-            return cls(device=device)
+        if plan.is_alone and not on_gpu:
+            return cls(plan, device=device)
         if on_gpu:
-            device = torch.device("cuda", local_rank if device.index is None else device.index)
+            device = torch.device("cuda", plan.local_rank if device.index is None else device.index)
             torch.cuda.set_device(device)
         if not dist.is_initialized():  # one group a process, whatever meshes are laid over it
             options: dict[str, Any] = {"timeout": timedelta(seconds=timeout_s)}
-            if world_size == 1:
+            if plan.is_alone:
                 store = dist.HashStore()  # type: ignore[attr-defined]  # documented, but not in torch's __all__
                 options |= {"store": store, "rank": 0, "world_size": 1}
             if on_gpu:
                 options["device_id"] = device
             dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", **options)
-        names: tuple[str, ...] = (SHARD,)
-        shape: tuple[int, ...] = (world_size,)
-        if dp_replicate > 1:
-            names, shape = (REPLICATE, SHARD), (dp_replicate, world_size // dp_replicate)
-        mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
-        control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)) if world_size > 1 else None
-        return cls(rank=rank, world_size=world_size, local_rank=local_rank, device=device, mesh=mesh, control=control)
-
-    def own(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """The micro-batches of this rank, in order."""
-        return [micro_batch for micro_batch in micro_batches if micro_batch.dp_rank == self.dp_rank]
+        shape = plan.mesh_shape
+        mesh = init_device_mesh(device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
+        control = None if plan.is_alone else dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        return cls(plan, device=device, mesh=mesh, control=control)
 
     # --- collectives over the control group; every rank calls them in the same order ----------------
 

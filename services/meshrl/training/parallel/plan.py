@@ -1,0 +1,134 @@
+"""ParallelPlan: how the ranks of a training group divide the work. Arithmetic only, without torch or a process group.
+
+Made once at the start from torchrun's variables. `RankGroup` builds the process groups that it describes; the learner,
+the checkpointer, the loops and the publisher ask it which rows, files and bytes are a rank's own, and none of them
+counts ranks by itself.
+
+Ranks are numbered along the mesh, the last dimension fastest:
+
+    dp_replicate   copies of the model (HSDP); gradients are averaged over them
+    dp_shard       parts of a copy's parameters, which FSDP gathers block by block
+    cp             context parallel: ranks that share the tokens of a row
+    tp             tensor parallel: ranks that share each matrix product
+    ep             expert parallel: lies over ranks of dp_shard and adds none of its own
+
+cp, tp and ep are 1 in this version: every rank trains rows of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from meshrl.wire.types import MicroBatch
+
+SHARD, REPLICATE = "dp_shard", "dp_replicate"
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelPlan:
+    """One rank's view of the group; without arguments, a process on its own. Raises ValueError for a wrong rank."""
+
+    rank: int = 0
+    local_rank: int = 0  # among the ranks of this machine, and so the index of its GPU
+    local_world_size: int = 1  # ranks on this machine
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+
+    def __post_init__(self) -> None:
+        if (self.cp, self.tp, self.ep) != (1, 1, 1):
+            raise ValueError(f"cp, tp and ep must be 1 in this version, got {self.cp}, {self.tp} and {self.ep}")
+        if not 0 <= self.rank < self.world_size:
+            raise ValueError(f"rank {self.rank} is not one of {self.world_size} ranks")
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str], *, dp_replicate: int = 1) -> ParallelPlan:
+        """The plan of the group that torchrun's RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE describe.
+
+        Raises ValueError when `dp_replicate` (model.dp_replicate) does not divide the number of ranks.
+        """
+        world_size = int(environment.get("WORLD_SIZE", "1"))
+        if world_size % dp_replicate:
+            raise ValueError(
+                f"model.dp_replicate must divide the number of ranks ({world_size}), got {dp_replicate}; use 1 or "
+                "a divisor"
+            )
+        return cls(
+            rank=int(environment.get("RANK", "0")),
+            local_rank=int(environment.get("LOCAL_RANK", "0")),
+            local_world_size=int(environment.get("LOCAL_WORLD_SIZE", "1")),
+            dp_replicate=dp_replicate,
+            dp_shard=world_size // dp_replicate,
+        )
+
+    # --- the group --------------------------------------------------------------------------------
+
+    @property
+    def world_size(self) -> int:
+        """All ranks."""
+        return self.dp_replicate * self.dp_shard * self.cp * self.tp
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether this process is the whole group."""
+        return self.world_size == 1
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is rank 0, which serves, reports, and writes what is written once."""
+        return self.rank == 0
+
+    @property
+    def on_one_host(self) -> bool:
+        """Whether all ranks are on this machine."""
+        return self.local_world_size == self.world_size
+
+    @property
+    def mesh_shape(self) -> dict[str, int]:
+        """The dimensions of the device mesh by name, outermost first; HSDP has two."""
+        return ({REPLICATE: self.dp_replicate} if self.dp_replicate > 1 else {}) | {SHARD: self.dp_shard}
+
+    # --- rows: who trains what ----------------------------------------------------------------------
+
+    @property
+    def dp_size(self) -> int:
+        """Ranks (or groups of cp * tp ranks) that train different rows."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def dp_rank(self) -> int:
+        """Which of them this rank belongs to."""
+        return self.rank // (self.cp * self.tp)
+
+    def own_rows(self, micro_batches: Iterable[MicroBatch]) -> list[MicroBatch]:
+        """The micro-batches that this rank trains, in order."""
+        return [micro_batch for micro_batch in micro_batches if micro_batch.dp_rank == self.dp_rank]
+
+    # --- weights: who holds and sends what ------------------------------------------------------------
+
+    @property
+    def shards(self) -> int:
+        """Ranks that hold one copy of the model between them."""
+        return self.dp_shard * self.cp * self.tp
+
+    @property
+    def num_senders(self) -> int:
+        """Ranks that send a version's bytes: those of the first copy. The others hold the same bytes."""
+        return self.shards
+
+    @property
+    def sends(self) -> bool:
+        """Whether this rank is a sender; it sends the rows that it holds, as sender number `rank`."""
+        return self.rank < self.num_senders
+
+    # --- files: who reads what ------------------------------------------------------------------------
+
+    def share(self, items: Sequence[Item]) -> Sequence[Item]:
+        """This rank's share of work that any rank can do, such as the verification of a checkpoint's files."""
+        return items[self.rank :: self.world_size]

@@ -1,0 +1,75 @@
+"""The parallel plan: who trains which rows, sends which bytes and reads which files."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from meshrl.algorithms.packing import TrainSample, pack_samples
+from meshrl.training.parallel.plan import ParallelPlan
+
+
+def torchrun(rank: int, world_size: int, *, here: int | None = None) -> dict[str, str]:
+    count = world_size if here is None else here
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": str(rank % count),
+        "LOCAL_WORLD_SIZE": str(count),
+    }
+
+
+def plans(world_size: int, *, dp_replicate: int = 1) -> list[ParallelPlan]:
+    return [
+        ParallelPlan.from_environment(torchrun(rank, world_size), dp_replicate=dp_replicate)
+        for rank in range(world_size)
+    ]
+
+
+def test_a_process_without_torchrun_is_alone_and_does_everything() -> None:
+    plan = ParallelPlan.from_environment({})
+    assert plan == ParallelPlan()
+    assert all((plan.is_alone, plan.leads, plan.sends, plan.on_one_host))
+    assert (plan.world_size, plan.dp_size, plan.num_senders, plan.mesh_shape) == (1, 1, 1, {"dp_shard": 1})
+
+
+def test_every_row_is_trained_by_one_rank() -> None:
+    sample = TrainSample(token_ids=np.arange(4, dtype=np.int32), loss_mask=np.ones(4, bool), logprobs=np.zeros(4))
+    rows = pack_samples([sample] * 8, seq_len=4, dp_size=4).micro_batches
+    own = [plan.own_rows(rows) for plan in plans(4, dp_replicate=2)]
+    assert [len(part) for part in own] == [2] * 4
+    assert sorted(id(row) for part in own for row in part) == sorted(map(id, rows))
+
+
+def test_the_first_copy_sends_a_version() -> None:
+    assert [plan.sends for plan in plans(4)] == [True] * 4
+    hybrid = plans(4, dp_replicate=2)
+    assert [plan.sends for plan in hybrid] == [True, True, False, False]
+    assert {(plan.num_senders, plan.shards) for plan in hybrid} == {(2, 2)}
+    assert hybrid[0].mesh_shape == {"dp_replicate": 2, "dp_shard": 2}
+
+
+def test_each_file_is_read_by_one_rank() -> None:
+    names = [f"file-{index}" for index in range(7)]
+    assert sorted(name for plan in plans(3) for name in plan.share(names)) == names
+
+
+def test_ranks_on_two_machines_are_not_on_one_host() -> None:
+    plan = ParallelPlan.from_environment(torchrun(3, 4, here=2))
+    assert (plan.local_rank, plan.on_one_host, plan.leads) == (1, False, False)
+
+
+def test_replicas_must_divide_the_ranks() -> None:
+    with pytest.raises(ValueError, match=r"model\.dp_replicate must divide the number of ranks \(4\), got 3"):
+        ParallelPlan.from_environment(torchrun(0, 4), dp_replicate=3)
+
+
+@pytest.mark.parametrize("dimension", ["cp", "tp", "ep"])
+def test_dimensions_that_come_later_are_one(dimension: str) -> None:
+    with pytest.raises(ValueError, match="cp, tp and ep must be 1"):
+        ParallelPlan(**{dimension: 2})
+
+
+def test_a_rank_beyond_the_group_is_refused() -> None:
+    with pytest.raises(ValueError, match="rank 2 is not one of 2"):
+        ParallelPlan(rank=2, dp_shard=2)
