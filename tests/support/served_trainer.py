@@ -29,6 +29,7 @@ from meshrl.models.logprobs import PackedPolicy
 from meshrl.trainer.loop import TrainerLoop
 from meshrl.trainer.publishing.publisher import PublishReport
 from meshrl.trainer.ranks.commands import CommandSender
+from meshrl.trainer.runs import RunTable, RunVersions, TrainerRun
 from meshrl.trainer.service import TrainerFacts, TrainerServicer
 from meshrl.trainer.spans import TrainSpans
 from meshrl.trainer.steps import StepBook
@@ -117,18 +118,13 @@ async def serving(output_dir: Path, *, dp_size: int = 1) -> AsyncIterator[Mesh]:
         return done
 
     queue = TrainingQueue(StepBook(run_id="main", epoch=7, max_queued=1))
-    loop = TrainerLoop(
-        learner,
-        queue,
-        lambda version: {},
-        publish,
-        Checkpointer(learner, output_dir, tokenizer=None),
-        TrainSpans(trace.NoOpTracer()),
-        CommandSender(learner.parallel),
-        Progress(),
-        ckpt=None,
-        publish_deadline_s=20,
+    run = TrainerRun(
+        queue=queue,
+        learner=learner,
+        checkpointer=Checkpointer(learner, output_dir, tokenizer=None),
+        versions=RunVersions(capture=lambda version: {}, publish=publish, progress=Progress(), stall_s=20),
     )
+    loop = TrainerLoop(run, TrainSpans(trace.NoOpTracer()), CommandSender(learner.parallel), ckpt=None)
     facts = TrainerFacts(
         world_size=1,
         dp_size=dp_size,
@@ -137,10 +133,9 @@ async def serving(output_dir: Path, *, dp_size: int = 1) -> AsyncIterator[Mesh]:
         objective="aipo",
         model="tiny",
         max_queued_batches=1,
-        max_concurrent_runs=1,
     )
     server = GrpcServer(ServerConfig(port=0))
-    servicer = TrainerServicer(queue, facts, on_drained=drained.set)
+    servicer = TrainerServicer(RunTable(run), facts, on_drained=drained.set)
     server.add("meshrl.v1.TrainerService", pb_grpc.add_TrainerServiceServicer_to_server, servicer)
     address = f"127.0.0.1:{await server.start()}"
     thread = threading.Thread(target=loop.run, daemon=True)  # a test that fails must not hang the others

@@ -25,6 +25,7 @@ from meshrl.models.state import gather_state
 from meshrl.trainer.loop import TrainerLoop
 from meshrl.trainer.publishing.publisher import PublishReport
 from meshrl.trainer.ranks.commands import CommandSender
+from meshrl.trainer.runs import RunVersions, TrainerRun
 from meshrl.trainer.spans import TrainSpans
 from meshrl.trainer.steps import StepBook
 from meshrl.trainer.work_queue import TrainingQueue
@@ -118,17 +119,22 @@ class Running:
         self.queue = TrainingQueue(StepBook(run_id="main", epoch=1, start_step=learner.step_done))
         self.checkpointer = Checkpointer(learner, folder, tokenizer=None)
         self.error: BaseException | None = None
+        run = TrainerRun(
+            queue=self.queue,
+            learner=learner,
+            checkpointer=self.checkpointer,
+            versions=RunVersions(
+                capture=lambda version: gather_state(learner.model),
+                publish=self.hub.publish,
+                progress=self.progress,
+                stall_s=publish_deadline_s,
+            ),
+        )
         self.loop = TrainerLoop(
-            learner,
-            self.queue,
-            lambda version: gather_state(learner.model),
-            self.hub.publish,
-            self.checkpointer,
+            run,
             TrainSpans(provider.get_tracer("test")),
             CommandSender(learner.parallel),
-            self.progress,
             ckpt=ckpt,
-            publish_deadline_s=publish_deadline_s,
             release=lambda: self.released_after.append(sorted(self.hub.versions)),
         )
         self.released_after: list[list[int]] = []  # versions that were published when memory was given back

@@ -1,8 +1,8 @@
 """The training loop of rank 0: takes a batch, makes a step, publishes the version; runs on the training thread.
 
-Consumes batches from the queue in order; produces weights for the publisher and a DONE or FAILED event a step; waits
-for the next batch and, before a publication starts, for the one before it; unblocks the orchestrator, which activates
-a version once its step is DONE.
+Consumes batches from the run's queue, in order. Produces a snapshot of the weights for the publisher, and a DONE or
+FAILED event a step. Waits for the next batch and, before it captures a version, for the publication of the one before.
+Unblocks the orchestrator, which activates a version once its step is DONE.
 """
 
 from __future__ import annotations
@@ -20,18 +20,15 @@ from meshrl.core.metrics.names import CATALOGUE
 from meshrl.trainer.metrics import step_metrics
 from meshrl.trainer.publishing.publisher import PublishReport
 from meshrl.trainer.ranks.commands import CommandSender, SaveCommand, SnapshotCommand, StopCommand, TrainCommand
+from meshrl.trainer.runs import TrainerRun
 from meshrl.trainer.spans import TrainSpan, TrainSpans
-from meshrl.trainer.work_queue import SaveRequest, TrainingQueue
+from meshrl.trainer.work_queue import SaveRequest
 from meshrl.training.bench.throughput import peak_flops, peak_memory_gib, step_flops
-from meshrl.training.checkpoints.checkpointer import Checkpointer, CheckpointError
+from meshrl.training.checkpoints.checkpointer import CheckpointError
 from meshrl.training.config import CheckpointConfig
-from meshrl.training.learner import Learner, StepError, StepResult
-from meshrl.versions.progress import Progress
+from meshrl.training.learner import StepError, StepResult
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Batch
-
-# (version, what was taken, traceparent) -> a future that is done when the version is published.
-Publish = Callable[[int, Any, str], "Future[PublishReport]"]
 
 
 class TrainerLoop:
@@ -39,39 +36,29 @@ class TrainerLoop:
 
     def __init__(
         self,
-        learner: Learner,
-        queue: TrainingQueue,
-        take: Callable[[int], Any],
-        publish: Publish,
-        checkpointer: Checkpointer,
+        run: TrainerRun,
         spans: TrainSpans,
         commands: CommandSender,
-        progress: Progress,
         *,
         ckpt: CheckpointConfig | None,
-        publish_deadline_s: float,
         release: Callable[[], None] = lambda: None,
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
-        """`take` lays the weights of a version aside, with the other ranks; `publish` brings them out meanwhile.
+        """`release` gives memory that no tensor needs back to the device; called after each snapshot.
 
-        `progress` is that of the publication under way, which may stand still for `publish_deadline_s`.
-        `release` gives memory that no tensor needs back to the device, after each step.
+        `on_end` is called after the last collective.
         """
-        self._learner = learner
-        self._queue = queue
-        self._take, self._publish = take, publish
-        self._checkpointer = checkpointer
-        self._spans = spans
-        self._commands, self._progress = commands, progress
+        assert run.versions is not None, "publishing is set up before the first step"
+        self._learner, self._queue, self._checkpointer = run.learner, run.queue, run.checkpointer
+        self._versions = run.versions
+        self._spans, self._commands = spans, commands
         self._ckpt = ckpt
-        self._publish_deadline_s = publish_deadline_s
         self._release, self._on_end = release, on_end
         self._publishing: Future[PublishReport] | None = None
-        self._published_step = learner.step_done  # the last one whose publication began
+        self._published_step = run.learner.step_done  # the last one whose publication began
         self._save_ckpt_s = 0.0  # since the last DONE
-        self._saved_step = learner.step_done  # a step that is on disk, or needs no checkpoint
-        self._peak_flops = peak_flops(learner.device)
+        self._saved_step = run.learner.step_done  # a step that is on disk, or needs no checkpoint
+        self._peak_flops = peak_flops(run.learner.device)
 
     def run(self) -> None:
         """Works until the queue closes, then writes the last checkpoint. Raises what the trainer cannot survive."""
@@ -111,9 +98,9 @@ class TrainerLoop:
         span.child("forward_backward", result.forward_backward_s, before_s=result.optimizer_s)
         span.child("optimizer", result.optimizer_s)
         self._wait_for_publication()  # versions are sealed in order
-        settled = time.perf_counter()
+        published_before = time.perf_counter()
         self._commands.send(SnapshotCommand())
-        taken = self._take(result.step)  # the next step changes the live weights
+        captured = self._versions.capture(result.step)  # the next step changes the live weights
         self._release()  # once the version is published, an engine may need the room
         ended = time.perf_counter()
         timings_s = {
@@ -121,12 +108,12 @@ class TrainerLoop:
             "broadcast_batch": handed_out - started,
             "forward_backward": result.forward_backward_s,
             "optimizer": result.optimizer_s,
-            "wait_for_publication": settled - stepped,
-            "gather_weights": ended - settled,
+            "wait_for_publication": published_before - stepped,
+            "gather_weights": ended - published_before,
             "step": wait_s + ended - started,
         }
         metrics = self._metrics(batch, result, timings_s, ended - started)
-        self._hand_over(result.step, taken, metrics, timings_s, span)
+        self._start_publication(result.step, captured, metrics, timings_s, span)
         logger.info(
             "step {} | loss {:.4f} | grad norm {:.3f} | mismatch kl {:.2e} | {:.0f} tokens/s | {:.2f} s, wait {:.2f} s",
             result.step,
@@ -140,10 +127,10 @@ class TrainerLoop:
         if self._ckpt is not None and self._ckpt.interval and result.step % self._ckpt.interval == 0:
             self._save(self._ckpt)
 
-    def _hand_over(
+    def _start_publication(
         self,
         step: int,
-        taken: Any,
+        captured: Any,
         metrics: Mapping[str, float],
         timings_s: Mapping[str, float],
         span: TrainSpan,
@@ -173,9 +160,9 @@ class TrainerLoop:
                 traceparent=span.traceparent,
             )
 
-        self._progress.moved()
+        self._versions.progress.moved()
         self._published_step = step
-        self._publishing = self._publish(step, taken, span.traceparent)
+        self._publishing = self._versions.publish(step, captured, span.traceparent)
         self._publishing.add_done_callback(announce)
 
     def _metrics(
@@ -215,7 +202,7 @@ class TrainerLoop:
         if publishing is None:
             return
         try:
-            self._commands.wait(publishing, progress=self._progress, stall_s=self._publish_deadline_s)
+            self._commands.wait(publishing, progress=self._versions.progress, stall_s=self._versions.stall_s)
         except TimeoutError as error:
             if publishing.done():  # its own
                 raise

@@ -31,6 +31,7 @@ from meshrl.trainer.ranks.commands import CommandSender
 from meshrl.trainer.ranks.memory import releaser
 from meshrl.trainer.ranks.thread import TrainingThread
 from meshrl.trainer.ranks.worker import RankWorker
+from meshrl.trainer.runs import RunTable, RunVersions, TrainerRun
 from meshrl.trainer.service import TrainerFacts, TrainerServicer
 from meshrl.trainer.spans import TrainSpans
 from meshrl.trainer.steps import StepBook
@@ -106,9 +107,10 @@ async def serve(config: TrainerConfig, stop: asyncio.Event, tracer: trace.Tracer
         ),
         held=True,
     )
+    own = TrainerRun(queue=queue, learner=learner, checkpointer=parts.checkpointer)
     said = facts(config, parts)
     server = GrpcServer(config.server, max_message_bytes=said.max_message_bytes, tracer=tracer)
-    servicer = TrainerServicer(queue, said, on_drained=stop.set)
+    servicer = TrainerServicer(RunTable(own, max_runs=config.max_concurrent_runs), said, on_drained=stop.set)
     server.add(SERVICE, add_TrainerServiceServicer_to_server, servicer)
     port = await server.start()
     async with WeightSyncClient(config.weight_broadcast.address) as hub:
@@ -119,7 +121,7 @@ async def serve(config: TrainerConfig, stop: asyncio.Event, tracer: trace.Tracer
             return 0
         publication, initial = opening.result()
         del opening  # the first version's weights must not live as long as this function
-        training = thread.call(train_loop(config, parts, queue, publication, commands, tracer).run)
+        training = thread.call(train_loop(config, parts, own, publication, commands, tracer).run)
         try:
             first = asyncio.ensure_future(_publish_when_hub_is_up(publication, learner.step_done, initial, config))
             del initial
@@ -144,7 +146,7 @@ async def serve(config: TrainerConfig, stop: asyncio.Event, tracer: trace.Tracer
 def train_loop(
     config: TrainerConfig,
     parts: TrainerParts,
-    queue: TrainingQueue,
+    run: TrainerRun,
     publication: Publication,
     commands: CommandSender,
     tracer: trace.Tracer,
@@ -155,17 +157,17 @@ def train_loop(
     def publish(version: int, captured: Captured, traceparent: str) -> Future[PublishReport]:
         return asyncio.run_coroutine_threadsafe(publication.publisher.publish(version, captured, traceparent), loop)
 
+    run.versions = RunVersions(
+        capture=publication.snapshotter.capture,
+        publish=publish,
+        progress=publication.publisher.progress,
+        stall_s=config.publish_deadline_s,
+    )
     return TrainerLoop(
-        parts.learner,
-        queue,
-        publication.snapshotter.capture,
-        publish,
-        parts.checkpointer,
+        run,
         TrainSpans(tracer),
         commands,
-        publication.publisher.progress,
         ckpt=config.ckpt,
-        publish_deadline_s=config.publish_deadline_s,
         release=releaser(parts.learner.device, wanted=config.release_memory),
         on_end=parts.leave,
     )
@@ -247,5 +249,4 @@ def facts(config: TrainerConfig, parts: TrainerParts) -> TrainerFacts:
         objective=config.loss.type,
         model=config.model.name,
         max_queued_batches=config.max_queued_batches,
-        max_concurrent_runs=config.max_concurrent_runs,
     )

@@ -6,17 +6,15 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from meshrl.trainer.answers import Answers
+from meshrl.trainer.runs import RunTable, TrainerRun
 from meshrl.trainer.validate import check_batch
-from meshrl.trainer.work_queue import TrainingQueue
 from meshrl.v1 import trainer_pb2 as pb
 from meshrl.v1 import trainer_pb2_grpc as pb_grpc
 from meshrl.wire import validate
 from meshrl.wire.convert.batches import BatchReader, run_to_proto, step_event_to_proto, trainer_info_to_proto
-from meshrl.wire.errors import MeshError, Reason
-from meshrl.wire.types import CONTRACT_VERSION, RunInfo, TrainerInfo
+from meshrl.wire.types import CONTRACT_VERSION, TrainerInfo
 
 MIN_MESSAGE_BYTES = 4 * 2**20
 BYTES_PER_TOKEN = 64  # of a micro-batch message, with room for the ids and traces of its samples
@@ -33,7 +31,6 @@ class TrainerFacts:
     objective: str
     model: str
     max_queued_batches: int
-    max_concurrent_runs: int
 
     @property
     def max_message_bytes(self) -> int:
@@ -42,15 +39,15 @@ class TrainerFacts:
 
 
 class TrainerServicer(pb_grpc.TrainerServiceServicer):
-    """The thin servicer. `on_drained` is called once a client's Drain has emptied the queue."""
+    """The thin servicer. `on_drained` is called once a client's Drain has emptied the queue of each run."""
 
-    def __init__(self, queue: TrainingQueue, facts: TrainerFacts, *, on_drained: Callable[[], None]) -> None:
-        self._queue = queue
+    def __init__(self, runs: RunTable, facts: TrainerFacts, *, on_drained: Callable[[], None]) -> None:
+        self._runs = runs
         self._facts = facts
         self._on_drained = on_drained
         self._saves: Answers[tuple[int, Path]] = Answers()
 
-    async def GetTrainer(self, request: pb.GetTrainerRequest, context: Any) -> pb.GetTrainerResponse:  # noqa: N802 - gRPC's name
+    async def GetTrainer(self, request: pb.GetTrainerRequest, context: object) -> pb.GetTrainerResponse:  # noqa: N802 - gRPC's name
         validate.validate_contract_version(request.contract_version)
         facts = self._facts
         info = TrainerInfo(
@@ -60,7 +57,7 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
             pad_multiple=1,
             objective=facts.objective,
             model=facts.model,
-            runs=(self._queue.book.info(),),
+            runs=tuple(run.info() for run in self._runs),
             max_queued_batches=facts.max_queued_batches,
             vocab_size=facts.vocab_size,
             max_message_bytes=facts.max_message_bytes,
@@ -68,67 +65,52 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         return trainer_info_to_proto(info, contract_version=CONTRACT_VERSION)
 
     async def SubmitBatch(  # noqa: N802 - gRPC's name
-        self, request_iterator: AsyncIterator[pb.SubmitBatchRequest], context: Any
+        self, request_iterator: AsyncIterator[pb.SubmitBatchRequest], context: object
     ) -> pb.SubmitBatchResponse:
         reader = BatchReader(seq_len=self._facts.seq_len, dp_size=self._facts.dp_size)
+        run: TrainerRun | None = None
         async for message in request_iterator:
-            first = reader.header is None
             reader.feed(message)
-            if first and reader.header is not None:
-                self._own_run(reader.header.run_id)
-                answer = self._queue.book.admit(reader.header.step, reader.header.digest)
+            if run is None and reader.header is not None:
+                run = self._runs.find(reader.header.run_id)
+                answer = run.queue.book.admit(reader.header.step, reader.header.digest)
                 if answer is not None:  # a repetition need not send its tensors again
                     return pb.SubmitBatchResponse(revision=answer.revision, queue_position=answer.queue_position)
         batch = await asyncio.to_thread(reader.finish)
         await asyncio.to_thread(check_batch, batch, vocab_size=self._facts.vocab_size)
         assert reader.header is not None  # finish raises without one
-        answer = self._queue.submit(batch, reader.header.digest)
+        assert run is not None  # found by the header
+        answer = run.queue.submit(batch, reader.header.digest)
         return pb.SubmitBatchResponse(revision=answer.revision, queue_position=answer.queue_position)
 
     async def WatchSteps(  # noqa: N802 - gRPC's name
-        self, request: pb.WatchStepsRequest, context: Any
+        self, request: pb.WatchStepsRequest, context: object
     ) -> AsyncIterator[pb.WatchStepsResponse]:
-        self._own_run(request.run_id)
-        async for event in self._queue.watch(request.after_revision):
+        async for event in self._runs.find(request.run_id).queue.watch(request.after_revision):
             yield step_event_to_proto(event)
 
-    async def SaveCheckpoint(self, request: pb.SaveCheckpointRequest, context: Any) -> pb.SaveCheckpointResponse:  # noqa: N802 - gRPC's name
+    async def SaveCheckpoint(self, request: pb.SaveCheckpointRequest, context: object) -> pb.SaveCheckpointResponse:  # noqa: N802 - gRPC's name
         validate.validate_checkpoint_request(request)
-        self._own_run(request.run_id)
+        run = self._runs.find(request.run_id)
         step, path = await self._saves.once(
             request.request_id,
             request.SerializeToString(deterministic=True),
-            lambda: self._queue.save_checkpoint(weights_only=request.weights_only),
+            lambda: run.queue.save_checkpoint(weights_only=request.weights_only),
         )
         return pb.SaveCheckpointResponse(step=step, path=str(path))
 
-    async def CreateRun(self, request: pb.CreateRunRequest, context: Any) -> pb.CreateRunResponse:  # noqa: N802 - gRPC's name
+    async def CreateRun(self, request: pb.CreateRunRequest, context: object) -> pb.CreateRunResponse:  # noqa: N802 - gRPC's name
         validate.validate_run_request(request)
-        own = self._queue.book.info()
-        if request.run_id == own.run_id:
-            raise MeshError(Reason.RUN_EXISTS, f"run {own.run_id!r} is this trainer's own; choose another run_id")
-        raise MeshError(
-            Reason.RUN_LIMIT_REACHED,
-            f"this trainer holds {self._facts.max_concurrent_runs} run(s), its own {own.run_id!r} included, and takes "
-            "no more; start another trainer",
-        )
+        self._runs.create(request.run_id)
 
-    async def ListRuns(self, request: pb.ListRunsRequest, context: Any) -> pb.ListRunsResponse:  # noqa: N802 - gRPC's name
-        return pb.ListRunsResponse(runs=[run_to_proto(self._queue.book.info())])
+    async def ListRuns(self, request: pb.ListRunsRequest, context: object) -> pb.ListRunsResponse:  # noqa: N802 - gRPC's name
+        return pb.ListRunsResponse(runs=[run_to_proto(run.info()) for run in self._runs])
 
-    async def DeleteRun(self, request: pb.DeleteRunRequest, context: Any) -> pb.DeleteRunResponse:  # noqa: N802 - gRPC's name
+    async def DeleteRun(self, request: pb.DeleteRunRequest, context: object) -> pb.DeleteRunResponse:  # noqa: N802 - gRPC's name
         validate.validate_run_request(request)
-        own = self._own_run(request.run_id)
-        raise MeshError(Reason.RUN_PROTECTED, f"run {own.run_id!r} is this trainer's own; use Drain to end it")
+        self._runs.delete(request.run_id)
 
-    async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainResponse:  # noqa: N802 - gRPC's name
-        step = await self._queue.drain()
+    async def Drain(self, request: pb.DrainRequest, context: object) -> pb.DrainResponse:  # noqa: N802 - gRPC's name
+        steps = [await run.queue.drain() for run in self._runs]
         self._on_drained()
-        return pb.DrainResponse(step=step)
-
-    def _own_run(self, run_id: str) -> RunInfo:
-        """The trainer's own run, which an empty id means. Raises UNKNOWN_RUN for any other."""
-        own = self._queue.book.info()
-        if run_id not in ("", own.run_id):
-            raise MeshError(Reason.UNKNOWN_RUN, f"no run {run_id!r} here; this trainer holds {own.run_id!r}")
-        return own
+        return pb.DrainResponse(step=steps[0])

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from meshrl.models.state import published_tensors
-from meshrl.training.parallel.rank_group import SHARD, RankGroup
+from meshrl.training.parallel.rank_group import RankGroup
 from meshrl.versions.dtypes import dtype_name
 from meshrl.wire.manifest import layout_signature, plan_tensors
 from meshrl.wire.types import CollectivePlan, TensorEntry
@@ -55,4 +55,4 @@ class PublishPlan:
 
 def num_senders(parallel: RankGroup) -> int:
     """Ranks of the first replica, which are the first ranks."""
-    return 1 if parallel.mesh is None else parallel.mesh[SHARD].size()
+    return parallel.plan.num_senders
