@@ -5,7 +5,8 @@ padding. Attention runs sample by sample: on CUDA in half precision through the 
 else as causal attention over a few padded blocks of samples of similar length. A T x T mask is never built.
 `choose_kernels` is the one place that picks.
 
-Shapes: T tokens of a row, S samples, B samples of a block, L longest of a block, H heads, D head size.
+Shapes: T tokens of a row, S samples, B samples of a block, L longest of a block, H heads, D head size. In ScoreRule Q query heads
+share H key-value heads, and L queries see S keys.
 """
 
 from __future__ import annotations
@@ -63,6 +64,61 @@ def choose_kernels(wanted: AttentionName, device: torch.device, dtype: torch.dty
         return Kernels(fused=True, long_from=1)
     major, _ = torch.cuda.get_device_capability(device)
     return Kernels(fused=True, long_from=LONG_FROM if major >= 9 else None)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ScoreRule:
+    """How a layer turns its scores into weights, as its model asks for it; in training and in the engine's slots."""
+
+    scale: float | None = None  # of the scores; None is 1 / sqrt(head size)
+    window: int | None = None  # how many tokens back a query sees, itself counted; None is all of them
+    softcap: float | None = None  # scores are bounded as softcap * tanh(score / softcap) (Gemma 2, arXiv 2408.00118)
+    sinks: torch.Tensor | None = None  # (Q,) of each head, a score without a value (gpt-oss, arXiv 2508.10925)
+    dropout: float = 0.0  # of the weights
+
+    @property
+    def plain(self) -> bool:
+        """Whether a fused kernel can do it."""
+        return self.softcap is None and self.sinks is None
+
+    def attend(
+        self,
+        query_BQLD: torch.Tensor,
+        key_BHSD: torch.Tensor,
+        value_BHSD: torch.Tensor,
+        *,
+        mask: torch.Tensor | None,
+        causal: bool,
+    ) -> torch.Tensor:
+        """Attention (B, Q, L, D) of L queries to S keys, whose H heads are shared by Q query heads.
+
+        `mask` is true, or 0 of an additive one, where a query sees a key; the caller has put the window into it.
+        `causal` needs as many queries as keys. A softcap comes before the mask. Rules that are not `plain` hold all
+        scores at once.
+        """
+        if self.plain:
+            return F.scaled_dot_product_attention(
+                query_BQLD, key_BHSD, value_BHSD, attn_mask=mask, dropout_p=self.dropout, is_causal=causal,
+                scale=self.scale, enable_gqa=query_BQLD.shape[1] != key_BHSD.shape[1],
+            )  # fmt: skip
+        num_queries, length, num_heads = query_BQLD.shape[1], query_BQLD.shape[2], key_BHSD.shape[1]
+        grouped_BHGLD = query_BQLD.reshape(len(query_BQLD), num_heads, -1, *query_BQLD.shape[2:])
+        scores_BHGLS = grouped_BHGLD @ key_BHSD[:, :, None].transpose(-1, -2)
+        scores_BHGLS = scores_BHGLS.float() * (query_BQLD.shape[-1] ** -0.5 if self.scale is None else self.scale)
+        if self.softcap is not None:
+            scores_BHGLS = self.softcap * torch.tanh(scores_BHGLS / self.softcap)
+        if causal:
+            mask = torch.ones(length, length, dtype=torch.bool, device=query_BQLD.device).tril()
+        if mask is not None and mask.dtype is torch.bool:
+            scores_BHGLS = scores_BHGLS.masked_fill(~mask, -torch.inf)
+        elif mask is not None:
+            scores_BHGLS = scores_BHGLS + mask[:, :, None]
+        if self.sinks is not None:
+            sinks_BHGL1 = self.sinks.float().view(1, num_heads, -1, 1, 1).expand(*scores_BHGLS.shape[:-1], 1)
+            scores_BHGLS = torch.cat([scores_BHGLS, sinks_BHGL1], dim=-1)
+        weights_BHGLS = F.dropout(scores_BHGLS.softmax(-1)[..., : key_BHSD.shape[2]], self.dropout)
+        out_BHGLD = weights_BHGLS.to(value_BHSD.dtype) @ value_BHSD[:, :, None]
+        return out_BHGLD.reshape(query_BQLD.shape[0], num_queries, length, -1)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -150,16 +206,13 @@ def packed_attention(
     *,
     packed_layout: PackedLayout,
     scaling: float | None = None,
-    dropout: float = 0.0,
     sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention within each sample of a row, in the signature transformers calls.
 
-    Returns (1, T, H, D). K key-value heads serve H query heads. `softcap` bounds the scores and `s_aux` (H,) has the
-    sinks, where a model has them; only unfused kernels take those, see `needs_unfused`.
+    Returns (1, T, H, D). K key-value heads serve H query heads. Of `kwargs` it reads dropout, softcap and s_aux (the
+    sinks, (H,)), which only unfused kernels take: see `needs_unfused`.
     """
     refuse_strange_scores(kwargs)
     # Under autocast the norms of some models hand out float32 queries and keys beside half-precision values.
@@ -173,8 +226,9 @@ def packed_attention(
         )
         return out_THD.unsqueeze(0), None
 
-    how = {"scale": scaling, "dropout": dropout, "softcap": softcap, "sinks_Q": s_aux}
-    out_THD = _attention_by_blocks(query_THD, key_TKD, value_TKD, packed_layout, sliding_window, how)
+    arguments = {"scale": scaling, "window": sliding_window, "dropout": kwargs.get("dropout", 0.0)}
+    arguments |= {"softcap": kwargs.get("softcap"), "sinks": kwargs.get("s_aux")}
+    out_THD = _attention_by_blocks(query_THD, key_TKD, value_TKD, packed_layout, arguments)
     return out_THD.unsqueeze(0), None
 
 
@@ -184,10 +238,11 @@ def _attention_by_blocks(
     key_TKD: torch.Tensor,
     value_TKD: torch.Tensor,
     layout: PackedLayout,
-    sliding_window: int | None,
-    how: Mapping[str, Any],
+    arguments: Mapping[str, Any],
 ) -> torch.Tensor:
-    outputs = [_block_attention(query_THD, key_TKD, value_TKD, block, sliding_window, how) for block in layout.blocks]
+    """`arguments` are those of a ScoreRule, which is made here, where torch.compile does not look."""
+    rule = ScoreRule(**arguments)
+    outputs = [_block_attention(query_THD, key_TKD, value_TKD, block, rule) for block in layout.blocks]
     flat = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return flat.index_select(0, layout.scatter)
 
@@ -197,8 +252,7 @@ def _block_attention(
     key_TKD: torch.Tensor,
     value_TKD: torch.Tensor,
     block: Block,
-    sliding_window: int | None,
-    how: Mapping[str, Any],
+    rule: ScoreRule,
 ) -> torch.Tensor:
     """Causal attention of one padded block; returns (B * L, H, D). Padding comes after every real query's keys."""
     query_BHLD, key_BKLD, value_BKLD = (
@@ -209,8 +263,8 @@ def _block_attention(
     if groups > 1:
         key_BKLD = key_BKLD.repeat_interleave(groups, dim=1)
         value_BKLD = value_BKLD.repeat_interleave(groups, dim=1)
-    mask_LL = window_mask(block.length, sliding_window, query_BHLD.device)
-    out_BHLD = scored_attention(query_BHLD, key_BKLD, value_BKLD, mask=mask_LL, causal=mask_LL is None, **how)
+    mask_LL = window_mask(block.length, rule.window, query_BHLD.device)
+    out_BHLD = rule.attend(query_BHLD, key_BKLD, value_BKLD, mask=mask_LL, causal=mask_LL is None)
     return out_BHLD.transpose(1, 2).flatten(0, 1)
 
 
@@ -221,51 +275,6 @@ def window_mask(length: int, window: int | None, device: torch.device) -> torch.
     place = torch.arange(length, device=device)
     distance_LL = place[:, None] - place[None, :]
     return (distance_LL >= 0) & (distance_LL < window)
-
-
-def scored_attention(
-    query_BQLD: torch.Tensor,
-    key_BHSD: torch.Tensor,
-    value_BHSD: torch.Tensor,
-    *,
-    mask: torch.Tensor | None,
-    causal: bool,
-    scale: float | None,
-    softcap: float | None = None,
-    sinks_Q: torch.Tensor | None = None,
-    dropout: float = 0.0,
-) -> torch.Tensor:
-    """Attention (B, Q, L, D) of L queries to S keys, whose H heads are shared by Q query heads.
-
-    `mask` is true, or 0 of an additive one, where a query sees a key; `causal` needs as many queries as keys. Scores
-    are bounded as softcap * tanh(score / softcap) before the mask (Gemma 2, arXiv 2408.00118); a head's sink joins the
-    softmax as one more score without a value (gpt-oss, arXiv 2508.10925). Those two have no fused kernel here and
-    hold all scores at once.
-    """
-    shared = query_BQLD.shape[1] != key_BHSD.shape[1]
-    if softcap is None and sinks_Q is None:
-        return F.scaled_dot_product_attention(
-            query_BQLD, key_BHSD, value_BHSD, attn_mask=mask, dropout_p=dropout, is_causal=causal, scale=scale,
-            enable_gqa=shared,
-        )  # fmt: skip
-    num_queries, length, num_heads = query_BQLD.shape[1], query_BQLD.shape[2], key_BHSD.shape[1]
-    grouped_BHGLD = query_BQLD.reshape(len(query_BQLD), num_heads, -1, *query_BQLD.shape[2:])
-    scores_BHGLS = grouped_BHGLD @ key_BHSD[:, :, None].transpose(-1, -2)
-    scores_BHGLS = scores_BHGLS.float() * (query_BQLD.shape[-1] ** -0.5 if scale is None else scale)
-    if softcap is not None:
-        scores_BHGLS = softcap * torch.tanh(scores_BHGLS / softcap)
-    if causal:
-        mask = torch.ones(length, length, dtype=torch.bool, device=query_BQLD.device).tril()
-    if mask is not None and mask.dtype is torch.bool:
-        scores_BHGLS = scores_BHGLS.masked_fill(~mask, -torch.inf)
-    elif mask is not None:
-        scores_BHGLS = scores_BHGLS + mask[:, :, None]
-    if sinks_Q is not None:
-        sinks_BHGL1 = sinks_Q.float().view(1, num_heads, -1, 1, 1).expand(*scores_BHGLS.shape[:-1], 1)
-        scores_BHGLS = torch.cat([scores_BHGLS, sinks_BHGL1], dim=-1)
-    weights_BHGLS = F.dropout(scores_BHGLS.softmax(-1)[..., : key_BHSD.shape[2]], dropout)
-    out_BHGLD = weights_BHGLS.to(value_BHSD.dtype) @ value_BHSD[:, :, None]
-    return out_BHGLD.reshape(query_BQLD.shape[0], num_queries, length, -1)
 
 
 STRANGE_SCORES = ("indices", "block_indices", "position_bias")

@@ -12,8 +12,9 @@ Shapes: T tokens of a row, H heads, K key-value heads, D head size, S samples, L
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -93,7 +94,7 @@ def _attention(
     """Returns the output (T, H, D) and the log-sum-exp of the scores, float32 (H, T)."""
     longest, longest_short, *spans = host.tolist()
     if not spans or window_left >= 0:
-        return _flash(query_THD, key_TKD, value_TKD, offsets, longest, scale, window_left)
+        return _flash(query_THD, key_TKD, value_TKD, _Flash(offsets, longest, scale, window_left))
     if len(spans) == 2 and not longest_short and longest % LENGTH_STEP == 0:  # one sample: nothing to put together
         out, lse = _cudnn(query_THD, key_TKD, value_TKD, 0, longest, scale)
         return out[0].transpose(0, 1).contiguous(), lse[0, :, :, 0].clone()
@@ -101,7 +102,7 @@ def _attention(
     lse_HT = query_THD.new_empty(query_THD.shape[1], query_THD.shape[0], dtype=torch.float32)
     if longest_short:
         query, key, value = (tensor.index_select(0, short_index) for tensor in (query_THD, key_TKD, value_TKD))
-        out, lse = _flash(query, key, value, short_offsets, longest_short, scale, window_left)
+        out, lse = _flash(query, key, value, _Flash(short_offsets, longest_short, scale, window_left))
         out_THD.index_copy_(0, short_index, out)
         lse_HT.index_copy_(1, short_index, lse)
     for start, end in zip(spans[::2], spans[1::2], strict=True):
@@ -119,32 +120,28 @@ def _attention_shapes(query_THD: torch.Tensor, *_: Any) -> tuple[torch.Tensor, t
 @torch.library.custom_op(f"{OPERATOR}_backward", mutates_args=())
 def _attention_backward(
     grad_THD: torch.Tensor,
-    query_THD: torch.Tensor,
-    key_TKD: torch.Tensor,
-    value_TKD: torch.Tensor,
+    inputs: list[torch.Tensor],
     out_THD: torch.Tensor,
     lse_HT: torch.Tensor,
-    offsets: torch.Tensor,
-    short_index: torch.Tensor,
-    short_offsets: torch.Tensor,
-    host: torch.Tensor,
+    plan: list[torch.Tensor],
     scale: float,
     window_left: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of queries, keys and values."""
+    """Gradients of queries, keys and values (`inputs`); `plan` holds the tensors of a FusedPlan, in their order."""
+    query_THD, key_TKD, value_TKD = inputs
+    offsets, short_index, short_offsets, host = plan
     longest, longest_short, *spans = host.tolist()
-    inputs = (query_THD, key_TKD, value_TKD)
     if not spans or window_left >= 0:
-        return _flash_backward(grad_THD, *inputs, out_THD, lse_HT, offsets, longest, scale, window_left)
+        return _flash_backward(grad_THD, inputs, out_THD, lse_HT, _Flash(offsets, longest, scale, window_left))
     if len(spans) == 2 and not longest_short and longest % LENGTH_STEP == 0:
         whole = _cudnn_backward(grad_THD, *inputs, out_THD, lse_HT, 0, longest, scale)
         query, key, value = (part[0].transpose(0, 1).contiguous() for part in whole)
         return query, key, value
     gradients = (torch.empty_like(query_THD), torch.empty_like(key_TKD), torch.empty_like(value_TKD))
     if longest_short:
-        grad, query, key, value, out = (tensor.index_select(0, short_index) for tensor in (grad_THD, *inputs, out_THD))
+        grad, *short, out = (tensor.index_select(0, short_index) for tensor in (grad_THD, *inputs, out_THD))
         lse = lse_HT.index_select(1, short_index)
-        parts = _flash_backward(grad, query, key, value, out, lse, short_offsets, longest_short, scale, window_left)
+        parts = _flash_backward(grad, short, out, lse, _Flash(short_offsets, longest_short, scale, window_left))
         for gradient, part in zip(gradients, parts, strict=True):
             gradient.index_copy_(0, short_index, part)
     for start, end in zip(spans[::2], spans[1::2], strict=True):
@@ -156,8 +153,9 @@ def _attention_backward(
 
 @_attention_backward.register_fake
 def _attention_backward_shapes(
-    grad_THD: torch.Tensor, query_THD: torch.Tensor, key_TKD: torch.Tensor, value_TKD: torch.Tensor, *_: Any
+    grad_THD: torch.Tensor, inputs: list[torch.Tensor], *_: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    query_THD, key_TKD, value_TKD = inputs
     return torch.empty_like(query_THD), torch.empty_like(key_TKD), torch.empty_like(value_TKD)
 
 
@@ -167,50 +165,46 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Te
 
 
 def _backward(ctx: Any, grad_THD: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
-    query, key, value, offsets, short_index, short_offsets, host, out, lse = ctx.saved_tensors
+    query, key, value, *plan, out, lse = ctx.saved_tensors
     gradients = _attention_backward(
-        grad_THD.contiguous(), query, key, value, out, lse,
-        offsets, short_index, short_offsets, host, ctx.scale, ctx.window_left,
-    )  # fmt: skip
+        grad_THD.contiguous(), [query, key, value], out, lse, plan, ctx.scale, ctx.window_left
+    )
     return (*gradients, None, None, None, None, None, None)
 
 
 _attention.register_autograd(_backward, setup_context=_keep_for_backward)
 
 
+class _Flash(NamedTuple):
+    """How FlashAttention runs over samples that lie one after another."""
+
+    offsets: torch.Tensor  # int32 (S + 1,)
+    longest: int  # tokens
+    scale: float
+    window_left: int  # tokens before a query that it sees; -1 is all of them
+
+    @property
+    def window(self) -> dict[str, int]:
+        return {} if self.window_left < 0 else {"window_size_left": self.window_left, "window_size_right": 0}
+
+
 def _flash(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    offsets: torch.Tensor,
-    longest: int,
-    scale: float,
-    window_left: int,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: _Flash
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    window = {} if window_left < 0 else {"window_size_left": window_left, "window_size_right": 0}
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        query, key, value, offsets, offsets, longest, longest, 0.0, True, False, scale=scale, **window
-    )
+        query, key, value, how.offsets, how.offsets, how.longest, how.longest, 0.0, True, False,
+        scale=how.scale, **how.window,
+    )  # fmt: skip
     return out, lse
 
 
 def _flash_backward(
-    grad: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    offsets: torch.Tensor,
-    longest: int,
-    scale: float,
-    window_left: int,
+    grad: torch.Tensor, inputs: Sequence[torch.Tensor], out: torch.Tensor, lse: torch.Tensor, how: _Flash
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    window = {} if window_left < 0 else {"window_size_left": window_left, "window_size_right": 0}
-    nothing = torch.zeros(2, dtype=torch.uint64, device=query.device)
+    nothing = torch.zeros(2, dtype=torch.uint64, device=grad.device)
     gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = torch.ops.aten._flash_attention_backward(
-        grad, query, key, value, out, lse.contiguous(), offsets, offsets, longest, longest, 0.0, True,
-        nothing, nothing, scale=scale, **window,
+        grad, *inputs, out, lse.contiguous(), how.offsets, how.offsets, how.longest, how.longest, 0.0, True,
+        nothing, nothing, scale=how.scale, **how.window,
     )  # fmt: skip
     return gradients
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from meshrl.models.attention import refuse_strange_scores, scored_attention, window_mask
+from meshrl.models.attention import ScoreRule, refuse_strange_scores, window_mask
 
 ATTENTION_NAME = "meshrl_slots"
 PLAN_ARGUMENT = "slot_plan"
@@ -150,33 +150,6 @@ class StepPlan:
 def _flat(states_1HTD: torch.Tensor) -> torch.Tensor:
     """(T*H, D), token by token; a view when the projection wrote token by token, which it does."""
     return states_1HTD[0].transpose(0, 1).reshape(-1, states_1HTD.shape[-1])
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ScoreRule:
-    """How a layer turns its scores into weights; None: the layer has no such thing.
-
-    `window` is how many positions a token looks back, its own included, `softcap` bounds the scores, and `sinks` has
-    the sink of each head.
-    """
-
-    scale: float | None = None
-    window: int | None = None
-    softcap: float | None = None
-    sinks: torch.Tensor | None = None  # (Q,)
-
-    @property
-    def plain(self) -> bool:
-        """Whether a fused kernel can do it."""
-        return self.softcap is None and self.sinks is None
-
-    def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, mask: torch.Tensor | None, causal: bool
-    ) -> torch.Tensor:
-        """As `scored_attention`."""
-        return scored_attention(
-            query, key, value, mask=mask, causal=causal, scale=self.scale, softcap=self.softcap, sinks_Q=self.sinks
-        )
 
 
 def slot_attention(
