@@ -149,7 +149,8 @@ def objective_loss(objective: Objective, row: RowTokens, counts: BatchCounts) ->
         masked_P[at_N] = output.masked
         metrics |= {name: values.detach().sum() / counts.rl_tokens for name, values in output.metrics.items()}
     if counts.ce_tokens > 0 and row.ce_weights is not None:
-        terms["ce"] = _ce_sum(row, row.ce_weights) / counts.ce_tokens
+        at = _indexes(row.ce_weights != 0)
+        terms["ce"] = -(row.ce_weights[at] * row.logprobs.index_select(0, at)).sum() / counts.ce_tokens
     if counts.ref_kl_tokens > 0 and row.ref_kl_weights is not None:
         terms["ref_kl"] = _ref_kl_sum(objective, row, row.ref_kl_weights) / counts.ref_kl_tokens
     for name, term in terms.items():
@@ -177,11 +178,6 @@ def _rl_values(objective: Objective, row: RowTokens, at_N: torch.Tensor) -> tupl
     if row.rl_weights is not None:
         value_N = value_N * row.rl_weights[at_N]
     return output, value_N
-
-
-def _ce_sum(row: RowTokens, weights_P: torch.Tensor) -> torch.Tensor:
-    at = _indexes(weights_P != 0)
-    return -(weights_P[at] * row.logprobs.index_select(0, at)).sum()
 
 
 def _ref_kl_sum(objective: Objective, row: RowTokens, weights_P: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 PACKED_LAYERS = {"full_attention", "sliding_attention"}
@@ -99,7 +98,8 @@ def unpacked_reason(model: PreTrainedModel, max_len: int | None = None) -> str |
         return "its attention cannot be replaced"
     if config.model_type in UNPACKED_TYPES:
         return f"it has {UNPACKED_TYPES[config.model_type]}"
-    if not _is_own_child(model, model.get_output_embeddings()):
+    head = model.get_output_embeddings()
+    if not any(child is head for child in model.children()):
         return "it has layers between the last hidden state and the output embeddings"
     if max_len is not None and limit is not None and max_len > limit:
         return f"its rotary embeddings change for sequences of more than {limit} tokens"
@@ -122,10 +122,6 @@ def needs_unfused(model: PreTrainedModel) -> bool:
     """Whether attention has capped scores or sinks, which no fused kernel takes here."""
     capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
     return capped or any(name.endswith("sinks") for name, _ in model.named_parameters())
-
-
-def _is_own_child(model: PreTrainedModel, head: nn.Module | None) -> bool:
-    return any(child is head for child in model.children())
 
 
 def _configs(config: PreTrainedConfig) -> Iterator[Any]:

@@ -119,7 +119,11 @@ def fill_model(model: PreTrainedModel, config: ModelConfig, names: dict[str, str
         (names or {}).get(name, name): parameter for name, parameter in model.named_parameters() if not is_adapter(name)
     }
     folder = _weights_folder(config)
-    if folder is not None and own.keys() <= _stored_names(folder):
+    stored: set[str] = set()
+    for path in folder.glob("*.safetensors") if folder is not None else ():
+        with safe_open(path, framework="pt") as file:
+            stored.update(file.keys())
+    if folder is not None and own.keys() <= stored:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.distributed.*")
             load(
@@ -169,14 +173,6 @@ def _weights_folder(config: ModelConfig) -> Path | None:
         except (OSError, ValueError, HfHubHTTPError) as error:
             raise ModelError(f"cannot download the weights of model.name {config.name!r}: {error}") from error
     return folder if any(folder.glob("*.safetensors")) else None
-
-
-def _stored_names(folder: Path) -> set[str]:
-    names: set[str] = set()
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, framework="pt") as file:
-            names.update(file.keys())
-    return names
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:

@@ -58,25 +58,19 @@ class SFTLoop:
             result = self._learner.step(batch.packing.micro_batches)
             step_s = time.perf_counter() - started
             validated: dict[str, float] = {}
-            if self._is_due(self._validation_interval) and self._validation is not None:
+            is_due = result.step % self._validation_interval == 0 or result.step == self._max_steps
+            if is_due and self._validation is not None:
                 record = self._learner.evaluate(self._validation.micro_batches)  # every rank takes part
                 validated["val/loss"] = -_mean(record.logprobs)
             if self._learner.parallel.plan.leads:  # which has the tokens of all ranks
                 metrics = self._metrics(batch, result, step_s) | validated | {"time/save_ckpt": save_s}
                 self._monitor.log(result.step, CATALOGUE.record(Source.SFT, metrics))
-            save_s = self._checkpoint()
+            save_s = 0.0
+            if self._ckpt is not None and self._ckpt.interval and result.step % self._ckpt.interval == 0:
+                began = time.perf_counter()
+                self._checkpointer.save_as(self._ckpt)
+                save_s = time.perf_counter() - began
         return self._save_last()
-
-    def _is_due(self, interval: int) -> bool:
-        return self._learner.step_done % interval == 0 or self._learner.step_done == self._max_steps
-
-    def _checkpoint(self) -> float:
-        """Saves when an interval is over; returns the seconds it took."""
-        if self._ckpt is None or not self._ckpt.interval or self._learner.step_done % self._ckpt.interval:
-            return 0.0
-        started = time.perf_counter()
-        self._checkpointer.save_as(self._ckpt)
-        return time.perf_counter() - started
 
     def _save_last(self) -> Path:
         if self._ckpt is not None and not self._ckpt.weights_only:

@@ -28,10 +28,14 @@ def tokenize(
     mask = np.zeros(len(whole), dtype=np.bool_)
     end = 0
     for index, message in enumerate(conversation.messages):
-        start, end = end, _end_of(index, conversation, tokenizer, whole)
+        start, end = end, len(whole)
+        if index < len(conversation.messages) - 1:
+            end = _checked(_render(tokenizer, conversation, index + 1), conversation, index, whole)
         if index >= conversation.learn_from and message["role"] in learned_roles:
-            if message["role"] == "assistant":
-                start = _after_header(index, conversation, tokenizer, whole)
+            if message["role"] == "assistant" and index == 0:
+                start = 0
+            elif message["role"] == "assistant":  # after its header
+                start = _checked(_render(tokenizer, conversation, index, generation=True), conversation, index, whole)
             mask[start : _end_of_turn(whole, start, end, tokenizer.eos_token_id)] = True
     return TrainSample(
         token_ids=np.array(whole, dtype=np.int32), loss_mask=mask, logprobs=np.zeros(len(whole), dtype=np.float32)
@@ -53,18 +57,6 @@ def _render(
     except ValueError as error:  # what transformers raises when there is no template
         raise DataError(f"row {conversation.row}: the tokenizer cannot render messages: {error}") from error
     return token_ids
-
-
-def _end_of(index: int, conversation: Conversation, tokenizer: PreTrainedTokenizerBase, whole: list[int]) -> int:
-    if index == len(conversation.messages) - 1:
-        return len(whole)
-    return _checked(_render(tokenizer, conversation, index + 1), conversation, index, whole)
-
-
-def _after_header(index: int, conversation: Conversation, tokenizer: PreTrainedTokenizerBase, whole: list[int]) -> int:
-    if index == 0:
-        return 0
-    return _checked(_render(tokenizer, conversation, index, generation=True), conversation, index, whole)
 
 
 def _checked(prefix: list[int], conversation: Conversation, index: int, whole: list[int]) -> int:

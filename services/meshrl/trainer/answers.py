@@ -28,7 +28,7 @@ class Answers(Generic[Answer]):
                 f"request_id {request_id!r} was used for another request; make a new UUID for each",
             )
         if known is None:
-            task = asyncio.ensure_future(_awaited(make))
+            task = asyncio.ensure_future(make())
             known = self._calls[request_id] = (payload, task)
             while len(self._calls) > self._keep:
                 self._calls.popitem(last=False)
@@ -38,7 +38,3 @@ class Answers(Generic[Answer]):
         except MeshError:
             self._calls.pop(request_id, None)
             raise
-
-
-async def _awaited(make: Callable[[], Awaitable[Answer]]) -> Answer:
-    return await make()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshrl.training.learner import StepResult, TokenRecord
+from meshrl.training.learner import StepResult
 
 
 def step_metrics(result: StepResult, environments: Sequence[str]) -> dict[str, float]:
@@ -30,7 +30,11 @@ def step_metrics(result: StepResult, environments: Sequence[str]) -> dict[str, f
         "masked_advantage_positive/mean": _mean(tokens.masked & (tokens.advantages > 0)),
         "masked_advantage_negative/mean": _mean(tokens.masked & (tokens.advantages < 0)),
     }
-    for name, of in _selections(tokens, environments):
+    selections: dict[str, NDArray[np.bool_]] = {
+        name: tokens.env_index == index for index, name in enumerate(environments)
+    }
+    selections["all"] = np.ones(len(tokens.env_index), dtype=np.bool_)  # an environment of that name has no part here
+    for name, of in selections.items():
         if not of.any():
             continue
         metrics[f"mismatch_kl/{name}/mean"] = _mean(mismatch_kl[of])
@@ -40,14 +44,6 @@ def step_metrics(result: StepResult, environments: Sequence[str]) -> dict[str, f
         metrics[f"mismatch_abs/{name}/max"] = float(np.abs(log_ratio[of]).max())
         metrics[f"entropy/{name}/mean"] = _mean(tokens.entropies[of])
     return metrics
-
-
-def _selections(tokens: TokenRecord, environments: Sequence[str]) -> Iterator[tuple[str, NDArray[np.bool_]]]:
-    """Each environment's tokens by name, and "all" (which an environment of that name must not shadow)."""
-    for index, name in enumerate(environments):
-        if name != "all":
-            yield name, tokens.env_index == index
-    yield "all", np.ones(len(tokens.env_index), dtype=np.bool_)
 
 
 def _mean(values: NDArray[np.generic]) -> float:

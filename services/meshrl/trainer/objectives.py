@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
 
 from meshrl.algorithms.losses import (
     Loss,
@@ -32,18 +31,17 @@ _ARGUMENTS = {"dppo_mask_low": "mask_low", "dppo_mask_high": "mask_high"}
 
 def build_objective(config: LossConfig) -> Objective:
     """The configured objective. Raises ValueError, which names the key, for a custom loss that cannot be called."""
+    loss: Loss
+    if config.import_path is not None:
+        loss = load_custom_loss(config.import_path, config.kwargs, key="loss")
+    else:
+        constants = {_ARGUMENTS.get(name, name): value for name, value in config.constants.items()}
+        loss = partial(_LOSSES[config.type], **constants)
     return Objective(
-        loss=_loss(config),
+        loss=loss,
         normaliser=Normaliser(config.resolved_normaliser),
         fixed_length=config.fixed_length,
         name=config.type if config.import_path is None else config.import_path,
         ref_kl_tau=config.ref_kl_tau,
         ref_kl_delta=config.ref_kl_delta,
     )
-
-
-def _loss(config: LossConfig) -> Loss:
-    if config.import_path is not None:
-        return load_custom_loss(config.import_path, config.kwargs, key="loss")
-    constants: dict[str, Any] = {_ARGUMENTS.get(name, name): value for name, value in config.constants.items()}
-    return partial(_LOSSES[config.type], **constants)

@@ -118,7 +118,7 @@ class Learner:
         own = self.parallel.plan.own_rows(micro_batches)
         self.optimizer.zero_grad()
         try:
-            rows = [self._accumulate(micro_batch, counts) for micro_batch in own]
+            rows = [self._forward_backward(micro_batch, counts) for micro_batch in own]
             grad_norm = clip_gradients(self._parameters, self._optim.max_norm)
             computed = time.perf_counter()
             loss, metrics = self._over_ranks(rows)
@@ -131,7 +131,9 @@ class Learner:
             rate = learning_rate(self._scheduler, peak=self._optim.lr, step=step, max_steps=self._max_steps)
             self._update(rate)
         except RuntimeError as error:
-            if not self.parallel.plan.is_alone or not _is_out_of_memory(error):
+            # torch has an error type of its own for GPUs only
+            out_of_memory = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+            if not self.parallel.plan.is_alone or not out_of_memory:
                 raise
             longest = max(len(micro_batch.token_ids) for micro_batch in own)
             raise StepError(  # the batch is at fault, not the trainer: the next one may fit
@@ -141,13 +143,16 @@ class Learner:
         finally:
             self.optimizer.zero_grad()
         self.step_done = step
+        trainable = sum(local(parameter).numel() for parameter in self._parameters)
+        tokens = self._gathered(record_of(rows))
+        zero_grads, scalars = self.parallel.sum(np.array([int(zeros), trainable], dtype=np.int64))
         return StepResult(
             step=step,
-            tokens=self._gathered(record_of(rows)),
+            tokens=tokens,
             loss=loss,
             metrics=metrics,
             grad_norm=grad_norm,
-            zero_grad_ratio=self._over_all(zeros),
+            zero_grad_ratio=float(zero_grads / scalars),
             lr=rate,
             forward_backward_s=computed - started,
             optimizer_s=time.perf_counter() - computed,
@@ -176,7 +181,7 @@ class Learner:
         finally:
             self.policy.train()
 
-    def _accumulate(self, micro_batch: MicroBatch, counts: BatchCounts) -> RowRecord:
+    def _forward_backward(self, micro_batch: MicroBatch, counts: BatchCounts) -> RowRecord:
         row = self._forward(micro_batch, counts)
         # Sharded gradients are averaged over the ranks, and the rows' losses already add up to the batch's.
         scale = 1 if self.parallel.mesh is None else self.parallel.plan.dp_size
@@ -204,12 +209,6 @@ class Learner:
         sums = self.parallel.sum_named(sums)
         return sums.pop("total", 0.0), sums
 
-    def _over_all(self, zeros: torch.Tensor) -> float:
-        """Share of the trainable scalars that `zeros` counts on this rank, over all ranks."""
-        numel = sum(local(parameter).numel() for parameter in self._parameters)
-        found, of = self.parallel.sum(np.array([int(zeros), numel], dtype=np.int64))
-        return float(found / of)
-
     def _gathered(self, own: TokenRecord) -> TokenRecord:
         """Rank 0: the record of all ranks, in their order; elsewhere the rank's own."""
         if self.parallel.plan.is_alone:
@@ -218,11 +217,6 @@ class Learner:
         if not self.parallel.plan.leads:
             return own
         return TokenRecord(**{name: np.concatenate(part or []) for name, part in parts.items()})
-
-
-def _is_out_of_memory(error: RuntimeError) -> bool:
-    """True for a failed allocation; torch has an error type of its own for GPUs only."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def to_row(micro_batch: MicroBatch, device: torch.device, kernels: Kernels | None = None) -> PackedRow:

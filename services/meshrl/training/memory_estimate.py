@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -102,30 +103,17 @@ def available_bytes(device: torch.device) -> int | None:
     """Free memory of a GPU, or of this machine (or of the container that limits it); None where nothing tells."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    found = [_available_on_host(), *(_number(Path(path)) for path in _CGROUP_LIMITS)]
-    known = [value for value in found if value is not None]
-    return min(known) if known else None
-
-
-def _available_on_host() -> int | None:
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:  # no Linux
-        pass
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError):
-        return None
-
-
-def _number(path: Path) -> int | None:
-    try:
-        text = path.read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None  # "max" is no limit
+    known: list[int] = []
+    with suppress(OSError):  # no Linux
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        known += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    if not known:
+        with suppress(OSError, ValueError):
+            known.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    for path in _CGROUP_LIMITS:
+        with suppress(OSError, ValueError):  # "max" is no limit
+            known.append(int(Path(path).read_text()))
+    return min(known, default=None)
 
 
 def _gib(count: int) -> str:

@@ -123,7 +123,9 @@ def build_optimizer(model: PreTrainedModel, config: OptimConfig, *, cpu_offload:
     if not trainable:
         raise ValueError("the model has no trainable parameter; see trainer.model.lora")
     if config.type == "muon":
-        kept = {id(p) for p in _embeddings(model)}
+        head = model.get_output_embeddings()
+        ends = [module for module in model.modules() if isinstance(module, nn.Embedding) or module is head]
+        kept = {id(p) for module in ends for p in module.parameters()}  # whose rows or columns are tokens or positions
         hidden = [p for p in trainable if p.ndim == 2 and id(p) not in kept]
         chosen = {id(p) for p in hidden}
         rest = [p for p in trainable if id(p) not in chosen]
@@ -133,8 +135,12 @@ def build_optimizer(model: PreTrainedModel, config: OptimConfig, *, cpu_offload:
             for part in _divided(hidden, cpu_offload)
         ]
     else:
-        make = _adamw if config.type == "adamw" else _sgd
-        parts = [make(part, config) for part in _divided(trainable, cpu_offload)]
+        parts = [
+            _adamw(part, config)
+            if config.type == "adamw"
+            else torch.optim.SGD(_groups(part, config), lr=config.lr, momentum=config.momentum, foreach=True)
+            for part in _divided(trainable, cpu_offload)
+        ]
     return Optimizer(parts, offload=cpu_offload)
 
 
@@ -149,8 +155,12 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None) -
     square = torch.zeros((), dtype=torch.float64, device=gradients[0].device if gradients else None)
     if own:
         square = torch.stack(torch._foreach_norm(own)).double().square().sum()
-    for group in _shard_groups(gradients):
-        square = _summed(square, group)
+    sharded = next((gradient for gradient in gradients if isinstance(gradient, DTensor)), None)
+    if sharded is not None:  # all of a model's are divided alike
+        for dim, placement in enumerate(sharded.placements):
+            group = sharded.device_mesh.get_group(dim)
+            if isinstance(placement, Shard) and dist.get_world_size(group) > 1:
+                dist.all_reduce(square, group=group)
     value = float(square.sqrt())
     if own and max_norm is not None and value > max_norm and value != float("inf"):
         torch._foreach_mul_(own, max_norm / (value + 1e-6))
@@ -178,10 +188,6 @@ def _adamw(parameters: Sequence[nn.Parameter], config: OptimConfig) -> torch.opt
     )
 
 
-def _sgd(parameters: Sequence[nn.Parameter], config: OptimConfig) -> torch.optim.Optimizer:
-    return torch.optim.SGD(_groups(parameters, config), lr=config.lr, momentum=config.momentum, foreach=True)
-
-
 def _groups(parameters: Sequence[nn.Parameter], config: OptimConfig) -> list[dict[str, object]]:
     groups: list[dict[str, object]] = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
@@ -204,28 +210,6 @@ def _divided(parameters: Sequence[nn.Parameter], divide: bool) -> Iterator[Seque
         yield part
 
 
-def _embeddings(model: PreTrainedModel) -> Iterator[nn.Parameter]:
-    """The matrices at the ends of the model, whose rows or columns are tokens or positions."""
-    for module in model.modules():
-        if isinstance(module, nn.Embedding) or module is model.get_output_embeddings():
-            yield from module.parameters()
-
-
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a tensor that may be sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _shard_groups(tensors: Sequence[torch.Tensor]) -> list[dist.ProcessGroup]:
-    """The groups over which the tensors are divided; all of a model's are divided alike."""
-    for tensor in tensors:
-        if isinstance(tensor, DTensor):
-            mesh = tensor.device_mesh
-            return [mesh.get_group(dim) for dim, kind in enumerate(tensor.placements) if isinstance(kind, Shard)]
-    return []
-
-
-def _summed(value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    if dist.get_world_size(group) > 1:
-        dist.all_reduce(value, group=group)
-    return value

@@ -9,8 +9,4 @@ import torch
 
 def releaser(device: torch.device, *, wanted: bool) -> Callable[[], None]:
     """Returns what gives cached memory back to `device`; nothing happens on a CPU, or where it is not wanted."""
-    return torch.cuda.empty_cache if wanted and device.type == "cuda" else _keep
-
-
-def _keep() -> None:
-    return None
+    return torch.cuda.empty_cache if wanted and device.type == "cuda" else lambda: None

@@ -189,21 +189,18 @@ class Checkpointer:
         """
         if not self._group.plan.leads:
             return
+        kept = {"keep_last": config.keep_last, "keep_interval": config.keep_interval}
         try:
-            self._prune(config)
+            saved = self._resumable()
+            doomed = files.surplus(saved, **kept)
+            for step in doomed:
+                files.remove(self._folder(step))  # first: without it nobody resumes from the step
+                files.remove(files.step_folder(self._checkpoints, step))
+            snapshots = [step for step in files.steps_in(self._weights) if step <= self._learner.step_done]
+            for step in files.surplus(snapshots, **kept) - (set(saved) - doomed):
+                files.remove(self._weights_folder(step))
         except OSError as error:  # what is new is on disk
             logger.warning("old checkpoints could not be deleted: {}", error)
-
-    def _prune(self, config: CheckpointConfig) -> None:
-        kept = {"keep_last": config.keep_last, "keep_interval": config.keep_interval}
-        saved = self._resumable()
-        doomed = files.surplus(saved, **kept)
-        for step in doomed:
-            files.remove(self._folder(step))  # first: without it nobody resumes from the step
-            files.remove(files.step_folder(self._checkpoints, step))
-        snapshots = [step for step in files.steps_in(self._weights) if step <= self._learner.step_done]
-        for step in files.surplus(snapshots, **kept) - (set(saved) - doomed):
-            files.remove(self._weights_folder(step))
 
     # --- restoring --------------------------------------------------------------------------------
 

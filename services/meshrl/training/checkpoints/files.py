@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -191,14 +191,9 @@ def step_folder(root: Path, step: int) -> Path:
 
 def steps_in(root: Path) -> list[int]:
     """The steps that have a folder, in order."""
-    return sorted(_steps_in(root))
-
-
-def _steps_in(root: Path) -> Iterator[int]:
-    for folder in root.glob("step_*") if root.is_dir() else ():
-        number = folder.name.removeprefix("step_")
-        if number.isdigit() and folder.is_dir():
-            yield int(number)
+    folders = [folder for folder in root.glob("step_*") if folder.is_dir()] if root.is_dir() else []
+    numbers = [folder.name.removeprefix("step_") for folder in folders]
+    return sorted(int(number) for number in numbers if number.isdigit())
 
 
 def surplus(steps: Iterable[int], *, keep_last: int | None, keep_interval: int | None) -> set[int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -28,9 +28,16 @@ def learner_tensors(learner: Learner) -> dict[str, torch.Tensor]:
 
     Keys are `model/NAME` and `optimizer/KEY/NAME`. For use within `learner.optimizer.state_open()`.
     """
-    tensors = {f"{_MODEL}/{name}": tensor for name, tensor in _model_tensors(learner)}
+    parameters = dict(learner.model.named_parameters())
+    every_name = {name for name, _ in learner.model.named_parameters(remove_duplicate=False)}  # tied ones too
+    tensors = {f"{_MODEL}/{name}": parameter.detach() for name, parameter in parameters.items()}
+    tensors |= {
+        f"{_MODEL}/{name}": buffer.detach()
+        for name, buffer in learner.model.state_dict().items()
+        if name not in every_name
+    }
     owners = _owners(learner)
-    for name, parameter in learner.model.named_parameters():
+    for name, parameter in parameters.items():
         if parameter in owners:
             for key, value in owners[parameter].state.get(parameter, {}).items():
                 if value is not None:
@@ -60,16 +67,6 @@ def reshard(learner: Learner) -> None:
             module.reshard()
 
 
-def _model_tensors(learner: Learner) -> Iterator[tuple[str, torch.Tensor]]:
-    parameters = dict(learner.model.named_parameters())
-    tied = {name for name, _ in learner.model.named_parameters(remove_duplicate=False)} - parameters.keys()
-    for name, parameter in parameters.items():
-        yield name, parameter.detach()
-    for name, value in learner.model.state_dict().items():
-        if name not in parameters and name not in tied:
-            yield name, value.detach()
-
-
 def tensors_to_fill(learner: Learner, saved: Metadata, folder: Path) -> dict[str, torch.Tensor]:
     """Where the tensors of a saved state go: into the learner's own, and new ones for an optimizer that has none yet.
 
@@ -81,11 +78,11 @@ def tensors_to_fill(learner: Learner, saved: Metadata, folder: Path) -> dict[str
     held = {name: entry for name, entry in found.items() if name.startswith(f"{_MODEL}/")}
     _check_same_model(fill, held, folder)
     owners, parameters = _owners(learner), dict(learner.model.named_parameters())
-    fused = {
+    fused = {  # their optimizer keeps its scalars where the parameters are
         p
         for part in learner.optimizer.parts
         for group in part.param_groups
-        if _is_fused(group)
+        if group.get("fused") or group.get("capturable")
         for p in group["params"]
     }
     for full_name in sorted(found.keys() - held.keys()):
@@ -104,11 +101,6 @@ def tensors_to_fill(learner: Learner, saved: Metadata, folder: Path) -> dict[str
             device = parameter.device if parameter in fused else torch.device("cpu")
             fill[full_name] = torch.empty(entry.size, dtype=dtype, device=device)
     return fill
-
-
-def _is_fused(group: Mapping[str, object]) -> bool:
-    """Whether the optimizer keeps its scalars where the parameters are."""
-    return bool(group.get("fused") or group.get("capturable"))
 
 
 def _check_same_model(own: Mapping[str, torch.Tensor], held: Mapping[str, object], folder: Path) -> None:
