@@ -12,7 +12,6 @@ Notation: R_i the reward of rollout i, l_i its sampled tokens. Shapes: G rollout
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -111,7 +110,7 @@ def penalise_length(advantage: Advantage, *penalties: Penalty) -> Advantage:
     return penalised
 
 
-def load_custom_advantage(import_path: str, kwargs: Mapping[str, Any], *, key: str = "advantage") -> Advantage:
+def load_custom_advantage(import_path: str, kwargs: Mapping[str, object], *, key: str = "advantage") -> Advantage:
     """A user's function `fn(rewards_G, lengths_G, **kwargs) -> array (G,)` as an advantage.
 
     It gets float64 and int64 arrays. `key` is the config section that errors name. Raises ValueError here for a

@@ -9,7 +9,7 @@ from typing import Any
 
 
 def load_function(
-    import_path: str, kwargs: Mapping[str, Any], *, key: str, positional: tuple[str, ...]
+    import_path: str, kwargs: Mapping[str, object], *, key: str, positional: tuple[str, ...]
 ) -> Callable[..., Any]:
     """Imports `package.module.function` (or `package.module:function`).
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -172,7 +171,7 @@ class SequenceLoss:
     metrics: Mapping[str, torch.Tensor | float] = field(default_factory=dict)
 
 
-def load_custom_loss(import_path: str, kwargs: Mapping[str, Any], *, key: str = "loss") -> Loss:
+def load_custom_loss(import_path: str, kwargs: Mapping[str, object], *, key: str = "loss") -> Loss:
     """A user's function `fn(SequenceInputs, **kwargs) -> SequenceLoss` as a loss; it is called once a sequence.
 
     A sequence's loss is spread evenly over its tokens, so that every normaliser means what it says: TOKEN divides the

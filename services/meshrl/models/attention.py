@@ -5,8 +5,8 @@ padding. Attention runs sample by sample: on CUDA in half precision through the 
 else as causal attention over a few padded blocks of samples of similar length. A T x T mask is never built.
 `choose_kernels` is the one place that picks.
 
-Shapes: T tokens of a row, S samples, B samples of a block, L longest of a block, H heads, D head size. In ScoreRule Q query heads
-share H key-value heads, and L queries see S keys.
+Shapes: T tokens of a row, S samples, B samples of a block, L longest of a block, H heads, D head size. In ScoreRule Q
+query heads share H key-value heads, and L queries see S keys.
 """
 
 from __future__ import annotations
@@ -280,7 +280,7 @@ def window_mask(length: int, window: int | None, device: torch.device) -> torch.
 STRANGE_SCORES = ("indices", "block_indices", "position_bias")
 
 
-def refuse_strange_scores(arguments: Mapping[str, Any]) -> None:
+def refuse_strange_scores(arguments: Mapping[str, object]) -> None:
     """Raises NotImplementedError for what a model passes to change its scores and this attention would drop."""
     if strange := [name for name in STRANGE_SCORES if arguments.get(name) is not None]:
         raise NotImplementedError(

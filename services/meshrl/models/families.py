@@ -124,7 +124,7 @@ def needs_unfused(model: PreTrainedModel) -> bool:
     return capped or any(name.endswith("sinks") for name, _ in model.named_parameters())
 
 
-def _configs(config: PreTrainedConfig) -> Iterator[Any]:
+def _configs(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
     """The configuration and the one of its language model."""
     yield config
     text = config.get_text_config()

@@ -113,7 +113,7 @@ def _attention(
 
 
 @_attention.register_fake
-def _attention_shapes(query_THD: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _attention_shapes(query_THD: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(query_THD), query_THD.new_empty(query_THD.shape[1], query_THD.shape[0], dtype=torch.float32)
 
 
@@ -134,7 +134,7 @@ def _attention_backward(
     if not spans or window_left >= 0:
         return _flash_backward(grad_THD, inputs, out_THD, lse_HT, _Flash(offsets, longest, scale, window_left))
     if len(spans) == 2 and not longest_short and longest % LENGTH_STEP == 0:
-        whole = _cudnn_backward(grad_THD, *inputs, out_THD, lse_HT, 0, longest, scale)
+        whole = _cudnn_backward(grad_THD, inputs, out_THD, lse_HT, 0, longest, scale)
         query, key, value = (part[0].transpose(0, 1).contiguous() for part in whole)
         return query, key, value
     gradients = (torch.empty_like(query_THD), torch.empty_like(key_TKD), torch.empty_like(value_TKD))
@@ -145,7 +145,7 @@ def _attention_backward(
         for gradient, part in zip(gradients, parts, strict=True):
             gradient.index_copy_(0, short_index, part)
     for start, end in zip(spans[::2], spans[1::2], strict=True):
-        parts = _cudnn_backward(grad_THD, *inputs, out_THD, lse_HT, start, end, scale)
+        parts = _cudnn_backward(grad_THD, inputs, out_THD, lse_HT, start, end, scale)
         for gradient, part in zip(gradients, parts, strict=True):
             gradient[start:end] = part[0].transpose(0, 1)[: end - start]
     return gradients
@@ -153,7 +153,7 @@ def _attention_backward(
 
 @_attention_backward.register_fake
 def _attention_backward_shapes(
-    grad_THD: torch.Tensor, inputs: list[torch.Tensor], *_: Any
+    grad_THD: torch.Tensor, inputs: list[torch.Tensor], *_: object
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     query_THD, key_TKD, value_TKD = inputs
     return torch.empty_like(query_THD), torch.empty_like(key_TKD), torch.empty_like(value_TKD)
@@ -164,7 +164,7 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Te
     ctx.save_for_backward(*tensors, *output)
 
 
-def _backward(ctx: Any, grad_THD: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
+def _backward(ctx: Any, grad_THD: torch.Tensor, _: object) -> tuple[torch.Tensor | None, ...]:
     query, key, value, *plan, out, lse = ctx.saved_tensors
     gradients = _attention_backward(
         grad_THD.contiguous(), [query, key, value], out, lse, plan, ctx.scale, ctx.window_left
@@ -221,9 +221,7 @@ def _cudnn(
 
 def _cudnn_backward(
     grad: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    inputs: Sequence[torch.Tensor],
     out: torch.Tensor,
     lse: torch.Tensor,
     start: int,
@@ -231,11 +229,11 @@ def _cudnn_backward(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients (1, H, L, D) of one sample, L rounded up."""
-    samples = [_one_sample(tensor, start, end) for tensor in (grad, query, key, value, out)]
+    samples = [_one_sample(tensor, start, end) for tensor in (grad, *inputs, out)]
     length = samples[0].shape[2]
     padded = F.pad(lse[:, start:end], (0, length - (end - start)))[None, :, :, None].contiguous()
     # The state of the random generator, which is read for dropout only.
-    nothing = torch.zeros((), dtype=torch.int64, device=query.device)
+    nothing = torch.zeros((), dtype=torch.int64, device=grad.device)
     gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = (
         torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
             *samples, padded, nothing, nothing, None, None, None, length, length, 0.0, True, scale=scale

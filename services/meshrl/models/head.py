@@ -14,11 +14,12 @@ Shapes: N predicted tokens, E hidden size, V vocabulary, P tokens of a piece.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-Pieces = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]]
+Inputs = ParamSpec("Inputs")
+Result = TypeVar("Result")
 
 
 def head_logprobs(
@@ -139,6 +140,6 @@ def _slope(
     return ((hit_PV.float() - probabilities_PV) * (grad_P / temperatures_P)[:, None]).to(dtype)
 
 
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def _compiled(function: Callable[Inputs, Result]) -> Callable[Inputs, Result]:
     """torch keeps what it compiled by the function's code, so that this is cheap after the first time."""
     return torch.compile(function, dynamic=True)

@@ -189,8 +189,9 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _model_config(config: ModelConfig) -> Any:
-    return _from_pretrained(AutoConfig, config)
+def _model_config(config: ModelConfig) -> PreTrainedConfig:
+    loaded: PreTrainedConfig = _from_pretrained(AutoConfig, config)
+    return loaded
 
 
 def _from_pretrained(auto_class: Any, source: ModelConfig, /, **kwargs: Any) -> Any:

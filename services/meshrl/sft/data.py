@@ -10,7 +10,9 @@ from typing import Any
 
 from meshrl.sft.config import DataConfig
 
-Message = Mapping[str, Any]
+Row = Mapping[str, Any]  # columns by name, as JSON or a dataset has them
+Message = Row
+Tool = Row
 
 
 class DataError(Exception):
@@ -24,8 +26,8 @@ class Conversation:
     row: int
     messages: tuple[Message, ...]
     learn_from: int = 0
-    tools: tuple[Mapping[str, Any], ...] = ()
-    template_options: Mapping[str, Any] = field(default_factory=dict)
+    tools: tuple[Tool, ...] = ()
+    template_options: Mapping[str, object] = field(default_factory=dict)
 
 
 def load_conversations(config: DataConfig) -> list[Conversation]:
@@ -36,7 +38,7 @@ def load_conversations(config: DataConfig) -> list[Conversation]:
     return conversations
 
 
-def _rows(config: DataConfig) -> Iterator[Mapping[str, Any]]:
+def _rows(config: DataConfig) -> Iterator[Row]:
     path = Path(config.name)
     if path.suffix in (".jsonl", ".json"):
         if not path.is_file():
@@ -45,7 +47,7 @@ def _rows(config: DataConfig) -> Iterator[Mapping[str, Any]]:
     return _dataset(config)
 
 
-def _json_lines(path: Path) -> Iterator[Mapping[str, Any]]:
+def _json_lines(path: Path) -> Iterator[Row]:
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
@@ -59,7 +61,7 @@ def _json_lines(path: Path) -> Iterator[Mapping[str, Any]]:
             yield row
 
 
-def _dataset(config: DataConfig) -> Iterator[Mapping[str, Any]]:
+def _dataset(config: DataConfig) -> Iterator[Row]:
     try:
         import datasets  # only needed for parquet files and the hub
     except ImportError as error:
@@ -76,7 +78,7 @@ def _dataset(config: DataConfig) -> Iterator[Mapping[str, Any]]:
     return iter(rows)
 
 
-def _conversation(row: Mapping[str, Any], index: int) -> Conversation:
+def _conversation(row: Row, index: int) -> Conversation:
     """messages take precedence over prompt and completion, as users of both columns expect."""
     if row.get("messages") is not None:
         messages, learn_from = _messages(row["messages"], index, "messages", role="user"), 0
@@ -107,7 +109,7 @@ def _messages(value: object, index: int, column: str, *, role: str) -> tuple[Mes
     return tuple(value)
 
 
-def _tools(row: Mapping[str, Any], index: int) -> tuple[Mapping[str, Any], ...]:
+def _tools(row: Row, index: int) -> tuple[Tool, ...]:
     """Tool definitions in OpenAI's shape; those of verifiers (tool_defs) are brought into it."""
     value = row.get("tools") if row.get("tools") is not None else row.get("tool_defs")
     if isinstance(value, str):

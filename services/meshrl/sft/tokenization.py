@@ -6,9 +6,6 @@ Only then is it certain which tokens a message contributed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
@@ -45,7 +42,7 @@ def tokenize(
 def _render(
     tokenizer: PreTrainedTokenizerBase, conversation: Conversation, count: int, *, generation: bool = False
 ) -> list[int]:
-    messages: Sequence[Mapping[str, Any]] = conversation.messages[:count]
+    messages = conversation.messages[:count]
     try:
         token_ids: list[int] = tokenizer.apply_chat_template(
             list(messages),

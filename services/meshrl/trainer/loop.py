@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
 
 from loguru import logger
 
@@ -130,7 +129,7 @@ class TrainerLoop:
     def _start_publication(
         self,
         step: int,
-        captured: Any,
+        captured: object,
         metrics: Mapping[str, float],
         timings_s: Mapping[str, float],
         span: TrainSpan,

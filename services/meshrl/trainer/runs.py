@@ -23,7 +23,7 @@ from meshrl.wire.types import RunInfo
 class RunVersions:
     """How the versions of a run leave the trainer."""
 
-    capture: Callable[[int], Any]
+    capture: Callable[[int], object]
     """Copies the weights of a version aside; collective, on the training thread between two steps."""
 
     publish: Callable[[int, Any, str], Future[PublishReport]]

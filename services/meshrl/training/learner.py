@@ -247,7 +247,7 @@ def to_tokens(micro_batch: MicroBatch, logprobs: torch.Tensor) -> RowTokens:
     lengths = np.diff(micro_batch.sample_offsets)
     sequence_ids = np.repeat(np.arange(len(lengths)), lengths)[predicted]
 
-    def at_predicted(values: NDArray[Any] | None) -> torch.Tensor | None:
+    def at_predicted(values: NDArray[np.generic] | None) -> torch.Tensor | None:
         return None if values is None else _on(values[predicted], logprobs.device)
 
     return RowTokens(
@@ -283,6 +283,6 @@ def record_of(rows: Sequence[RowRecord]) -> TokenRecord:
     )
 
 
-def _on(array: NDArray[Any], device: torch.device) -> torch.Tensor:
+def _on(array: NDArray[np.generic], device: torch.device) -> torch.Tensor:
     # Arrays decoded from a message are read-only views, which torch must not alias.
     return torch.from_numpy(array if array.flags.writeable else array.copy()).to(device)

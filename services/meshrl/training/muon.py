@@ -37,7 +37,7 @@ class Muon(torch.optim.Optimizer):
                     raise ValueError(f"Muon is for matrices, got a parameter of shape {tuple(parameter.shape)}")
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]  # there is no loss
+    def step(self, closure: Callable[[], object] | None = None) -> None:  # type: ignore[override]  # there is no loss
         """Updates every parameter that has a gradient."""
         assert closure is None, "gradients come from the learner"
         for group in self.param_groups:

@@ -10,7 +10,7 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import TypeVar
 
 Result = TypeVar("Result")
 
@@ -39,7 +39,6 @@ class TrainingThread:
         return asyncio.wrap_future(done)
 
     def _work(self) -> None:
-        call: Any
         while True:
             call = self._calls.get()
             call()

@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -311,7 +310,7 @@ class Checkpointer:
         if shards is not None:
             self.durable_step = max(self.durable_step, job.step)
 
-    def _write_shards(self, job: _Job, tensors: dict[str, Any], partial: Path) -> None:
+    def _write_shards(self, job: _Job, tensors: dict[str, torch.Tensor], partial: Path) -> None:
         group, plan = self._group, self._group.plan
         own_random = partial / train_state.random_file(plan.rank)
 
@@ -321,7 +320,7 @@ class Checkpointer:
                 tensors, storage_writer=writer, process_group=group.control, no_dist=not group.control
             )
 
-        def write_random_state() -> dict[str, Any]:
+        def write_random_state() -> dict[str, dict[str, int]]:
             train_state.write_random_state(job.random_state, own_random)
             flush(own_random)
             written = [own_random, *partial.glob(f"__{plan.rank}_*"), *([partial / ".metadata"] if plan.leads else [])]

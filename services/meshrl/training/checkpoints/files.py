@@ -93,7 +93,7 @@ class CheckpointManifest:
         return manifest
 
 
-def _checksum(values: Mapping[str, Any]) -> int:
+def _checksum(values: Mapping[str, object]) -> int:
     """Over what a manifest says, however it is laid out."""
     return zlib.crc32(json.dumps(values, sort_keys=True).encode())
 

@@ -14,7 +14,12 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 from transformers import PreTrainedModel
 
 from meshrl.models.fused_attention import OPERATOR
@@ -71,36 +76,36 @@ def shard(policy: PackedPolicy, config: TrainerModelConfig, mesh: DeviceMesh, co
     apply(policy, reshard_after_forward=False)  # its backward pass begins where its forward pass ends
 
 
-def _set_forward(block: nn.Module, forward: Callable[..., Any]) -> None:
+def _set_forward(block: nn.Module, forward: Callable[..., object]) -> None:
     block.forward = forward  # the block, and so its parameters' names, stays
 
 
 def _checkpointed(
-    forward: Callable[..., Any], config: ActivationCheckpointConfig, offload: ActivationOffloadConfig | None
-) -> Callable[..., Any]:
+    forward: Callable[..., object], config: ActivationCheckpointConfig, offload: ActivationOffloadConfig | None
+) -> Callable[..., object]:
     selective: dict[str, Any] = {}
     if config.mode != "full":
         selective["context_fn"] = functools.partial(_selective_contexts, products=config.mode == "selective")
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: object, **kwargs: Any) -> object:
         return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=True, **selective, **kwargs)
 
     if offload is None:
         return run
     smallest = int(offload.min_mib * 2**20)
 
-    def run_offloaded(*args: Any, **kwargs: Any) -> Any:
+    def run_offloaded(*args: object, **kwargs: object) -> object:
         with torch.autograd.graph.saved_tensors_hooks(functools.partial(_to_host, smallest), _from_host):
             return run(*args, **kwargs)
 
     return run_offloaded
 
 
-def _selective_contexts(*, products: bool) -> tuple[Any, Any]:
+def _selective_contexts(*, products: bool) -> tuple[object, object]:
     """Keeps attention's output and, with `products`, every second matrix product: slow to repeat, cheap to keep."""
     seen = {True: 0, False: 0}
 
-    def decide(context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+    def decide(context: SelectiveCheckpointContext, operator: Any, *_: object, **__: object) -> CheckpointPolicy:
         if operator in _ATTENTION or operator.name() == OPERATOR:
             return CheckpointPolicy.MUST_SAVE
         if products and operator in _PRODUCTS:
@@ -109,7 +114,7 @@ def _selective_contexts(*, products: bool) -> tuple[Any, Any]:
                 return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 
-    contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(decide)  # type: ignore[no-untyped-call]  # torch's
+    contexts: tuple[object, object] = create_selective_checkpoint_contexts(decide)  # type: ignore[no-untyped-call]  # torch's
     return contexts
 
 

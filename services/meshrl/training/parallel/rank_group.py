@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -20,6 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from meshrl.training.parallel.plan import ParallelPlan
 
 COLLECTIVE_TIMEOUT_S = 600.0
+
+Scalar = TypeVar("Scalar", bound=np.generic)
 
 
 class RankGroup:
@@ -102,7 +104,7 @@ class RankGroup:
             dist.broadcast(buffer, group_src=0, group=self.control)
         return buffer.numpy().tobytes()
 
-    def gather(self, array: NDArray[Any]) -> list[NDArray[Any]] | None:
+    def gather(self, array: NDArray[Scalar]) -> list[NDArray[Scalar]] | None:
         """Every rank's array, in rank order, on rank 0; None elsewhere.
 
         The arrays have one dtype and the same shape but for the first axis.
@@ -122,13 +124,13 @@ class RankGroup:
             for part, length in zip(parts, lengths, strict=True)
         ]
 
-    def sum(self, array: NDArray[Any]) -> NDArray[Any]:
+    def sum(self, array: NDArray[Scalar]) -> NDArray[Scalar]:
         """The elementwise sum over ranks, on every rank."""
         if self.control is None:
             return array
         total = torch.from_numpy(np.ascontiguousarray(array).copy())
         dist.all_reduce(total, group=self.control)
-        summed: NDArray[Any] = total.numpy()
+        summed: NDArray[Scalar] = total.numpy()
         return summed
 
     def sum_named(self, values: Mapping[str, float]) -> dict[str, float]:

@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import torch.distributed.elastic.rendezvous.registry as rendezvous
 from loguru import logger
@@ -78,7 +77,7 @@ class RankAgent:
             local_addr="localhost",
         )
         logs = DefaultLogsSpecs(log_dir=str(log_dir), redirects=Std.ALL, tee={0: show})
-        self._agent = _Agent(spec, logs, exit_barrier_timeout=EXIT_BARRIER_S, on_start=self._on_start)
+        self._agent = _Agent(spec, logs, on_start=self._on_start)
         self._rendezvous = spec.rdzv_handler
 
     def run(self, environment: MutableMapping[str, str]) -> int:
@@ -94,7 +93,7 @@ class RankAgent:
             self._rendezvous.shutdown()
         return self._exit_code(result)
 
-    def _on_signal(self, signum: int, frame: Any) -> None:
+    def _on_signal(self, signum: int, frame: object) -> None:
         if self._draining:
             logger.warning("second {}: leaving at once", signal.Signals(signum).name)
             for pid in self._pids.values():
@@ -137,12 +136,14 @@ class RankAgent:
 class _Agent(LocalElasticAgent):
     """Says which processes it has started. To leave in the midst of that would orphan them, and torch's log threads."""
 
-    def __init__(self, *arguments: Any, on_start: Callable[[Mapping[int, int]], None], **options: Any) -> None:
-        super().__init__(*arguments, **options)
+    def __init__(
+        self, spec: WorkerSpec, logs: DefaultLogsSpecs, *, on_start: Callable[[Mapping[int, int]], None]
+    ) -> None:
+        super().__init__(spec, logs, exit_barrier_timeout=EXIT_BARRIER_S)
         self._on_start = on_start
 
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        pids: dict[int, Any] = super()._start_workers(worker_group)
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
+        pids: dict[int, int] = super()._start_workers(worker_group)
         self._on_start(pids)
         return pids
 
