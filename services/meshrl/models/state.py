@@ -1,4 +1,7 @@
-"""A model's weights by Hugging Face name: what the trainer publishes, the hub hashes and an engine applies."""
+"""A model's weights by Hugging Face name, whole or as this rank's rows.
+
+Read by the checkpointer and by the trainer's publishing; an engine loads the same names.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fine-tuning loop: takes a step's rows, makes a step, validates and saves when it is time; led by main.
+"""The fine-tuning loop: takes a step's rows, makes a step, validates and saves when it is time; run by `program`.
 
 Consumes batches in order; produces a record a step for the monitor and, at the end, a Hugging Face folder.
 """

@@ -26,6 +26,7 @@ from meshrl.training.bench.throughput import peak_flops, peak_memory_gib, step_f
 from meshrl.training.checkpoints.checkpointer import CheckpointError
 from meshrl.training.config import CheckpointConfig
 from meshrl.training.learner import StepError, StepResult
+from meshrl.versions.snapshot import Captured
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Batch
 
@@ -129,7 +130,7 @@ class TrainerLoop:
     def _start_publication(
         self,
         step: int,
-        captured: object,
+        captured: Captured,
         metrics: Mapping[str, float],
         timings_s: Mapping[str, float],
         span: TrainSpan,

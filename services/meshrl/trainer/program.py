@@ -1,4 +1,4 @@
-"""One rank of the trainer: rank 0 puts the service in front of the learner and the hub behind it, the others follow."""
+"""One rank of the trainer: rank 0 serves TrainerService, trains and publishes; the others carry out its commands."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def run_rank(config: TrainerConfig, layout: Layout, rank: int) -> None:
 
 
 def follow_rank_0(config: TrainerConfig) -> int:
-    """A rank but the first, from its model to rank 0's Stop; returns the exit code."""
+    """Any other rank: loads its model and works until rank 0 sends StopCommand; returns the exit code."""
     try:
         parts = build_parts(config, os.environ)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it to all ranks: rank 0 says when to stop

@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from meshrl.trainer.publishing.publisher import PublishReport
 from meshrl.trainer.work_queue import TrainingQueue
 from meshrl.training.checkpoints.checkpointer import Checkpointer
 from meshrl.training.learner import Learner
 from meshrl.versions.progress import Progress
+from meshrl.versions.snapshot import Captured
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import RunInfo
 
@@ -23,10 +24,10 @@ from meshrl.wire.types import RunInfo
 class RunVersions:
     """How the versions of a run leave the trainer."""
 
-    capture: Callable[[int], object]
+    capture: Callable[[int], Captured]
     """Copies the weights of a version aside; collective, on the training thread between two steps."""
 
-    publish: Callable[[int, Any, str], Future[PublishReport]]
+    publish: Callable[[int, Captured, str], Future[PublishReport]]
     """(version, what `capture` returned, traceparent) -> a future that is done when the version is published."""
 
     progress: Progress

@@ -1,8 +1,8 @@
 """The book of a run's steps: which batches wait, what happened to each, and what a watcher has yet to hear.
 
-Pure bookkeeping without clock, sockets or tasks: the service tells it what came in, the training loop's reports what
-came out. A step moves QUEUED -> RUNNING -> DONE or FAILED. Steps are accepted in order, without gaps. When one fails,
-those queued behind it fail too, and the failed step is the next to submit.
+Pure bookkeeping without clock, sockets or tasks, behind the TrainingQueue: the service tells it which batches came in,
+the training loop which steps were made. A step moves QUEUED -> RUNNING -> DONE or FAILED. Steps are accepted in order,
+without gaps. When one fails, those queued behind it fail too, and the failed step is the next to submit.
 """
 
 from __future__ import annotations

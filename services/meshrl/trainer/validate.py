@@ -1,4 +1,7 @@
-"""Checks a batch at the trainer's door for what its message alone cannot tell; past it, nothing breaks a step."""
+"""Checks an uploaded batch against the model before it is queued, so that no batch can break a step of training.
+
+Called by TrainerService after the batch's message was decoded, which checks shapes and lengths.
+"""
 
 from __future__ import annotations
 

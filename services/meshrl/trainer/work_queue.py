@@ -1,7 +1,7 @@
-"""Where the service's event loop and the training thread meet: batches and requests one way, reports the other.
+"""The queue between the service's event loop and the training thread: batches one way, reports the other.
 
-The step book lives on the event loop and is touched there only. The training thread asks for work and waits; its
-reports come back in order through the loop.
+TrainerService puts batches and save requests in; the training loop takes them out, one at a time, and reports what
+became of each. The step book is read and written on the event loop only: the thread's reports reach it there, in order.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ Work = Batch | SaveRequest
 
 
 class TrainingQueue:
-    """Hands work to the training thread and its news to watchers. Made on the event loop that serves it.
+    """Gives batches and save requests to the training thread, and its reports to watchers.
 
-    One that is `held` takes batches but hands out no work until it is opened.
+    Made on the event loop that serves it. With `held` it accepts batches but gives none out until `open` is called.
     """
 
     def __init__(self, book: StepBook, *, held: bool = False) -> None:
@@ -80,7 +80,7 @@ class TrainingQueue:
         return self.book.step
 
     def open(self) -> None:
-        """Lets go of work that was held."""
+        """Gives work out from now on."""
         self._held = False
         self._changed.beat()
 

@@ -1,6 +1,7 @@
-"""One optimizer step over packed micro-batches; the trainers' loops hand it a batch and get metrics back.
+"""The learner: a policy with its optimizer, which makes one step from the packed micro-batches of a batch.
 
-Every rank of a group is handed the whole batch and trains its own rows of it; the collectives are inside.
+The loops of the trainer and of sft call it and get a record of the step back. Every rank is given the whole batch and
+trains the rows that its ParallelPlan says; the collectives are inside.
 
 Shapes: P predicted tokens of a row, N rl tokens of the whole batch.
 """

@@ -1,4 +1,7 @@
-"""Whether a model can be trained in the memory there is, asked before it is loaded: better told than killed.
+"""Estimates before a model is loaded whether it can be trained in the memory there is.
+
+Both trainers ask it once they have joined their group, so that a run that cannot fit ends with a sentence that says
+what to change, instead of being killed by the system.
 
 The estimate is a lower bound: weights, gradients and optimizer state, which a step holds all at once. Activations and
 what the libraries take come on top, so a model that passes may still be too large for a long row; that is then the

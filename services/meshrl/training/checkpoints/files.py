@@ -1,7 +1,8 @@
-"""Folders that are whole or not there, on disk: what checkpoints are made of; below the checkpointer, above the disk.
+"""Folders that appear on disk whole or not at all, and the manifest in each; the checkpointer writes these.
 
 A folder is written as `NAME.partial`, flushed, and renamed into place, so that neither a kill nor a power cut leaves a
-half of it under its name. A folder is deleted by way of `NAME.deleted`. Both kinds of leftover are nobody's.
+half of it under its name. A folder is deleted by way of `NAME.deleted`. Leftovers of both kinds are deleted at the
+next start.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The ranks of a training group while they save or load: what fails on one of them fails on all, and is told.
+"""The ranks of a training group while they save or load a checkpoint; used by the checkpointer.
 
-Below the checkpointer. They have a control group of their own, so that a save beside training never meets the
-collectives of a step.
+What fails on one rank fails on all, with an error that names the rank. The ranks have a control group of their own, so
+that a save in the background never mixes with the collectives of a step.
 """
 
 from __future__ import annotations
