@@ -16,7 +16,7 @@ from pathlib import Path
 
 from loguru import logger
 
-from meshrl.core import guardian
+from meshrl.core.orphans import guardian_command
 from meshrl.core.readiness import READY_FILE
 from meshrl.launch.logtail import LogTail, last_lines
 
@@ -124,7 +124,7 @@ class Supervisor:
 
     async def _start_guardian(self) -> None:
         self._guardian = await asyncio.create_subprocess_exec(
-            *guardian.command(self._grace.failure_s, [*self._temporary, self._ready_folder]),
+            *guardian_command(self._grace.failure_s, [*self._temporary, self._ready_folder]),
             stdin=asyncio.subprocess.PIPE,
             start_new_session=True,
             pass_fds=() if self._lock_fd is None else (self._lock_fd,),

@@ -18,6 +18,7 @@ from meshrl.algorithms.objective import Objective
 from meshrl.algorithms.packing import Packing, TrainSample, pack_samples
 from meshrl.core.config import ConfigError, dump_toml
 from meshrl.core.disk import disk_trouble
+from meshrl.core.orphans import Lifeline
 from meshrl.core.paths import Layout
 from meshrl.core.rpc.serve import raise_open_file_limit
 from meshrl.core.telemetry.monitor import ConsoleSink, JsonlSink, Monitor, Sink, WandbSink
@@ -32,7 +33,6 @@ from meshrl.training.checkpoints.checkpointer import Checkpointer, CheckpointErr
 from meshrl.training.checkpoints.weights_folder import separate_adapters
 from meshrl.training.learner import Learner, StepError, UpdateError
 from meshrl.training.memory_estimate import check_fits, check_has_device
-from meshrl.training.parallel.lifeline import Lifeline
 from meshrl.training.parallel.rank_group import RankGroup
 
 

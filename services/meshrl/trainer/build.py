@@ -10,6 +10,7 @@ from loguru import logger
 from transformers import PreTrainedTokenizerBase
 
 from meshrl.core.config import ConfigError
+from meshrl.core.orphans import Lifeline
 from meshrl.models.load import ModelError, load_tokenizer, resolve_device, resolve_dtype
 from meshrl.trainer.config import TrainerConfig
 from meshrl.trainer.objectives import build_objective
@@ -18,7 +19,6 @@ from meshrl.training.checkpoints.checkpointer import Checkpointer, CheckpointErr
 from meshrl.training.checkpoints.weights_folder import separate_adapters
 from meshrl.training.learner import Learner
 from meshrl.training.memory_estimate import check_fits, check_has_device
-from meshrl.training.parallel.lifeline import Lifeline
 from meshrl.training.parallel.rank_group import RankGroup
 
 

@@ -6,11 +6,11 @@ import os
 import sys
 
 from meshrl.core.config import load_config
+from meshrl.core.orphans import end_with_agent
 from meshrl.core.paths import Layout
 from meshrl.core.telemetry.logs import setup_logging
 from meshrl.trainer.config import TrainerConfig
 from meshrl.training.parallel.deployment import is_rank, own_rank
-from meshrl.training.parallel.lifeline import end_with_agent
 
 
 def main() -> None:

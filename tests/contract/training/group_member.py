@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
+from meshrl.core.orphans import Lifeline
 from meshrl.trainer.ranks.commands import CommandSender
-from meshrl.training.parallel.lifeline import Lifeline
 from meshrl.training.parallel.rank_group import RankGroup
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError
 
-from meshrl.core.guardian import FolderGuardian
+from meshrl.core.orphans import FolderGuardian
 from meshrl.inference.engine import HostVersion
 from meshrl.versions import peft
 from meshrl.versions.files import SHARED_MEMORY, no_room

@@ -20,7 +20,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import LogprobsLists
 
-from meshrl.inference.vllm.orphans import end_with_parent
+from meshrl.core.orphans import end_with_parent
 from meshrl.inference.vllm.version_clock import Parcel
 
 if TYPE_CHECKING:

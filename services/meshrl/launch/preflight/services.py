@@ -8,7 +8,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from meshrl.client import RolloutClient, TrainerClient, WeightSyncClient
-from meshrl.core.guardian import is_locked
+from meshrl.core.orphans import is_locked
 from meshrl.launch.preflight.findings import Finding, Plan, error, note
 
 HEALTH_DEADLINE_S = 5.0

@@ -15,7 +15,7 @@ from loguru import logger
 from torch._C._distributed_c10d import Store
 
 from meshrl.client import WeightSyncClient
-from meshrl.core.guardian import FolderGuardian
+from meshrl.core.orphans import FolderGuardian
 from meshrl.core.paths import Layout
 from meshrl.core.rpc.serve import is_loopback
 from meshrl.models.lora import adapter_config

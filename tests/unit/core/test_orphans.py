@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from meshrl.core.guardian import FolderGuardian
+from meshrl.core.orphans import FolderGuardian
 
 DEADLINE_S = 20.0
 GUARDED = """
 import sys
 from pathlib import Path
-from meshrl.core.guardian import FolderGuardian
+from meshrl.core.orphans import FolderGuardian
 guardian = FolderGuardian(Path(sys.argv[1]), lock_file=Path(sys.argv[2]))
 print("guarded", flush=True)
 sys.stdin.read()

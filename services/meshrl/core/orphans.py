@@ -1,0 +1,308 @@
+"""Ends processes whose parent or peer is gone, and removes what they leave: no run leaves anything behind.
+
+Three ways, for three kinds of process:
+
+- A rank of a training group ends when another rank or the agent that started it is gone (`Lifeline`, `end_with_agent`).
+- A process that `multiprocessing` started ends with its program (`end_with_parent`); vLLM's engine process uses it.
+- A process that cannot be asked to watch anybody is ended by a guardian: a process of its own beside the one that
+  started it, `rl` with the programs of a run or a program with a temporary folder (`FolderGuardian`).
+
+The guardian is this file run as a script, with the standard library alone, so that it is up in milliseconds. It reads
+lines from stdin: `+PID` when a process group has been started, `-PID` when that group is gone. At the end of stdin the
+guarded process is dead, or done: every group left is asked to end and killed after the grace, then the folders are
+removed.
+
+    orphans.py GRACE_S LOCK_FILE FOLDER...
+
+The folders stay while another process has LOCK_FILE locked: then they are in use, and that process removes them. An
+empty LOCK_FILE removes them in any case.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+POLL_S = 0.25
+
+AGENT_PID = "MESHRL_AGENT_PID"
+"""Environment variable by which our agent tells a rank whom to watch."""
+
+ORPHANED = 70
+"""Exit code of a process whose program is gone; nobody is left to read it but the kernel's log."""
+
+END_POLL_S = 0.05
+CLOSE_DEADLINE_S = 30.0
+
+LOST_PEER = 75  # exit code of a rank that leaves because another one did; tells the agent whose fault it was not
+TIE_DEADLINE_S = 60.0
+KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # a machine that is unplugged says no goodbye
+_LEAVING = b"."
+_TOKEN_BYTES = 16
+_RANK_BYTES = 4
+
+
+class WatchedRanks(Protocol):
+    """The ranks that watch each other, as one of them knows them."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    def broadcast(self, data: bytes | None) -> bytes:
+        """Rank 0's bytes on every rank."""
+
+
+class Lifeline:
+    """A rank's connections to the others of its training group; `lost` is called, on its own thread, when one breaks.
+
+    A collective that waits for a dead rank may hang for minutes, in code that no signal reaches. So each rank keeps a
+    TCP connection to rank 0 on which nothing is said, and a thread that watches it: when a process dies, for whatever
+    reason, the system closes its side. Tied right after the group is up, before the model is loaded.
+    """
+
+    def __init__(self, peers: Mapping[socket.socket, str], *, lost: Callable[[str], None], parent: int | None) -> None:
+        self._peers = dict(peers)
+        self._lost = lost
+        self._parent = parent
+        self._released = threading.Event()
+        if self._peers or parent is not None:
+            threading.Thread(target=self._watch, name="lifeline", daemon=True).start()
+
+    @classmethod
+    def tie(
+        cls, ranks: WatchedRanks, environment: Mapping[str, str], *, lost: Callable[[str], None] | None = None
+    ) -> Lifeline:
+        """Connects this rank with rank 0; collective. By default a broken line ends the process.
+
+        Under torchrun the agent, which is the parent process, is watched as well.
+        """
+        parent = _agent_of(environment)
+        peers: dict[socket.socket, str] = {}
+        if ranks.world_size > 1:
+            peers = _accept_all(ranks, environment) if ranks.rank == 0 else _connect(ranks)
+        return cls(peers, lost=lost or leave_at_once, parent=parent)
+
+    def release(self) -> None:
+        """Says that this rank is about to leave in order. From here on its end alarms nobody, nor others' end it."""
+        self._released.set()
+        for peer in self._peers:
+            try:
+                peer.send(_LEAVING)
+                peer.close()
+            except OSError:  # it left first
+                continue
+
+    def _watch(self) -> None:
+        watched = dict(self._peers)
+        while not self._released.is_set():
+            if self._parent is not None and os.getppid() != self._parent:
+                self._report("the agent that started this rank is gone")
+                return
+            if not watched:
+                time.sleep(POLL_S)
+                continue
+            try:
+                readable, _, _ = select.select(list(watched), [], [], POLL_S)
+            except (OSError, ValueError):  # closed by release
+                return
+            for peer in readable:
+                if not _says_goodbye(peer):
+                    self._report(f"{watched[peer]} is gone")
+                    return
+                del watched[peer]
+
+    def _report(self, what: str) -> None:
+        if not self._released.is_set():
+            self._lost(what)
+
+
+def end_with_agent(environment: Mapping[str, str]) -> None:
+    """Ends this process soon after the agent that has started it, even when that is gone already.
+
+    Called before anything that takes time: an agent that is killed while its ranks import torch or look for each other
+    would leave them to wait for minutes. Does nothing in a process that is no rank of an agent of ours.
+    """
+    if AGENT_PID in environment:
+        Lifeline({}, lost=leave_at_once, parent=_agent_of(environment))
+
+
+def _agent_of(environment: Mapping[str, str]) -> int | None:
+    """Process id of the agent that has started this rank; None for a process on its own.
+
+    The torchrun command does not say its own: there it is the parent, unless it is gone already.
+    """
+    if AGENT_PID in environment:
+        return int(environment[AGENT_PID])
+    return os.getppid() if "TORCHELASTIC_RUN_ID" in environment else None
+
+
+def leave_at_once(what: str) -> None:
+    """Ends this process with LOST_PEER, whatever its other threads wait for."""
+    from loguru import logger  # a guardian has the standard library alone
+
+    logger.error("{}; a training group ends as a whole, so this rank leaves too", what)
+    os._exit(LOST_PEER)
+
+
+def _says_goodbye(peer: socket.socket) -> bool:
+    try:
+        return peer.recv(1) == _LEAVING
+    except OSError:  # reset, or the machine does not answer any more
+        return False
+
+
+def _accept_all(ranks: WatchedRanks, environment: Mapping[str, str]) -> dict[socket.socket, str]:
+    """Rank 0: tells the others where to connect and waits for all of them."""
+    one_machine = environment.get("LOCAL_WORLD_SIZE") == str(ranks.world_size)
+    host = "127.0.0.1" if one_machine else environment.get("MASTER_ADDR", "127.0.0.1")
+    family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    token = os.urandom(_TOKEN_BYTES)
+    peers: dict[socket.socket, str] = {}
+    with socket.create_server(address[:2], family=family, backlog=ranks.world_size) as server:
+        server.settimeout(TIE_DEADLINE_S)
+        ranks.broadcast(token + f"{host} {server.getsockname()[1]}".encode())
+        while len(peers) < ranks.world_size - 1:
+            peer, _ = server.accept()
+            peer.settimeout(TIE_DEADLINE_S)
+            hello = peer.recv(_TOKEN_BYTES + _RANK_BYTES, socket.MSG_WAITALL)
+            if hello[:_TOKEN_BYTES] != token:  # a stranger on this port
+                peer.close()
+                continue
+            peers[_kept_alive(peer)] = f"rank {int.from_bytes(hello[_TOKEN_BYTES:], 'little')}"
+    return peers
+
+
+def _connect(ranks: WatchedRanks) -> dict[socket.socket, str]:
+    told = ranks.broadcast(None)
+    host, port = told[_TOKEN_BYTES:].decode().split()
+    peer = socket.create_connection((host, int(port)), timeout=TIE_DEADLINE_S)
+    peer.sendall(told[:_TOKEN_BYTES] + ranks.rank.to_bytes(_RANK_BYTES, "little"))
+    return {_kept_alive(peer): "rank 0"}
+
+
+def _kept_alive(peer: socket.socket) -> socket.socket:
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in KEEP_ALIVE.items():
+        option = getattr(socket, name, None)  # macOS lacks some
+        if option is not None:
+            peer.setsockopt(socket.IPPROTO_TCP, option, value)
+    peer.settimeout(None)
+    return peer
+
+
+def end_with_parent() -> None:
+    """Ends this process soon after the one that started it with `multiprocessing`, also when that is killed.
+
+    vLLM's workers watch its engine process, but nothing watches the program above it: without this, a SIGKILL would
+    leave the model in the GPU's memory until somebody finds the process. Does nothing in other processes.
+    """
+    import multiprocessing
+    from multiprocessing.connection import wait  # tens of milliseconds, which a guardian does not need
+
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+    sentinel = parent.sentinel
+
+    def watch() -> None:
+        wait([sentinel])
+        os._exit(ORPHANED)
+
+    threading.Thread(target=watch, name="meshrl-orphan-watch", daemon=True).start()
+
+
+def guardian_command(grace_s: float, folders: Sequence[Path], *, lock_file: Path | None = None) -> list[str]:
+    """How to start a guardian. Its stdin must be a pipe; a session of its own keeps it out of what it outlives."""
+    lock = "" if lock_file is None else str(lock_file.absolute())
+    return [sys.executable, "-I", "-S", __file__, str(grace_s), lock, *(str(folder.absolute()) for folder in folders)]
+
+
+class FolderGuardian:
+    """Has a folder removed once this process is gone, unless another process has `lock_file` locked by then."""
+
+    def __init__(self, folder: Path, *, lock_file: Path | None = None) -> None:
+        """Without a `lock_file` the folder is this process's alone."""
+        self._process = subprocess.Popen(
+            guardian_command(0.0, [folder], lock_file=lock_file),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def close(self) -> None:
+        """Lets the guardian do its work now; blocking."""
+        try:
+            self._process.communicate(timeout=CLOSE_DEADLINE_S)
+        except subprocess.TimeoutExpired:  # a large folder: it goes on by itself
+            return
+
+
+def _signal(groups: set[int], signum: int) -> set[int]:
+    """Signals process groups; returns those that still exist."""
+    alive = set()
+    for group in groups:
+        try:
+            os.killpg(group, signum)
+        except ProcessLookupError:
+            continue
+        except PermissionError:  # the number belongs to somebody else by now
+            continue
+        alive.add(group)
+    return alive
+
+
+def _end(groups: set[int], grace_s: float) -> None:
+    """Asks the groups to end, waits for up to `grace_s`, kills what is left."""
+    alive = _signal(groups, signal.SIGTERM)
+    deadline = time.monotonic() + grace_s
+    while alive and time.monotonic() < deadline:
+        time.sleep(END_POLL_S)
+        alive = _signal(alive, 0)
+    _signal(alive, signal.SIGKILL)
+
+
+def is_locked(path: str) -> bool:
+    """True while another process has the file locked."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:  # it is not there, or not readable: nobody holds it
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+def guard() -> None:
+    """The guardian: runs until stdin ends, then tidies up."""
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_IGN)  # outlives the guarded process on purpose, and ends with its stdin
+    grace_s, lock_file, *folders = sys.argv[1:]
+    groups: set[int] = set()
+    for line in sys.stdin:
+        (groups.add if line.startswith("+") else groups.discard)(int(line[1:]))
+    _end(groups, float(grace_s))
+    if not (lock_file and is_locked(lock_file)):
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)  # most often it is gone already
+
+
+if __name__ == "__main__":
+    guard()
