@@ -52,7 +52,7 @@ async def running_hub(output_dir: Path) -> AsyncIterator[str]:
     """A real hub in this process; gives its address."""
     port, stop = free_port(), asyncio.Event()
     config = WeightsConfig(server=ServerConfig(port=port), output_dir=output_dir)
-    serving = asyncio.create_task(serve_hub(config, trace.NoOpTracer(), stop))
+    serving = asyncio.create_task(serve_hub(config, stop, trace.NoOpTracer()))
     yield f"127.0.0.1:{port}"
     stop.set()
     assert await serving == 0

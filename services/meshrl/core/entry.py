@@ -1,7 +1,7 @@
 """The console scripts. Each sets up what must hold before the program's imports, which take seconds, and then calls it.
 
 Ctrl-C while a program is still coming up ends it at once and without a traceback; once it runs,
-`meshrl.core.rpc.serve.run` drains it instead.
+`meshrl.core.program.run` drains it instead.
 """
 
 from __future__ import annotations

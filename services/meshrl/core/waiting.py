@@ -10,6 +10,8 @@ from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from loguru import logger
+
 T = TypeVar("T")
 
 CANCEL_DEADLINE_S = 10.0
@@ -26,22 +28,41 @@ async def unless_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, T] | asy
     Work that is broken off, by a stop or because the caller is cancelled, is cancelled, and its clean-up is waited for
     (CANCEL_DEADLINE_S). Raises what `work` raises.
     """
-    working, stopping = asyncio.ensure_future(work), asyncio.create_task(stop.wait())
+    working = asyncio.ensure_future(work)
     try:
-        await first_of(working, stopping)
+        await stop_or_first(stop, working)
         if not working.done():
+            logger.info("stopping: cancelling what is in flight")
             raise StoppedError
         return working.result()
     finally:
-        stopping.cancel()
         if not working.done():
             working.cancel()
             await asyncio.wait({working}, timeout=CANCEL_DEADLINE_S)
 
 
-async def first_of(*futures: asyncio.Future[Any]) -> None:
-    """Returns once any of the futures is done. Cancels none, and raises nothing of theirs."""
-    await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+async def stop_or_first(stop: asyncio.Event, *ends: asyncio.Future[Any]) -> None:
+    """Returns once `stop` is set or one of `ends` is done. Cancels none of them, and raises nothing of theirs."""
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({stopping, *ends}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        stopping.cancel()
+
+
+async def first_of(*works: Coroutine[Any, Any, T]) -> list[asyncio.Task[T]]:
+    """Runs coroutines until the first of them ends, then cancels the others and waits for their clean-up.
+
+    Returns the tasks in order, each of them done or cancelled; the caller looks at their results and errors.
+    """
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()  # does nothing to one that is done
+        await asyncio.wait(tasks)
+    return tasks
 
 
 async def set_within(event: asyncio.Event, deadline_s: float) -> bool:

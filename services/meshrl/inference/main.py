@@ -14,11 +14,11 @@ from loguru import logger
 from meshrl.client import WeightSyncClient
 from meshrl.core.config import load_config
 from meshrl.core.heap import freeze_loaded
-from meshrl.core.paths import Layout
+from meshrl.core.program import log_as, run
 from meshrl.core.readiness import say_ready
-from meshrl.core.rpc.serve import check_bind, run
+from meshrl.core.rpc.serve import check_bind
 from meshrl.core.secret import read_secret
-from meshrl.core.telemetry.logs import setup_logging
+from meshrl.core.waiting import StoppedError, set_within, stop_or_first, unless_stopped
 from meshrl.inference.agent.agent import WeightAgent
 from meshrl.inference.build import open_engine
 from meshrl.inference.checkpoints import WeightLoader
@@ -43,15 +43,11 @@ async def serve(config: InferenceConfig, stop: asyncio.Event) -> int:
     api_key = read_secret(
         "inference.api_key", config.api_key, file=config.api_key_file, variable=config.api_key_var, environ=os.environ
     )
-    opening, stopping = asyncio.create_task(open_engine(config)), asyncio.create_task(stop.wait())
-    await asyncio.wait({opening, stopping}, return_when=asyncio.FIRST_COMPLETED)
-    stopping.cancel()
-    if not opening.done():  # a large model takes minutes: whoever stops the program need not wait for it
-        opening.cancel()
-        return 0
     try:
-        engine = opening.result()
+        engine = await unless_stopped(stop, open_engine(config))
         codec = await _codec(config, engine.max_model_len)
+    except StoppedError:  # a large model takes minutes: whoever stops the program need not wait for it
+        return 0
     except (ModelError, ValueError) as error:  # a configuration that no retry mends: say it once, without a traceback
         logger.error("{}", error)
         return 2
@@ -112,7 +108,7 @@ async def _until_stopped(config: InferenceConfig, engine: Engine, address: str, 
     async with WeightSyncClient(config.weight_broadcast.address) as client:
         agent = asyncio.create_task(_run_agent(config, engine, client, address, stop))
         watch = asyncio.create_task(_until_lost(engine, stop))
-        await asyncio.wait({agent, watch}, return_when=asyncio.FIRST_COMPLETED)
+        await stop_or_first(stop, agent, watch)
         if not stop.is_set():
             if agent.done():
                 logger.error("the weight agent ended: {}", agent.exception() or "no reason given")
@@ -130,8 +126,7 @@ async def _until_lost(engine: Engine, stop: asyncio.Event) -> int:
         if engine.lost is not None:
             logger.error("the engine is lost: {}", engine.lost)
             return 1
-        with suppress(TimeoutError):
-            await asyncio.wait_for(stop.wait(), LOOK_S)
+        await set_within(stop, LOOK_S)
     return 0
 
 
@@ -144,9 +139,7 @@ async def _run_agent(
 
 def main() -> None:
     config = load_config(InferenceConfig, prog="inference")
-    name = f"inference-{config.engine_id}" if config.engine_id else "inference"
-    log_file = Layout(config.output_dir).log(name)
-    setup_logging(name, config.log.level, log_file, json_logging=config.log.json_logging)
+    log_as(f"inference-{config.engine_id}" if config.engine_id else "inference", config)
     if config.headless:
         from meshrl.inference.vllm.build import run_headless  # vLLM is an extra, and takes seconds to import
 

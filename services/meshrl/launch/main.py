@@ -16,7 +16,7 @@ from loguru import logger
 from meshrl.core.config import ConfigError, dump_toml, load_config
 from meshrl.core.config.flags import SECTION
 from meshrl.core.paths import Layout, spool_name
-from meshrl.core.rpc.serve import run
+from meshrl.core.program import run
 from meshrl.core.telemetry.logs import setup_logging
 from meshrl.inference.config import InferenceConfig
 from meshrl.launch.compose import Part, compose

@@ -15,12 +15,10 @@ from opentelemetry.trace import Tracer
 from meshrl.client import ChannelOptions, WeightSyncClient
 from meshrl.core.config import load_config
 from meshrl.core.heap import freeze_loaded
-from meshrl.core.paths import Layout
+from meshrl.core.program import run_program
 from meshrl.core.readiness import say_ready
-from meshrl.core.rpc.serve import GrpcServer, run
+from meshrl.core.rpc.serve import GrpcServer
 from meshrl.core.secret import read_secret
-from meshrl.core.telemetry.logs import setup_logging
-from meshrl.core.telemetry.tracing import setup_tracing
 from meshrl.rollout import hosting
 from meshrl.rollout.config import RolloutConfig
 from meshrl.rollout.engines.engine_table import EngineTable
@@ -41,20 +39,16 @@ STOP_GRACE_S = 5.0
 def main() -> None:
     """Entry point of the console scripts `rollout` and `env-server`."""
     config = load_config(RolloutConfig, prog="rollout")
-    layout = Layout(config.output_dir)
-    setup_logging("rollout", config.log.level, layout.log("rollout"), json_logging=config.log.json_logging)
-    logging.getLogger("verifiers.v1").setLevel(config.vf_level.upper())
     # Environments may have threads of their own kind of work: as many as Python gives them.
-    raise SystemExit(run(lambda stop: serve(config, layout, stop), blocking_threads=None))
+    run_program("rollout", config, serve, blocking_threads=None)
 
 
-async def serve(config: RolloutConfig, layout: Layout, stop: asyncio.Event) -> int:
+async def serve(config: RolloutConfig, stop: asyncio.Event, tracer: Tracer) -> int:
     """Serves until `stop` is set, then drains; returns the exit code. Raises ConfigError."""
-    tracing = setup_tracing("rollout", layout.traces, config.log.traces_max_mib)
+    logging.getLogger("verifiers.v1").setLevel(config.vf_level.upper())
     server = GrpcServer(config.server)
     async with AsyncExitStack() as stack:
-        stack.push_async_callback(asyncio.to_thread, tracing.close)
-        runner = await build(config, stack, tracing)
+        runner = await build(config, stack, tracer)
         server.add(SERVICE, pb_grpc.add_RolloutServiceServicer_to_server, RolloutServicer(runner))
         port = await server.start()
         stack.push_async_callback(server.drain, STOP_GRACE_S)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 from collections.abc import Mapping
 
@@ -16,12 +15,11 @@ from transformers.utils.logging import disable_progress_bar
 from meshrl.algorithms.losses import cross_entropy_loss
 from meshrl.algorithms.objective import Objective
 from meshrl.algorithms.packing import Packing, TrainSample, pack_samples
-from meshrl.core.config import ConfigError, dump_toml
-from meshrl.core.disk import disk_trouble
+from meshrl.core.config import dump_toml
 from meshrl.core.orphans import Lifeline
 from meshrl.core.paths import Layout
-from meshrl.core.rpc.serve import raise_open_file_limit
-from meshrl.core.telemetry.monitor import ConsoleSink, JsonlSink, Monitor, Sink, WandbSink
+from meshrl.core.program import exit_code_of, leave, raise_open_file_limit
+from meshrl.core.telemetry.monitor import Monitor, open_monitor
 from meshrl.models.load import ModelError, load_tokenizer, resolve_device, resolve_dtype
 from meshrl.sft.batches import training_batches
 from meshrl.sft.config import DataConfig, SFTConfig
@@ -36,14 +34,14 @@ from meshrl.training.memory_estimate import check_fits, check_has_device
 from meshrl.training.parallel.rank_group import RankGroup
 
 
-def run_rank(config: SFTConfig, layout: Layout, rank: int) -> None:
+def run_rank(config: SFTConfig, rank: int) -> None:
     """Runs this rank to its end and leaves the process with its exit code."""
     disable_progress_bar()  # a log has no use for it
     code = 0
     try:
         raise_open_file_limit()
         if rank == 0:
-            dump_toml(config, layout.config("sft"))
+            dump_toml(config, Layout(config.output_dir).config("sft"))
         parallel = _join(config, os.environ)
         lifeline = Lifeline.tie(parallel, os.environ)
         stop = threading.Event()
@@ -53,21 +51,10 @@ def run_rank(config: SFTConfig, layout: Layout, rank: int) -> None:
         parallel.barrier()
         lifeline.release()
         parallel.close()
-    except ConfigError as error:
-        logger.error("{}", error)
-        code = 2
-    except (ModelError, DataError, CheckpointError, StepError, UpdateError) as error:
-        logger.error("{}", error)
-        code = 1
-    except Exception as error:  # noqa: BLE001  # last stop of the process: its log has the traceback, the group ends with it
-        if (trouble := disk_trouble(error)) is not None:
-            logger.error("{}", trouble)
-        else:
-            logger.exception("sft failed")
-        code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # not sys.exit: a group that is half gone must not hold this process up in its destructors
+    except Exception as error:  # noqa: BLE001  # last stop of the process, and the group ends with it
+        told = (ModelError, DataError, CheckpointError, StepError, UpdateError)
+        code = exit_code_of(error, told=told, defect="sft failed")
+    leave(code)
 
 
 def train(config: SFTConfig, stop: threading.Event, parallel: RankGroup) -> None:
@@ -105,7 +92,9 @@ def train(config: SFTConfig, stop: threading.Event, parallel: RankGroup) -> None
         skip=learner.step_done,
         dp_size=parallel.plan.dp_size,
     )
-    monitor = _open_monitor(config, layout) if parallel.plan.leads else Monitor([])
+    monitor = Monitor([])
+    if parallel.plan.leads:
+        monitor = open_monitor(layout, config.wandb, config.model_dump(mode="json"))
     try:
         loop = SFTLoop(
             learner,
@@ -162,20 +151,3 @@ def _samples(data: DataConfig, config: SFTConfig, tokenizer: PreTrainedTokenizer
     if len(usable) < len(samples):
         logger.warning("{}: {} of {} rows have nothing to learn", data.name, len(samples) - len(usable), len(samples))
     return usable
-
-
-def _open_monitor(config: SFTConfig, layout: Layout) -> Monitor:
-    sinks: list[Sink] = [ConsoleSink(), JsonlSink(layout.metrics_jsonl)]
-    if config.wandb is not None:
-        sinks.append(
-            WandbSink(
-                project=config.wandb.project,
-                name=config.wandb.name,
-                group=config.wandb.group,
-                tags=config.wandb.tags,
-                offline=config.wandb.offline,
-                folder=config.output_dir,
-                settings=config.model_dump(mode="json"),
-            )
-        )
-    return Monitor(sinks)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 import time
 from concurrent.futures import Future
 from typing import Any
@@ -15,13 +14,11 @@ from opentelemetry import trace
 from transformers.utils.logging import disable_progress_bar
 
 from meshrl.client import WeightSyncClient
-from meshrl.core.config import ConfigError
-from meshrl.core.disk import disk_trouble
 from meshrl.core.heap import freeze_loaded
-from meshrl.core.paths import Layout
+from meshrl.core.program import exit_code_of, leave, run_traced
 from meshrl.core.readiness import say_ready
-from meshrl.core.rpc.serve import GrpcServer, run
-from meshrl.core.telemetry.tracing import setup_tracing
+from meshrl.core.rpc.serve import GrpcServer
+from meshrl.core.waiting import StoppedError, stop_or_first, unless_stopped
 from meshrl.trainer.build import TrainerParts, build_parts
 from meshrl.trainer.config import TrainerConfig
 from meshrl.trainer.loop import TrainerLoop
@@ -46,19 +43,10 @@ SERVICE = "meshrl.v1.TrainerService"
 DRAIN_GRACE_S = 5.0
 
 
-def run_rank(config: TrainerConfig, layout: Layout, rank: int) -> None:
+def run_rank(config: TrainerConfig, rank: int) -> None:
     """Runs this rank to its end and leaves the process with its exit code."""
     disable_progress_bar()  # a log has no use for it
-    if rank == 0:
-        tracing = setup_tracing("trainer", layout.traces, config.log.traces_max_mib)
-        code = run(lambda stop: serve(config, stop, tracing))
-        tracing.close()
-    else:
-        code = follow_rank_0(config)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Not sys.exit: neither a group that is half gone nor a thread inside torch may hold this process up.
-    os._exit(code)
+    leave(follow_rank_0(config) if rank else run_traced("trainer", config, serve))
 
 
 def follow_rank_0(config: TrainerConfig) -> int:
@@ -74,25 +62,22 @@ def follow_rank_0(config: TrainerConfig) -> int:
             release=releaser(parts.learner.device, wanted=config.release_memory),
         ).run()
         parts.leave()
-    except ConfigError as error:
-        logger.error("{}", error)
-        return 2
-    except (CheckpointError, UpdateError) as error:  # the message tells what to do
-        logger.error("{}", error)
-        return 1
-    except Exception:  # noqa: BLE001  # last stop of the process: its log has the traceback, the group ends with it
-        logger.exception("this rank failed")
-        return 1
+    except Exception as error:  # noqa: BLE001  # last stop of the process, and the group ends with it
+        return exit_code_of(error, told=(CheckpointError, UpdateError), defect="this rank failed")
     return 0
 
 
 async def serve(config: TrainerConfig, stop: asyncio.Event, tracer: trace.Tracer) -> int:
     """Rank 0: trains until `stop` is set, a client drains the trainer, or it cannot go on; returns the exit code."""
-    thread = TrainingThread()
-    building = thread.call(lambda: build_parts(config, os.environ))
-    if not await _before(stop, building):
+    try:
+        return await _build_and_serve(config, stop, tracer)
+    except StoppedError:  # before there was anything to drain
         return 0
-    parts = building.result()
+
+
+async def _build_and_serve(config: TrainerConfig, stop: asyncio.Event, tracer: trace.Tracer) -> int:
+    thread = TrainingThread()
+    parts = await unless_stopped(stop, thread.call(lambda: build_parts(config, os.environ)))
     learner = parts.learner
     epoch = await asyncio.to_thread(next_epoch, config.output_dir / "trainer_epoch")
     queue = TrainingQueue(
@@ -116,17 +101,15 @@ async def serve(config: TrainerConfig, stop: asyncio.Event, tracer: trace.Tracer
     async with WeightSyncClient(config.weight_broadcast.address) as hub:
         commands, loop = CommandSender(parts.parallel), asyncio.get_running_loop()
         decided = asyncio.run_coroutine_threadsafe(decide(config, parts, hub, epoch, os.environ), loop)
-        opening = thread.call(lambda: open_publication(decided, config, parts, commands, hub, os.environ))
-        if not await _before(stop, opening):
-            return 0
-        publication, initial = opening.result()
-        del opening  # the first version's weights must not live as long as this function
+        publication, initial = await unless_stopped(
+            stop, thread.call(lambda: open_publication(decided, config, parts, commands, hub, os.environ))
+        )
         training = thread.call(train_loop(config, parts, own, publication, commands, tracer).run)
         try:
-            first = asyncio.ensure_future(_publish_when_hub_is_up(publication, learner.step_done, initial, config))
-            del initial
-            if not await _before(stop, first):
-                return 0
+            first = _publish_when_hub_is_up(publication, learner.step_done, initial, config)
+            del initial  # the first version's weights must not live as long as this function
+            await unless_stopped(stop, first)
+            del first
             freeze_loaded()
             queue.open()
             server.set_serving()
@@ -177,10 +160,7 @@ async def _until_drained(
     config: TrainerConfig, queue: TrainingQueue, server: GrpcServer, training: asyncio.Future[None], stop: asyncio.Event
 ) -> int:
     """Waits for an end, then finishes what is queued, writes the last checkpoint and lets watchers hear of it."""
-    stopping = asyncio.create_task(stop.wait())
-    ends: set[asyncio.Future[Any]] = {stopping, training}
-    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-    stopping.cancel()
+    await stop_or_first(stop, training)
     server.set_not_serving()
     code = 0
     try:
@@ -196,15 +176,9 @@ async def _until_drained(
     except TimeoutError:
         logger.error("the step at hand did not end within {} s (drain_deadline_s)", config.drain_deadline_s)
         return 1
-    except (CheckpointError, UpdateError, MeshError) as error:  # the message tells what to do
-        logger.error("training ended: {}", error)
-        return 1
     except Exception as error:  # noqa: BLE001  # whatever ended the training thread is the program's exit code
-        if (trouble := disk_trouble(error)) is not None:
-            logger.error("training ended: {}", trouble)
-        else:
-            logger.opt(exception=error).error("training ended: {}", error)
-        return 1
+        told = (CheckpointError, UpdateError)
+        return exit_code_of(error, told=told, doing="training ended: ", defect=f"training ended: {error}")
     logger.info("trainer: finished at version {}", queue.book.info().version)
     return code
 
@@ -224,19 +198,6 @@ async def _publish_when_hub_is_up(
             await asyncio.sleep(max(1.0, error.retry_after_s or 0.0))
         else:
             return
-
-
-async def _before(stop: asyncio.Event, work: asyncio.Future[Any]) -> bool:
-    """Waits for `work` unless `stop` comes first; says whether it is done. Raises what it raised."""
-    stopping = asyncio.create_task(stop.wait())
-    try:
-        await asyncio.wait({stopping, work}, return_when=asyncio.FIRST_COMPLETED)
-        if work.done():
-            work.result()
-        return work.done()
-    finally:
-        stopping.cancel()
-        work.cancel()
 
 
 def facts(config: TrainerConfig, parts: TrainerParts) -> TrainerFacts:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import sys
-from typing import Any
 
 from loguru import logger
 from opentelemetry import trace
 
 from meshrl.core.config import load_config
 from meshrl.core.disk import disk_trouble
-from meshrl.core.paths import Layout
+from meshrl.core.program import run_program
 from meshrl.core.readiness import say_ready
-from meshrl.core.rpc.serve import GrpcServer, run
-from meshrl.core.telemetry.logs import setup_logging
-from meshrl.core.telemetry.tracing import setup_tracing
+from meshrl.core.rpc.serve import GrpcServer
+from meshrl.core.waiting import stop_or_first
 from meshrl.weights.config import WeightsConfig
 from meshrl.weights.coordinator.coordinator import Coordinator
 from meshrl.weights.hub import Hub
@@ -44,7 +41,7 @@ def build_hub(config: WeightsConfig, tracer: trace.Tracer | None = None) -> Hub:
     )
 
 
-async def serve(config: WeightsConfig, tracer: trace.Tracer, stop: asyncio.Event) -> int:
+async def serve(config: WeightsConfig, stop: asyncio.Event, tracer: trace.Tracer) -> int:
     """Runs the hub until `stop` is set or its log fails; returns the exit code."""
     hub = build_hub(config, tracer)
     try:
@@ -59,10 +56,7 @@ async def serve(config: WeightsConfig, tracer: trace.Tracer, stop: asyncio.Event
         server.set_serving()
         say_ready()
         logger.info("weights: serving WeightSync at {}:{}", config.server.host, port)
-        stopping = asyncio.create_task(stop.wait())
-        ends: set[asyncio.Future[Any]] = {stopping, hub.failed}
-        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        stopping.cancel()
+        await stop_or_first(stop, hub.failed)
     finally:
         server.set_not_serving()
         hub.close_streams()
@@ -73,13 +67,7 @@ async def serve(config: WeightsConfig, tracer: trace.Tracer, stop: asyncio.Event
 
 def main() -> None:
     """Console script `weights`."""
-    config = load_config(WeightsConfig, prog="weights")
-    layout = Layout(config.output_dir)
-    setup_logging("weights", config.log.level, layout.log("weights"), json_logging=config.log.json_logging)
-    tracing = setup_tracing("weights", layout.traces, config.log.traces_max_mib)
-    code = run(lambda stop: serve(config, tracing, stop))
-    tracing.close()
-    sys.exit(code)
+    run_program("weights", load_config(WeightsConfig, prog="weights"), serve)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ getattr(importlib.import_module(module), function)()
 SLOW_END = """
 import asyncio, sys, time
 from meshrl.core import entry
-from meshrl.core.rpc import serve
+from meshrl.core import program
 
 async def work(stop):
     return 0
@@ -37,7 +37,7 @@ async def work(stop):
 class Program:
     @staticmethod
     def main():
-        serve.run(work)
+        program.run(work)
         print("ended", flush=True)
         time.sleep(600)
 

@@ -9,9 +9,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from opentelemetry.trace import NoOpTracer
 
 from meshrl.core.config import ConfigError, load_config
-from meshrl.core.paths import Layout
 from meshrl.core.readiness import READY_FILE
-from meshrl.core.telemetry.tracing import Tracing
 from meshrl.rollout import main as program
 from meshrl.rollout.config import RolloutConfig
 
@@ -35,11 +33,6 @@ def write_config(folder: Path, tokenizer: Path, url: str, env: str = "mesh_echo"
     return path
 
 
-@pytest.fixture(autouse=True)
-def no_process_wide_tracing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(program, "setup_tracing", lambda *args: Tracing(NoOpTracer(), None))
-
-
 def free_port() -> int:
     import socket
 
@@ -56,7 +49,7 @@ async def test_health_follows_the_life_of_the_program(tmp_path, tokenizer_dir, e
     )
     assert config.max_concurrent == 4
     stop = asyncio.Event()
-    running = asyncio.create_task(program.serve(config, Layout(config.output_dir), stop))
+    running = asyncio.create_task(program.serve(config, stop, NoOpTracer()))
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         await asyncio.wait_for(channel.channel_ready(), 20)
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=program.SERVICE))
@@ -90,7 +83,7 @@ async def test_an_unknown_taskset_ends_the_program_with_its_name(tmp_path, token
     path = write_config(tmp_path, tokenizer_dir, engine.url, env="no_such_taskset")
     config = load_config(RolloutConfig, ["@", str(path), "--server.port", "0"], prog="rollout")
     with pytest.raises(ConfigError, match="no_such_taskset"):
-        await program.serve(config, Layout(config.output_dir), asyncio.Event())
+        await program.serve(config, asyncio.Event(), NoOpTracer())
 
 
 @pytest.mark.parametrize(

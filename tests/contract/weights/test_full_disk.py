@@ -113,7 +113,7 @@ async def test_a_hub_that_finds_no_room_at_its_start_says_what_to_do(tmp_path: P
     with mounted(tmp_path / "weight_hub") as disk:
         fill(disk)
         config = WeightsConfig(server=ServerConfig(port=0), output_dir=tmp_path)
-        assert await serve(config, trace.NoOpTracer(), asyncio.Event()) == 1
+        assert await serve(config, asyncio.Event(), trace.NoOpTracer()) == 1
     logger.remove(handler)
     (sentence,) = said
     assert sentence.startswith("the hub cannot start: cannot write")

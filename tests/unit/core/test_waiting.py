@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from meshrl.core.waiting import InFlight, Pulse, StoppedError, first_of, set_within, unless_stopped
+from meshrl.core.waiting import InFlight, Pulse, StoppedError, first_of, set_within, stop_or_first, unless_stopped
 
 
 async def test_work_that_ends_before_a_stop_gives_its_result():
@@ -63,13 +63,34 @@ async def test_work_that_is_done_wins_over_a_stop_that_came_as_well():
     assert await unless_stopped(stop, work) == 7
 
 
-async def test_the_first_of_futures_leaves_the_others_as_they_are():
-    loop = asyncio.get_running_loop()
+async def test_a_stop_or_the_first_end_leaves_the_others_as_they_are():
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
     done, pending = loop.create_future(), loop.create_future()
     done.set_exception(ValueError("not raised here"))
-    await first_of(done, pending)
+    await stop_or_first(stop, done, pending)
     assert not pending.done()
     assert done.exception() is not None
+    stop.set()
+    await stop_or_first(stop, pending)
+    assert not pending.done()
+
+
+async def test_the_first_of_several_coroutines_ends_the_others():
+    cleaned = []
+
+    async def fails():
+        raise ValueError("kept for the caller")
+
+    async def lasts():
+        try:
+            await asyncio.sleep(600)
+        finally:
+            cleaned.append(True)
+
+    first, second = await first_of(fails(), lasts())
+    assert isinstance(first.exception(), ValueError)
+    assert second.cancelled()
+    assert cleaned == [True]
 
 
 async def test_an_event_is_waited_for_until_a_deadline():

@@ -134,7 +134,7 @@ async def test_seal_that_is_asked_for_again_is_not_answered_before_it_is_durable
 async def test_program_ends_with_an_error_when_its_hub_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Coordinator, "tick", defect)
     config = WeightsConfig(output_dir=tmp_path)
-    code = await asyncio.wait_for(main.serve(config, trace.get_tracer("test"), asyncio.Event()), 30.0)
+    code = await asyncio.wait_for(main.serve(config, asyncio.Event(), trace.get_tracer("test")), 30.0)
     assert code == 1
 
 
@@ -182,7 +182,7 @@ async def test_hub_says_that_it_serves_to_whoever_started_it(tmp_path: Path, mon
     monkeypatch.setenv(READY_FILE, str(tmp_path / "ready"))
     stop = asyncio.Event()
     config = WeightsConfig(server=ServerConfig(port=0), output_dir=tmp_path)
-    running = asyncio.create_task(main.serve(config, trace.NoOpTracer(), stop))
+    running = asyncio.create_task(main.serve(config, stop, trace.NoOpTracer()))
     async with asyncio.timeout(15.0):
         while not (tmp_path / "ready").exists():  # noqa: ASYNC110 (a file has no event)
             await asyncio.sleep(0.01)

@@ -1,14 +1,9 @@
-"""Builds, starts, drains and stops the gRPC server of a program, and runs the program's event loop until a signal."""
+"""The gRPC server of a program, from its port to its drain; each program's main adds its services to one."""
 
 from __future__ import annotations
 
-import asyncio
 import ipaddress
-import os
-import resource
-import signal
-from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import grpc
@@ -18,20 +13,14 @@ from opentelemetry import trace
 
 from meshrl.core.config.base import ConfigError
 from meshrl.core.config.flags import flag
-from meshrl.core.disk import disk_trouble
 from meshrl.core.rpc.health import HealthServicer
 from meshrl.core.rpc.intercept import CallInterceptor
 from meshrl.core.rpc.reflection import add_reflection
-from meshrl.wire.errors import MeshError
 
 DEFAULT_MAX_MESSAGE_BYTES = 64 * 2**20
 MIN_PING_INTERVAL_S = 5.0
 SAY_GOODBYE_S = 5.0
 HEALTH_SERVICE = "grpc.health.v1.Health"
-OPEN_FILES = 65536
-BLOCKING_THREADS = 8
-"""For files and hashing. Python's own 32 of a large machine come up one by one, each with memory of its own."""
-MIN_OPEN_FILES = 256  # with fewer no program works
 # How long and how many calls wait for a busy event loop. Beyond its own limits (30 s; some of the calls after the first
 # 1,000, all after 3,000) gRPC cancels them without a line in any log. Here the deadline of each call is the limit.
 MAX_UNREQUESTED_S = 24 * 3600
@@ -159,74 +148,3 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:  # a name: only this one is known to stay here
         return host == "localhost"
-
-
-def run(
-    main: Callable[[asyncio.Event], Coroutine[Any, Any, int]], *, blocking_threads: int | None = BLOCKING_THREADS
-) -> int:
-    """Runs a program's coroutine on a new event loop; returns its exit code.
-
-    SIGTERM and SIGINT set the event that `main` is given; a second signal ends the process at once. An error that
-    `main` raises is logged and becomes exit code 1 (2 for ConfigError). Raises the limit of open files first.
-    `blocking_threads` is how many threads `asyncio.to_thread` has; None is as many as Python gives the machine.
-    """
-    try:
-        raise_open_file_limit()
-    except ConfigError as error:
-        logger.error("{}", error)
-        return 2
-    interrupted = signal.getsignal(signal.SIGINT) or signal.SIG_DFL
-    try:
-        return asyncio.run(_run(main, blocking_threads))
-    finally:
-        signal.signal(signal.SIGINT, interrupted)  # the loop leaves Python's own there, which ends in a traceback
-
-
-async def _run(main: Callable[[asyncio.Event], Coroutine[Any, Any, int]], blocking_threads: int | None) -> int:
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    if blocking_threads is not None:
-        loop.set_default_executor(ThreadPoolExecutor(blocking_threads, thread_name_prefix="blocking"))
-
-    def on_signal(signum: signal.Signals) -> None:
-        if stop.is_set():
-            logger.warning("second {}: leaving at once", signum.name)
-            os._exit(128 + signum)
-        logger.info("{}: draining; once more ends the process at once", signum.name)
-        stop.set()
-
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(signum, on_signal, signum)
-    try:
-        return await main(stop)
-    except ConfigError as error:
-        logger.error("{}", error)
-        return 2
-    except MeshError as error:
-        logger.error("{}", error)
-        return 1
-    except Exception as error:  # noqa: BLE001  # last stop of the process: the log has the traceback, the exit code says failure
-        if (trouble := disk_trouble(error)) is not None:
-            logger.error("{}", trouble)
-        else:
-            logger.exception("the program failed")
-        return 1
-    finally:
-        for signum in (signal.SIGTERM, signal.SIGINT):
-            loop.remove_signal_handler(signum)
-
-
-def raise_open_file_limit() -> None:
-    """Raises the soft limit of open files as far as is allowed: each rollout and stream takes one.
-
-    Raises ConfigError where a program could not work with what is allowed.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    if hard != resource.RLIM_INFINITY and hard < MIN_OPEN_FILES:
-        raise ConfigError(
-            f"this process may have {hard} open files, and a program of the mesh needs at least {MIN_OPEN_FILES}, "
-            "thousands with many rollouts; raise the hard limit before it starts (ulimit -Hn 65536, as root)"
-        )

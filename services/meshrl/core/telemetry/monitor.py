@@ -17,6 +17,9 @@ from typing import Any, Protocol
 
 from loguru import logger
 
+from meshrl.core.config.shared import WandbConfig
+from meshrl.core.paths import Layout
+
 CONSOLE_FIELDS: tuple[tuple[str, str, str], ...] = (
     ("reward/all/mean", "reward", ".4f"),
     ("loss/mean", "loss", ".4f"),
@@ -253,3 +256,21 @@ class WandbSink:
         except Exception as error:  # noqa: BLE001  # wandb raises what it likes: go on without it
             logger.warning(f"W&B failed and is off from here on: {error}")
             self._run = None
+
+
+def open_monitor(layout: Layout, wandb: WandbConfig | None, settings: Mapping[str, Any]) -> Monitor:
+    """Returns the monitor of a run: console and JSONL always, W&B when configured, which shows `settings`, too."""
+    sinks: list[Sink] = [ConsoleSink(), JsonlSink(layout.metrics_jsonl)]
+    if wandb is not None:
+        sinks.append(
+            WandbSink(
+                project=wandb.project,
+                name=wandb.name,
+                group=wandb.group,
+                tags=wandb.tags,
+                offline=wandb.offline,
+                folder=layout.output_dir,
+                settings=settings,
+            )
+        )
+    return Monitor(sinks)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from meshrl.core.rpc.serve import MIN_OPEN_FILES
+from meshrl.core.program import MIN_OPEN_FILES
 from meshrl.launch.preflight.findings import Finding, Plan, error, warning
 
 WANDB_URL = "https://api.wandb.ai"

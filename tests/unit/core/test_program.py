@@ -9,12 +9,13 @@ import sys
 import threading
 
 from meshrl.core.config.base import ConfigError
-from meshrl.core.rpc.serve import BLOCKING_THREADS, is_loopback, raise_open_file_limit, run
+from meshrl.core.program import BLOCKING_THREADS, raise_open_file_limit, run
+from meshrl.core.rpc.serve import is_loopback
 from meshrl.wire.errors import MeshError, Reason
 
 SLOW_TO_STOP = """
 import asyncio, os, signal, sys
-from meshrl.core.rpc.serve import run
+from meshrl.core.program import run
 
 async def main(stop):
     print("up", flush=True)
@@ -103,7 +104,7 @@ def test_loopback_is_told_from_other_addresses():
 
 TOO_FEW = """
 import resource, sys
-from meshrl.core.rpc.serve import run
+from meshrl.core.program import run
 
 async def main(stop):
     print("up")

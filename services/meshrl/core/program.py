@@ -1,0 +1,178 @@
+"""One main for all programs: configuration, logging, tracing, signals, the event loop, and exit codes.
+
+The console scripts (`entry`) come here by way of each program's `main.py`, which says what the program builds, what it
+serves and how it drains. What is the same for all of them is here.
+
+Exit codes: 0 for a program that has done its work or was told to stop, 2 for a configuration that is not allowed, 1 for
+any other failure, 128 plus the signal's number for a program that a second signal ended at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
+
+from loguru import logger
+
+from meshrl.core.config.base import ConfigError
+from meshrl.core.config.shared import LogConfig
+from meshrl.core.disk import disk_trouble
+from meshrl.core.paths import Layout
+from meshrl.core.telemetry.logs import setup_logging
+from meshrl.wire.errors import MeshError
+
+if TYPE_CHECKING:  # takes long to import, and not every process traces
+    from meshrl.core.telemetry.tracing import Tracing
+
+BAD_CONFIGURATION = 2
+FAILED = 1
+OPEN_FILES = 65536
+MIN_OPEN_FILES = 256  # with fewer no program works
+BLOCKING_THREADS = 8
+"""For files and hashing. Python's own 32 of a large machine come up one by one, each with memory of its own."""
+
+
+class ProgramConfig(Protocol):
+    """What the configuration of every program has."""
+
+    @property
+    def output_dir(self) -> Path: ...
+
+    @property
+    def log(self) -> LogConfig: ...
+
+
+ConfigT = TypeVar("ConfigT", bound=ProgramConfig)
+
+Work = Callable[[asyncio.Event], Coroutine[Any, Any, int]]
+"""What runs on the event loop until the event is set or it is done; returns the exit code."""
+
+
+def run_program(
+    name: str,
+    config: ConfigT,
+    serve: Callable[[ConfigT, asyncio.Event, Tracing], Coroutine[Any, Any, int]],
+    *,
+    blocking_threads: int | None = BLOCKING_THREADS,
+) -> NoReturn:
+    """Runs a whole program under `name` and ends the process with its exit code.
+
+    `serve` is given the configuration, the event that says that the program is to stop, and the program's tracer.
+    `blocking_threads` as in `run`.
+    """
+    log_as(name, config)
+    sys.exit(run_traced(name, config, serve, blocking_threads=blocking_threads))
+
+
+def log_as(name: str, config: ProgramConfig, *, to_file: bool = True) -> None:
+    """Sends what this process logs to stdout under `name`, and to the program's file below output_dir."""
+    log_file = Layout(config.output_dir).log(name) if to_file else None
+    setup_logging(name, config.log.level, log_file, json_logging=config.log.json_logging)
+
+
+def run_traced(
+    name: str,
+    config: ConfigT,
+    serve: Callable[[ConfigT, asyncio.Event, Tracing], Coroutine[Any, Any, int]],
+    *,
+    blocking_threads: int | None = BLOCKING_THREADS,
+) -> int:
+    """Runs `serve` as `run_program` does, in a process that logs already; returns its exit code."""
+    from meshrl.core.telemetry.tracing import setup_tracing  # takes long to import, and not every process traces
+
+    tracing = setup_tracing(name, Layout(config.output_dir).traces, config.log.traces_max_mib)
+    try:
+        return run(lambda stop: serve(config, stop, tracing), blocking_threads=blocking_threads)
+    finally:
+        tracing.close()
+
+
+def run(work: Work, *, blocking_threads: int | None = BLOCKING_THREADS) -> int:
+    """Runs `work` on a new event loop; returns the exit code.
+
+    SIGTERM and SIGINT set the event that `work` is given; a second signal ends the process at once. Errors become exit
+    codes as in `exit_code_of`. Raises the limit of open files first. `blocking_threads` is how many threads
+    `asyncio.to_thread` has; None is as many as Python gives the machine.
+    """
+    try:
+        raise_open_file_limit()
+    except ConfigError as error:
+        return exit_code_of(error)
+    interrupted = signal.getsignal(signal.SIGINT) or signal.SIG_DFL
+    try:
+        return asyncio.run(_until_done_or_stopped(work, blocking_threads))
+    finally:
+        signal.signal(signal.SIGINT, interrupted)  # the loop leaves Python's own there, which ends in a traceback
+
+
+async def _until_done_or_stopped(work: Work, blocking_threads: int | None) -> int:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    if blocking_threads is not None:
+        loop.set_default_executor(ThreadPoolExecutor(blocking_threads, thread_name_prefix="blocking"))
+
+    def on_signal(signum: signal.Signals) -> None:
+        if stop.is_set():
+            logger.warning("second {}: leaving at once", signum.name)
+            os._exit(128 + signum)
+        logger.info("{}: draining; once more ends the process at once", signum.name)
+        stop.set()
+
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, on_signal, signum)
+    try:
+        return await work(stop)
+    except Exception as error:  # noqa: BLE001  # last stop of the process: the exit code says failure
+        return exit_code_of(error)
+    finally:
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(signum)
+
+
+def exit_code_of(
+    error: Exception, *, told: tuple[type[Exception], ...] = (), doing: str = "", defect: str = "the program failed"
+) -> int:
+    """Logs the error that ends a program, and returns the exit code: BAD_CONFIGURATION for a ConfigError, else FAILED.
+
+    A MeshError and errors of the types in `told` say what to do: they are logged in one line, after `doing`, and so is
+    a disk that takes no more. Any other is a defect, logged with its traceback.
+    """
+    if isinstance(error, ConfigError):
+        logger.error("{}", error)
+        return BAD_CONFIGURATION
+    trouble = error if isinstance(error, (MeshError, *told)) else disk_trouble(error)
+    if trouble is not None:
+        logger.error("{}{}", doing, trouble)
+    else:
+        logger.opt(exception=error).error("{}", defect)
+    return FAILED
+
+
+def leave(code: int) -> NoReturn:
+    """Ends this process now: neither a group that is half gone nor a thread inside torch holds it up."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def raise_open_file_limit() -> None:
+    """Raises the soft limit of open files as far as is allowed: each rollout and stream takes one.
+
+    Raises ConfigError where a program could not work with what is allowed.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    if hard != resource.RLIM_INFINITY and hard < MIN_OPEN_FILES:
+        raise ConfigError(
+            f"this process may have {hard} open files, and a program of the mesh needs at least {MIN_OPEN_FILES}, "
+            "thousands with many rollouts; raise the hard limit before it starts (ulimit -Hn 65536, as root)"
+        )

@@ -1,0 +1,58 @@
+"""The main of `trainer` and `sft`: this process becomes one rank of a training group, or the agent of its ranks.
+
+Above it are the two console scripts; below it are each program's `program.py` for a rank and `torchrun` for the agent.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+from meshrl.core.orphans import end_with_agent
+from meshrl.core.paths import Layout
+from meshrl.core.program import ProgramConfig, log_as
+from meshrl.training.bench.config import BenchConfig
+from meshrl.training.parallel.deployment import DeploymentConfig, is_rank, own_rank
+
+
+class RankConfig(ProgramConfig, Protocol):
+    """What the configuration of a program that trains has."""
+
+    @property
+    def deployment(self) -> DeploymentConfig: ...
+
+    @property
+    def bench(self) -> BenchConfig | None: ...
+
+
+ConfigT = TypeVar("ConfigT", bound=RankConfig)
+
+
+def rank_main(
+    name: str,
+    load: Callable[[], ConfigT],
+    *,
+    run_rank: Callable[[ConfigT, int], None],
+    run_bench: Callable[[ConfigT, BenchConfig], None],
+) -> None:
+    """Runs the program `name`, whose module is `meshrl.<name>.main`, and ends the process with its exit code.
+
+    `run_rank` is given the configuration and this process's rank. It and `run_bench` import what they need when they
+    are called, since that takes seconds and an agent needs none of it. Only rank 0 writes the program's log file.
+    """
+    end_with_agent(os.environ)
+    config = load()
+    if config.deployment.num_train_gpus > 1 and not is_rank(os.environ):
+        from meshrl.training.parallel.torchrun import run_ranks  # a rank has no use for it
+
+        log_as(name, config, to_file=False)
+        layout = Layout(config.output_dir)
+        sys.exit(run_ranks(f"meshrl.{name}.main", name, config.deployment, layout, os.environ))
+    rank = own_rank(os.environ)
+    log_as(f"{name}:{rank}" if rank else name, config, to_file=rank == 0)
+    if config.bench is not None:
+        run_bench(config, config.bench)
+    else:
+        run_rank(config, rank)
