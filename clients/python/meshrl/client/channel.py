@@ -19,6 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from opentelemetry import trace
 
 from meshrl.client.backoff import Backoff
+from meshrl.client.credentials import INSECURE, Credentials
 from meshrl.wire.errors import MeshError, Reason, from_rpc_error
 from meshrl.wire.trace import TRACEPARENT, format_traceparent
 
@@ -122,12 +123,17 @@ class ServiceClient:
     idempotent_methods: tuple[str, ...]
 
     def __init__(
-        self, address: str, options: ChannelOptions | None = None, *, tracer: trace.Tracer | None = None
+        self,
+        address: str,
+        options: ChannelOptions | None = None,
+        *,
+        credentials: Credentials = INSECURE,
+        tracer: trace.Tracer | None = None,
     ) -> None:
         self.address = address
         self.options = options or ChannelOptions()
         config = service_config(self.service, self.idempotent_methods, self.options)
-        self._channel = grpc.aio.insecure_channel(address, options=channel_arguments(config, self.options))
+        self._channel = credentials.open_channel(address, channel_arguments(config, self.options))
         self._tracer = tracer or trace.get_tracer("meshrl.client")
 
     async def __aenter__(self) -> Self:

@@ -17,6 +17,7 @@ from opentelemetry import context as otel_context
 from opentelemetry import trace
 
 from meshrl.client.channel import CONTRACT_KEY
+from meshrl.core.waiting import InFlight
 from meshrl.wire.errors import STATUS_DETAILS_KEY, MeshError, Reason, to_rpc_status
 from meshrl.wire.trace import TRACEPARENT, context_from
 from meshrl.wire.types import CONTRACT_VERSION
@@ -99,9 +100,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc
 
     def __init__(self, tracer: trace.Tracer) -> None:
         self._tracer = tracer
-        self._in_flight = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._in_flight = InFlight()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._cut_off_why = ""
         self.refusing = False
@@ -109,17 +108,11 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc
     @property
     def in_flight(self) -> int:
         """Calls that are being served."""
-        return self._in_flight
+        return self._in_flight.count
 
     async def wait_idle(self, deadline_s: float) -> bool:
         """Waits until no call is being served; False if some still are after `deadline_s`."""
-        if self._idle.is_set():
-            return True
-        try:
-            await asyncio.wait_for(self._idle.wait(), deadline_s)
-        except TimeoutError:  # the caller decides what becomes of the rest
-            return False
-        return True
+        return await self._in_flight.idle_within(deadline_s)
 
     async def cut_off(self, why: str, deadline_s: float) -> None:
         """Ends the calls that are being served and tells their callers why; waits until they have heard it."""
@@ -198,11 +191,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc
         task = asyncio.current_task()
         assert task is not None  # gRPC runs each call in one
         self._tasks.add(task)
-        self._in_flight += 1
-        self._idle.clear()
         span = self._start_span(context, method.name)
         try:
-            yield span
+            with self._in_flight.one():
+                yield span
         except (asyncio.CancelledError, GeneratorExit):  # the caller gave up, or the server stops
             if context.time_remaining() == 0.0:
                 code, why = "DEADLINE_EXCEEDED", "the deadline that its caller set has passed"
@@ -215,9 +207,6 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc
         finally:
             span.end()
             self._tasks.discard(task)
-            self._in_flight -= 1
-            if not self._in_flight:
-                self._idle.set()
 
     def _start_span(self, context: grpc.aio.ServicerContext, method: str) -> trace.Span:
         """Starts the server span and makes it current. gRPC runs each call in a task, so nothing need be undone."""

@@ -11,6 +11,7 @@ from grpc_health.v1 import health_pb2_grpc
 from loguru import logger
 from opentelemetry import trace
 
+from meshrl.client.credentials import INSECURE, Credentials
 from meshrl.core.config.base import ConfigError
 from meshrl.core.config.flags import flag
 from meshrl.core.rpc.health import HealthServicer
@@ -44,8 +45,8 @@ class GrpcServer:
     """One server with health per service, reflection and the mesh's call interceptor.
 
     Order of use: `add` each service, `start`, `set_serving` when warm, `drain`.
-    Must be created on the event loop that runs it. Raises ConfigError for a bind that is not loopback, since there is
-    no TLS, unless `config.insecure` allows it.
+    Must be created on the event loop that runs it. Raises ConfigError for a bind that is not loopback, unless the
+    connections are encrypted (`credentials`) or `config.insecure` allows it.
     """
 
     def __init__(
@@ -55,9 +56,11 @@ class GrpcServer:
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
         min_ping_interval_s: float = MIN_PING_INTERVAL_S,
         tracer: trace.Tracer | None = None,
+        credentials: Credentials = INSECURE,
     ) -> None:
-        check_bind(config)
+        check_bind(config, encrypted=credentials.encrypted)
         self._config = config
+        self._credentials = credentials
         self._services: list[str] = []
         self._health = HealthServicer()
         self._calls = CallInterceptor(tracer or trace.get_tracer("meshrl.server"))
@@ -86,13 +89,13 @@ class GrpcServer:
         host, port = self._config.host, self._config.port
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:
-            bound = self._server.add_insecure_port(address)
+            bound = self._credentials.add_port(self._server, address)
         except RuntimeError as error:  # how grpc says that it could not bind
             raise ConfigError(
                 f"cannot listen on {address}: {error}; set another server.port, or 0 for a free one"
             ) from error
         await self._server.start()
-        return int(bound)
+        return bound
 
     def set_serving(self) -> None:
         """Health answers SERVING for every service: the program is warm."""
@@ -133,9 +136,9 @@ def server_options(max_message_bytes: int, min_ping_interval_s: float) -> list[t
     ]
 
 
-def check_bind(config: ListenConfig) -> None:
-    """Raises ConfigError unless the host is loopback or `insecure` allows others."""
-    if not config.insecure and not is_loopback(config.host):
+def check_bind(config: ListenConfig, *, encrypted: bool = False) -> None:
+    """Raises ConfigError unless connections are encrypted, the host is loopback, or `insecure` allows others."""
+    if not encrypted and not config.insecure and not is_loopback(config.host):
         raise ConfigError(
             f"server.host is {config.host}, which others can reach, and there is no TLS; "
             f"use 127.0.0.1, or allow it with {flag('server.insecure')}"
