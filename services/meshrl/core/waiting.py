@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from loguru import logger
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 CANCEL_DEADLINE_S = 10.0
 """How long cancelled work has to clean up after itself; what needs longer goes on without anybody waiting for it."""
@@ -50,12 +51,14 @@ async def stop_or_first(stop: asyncio.Event, *ends: asyncio.Future[Any]) -> None
         stopping.cancel()
 
 
-async def first_of(*works: Coroutine[Any, Any, T]) -> list[asyncio.Task[T]]:
-    """Runs coroutines until the first of them ends, then cancels the others and waits for their clean-up.
+async def first_of(
+    left: Coroutine[Any, Any, T], right: Coroutine[Any, Any, U]
+) -> tuple[asyncio.Task[T], asyncio.Task[U]]:
+    """Runs both until the first of them ends, then cancels the other one and waits for its clean-up.
 
-    Returns the tasks in order, each of them done or cancelled; the caller looks at their results and errors.
+    Returns their tasks, each of them done or cancelled; the caller looks at results and errors.
     """
-    tasks = [asyncio.create_task(work) for work in works]
+    tasks = asyncio.create_task(left), asyncio.create_task(right)
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     finally:

@@ -18,6 +18,7 @@ from loguru import logger
 
 from meshrl.core.orphans import guardian_command
 from meshrl.core.readiness import READY_FILE
+from meshrl.core.waiting import stop_or_first
 from meshrl.launch.logtail import LogTail, last_lines
 
 RESTART_PAUSE_S = 0.5
@@ -180,27 +181,23 @@ class Supervisor:
 
     async def _watch(self, stop: asyncio.Event) -> int:
         """Waits for the end of the run, whatever it is, and ends the programs."""
-        stopped = asyncio.create_task(stop.wait())
-        try:
-            while True:
-                exits = [child.exited for child in self._children.values() if child.exited is not None]
-                await asyncio.wait([stopped, *exits], return_when=asyncio.FIRST_COMPLETED)
-                if stop.is_set():
-                    logger.info("ending all programs")
+        while True:
+            exits = [child.exited for child in self._children.values() if child.exited is not None]
+            await stop_or_first(stop, *exits)
+            if stop.is_set():
+                logger.info("ending all programs")
+                return await self._end_in_order()
+            for child in self._ended():
+                self._kill_rest(child)
+                if child.program.leader and child.process.returncode == 0:
+                    logger.info("{} is done; ending the other programs", child.program.name)
                     return await self._end_in_order()
-                for child in self._ended():
-                    self._kill_rest(child)
-                    if child.program.leader and child.process.returncode == 0:
-                        logger.info("{} is done; ending the other programs", child.program.name)
-                        return await self._end_in_order()
-                    failed = 0 if child.ready.exists() else child.failed_starts + 1
-                    hopeless = child.process.returncode == BAD_CONFIGURATION or failed == MAX_FAILED_STARTS
-                    if child.restarts_left == 0 or hopeless:
-                        self._report(child, failed)
-                        return 1  # the caller's way out ends the others
-                    await self._restart(child, failed)
-        finally:
-            stopped.cancel()
+                failed = 0 if child.ready.exists() else child.failed_starts + 1
+                hopeless = child.process.returncode == BAD_CONFIGURATION or failed == MAX_FAILED_STARTS
+                if child.restarts_left == 0 or hopeless:
+                    self._report(child, failed)
+                    return 1  # the caller's way out ends the others
+                await self._restart(child, failed)
 
     def _ended(self) -> list[_Child]:
         """Programs that have ended: a leader that is done first, a leader that failed (perhaps by others) last."""

@@ -15,7 +15,7 @@ from loguru import logger
 
 from meshrl.client import TrainerClient
 from meshrl.core.clock import Clock
-from meshrl.core.waiting import Pulse
+from meshrl.core.waiting import Pulse, first_of
 from meshrl.orchestrator.peers.connect import find_run
 from meshrl.sampling.retry import AWAY, RunError, failed
 from meshrl.wire.errors import MeshError, Reason
@@ -78,14 +78,7 @@ class StepWatcher:
     async def follow(self) -> None:
         """Until cancelled. Raises RunError when a step fails, or the trainer is gone and does not come back."""
         while True:
-            streaming, polling = asyncio.create_task(self._stream()), asyncio.create_task(self._poll())
-            try:
-                await asyncio.wait({streaming, polling}, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                for task in (streaming, polling):
-                    if not task.done():
-                        task.cancel()
-                await asyncio.wait({streaming, polling})
+            streaming, polling = await first_of(self._stream(), self._poll())
             run = polling.result() if not polling.cancelled() else await self._next_epoch(streaming.result())
             if not streaming.cancelled():
                 streaming.exception()  # of an epoch that is over: nobody needs to know
