@@ -7,7 +7,6 @@ import os
 import signal
 import time
 from concurrent.futures import Future
-from typing import Any
 
 from loguru import logger
 from opentelemetry import trace
