@@ -53,8 +53,9 @@ def test_every_dependency_is_imported(folder: str, sources: str) -> None:
     assert "vllm" not in wanted or "vllm" in imported
 
 
+@pytest.mark.timeout(330)  # imports, on a machine that may be busy
 @pytest.mark.parametrize("module", sorted(NEEDS_LESS))
 def test_a_program_is_imported_without_what_others_need(module: str) -> None:
     command = [sys.executable, "-c", IMPORT_WITHOUT, module, *NEEDS_LESS[module]]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
