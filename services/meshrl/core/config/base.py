@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
-from meshrl.core.config.schema import Kind, field_kind
+from meshrl.core.config.schema import Kind, ReadTable, Table, field_kind
 
 
 class ConfigError(Exception):
@@ -32,7 +32,7 @@ class BaseConfig(BaseModel):
     """Titles of groups and their dotted keys, which --help shows; empty where it shows every key."""
 
     @classmethod
-    def hand_down(cls, layer: Mapping[str, Any]) -> dict[str, Any]:
+    def hand_down(cls, layer: ReadTable) -> Table:
         """Returns one layer (a file, the command line, the environment) with shared keys copied to where they are used.
 
         A class that composes others overrides it; layers are merged afterwards, so precedence between layers holds.
@@ -40,7 +40,7 @@ class BaseConfig(BaseModel):
         return dict(layer)
 
     @classmethod
-    def complete(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+    def complete(cls, values: ReadTable) -> Table:
         """Returns the merged layers with what follows from them; a class that composes others overrides it."""
         return dict(values)
 

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
-from meshrl.core.config.schema import Kind, Path
+from meshrl.core.config.schema import Kind, Path, Table
 from meshrl.core.config.values import assign, by_place, merge, with_lists
 
 
@@ -20,7 +20,7 @@ class Layer:
     origin: str
     """Name of the place for error messages."""
 
-    values: dict[str, Any] = field(default_factory=dict)
+    values: Table = field(default_factory=dict)
 
     exact: dict[Path, str] = field(default_factory=dict)
     """More exact places of single values: a flag, a variable."""
@@ -54,13 +54,13 @@ class LayerSource(PydanticBaseSettingsSource):
         """One top-level value of the layer."""
         return self._layer.values.get(field_name), field_name, False
 
-    def __call__(self) -> dict[str, Any]:
+    def __call__(self) -> Table:
         """The layer under those above it, which `current_state` holds."""
-        merged: dict[str, Any] = merge(self._kind, self._layer.values, self.current_state)
+        merged: Table = merge(self._kind, self._layer.values, self.current_state)
         return merged
 
 
-def merge_layers(kind: Kind, layers: Sequence[Layer]) -> dict[str, Any]:
+def merge_layers(kind: Kind, layers: Sequence[Layer]) -> Table:
     """Merges layers key by key, the last winning. Raises ConfigError when a list has gaps."""
 
     class Merged(BaseSettings):
@@ -72,5 +72,5 @@ def merge_layers(kind: Kind, layers: Sequence[Layer]) -> dict[str, Any]:
         ) -> tuple[PydanticBaseSettingsSource, ...]:
             return tuple(LayerSource(settings_cls, kind, layer) for layer in reversed(layers))
 
-    merged: dict[str, Any] = with_lists(kind, Merged().model_extra or {})
+    merged: Table = with_lists(kind, Merged().model_extra or {})
     return merged

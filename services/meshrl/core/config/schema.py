@@ -14,6 +14,10 @@ from pydantic.fields import FieldInfo
 
 Section = type[BaseModel]
 Path = tuple[str, ...]
+Table = dict[str, Any]
+"""Keys and values as a file or a command line gives them: text, numbers, lists and further tables."""
+ReadTable = Mapping[str, Any]
+"""A table that is only read."""
 
 
 @dataclass(frozen=True, kw_only=True)

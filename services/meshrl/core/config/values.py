@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
 from meshrl.core.config.base import ConfigError
-from meshrl.core.config.schema import Kind, Path
+from meshrl.core.config.schema import Kind, Path, ReadTable, Table
 
 NONE = "None"
 """How None is written in text and TOML, where a key takes it."""
@@ -64,7 +64,7 @@ def merge(kind: Kind, lower: Any, upper: Any, where: Path = ()) -> Any:
     chooser, below = kind.discriminator, dict(lower) if isinstance(lower, Mapping) else {}
     if chooser is not None and chooser in upper and below.get(chooser, upper[chooser]) != upper[chooser]:
         below = {}
-    own: dict[str, Any] = {}
+    own: Table = {}
     kind = kind.narrowed(upper)
     for key, item in upper.items():
         name, inner = kind.step(key) or (key, None)
@@ -99,17 +99,17 @@ def with_lists(kind: Kind, value: Any, where: Path = ()) -> Any:
     return {key: item if step is None else with_lists(step[1], item, (*where, key)) for key, item, step in steps}
 
 
-def is_indexed(value: object) -> TypeGuard[Mapping[str, Any]]:
+def is_indexed(value: object) -> TypeGuard[ReadTable]:
     """True for entries of a list that are addressed by place: {"0": ..., "1": ...}."""
     return isinstance(value, Mapping) and bool(value) and all(isinstance(key, str) and key.isdecimal() for key in value)
 
 
-def by_place(items: Sequence[Any]) -> dict[str, Any]:
+def by_place(items: Sequence[Any]) -> Table:
     """A list as entries addressed by place."""
     return {str(place): item for place, item in enumerate(items)}
 
 
-def assign(data: dict[str, Any], path: Sequence[str], value: object) -> None:
+def assign(data: Table, path: Sequence[str], value: object) -> None:
     """Sets one key of a nested tree, making the sections above it; what stood in the way is replaced."""
     for key in path[:-1]:
         below = data.get(key)

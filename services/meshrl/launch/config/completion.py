@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from meshrl.core.config import ConfigError
+from meshrl.core.config.schema import ReadTable, Table
 from meshrl.core.config.shared import ModelConfig
 from meshrl.launch.config.presets import fit_preset
 from meshrl.launch.config.shared_keys import drop_unused_inference
 
 
-def complete(values: Mapping[str, Any]) -> dict[str, Any]:
+def complete(values: ReadTable) -> Table:
     """Fills in what follows from the rest: hosted environments, and port 0 where rl is to choose.
 
     Without an engine of its own the hub keeps its usual port, so that a running engine can know it.
@@ -35,13 +35,13 @@ def complete(values: Mapping[str, Any]) -> dict[str, Any]:
     return completed
 
 
-def _section(values: object, name: str) -> dict[str, Any] | None:
+def _section(values: object, name: str) -> Table | None:
     """A section, made where it is missing; None where something else stands, which validation reports."""
     section = values.setdefault(name, {}) if isinstance(values, dict) else None
     return section if isinstance(section, dict) else None
 
 
-def _follow(values: dict[str, Any], name: str, key: str, other: str) -> None:
+def _follow(values: Table, name: str, key: str, other: str) -> None:
     """Gives a component the value that another component has for a key that it does not set itself."""
     section, source = values.setdefault(name, {}), values.get(other)
     if isinstance(section, dict) and isinstance(source, Mapping) and source.get(key) is not None:
@@ -51,12 +51,12 @@ def _follow(values: dict[str, Any], name: str, key: str, other: str) -> None:
         section.setdefault(key, value)
 
 
-def _hosted_environments(orchestrator: object) -> list[dict[str, Any]]:
+def _hosted_environments(orchestrator: object) -> list[Table]:
     """The environments that the rollout program must host for the train and eval entries, each name once.
 
     Raises ConfigError when there is none, or when two entries of one name are different environments.
     """
-    hosted: dict[str, dict[str, Any]] = {}
+    hosted: dict[str, Table] = {}
     for part in ("train", "eval"):
         section = orchestrator.get(part) if isinstance(orchestrator, Mapping) else None
         entries = section.get("env") if isinstance(section, Mapping) else None

@@ -22,8 +22,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
+from meshrl.core.config.schema import ReadTable, Table
 from meshrl.orchestrator.config import OrchestratorConfig
 from meshrl.trainer.loss_config import CONSTANTS, LossName, NormaliserName
 
@@ -53,7 +54,7 @@ PRESETS: Mapping[str, Preset] = {
 }
 
 
-def apply_preset(layer: Mapping[str, Any]) -> dict[str, Any]:
+def apply_preset(layer: ReadTable) -> Table:
     """One layer of configuration with its `algorithm` put where it belongs; a component's own key wins.
 
     What lower layers say of the same loss is unset, so that an algorithm on the command line replaces the whole loss of
@@ -75,7 +76,7 @@ def apply_preset(layer: Mapping[str, Any]) -> dict[str, Any]:
     return spread
 
 
-def fit_preset(values: Mapping[str, Any]) -> dict[str, Any]:
+def fit_preset(values: ReadTable) -> Table:
     """Merged values in which the preset fits what the layers above it chose.
 
     Where those chose another loss, the preset's keys go; and a loss that is divided by a fixed length gets that length:
@@ -96,13 +97,13 @@ def fit_preset(values: Mapping[str, Any]) -> dict[str, Any]:
     return fitted
 
 
-def _preset(values: Mapping[str, Any]) -> Preset | None:
+def _preset(values: ReadTable) -> Preset | None:
     """The preset that `values` name; an unknown name is for validation to report."""
     name = values.get("algorithm")
     return PRESETS.get(name) if isinstance(name, str) else None
 
 
-def _longest_reply(values: Mapping[str, Any]) -> object:
+def _longest_reply(values: ReadTable) -> object:
     """The most tokens that are sampled, or that a rollout may have."""
     for path in (("orchestrator", "sampling", "max_tokens"), ("rollout", "seq_len"), ("orchestrator", "seq_len")):
         found: object = values
@@ -113,7 +114,7 @@ def _longest_reply(values: Mapping[str, Any]) -> object:
     return OrchestratorConfig.model_fields["seq_len"].default
 
 
-def _section(values: dict[str, Any], name: str) -> dict[str, Any] | None:
+def _section(values: Table, name: str) -> Table | None:
     """A section of `values`, copied in place so that it may be changed; None for one that is no section."""
     found = values.get(name, {})
     if not isinstance(found, Mapping):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, ClassVar, Self
 
 from pydantic import Field, model_validator
 
 from meshrl.core.config import BaseConfig
+from meshrl.core.config.schema import ReadTable, Table
 from meshrl.core.config.shared import LogConfig, ModelConfig, WandbConfig, WeightBroadcastConfig
 from meshrl.inference.config import InferenceConfig
 from meshrl.launch.config.completion import complete
@@ -203,12 +204,12 @@ class RLConfig(BaseConfig):
         return self.restarts if own is None else own
 
     @classmethod
-    def hand_down(cls, layer: Mapping[str, Any]) -> dict[str, Any]:
+    def hand_down(cls, layer: ReadTable) -> Table:
         """Hands the shared keys of one layer down to the components."""
         return hand_down(cls, apply_preset(layer))
 
     @classmethod
-    def complete(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+    def complete(cls, values: ReadTable) -> Table:
         """Fills in what follows from the merged layers."""
         return complete(values)
 

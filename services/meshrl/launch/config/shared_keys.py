@@ -13,6 +13,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from meshrl.core.config.schema import ReadTable, Table
+
 COMPONENTS = ("rollout", "trainer", "weights", "inference", "orchestrator")
 
 _SWITCHED_ON = "__switched_on__"
@@ -36,7 +38,7 @@ def every_component(key: str) -> tuple[str, ...]:
     return tuple(f"{name}.{key}" for name in COMPONENTS)
 
 
-def hand_down(section: type[BaseModel], layer: Mapping[str, Any]) -> dict[str, Any]:
+def hand_down(section: type[BaseModel], layer: ReadTable) -> Table:
     """Copies the shared keys of one layer to the components; a component's own key in the same layer wins.
 
     Layers are merged afterwards, so a shared key on the command line beats a component's key in a file, and a
@@ -53,7 +55,7 @@ def hand_down(section: type[BaseModel], layer: Mapping[str, Any]) -> dict[str, A
     return spread
 
 
-def _shared_values(section: type[BaseModel], values: Mapping[str, Any]) -> Iterator[tuple[HandedTo, Any]]:
+def _shared_values(section: type[BaseModel], values: ReadTable) -> Iterator[tuple[HandedTo, Any]]:
     """The shared keys that these values set, in the order of their declaration."""
     for name, field in section.model_fields.items():
         for shared in field.metadata:
@@ -66,7 +68,7 @@ def _shared_values(section: type[BaseModel], values: Mapping[str, Any]) -> Itera
                 yield shared, found
 
 
-def _put_under(values: dict[str, Any], path: list[str], shared: Any) -> None:
+def _put_under(values: Table, path: list[str], shared: Any) -> None:
     """Sets one key of a component, below what the component says itself."""
     for key in path[:-1]:
         values = values.setdefault(key, {})
@@ -80,7 +82,7 @@ def _put_under(values: dict[str, Any], path: list[str], shared: Any) -> None:
             _put_under(values[key], [inner], value)
 
 
-def drop_unused_inference(values: dict[str, Any]) -> bool:
+def drop_unused_inference(values: Table) -> bool:
     """Drops an inference section that only shared keys have filled; True when an engine is to be started."""
     inference = values.get("inference")
     if not isinstance(inference, dict):

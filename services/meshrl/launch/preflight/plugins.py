@@ -10,10 +10,10 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from meshrl.core.config import ConfigError
+from meshrl.core.config.schema import ReadTable, Table
 from meshrl.core.config.shared import EnvConfig
 from meshrl.environments.plugins import BUNDLED
 from meshrl.launch.preflight.findings import Finding, Plan, error, warning
@@ -73,7 +73,7 @@ def _is_known(entry: EnvConfig) -> bool:
     return entry.id.replace("-", "_").lower() in BUNDLED and not entry.args
 
 
-def answer(questions: Mapping[str, Any]) -> Iterator[str]:
+def answer(questions: ReadTable) -> Iterator[str]:
     """The problems, one after the other. Imports what the questions are about."""
     if questions["loss"] is not None:
         from meshrl.algorithms.losses import load_custom_loss  # imports torch
@@ -93,7 +93,7 @@ def answer(questions: Mapping[str, Any]) -> Iterator[str]:
         yield from _environment_problems(**questions["environments"])
 
 
-def _environment_problems(entries: list[dict[str, Any]], harness: str, max_turns: int | None) -> Iterator[str]:
+def _environment_problems(entries: list[Table], harness: str, max_turns: int | None) -> Iterator[str]:
     from meshrl.rollout import hosting  # imports verifiers
 
     for entry in entries:
