@@ -46,7 +46,7 @@ def manifest_of(version: int) -> Manifest:
     )
     return build_manifest(
         run_id="run", epoch=1, version=version, transport=Transport.NCCL, tensors=(tensor,), chunks=(),
-        digest_algorithm="sum128", collective=CollectivePlan(num_senders=1, bucket_bytes=64),
+        collective=CollectivePlan(num_senders=1, bucket_bytes=64),
     )  # fmt: skip
 
 

@@ -53,7 +53,7 @@ def manifest_of(state: dict[str, torch.Tensor], plan: CollectivePlan) -> Manifes
     )  # fmt: skip
     return manifests.build_manifest(
         run_id="main", epoch=1, version=1, transport=Transport.NCCL, tensors=tensors, chunks=(),
-        digest_algorithm=manifests.SUM128, collective=plan,
+        collective=plan,
     )  # fmt: skip
 
 

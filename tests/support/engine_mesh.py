@@ -24,8 +24,8 @@ import torch
 
 from meshrl.client import ChannelOptions, WeightSyncClient
 from meshrl.core.readiness import READY_FILE
-from meshrl.versions.transports.base import Adapter
 from meshrl.wire.errors import MeshError
+from meshrl.wire.manifest import Adapter
 from meshrl.wire.types import Activation, ActivationPolicy, AgentState, EngineInfo, Transport
 from plain_model import plain_model, plain_state, save_model
 from state_publisher import StatePublisher

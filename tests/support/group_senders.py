@@ -23,7 +23,7 @@ from meshrl.versions.collective.sending import Sender
 from meshrl.versions.snapshot import Snapshot, take_snapshot
 from meshrl.wire import manifest as manifests
 from meshrl.wire.errors import MeshError
-from meshrl.wire.types import AdapterConfig, CollectivePlan, JoinGroup, Manifest, Transport
+from meshrl.wire.types import CollectivePlan, JoinGroup, Manifest, Transport
 
 CPU = torch.device("cpu")
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
@@ -136,8 +136,7 @@ class GroupSenders:
         *,
         run_id: str = "run",
         epoch: int = 1,
-        adapter: AdapterConfig | None = None,
-        base_layout: bytes = b"",
+        adapter: manifests.Adapter | None = None,
     ) -> Parcel:
         plans = manifests.plan_tensors(
             (name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for name, tensor in state.items()
@@ -150,10 +149,8 @@ class GroupSenders:
             transport=Transport.NCCL,
             tensors=entries,
             chunks=(),
-            digest_algorithm=manifests.SUM128,
             collective=self.plan,
             adapter=adapter,
-            base_layout=base_layout,
         )
         shards = [self._shards(state, sender) for sender in range(self.plan.num_senders)]
         return Parcel(

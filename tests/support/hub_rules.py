@@ -38,7 +38,6 @@ def manifest(version: int, *, epoch: int = 1, transport: Transport = Transport.N
         transport=transport,
         tensors=(tensor,),
         chunks=() if collective else (ChunkEntry(offset=0, length=4, digest=b"c"),),
-        digest_algorithm="sum128" if collective else "",
         collective=CollectivePlan(num_senders=1, bucket_bytes=64) if collective else None,
     )
 

@@ -54,7 +54,6 @@ def manifest_of(epoch: int, version: int, content: int, transport: Transport = T
         transport=transport,
         tensors=(tensor,),
         chunks=() if collective else (ChunkEntry(offset=0, length=4, digest=whole),),
-        digest_algorithm="sum128" if collective else "",
         collective=CollectivePlan(num_senders=1, bucket_bytes=64) if collective else None,
     )
 

@@ -11,8 +11,7 @@ import torch
 
 from engine_mesh import EngineClient, EngineKind, EngineMesh
 from meshrl.models.lora import adapter_config, adapter_state, peft_state, save_adapter
-from meshrl.versions.transports.base import Adapter
-from meshrl.wire.manifest import layout_signature
+from meshrl.wire.manifest import Adapter, layout_signature
 from meshrl.wire.types import AdapterConfig, Transport
 from plain_checks import check_greedy
 from plain_model import ALPHA, RANK, TARGETS, adapted_model, logits_across, logits_of, plain_state

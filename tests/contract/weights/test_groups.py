@@ -12,7 +12,7 @@ import pytest
 
 from meshrl.v1 import weights_pb2 as pb
 from meshrl.wire.errors import MeshError, Reason
-from meshrl.wire.manifest import SUM128, artifact_id, build_manifest, entries_of, plan_tensors
+from meshrl.wire.manifest import Adapter, artifact_id, build_manifest, entries_of, plan_tensors
 from meshrl.wire.types import (
     AdapterConfig,
     AgentCommand,
@@ -43,7 +43,6 @@ def collective_manifest(version: int) -> Manifest:
         transport=Transport.NCCL,
         tensors=(tensor,),
         chunks=(),
-        digest_algorithm=SUM128,
         collective=CollectivePlan(num_senders=1, bucket_bytes=64),
     )
 
@@ -241,8 +240,9 @@ async def test_an_adapter_is_staged_sealed_and_prepared_like_a_full_version(
         tensors=tensors,
         chunks=chunks,
         files=files,
-        adapter=AdapterConfig(rank=1, lora_alpha=2.0, target_modules=("q_proj",)),
-        base_layout=b"l" * 32,
+        adapter=Adapter(
+            config=AdapterConfig(rank=1, lora_alpha=2.0, target_modules=("q_proj",)), base_layout=b"l" * 32
+        ),
     )
     client = mesh.client()
 

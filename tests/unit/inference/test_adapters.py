@@ -19,7 +19,7 @@ from meshrl.models.lora import adapted_layers, adapter_state, apply_lora
 from meshrl.models.state import hf_state
 from meshrl.versions.peft import PREFIX
 from meshrl.wire.errors import MeshError, Reason
-from meshrl.wire.manifest import layout_signature
+from meshrl.wire.manifest import Adapter, layout_signature
 from meshrl.wire.types import AdapterConfig
 
 RANK, ALPHA = 4, 6.0
@@ -110,7 +110,8 @@ async def test_adapter_comes_through_a_group_as_well(
     engine, senders = await start_engine(), new_senders()
     trainer = trained(model, 1, "q_proj")
     adapter = AdapterConfig(rank=RANK, lora_alpha=ALPHA, target_modules=("q_proj",))
-    parcel = senders.parcel(1, published(trainer), adapter=adapter, base_layout=layout_signature(engine.layout()))
+    layout = layout_signature(engine.layout())
+    parcel = senders.parcel(1, published(trainer), adapter=Adapter(config=adapter, base_layout=layout))
     await asyncio.gather(engine.join_group(senders.group(1)), senders.meet(1))
     await asyncio.gather(engine.receive(parcel.manifest), senders.send(parcel))
     await engine.pause()

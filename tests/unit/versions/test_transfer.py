@@ -56,7 +56,7 @@ def entries(state: dict[str, torch.Tensor]) -> list[TensorEntry]:
 def manifest_of(tensors: list[TensorEntry], plan: CollectivePlan) -> Manifest:
     return manifests.build_manifest(
         run_id="main", epoch=1, version=3, transport=Transport.NCCL, tensors=tuple(tensors), chunks=(),
-        digest_algorithm=manifests.SUM128, collective=plan,
+        collective=plan,
     )  # fmt: skip
 
 

@@ -143,7 +143,6 @@ def collective(**changes: Any) -> Manifest:
         transport=Transport.NCCL,
         tensors=SUMS,
         chunks=(),
-        digest_algorithm=manifests.SUM128,
         collective=CollectivePlan(num_senders=2, bucket_bytes=64, whole_tensors=(4,)),
     )
     return dataclasses.replace(made, **changes)
@@ -194,8 +193,7 @@ def test_adapter_version_carries_its_own_tensors_and_the_layout_of_its_base() ->
         transport=Transport.STREAM,
         tensors=base.tensors,
         chunks=base.chunks,
-        adapter=adapter,
-        base_layout=b"l" * 32,
+        adapter=manifests.Adapter(config=adapter, base_layout=b"l" * 32),
     )
     assert (lora.kind, lora.layout_signature) == (VersionKind.LORA, b"l" * 32)
     assert manifest_checks.violations(lora, max_chunk_bytes=4096) == []

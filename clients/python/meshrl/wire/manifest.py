@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from blake3 import blake3
 
@@ -183,6 +183,14 @@ def entries_of(
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Adapter:
+    """What makes a version a LoRA adapter; `base_layout` is the layout signature of the model that it belongs to."""
+
+    config: AdapterConfig
+    base_layout: bytes
+
+
 def build_manifest(
     *,
     run_id: str,
@@ -192,14 +200,12 @@ def build_manifest(
     tensors: tuple[TensorEntry, ...],
     chunks: tuple[ChunkEntry, ...],
     files: tuple[FileEntry, ...] = (),
-    digest_algorithm: str = "",
     collective: CollectivePlan | None = None,
-    adapter: AdapterConfig | None = None,
-    base_layout: bytes = b"",
+    adapter: Adapter | None = None,
 ) -> Manifest:
     """Returns the manifest of a version; its root, and a full version's layout, follow from the tensors.
 
-    With `adapter` it is a LoRA version, whose layout is `base_layout`: the signature of the model it belongs to.
+    With `collective` it travels by broadcast, and the tensors' digests are SUM128; with `adapter` it is a LoRA version.
     """
     own_layout = layout_signature((entry.name, entry.dtype, entry.shape) for entry in tensors)
     return Manifest(
@@ -209,14 +215,14 @@ def build_manifest(
         kind=VersionKind.FULL if adapter is None else VersionKind.LORA,
         transport=transport,
         result_root=result_root(tensors),
-        layout_signature=own_layout if adapter is None else base_layout,
+        layout_signature=own_layout if adapter is None else adapter.base_layout,
         codec=CODEC_RAW,
         tensors=tensors,
         chunks=chunks,
         files=files,
-        digest_algorithm=digest_algorithm,
+        digest_algorithm="" if collective is None else SUM128,
         collective=collective,
-        adapter=adapter,
+        adapter=None if adapter is None else adapter.config,
     )
 
 

@@ -30,12 +30,13 @@ from meshrl.trainer.ranks.commands import CommandSender, PublishSetupCommand, Sn
 from meshrl.versions import peft
 from meshrl.versions.collective.communicator import open_store, reach_store
 from meshrl.versions.snapshot import Captured
-from meshrl.versions.transports.base import Adapter, VersionLine, VersionTransport
+from meshrl.versions.transports.base import VersionLine, VersionTransport
 from meshrl.versions.transports.broadcast import BroadcastTransport, MeetingPoint
 from meshrl.versions.transports.broadcast_share import BroadcastShare
 from meshrl.versions.transports.filesystem import FilesystemTransport
 from meshrl.versions.transports.stream import StreamTransport
 from meshrl.wire.errors import MeshError
+from meshrl.wire.manifest import Adapter
 from meshrl.wire.types import EngineInfo, Transport
 
 LOCALHOST = "127.0.0.1"

@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 
 from meshrl.versions.progress import Progress
 from meshrl.versions.snapshot import Captured
-from meshrl.wire.manifest import build_manifest
+from meshrl.wire.manifest import Adapter, build_manifest
 from meshrl.wire.types import (
-    AdapterConfig,
     ChunkEntry,
     CollectivePlan,
     FileEntry,
@@ -64,14 +63,6 @@ class AllRanks(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Adapter:
-    """What versions that are LoRA adapters say of themselves; `base_layout` is that of the weights they are for."""
-
-    config: AdapterConfig
-    base_layout: bytes
-
-
-@dataclass(frozen=True, kw_only=True)
 class VersionLine:
     """Whose versions they are: those of a run in one epoch, all full or all adapters."""
 
@@ -87,7 +78,6 @@ class VersionLine:
         chunks: tuple[ChunkEntry, ...] = (),
         *,
         files: tuple[FileEntry, ...] = (),
-        digest_algorithm: str = "",
         collective: CollectivePlan | None = None,
     ) -> Manifest:
         """The manifest of a version of this line."""
@@ -99,10 +89,8 @@ class VersionLine:
             tensors=tensors,
             chunks=chunks,
             files=files,
-            digest_algorithm=digest_algorithm,
             collective=collective,
-            adapter=None if self.adapter is None else self.adapter.config,
-            base_layout=b"" if self.adapter is None else self.adapter.base_layout,
+            adapter=self.adapter,
         )
 
 

@@ -24,7 +24,6 @@ from meshrl.versions.snapshot import Captured
 from meshrl.versions.transports.base import AllRanks, Prepared, PublishCall, VersionLine
 from meshrl.versions.transports.broadcast_share import BroadcastShare
 from meshrl.wire.errors import MeshError, Reason
-from meshrl.wire.manifest import SUM128
 from meshrl.wire.types import AgentState, CollectivePlan, EngineInfo, OpenedGroup, TensorEntry, Transport
 
 ATTEMPTS = 3  # groups of all that a publication tries
@@ -108,7 +107,7 @@ class BroadcastTransport:
         tensors = tuple(
             replace(tensor, digest=digest_bytes(lanes[index])) for index, tensor in enumerate(self._tensors)
         )
-        manifest = self._line.manifest(version, Transport.NCCL, tensors, digest_algorithm=SUM128, collective=self._plan)
+        manifest = self._line.manifest(version, Transport.NCCL, tensors, collective=self._plan)
         async with self._sending:
             began_s = time.monotonic()
             self._newest = None
