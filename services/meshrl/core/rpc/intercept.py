@@ -24,6 +24,8 @@ from meshrl.wire.types import CONTRACT_VERSION
 
 # Calls under these prefixes last as long as their caller, so a span of theirs would say nothing.
 _ENDLESS = ("Watch", "Session")
+_OVER = (grpc.aio.AbortError, grpc.aio.InternalError)
+"""The servicer has answered already; nothing can be sent, since the caller has left. gRPC itself deals with both."""
 _PUSHBACK_KEY = "grpc-retry-pushback-ms"
 _STOP_UPLOAD_S = 5.0
 
@@ -154,7 +156,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc
                     await self._abort_if_cut_off(context, span, method.name)
                     raise
                 except Exception as error:  # noqa: BLE001  # the boundary: whatever failed is told to the caller
-                    if method.takes_stream and not isinstance(error, grpc.aio.AbortError):
+                    if method.takes_stream and not isinstance(error, _OVER):
                         await _stop_upload(received, context)
                     await self._abort(context, span, method.name, error)
 
@@ -233,7 +235,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc
     async def _abort(
         self, context: grpc.aio.ServicerContext, span: trace.Span, method: str, error: Exception
     ) -> NoReturn:
-        if isinstance(error, grpc.aio.AbortError):  # the servicer has answered already
+        if isinstance(error, _OVER):
             raise error
         if isinstance(error, NotImplementedError):  # what generated servicers raise for a method that is left out
             error = MeshError(Reason.NOT_SUPPORTED, f"{method} is not offered by this server")
