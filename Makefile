@@ -13,10 +13,12 @@ MAIN = $(shell git rev-parse --verify --quiet main || git rev-parse --verify --q
 # Engine of the demo: embedded, or vllm.
 ENGINE ?= embedded
 
-# Tests that run side by side: one more than there are cores, since many of them wait for programs that they started.
+# Unit tests compute, so one worker a core. The others start programs and wait for them with deadlines: one at a time,
+# unless WORKERS says otherwise, so that a slow machine fails none of them.
 CORES := $(shell getconf _NPROCESSORS_ONLN)
-WORKERS ?= $(shell echo $$(($(CORES) < 4 ? $(CORES) + 1 : 4)))
-UNIT_WORKERS ?= $(shell echo $$(($(CORES) < 4 ? $(CORES) : 4))) # these compute
+UNIT_WORKERS ?= $(shell echo $$(($(CORES) < 4 ? $(CORES) : 4)))
+WORKERS ?= 0
+UNIT := tests/unit tests/property tests/golden
 test unit: export PYTHONDONTWRITEBYTECODE = # what tests and their programs import is compiled once
 
 .PHONY: help setup vllm demo test unit check lint format types layers contracts drift bench proto clean
@@ -42,10 +44,11 @@ demo: setup $(if $(filter vllm,$(ENGINE)),vllm) ## Train a small model to revers
 	$(RUN) python -m meshrl.launch.demo --engine $(ENGINE) $(ARGS)
 
 test: setup vllm $(BUF) ## Run every test that needs no GPU
-	$(RUN) pytest -m "not gpu" --numprocesses $(WORKERS) $(ARGS)
+	$(RUN) pytest $(UNIT) --numprocesses $(UNIT_WORKERS) $(ARGS)
+	$(RUN) pytest -m "not gpu" --numprocesses $(WORKERS) $(addprefix --ignore=,$(UNIT)) $(ARGS)
 
 unit: setup ## Run the tests that start no processes
-	$(RUN) pytest tests/unit tests/property tests/golden --numprocesses $(UNIT_WORKERS) $(ARGS)
+	$(RUN) pytest $(UNIT) --numprocesses $(UNIT_WORKERS) $(ARGS)
 
 check: lint types layers contracts drift test ## Everything that must be green before a commit
 

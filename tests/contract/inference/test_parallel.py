@@ -47,7 +47,7 @@ async def test_versions_are_the_plain_model_over_files_chunks_and_a_group(parall
         staged = await hub.create_version(parcel.manifest)
         mesh.version += 1
         await hub.seal_version(run_id="run", epoch=1, version=mesh.version, artifact_id=staged.artifact_id)
-        await senders.send(parcel)
+        await senders.send(parcel, stall_s=120.0)  # a machine whose cores are taken away for half a minute is no break
         await mesh.activate(0)
         senders.die()
     await check_served(mesh)
