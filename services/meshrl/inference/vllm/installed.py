@@ -1,5 +1,4 @@
-"""What differs between the vLLM releases that are supported, and whether one is installed; nothing else asks for
-versions.
+"""What differs between the vLLM releases that are supported; nothing else asks for versions.
 
 Supported: 0.26 to 0.32. vLLM is imported here and in its neighbours only, and only once a vLLM engine was asked for.
 """
@@ -7,7 +6,6 @@ Supported: 0.26 to 0.32. vLLM is imported here and in its neighbours only, and o
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -21,11 +19,6 @@ OLDEST, NEWEST = (0, 26), (0, 32)
 
 class VllmError(ValueError):
     """vLLM cannot be used as asked; the message says what to change."""
-
-
-def is_installed() -> bool:
-    """Whether this interpreter has vLLM; does not import it."""
-    return importlib.util.find_spec("vllm") is not None
 
 
 def version() -> tuple[int, int]:
