@@ -61,6 +61,7 @@ class Script:
         default_factory=lambda: {"loss/mean": 0.5, "mismatch_kl/all/mean": 1e-6, "optim/grad_norm": 0.1}
     )
     holds: dict[int, asyncio.Event] = field(default_factory=dict)
+    step_holds: dict[int, asyncio.Event] = field(default_factory=dict)
     gone_versions: set[int] = field(default_factory=set)
 
     engine_version: int = -1
@@ -227,6 +228,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 self.changed.notify_all()
             await asyncio.sleep(script.step_s)
             step = batch.step
+            if step in script.step_holds:
+                await script.step_holds[step].wait()
             async with self.changed:
                 if step in script.failing_steps:
                     self.book.fail(step, Reason.STEP_FAILED, "loss is NaN")
@@ -281,6 +284,7 @@ class WeightsServicer(weights_pb2_grpc.WeightSyncServicer):
         if version in script.holds:
             await script.holds[version].wait()
         if version > script.trained_version or version in script.gone_versions:
+            script.log.append(("unknown", version))
             raise MeshError(Reason.UNKNOWN_VERSION, f"version {version}")
         await asyncio.sleep(0.005)
         script.engine_version = version

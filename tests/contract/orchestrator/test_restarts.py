@@ -231,7 +231,7 @@ async def test_versions_that_a_restarted_trainer_is_ahead_of_are_skipped(mesh, s
         deadlines={"startup_s": 5.0, "unreachable_s": 600.0, "step_s": 600.0, "batch_s": 600.0, "activation_s": 600.0},
     )
     running = asyncio.create_task(Orchestrator(config).run())
-    await until(lambda: (1, 5) in script.trained or running.done())
+    await until(lambda: ((1, 5) in script.trained and ("active", 2) in script.log) or running.done())
     await mesh.kill_trainer()
     script.gone_versions = {1, 2, 3, 4}
     await mesh.start_trainer(5)
@@ -248,7 +248,7 @@ async def test_versions_that_a_restarted_trainer_is_ahead_of_are_skipped(mesh, s
 async def test_the_version_that_a_trainer_comes_back_at_is_waited_for(mesh, script, make_config, tmp_path) -> None:
     """A trainer answers before it has published that version anew."""
     script.durable_every = 1
-    script.holds[3] = asyncio.Event()
+    script.holds[3], script.step_holds[4] = asyncio.Event(), asyncio.Event()
     config = make_config(
         mesh.services,
         max_steps=6,
@@ -256,14 +256,14 @@ async def test_the_version_that_a_trainer_comes_back_at_is_waited_for(mesh, scri
         deadlines={"startup_s": 60.0, "unreachable_s": 600.0, "step_s": 600.0, "batch_s": 600.0, "activation_s": 600.0},
     )
     running = asyncio.create_task(Orchestrator(config).run())
-    await until(lambda: (1, 3) in script.trained or running.done())
+    await until(lambda: ((1, 3) in script.trained and ("active", 2) in script.log) or running.done())
     await mesh.kill_trainer()
     script.gone_versions = {1, 2, 3}
-    script.step_s = 4.0  # it is still at step 3 when the orchestrator hears of it
     await mesh.start_trainer(3)
     script.holds[3].set()
-    await asyncio.sleep(2.0)
-    script.gone_versions, script.step_s = {1, 2}, 0.02
+    await until(lambda: script.log.count(("unknown", 3)) > 1 or running.done())
+    script.gone_versions = {1, 2}
+    script.step_holds[4].set()
     assert await asyncio.wait_for(running, 60.0)
     assert_exact(tmp_path, 6)
     assert [line["step"] for line in step_lines(tmp_path) if line["weights/activated"]] == [1, 2, 3, 4, 5, 6]
