@@ -34,6 +34,8 @@ def test_every_rollout_is_counted_once_and_the_limits_hold(running: int, queued:
         elif event[0] == "end" and admitted:
             table.end(admitted[event[1] % len(admitted)], event[2], float(now), reason="X")
         playing += table.start()
+        assert table.running == sum(len(group.running) for group in admitted)
+        assert table.queued == sum(len(group.waiting) for group in admitted)
         assert table.running <= running
         assert table.running + table.queued <= running + queued
         assert table.queued == 0 or table.running == running

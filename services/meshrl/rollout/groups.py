@@ -57,22 +57,20 @@ class GroupTable:
     """All groups of a server, with at most `max_concurrent` rollouts running and `max_queued` waiting."""
 
     def __init__(self, *, max_concurrent: int, max_queued: int) -> None:
+        self.running = 0
+        """Rollouts that run now, over all groups."""
+        self.queued = 0
+        """Rollouts that wait for a slot, over all groups."""
         self._max_concurrent = max_concurrent
         self._max_queued = max_queued
         self._groups: dict[str, AdmittedGroup] = {}
+        self._group_ids: set[str] = set()
+        self._waiting: dict[str, AdmittedGroup] = {}  # groups with rollouts that wait, oldest first
         self._seen: OrderedDict[str, float] = OrderedDict()
         self._finished_at: deque[float] = deque()
         self.finished = 0
         self.failures: Counter[str] = Counter()
         self.draining = False
-
-    @property
-    def running(self) -> int:
-        return sum(len(group.running) for group in self._groups.values())
-
-    @property
-    def queued(self) -> int:
-        return sum(len(group.waiting) for group in self._groups.values())
 
     @property
     def groups(self) -> tuple[AdmittedGroup, ...]:
@@ -88,7 +86,7 @@ class GroupTable:
                 Reason.DUPLICATE_REQUEST,
                 f"request {request_id} was admitted before; use a new request_id for new rollouts",
             )
-        if any(group.group_id == group_id for group in self._groups.values()):
+        if group_id in self._group_ids:
             raise MeshError(
                 Reason.DUPLICATE_REQUEST, f"group {group_id} is running; use a new group_id or wait for its end"
             )
@@ -108,19 +106,26 @@ class GroupTable:
         self.refuse(request_id, group_id, size, now)
         self._seen[request_id] = now
         group = AdmittedGroup(request_id=request_id, group_id=group_id, size=size, waiting=deque(range(size)))
-        self._groups[request_id] = group
+        self._groups[request_id] = self._waiting[request_id] = group
+        self._group_ids.add(group_id)
+        self.queued += size
         return group
 
     def start(self) -> list[tuple[AdmittedGroup, int]]:
-        """Moves waiting rollouts into free slots, oldest group first, and returns them."""
+        """Moves waiting rollouts into free slots, oldest group first, and returns them.
+
+        Called after every rollout that ends, so it looks at no group but those that it starts from.
+        """
         started: list[tuple[AdmittedGroup, int]] = []
-        free = self._max_concurrent - self.running
-        for group in self._groups.values():
-            while free > 0 and group.waiting:
-                index = group.waiting.popleft()
-                group.running.add(index)
-                started.append((group, index))
-                free -= 1
+        for _ in range(min(self._max_concurrent - self.running, self.queued)):
+            request_id, group = next(iter(self._waiting.items()))
+            index = group.waiting.popleft()
+            group.running.add(index)
+            started.append((group, index))
+            if not group.waiting:
+                del self._waiting[request_id]
+        self.running += len(started)
+        self.queued -= len(started)
         return started
 
     def record_outcome(
@@ -137,6 +142,7 @@ class GroupTable:
         if index not in group.running:
             return False
         group.running.discard(index)
+        self.running -= 1
         self._count(group, outcome, now, reason, sampled_tokens)
         return True
 
@@ -147,6 +153,9 @@ class GroupTable:
         running, waiting = sorted(group.running), list(group.waiting)
         group.running.clear()
         group.waiting.clear()
+        self.running -= len(running)
+        self.queued -= len(waiting)
+        self._waiting.pop(group.request_id, None)
         for _ in (*running, *waiting):
             self._count(group, outcome, now, reason, 0)
         return running, waiting
@@ -157,7 +166,8 @@ class GroupTable:
 
     def remove(self, group: AdmittedGroup) -> None:
         """Forgets a group that is over."""
-        self._groups.pop(group.request_id, None)
+        if self._groups.pop(group.request_id, None) is not None:
+            self._group_ids.discard(group.group_id)
 
     def rate(self, now: float) -> float:
         """Rollouts finished a second, over the last minute."""
