@@ -88,6 +88,18 @@ class RolloutConfig(BaseConfig):
     max_queued: int = Field(default=4096, ge=0)
     """Most rollouts waiting for a slot; a group that does not fit is refused with RESOURCE_EXHAUSTED."""
 
+    workers: int | Literal["auto"] = "auto"
+    """Worker processes shared by all environments that ask for none of their own. auto: as many as the machine's cores
+    allow, beside those that the other programs need. 0 plays in this process, where an environment that blocks or exits
+    takes the program with it."""
+
+    max_memory_mib: int | None = Field(default=None, ge=64)
+    """Most MiB of memory that one worker may use before it is replaced; None is half of the machine's."""
+
+    blocked_s: float = Field(default=5.0, gt=0.0)
+    """How long an environment may block the event loop of a worker that others share before the worker is replaced and
+    the environment gets one of its own."""
+
     max_turns: int | None = Field(default=None, ge=1)
     """Most model calls of one agent in one rollout; None sets no limit."""
 
@@ -128,6 +140,12 @@ class RolloutConfig(BaseConfig):
                 f"rollout.env must have distinct names, got {', '.join(repeated)} more than once;"
                 " give each [[env]] its own name"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _workers(self) -> Self:
+        if isinstance(self.workers, int) and self.workers < 0:
+            raise ValueError(f"rollout.workers must be 0 or more, or 'auto', got {self.workers}")
         return self
 
     @model_validator(mode="after")

@@ -21,7 +21,7 @@ def test_help_names_every_key(text: str) -> None:
     missing = []
     for path in every_key(Sample):
         flag = "--" + ".".join("N" if part == "0" else part for part in path).replace("_", "-")
-        always_on = path in {("model",), ("server",), ("log",), ("env", "0", "sampling")}
+        always_on = path in {("model",), ("server",), ("log",), ("env", "0", "sampling"), ("env", "0", "deadlines")}
         if not always_on and f"  {flag} <" not in text:
             missing.append(flag)
     assert missing == []

@@ -142,6 +142,27 @@ class SamplingConfig(BaseConfig):
         )
 
 
+class StageDeadlinesConfig(BaseConfig):
+    """How many seconds a rollout of one environment may take, as a whole and in each stage; one that takes longer fails
+    and says in which stage it was. None sets no limit but the request's own."""
+
+    setup_s: float | None = Field(default=None, gt=0.0)
+    """From the rollout's start to its first model call: runtime, set-up of task and harness, tool servers."""
+
+    turn_s: float | None = Field(default=None, gt=0.0)
+    """One model call, or what the harness does between two of them, such as a tool call."""
+
+    scoring_s: float | None = Field(default=None, gt=0.0)
+    """What follows the last model call: finalize, rewards and metrics."""
+
+    rollout_s: float | None = Field(default=None, gt=0.0)
+    """The whole rollout."""
+
+    blocked_s: float = Field(default=30.0, gt=0.0)
+    """How long the environment's code may block the event loop of a worker of its own before that worker is replaced.
+    A worker that others share is replaced after rollout.blocked_s."""
+
+
 class EnvConfig(BaseConfig):
     """One environment: a taskset, its options and its share of the tasks."""
 
@@ -160,6 +181,23 @@ class EnvConfig(BaseConfig):
 
     sampling: SamplingConfig = SamplingConfig()
     """Sampling in this environment; a value left at None takes the program's."""
+
+    workers: int | None = Field(default=None, ge=1)
+    """Worker processes of the rollout program that play this environment alone; None shares those that there are."""
+
+    isolated: bool = False
+    """Play it in workers of its own, one unless `workers` says more. An environment that ends or blocks a shared worker
+    gets one by itself."""
+
+    max_memory_mib: int | None = Field(default=None, ge=64)
+    """Most MiB of memory that a worker of its own may use (so it gets one) before it is replaced; None takes
+    rollout.max_memory_mib."""
+
+    deadlines: StageDeadlinesConfig = StageDeadlinesConfig()
+    """Seconds that a rollout may take, as a whole and in each stage."""
+
+    part: Literal["train", "eval"] = "train"
+    """Folder of its logs, logs/envs/train or logs/envs/eval; rl sets it to where the environment is listed."""
 
     @property
     def resolved_name(self) -> str:

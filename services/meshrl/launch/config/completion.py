@@ -10,6 +10,9 @@ from meshrl.core.config.shared import ModelConfig
 from meshrl.launch.config.presets import fit_preset
 from meshrl.launch.config.shared_keys import drop_unused_inference
 
+HOSTED_KEYS = ("id", "name", "args", "sampling", "workers", "isolated", "max_memory_mib", "deadlines", "part")
+"""What the rollout program is told of an environment that the orchestrator lists."""
+
 
 def complete(values: ReadTable) -> Table:
     """Fills in what follows from the rest: hosted environments, and port 0 where rl is to choose.
@@ -69,7 +72,7 @@ def _hosted_environments(orchestrator: object) -> list[Table]:
             if not isinstance(entry, Mapping) or not isinstance(entry.get("id"), str):
                 continue  # validation of the orchestrator's own key reports it
             name = entry.get("name") or entry["id"]
-            own = {key: entry[key] for key in ("id", "name", "args", "sampling") if key in entry}
+            own = {"part": part, **{key: entry[key] for key in HOSTED_KEYS if key in entry}}
             known = hosted.setdefault(name, own)
             if known["id"] != entry["id"] or (known.get("args") or {}) != (entry.get("args") or {}):
                 raise ConfigError(
