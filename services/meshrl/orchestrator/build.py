@@ -37,9 +37,8 @@ def make_plan(config: OrchestratorConfig, mesh: Mesh) -> WorkPlan:
         )
         for env in config.train.env
     ]
-    seed = config.seed if config.sampling.seed is None else config.sampling.seed
     try:
-        schedule = TaskSchedule(sources, seed=config.seed)
+        schedule = TaskSchedule(sources, seed=config.task_seed)
     except ValueError as error:
         raise RunError(str(error)) from error
     inflight = config.max_inflight_rollouts or config.batch_size * (config.max_async_level + 1)
@@ -60,7 +59,7 @@ def make_plan(config: OrchestratorConfig, mesh: Mesh) -> WorkPlan:
         ),
         next_step=mesh.run.step + 1,
         active_version=mesh.run.version,
-        seed=seed,
+        seed=config.sampling_seed,
     )
 
 
@@ -104,7 +103,7 @@ def build_loop(
             sampler,
             mesh.environments,
             deadline_s=deadlines.eval_s,
-            seed=config.seed,
+            seed=config.task_seed,
             monitor=monitor,
             clock=clock,
         )

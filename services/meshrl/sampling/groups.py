@@ -29,7 +29,8 @@ class GroupTicket:
     for_step: int
     min_version: int
     active_version: int
-    seed: int
+    seed: int | None
+    """Of its first rollout, and one more for each after it; None leaves the draw to the engines."""
     sequence: int = 0
     """Its place in the order of tasks; a group that is dispatched again keeps it."""
     replaces: str = ""
@@ -37,7 +38,8 @@ class GroupTicket:
 
     def for_missing(self, missing: int, *, reseeds: int) -> GroupTicket:
         """The same task for the rollouts that have not come back; `reseeds` 0 samples with the same seeds again."""
-        return replace(self, size=missing, seed=(self.seed + reseeds * RESEED) % 2**63)
+        seed = None if self.seed is None else (self.seed + reseeds * RESEED) % 2**63
+        return replace(self, size=missing, seed=seed)
 
 
 @dataclass(kw_only=True)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from meshrl.orchestrator.work.task_schedule import TaskSchedule, TrainSource
 from meshrl.sampling.retry import RunError
 from meshrl.wire.errors import Reason
 
@@ -216,6 +217,27 @@ async def test_evaluations_run_before_between_and_after(mesh, script, make_confi
     assert {request.task_index for request in script.requests if request.environment == "held-out"} == {0, 1, 2}
     if level == 0:
         assert scores[2]["eval/held-out/version/max"] == 2
+
+
+async def test_only_evaluations_sample_with_seeds_where_nobody_asked_for_them(mesh, script, make_config, start) -> None:
+    script.environments = {"echo": 50, "held-out": 3}
+    evals = {"interval": 100, "env": [{"id": "held-out"}], "group_size": 2}
+    async with start(make_config(mesh.services, max_async_level=0, max_steps=2, eval=evals)) as (loop, _):
+        await loop.train()
+    seeds = {
+        name: [one.sampling.seed for one in script.requests if one.environment == name] for name in ("echo", "held-out")
+    }
+    assert seeds["echo"] == [None] * 4
+    assert sorted(seeds["held-out"][:3]) == [0, 2, 4] == sorted(seeds["held-out"][3:])
+
+
+async def test_the_same_seed_asks_for_the_same_tasks_with_the_same_seeds(mesh, script, make_config, start) -> None:
+    async with start(make_config(mesh.services, max_async_level=0, max_steps=2, seed=3)) as (loop, _):
+        await loop.train()
+    asked = [(one.task_index, one.sampling.seed) for one in script.requests]
+    assert sorted(seed for _, seed in asked) == [(3 << 32) + 4 * number for number in range(4)]
+    schedule = TaskSchedule([TrainSource(environment="echo", ratio=1.0, num_tasks=50)], seed=3)
+    assert {task for task, _ in asked} == {schedule.next_task().index for _ in range(4)}
 
 
 async def test_a_config_that_does_not_fit_the_services_is_refused(mesh, make_config, start) -> None:

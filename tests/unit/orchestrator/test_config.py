@@ -32,6 +32,23 @@ def test_an_evaluation_needs_an_environment() -> None:
     assert "orchestrator.eval.env must name at least one environment" in refusal(eval={})
 
 
+@pytest.mark.parametrize(
+    ("given", "of_tasks", "of_rollouts"),
+    [
+        ({}, 0, None),
+        ({"seed": 0}, 0, 0),
+        ({"seed": 5}, 5, 5),
+        ({"sampling": {"seed": 7}}, 0, 7),
+        ({"seed": 5, "sampling": {"seed": 7}}, 5, 7),
+        ({"seed": 5, "train": {"env": [{"id": "echo", "sampling": {"seed": 9}}]}}, 5, 5),
+        ({"train": {"env": [{"id": "echo", "sampling": {"seed": 9}}]}}, 0, 0),
+    ],
+)
+def test_rollouts_have_seeds_where_one_was_set_and_tasks_always(given, of_tasks: int, of_rollouts: int | None) -> None:
+    config = OrchestratorConfig.model_validate(given)
+    assert (config.task_seed, config.sampling_seed) == (of_tasks, of_rollouts)
+
+
 def test_a_bench_run_is_short_unless_told_otherwise() -> None:
     assert OrchestratorConfig(bench=True).last_step == 5
     assert OrchestratorConfig(bench=True, max_steps=9).last_step == 9

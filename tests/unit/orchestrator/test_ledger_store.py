@@ -1,5 +1,6 @@
 import sqlite3
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -110,6 +111,17 @@ def test_the_file_holds_the_last_state_of_each_rollout(make_group, path: Path) -
         ("g0/1", "failed", "DEADLINE_PASSED"),
         ("g0/2", "cancelled", "rollout_service"),
     ]
+
+
+@pytest.mark.parametrize("seed", [None, 0, 2**62])
+def test_a_group_keeps_its_seed_or_that_it_has_none(make_group, path: Path, seed: int | None) -> None:
+    store = fresh(path)
+    ticket = replace(make_group(size=2).ticket, seed=seed)
+    store.dispatched(ticket)
+    Ledger(store.record).dispatch(ticket)
+    store.close()
+    _, past = resumed(path, trainer_step=0)
+    assert past.groups["g0"].group.ticket.seed == seed
 
 
 def test_a_flush_returns_when_all_before_it_is_committed(make_group, path: Path) -> None:

@@ -10,7 +10,13 @@ from meshrl.sampling.groups import RolloutGroup
 @pytest.fixture
 def make_plan():
     def make(
-        *, level: int, groups: int = 2, off_policy: int = 8, last_step: int | None = None, cap: int = 99
+        *,
+        level: int,
+        groups: int = 2,
+        off_policy: int = 8,
+        last_step: int | None = None,
+        cap: int = 99,
+        seed: int | None = 0,
     ) -> WorkPlan:
         return WorkPlan(
             law=StalenessLaw(max_async_level=level, max_off_policy_steps=off_policy),
@@ -19,7 +25,7 @@ def make_plan():
             screen=lambda rollouts: screen_finished(rollouts, drop_empty=True, drop_zero_signal=True, tolerance=1e-8),
             next_step=1,
             active_version=0,
-            seed=0,
+            seed=seed,
         )
 
     return make
@@ -135,3 +141,9 @@ def test_seeds_of_groups_do_not_overlap(make_plan) -> None:
     plan = make_plan(level=2)
     seeds = [plan.dispatch(f"g{index}").seed for index in range(6)]
     assert seeds == [0, 2, 4, 6, 8, 10]
+
+
+def test_without_a_seed_groups_have_none_and_neither_has_what_completes_them(make_plan) -> None:
+    ticket = make_plan(level=0, seed=None).dispatch("g0")
+    assert ticket.seed is None
+    assert ticket.for_missing(1, reseeds=1).seed is None

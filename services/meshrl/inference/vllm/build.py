@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -85,7 +86,9 @@ def run_headless(config: InferenceConfig) -> None:
 
 
 def _vllm_config(config: InferenceConfig, *, headless: bool = False) -> VllmConfig:
-    arguments = engine_arguments(config.vllm_arguments(), torch_threads=config.torch_threads)
+    # vLLM's own default is one seed for all: engines would answer the same prompt with the same replies.
+    given = {"seed": secrets.randbelow(2**31), **config.vllm_arguments()}
+    arguments = engine_arguments(given, torch_threads=config.torch_threads)
     return engine_config(arguments, headless=headless)
 
 

@@ -27,6 +27,8 @@ from meshrl.orchestrator.work.tally import RunTotals
 from meshrl.sampling.groups import GroupTicket, RolloutGroup, TaskRef
 
 LAYOUT = 2
+UNSEEDED = -1
+"""The seed that a row has of a group without one."""
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS runs (
   run INTEGER PRIMARY KEY, run_id TEXT NOT NULL, session TEXT NOT NULL, epoch INTEGER NOT NULL,
@@ -253,7 +255,7 @@ def read_groups(connection: sqlite3.Connection, group_ids: list[str]) -> dict[st
             for_step=row[3],
             min_version=row[4],
             active_version=row[5],
-            seed=row[6],
+            seed=None if row[6] == UNSEEDED else row[6],
             sequence=row[7],
         )
         group = RolloutGroup(ticket=ticket, cancelled=row[9], sampled_tokens=row[10], seconds=row[11])

@@ -19,6 +19,7 @@ from meshrl.orchestrator.ledger.rows import (
     LAYOUT,
     SCHEMA,
     SINCE_LAYOUT_1,
+    UNSEEDED,
     Past,
     PastGroup,
     RunRow,
@@ -160,7 +161,8 @@ class LedgerStore:
         """What a group is dispatched with."""
         row = (
             ticket.group_id, self._run, ticket.sequence, ticket.task.environment, ticket.task.index, ticket.size,
-            ticket.for_step, ticket.min_version, ticket.active_version, ticket.seed, ticket.replaces,
+            ticket.for_step, ticket.min_version, ticket.active_version,
+            UNSEEDED if ticket.seed is None else ticket.seed, ticket.replaces,
         )  # fmt: skip
         sql = (
             "INSERT INTO groups (group_id, run, sequence, environment, task_index, size, for_step, min_version,"

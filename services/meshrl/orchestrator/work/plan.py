@@ -42,8 +42,9 @@ class WorkPlan:
         screen: Screen,
         next_step: int,
         active_version: int,
-        seed: int,
+        seed: int | None,
     ) -> None:
+        """Groups sample with seeds made from `seed`, or with none where it is None."""
         self.law = law
         self.limits = limits
         self.next_step = next_step
@@ -102,7 +103,7 @@ class WorkPlan:
                 for_step=0,
                 min_version=0,
                 active_version=0,
-                seed=((self._seed % 2**31) << 32) + sequence * self.limits.group_size,
+                seed=None if self._seed is None else ((self._seed % 2**31) << 32) + sequence * self.limits.group_size,
                 sequence=sequence,
             )
         for_step = self.next_step + self.outstanding // self.limits.groups_per_step
