@@ -2,14 +2,19 @@
 
     python tests/benchmarks/bench_rollouts.py                         # the embedded engine on this CPU
     python tests/benchmarks/bench_rollouts.py --instant               # an engine that costs nothing: the paths' CPU
+    python tests/benchmarks/bench_rollouts.py --instant --paths rollouts reverse tools --concurrency 64 512 2000
+    python tests/benchmarks/bench_rollouts.py --instant --paths rollouts --beside ../before  # in turns
     python tests/benchmarks/bench_rollouts.py --clients 8 --config inference.toml  # the engine of `inference`
     python tests/benchmarks/bench_rollouts.py --clients 8 --url http://host:8000 --paths completions json
 
 Paths: `engine` calls generate() in the server's own process; `completions` is /v1/completions without logprobs, `json`
 and `binary` are /inference/v1/generate with logprobs, all with the same HTTP client; `rollouts` plays single-turn
-episodes through the rollout service, up to the bytes of its messages. With --url the server is somebody else's (bare
-`vllm serve` has no path binary), and `engine` cannot be measured. Client CPU is that of the client processes for each
-request; server CPU that of this process, the model included where it runs here. API key: MESHRL_API_KEY.
+episodes of random letters through the rollout service, up to the bytes of its messages, `reverse` those of
+reverse_text, and `tools` episodes of four turns with a tool call each, counted in turns (needs --instant); `envserver`
+plays what `rollouts` does with verifiers' own EnvServer. Every client plays before it is measured, as many at once as
+then. With --url the server is somebody else's (bare `vllm serve` has no path binary), and `engine` cannot be measured.
+Client CPU is that of the client processes for each request; server CPU that of this process, the model included where
+it runs here. Loop lag is how late a timer of the client's event loop is. API key: MESHRL_API_KEY.
 """
 
 import argparse
@@ -21,42 +26,48 @@ import tempfile
 import time
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import numpy as np
 from aiohttp import web
-from rollout_load import Load, LoadProcess, Target, measure, save_tokenizer
+from rollout_load import PLAYED, TOOL_TURNS, Load, LoadProcess, Target, measure
+from rollout_paths import TOOL_CALL, save_tokenizer
 
 from meshrl.inference.engine import Engine, FinishReason, GenerateRequest, SamplingParams, TokenChunk
 from meshrl.wire.types import VersionSpan
 
-PATHS = ("engine", "completions", "json", "binary", "rollouts")
+PATHS = ("engine", "completions", "json", "binary", *PLAYED)
+USUAL_PATHS = PATHS[:5]
 TINY_VOCAB = 300
 
 
 class InstantEngine:
-    """Answers at once with tokens drawn at the start."""
+    """Answers at once with tokens drawn at the start; with a call of the tool where the prompt has a tool."""
 
     version, root, paused, draining, unfit, in_flight = 0, None, False, False, None, 0
     logprobs_mode = "processed_logprobs"
 
-    def __init__(self, max_model_len: int, vocab_size: int) -> None:
+    def __init__(self, max_model_len: int, vocab_size: int, tokenizer: Any) -> None:
         self.max_model_len = max_model_len
+        self._tools_mark = tokenizer.convert_tokens_to_ids("<tools>")
+        self._call = np.array(tokenizer.encode(TOOL_CALL, add_special_tokens=False), np.int32)
         draw = np.random.default_rng(0)
         self._ids = draw.integers(5, vocab_size, max_model_len).astype(np.int32)
         self._logprobs = draw.uniform(-5.0, 0.0, max_model_len).astype(np.float32)
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
         await asyncio.sleep(0)
-        count = request.sampling.max_tokens
+        ids = self._call if request.prompt_ids[0] == self._tools_mark else self._ids[: request.sampling.max_tokens]
+        count = len(ids)
         yield TokenChunk(
             start=0,
-            token_ids=self._ids[:count],
+            token_ids=ids,
             logprobs=self._logprobs[:count],
             version_spans=(VersionSpan(start=0, end=count, version=0),),
-            finish_reason=FinishReason.LENGTH,
+            finish_reason=FinishReason.STOP if ids is self._call else FinishReason.LENGTH,
         )
 
     async def close(self, deadline_s: float = 0.0) -> None:
@@ -76,7 +87,8 @@ async def open_engine_of(options: argparse.Namespace, tokenizer: Path) -> tuple[
         return await open_engine(config), config.model.name, AutoTokenizer.from_pretrained(tokenizer)
     length = 2 * options.prompt_tokens + options.new_tokens
     if options.instant:
-        return InstantEngine(length, options.vocab_size), "instant", AutoTokenizer.from_pretrained(tokenizer)
+        loaded = AutoTokenizer.from_pretrained(tokenizer)
+        return InstantEngine(max(length, 4096), options.vocab_size, loaded), "instant", loaded
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -133,12 +145,14 @@ async def direct(engine: Engine, target: Target, concurrency: int, requests: int
 
 
 async def spread(clients: list[LoadProcess], path: str, concurrency: int, requests: int) -> list[Load]:
-    """Shares a load between the client processes, at least one request under way in each that takes part."""
+    """Shares a load between the client processes, at least one request under way in each that takes part.
+
+    Each of them has played as many at once before, so that what loads at the first is in nobody's row.
+    """
     used = clients[: max(1, min(len(clients), concurrency))]
-    share = [
-        (value // len(used) + (number < value % len(used))) for value in (concurrency,) for number in range(len(used))
-    ]
+    share = [concurrency // len(used) + (number < concurrency % len(used)) for number in range(len(used))]
     each = max(1, requests // len(used))
+    await asyncio.gather(*(client.run(path, part, part) for client, part in zip(used, share, strict=True)))
     return await asyncio.gather(*(client.run(path, part, each) for client, part in zip(used, share, strict=True)))
 
 
@@ -164,21 +178,26 @@ async def bench(options: argparse.Namespace, stack: AsyncExitStack) -> None:
         vocab_size=options.vocab_size,
         tokenizer=str(tokenizer),
         group_size=options.group_size,
+        profile=None if options.profile is None else str(options.profile),
     )
-    clients = [LoadProcess(target, number) for number in range(options.clients)]
-    stack.callback(lambda: [client.close() for client in clients])
+    clients = {"": [LoadProcess(target, number) for number in range(options.clients)]}
+    if options.beside:
+        other = replace(target, source=str(options.beside.resolve()), profile=None)
+        clients = {"here": clients[""], "beside": [LoadProcess(other, number) for number in range(options.clients)]}
+    stack.callback(lambda: [client.close() for processes in clients.values() for client in processes])
     paths = [path for path in options.paths if path != "engine" or engine is not None]
-    print(
-        f"{name} at {url}: {target.prompt_tokens} tokens in, {target.new_tokens} out, {len(clients)} client process(es)"
-    )
-    print("| path | concurrency | requests/s | tokens/s | client CPU ms/request | server CPU ms/request |")
-    print("|---|---|---|---|---|---|", flush=True)
+    tokens = f"{target.prompt_tokens} tokens in, {target.new_tokens} out"
+    print(f"{name} at {url}: {tokens}, {options.clients} client process(es)")
+    print("| path | concurrency | requests/s | tokens/s | client CPU ms | server CPU ms | loop lag ms, p50 | p99 |")
+    print("|---|---|---|---|---|---|---|---|", flush=True)
     rows = []
     for path in paths:
-        await row(path, len(clients), options, engine, target, clients)  # loads what the path needs, warms kernels
         for concurrency in options.concurrency:
-            rows.append(line := await row(path, concurrency, options, engine, target, clients))
-            print(shown(line), flush=True)
+            for _ in range(options.turns):
+                for name, processes in clients.items():
+                    line = await row(path, concurrency, options, engine, target, processes)
+                    rows.append(line | {"source": name})
+                    print(shown(line, name), flush=True)
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         machine = {
@@ -194,33 +213,40 @@ async def row(
     clients: list[LoadProcess],
 ) -> dict[str, Any]:  # fmt: skip
     """Measures one line of the table."""
-    requests, in_flight, group = concurrency * options.rounds, concurrency, 1
-    if path == "rollouts":
-        group = options.group_size
+    requests, in_flight, group, turns = concurrency * options.rounds, concurrency, 1, 1
+    if path in PLAYED and path != "envserver":
+        group, turns = options.group_size, TOOL_TURNS if path == "tools" else 1
         requests, in_flight = max(1, requests // group), max(1, concurrency // group)
-    server_cpu_s = time.process_time()
     if path == "engine":
         assert engine is not None  # `bench` leaves the path out otherwise
+        await direct(engine, target, min(in_flight, 4), 4)
+        server_cpu_s = time.process_time()
         loads = [await direct(engine, target, in_flight, requests)]
+        server_cpu_s, warm_up = time.process_time() - server_cpu_s, 0
     else:
+        server_cpu_s = time.process_time()
         loads = await spread(clients, path, in_flight, requests)
-    server_cpu_s = time.process_time() - server_cpu_s
-    made = group * sum(load.requests for load in loads)
+        server_cpu_s, warm_up = time.process_time() - server_cpu_s, in_flight
+    made = turns * group * sum(load.requests for load in loads)
     took_s = max(load.ended_s for load in loads) - min(load.started_s for load in loads)
+    lags_ms = 1e3 * np.concatenate([load.lags_s for load in loads])
     return {
         "path": path,
         "concurrency": concurrency,
         "requests_per_s": made / took_s,
         "tokens_per_s": sum(load.tokens for load in loads) / took_s,
         "client_cpu_ms": None if path == "engine" else 1e3 * sum(load.cpu_s for load in loads) / made,
-        "server_cpu_ms": None if engine is None else 1e3 * server_cpu_s / made,
+        "server_cpu_ms": None if engine is None else 1e3 * server_cpu_s / (made + turns * group * warm_up),
+        "lag_p50_ms": float(np.percentile(lags_ms, 50)) if len(lags_ms) else None,
+        "lag_p99_ms": float(np.percentile(lags_ms, 99)) if len(lags_ms) else None,
     }
 
 
-def shown(line: dict[str, Any]) -> str:
-    cpu = ["" if line[key] is None else f"{line[key]:.2f}" for key in ("client_cpu_ms", "server_cpu_ms")]
+def shown(line: dict[str, Any], source: str) -> str:
+    keys = ("client_cpu_ms", "server_cpu_ms", "lag_p50_ms", "lag_p99_ms")
+    costs = ["" if line[key] is None else f"{line[key]:.2f}" for key in keys]
     speeds = f"{line['requests_per_s']:,.1f} | {line['tokens_per_s']:,.0f}"
-    return f"| {line['path']} | {line['concurrency']} | {speeds} | {' | '.join(cpu)} |"
+    return f"| {line['path']} {source} | {line['concurrency']} | {speeds} | {' | '.join(costs)} |"
 
 
 def parse() -> argparse.Namespace:
@@ -229,7 +255,7 @@ def parse() -> argparse.Namespace:
     source.add_argument("--url", help="measure a server that runs already")
     source.add_argument("--config", type=Path, help="TOML file of `inference`: its engine is opened and served here")
     source.add_argument("--instant", action="store_true", help="serve an engine that answers at once")
-    parser.add_argument("--paths", nargs="+", choices=PATHS, default=list(PATHS))
+    parser.add_argument("--paths", nargs="+", choices=PATHS, default=list(USUAL_PATHS))
     parser.add_argument("--concurrency", type=int, nargs="+", help="requests under way, over all clients")
     parser.add_argument("--rounds", type=int, default=4, help="requests of a measurement, as multiples of concurrency")
     parser.add_argument("--clients", type=int, default=1, help="client processes")
@@ -239,11 +265,18 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokenizer", type=Path, help="for the path rollouts; None makes one of single characters")
     parser.add_argument("--group-size", type=int, default=1, help="rollouts of one prompt, path rollouts only")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--beside", type=Path, help="another checkout: its rollout service takes turns with this one's")
+    parser.add_argument("--turns", type=int, default=1, help="measurements of each row, taking turns")
+    parser.add_argument("--profile", type=Path, help="folder for profiles (cProfile) of the first client, by path")
     options = parser.parse_args()
+    if "tools" in options.paths and not options.instant:
+        parser.error("path tools needs --instant: only that engine calls the tool")
     large = options.url or options.config
     options.concurrency = options.concurrency or ([64, 256, 512] if large else [64] if options.instant else [16])
     options.new_tokens = options.new_tokens or (256 if large or options.instant else 64)
     options.vocab_size = options.vocab_size or (32000 if large else TINY_VOCAB)
+    if options.profile:
+        options.profile.mkdir(parents=True, exist_ok=True)
     return options
 
 

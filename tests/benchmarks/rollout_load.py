@@ -1,20 +1,19 @@
 """Client processes of bench_rollouts: each keeps its share of the requests in flight and says what came back.
 
-`LoadProcess` is the parent's end of one. Standard library, aiohttp and numpy only, but for the path `rollouts`, which
-plays episodes of `bench_words` through the rollout service's own servicer.
+`LoadProcess` is the parent's end of one; `rollout_paths` plays episodes in it. Only the standard library, aiohttp and
+numpy are loaded before a path needs more, so that `Target.source` can say which tree of this project it is taken from.
 """
 
 from __future__ import annotations
 
 import asyncio
-import gc
+import cProfile
 import json
 import multiprocessing
 import sys
 import time
-import uuid
 from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -23,21 +22,18 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from meshrl.wire.completion_frame import MEDIA_TYPE, decode
-
 GENERATE = "/inference/v1/generate"
 COMPLETIONS = "/v1/completions"
 ROUTES = {"completions": COMPLETIONS, "json": GENERATE, "binary": GENERATE}
-CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] or '' }}<|im_end|>\n"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-TEMPLATE_TOKENS = 20  # about what the template adds to a prompt, a character a token
+PLAYED = ("rollouts", "reverse", "tools", "envserver")
+"""Paths that play episodes, in requests or (tools) turns."""
+TOOL_TURNS = 4
+LAG_EVERY_S = 0.005
 
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """What to call, and with what."""
+    """What to call, and with what. `source`: another checkout of this project, to take the rollout service from."""
 
     url: str
     model: str
@@ -47,6 +43,8 @@ class Target:
     vocab_size: int
     tokenizer: str
     group_size: int
+    source: str | None = None
+    profile: str | None = None
 
     @property
     def headers(self) -> dict[str, str]:
@@ -55,13 +53,21 @@ class Target:
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """One process's share of a measurement; times of the wall clock, so that processes can be compared."""
+    """One process's share of a measurement; times of the wall clock, so that processes can be compared.
+
+    `lags_s`: how late a timer of the event loop was, every 5 ms.
+    """
 
     requests: int
     tokens: int
     started_s: float
     ended_s: float
     cpu_s: float
+    lags_s: list[float]
+
+
+Play = Callable[[], Awaitable[int]]
+"""Makes one request (or group of rollouts) and says how many tokens came back."""
 
 
 class LoadProcess:
@@ -70,7 +76,7 @@ class LoadProcess:
     def __init__(self, target: Target, number: int) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_main, args=(theirs, target, number), daemon=True)
+        self._process = context.Process(target=_main, args=(theirs, target, number))
         self._process.start()
         theirs.close()
 
@@ -82,32 +88,15 @@ class LoadProcess:
         return answer
 
     def close(self) -> None:
-        self._pipe.send(None)
-        self._process.join(timeout=10)
+        with suppress(OSError):
+            self._pipe.send(None)
+        self._process.join(timeout=20)
         self._process.kill()
 
 
-def save_tokenizer(folder: Path, vocab_size: int) -> None:
-    """A tokenizer of single characters, filled up to `vocab_size` with words that no prompt has."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    names = ["<unk>", "<|im_start|>", "<|im_end|>", *map(chr, range(32, 127)), "\n"]
-    names += [f"w{number} " for number in range(len(names), vocab_size)]
-    tokenizer = Tokenizer(models.WordLevel({name: number for number, name in enumerate(names)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        unk_token="<unk>",
-        eos_token="<|im_end|>",
-        additional_special_tokens=["<|im_start|>"],
-    )
-    fast.chat_template = CHAT_TEMPLATE
-    fast.save_pretrained(folder)
-
-
 def _main(pipe: Connection, target: Target, number: int) -> None:
+    if target.source is not None:
+        sys.path[:0] = [f"{target.source}/services", f"{target.source}/clients/python"]
     with asyncio.Runner() as runner:
         runner.run(_serve(pipe, target, number))
 
@@ -122,19 +111,35 @@ async def _serve(pipe: Connection, target: Target, number: int) -> None:
                 cookie_jar=aiohttp.DummyCookieJar(),
             )
         )
-        draw, play = np.random.default_rng(number), None
+        draw = np.random.default_rng(number)
+        plays: dict[str, Play] = {}
         while (order := await asyncio.to_thread(pipe.recv)) is not None:
             path, concurrency, requests = order
-            if path == "rollouts" and play is None:
-                play = await _rollouts(target, stack, number)
-            one = play if path == "rollouts" else _http(path, target, http, draw)
             try:
-                pipe.send(await measure(one, concurrency, requests))
+                if path in PLAYED and path not in plays:
+                    from rollout_paths import open_path
+
+                    plays[path] = await open_path(path, target, stack, number)
+                one = plays[path] if path in PLAYED else _http(path, target, http, draw)
+                pipe.send(await _profiled(target, number, path, measure(one, concurrency, requests)))
             except Exception as error:  # noqa: BLE001 - the parent ends the benchmark with it
                 pipe.send(repr(error))
 
 
-async def measure(one: Callable[[], Awaitable[int]], concurrency: int, requests: int) -> Load:
+async def _profiled(target: Target, number: int, path: str, measured: Awaitable[Load]) -> Load:
+    """Measures; with a profile of the first client's process where one is asked for."""
+    if target.profile is None or number != 0:
+        return await measured
+    profile = cProfile.Profile(time.process_time)
+    profile.enable()
+    try:
+        return await measured
+    finally:
+        profile.disable()
+        profile.dump_stats(str(Path(target.profile) / f"{path}.prof"))
+
+
+async def measure(one: Play, concurrency: int, requests: int) -> Load:
     """Keeps `concurrency` calls of `one` under way until `requests` are made; each says how many tokens it got."""
     left, tokens = requests, 0
 
@@ -145,21 +150,36 @@ async def measure(one: Callable[[], Awaitable[int]], concurrency: int, requests:
             got = await one()
             tokens += got
 
+    lags_s: list[float] = []
+    watch = asyncio.create_task(_watch_loop(lags_s))
     started_s, cpu_s = time.time(), time.process_time()
-    await asyncio.gather(*(keep_going() for _ in range(concurrency)))
+    try:
+        await asyncio.gather(*(keep_going() for _ in range(concurrency)))
+    finally:
+        watch.cancel()
     return Load(
         requests=requests,
         tokens=tokens,
         started_s=started_s,
         ended_s=time.time(),
         cpu_s=time.process_time() - cpu_s,
+        lags_s=lags_s,
     )
 
 
-def _http(
-    path: str, target: Target, http: aiohttp.ClientSession, draw: np.random.Generator
-) -> Callable[[], Awaitable[int]]:
+async def _watch_loop(lags_s: list[float]) -> None:
+    """Notes how late the event loop comes back to a timer."""
+    loop = asyncio.get_running_loop()
+    while True:
+        due = loop.time() + LAG_EVERY_S
+        await asyncio.sleep(LAG_EVERY_S)
+        lags_s.append(max(0.0, loop.time() - due))
+
+
+def _http(path: str, target: Target, http: aiohttp.ClientSession, draw: np.random.Generator) -> Play:
     """One request over HTTP, read as a client must read it: token ids and, but for completions, logprobs as arrays."""
+    from meshrl.wire.completion_frame import MEDIA_TYPE, decode
+
     url, plain = target.url + ROUTES[path], path == "completions"
     headers = {"Content-Type": "application/json", **({"Accept": MEDIA_TYPE} if path == "binary" else {})}
     sampling = {"max_tokens": target.new_tokens, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "ignore_eos": True}
@@ -189,58 +209,5 @@ def _http(
         if len(token_ids) != len(logprobs):
             raise RuntimeError(f"{len(logprobs)} logprobs for {len(token_ids)} tokens")
         return len(token_ids)
-
-    return one
-
-
-async def _rollouts(target: Target, stack: AsyncExitStack, number: int) -> Callable[[], Awaitable[int]]:
-    """One group of rollouts through the rollout service's servicer, up to the bytes of its messages."""
-    sys.path.append(str(Path(__file__).parent / "tasksets"))  # verifiers loads tasksets as top-level modules
-    from loguru import logger
-    from opentelemetry.sdk.trace import TracerProvider
-
-    from meshrl.rollout.config import RolloutConfig
-    from meshrl.rollout.main import build
-    from meshrl.rollout.service import RolloutServicer
-    from meshrl.wire import convert
-    from meshrl.wire.types import RolloutRequest
-
-    logger.remove()
-    logger.add(sys.stderr, level="WARNING")
-    config = RolloutConfig(
-        client={"base_url": [target.url], "logprobs_mode": "processed_logprobs"},
-        model={"name": target.model},
-        tokenizer=target.tokenizer,
-        renderer={"name": "default"},
-        env=[{"id": "bench_words", "args": {"characters": max(1, target.prompt_tokens - TEMPLATE_TOKENS)}}],
-        sampling={"max_tokens": target.new_tokens, "temperature": 1.0},
-        seq_len=2 * target.prompt_tokens + target.new_tokens,
-        max_concurrent=65536,
-        output_dir=Path(target.tokenizer) / f"client_{number}",
-    )
-    servicer = RolloutServicer(await build(config, stack, TracerProvider().get_tracer("bench")))
-    gc.collect()
-    gc.freeze()  # as the program does
-    next_task = 0
-
-    async def one() -> int:
-        nonlocal next_task
-        next_task += 1
-        request = RolloutRequest(
-            request_id=str(uuid.uuid4()),
-            group_id=str(uuid.uuid4()),
-            environment="bench_words",
-            task_index=next_task,
-            group_size=target.group_size,
-            deadline_s=600.0,
-        )
-        tokens = 0
-        async for event in servicer.RunRollouts(convert.rollout_request_to_proto(request), None):
-            event.SerializeToString()  # what gRPC would send
-            if event.HasField("failure"):
-                raise RuntimeError(f"a rollout failed: {event.failure.message}")
-            if event.HasField("summary"):
-                tokens = event.summary.sampled_tokens
-        return tokens
 
     return one
