@@ -12,8 +12,14 @@ import sys
 
 BUNDLED = {
     "reverse_text": "meshrl.environments.reverse_text",
+    "reasoning_gym": "meshrl.environments.reasoning_gym",
 }
 """Short names of the tasksets in this package."""
+
+CHOOSING = {
+    "reasoning_gym": "dataset",
+}
+"""Bundled tasksets that are many: an id `reasoning_gym:leg_counting` says which, and sets this option."""
 
 
 def plugin_id(module_id: str) -> str:
@@ -22,11 +28,34 @@ def plugin_id(module_id: str) -> str:
 
     Raises ModuleNotFoundError when a bundled or dotted module does not exist.
     """
-    short = module_id.replace("-", "_").lower()
-    dotted = BUNDLED.get(short, module_id)
+    dotted = BUNDLED.get(_short(module_id), module_id)
     if "." not in dotted or "/" in dotted:
         return module_id
     module = importlib.import_module(dotted)
     alias = dotted.replace(".", "_").lower()
     sys.modules.setdefault(alias, module)
     return alias
+
+
+def split_choice(taskset_id: str) -> tuple[str, dict[str, str]]:
+    """The id of a taskset without what stands behind a colon, and the option that this sets.
+
+    Raises ValueError for a colon behind a taskset that takes none.
+    """
+    family, colon, choice = taskset_id.partition(":")
+    if not colon:
+        return taskset_id, {}
+    option = CHOOSING.get(_short(family))
+    if option is None or not choice:
+        known = ", ".join(f"{name}:<{option}>" for name, option in CHOOSING.items())
+        raise ValueError(f"{taskset_id!r} is no taskset: ids with a colon are {known}")
+    return _short(family), {option: choice}
+
+
+def is_bundled(taskset_id: str) -> bool:
+    """True for a short name of a taskset in this package."""
+    return _short(taskset_id) in BUNDLED
+
+
+def _short(name: str) -> str:
+    return name.replace("-", "_").lower()

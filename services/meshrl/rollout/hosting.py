@@ -34,7 +34,8 @@ from verifiers.v1.utils.retries import run_episode_with_retry
 from meshrl.core.config import ConfigError
 from meshrl.core.config.shared import EnvConfig
 from meshrl.environments.harness import HarnessHost, hosted_by, open_connections
-from meshrl.environments.plugins import plugin_id
+from meshrl.environments.missing import why_not_loaded
+from meshrl.environments.plugins import plugin_id, split_choice
 from meshrl.rollout.engines.model_client import EngineClient, EngineInterception
 from meshrl.rollout.tasks import TaskSource
 from meshrl.wire.types import EnvironmentInfo, Sampling
@@ -129,27 +130,37 @@ def configured(config: EnvConfig, *, harness: str, max_turns: int | None) -> VfE
     try:
         return resolve_env_config(env_block(config, harness=harness, max_turns=max_turns))
     except ValidationError as error:
-        details = "; ".join(f"{'.'.join(str(part) for part in e['loc'])}: {e['msg']}" for e in error.errors())
+        details = "; ".join(
+            f"{'.'.join(str(part) for part in e['loc'])}: {e['msg'].removeprefix('Value error, ')}"
+            for e in error.errors()
+        )
         raise ConfigError(f"environment {name!r}: its args do not fit {config.id!r}: {details}") from error
     except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise ConfigError(f"environment {name!r}: {config.id!r} cannot be loaded: {error}") from error
+        why = why_not_loaded(config.id.rpartition("+")[2], error)
+        raise ConfigError(f"environment {name!r}: {config.id!r} cannot be loaded: {why}") from error
+    except Exception as error:  # the taskset's module is imported here, and may raise anything
+        raise ConfigError(
+            f"environment {name!r}: {config.id!r} cannot be loaded: its import failed with"
+            f" {type(error).__name__}: {error}"
+        ) from error
 
 
 def env_block(config: EnvConfig, *, harness: str, max_turns: int | None) -> dict[str, object]:
     """The `[env]` block of verifiers for one entry of ours.
 
-    `id` is a taskset, or `environment+taskset` to play a taskset with another environment (`user-sim+my-taskset`). In
-    `args`, names of agents and of environment options (timeout, retries, ...) go to the environment, all others to the
-    taskset.
+    `id` is a taskset, or `environment+taskset` to play a taskset with another environment (`user-sim+my-taskset`); a
+    bundled family of tasksets is told which of them behind a colon (`reasoning_gym:leg_counting`). In `args`, names of
+    agents and of environment options (timeout, retries, ...) go to the environment, all others to the taskset.
     """
     env_id, _, taskset_id = config.id.rpartition("+")
+    taskset_id, choice = split_choice(taskset_id)
     taskset_id = plugin_id(taskset_id)
     env_id = plugin_id(env_id) if env_id else ""
     config_cls = env_config_type(taskset_id, env_id)
     environment_keys = set(config_cls.model_fields) - {"id", "taskset"}
     block: dict[str, Any] = {key: value for key, value in config.args.items() if key in environment_keys}
     taskset = {key: value for key, value in config.args.items() if key not in environment_keys}
-    block.update(id=env_id, taskset={**taskset, "id": taskset_id})
+    block.update(id=env_id, taskset={**taskset, **choice, "id": taskset_id})
     task_needs_container = taskset_class(taskset_id).task_type().NEEDS_CONTAINER
     has_harness = default_harness_id(taskset_id) != NO_HARNESS_OF_ITS_OWN
     local = True

@@ -3,7 +3,8 @@
 A finite taskset is held as a list. An infinite one is a generator: verifiers has no other way to a task than to draw
 all before it. So a run that resumes far along draws again up to where it stood, in a thread, once; how long that takes
 is said in the log, and a request that gives up meanwhile loses nothing of it. A taskset that can make any task at once
-says so with a method `task_at(index)`, which is used instead.
+says so with a method `task_at(index)`, which is used instead; a finite one that also says `num_tasks` is never read
+whole.
 """
 
 from __future__ import annotations
@@ -34,19 +35,23 @@ class TaskSource:
         self._name = name
         self._finite: list[Task] | None = None
         self._task_at: Callable[[int], Task] | None = getattr(taskset, "task_at", None)
+        self._num_tasks: int | None = getattr(taskset, "num_tasks", None) if self._task_at is not None else None
         self._drawn = _Draws(taskset)
         self._waiting: dict[asyncio.Future[Task], int] = {}
         self._reader: asyncio.Task[None] | None = None
 
     def load(self) -> None:
-        """Reads a finite taskset whole."""
-        if self._taskset.bounded:
+        """Reads a finite taskset whole, or makes the first task of one that makes any; raises what they raise."""
+        if self._task_at is not None and (self._num_tasks is not None or not self._taskset.bounded):
+            if self._num_tasks != 0:
+                self._task_at(0)
+        elif self._taskset.bounded:
             self._finite = list(self._taskset)
 
     @property
     def num_tasks(self) -> int | None:
         """None when the taskset is infinite."""
-        return None if self._finite is None else len(self._finite)
+        return self._num_tasks if self._finite is None else len(self._finite)
 
     async def at(self, index: int) -> Task:
         """The task at `index`. Raises MeshError UNKNOWN_TASK when there is none, ENVIRONMENT_FAILED when the taskset
@@ -54,11 +59,9 @@ class TaskSource:
 
         Of an infinite taskset it may take as long as drawing all tasks before it; cancel it to give up.
         """
+        if self.num_tasks is not None and index >= self.num_tasks:
+            raise MeshError(Reason.UNKNOWN_TASK, f"{self._name} has {self.num_tasks} tasks, there is no task {index}")
         if self._finite is not None:
-            if index >= len(self._finite):
-                raise MeshError(
-                    Reason.UNKNOWN_TASK, f"{self._name} has {len(self._finite)} tasks, there is no task {index}"
-                )
             return self._finite[index]
         if self._task_at is not None:
             make = self._task_at

@@ -24,6 +24,9 @@ from meshrl.launch.config import RLConfig
 from meshrl.launch.main import main
 from meshrl.launch.preflight import machine, models, plugins, services, storage
 from meshrl.launch.preflight.findings import Check, Plan
+from meshrl.v1 import rollout_pb2, rollout_pb2_grpc
+from meshrl.wire import convert
+from meshrl.wire.types import EnvironmentInfo
 
 NUM_PARAMS = 1000
 
@@ -99,6 +102,7 @@ def test_a_run_that_can_start_is_said_to_be_valid_with_what_else_there_is_to_kno
     out = tmp_path / "out"
     assert rl(monkeypatch, "--output-dir", str(out), "--model.name", str(model), "--wandb", "--dry-run") == 0
     assert capsys.readouterr().out == (
+        "note: environment 'reverse_text' can be loaded: 1672 tasks\n"
         "warning: wandb is on, but there is no key for api.wandb.ai: its metrics will be missing; run 'wandb login',"
         " set WANDB_API_KEY, or set wandb.offline\n"
         f"dry run: the configuration is valid; resolved files are in {out / 'configs'}\n"
@@ -267,11 +271,18 @@ def test_a_key_for_wandb_is_looked_for_where_wandb_looks(tmp_path: Path, monkeyp
     assert found(machine.check_wandb, online) == []
 
 
+class HostOfWords(rollout_pb2_grpc.RolloutServiceServicer):
+    def ListEnvironments(self, request: Any, context: Any) -> rollout_pb2.ListEnvironmentsResponse:  # noqa: N802
+        words = EnvironmentInfo(name="words", taskset="my_words", num_tasks=12)
+        return rollout_pb2.ListEnvironmentsResponse(environments=[convert.environment_to_proto(words)])
+
+
 class Served:
-    """A gRPC server with the standard health service, or without."""
+    """A gRPC server with the standard health service, or without, and one environment called "words"."""
 
     def __init__(self, *, with_health: bool = True) -> None:
         self._server = grpc.server(futures.ThreadPoolExecutor(2))
+        rollout_pb2_grpc.add_RolloutServiceServicer_to_server(HostOfWords(), self._server)
         self.health = health.HealthServicer()
         if with_health:
             health_pb2_grpc.add_HealthServicer_to_server(self.health, self._server)
@@ -307,6 +318,23 @@ def test_a_service_that_runs_already_must_be_one(served: Served) -> None:
     assert "it needs the service grpc.health.v1.Health" in finding
 
 
+def test_a_dry_run_asks_a_rollout_service_elsewhere_for_the_environments_that_are_loaded_there(served: Served) -> None:
+    ports = ("--weights.server.port", "40000")
+    elsewhere = ("--orchestrator.services.rollout", served.address, *ports)
+    key = f"orchestrator.services.rollout {served.address!r}"
+    words = ("--orchestrator.train.env.0.name", "words")
+    assert found(services.check_environments_elsewhere, plan(*elsewhere, *words)) == []
+    dry = plan(*elsewhere, *words, "--dry-run")
+    assert found(plugins.check_plugins, dry) == []
+    assert found(services.check_environments_elsewhere, dry) == [
+        f"note: environment 'words' is loaded by {key}: 12 tasks"
+    ]
+    other = plan(*elsewhere, "--dry-run")
+    assert found(services.check_environments_elsewhere, other) == [
+        f"error: {key} hosts no environment 'reverse_text', but words; host it there, or correct its name"
+    ]
+
+
 def test_a_hub_that_was_started_by_hand_in_the_folder_is_an_error(tmp_path: Path) -> None:
     from meshrl.weights.storage.log import DecisionLog
 
@@ -335,6 +363,24 @@ def test_options_of_an_environment_are_checked_and_its_data_is_not_loaded(
     assert findings[1].startswith("error: environment 'reverse_text': its args do not fit 'reverse_text': ")
     assert "nonsense" in findings[1]
     assert findings[2].startswith("error: environment 'second': 'no_such_taskset' cannot be loaded: ")
+
+
+def test_a_dry_run_loads_the_tasks_of_every_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mesh_without_file.py").write_text(
+        "import verifiers.v1 as vf\n__all__ = ['Words']\nclass Words(vf.Taskset[vf.Task, vf.TasksetConfig]):\n"
+        "    def load(self):\n        open('/no/such/words')\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    second = ("--orchestrator.train.env.1.id", "mesh_without_file", "--orchestrator.eval.env.0.id", "reverse_text")
+    held_out = ("--orchestrator.eval.env.0.name", "held out", "--orchestrator.eval.env.0.args.split", "held_out")
+    findings = found(plugins.check_plugins, plan(*second, *held_out, "--dry-run"))
+    assert [findings[0], findings[2]] == [
+        "note: environment 'reverse_text' can be loaded: 1672 tasks",
+        "note: environment 'held out' can be loaded: 128 tasks",
+    ]
+    assert findings[1].startswith(
+        "error: environment 'mesh_without_file': taskset 'mesh_without_file' cannot load its tasks: FileNotFoundError"
+    )
 
 
 def test_a_module_that_ends_its_process_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,6 +105,21 @@ async def test_a_taskset_that_makes_any_task_at_once_is_not_drawn_through():
     assert caught.value.reason is Reason.ENVIRONMENT_FAILED
 
 
+class Counted(Direct):
+    INFINITE = False
+    num_tasks = 10**9
+
+
+async def test_a_finite_taskset_that_makes_any_task_at_once_is_not_read_to_count_its_tasks():
+    taskset, tasks = source(Counted)
+    assert tasks.num_tasks == 10**9
+    assert (await tasks.at(10**9 - 1)).data.number == 10**9 - 1
+    assert taskset.reads == 0
+    with pytest.raises(MeshError, match="numbers has 1000000000 tasks, there is no task 1000000000") as caught:
+        await tasks.at(10**9)
+    assert caught.value.reason is Reason.UNKNOWN_TASK
+
+
 class Breaking(Numbers):
     def load(self):
         for number, task in enumerate(super().load()):

@@ -9,7 +9,7 @@ from meshrl.launch.preflight.findings import Check, Finding, Plan
 from meshrl.launch.preflight.machine import check_open_files, check_ports, check_wandb
 from meshrl.launch.preflight.models import check_models
 from meshrl.launch.preflight.plugins import check_plugins
-from meshrl.launch.preflight.services import check_hub, check_running_services
+from meshrl.launch.preflight.services import check_environments_elsewhere, check_hub, check_running_services
 from meshrl.launch.preflight.storage import check_disk, check_resume_step, check_versions
 
 CHECKS: tuple[Check, ...] = (
@@ -17,6 +17,7 @@ CHECKS: tuple[Check, ...] = (
     check_resume_step,
     check_plugins,
     check_running_services,
+    check_environments_elsewhere,
     check_hub,
     check_ports,
     check_open_files,

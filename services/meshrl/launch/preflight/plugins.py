@@ -1,7 +1,8 @@
 """Can environments and functions of the user's own be imported, and do their options fit?
 
 To know that, their modules must be imported, and with them verifiers or torch, which takes seconds: a process of its
-own does it, in which a module may also print, fail or exit as it likes. Nothing loads its data here.
+own does it, in which a module may also print, fail or exit as it likes. A dry run also loads the tasks of every
+environment, as the rollout program would; before a run that program does it itself.
 """
 
 from __future__ import annotations
@@ -15,10 +16,13 @@ from collections.abc import Iterator
 from meshrl.core.config import ConfigError
 from meshrl.core.config.schema import ReadTable, Table
 from meshrl.core.config.shared import EnvConfig
-from meshrl.environments.plugins import BUNDLED
-from meshrl.launch.preflight.findings import Finding, Plan, error, warning
+from meshrl.environments.plugins import is_bundled
+from meshrl.launch.preflight.findings import Finding, Plan, Severity, error, warning
 
-DEADLINE_S = 180.0
+IMPORT_DEADLINE_S = 180.0
+LOAD_DEADLINE_S = 900.0
+
+Answer = tuple[Severity, str]
 
 
 def check_plugins(plan: Plan) -> Iterator[Finding]:
@@ -26,26 +30,27 @@ def check_plugins(plan: Plan) -> Iterator[Finding]:
     questions = _questions(plan)
     if not any(questions.values()):
         return
+    deadline_s = LOAD_DEADLINE_S if plan.config.dry_run else IMPORT_DEADLINE_S
     try:
         done = subprocess.run(
             [sys.executable, "-m", __name__],
             input=json.dumps(questions),
             capture_output=True,
             text=True,
-            timeout=DEADLINE_S,
+            timeout=deadline_s,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             check=False,
         )
     except subprocess.TimeoutExpired:
-        yield warning(f"environments are not checked: to import them took longer than {DEADLINE_S:g} s")
+        yield warning(f"environments are not checked: to load them took longer than {deadline_s:g} s")
         return
     try:
-        problems = json.loads(done.stdout)
+        answers = json.loads(done.stdout)
     except ValueError:  # a module ended the process
         said = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
         yield error(f"environments cannot be imported: {said[0]}")
         return
-    yield from (error(problem) for problem in problems)
+    yield from (Finding(severity=severity, text=text) for severity, text in answers)
 
 
 def _questions(plan: Plan) -> dict[str, object]:
@@ -62,48 +67,56 @@ def _questions(plan: Plan) -> dict[str, object]:
             "entries": [entry.model_dump(mode="json") for entry in config.rollout.env],
             "harness": config.rollout.harness,
             "max_turns": config.rollout.max_turns,
+            "load": config.dry_run,
         }
-        if plan.starts("rollout") and any(not _is_known(entry) for entry in config.rollout.env)
+        if plan.starts("rollout") and (config.dry_run or any(not _is_known(entry) for entry in config.rollout.env))
         else None,
     }
 
 
 def _is_known(entry: EnvConfig) -> bool:
     """True for a taskset of ours without options: nothing can be wrong with it."""
-    return entry.id.replace("-", "_").lower() in BUNDLED and not entry.args
+    return is_bundled(entry.id) and not entry.args
 
 
-def answer(questions: ReadTable) -> Iterator[str]:
-    """The problems, one after the other. Imports what the questions are about."""
+def answer(questions: ReadTable) -> Iterator[Answer]:
+    """The findings, one after the other. Imports what the questions are about."""
     if questions["loss"] is not None:
         from meshrl.algorithms.losses import load_custom_loss  # imports torch
 
         try:
             load_custom_loss(**questions["loss"], key="trainer.loss")
         except Exception as problem:  # noqa: BLE001  # the user's module may raise anything
-            yield _described("trainer.loss", problem)
+            yield "error", _described("trainer.loss", problem)
     if questions["advantage"] is not None:
         from meshrl.algorithms.advantages import load_custom_advantage
 
         try:
             load_custom_advantage(**questions["advantage"], key="orchestrator.advantage")
         except Exception as problem:  # noqa: BLE001  # the same
-            yield _described("orchestrator.advantage", problem)
+            yield "error", _described("orchestrator.advantage", problem)
     if questions["environments"] is not None:
-        yield from _environment_problems(**questions["environments"])
+        yield from _about_environments(**questions["environments"])
 
 
-def _environment_problems(entries: list[Table], harness: str, max_turns: int | None) -> Iterator[str]:
+def _about_environments(entries: list[Table], harness: str, max_turns: int | None, load: bool) -> Iterator[Answer]:
     from meshrl.rollout import hosting  # imports verifiers
+    from meshrl.wire.types import Sampling
 
     for entry in entries:
         config = EnvConfig.model_validate(entry)
         try:
-            hosting.configured(config, harness=harness, max_turns=max_turns)
+            if not load:
+                hosting.configured(config, harness=harness, max_turns=max_turns)
+                continue
+            none = Sampling()
+            hosted = hosting.load(config, model="", harness=harness, max_turns=max_turns, default_sampling=none)
         except ConfigError as problem:
-            yield str(problem)
-        except Exception as problem:  # noqa: BLE001  # the same
-            yield _described(f"environment {config.resolved_name!r}: {config.id!r}", problem)
+            yield "error", str(problem)
+        else:
+            count = hosted.tasks.num_tasks
+            number = "infinitely many tasks" if count is None else f"{count} task{'' if count == 1 else 's'}"
+            yield "note", f"environment {hosted.name!r} can be loaded: {number}"
 
 
 def _described(where: str, problem: Exception) -> str:

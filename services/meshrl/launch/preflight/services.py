@@ -10,6 +10,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from meshrl.client import RolloutClient, TrainerClient, WeightSyncClient
 from meshrl.core.orphans import is_locked
 from meshrl.launch.preflight.findings import Finding, Plan, error, note
+from meshrl.v1 import rollout_pb2, rollout_pb2_grpc
+from meshrl.wire import convert
+from meshrl.wire.types import CONTRACT_VERSION
 
 HEALTH_DEADLINE_S = 5.0
 SERVICES = {"rollout": RolloutClient.service, "trainer": TrainerClient.service, "weights": WeightSyncClient.service}
@@ -27,6 +30,25 @@ def check_running_services(plan: Plan) -> Iterator[Finding]:
         if status != health_pb2.HealthCheckResponse.SERVING:
             name = health_pb2.HealthCheckResponse.ServingStatus.Name(status)
             yield note(f"{key} answers {name}: the run begins once it serves")
+
+
+def check_environments_elsewhere(plan: Plan) -> Iterator[Finding]:
+    """A dry run asks a rollout service that runs already for its environments: they are loaded there, not here."""
+    address = plan.config.orchestrator.services.given().get("rollout")
+    if address is None or not plan.config.dry_run:
+        return
+    key = f"orchestrator.services.rollout {address!r}"
+    try:
+        hosted = _environments(address)
+    except grpc.RpcError:
+        yield note(f"{key}: it did not list its environments, which are loaded there and not here")
+        return
+    for name in (entry.resolved_name for entry in plan.config.rollout.env):
+        if name in hosted:
+            yield note(f"environment {name!r} is loaded by {key}: {hosted[name]}")
+        else:
+            others = ", ".join(sorted(hosted)) or "none"
+            yield error(f"{key} hosts no environment {name!r}, but {others}; host it there, or correct its name")
 
 
 def check_hub(plan: Plan) -> Iterator[Finding]:
@@ -47,6 +69,16 @@ def _health(address: str, service: str) -> int:
         request = health_pb2.HealthCheckRequest(service=service)
         answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=HEALTH_DEADLINE_S, wait_for_ready=True)
     return int(answer.status)
+
+
+def _environments(address: str) -> dict[str, str]:
+    """The environments of a rollout service, each with a word about its tasks. Raises grpc.RpcError."""
+    with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+        stub = rollout_pb2_grpc.RolloutServiceStub(channel)  # type: ignore[no-untyped-call]  # generated
+        request = rollout_pb2.ListEnvironmentsRequest(contract_version=CONTRACT_VERSION)
+        answer = stub.ListEnvironments(request, timeout=HEALTH_DEADLINE_S, wait_for_ready=True)
+    infos = [convert.environment_from_proto(environment) for environment in answer.environments]
+    return {info.name: f"{'infinitely many' if info.num_tasks is None else info.num_tasks} tasks" for info in infos}
 
 
 def _explained(problem: grpc.RpcError, service: str) -> str:

@@ -1,0 +1,104 @@
+"""reasoning-gym's datasets as tasksets, by name."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+
+from meshrl.core.config import ConfigError
+from meshrl.core.config.shared import EnvConfig
+from meshrl.environments import reasoning_gym as adapter
+from meshrl.rollout import hosting
+from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.types import Sampling
+
+
+def load(dataset: str, **args: Any) -> hosting.HostedEnvironment:
+    config = EnvConfig(id=f"reasoning_gym:{dataset}", args=args)
+    return hosting.load(
+        config, model="m", harness="meshrl.environments.harness", max_turns=None, default_sampling=Sampling()
+    )
+
+
+async def test_a_task_follows_from_seed_and_index_alone():
+    first, again, other = load("leg_counting"), load("leg_counting"), load("leg_counting", seed=1)
+    late = await first.tasks.at(400)
+    assert late.data.prompt.startswith("Your task is to count how many legs")
+    assert "<answer>answer here</answer>" in late.data.system_prompt
+    assert (await again.tasks.at(400)).key == late.key
+    assert (await other.tasks.at(400)).data.prompt != late.data.prompt
+
+
+async def test_size_is_the_number_of_tasks_and_none_is_made_for_it():
+    hosted = load("leg_counting", size=10_000_000)
+    assert hosted.info.num_tasks == 10_000_000
+    assert (await hosted.tasks.at(9_999_999)).data.index == 9_999_999
+    with pytest.raises(MeshError) as caught:
+        await hosted.tasks.at(10_000_000)
+    assert caught.value.reason is Reason.UNKNOWN_TASK
+
+
+async def test_options_of_the_dataset_stand_beside_size_and_seed():
+    hosted = load("leg_counting", min_animals=2, max_animals=2, prompt_style="direct")
+    task = await hosted.tasks.at(3)
+    assert task.data.prompt.count(",") == 2
+    assert task.data.system_prompt.startswith("Answer the question directly.")
+    mixed = load("composite", datasets=[{"name": "chain_sum", "weight": 1.0}])
+    assert "=" in (await mixed.tasks.at(0)).data.prompt
+
+
+@pytest.mark.parametrize(
+    ("dataset", "args", "words"),
+    [
+        ("leg_countng", {}, "reasoning-gym has no dataset 'leg_countng'; did you mean leg_counting or"),
+        ("qqqqqqq", {}, r"the \d+ datasets are "),
+        ("leg_counting", {"max_animal": 3}, "leg_counting has no option max_animal; its options are max_animals, "),
+        ("leg_counting", {"max_animals": 1}, "refuses its options: max_animals must be >= min_animals"),
+        ("leg_counting", {"prompt_style": "long"}, "prompt_style must be one of .*default.*; got 'long'"),
+        ("", {}, "ids with a colon are reasoning_gym:<dataset>"),
+    ],
+)
+def test_what_does_not_fit_is_said_with_what_does(dataset: str, args: dict[str, Any], words: str):
+    with pytest.raises(ConfigError, match=words):
+        load(dataset, **args)
+
+
+def test_without_the_package_it_is_said_how_to_install_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    adapter._package.cache_clear()
+    with pytest.raises(
+        ConfigError, match=r"uv sync --extra reasoning-gym, or uv pip install 'meshrl\[reasoning-gym\]'"
+    ):
+        load("leg_counting")
+    adapter._package.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("dataset", "reply", "reward"),
+    [
+        ("leg_counting", "<answer>{answer}</answer>", 1.0),
+        ("leg_counting", "{answer}", 0.0),
+        ("chain_sum", "first <answer>1</answer> then <answer> {answer} </answer>", 1.0),
+        ("prime_factorization", "<answer>no number</answer>", 0.0),
+        ("graph_color", "<answer>{{}}</answer>", 0.01),
+    ],
+)
+async def test_the_last_answer_between_the_tags_is_scored_by_the_dataset(dataset: str, reply: str, reward: float):
+    task = await load(dataset).tasks.at(0)
+    trace = _Trace(reply.format(answer=task.data.answer))
+    assert await task.correct(trace) == pytest.approx(reward)
+    assert trace.metrics == {"unreadable": float(dataset == "prime_factorization")}
+    assert await task.answered(trace) == float("<answer>" in reply)
+
+
+class _Trace:
+    """What a reward reads and writes of a trace."""
+
+    def __init__(self, last_reply: str) -> None:
+        self.last_reply = last_reply
+        self.metrics: dict[str, float] = {}
+
+    def record_metric(self, name: str, value: float) -> None:
+        self.metrics[name] = value
