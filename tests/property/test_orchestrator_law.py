@@ -37,12 +37,14 @@ def rollout(ticket: GroupTicket, place: int, reward: float, version: int) -> Rol
 class Run:
     """A run without I/O: engines, trainer and hub are numbers that the drawn actions move."""
 
-    def __init__(self, level: int, off_policy: int, groups: int, size: int, last_step: int) -> None:
+    def __init__(self, level: int, off_policy: int, groups: int, sizes: tuple[int, int], last_step: int) -> None:
         self.law = StalenessLaw(max_async_level=level, max_off_policy_steps=off_policy)
         self.plan = WorkPlan(
             law=self.law,
-            limits=PlanLimits(groups_per_step=groups, group_size=size, max_inflight_groups=1000, last_step=last_step),
-            schedule=TaskSchedule([TrainSource(environment="e", ratio=1, num_tasks=3)], seed=0),
+            limits=PlanLimits(
+                batch_size=groups * max(sizes), group_sizes=dict(zip("ef", sizes, strict=True)), last_step=last_step
+            ),
+            schedule=TaskSchedule([TrainSource(environment=name, ratio=1, num_tasks=3) for name in "ef"], seed=0),
             screen=lambda rollouts: screen_finished(rollouts, drop_empty=True, drop_zero_signal=True, tolerance=0.0),
             next_step=1,
             active_version=0,
@@ -115,7 +117,7 @@ class Run:
     level=st.integers(0, 3),
     off_policy=st.integers(0, 4),
     groups=st.integers(1, 3),
-    size=st.integers(2, 3),
+    sizes=st.tuples(st.integers(2, 3), st.integers(2, 5)),
     last_step=st.integers(1, 8),
     actions=st.lists(
         st.sampled_from(["dispatch", "dispatch", "finish", "finish", "take", "train", "activate"]), max_size=120
@@ -123,17 +125,24 @@ class Run:
     data=st.data(),
 )
 def test_admission_and_use_keep_to_the_law_and_every_rollout_is_counted_once(
-    level: int, off_policy: int, groups: int, size: int, last_step: int, actions: list[str], data: st.DataObject
+    level: int,
+    off_policy: int,
+    groups: int,
+    sizes: tuple[int, int],
+    last_step: int,
+    actions: list[str],
+    data: st.DataObject,
 ) -> None:
-    run = Run(level, off_policy, groups, size, last_step)
+    run = Run(level, off_policy, groups, sizes, last_step)
     for action in actions:
         if action == "finish":
             run.finish(data)
         else:
             getattr(run, action)()
         # Steps whose slots may be open, seen from the version that engines serve.
-        ahead = run.plan.next_step + -(-run.plan.outstanding // groups) - 1
-        assert ahead <= run.plan.active_version + 1 + level
+        slots = run.plan.slots
+        ahead = run.plan.next_step + max(0, slots - max(sizes)) // (groups * max(sizes))
+        assert not slots or ahead <= run.plan.active_version + 1 + level
         assert run.ledger.balance().exact
     run.ledger.end("run_ended")
     assert run.ledger.balance().exact

@@ -19,10 +19,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshrl.core.config.shared import EnvConfig
 from meshrl.core.telemetry.monitor import JsonlSink
 from meshrl.orchestrator.build import make_plan
-from meshrl.orchestrator.config import OrchestratorConfig, TrainEnvsConfig
+from meshrl.orchestrator.config import OrchestratorConfig
+from meshrl.orchestrator.env_config import TrainEnvConfig, TrainEnvsConfig
 from meshrl.orchestrator.ledger.audit import audit
 from meshrl.orchestrator.ledger.open_run import open_journal
 from meshrl.orchestrator.ledger.rules import OPEN_STATES
@@ -95,7 +95,7 @@ class World:
 
     def __init__(self, folder: Path, *, checkpoints: bool) -> None:
         self.config = OrchestratorConfig(
-            train=TrainEnvsConfig(env=[EnvConfig(id="e")]),
+            train=TrainEnvsConfig(env=[TrainEnvConfig(id="e")]),
             batch_size=GROUPS * SIZE,
             group_size=SIZE,
             max_async_level=2,

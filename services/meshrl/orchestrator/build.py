@@ -38,16 +38,15 @@ def make_plan(config: OrchestratorConfig, mesh: Mesh) -> WorkPlan:
         for env in config.train.env
     ]
     try:
-        schedule = TaskSchedule(sources, seed=config.task_seed)
+        schedule = TaskSchedule(sources, seed=config.task_seed, follow_mixture=config.train.follow_mixture)
     except ValueError as error:
         raise RunError(str(error)) from error
-    inflight = config.max_inflight_rollouts or config.batch_size * (config.max_async_level + 1)
     return WorkPlan(
         law=StalenessLaw(max_async_level=config.max_async_level, max_off_policy_steps=config.max_off_policy_steps),
         limits=PlanLimits(
-            groups_per_step=config.groups_per_step,
-            group_size=config.group_size,
-            max_inflight_groups=inflight // config.group_size,
+            batch_size=config.batch_size,
+            group_sizes=config.group_sizes,
+            max_inflight_rollouts=config.max_inflight_rollouts,
             last_step=config.last_step,
         ),
         schedule=schedule,

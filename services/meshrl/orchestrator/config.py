@@ -5,63 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import AliasChoices, Field, model_validator
+from pydantic import Field, model_validator
 
 from meshrl.core.config import BaseConfig
-from meshrl.core.config.shared import (
-    EnvConfig,
-    LogConfig,
-    SamplingConfig,
-    ServerConfig,
-    ServicesConfig,
-    WandbConfig,
-)
-
-
-class TrainEnvsConfig(BaseConfig):
-    """The environments that training draws tasks from."""
-
-    env: list[EnvConfig] = Field(default_factory=list)
-    """Training environments, mixed by their ratio; at least one. Each name must be hosted by the rollout service."""
-
-
-class EvalConfig(BaseConfig):
-    """Evaluations during a run."""
-
-    interval: int = Field(default=100, ge=1)
-    """Evaluate after every this many steps."""
-
-    env: list[EnvConfig] = Field(default_factory=list)
-    """Evaluation environments; at least one. An environment that training uses too may be named again."""
-
-    num_examples: int = Field(default=-1, ge=-1)
-    """Tasks per environment, from the first on; -1 takes all."""
-
-    group_size: int = Field(default=1, ge=1, validation_alias=AliasChoices("group_size", "rollouts_per_example"))
-    """Rollouts per task: the k of avg@k and pass@k. The older spelling rollouts_per_example is accepted."""
-
-    sampling: SamplingConfig = SamplingConfig()
-    """Sampling of evaluations; an unset value takes the environment's default."""
-
-    eval_base: bool = True
-    """Evaluate version 0 before the first step."""
-
-    eval_final: bool = True
-    """Evaluate the last version after the last step."""
-
-    pass_threshold: float = 1.0
-    """A rollout passes when its reward is at least this; pass@k counts tasks with a passing rollout."""
-
-    max_inflight_rollouts: int = Field(default=256, ge=1)
-    """Most evaluation rollouts in flight at once."""
-
-    @model_validator(mode="after")
-    def _has_environments(self) -> Self:
-        if not self.env:
-            raise ValueError(
-                "orchestrator.eval.env must name at least one environment, got none; add [[orchestrator.eval.env]]"
-            )
-        return self
+from meshrl.core.config.shared import LogConfig, SamplingConfig, ServerConfig, ServicesConfig, WandbConfig
+from meshrl.orchestrator.env_config import GROUP_SIZE_SPELLINGS, EvalConfig, TrainEnvConfig, TrainEnvsConfig
 
 
 class LengthPenaltyConfig(BaseConfig):
@@ -203,9 +151,9 @@ class OrchestratorConfig(BaseConfig):
     """Sampling of training rollouts; an unset value takes the environment's default."""
 
     batch_size: int = Field(default=128, ge=2)
-    """Rollouts per step; a multiple of group_size."""
+    """Rollouts per step; a multiple of group_size, and of that of each environment with one of its own."""
 
-    group_size: int = Field(default=8, ge=2, validation_alias=AliasChoices("group_size", "rollouts_per_example"))
+    group_size: int = Field(default=8, ge=2, validation_alias=GROUP_SIZE_SPELLINGS)
     """Rollouts per task. The older spelling rollouts_per_example is accepted."""
 
     seq_len: int = Field(default=2048, ge=2)
@@ -221,7 +169,8 @@ class OrchestratorConfig(BaseConfig):
     """A rollout is dropped when its oldest token is more than this many versions behind the policy that trains it."""
 
     max_inflight_rollouts: int | None = Field(default=None, ge=1)
-    """Most training rollouts in flight; None means batch_size times (max_async_level + 1)."""
+    """Most training rollouts in flight; None means what max_async_level leaves room for: batch_size times
+    (max_async_level + 1)."""
 
     advantage: AdvantageConfig = AdvantageConfig()
     """How rewards of a group become advantages."""
@@ -284,19 +233,38 @@ class OrchestratorConfig(BaseConfig):
 
     @model_validator(mode="after")
     def _whole_groups(self) -> Self:
-        if self.batch_size % self.group_size:
-            below = self.batch_size // self.group_size * self.group_size
-            choices = [str(size) for size in (below, below + self.group_size) if size > 0]
-            raise ValueError(
-                f"orchestrator.batch_size must be a multiple of group_size ({self.group_size}), got {self.batch_size};"
-                f" use {' or '.join(choices)}"
-            )
-        if self.max_inflight_rollouts is not None and self.max_inflight_rollouts < self.group_size:
-            raise ValueError(
-                f"orchestrator.max_inflight_rollouts must be at least group_size ({self.group_size}),"
+        problems = [text for env in self.train.env if env.group_size is not None for text in self._of_env(env)]
+        if any(env.group_size is None for env in self.train.env) or not self.train.env:
+            problems += self._batch_of("group_size", self.group_size)
+        largest = max(self.group_sizes.values(), default=self.group_size)
+        if self.max_inflight_rollouts is not None and self.max_inflight_rollouts < largest:
+            problems.append(
+                f"orchestrator.max_inflight_rollouts must be at least group_size ({largest}),"
                 f" got {self.max_inflight_rollouts}; use {self.batch_size}, or leave it unset"
             )
+        if problems:
+            raise ValueError("\n".join(problems))
         return self
+
+    def _of_env(self, env: TrainEnvConfig) -> list[str]:
+        """What is wrong with an environment's own group size."""
+        size, name = env.group_size or 0, env.resolved_name
+        if size < 2:
+            return [
+                f"orchestrator.train.env: group_size of {name!r} must be at least 2, got {size}: an advantage compares"
+                " the rollouts of one task; use 2 or more, or leave it out"
+            ]
+        return self._batch_of(f"the group_size of environment {name!r}", size)
+
+    def _batch_of(self, what: str, size: int) -> list[str]:
+        if not self.batch_size % size:
+            return []
+        below = self.batch_size // size * size
+        choices = [str(choice) for choice in (below, below + size) if choice > 0]
+        return [
+            f"orchestrator.batch_size must be a multiple of {what} ({size}), got {self.batch_size};"
+            f" use {' or '.join(choices)}"
+        ]
 
     @model_validator(mode="after")
     def _sleep_needs_idle_engines(self) -> Self:
@@ -309,6 +277,12 @@ class OrchestratorConfig(BaseConfig):
 
     @model_validator(mode="after")
     def _environments(self) -> Self:
+        long = [env for env in self.train.env if (env.seq_len or 0) > self.seq_len]
+        if long:
+            raise ValueError(
+                f"orchestrator.train.env: seq_len of {long[0].resolved_name!r} is {long[0].seq_len}, but a row holds"
+                f" orchestrator.seq_len = {self.seq_len} tokens; lower it, or raise orchestrator.seq_len"
+            )
         names = [env.resolved_name for env in self.train.env]
         repeated = sorted({name for name in names if names.count(name) > 1})
         if repeated:
@@ -331,8 +305,9 @@ class OrchestratorConfig(BaseConfig):
         return None if all(env.sampling.seed is None for env in self.train.env) else self.task_seed
 
     @property
-    def groups_per_step(self) -> int:
-        return self.batch_size // self.group_size
+    def group_sizes(self) -> dict[str, int]:
+        """Rollouts per task, by training environment."""
+        return {env.resolved_name: env.group_size or self.group_size for env in self.train.env}
 
     @property
     def last_step(self) -> int | None:

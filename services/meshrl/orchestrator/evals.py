@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from loguru import logger
 
 from meshrl.core.clock import Clock
-from meshrl.core.config.shared import EnvConfig
 from meshrl.core.metrics.catalogue import Source
 from meshrl.core.metrics.names import CATALOGUE
 from meshrl.core.telemetry.monitor import Monitor
-from meshrl.orchestrator.config import EvalConfig
+from meshrl.orchestrator.env_config import EvalConfig, EvalEnvConfig
 from meshrl.sampling.groups import GroupTicket, RolloutGroup, TaskRef
 from meshrl.sampling.retry import RunError
 from meshrl.sampling.sampler import GroupSampler
@@ -48,22 +47,23 @@ class Evaluator:
         self._monitor = monitor
         self._clock = clock
         self._one_at_a_time = asyncio.Lock()
-        self._slots = asyncio.Semaphore(max(1, config.max_inflight_rollouts // config.group_size))
 
-    def due(self, step: int) -> bool:
-        """Whether this step's version is evaluated during the run."""
-        return step % self._config.interval == 0
+    def due(self, step: int) -> list[EvalEnvConfig]:
+        """The environments in which this step's version is evaluated during the run."""
+        return [env for env in self._config.env if step % self._config.interval_of(env) == 0]
 
-    def due_before(self, version: int) -> bool:
-        """Whether the version that training begins with is evaluated."""
-        return self._config.eval_base and version == 0
+    def due_before(self, version: int) -> list[EvalEnvConfig]:
+        """Those in which the version that training begins with is evaluated."""
+        return self._config.env if self._config.eval_base and version == 0 else []
 
-    def due_after(self, last_step: int) -> bool:
-        """Whether the last version is evaluated once training is over, because it was not during the run."""
-        return self._config.eval_final and last_step > 0 and not self.due(last_step)
+    def due_after(self, last_step: int) -> list[EvalEnvConfig]:
+        """Those in which the last version is evaluated once training is over, because it was not during the run."""
+        done = self.due(last_step)
+        wanted = self._config.eval_final and last_step > 0
+        return [env for env in self._config.env if wanted and env not in done]
 
-    async def evaluate(self, step: int, *, version: int) -> None:
-        """Scores every environment, answered by `version` or newer, and writes a record of its own under `step`.
+    async def evaluate(self, step: int, envs: Sequence[EvalEnvConfig], *, version: int) -> None:
+        """Scores these environments, answered by `version` or newer, and writes a record of its own under `step`.
 
         Raises RunError when it takes too long.
         """
@@ -71,7 +71,7 @@ class Evaluator:
         began_s = self._clock.now()
         try:
             async with self._one_at_a_time, asyncio.timeout(self._deadline_s):
-                scores = [await self._environment(env, version) for env in self._config.env]
+                scores = [await self._environment(env, version) for env in envs]
         except TimeoutError:
             raise RunError(
                 f"evaluation of version {version} did not end within {self._deadline_s:g} s;"
@@ -82,16 +82,21 @@ class Evaluator:
         self.busy = False
         await asyncio.to_thread(self._monitor.log, step, CATALOGUE.record(Source.ORCHESTRATOR, metrics))
 
-    async def _environment(self, env: EnvConfig, version: int) -> dict[str, float]:
+    async def _environment(self, env: EvalEnvConfig, version: int) -> dict[str, float]:
         """The scores of one environment. The log says how many rollouts they are over, and why others are missing."""
         name, config = env.resolved_name, self._config
         sampling = env.sampling.to_wire().over(config.sampling.to_wire())
-        num_tasks, wanted = self._environments[name].num_tasks, config.num_examples
+        num_tasks, wanted = self._environments[name].num_tasks, config.num_examples_of(env)
+        size = config.group_size_of(env)
         if num_tasks is not None:
             wanted = num_tasks if wanted < 0 else min(wanted, num_tasks)
-        logger.debug(f"evaluating {wanted} tasks of {name} with {config.group_size} rollouts each")
+        logger.debug(f"evaluating {wanted} tasks of {name} with {size} rollouts each")
+        slots = asyncio.Semaphore(max(1, config.max_inflight_rollouts // size))
         async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(self._task(name, index, sampling, version)) for index in range(wanted)]
+            running = [
+                tasks.create_task(self._task(TaskRef(environment=name, index=index), size, sampling, version, slots))
+                for index in range(wanted)
+            ]
         groups = [task.result() for task in running]
         scored, asked = sum(len(group.rollouts) for group in groups), sum(group.ticket.size for group in groups)
         text = f"evaluation of version {version} in {name} scored {scored} of {asked} rollouts"
@@ -102,19 +107,20 @@ class Evaluator:
             why += [group.cut_short for group in groups if group.cut_short]
             last = f", the last with {why[-1]}" if why else ""
             logger.warning(f"{text}; the others failed{last}; failures that may pass were tried {ATTEMPTS} times")
-        return eval_metrics(name, groups, k=config.group_size, pass_threshold=config.pass_threshold)
+        return eval_metrics(name, groups, k=size, pass_threshold=config.pass_threshold)
 
-    async def _task(self, environment: str, index: int, sampling: Sampling, version: int) -> RolloutGroup:
+    async def _task(
+        self, task: TaskRef, size: int, sampling: Sampling, version: int, slots: asyncio.Semaphore
+    ) -> RolloutGroup:
         """The same task samples with the same seeds in every evaluation, so that scores differ by the policy alone."""
-        size = self._config.group_size
         ticket = GroupTicket(
             group_id=f"eval-{uuid.uuid4()}",
-            task=TaskRef(environment=environment, index=index),
+            task=task,
             size=size,
             for_step=0,
             min_version=version,
             active_version=version,
-            seed=((self._seed % 2**31) << 32) + index * size,
+            seed=((self._seed % 2**31) << 32) + task.index * size,
         )
-        async with self._slots:
+        async with slots:
             return await self._sampler.sample_whole(ticket, sampling=sampling, attempts=ATTEMPTS)

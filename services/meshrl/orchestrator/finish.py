@@ -94,11 +94,11 @@ class StepFinisher:
             served["progress/redone"] = 1.0
         await self._write(submitted, served, trainer=record.trainer_metrics(done))
         await run.journal.state_checkpoint()
-        if self._evaluator is not None and self._evaluator.due(step) and not redone:
+        if self._evaluator is not None and (due := self._evaluator.due(step)) and not redone:
             if synchronous:
-                await self._evaluator.evaluate(step, version=version if active else run.plan.active_version)
+                await self._evaluator.evaluate(step, due, version=version if active else run.plan.active_version)
             else:
-                tasks.create_task(self._evaluator.evaluate(step, version=run.plan.active_version))
+                tasks.create_task(self._evaluator.evaluate(step, due, version=run.plan.active_version))
         if active and synchronous:  # sampling goes on only now, after the evaluation
             self._sample_with(version)
 

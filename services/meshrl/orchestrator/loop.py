@@ -72,12 +72,12 @@ class RunLoop:
         try:
             await self.relay.wait_for_engines()
             await self.relay.activate_first(first)
-            if self._evaluator is not None and self._evaluator.due_before(first):
-                await self._evaluator.evaluate(step=0, version=plan.active_version)
+            if self._evaluator is not None and (due := self._evaluator.due_before(first)):
+                await self._evaluator.evaluate(0, due, version=plan.active_version)
             await self._train_steps()
             last = plan.next_step - 1
-            if self._evaluator is not None and self._evaluator.due_after(last):
-                await self._evaluator.evaluate(last, version=plan.active_version)
+            if self._evaluator is not None and (due := self._evaluator.due_after(last)):
+                await self._evaluator.evaluate(last, due, version=plan.active_version)
         except BaseExceptionGroup as failures:  # tasks fail together; the first cause is what a person needs
             raise first_cause(failures) from failures
         finally:
@@ -163,6 +163,7 @@ class RunLoop:
         """Makes the batch, puts it on disk and hands it to the uploader."""
         run = self.run
         tally, run.tally = run.tally, StepTally()
+        longest = {env.resolved_name: env.seq_len for env in self.config.train.env if env.seq_len is not None}
         try:
             assembled = await asyncio.to_thread(
                 assemble,
@@ -172,6 +173,7 @@ class RunLoop:
                 advantage=self._advantage,
                 environments=[env.resolved_name for env in self.config.train.env],
                 seq_len=self.config.seq_len,
+                longest=longest,
                 dp_size=self._trainer.dp_size,
                 traceparent=run.traces.traceparent(step),
             )

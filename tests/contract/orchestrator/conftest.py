@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 from opentelemetry import trace
 
-from meshrl.core.config.shared import EnvConfig, ServerConfig, ServicesConfig
+from meshrl.core.config.shared import ServerConfig, ServicesConfig
 from meshrl.core.rpc.serve import GrpcServer
 from meshrl.core.telemetry.monitor import JsonlSink, Monitor
 from meshrl.orchestrator.build import build_loop
-from meshrl.orchestrator.config import OrchestratorConfig, TrainEnvsConfig
+from meshrl.orchestrator.config import OrchestratorConfig
+from meshrl.orchestrator.env_config import TrainEnvConfig, TrainEnvsConfig
 from meshrl.orchestrator.ledger.open_run import open_journal
 from meshrl.orchestrator.peers.connect import connect, wait_for_services
 from meshrl.v1 import rollout_pb2_grpc, trainer_pb2_grpc, weights_pb2_grpc
@@ -102,7 +103,7 @@ async def mesh(script: Script) -> AsyncIterator[RunningMesh]:
 def make_config(tmp_path: Path):
     def make(services: ServicesConfig, **changes) -> OrchestratorConfig:
         values = {
-            "train": TrainEnvsConfig(env=[EnvConfig(id="echo")]),
+            "train": TrainEnvsConfig(env=[TrainEnvConfig(id="echo")]),
             "batch_size": 8,
             "group_size": 4,
             "seq_len": 64,

@@ -7,8 +7,7 @@ from collections import Counter
 import pytest
 from loguru import logger
 
-from meshrl.core.config.shared import EnvConfig
-from meshrl.orchestrator.config import EvalConfig
+from meshrl.orchestrator.env_config import EvalConfig, EvalEnvConfig
 from meshrl.orchestrator.ledger.audit import audit
 
 
@@ -57,7 +56,7 @@ async def test_a_server_that_cancels_later_than_it_may_be_away_is_asked_again_al
 
 
 def eval_config(**changes) -> EvalConfig:
-    values = {"env": [EnvConfig(id="echo", name="echo")], "num_examples": 6, "eval_final": False, "group_size": 2}
+    values = {"env": [EvalEnvConfig(id="echo", name="echo")], "num_examples": 6, "eval_final": False, "group_size": 2}
     return EvalConfig.model_validate(values | changes)
 
 

@@ -48,6 +48,27 @@ def test_a_rollout_whose_sampled_tokens_lie_beyond_the_budget_is_reported(make_r
     assert assembled.dropped_samples == 1
 
 
+def test_an_environment_may_have_shorter_samples_than_a_row(make_rollout) -> None:
+    names = ("echo", "math")
+    group = [
+        make_rollout(f"{name}{index}", reward=index, prompt=4, sampled=6, environment=name)
+        for name in names
+        for index in range(2)
+    ]
+    assembled = assemble(
+        [group], run_id="", step=1, advantage=mean_baseline_advantages, environments=names, seq_len=10, dp_size=1,
+        longest={"math": 7},
+    )  # fmt: skip
+    rows = assembled.batch.micro_batches
+    lengths = {
+        name: int(end - start)
+        for row in rows
+        for name, start, end in zip(row.rollout_ids, row.sample_offsets[:-1], row.sample_offsets[1:], strict=True)
+    }
+    assert lengths == {"echo0": 10, "echo1": 10, "math0": 7, "math1": 7}
+    assert (assembled.truncated_samples, assembled.batch.loss_tokens) == (2, 6 + 6 + 3 + 3)
+
+
 def test_no_trainable_token_is_an_error(make_rollout) -> None:
     group = [make_rollout("a", reward=1.0, prompt=20), make_rollout("b", reward=0.0, prompt=20)]
     with pytest.raises(ValueError, match="has a loss token within seq_len 16"):

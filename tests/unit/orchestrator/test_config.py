@@ -19,7 +19,7 @@ def test_batch_size_must_be_whole_groups_and_the_message_offers_sizes() -> None:
 
 def test_the_older_spelling_of_group_size_is_accepted() -> None:
     config = OrchestratorConfig.model_validate({"batch_size": 12, "rollouts_per_example": 4})
-    assert (config.group_size, config.groups_per_step) == (4, 3)
+    assert config.group_size == 4
 
 
 def test_environments_need_names_of_their_own() -> None:
@@ -58,4 +58,40 @@ def test_a_bench_run_is_short_unless_told_otherwise() -> None:
 def test_room_for_one_group_in_flight_is_the_least() -> None:
     assert "orchestrator.max_inflight_rollouts must be at least group_size (8), got 4" in refusal(
         max_inflight_rollouts=4
+    )
+
+
+def test_environments_may_have_group_sizes_of_their_own() -> None:
+    train = {"env": [{"id": "a", "group_size": 4}, {"id": "b", "rollouts_per_example": 16}, {"id": "c"}]}
+    config = OrchestratorConfig.model_validate({"batch_size": 32, "train": train})
+    assert config.group_sizes == {"a": 4, "b": 16, "c": 8}
+
+
+def test_every_group_size_that_does_not_fit_is_named() -> None:
+    train = {"env": [{"id": "a", "group_size": 12}, {"id": "b", "group_size": 1}, {"id": "c"}]}
+    text = refusal(batch_size=20, train=train)
+    assert "batch_size must be a multiple of the group_size of environment 'a' (12), got 20; use 12 or 24" in text
+    assert "group_size of 'b' must be at least 2, got 1: an advantage compares the rollouts of one task" in text
+    assert "batch_size must be a multiple of group_size (8), got 20; use 16 or 24" in text
+
+
+def test_group_size_of_the_run_is_held_against_nobody_where_each_environment_has_its_own() -> None:
+    train = {"env": [{"id": "a", "group_size": 5}]}
+    assert OrchestratorConfig.model_validate({"batch_size": 20, "train": train}).group_sizes == {"a": 5}
+
+
+def test_environment_cannot_be_longer_than_a_row() -> None:
+    train = {"env": [{"id": "a", "seq_len": 4096}]}
+    assert "seq_len of 'a' is 4096, but a row holds orchestrator.seq_len = 2048 tokens" in refusal(train=train)
+
+
+def test_eval_environments_override_what_the_section_says() -> None:
+    own = {"id": "b", "interval": 5, "num_examples": 3, "rollouts_per_example": 4}
+    section = {"interval": 10, "num_examples": 7, "group_size": 2, "env": [{"id": "a"}, own]}
+    config = OrchestratorConfig.model_validate({"eval": section}).eval
+    assert config is not None
+    found = [(config.interval_of(env), config.num_examples_of(env), config.group_size_of(env)) for env in config.env]
+    assert found == [(10, 7, 2), (5, 3, 4)]
+    assert "orchestrator.eval.env must have distinct names, got a more than once" in refusal(
+        eval={"env": [{"id": "a"}, {"id": "a"}]}
     )

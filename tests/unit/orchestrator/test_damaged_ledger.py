@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from meshrl.core.config.shared import EnvConfig
 from meshrl.core.paths import Layout
-from meshrl.orchestrator.config import OrchestratorConfig, TrainEnvsConfig
+from meshrl.orchestrator.config import OrchestratorConfig
+from meshrl.orchestrator.env_config import TrainEnvConfig, TrainEnvsConfig
 from meshrl.orchestrator.ledger.audit import audit
 from meshrl.orchestrator.ledger.checkpoint_state import read_state, state_path, write_state
 from meshrl.orchestrator.ledger.journal import Journal
@@ -30,7 +30,11 @@ from meshrl.wire.types import RunInfo, TrainerInfo
 def reopened(folder: Path, trainer_step: int) -> Journal:
     """What a process of the orchestrator opens beside a trainer at this step."""
     config = OrchestratorConfig(
-        train=TrainEnvsConfig(env=[EnvConfig(id="echo")]), batch_size=3, group_size=3, output_dir=folder, session="one"
+        train=TrainEnvsConfig(env=[TrainEnvConfig(id="echo")]),
+        batch_size=3,
+        group_size=3,
+        output_dir=folder,
+        session="one",
     )
     run = RunInfo(run_id="main", step=trainer_step, version=trainer_step, epoch=1, revision=0, durable_step=0)
     trainer = TrainerInfo(

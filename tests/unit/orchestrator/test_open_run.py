@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from meshrl.core.config.shared import EnvConfig
 from meshrl.core.paths import Layout
-from meshrl.orchestrator.config import OrchestratorConfig, TrainEnvsConfig
+from meshrl.orchestrator.config import OrchestratorConfig
+from meshrl.orchestrator.env_config import TrainEnvConfig, TrainEnvsConfig
 from meshrl.orchestrator.ledger.journal import Journal
 from meshrl.orchestrator.ledger.metrics_file import end_whole, last_logged_step
 from meshrl.orchestrator.ledger.open_run import open_journal
@@ -24,7 +24,7 @@ ROLLOUTS = 64
 
 def opened(folder: Path, trainer_step: int) -> Journal:
     config = OrchestratorConfig(
-        train=TrainEnvsConfig(env=[EnvConfig(id="echo")]), batch_size=ROLLOUTS, output_dir=folder, session="one"
+        train=TrainEnvsConfig(env=[TrainEnvConfig(id="echo")]), batch_size=ROLLOUTS, output_dir=folder, session="one"
     )
     run = RunInfo(run_id="main", step=trainer_step, version=trainer_step, epoch=1, revision=0, durable_step=0)
     trainer = TrainerInfo(

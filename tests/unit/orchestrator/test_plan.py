@@ -1,3 +1,6 @@
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import pytest
 
 from meshrl.orchestrator.work.plan import PlanLimits, WorkPlan
@@ -17,11 +20,14 @@ def make_plan():
         last_step: int | None = None,
         cap: int = 99,
         seed: int | None = 0,
+        sizes: Mapping[str, int] = MappingProxyType({"echo": 2}),
     ) -> WorkPlan:
         return WorkPlan(
             law=StalenessLaw(max_async_level=level, max_off_policy_steps=off_policy),
-            limits=PlanLimits(groups_per_step=groups, group_size=2, max_inflight_groups=cap, last_step=last_step),
-            schedule=TaskSchedule([TrainSource(environment="echo", ratio=1, num_tasks=None)], seed=0),
+            limits=PlanLimits(
+                batch_size=2 * groups, group_sizes=sizes, max_inflight_rollouts=2 * cap, last_step=last_step
+            ),
+            schedule=TaskSchedule([TrainSource(environment=name, ratio=1, num_tasks=None) for name in sizes], seed=0),
             screen=lambda rollouts: screen_finished(rollouts, drop_empty=True, drop_zero_signal=True, tolerance=1e-8),
             next_step=1,
             active_version=0,
@@ -67,7 +73,7 @@ def test_level_zero_generates_nothing_between_a_batch_and_its_version(make_plan,
     assert len(plan.take()) == 2
     assert plan.room() == 0
     plan.activated(1)
-    assert plan.room() == 2
+    assert plan.room() == 4
     assert plan.dispatch("next").min_version == 1
 
 
@@ -80,7 +86,7 @@ def test_level_one_generates_the_next_step_while_the_first_trains(make_plan, fin
     assert plan.ready == 2
     plan.take()
     plan.activated(1)
-    assert plan.room() == 2
+    assert plan.room() == 4
 
 
 def test_a_zero_signal_group_frees_its_slot_and_is_counted(make_plan, finish) -> None:
@@ -88,7 +94,7 @@ def test_a_zero_signal_group_frees_its_slot_and_is_counted(make_plan, finish) ->
     first, second = dispatch_all(plan, "g")
     finish(plan, first, rewards=(1.0, 1.0))
     assert plan.silent_groups_in_a_row == 1
-    assert plan.room() == 1
+    assert plan.room() == 2
     finish(plan, second)
     assert plan.silent_groups_in_a_row == 0
 
@@ -147,3 +153,30 @@ def test_without_a_seed_groups_have_none_and_neither_has_what_completes_them(mak
     ticket = make_plan(level=0, seed=None).dispatch("g0")
     assert ticket.seed is None
     assert ticket.for_missing(1, reseeds=1).seed is None
+
+
+def test_groups_of_two_sizes_fill_a_batch_with_whole_groups_and_less_than_one_beyond(make_plan, finish) -> None:
+    plan = make_plan(level=0, groups=6, sizes={"small": 2, "large": 6})
+    names = dispatch_all(plan, "g")
+    sizes = [plan._in_flight[name].size for name in names]
+    assert sizes == [2, 6, 2, 6], "the first three leave two slots open, which the fourth goes beyond"
+    seeds = [plan._in_flight[name].seed for name in names]
+    assert seeds == [0, 6, 12, 18]
+    for name in reversed(names):
+        assert plan.take() is None
+        finish(plan, name)
+    assert [ready.group.ticket.group_id for ready in plan.take()] == names
+    assert plan.outstanding == 0
+    plan.activated(1)
+    assert plan.room() == 12
+
+
+def test_a_step_leaves_to_the_next_what_it_does_not_need(make_plan, finish) -> None:
+    plan = make_plan(level=1, groups=6, sizes={"small": 2, "large": 6})
+    names = dispatch_all(plan, "g")
+    assert [plan._in_flight[name].for_step for name in names] == [1, 1, 1, 1, 2, 2]
+    for name in names[1:]:
+        finish(plan, name)
+    assert [ready.group.ticket.group_id for ready in plan.take()] == names[1:4]
+    assert plan.ready == 2
+    assert plan.room() == 2, "the first and those two hold ten slots of twelve"

@@ -56,3 +56,41 @@ def test_epochs_count_passes_over_finite_environments() -> None:
 def test_a_schedule_without_work_is_refused(sources: list[TrainSource], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TaskSchedule(sources, seed=0)
+
+
+def drawn_with_half_of_b_lost(schedule: TaskSchedule, draws: int) -> Counter[str]:
+    """Groups that come to something, where every other group of b does not."""
+    kept: Counter[str] = Counter()
+    lost = 0
+    for _ in range(draws):
+        environment = schedule.next_task().environment
+        lost += environment == "b"
+        if environment == "b" and lost % 2:
+            schedule.give_back("b")
+        else:
+            kept[environment] += 1
+    return kept
+
+
+def test_what_came_to_nothing_is_made_up_for_where_the_mixture_is_followed() -> None:
+    sources = [source("a", 1), source("b", 1)]
+    assert drawn_with_half_of_b_lost(TaskSchedule(sources, seed=0), 60) == {"a": 30, "b": 15}
+    assert drawn_with_half_of_b_lost(TaskSchedule(sources, seed=0, follow_mixture=True), 60) == {"a": 20, "b": 20}
+
+
+def test_an_environment_without_signal_takes_four_times_its_share_and_no_more() -> None:
+    schedule = TaskSchedule([source("a", 9), source("b", 1)], seed=0, follow_mixture=True)
+    drawn = Counter()
+    for _ in range(100):
+        environment = schedule.next_task().environment
+        drawn[environment] += 1
+        if environment == "b":
+            schedule.give_back("b")
+    assert drawn == {"a": 60, "b": 40}
+
+
+def test_a_run_that_goes_on_follows_the_mixture_from_there() -> None:
+    schedule = TaskSchedule([source("a", 1), source("b", 1)], seed=0, follow_mixture=True)
+    schedule.skip({"a": 10, "b": 70})
+    assert Counter(schedule.next_task().environment for _ in range(10)) == {"a": 5, "b": 5}
+    assert schedule.drawn() == {"a": 15, "b": 75}

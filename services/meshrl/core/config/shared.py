@@ -199,6 +199,10 @@ class EnvConfig(BaseConfig):
     part: Literal["train", "eval"] = "train"
     """Folder of its logs, logs/envs/train or logs/envs/eval; rl sets it to where the environment is listed."""
 
+    seq_len: int | None = Field(default=None, ge=2)
+    """Longest sequence of this environment in tokens: a model call gets at most what its prompt leaves of it, and
+    training cuts what is longer all the same. At most the program's own seq_len, which None takes."""
+
     @property
     def resolved_name(self) -> str:
         """The name, or the id where none is given."""

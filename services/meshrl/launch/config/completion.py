@@ -10,7 +10,9 @@ from meshrl.core.config.shared import ModelConfig
 from meshrl.launch.config.presets import fit_preset
 from meshrl.launch.config.shared_keys import drop_unused_inference
 
-HOSTED_KEYS = ("id", "name", "args", "sampling", "workers", "isolated", "max_memory_mib", "deadlines", "part")
+HOSTED_KEYS = (
+    "id", "name", "args", "sampling", "seq_len", "workers", "isolated", "max_memory_mib", "deadlines", "part",
+)  # fmt: skip
 """What the rollout program is told of an environment that the orchestrator lists."""
 
 

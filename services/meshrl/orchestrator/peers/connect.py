@@ -118,8 +118,9 @@ def check_fit(config: OrchestratorConfig, mesh: Mesh) -> None:
                     f"orchestrator.{section}.env names {env.resolved_name!r}, which the rollout service does not host;"
                     f" it has {', '.join(mesh.environments) or 'none'}"
                 )
-    if config.eval is not None and config.eval.num_examples < 0:
-        infinite = [env.resolved_name for env in evals if mesh.environments[env.resolved_name].num_tasks is None]
+    if config.eval is not None:
+        names = [env.resolved_name for env in evals if config.eval.num_examples_of(env) < 0]
+        infinite = [name for name in names if mesh.environments[name].num_tasks is None]
         if infinite:
             raise RunError(
                 f"orchestrator.eval.num_examples must be given for {', '.join(infinite)}, which never run out of tasks"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 
@@ -51,20 +52,23 @@ def assemble(
     seq_len: int,
     dp_size: int,
     traceparent: str = "",
+    longest: Mapping[str, int] = MappingProxyType({}),
 ) -> AssembledBatch:
     """Packs whole groups into micro-batches of at most `seq_len` tokens, their number a multiple of `dp_size`.
 
-    Raises ValueError when no sample has a loss token within `seq_len`.
+    `longest` has the most tokens of one sample of those environments that have less than `seq_len`. Raises ValueError
+    when no sample has a loss token within its length.
     """
     advantages = {
         rollout_id: value for group in groups for rollout_id, value in group_advantages(group, advantage).items()
     }
     env_index = {name: index for index, name in enumerate(environments)}
+    room = {name: longest.get(name, seq_len) for name in environments}
     samples = [
         TrainSample(
-            token_ids=sample.token_ids,
-            loss_mask=sample.loss_mask,
-            logprobs=sample.logprobs,
+            token_ids=sample.token_ids[: room[rollout.environment]],
+            loss_mask=sample.loss_mask[: room[rollout.environment]],
+            logprobs=sample.logprobs[: room[rollout.environment]],
             advantage=advantages[rollout.rollout_id],
             temperature=sample.temperature,
             env_index=env_index[rollout.environment],
@@ -88,7 +92,13 @@ def assemble(
         ),
         advantages=advantages,
         untrainable=frozenset(advantages) - packed,
-        truncated_samples=packing.truncated_samples,
+        truncated_samples=sum(
+            len(sample.token_ids) > room[rollout.environment]
+            for group in groups
+            for rollout in group
+            for sample in rollout.samples
+            if sample.loss_mask[1 : room[rollout.environment]].any()
+        ),
         dropped_samples=packing.dropped_samples,
     )
 

@@ -1,8 +1,10 @@
 """The plan of work: how many groups may be in flight, and which step takes which; asked and told by the loop, no I/O.
 
-Every group outstanding (in flight, or finished and not yet taken) holds one slot of a step. Steps have
-`groups_per_step` slots, and the law says up to which step slots are open, so generation cannot run further ahead than
-the law allows however groups finish, fail or are filtered.
+Every group outstanding (in flight, or finished and not yet taken) holds as many slots as its environment's groups have
+rollouts. A step has `batch_size` slots, and the law says up to which step slots are open, so generation cannot run
+further ahead than the law allows however groups finish, fail or are filtered. A group is begun while a slot is open,
+and a step takes whole groups, first dispatched first, until it has `batch_size` slots: where groups differ in size,
+either may go beyond by less than one group. A group that lost rollouts still counts whole.
 """
 
 from __future__ import annotations
@@ -22,12 +24,17 @@ Screen = Callable[[Sequence[Rollout]], Screened]
 
 @dataclass(frozen=True, kw_only=True)
 class PlanLimits:
-    """What the plan keeps to besides the law; `last_step` None means no end."""
+    """What the plan keeps to besides the law; None means no limit."""
 
-    groups_per_step: int
-    group_size: int
-    max_inflight_groups: int
+    batch_size: int
+    group_sizes: Mapping[str, int]
+    """Rollouts a task, by environment."""
+    max_inflight_rollouts: int | None = None
     last_step: int | None = None
+
+    @property
+    def largest_group(self) -> int:
+        return max(self.group_sizes.values())
 
 
 class WorkPlan:
@@ -58,6 +65,8 @@ class WorkPlan:
         self._ready: dict[str, ReadyGroup] = {}
         self._order: dict[str, int] = {}
         self._again: deque[GroupTicket] = deque()
+        self._slots = 0  # held by what is in flight or ready
+        self._slots_in_flight = 0
 
     @property
     def in_flight(self) -> int:
@@ -72,17 +81,39 @@ class WorkPlan:
         return len(self._in_flight) + len(self._ready)
 
     @property
+    def slots(self) -> int:
+        """Slots that are held by groups in flight or ready."""
+        return self._slots
+
+    @property
     def exhausted(self) -> bool:
         """True when the last step has taken its groups."""
         return self.limits.last_step is not None and self.next_step > self.limits.last_step
 
     def room(self) -> int:
-        """Groups that may be dispatched now."""
+        """Rollouts whose groups may be dispatched now; the last group may go beyond."""
         newest = self.law.newest_admissible_step(self.active_version)
         if self.limits.last_step is not None:
             newest = min(newest, self.limits.last_step)
-        slots = self.limits.groups_per_step * (newest - self.next_step + 1) - self.outstanding
-        return max(0, min(slots, self.limits.max_inflight_groups - self.in_flight))
+        most = self.limits.max_inflight_rollouts
+        if most is not None and most - self._slots_in_flight < self.limits.largest_group:
+            return 0
+        return max(0, self.limits.batch_size * (newest - self.next_step + 1) - self._slots)
+
+    def _size(self, ticket: GroupTicket) -> int:
+        """Slots of a group; one that completes another has fewer rollouts of its own, and the same slots."""
+        return self.limits.group_sizes[ticket.task.environment]
+
+    def _begin(self, ticket: GroupTicket) -> None:
+        self._order[ticket.group_id] = ticket.sequence
+        self._in_flight[ticket.group_id] = ticket
+        self._slots += self._size(ticket)
+        self._slots_in_flight += self._size(ticket)
+
+    def _release(self, ticket: GroupTicket) -> None:
+        """A group that is not in flight any more holds no slots."""
+        del self._order[ticket.group_id]
+        self._slots -= self._size(ticket)
 
     def epochs(self) -> dict[str, float]:
         """Passes over each finite environment so far."""
@@ -96,17 +127,20 @@ class WorkPlan:
             ticket = self._again.popleft()
         else:
             sequence, self._sequence = self._sequence, self._sequence + 1
+            task = self._schedule.next_task()
             ticket = GroupTicket(
                 group_id=group_id,
-                task=self._schedule.next_task(),
-                size=self.limits.group_size,
+                task=task,
+                size=self.limits.group_sizes[task.environment],
                 for_step=0,
                 min_version=0,
                 active_version=0,
-                seed=None if self._seed is None else ((self._seed % 2**31) << 32) + sequence * self.limits.group_size,
+                seed=None
+                if self._seed is None
+                else ((self._seed % 2**31) << 32) + sequence * self.limits.largest_group,
                 sequence=sequence,
             )
-        for_step = self.next_step + self.outstanding // self.limits.groups_per_step
+        for_step = self.next_step + self._slots // self.limits.batch_size
         ticket = replace(
             ticket,
             group_id=group_id,
@@ -114,8 +148,7 @@ class WorkPlan:
             min_version=self.law.required_version(for_step),
             active_version=self.active_version,
         )
-        self._order[group_id] = ticket.sequence
-        self._in_flight[group_id] = ticket
+        self._begin(ticket)
         return ticket
 
     def go_on(self, *, drawn: Mapping[str, int], next_sequence: int, again: Sequence[GroupTicket]) -> None:
@@ -126,8 +159,7 @@ class WorkPlan:
 
     def readmit(self, group: RolloutGroup) -> Screened:
         """Judges a group that an earlier process finished; what is kept waits for a step as any other."""
-        self._in_flight[group.ticket.group_id] = group.ticket
-        self._order[group.ticket.group_id] = group.ticket.sequence
+        self._begin(group.ticket)
         return self.finish(group)
 
     def drawn(self) -> dict[str, int]:
@@ -136,7 +168,7 @@ class WorkPlan:
 
     def finish(self, group: RolloutGroup) -> Screened:
         """Judges a group that is over; what is kept waits for a step, what is dropped frees its slot."""
-        del self._in_flight[group.ticket.group_id]
+        self._slots_in_flight -= self._size(self._in_flight.pop(group.ticket.group_id))
         return self._judge(group, group.rollouts)
 
     def take_back(self, step: int, groups: Sequence[ReadyGroup]) -> list[Screened]:
@@ -147,6 +179,7 @@ class WorkPlan:
         self.next_step = step
         for ready in groups:
             self._order[ready.group.ticket.group_id] = ready.group.ticket.sequence
+            self._slots += self._size(ready.group.ticket)
         return [self._judge(ready.group, ready.kept) for ready in groups]
 
     def _judge(self, group: RolloutGroup, rollouts: Sequence[Rollout]) -> Screened:
@@ -158,7 +191,8 @@ class WorkPlan:
             self.silent_groups_in_a_row = 0
             self._ready[group_id] = ReadyGroup(group=group, kept=screened.kept)
         else:
-            del self._order[group_id]
+            self._release(group.ticket)
+            self._schedule.give_back(group.ticket.task.environment)
         return screened
 
     def activated(self, version: int) -> None:
@@ -189,18 +223,29 @@ class WorkPlan:
                 self._ready[group_id] = ReadyGroup(group=ready.group, kept=screened.kept)
             else:
                 del self._ready[group_id]
-                del self._order[group_id]
+                self._release(ready.group.ticket)
+                self._schedule.give_back(ready.group.ticket.task.environment)
         return losses
 
     def take(self) -> list[ReadyGroup] | None:
         """The groups of the next step, first dispatched first, once there are enough; then the step after is next.
 
-        Call drop_stale first. None while too few groups are ready.
+        Call drop_stale first. None while too few groups are ready. A synchronous step takes all that was begun for it:
+        what it left would be of another version than the next.
         """
-        if len(self._ready) < self.limits.groups_per_step:
+        synchronous = self.law.max_async_level == 0
+        if synchronous and self._in_flight:
             return None
-        chosen = sorted(self._ready, key=self._order.__getitem__)[: self.limits.groups_per_step]
+        chosen, slots = [], 0
+        for group_id in sorted(self._ready, key=self._order.__getitem__):
+            if slots >= self.limits.batch_size and not synchronous:
+                break
+            chosen.append(group_id)
+            slots += self._size(self._ready[group_id].group.ticket)
+        if slots < self.limits.batch_size:
+            return None
         self.next_step += 1
-        for group_id in chosen:
-            del self._order[group_id]
-        return [self._ready.pop(group_id) for group_id in chosen]
+        taken = [self._ready.pop(group_id) for group_id in chosen]
+        for ready in taken:
+            self._release(ready.group.ticket)
+        return taken

@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 
 from meshrl.sampling.groups import TaskRef
 
+MOST_DRAWS = 4
+"""With follow_mixture: an environment whose groups come to nothing takes at most so many times its share of draws."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSource:
@@ -25,6 +28,8 @@ class _Stream:
     source: TrainSource
     seed: int
     drawn: int = 0
+    before: int = 0  # of these, by an earlier process
+    given_back: int = 0  # groups that came to nothing
     _epoch: int = -1
     _order: list[int] = field(default_factory=list)
 
@@ -45,11 +50,13 @@ class TaskSchedule:
     """An endless, deterministic sequence of tasks.
 
     The environment that lags its share most comes next, so after any number of draws each count is within one draw per
-    other environment of its ratio. Raises ValueError when there is no environment, a ratio is not positive or a taskset
-    is empty.
+    other environment of its ratio. With `follow_mixture` a draw that was given back does not count, so that the groups
+    that come to something have the ratios; an environment is then drawn at most MOST_DRAWS times as often as its ratio
+    asks for, counted since the process began. Raises ValueError when there is no environment, a ratio is not positive
+    or a taskset is empty.
     """
 
-    def __init__(self, sources: Sequence[TrainSource], *, seed: int) -> None:
+    def __init__(self, sources: Sequence[TrainSource], *, seed: int, follow_mixture: bool = False) -> None:
         if not sources:
             raise ValueError("orchestrator.train.env must name at least one environment, got none")
         for source in sources:
@@ -60,13 +67,28 @@ class TaskSchedule:
         total = sum(source.ratio for source in sources)
         self._shares = [source.ratio / total for source in sources]
         self._streams = [_Stream(source=source, seed=seed) for source in sources]
-        self._drawn = 0
+        self._follow_mixture = follow_mixture
 
     def next_task(self) -> TaskRef:
-        self._drawn += 1
-        lag = [share * self._drawn - stream.drawn for share, stream in zip(self._shares, self._streams, strict=True)]
-        stream = self._streams[lag.index(max(lag))]
+        stream = self._lagging()
         return TaskRef(environment=stream.source.environment, index=stream.next_index())
+
+    def _lagging(self) -> _Stream:
+        """The environment that is drawn from next."""
+        pairs = list(zip(self._shares, self._streams, strict=True))
+        if not self._follow_mixture:
+            total = sum(stream.drawn for stream in self._streams) + 1
+            return max(pairs, key=lambda pair: pair[0] * total - pair[1].drawn)[1]
+        draws = sum(stream.drawn - stream.before for stream in self._streams) + 1
+        counted = {id(stream): stream.drawn - stream.before - stream.given_back for stream in self._streams}
+        total = sum(counted.values()) + 1
+        open_to = [pair for pair in pairs if pair[1].drawn - pair[1].before < MOST_DRAWS * pair[0] * draws]
+        return max(open_to, key=lambda pair: pair[0] * total - counted[id(pair[1])])[1]
+
+    def give_back(self, environment: str) -> None:
+        """A group of this environment came to nothing: dropped whole, failed or too old."""
+        for stream in self._streams:
+            stream.given_back += stream.source.environment == environment
 
     def drawn(self) -> dict[str, int]:
         """Tasks drawn so far, by environment."""
@@ -76,7 +98,7 @@ class TaskSchedule:
         """Goes on behind the tasks that were drawn before, by environment."""
         for stream in self._streams:
             stream.drawn += drawn.get(stream.source.environment, 0)
-        self._drawn = sum(stream.drawn for stream in self._streams)
+            stream.before = stream.drawn
 
     def epochs(self) -> dict[str, float]:
         """Passes over each finite environment so far."""

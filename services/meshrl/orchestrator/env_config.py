@@ -1,0 +1,98 @@
+"""The environments of a run, as the `orchestrator` section lists them: what training draws from, what is evaluated."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from pydantic import AliasChoices, Field, model_validator
+
+from meshrl.core.config import BaseConfig
+from meshrl.core.config.shared import EnvConfig, SamplingConfig
+
+GROUP_SIZE_SPELLINGS = AliasChoices("group_size", "rollouts_per_example")
+
+
+class TrainEnvConfig(EnvConfig):
+    """One environment that training draws tasks from."""
+
+    group_size: int | None = Field(default=None, ge=1, validation_alias=GROUP_SIZE_SPELLINGS)
+    """Rollouts per task of this environment, at least 2; None takes orchestrator.group_size."""
+
+
+class TrainEnvsConfig(BaseConfig):
+    """The environments that training draws tasks from."""
+
+    env: list[TrainEnvConfig] = Field(default_factory=list)
+    """Training environments, mixed by their ratio; at least one. A rollout service must host each name."""
+
+    follow_mixture: bool = False
+    """Draw so that the groups that come to training have the ratios, not those that were begun: one that was dropped
+    for zero signal, lost or too old is made up for by another of its environment. Of an environment at most four times
+    as many groups are begun as its ratio asks for, so that one without any signal does not take over."""
+
+
+class EvalEnvConfig(EnvConfig):
+    """One environment that is evaluated. What it leaves at None is taken from the section `eval`."""
+
+    interval: int | None = Field(default=None, ge=1)
+    """Evaluate this environment after every this many steps; None takes eval.interval."""
+
+    num_examples: int | None = Field(default=None, ge=-1)
+    """Tasks of this environment, from the first on; -1 takes all; None takes eval.num_examples."""
+
+    group_size: int | None = Field(default=None, ge=1, validation_alias=GROUP_SIZE_SPELLINGS)
+    """Rollouts per task: the k of avg@k and pass@k; None takes eval.group_size."""
+
+
+class EvalConfig(BaseConfig):
+    """Evaluations during a run."""
+
+    interval: int = Field(default=100, ge=1)
+    """Evaluate after every this many steps."""
+
+    env: list[EvalEnvConfig] = Field(default_factory=list)
+    """Evaluation environments; at least one. An environment that training uses too may be named again."""
+
+    num_examples: int = Field(default=-1, ge=-1)
+    """Tasks per environment, from the first on; -1 takes all."""
+
+    group_size: int = Field(default=1, ge=1, validation_alias=GROUP_SIZE_SPELLINGS)
+    """Rollouts per task: the k of avg@k and pass@k. The older spelling rollouts_per_example is accepted."""
+
+    sampling: SamplingConfig = SamplingConfig()
+    """Sampling of evaluations; an unset value takes the environment's default."""
+
+    eval_base: bool = True
+    """Evaluate version 0 before the first step."""
+
+    eval_final: bool = True
+    """Evaluate the last version after the last step."""
+
+    pass_threshold: float = 1.0
+    """A rollout passes when its reward is at least this; pass@k counts tasks with a passing rollout."""
+
+    max_inflight_rollouts: int = Field(default=256, ge=1)
+    """Most evaluation rollouts in flight at once."""
+
+    @model_validator(mode="after")
+    def _has_environments(self) -> Self:
+        if not self.env:
+            raise ValueError(
+                "orchestrator.eval.env must name at least one environment, got none; add [[orchestrator.eval.env]]"
+            )
+        names = [env.resolved_name for env in self.env]
+        if repeated := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(
+                f"orchestrator.eval.env must have distinct names, got {', '.join(repeated)} more than once;"
+                " give each [[orchestrator.eval.env]] its own name"
+            )
+        return self
+
+    def interval_of(self, env: EvalEnvConfig) -> int:
+        return self.interval if env.interval is None else env.interval
+
+    def num_examples_of(self, env: EvalEnvConfig) -> int:
+        return self.num_examples if env.num_examples is None else env.num_examples
+
+    def group_size_of(self, env: EvalEnvConfig) -> int:
+        return self.group_size if env.group_size is None else env.group_size
