@@ -9,6 +9,7 @@ import asyncio
 import json
 import random
 import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -246,6 +247,57 @@ def test_any_grpc_tool_lists_and_calls_the_services_of_a_live_run(live_run: Run)
     engines = buf_call(addresses["weights"], "meshrl.v1.WeightSync/ListEngines", {})
     assert engines["engines"][0]["routable"] is True
     assert engines["engines"][0]["state"].startswith("AGENT_STATE_")
+
+
+def meshrl(run: Run, *arguments: str) -> Any:
+    """What a command of the `meshrl` program prints for this run, read as JSON where it is."""
+    done = subprocess.run(
+        [sys.executable, "-m", "meshrl.cli.main", *arguments, "-o", str(run.output_dir)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout) if "--json" in arguments or arguments[0] == "call" else done.stdout
+
+
+def test_the_meshrl_command_shows_a_live_run(live_run: Run) -> None:
+    run = live_run
+    status = meshrl(run, "status", "--json")
+    assert {row["service"]: row["state"] for row in status["rows"]} == {
+        "rollout": "serving",
+        "trainer": "serving",
+        "weights": "serving",
+        "engine": "ready",
+        "orchestrator": "running",
+    }
+    assert status["step"] >= 1
+    by_service = {row["service"]: row for row in status["rows"]}
+    assert by_service["trainer"]["lag"] == 0
+    assert by_service["engine"]["version"] + by_service["engine"]["lag"] == by_service["trainer"]["version"]
+    shown = meshrl(run, "watch", "--count", "1")
+    assert f"127.0.0.1:{run.port('trainer')}" in shown
+    (engine,) = meshrl(run, "weights", "engines", "--json")
+    assert engine["url"] == f"http://127.0.0.1:{run.port('inference')}"
+    versions = meshrl(run, "weights", "list", "--json")
+    assert {version["state"] for version in versions} >= {"committed"}
+    (environment,) = meshrl(run, "envs", "--json")
+    assert environment["name"] == "reverse_text"
+    assert meshrl(run, "call", "trainer", "GetTrainer", '{"contract_version": "1.0"}')["runs"][0]["run_id"] == "main"
+    saved = meshrl(run, "trainer", "checkpoint", "--weights-only", "--json")
+    assert (Path(saved["path"]) / "model.safetensors").exists()
+
+
+def test_the_meshrl_command_looks_up_a_rollout_of_a_live_run(live_run: Run) -> None:
+    run = live_run
+    listed = meshrl(run, "rollouts", "tail", "--state", "trained", "-n", "1")
+    rollout_id = listed.splitlines()[1].split()[0]
+    story = meshrl(run, "rollouts", "show", rollout_id, "--json")
+    assert story["state"] == "trained"
+    assert isinstance(story["advantage"], float)
+    assert story["group"]["group_id"] == story["group_id"]
+    assert "rl.train" in meshrl(run, "trace", "show", str(story["step"]))
+    assert "serving" in meshrl(run, "logs", "-s", "rollout", "-n", "1000")
 
 
 def test_the_run_ends_within_ten_seconds_of_a_killed_program_and_names_it(live_run: Run) -> None:

@@ -1,0 +1,94 @@
+"""`meshrl call`: one raw RPC, with JSON for the request and JSON for every answer."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import click
+import grpc
+from google.protobuf import json_format, message_factory
+from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
+from google.protobuf.message import Message
+
+from meshrl.cli.command import CALL_DEADLINE_S, CliError, address_option, folder_option, run, the_address
+from meshrl.cli.run_folder import RunFolder
+from meshrl.client.credentials import INSECURE
+from meshrl.v1 import rollout_pb2, trainer_pb2, weights_pb2
+from meshrl.wire.errors import from_rpc_error
+
+SERVICES: dict[str, ServiceDescriptor] = {
+    "rollout": rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"],
+    "trainer": trainer_pb2.DESCRIPTOR.services_by_name["TrainerService"],
+    "weights": weights_pb2.DESCRIPTOR.services_by_name["WeightSync"],
+}
+
+
+@click.command()
+@click.argument("service", type=click.Choice(sorted(SERVICES)))
+@click.argument("method")
+@click.argument("requests", nargs=-1, metavar="[JSON]...")
+@folder_option
+@address_option
+@click.option("--deadline", "deadline_s", type=click.FloatRange(min=0.1), default=CALL_DEADLINE_S, show_default=True,
+              help="Seconds for the whole call.")  # fmt: skip
+def call(
+    service: str, method: str, requests: tuple[str, ...], folder: RunFolder, address: str | None, deadline_s: float
+) -> None:
+    """Call METHOD of a service with a request in JSON ({} if left out; - reads one a line), and print what it answers.
+
+    Several requests are a stream. Field names are those of proto/: meshrl call trainer GetTrainer
+    """
+    offered = SERVICES[service].methods_by_name
+    if method not in offered:
+        raise click.UsageError(f"{SERVICES[service].full_name} has no {method}; it has: {', '.join(offered)}")
+    run(
+        _call(
+            offered[method], the_address(folder, service, address), list(_parsed(offered[method], requests)), deadline_s
+        )
+    )
+
+
+def _parsed(method: MethodDescriptor, requests: tuple[str, ...]) -> Iterator[Message]:
+    kind = message_factory.GetMessageClass(method.input_type)
+    texts = sys.stdin if requests == ("-",) else requests or ("{}",)
+    for text in texts:
+        try:
+            yield json_format.Parse(text, kind())
+        except json_format.ParseError as error:
+            raise click.UsageError(f"not a {method.input_type.name}: {error}") from error
+
+
+async def _call(method: MethodDescriptor, address: str, requests: list[Message], deadline_s: float) -> None:
+    if not method.client_streaming and len(requests) != 1:
+        raise click.UsageError(f"{method.name} takes one request, got {len(requests)}")
+    async with INSECURE.open_channel(address, []) as channel:
+        path = f"/{method.containing_service.full_name}/{method.name}"
+        answer = message_factory.GetMessageClass(method.output_type)
+        kind = f"{'stream' if method.client_streaming else 'unary'}_{'stream' if method.server_streaming else 'unary'}"
+        stub = getattr(channel, kind)(path, _serialized, answer.FromString)
+        pending = stub(_each(requests) if method.client_streaming else requests[0], timeout=deadline_s)
+        try:
+            if not method.server_streaming:
+                _print(await pending)
+                return
+            async for message in pending:
+                _print(message)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error, call=f"{method.full_name} of {address}", deadline_s=deadline_s) from error
+
+
+def _serialized(message: Message) -> bytes:
+    return message.SerializeToString()
+
+
+async def _each(requests: list[Message]) -> AsyncIterator[Message]:
+    for request in requests:
+        yield request
+
+
+def _print(message: Any) -> None:
+    if isinstance(message, bytes):
+        raise CliError("this RPC answers in raw bytes, which have no JSON form")
+    click.echo(json_format.MessageToJson(message, preserving_proto_field_name=True))

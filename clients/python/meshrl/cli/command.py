@@ -1,0 +1,87 @@
+"""What the commands share: their options, how they call a service, and how they fail: one line that names a remedy."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from meshrl.cli.run_folder import RunFolder
+
+_T = TypeVar("_T")
+_Command = Callable[..., Any]
+
+CALL_DEADLINE_S = 10.0
+"""How long a service may take to answer before the command gives up."""
+
+
+class CliError(click.ClickException):
+    """A command cannot do what it was asked; the message says what to change. Exit code 1."""
+
+
+def folder_option(command: _Command) -> _Command:
+    """Adds -o/--output-dir: the run's folder, handed over as a RunFolder."""
+    return click.option(
+        "-o", "--output-dir", "folder", type=click.Path(file_okay=False, path_type=Path),
+        callback=lambda context, option, path: RunFolder(path), default="outputs", show_default=True,
+        envvar="MESHRL_OUTPUT_DIR", help="The run's output folder.",
+    )(command)  # fmt: skip
+
+
+def address_option(command: _Command) -> _Command:
+    """Adds --address: one service anywhere, in place of those that the run's folder names."""
+    return click.option("--address", metavar="HOST:PORT", help="The service, where no run's folder names it.")(command)
+
+
+def json_option(command: _Command) -> _Command:
+    """Adds --json."""
+    return click.option("--json", "as_json", is_flag=True, help="Print JSON for scripts.")(command)
+
+
+def print_json(value: object) -> None:
+    """Prints a value as indented JSON."""
+    click.echo(json.dumps(value, indent=2, default=str))
+
+
+def print_table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Prints a table without lines, as wide as its cells; None is a dash."""
+    cells = [[str(header).upper() for header in headers]]
+    cells += [["-" if cell is None else str(cell) for cell in row] for row in rows]
+    widths = [max(len(row[place]) for row in cells) for place in range(len(headers))]
+    for row in cells:
+        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def the_address(folder: RunFolder, service: str, address: str | None) -> str:
+    """The address that was given, or the first that the folder has for the service. Raises CliError."""
+    found = (address,) if address else folder.addresses(service)
+    if not found:
+        raise CliError(
+            f"{folder.path} names no address of `{service}`: name the run's folder with -o, or the service with"
+            " --address"
+        )
+    return found[0]
+
+
+def run(work: Coroutine[Any, Any, _T]) -> _T:
+    """Runs calls to services to their end; one that fails is a CliError with the service's own words."""
+    from meshrl.wire.errors import MeshError  # gRPC takes 0.1 s to import, which `--help` need not wait for
+
+    try:
+        return asyncio.run(work)
+    except MeshError as error:
+        raise CliError(f"{error.reason.name}: {error.message}") from error
+
+
+def ago(seconds: float) -> str:
+    """A duration for people: 4.2s, 3m05s, 2h07m."""
+    if seconds < 60.0:
+        return f"{seconds:.1f}s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes}m{rest:02d}s"
+    return f"{minutes // 60}h{minutes % 60:02d}m"

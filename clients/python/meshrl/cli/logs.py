@@ -1,0 +1,69 @@
+"""`meshrl logs`: the logs of a run's programs, together in the order of time, and as they grow."""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+
+from meshrl.cli.command import CliError, folder_option
+from meshrl.cli.run_folder import RunFolder
+
+FOLLOW_S = 0.5
+
+
+@click.command()
+@folder_option
+@click.option("-s", "--service", "services", multiple=True, help="Only this program's log; may be given again.")
+@click.option(
+    "-n", "--lines", type=click.IntRange(min=0), default=20, show_default=True, help="Last lines of each log."
+)
+@click.option("-f", "--follow", is_flag=True, help="Go on with what comes, until Ctrl-C.")
+def logs(folder: RunFolder, services: tuple[str, ...], lines: int, follow: bool) -> None:
+    """Print the end of each program's log, and what is added to it."""
+    found = _chosen(folder, services)
+    read = {name: path.stat().st_size for name, path in found.items()}
+    ends = (_stamped(name, path, read[name], lines) for name, path in found.items())
+    for _, name, line in heapq.merge(*ends):
+        click.echo(f"{name:14} {line}")
+    while follow:
+        time.sleep(FOLLOW_S)
+        for name, path in _chosen(folder, services).items():
+            for line in _new_lines(path, name, read):
+                click.echo(f"{name:14} {line}")
+
+
+def _chosen(folder: RunFolder, services: tuple[str, ...]) -> dict[str, Path]:
+    found = folder.logs()
+    if not found:
+        raise CliError(f"{folder.path} has no logs: name a run's output folder with -o")
+    if unknown := [service for service in services if service not in found]:
+        raise CliError(f"no log of {', '.join(unknown)} in {folder.path}; there are: {', '.join(found)}")
+    return {name: path for name, path in found.items() if not services or name in services}
+
+
+def _stamped(name: str, path: Path, end: int, number: int) -> list[tuple[str, str, str]]:
+    """The last lines before byte `end`, each with the time it begins with, or that of the line before."""
+    with path.open("rb") as file:
+        kept = deque(file.read(end).decode(errors="replace").splitlines(), maxlen=number)
+    stamped, stamp = [], ""
+    for line in kept:
+        stamp = line[:12] if line[2:3] == ":" else stamp
+        stamped.append((stamp, name, line))
+    return stamped
+
+
+def _new_lines(path: Path, name: str, read: dict[str, int]) -> Iterator[str]:
+    """Whole lines that were added since the last look; a file that shrank was begun anew."""
+    size = path.stat().st_size
+    begin = read.get(name, 0) if size >= read.get(name, 0) else 0
+    with path.open("rb") as file:
+        file.seek(begin)
+        added = file.read(size - begin)
+    whole = added[: added.rfind(b"\n") + 1]
+    read[name] = begin + len(whole)
+    yield from whole.decode(errors="replace").splitlines()

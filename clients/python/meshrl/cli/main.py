@@ -1,0 +1,63 @@
+"""Entry point of the `meshrl` command: one group of subcommands, each imported when it is called.
+
+Reads a run's folder and talks to its services as any client does; nothing here is needed for a run to go on.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+
+import click
+
+COMMANDS: Mapping[str, tuple[str, str]] = {
+    "call": ("call", "Call one RPC, with JSON for the request and the answers."),
+    "doctor": ("doctor", "Examine this machine and the run for what commonly goes wrong."),
+    "envs": ("environments", "List the environments that rollout services host."),
+    "logs": ("logs", "Print the logs of all programs together, and follow them."),
+    "rollouts": ("rollouts", "Look up rollouts in the ledger."),
+    "status": ("status", "Show every service, its version, and how far behind it is."),
+    "trace": ("traces", "Show a step, the slowest spans, or export all for Perfetto."),
+    "trainer": ("trainer", "Save a checkpoint now; drain the trainer."),
+    "watch": ("status", "Show the status again and again."),
+    "weights": ("versions", "List weight versions and the engines that serve them."),
+}
+"""Under each command's name, its module in meshrl.cli and the line that `meshrl --help` has for it."""
+
+
+class LazyCommands(click.Group):
+    """Imports a command's module when the command is called, so that help and the other commands come at once."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """The names, in the order in which help shows them."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command of this name, or None."""
+        if cmd_name not in COMMANDS:
+            return None
+        module = importlib.import_module(f"meshrl.cli.{COMMANDS[cmd_name][0]}")
+        command: click.Command = getattr(module, cmd_name)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Lists the commands without importing them."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
+
+
+@click.group(cls=LazyCommands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.version_option(package_name="meshrl-client")
+def main() -> None:
+    """Look into a run of meshrl and drive its services.
+
+    A command finds the services in the run's output folder (-o, or MESHRL_OUTPUT_DIR); --address names one anywhere.
+
+    \b
+    Exit codes: 0 all is well; 1 what was asked for is missing or not well; 2 the command line is wrong.
+    Completion: eval "$(_MESHRL_COMPLETE=bash_source meshrl)", or zsh_source, fish_source.
+    """
+
+
+if __name__ == "__main__":
+    main()

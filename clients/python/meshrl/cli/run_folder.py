@@ -1,0 +1,108 @@
+"""Reads what a run has written to its output folder: addresses, metrics, ledger, logs and traces. Changes nothing."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import sqlite3
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_TAIL_BYTES = 2**20
+_ANY_HOST = ("", "0.0.0.0", "::", "[::]")  # names what a server bound to; nothing is bound here
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """A run's output folder, on the machine where it ran or copied from it."""
+
+    path: Path
+
+    def config(self, program: str) -> Mapping[str, Any]:
+        """The resolved configuration of one program; empty when the folder has none that can be read."""
+        try:
+            with (self.path / "configs" / f"{program}.toml").open("rb") as file:
+                return tomllib.load(file)
+        except (OSError, tomllib.TOMLDecodeError):  # not this run's: a program that another machine runs
+            return {}
+
+    def addresses(self, service: str) -> tuple[str, ...]:
+        """host:port of each `rollout`, `trainer` or `weights` server of the run."""
+        named = self.config("orchestrator").get("services", {}).get(service)
+        if named:
+            return tuple(named) if isinstance(named, list) else (str(named),)
+        server = self.config(service).get("server")
+        if not server:
+            return ()
+        host = "127.0.0.1" if server["host"] in _ANY_HOST else server["host"]
+        return (f"{host}:{server['port']}",)
+
+    def last_step(self) -> Mapping[str, Any] | None:
+        """The record of the step that metrics.jsonl ends with, None where there is none yet.
+
+        The file's last line may be half written, and evaluations have records of their own without a reward.
+        """
+        try:
+            with (self.path / "metrics.jsonl").open("rb") as file:
+                file.seek(0, 2)
+                file.seek(max(0, file.tell() - _TAIL_BYTES))
+                lines = file.read().split(b"\n")
+        except OSError:  # no step has ended yet
+            return None
+        for line in reversed(lines[:-1]):
+            try:
+                record = json.loads(line)
+            except ValueError:  # cut off where the tail begins
+                continue
+            if isinstance(record, dict) and "time/step" in record:
+                return record
+        return None
+
+    def metrics_age_s(self, now_s: float) -> float | None:
+        """Seconds since metrics.jsonl last grew, None when there is none."""
+        try:
+            return max(0.0, now_s - (self.path / "metrics.jsonl").stat().st_mtime)
+        except OSError:
+            return None
+
+    def is_held(self) -> bool:
+        """Whether an `rl` on this machine runs here: it locks a file of the folder for as long as it lives."""
+        try:
+            with (self.path / "rl.lock").open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:  # no such file: it has ended
+            return False
+        return False
+
+    def ledger(self) -> sqlite3.Connection | None:
+        """A read-only connection to the run's ledger, None when there is none; the caller closes it."""
+        path = self.path / "ledger.sqlite"
+        if not path.exists():
+            return None
+        connection = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, timeout=5.0)
+        connection.row_factory = sqlite3.Row
+        return connection
+
+    def logs(self) -> dict[str, Path]:
+        """The log files by name, such as `trainer` or `envs/train/reverse_text/env_server`."""
+        root = self.path / "logs"
+        return {str(path.relative_to(root).with_suffix("")): path for path in sorted(root.rglob("*.log"))}
+
+    def spans(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """Each span of the run with the name of its program, in OTLP's JSON form; half-written lines are left out."""
+        for path in sorted((self.path / "traces").glob("*.jsonl")):
+            with path.open(encoding="utf-8") as file:
+                for line in file:
+                    try:
+                        exported = json.loads(line)
+                    except ValueError:  # being written
+                        continue
+                    for resource in exported["resourceSpans"]:
+                        for scope in resource["scopeSpans"]:
+                            for span in scope["spans"]:
+                                yield path.stem, span

@@ -1,0 +1,249 @@
+"""`meshrl status` and `meshrl watch`: every service of a run, the version it is at, and how far behind that is.
+
+Asks rollout, trainer and weights at once, each with a deadline; the orchestrator serves nothing and is known by what it
+writes. A service that does not answer is a row like the others, with the reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import click
+
+from meshrl.cli.command import ago, folder_option, json_option, print_json, print_table, run
+from meshrl.cli.run_folder import RunFolder
+from meshrl.client import ChannelOptions, RolloutClient, TrainerClient, WeightSyncClient
+from meshrl.wire.errors import MeshError
+from meshrl.wire.types import AgentState
+
+ANSWER_S = 3.0
+"""How long a service may take to answer before its row says that it does not."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServiceRow:
+    """One line of the status: a service or an engine. `lag` is in versions behind the trainer; None where unknown."""
+
+    service: str
+    address: str
+    state: str
+    version: int | None = None
+    lag: int | None = None
+    detail: str = ""
+    figures: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_well(self) -> bool:
+        return self.state in ("serving", "running", AgentState.READY.value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunStatus:
+    """A run at one moment."""
+
+    output_dir: str
+    step: int | None
+    max_steps: int | None
+    headline: str
+    rows: tuple[ServiceRow, ...]
+
+    @property
+    def is_well(self) -> bool:
+        return bool(self.rows) and all(row.is_well for row in self.rows)
+
+
+async def read_status(folder: RunFolder) -> RunStatus:
+    """Asks every service that the folder names. Raises nothing: what does not answer is said in its row."""
+    asked: list[Awaitable[list[ServiceRow]]] = [
+        _ask(service, address, ask)
+        for service, ask in (("rollout", _rollout), ("trainer", _trainer), ("weights", _weights))
+        for address in folder.addresses(service)
+    ]
+    rows = [row for answer in await asyncio.gather(*asked) for row in answer]
+    last, now_s = folder.last_step(), time.time()
+    if orchestrator := _orchestrator(folder, last, now_s):
+        rows.append(orchestrator)
+    newest = max((row.version for row in rows if row.service == "trainer" and row.version is not None), default=None)
+    step = None if last is None else int(last["step"])
+    max_steps = folder.config("orchestrator").get("max_steps")
+    return RunStatus(
+        output_dir=str(folder.path),
+        step=step,
+        max_steps=max_steps if isinstance(max_steps, int) else None,
+        headline=_headline(folder, last, now_s),
+        rows=tuple(_behind(row, newest) for row in rows),
+    )
+
+
+async def _ask(
+    service: str, address: str, ask: Callable[[str, ChannelOptions], Awaitable[list[ServiceRow]]]
+) -> list[ServiceRow]:
+    options = ChannelOptions(unary_deadline_s=ANSWER_S, retry_attempts=2)
+    try:
+        return await ask(address, options)
+    except MeshError as error:
+        # gRPC names the address again, and each of its attempts; the cause comes last.
+        detail = error.message.rpartition("last error: ")[2].rpartition("connect to remote host: ")[2]
+        return [ServiceRow(service=service, address=address, state="not answering", detail=detail)]
+
+
+async def _rollout(address: str, options: ChannelOptions) -> list[ServiceRow]:
+    async with RolloutClient(address, options) as client:
+        status = await client.get_status()
+    versions = [engine.version for engine in status.engines if engine.healthy and engine.version is not None]
+    healthy = sum(engine.healthy for engine in status.engines)
+    failed = sum(status.failures.values())
+    detail = (
+        f"{status.running} running, {status.queued} queued, {status.rollouts_per_s:.1f} rollouts/s,"
+        f" {failed} failed, {healthy} of {len(status.engines)} engines"
+    )
+    figures = {
+        "running": status.running,
+        "queued": status.queued,
+        "finished": status.finished,
+        "failures": dict(status.failures),
+        "rollouts_per_s": status.rollouts_per_s,
+    }
+    state = "draining" if status.draining else "serving" if healthy else "without engines"
+    version = min(versions, default=None)
+    return [
+        ServiceRow(service="rollout", address=address, state=state, version=version, detail=detail, figures=figures)
+    ]
+
+
+async def _trainer(address: str, options: ChannelOptions) -> list[ServiceRow]:
+    async with TrainerClient(address, options) as client:
+        info = await client.get_trainer()
+    return [
+        ServiceRow(
+            service="trainer",
+            address=address,
+            state="serving",
+            version=run.version,
+            detail=f"run {run.run_id}: step {run.step}, epoch {run.epoch},"
+            f" {f'checkpoint of step {run.durable_step}' if run.durable_step else 'no checkpoint'},"
+            f" {info.objective}, {info.world_size} rank(s)",
+            figures={"model": info.model, **asdict(run)},
+        )
+        for run in info.runs
+    ]
+
+
+async def _weights(address: str, options: ChannelOptions) -> list[ServiceRow]:
+    async with WeightSyncClient(address, options) as client:
+        engines = await client.list_engines()
+    routable = sum(engine.routable for engine in engines)
+    hub = ServiceRow(
+        service="weights",
+        address=address,
+        state="serving",
+        detail=f"{routable} of {len(engines)} engines take requests",
+    )
+    rows = [hub]
+    for engine in engines:
+        fault = f", last fault: {engine.last_fault.message}" if engine.last_fault else ""
+        asleep = ", asleep" if engine.sleeping else ""
+        rows.append(
+            ServiceRow(
+                service="engine",
+                address=engine.url,
+                state=engine.state.value,
+                version=engine.serving_version,
+                detail=f"{engine.engine_id}, seen {ago(engine.last_seen_s)} ago{asleep}{fault}",
+                figures={"engine_id": engine.engine_id, "pool": engine.engine_pool, "routable": engine.routable},
+            )
+        )
+    return rows
+
+
+def _orchestrator(folder: RunFolder, last: Mapping[str, Any] | None, now_s: float) -> ServiceRow | None:
+    """What the orchestrator's files say of it; None in a folder that it never wrote to."""
+    if not folder.config("orchestrator"):
+        return None
+    if last is None:
+        return ServiceRow(service="orchestrator", address="-", state="running", detail="no step has ended yet")
+    age_s = folder.metrics_age_s(now_s) or 0.0
+    active = last.get("policy/active_version")
+    detail = (
+        f"step {last['step']} ended {ago(age_s)} ago and took {ago(last['time/step'])},"
+        f" of which {ago(last.get('time/wait_for_rollouts', 0.0))} waiting for rollouts;"
+        f" reward {last.get('reward/all/mean', float('nan')):.3f}"
+    )
+    return ServiceRow(
+        service="orchestrator",
+        address="-",
+        state="running" if folder.is_held() else "ended",
+        version=None if active is None else int(active),
+        detail=detail,
+        figures={"age_s": age_s, "lag_s": last.get("weights/lag_s")},
+    )
+
+
+def _behind(row: ServiceRow, newest: int | None) -> ServiceRow:
+    """The row with its lag behind the newest version of the trainer."""
+    if newest is None or row.version is None:
+        return row
+    return ServiceRow(**{**asdict(row), "lag": max(0, newest - row.version)})
+
+
+def _headline(folder: RunFolder, last: Mapping[str, Any] | None, now_s: float) -> str:
+    held = "running" if folder.is_held() else "not running"
+    if last is None:
+        return f"{folder.path}: {held}, no step has ended yet"
+    of = folder.config("orchestrator").get("max_steps")
+    steps = f"step {last['step']}" + (f" of {of}" if isinstance(of, int) else "")
+    return f"{folder.path}: {held}, {steps}, {ago(folder.metrics_age_s(now_s) or 0.0)} ago"
+
+
+def show(status: RunStatus) -> None:
+    """Prints a status for people."""
+    click.echo(status.headline)
+    rows = [(row.service, row.address, row.state, row.version, row.lag, row.detail) for row in status.rows]
+    print_table(("service", "address", "state", "version", "lag", "what it does"), rows)
+
+
+def _as_json(status: RunStatus) -> Mapping[str, Any]:
+    return {**asdict(status), "well": status.is_well}
+
+
+@click.command()
+@folder_option
+@json_option
+def status(folder: RunFolder, as_json: bool) -> None:
+    """Show every service of a run, its version, and how many versions it is behind the trainer.
+
+    Exits with 1 when a service does not answer or is not ready.
+    """
+    now = run(read_status(folder))
+    if as_json:
+        print_json(_as_json(now))
+    elif not now.rows:
+        click.echo(f"{folder.path} holds no run: name its output folder with -o", err=True)
+    else:
+        show(now)
+    raise SystemExit(0 if now.is_well else 1)
+
+
+@click.command()
+@folder_option
+@click.option(
+    "--interval", "interval_s", type=click.FloatRange(min=0.2), default=2.0, help="Seconds between two looks."
+)
+@click.option("--count", type=click.IntRange(min=1), help="End after so many looks; without it at Ctrl-C.")
+def watch(folder: RunFolder, interval_s: float, count: int | None) -> None:
+    """Show the status again and again, in place."""
+    looks = 0
+    with contextlib.suppress(KeyboardInterrupt):
+        while True:
+            now = run(read_status(folder))
+            click.clear()
+            show(now)
+            looks += 1
+            if looks == count:
+                return
+            time.sleep(interval_s)

@@ -1,0 +1,198 @@
+"""`meshrl trace`: the spans of a run: those of one step, the slowest of each kind, or all of them for Perfetto."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+
+from meshrl.cli.command import CliError, ago, folder_option, json_option, print_json, print_table
+from meshrl.cli.run_folder import RunFolder
+
+STEP_SPAN = "rl.step"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSpan:
+    """One span: times in seconds since 1970, ids in hex."""
+
+    program: str
+    name: str
+    trace_id: str
+    span_id: str
+    parent_id: str
+    start_s: float
+    seconds: float
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+    links: tuple[str, ...] = ()
+    """The ids of the spans it links to."""
+
+
+def read_spans(folder: RunFolder) -> list[RunSpan]:
+    """All spans of the run, by their start. Raises CliError when there are none."""
+    found = sorted((_span(program, raw) for program, raw in folder.spans()), key=lambda span: span.start_s)
+    if not found:
+        raise CliError(f"{folder.path} has no traces: name a run's output folder with -o")
+    return found
+
+
+def _span(program: str, raw: Mapping[str, Any]) -> RunSpan:
+    start, end = int(raw["startTimeUnixNano"]), int(raw["endTimeUnixNano"])
+    return RunSpan(
+        program=program,
+        name=raw["name"],
+        trace_id=raw["traceId"],
+        span_id=raw["spanId"],
+        parent_id=raw.get("parentSpanId", ""),
+        start_s=start / 1e9,
+        seconds=(end - start) / 1e9,
+        attributes={pair["key"]: next(iter(pair["value"].values()), None) for pair in raw.get("attributes", ())},
+        links=tuple(link["spanId"] for link in raw.get("links", ())),
+    )
+
+
+@click.group()
+def trace() -> None:
+    """Look at the traces of a run."""
+
+
+@trace.command()
+@folder_option
+@click.argument("step", type=int)
+@json_option
+def show(folder: RunFolder, step: int, as_json: bool) -> None:
+    """Show what happened in one step, as a tree in the order of time."""
+    spans = read_spans(folder)
+    steps = {int(span.attributes["rl.step"]): span for span in spans if span.name == STEP_SPAN}
+    if step not in steps:
+        there = f"steps {min(steps)} to {max(steps)}" if steps else "no steps"
+        raise CliError(f"no span of step {step} in {folder.path}/traces: there are {there}")
+    root = steps[step]
+    of_step = [span for span in spans if span.trace_id == root.trace_id]
+    if as_json:
+        print_json([asdict(span) for span in of_step])
+        return
+    below: dict[str, list[RunSpan]] = defaultdict(list)
+    for span in of_step:
+        below[span.parent_id].append(span)
+    _print_tree([root], below, since_s=root.start_s, depth=0)
+
+
+def _print_tree(
+    spans: Sequence[RunSpan], below: Mapping[str, Sequence[RunSpan]], *, since_s: float, depth: int
+) -> None:
+    for span in spans:
+        name = "  " * depth + span.name
+        links = f"  -> {len(span.links)} linked" if span.links else ""
+        click.echo(f"{span.start_s - since_s:9.3f}s {span.seconds:9.3f}s  {span.program:13} {name}{links}")
+        _print_tree(below.get(span.span_id, ()), below, since_s=since_s, depth=depth + 1)
+
+
+@trace.command()
+@folder_option
+@click.option("-n", "--number", type=click.IntRange(min=1), default=15, show_default=True, help="How many kinds.")
+@json_option
+def slowest(folder: RunFolder, number: int, as_json: bool) -> None:
+    """List the kinds of spans that took longest, with the step or group of the longest of each."""
+    kinds: dict[tuple[str, str], list[RunSpan]] = defaultdict(list)
+    for span in read_spans(folder):
+        kinds[span.program, span.name].append(span)
+    rows = sorted((_longest(*kind, spans) for kind, spans in kinds.items()), key=lambda row: row.max_s, reverse=True)
+    if as_json:
+        print_json([asdict(row) for row in rows[:number]])
+        return
+    print_table(
+        ("program", "span", "count", "median", "longest", "of", "trace"),
+        [
+            (row.program, row.name, row.count, ago(row.median_s), ago(row.max_s), _of(row.longest), row.trace_id)
+            for row in rows[:number]
+        ],
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpanKind:
+    """All spans of one name and program; `longest` has the attributes of the longest of them."""
+
+    program: str
+    name: str
+    count: int
+    median_s: float
+    max_s: float
+    longest: Mapping[str, Any]
+    trace_id: str
+
+
+def _longest(program: str, name: str, spans: Sequence[RunSpan]) -> SpanKind:
+    longest = max(spans, key=lambda span: span.seconds)
+    return SpanKind(
+        program=program,
+        name=name,
+        count=len(spans),
+        median_s=statistics.median(span.seconds for span in spans),
+        max_s=longest.seconds,
+        longest=longest.attributes,
+        trace_id=longest.trace_id,
+    )
+
+
+def _of(attributes: Mapping[str, Any]) -> str:
+    named = ("rl.step", "meshrl.version", "meshrl.group_id", "rl.version")
+    return next((f"{key.rpartition('.')[2]} {attributes[key]}" for key in named if key in attributes), "")
+
+
+@trace.command()
+@folder_option
+@click.option("--perfetto", "target", type=click.Path(dir_okay=False, path_type=Path), required=True,
+              help="The file to write; opens in ui.perfetto.dev and chrome://tracing.")  # fmt: skip
+def export(folder: RunFolder, target: Path) -> None:
+    """Write all spans as a timeline: a lane for each program, arrows for the links."""
+    spans = read_spans(folder)
+    target.write_text(json.dumps({"traceEvents": list(_events(spans))}), encoding="utf-8")
+    click.echo(f"{len(spans)} spans of {len({span.program for span in spans})} programs are in {target}")
+
+
+def _events(spans: Sequence[RunSpan]) -> Iterable[Mapping[str, Any]]:
+    """The spans as Chrome's trace events; spans of one program that overlap without nesting get tracks of their own."""
+    programs = {program: number for number, program in enumerate(sorted({span.program for span in spans}), 1)}
+    begin_s = min(span.start_s for span in spans)
+    for program, pid in programs.items():
+        yield {"name": "process_name", "ph": "M", "pid": pid, "args": {"name": program}}
+    tracks: dict[str, list[list[float]]] = defaultdict(list)
+    placed: dict[str, tuple[int, int, float]] = {}
+    for span in spans:
+        pid, tid = programs[span.program], _track(tracks[span.program], span)
+        start_us = (span.start_s - begin_s) * 1e6
+        placed[span.span_id] = (pid, tid, start_us)
+        ids = {"trace_id": span.trace_id, "span_id": span.span_id}
+        yield {"name": span.name, "ph": "X", "pid": pid, "tid": tid, "ts": start_us, "dur": span.seconds * 1e6,
+               "cat": span.program, "args": {**span.attributes, **ids}}  # fmt: skip
+    for span in spans:
+        for number, linked in enumerate(span.links):
+            if linked in placed:
+                flow = f"{span.span_id}/{number}"
+                for phase, (pid, tid, at_us) in (("s", placed[linked]), ("f", placed[span.span_id])):
+                    yield {"name": "link", "cat": "link", "ph": phase, "bp": "e", "id": flow, "pid": pid, "tid": tid,
+                           "ts": at_us}  # fmt: skip
+
+
+def _track(tracks: list[list[float]], span: RunSpan) -> int:
+    """The first track on which the span nests into what is open there, or follows it; a new one if none has room.
+
+    A track holds the ends of the spans that are open on it, the innermost last.
+    """
+    end_s = span.start_s + span.seconds
+    for number, ends in enumerate(tracks):
+        while ends and ends[-1] <= span.start_s:
+            ends.pop()
+        if not ends or end_s <= ends[-1]:
+            ends.append(end_s)
+            return number
+    tracks.append([end_s])
+    return len(tracks) - 1

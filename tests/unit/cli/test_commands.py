@@ -1,0 +1,158 @@
+"""The commands on folders made here: what they print, their exit codes, and their words when they cannot."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from meshrl.cli.command import ago
+from meshrl.cli.main import main
+
+
+def meshrl(*arguments: str) -> Result:
+    return CliRunner().invoke(main, arguments)
+
+
+def span(name: str, span_id: str, start_s: float, seconds: float, parent_id: str = "", **more: Any) -> dict[str, Any]:
+    return {
+        "name": name,
+        "traceId": "a" * 32,
+        "spanId": span_id,
+        "parentSpanId": parent_id,
+        "startTimeUnixNano": str(round(start_s * 1e9)),
+        "endTimeUnixNano": str(round((start_s + seconds) * 1e9)),
+        **more,
+    }
+
+
+@pytest.fixture
+def traced(tmp_path: Path) -> Path:
+    step = [{"key": "rl.step", "value": {"intValue": "3"}}]
+    programs = {
+        "orchestrator": [span("rl.step", "01", 100.0, 9.0, attributes=step)],
+        "rollout": [span("rl.rollout", "02", 101.0, 4.0, "01"), span("rl.rollout", "03", 102.0, 5.0, "01")],
+        "trainer": [span("rl.train", "04", 107.0, 1.0, "01", links=[{"spanId": "02"}, {"spanId": "03"}])],
+    }
+    (tmp_path / "traces").mkdir()
+    for program, spans in programs.items():
+        line = json.dumps({"resourceSpans": [{"scopeSpans": [{"spans": spans}]}]})
+        (tmp_path / "traces" / f"{program}.jsonl").write_text(f'{line}\n{{"resourceSp')
+    return tmp_path
+
+
+def test_help_lists_every_command_and_each_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = meshrl("--help").output
+    for name in ("call", "doctor", "envs", "logs", "rollouts", "status", "trace", "trainer", "watch", "weights"):
+        assert f"\n  {name} " in listed
+        assert meshrl(name, "--help").exit_code == 0
+
+
+def test_an_unknown_command_is_a_usage_error() -> None:
+    result = meshrl("stats")
+    assert result.exit_code == 2
+    assert "No such command 'stats'" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("rollouts", "tail"), "has no ledger.sqlite: name a run's output folder with -o"),
+        (("trace", "slowest"), "has no traces: name a run's output folder with -o"),
+        (("logs",), "has no logs: name a run's output folder with -o"),
+        (("weights", "engines"), "names no address of `weights`"),
+        (("call", "trainer", "GetTrainer"), "names no address of `trainer`"),
+        (("status",), "holds no run: name its output folder with -o"),
+    ],
+)
+def test_a_folder_without_a_run_is_one_line_with_a_remedy(
+    tmp_path: Path, arguments: tuple[str, ...], words: str
+) -> None:
+    result = meshrl(*arguments, "-o", str(tmp_path))
+    assert result.exit_code == 1
+    assert words in result.output
+    assert len(result.output.splitlines()) == 1
+
+
+def test_a_service_that_is_gone_is_a_row(tmp_path: Path) -> None:
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs/trainer.toml").write_text('[server]\nhost = "127.0.0.1"\nport = 1\n')
+    result = meshrl("status", "--json", "-o", str(tmp_path))
+    assert result.exit_code == 1
+    (row,) = json.loads(result.output)["rows"]
+    assert (row["service"], row["address"], row["state"]) == ("trainer", "127.0.0.1:1", "not answering")
+    assert row["detail"] == "Connection refused"
+
+
+def test_a_call_names_the_methods_that_there_are() -> None:
+    result = meshrl("call", "trainer", "Train", "--address", "127.0.0.1:1")
+    assert result.exit_code == 2
+    assert "meshrl.v1.TrainerService has no Train; it has: GetTrainer, SubmitBatch, WatchSteps" in result.output
+    result = meshrl("call", "trainer", "GetTrainer", '{"epoch": 1}', "--address", "127.0.0.1:1")
+    assert result.exit_code == 2
+    assert (
+        'not a GetTrainerRequest: Message type "meshrl.v1.GetTrainerRequest" has no field named "epoch"'
+        in result.output
+    )
+
+
+def test_a_step_is_a_tree_in_the_order_of_time(traced: Path) -> None:
+    result = meshrl("trace", "show", "3", "-o", str(traced))
+    assert [line.split()[2:] for line in result.output.splitlines()] == [
+        ["orchestrator", "rl.step"],
+        ["rollout", "rl.rollout"],
+        ["rollout", "rl.rollout"],
+        ["trainer", "rl.train", "->", "2", "linked"],
+    ]
+    assert "there are steps 3 to 3" in meshrl("trace", "show", "4", "-o", str(traced)).output
+
+
+def test_the_slowest_spans_come_first(traced: Path) -> None:
+    rows = json.loads(meshrl("trace", "slowest", "--json", "-o", str(traced)).output)
+    assert [(row["name"], row["count"], row["median_s"], row["max_s"]) for row in rows] == [
+        ("rl.step", 1, 9.0, 9.0),
+        ("rl.rollout", 2, 4.5, 5.0),
+        ("rl.train", 1, 1.0, 1.0),
+    ]
+
+
+def test_spans_that_overlap_without_nesting_lie_on_tracks_of_their_own(traced: Path, tmp_path: Path) -> None:
+    target = tmp_path / "timeline.json"
+    assert meshrl("trace", "export", "--perfetto", str(target), "-o", str(traced)).exit_code == 0
+    events = json.loads(target.read_text())["traceEvents"]
+    slices = {event["args"]["span_id"]: event for event in events if event["ph"] == "X"}
+    assert (slices["02"]["pid"], slices["02"]["tid"]) != (slices["03"]["pid"], slices["03"]["tid"])
+    assert (slices["02"]["ts"], slices["02"]["dur"]) == (1e6, 4e6)
+    flows = [event for event in events if event["ph"] in "sf"]
+    assert [(event["ph"], event["ts"]) for event in flows] == [("s", 1e6), ("f", 7e6), ("s", 2e6), ("f", 7e6)]
+    assert {event["args"]["name"] for event in events if event["ph"] == "M"} == {"orchestrator", "rollout", "trainer"}
+
+
+def test_logs_of_several_programs_are_one_in_the_order_of_time(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs/trainer.log").write_text("10:00:01.000 INFO a\n  more of a\n10:00:03.000 INFO c\n")
+    (tmp_path / "logs/weights.log").write_text("10:00:02.000 INFO b\n")
+    result = meshrl("logs", "-o", str(tmp_path))
+    assert [line.split()[-1] for line in result.output.splitlines()] == ["a", "a", "b", "c"]
+    assert [line.split()[0] for line in result.output.splitlines()] == ["trainer", "trainer", "weights", "trainer"]
+    refused = meshrl("logs", "-s", "hub", "-o", str(tmp_path))
+    assert "no log of hub" in refused.output
+    assert "there are: trainer, weights" in refused.output
+
+
+def test_the_doctor_says_what_it_looked_at(tmp_path: Path) -> None:
+    result = meshrl("doctor", "--json", "-o", str(tmp_path))
+    looked_at = {finding["what"]: finding["state"] for finding in json.loads(result.output)}
+    assert {"python", "open files", "memory", "disk", "GPUs", "packages", "run"} <= looked_at.keys()
+    assert set(looked_at.values()) <= {"ok", "warn", "fail"}
+    assert result.exit_code == (1 if "fail" in looked_at.values() else 0)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"), [(4.21, "4.2s"), (59.9, "59.9s"), (185.0, "3m05s"), (3599.7, "1h00m"), (7620.0, "2h07m")]
+)
+def test_a_duration_is_short(seconds: float, words: str) -> None:
+    assert ago(seconds) == words

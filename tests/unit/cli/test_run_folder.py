@@ -1,0 +1,77 @@
+"""What the commands read from a run's folder, whole or half written."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from pathlib import Path
+
+import pytest
+
+from meshrl.cli.run_folder import RunFolder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    (tmp_path / "configs").mkdir()
+    return RunFolder(tmp_path)
+
+
+def configure(folder: RunFolder, program: str, text: str) -> None:
+    (folder.path / "configs" / f"{program}.toml").write_text(text)
+
+
+def test_the_orchestrator_says_where_services_are(folder: RunFolder) -> None:
+    configure(folder, "orchestrator", '[services]\nrollout = ["a:1", "b:2"]\ntrainer = "c:3"\n')
+    assert folder.addresses("rollout") == ("a:1", "b:2")
+    assert folder.addresses("trainer") == ("c:3",)
+
+
+def test_a_service_without_an_orchestrator_says_where_it_is_itself(folder: RunFolder) -> None:
+    configure(folder, "weights", '[server]\nhost = "0.0.0.0"\nport = 50053\n')
+    assert folder.addresses("weights") == ("127.0.0.1:50053",)
+    assert folder.addresses("trainer") == ()
+
+
+def test_a_folder_without_a_run_has_nothing(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "none")
+    assert folder.addresses("rollout") == ()
+    assert folder.last_step() is None
+    assert folder.metrics_age_s(0.0) is None
+    assert folder.ledger() is None
+    assert folder.logs() == {}
+    assert list(folder.spans()) == []
+    assert not folder.is_held()
+
+
+def test_the_last_step_is_the_last_whole_one(folder: RunFolder) -> None:
+    lines = [
+        json.dumps({"step": 7, "time/step": 1.5}),
+        json.dumps({"step": 8, "time/step": 2.5}),
+        json.dumps({"step": 8, "eval/task/avg@1": 0.5}),
+        '{"step": 9, "time/st',
+    ]
+    (folder.path / "metrics.jsonl").write_text("\n".join(lines))
+    assert folder.last_step() == {"step": 8, "time/step": 2.5}
+
+
+def test_a_line_that_the_tail_cuts_is_passed_over(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshrl.cli.run_folder._TAIL_BYTES", 29)
+    (folder.path / "metrics.jsonl").write_text('{"step": 1, "time/step": 1.0}\n{"step": 2, "time/step": 1.0}\n')
+    assert folder.last_step() is None  # the only line that ends within these bytes begins before them
+
+
+def test_a_lock_tells_a_run_that_lives_from_one_that_has_ended(folder: RunFolder) -> None:
+    with (folder.path / "rl.lock").open("w") as lock:
+        assert not folder.is_held()
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert folder.is_held()
+    assert not folder.is_held()
+
+
+def test_logs_are_named_by_their_place(folder: RunFolder) -> None:
+    for name in ("trainer", "envs/train/words/env_server"):
+        path = folder.path / "logs" / f"{name}.log"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    assert list(folder.logs()) == ["envs/train/words/env_server", "trainer"]
