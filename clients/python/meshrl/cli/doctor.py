@@ -23,7 +23,7 @@ PACKAGES = ("meshrl-client", "meshrl", "grpcio", "protobuf", "torch", "transform
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
+class Diagnosis:
     """What one look found: `ok`, `warn` (works, but may not for long) or `fail`, and what to do about it."""
 
     what: str
@@ -32,9 +32,9 @@ class Finding:
     remedy: str = ""
 
 
-def examine(folder: RunFolder) -> Iterator[Finding]:
+def examine(folder: RunFolder) -> Iterator[Diagnosis]:
     """Yields what each look finds."""
-    looks: tuple[Callable[[], Finding], ...] = (
+    looks: tuple[Callable[[], Diagnosis], ...] = (
         _python, _open_files, _memory, _shared_memory, lambda: _disk(folder), _gpus,
     )  # fmt: skip
     for look in looks:
@@ -43,85 +43,85 @@ def examine(folder: RunFolder) -> Iterator[Finding]:
     yield from _services(folder)
 
 
-def _python() -> Finding:
+def _python() -> Diagnosis:
     found = platform.python_version()
     if (3, 11) <= sys.version_info < (3, 13):
-        return Finding(what="python", state="ok", found=found)
-    return Finding(what="python", state="fail", found=found, remedy="meshrl runs on Python 3.11 and 3.12")
+        return Diagnosis(what="python", state="ok", found=found)
+    return Diagnosis(what="python", state="fail", found=found, remedy="meshrl runs on Python 3.11 and 3.12")
 
 
-def _open_files() -> Finding:
+def _open_files() -> Diagnosis:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     found = f"{soft} now, {hard} at most"
     if hard != resource.RLIM_INFINITY and hard < WANTED_FILES:
         remedy = f"the programs raise their own limit to what is allowed; allow more: ulimit -Hn {WANTED_FILES}"
-        return Finding(what="open files", state="warn", found=found, remedy=remedy)
-    return Finding(what="open files", state="ok", found=found)
+        return Diagnosis(what="open files", state="warn", found=found, remedy=remedy)
+    return Diagnosis(what="open files", state="ok", found=found)
 
 
-def _memory() -> Finding:
+def _memory() -> Diagnosis:
     page = os.sysconf("SC_PAGE_SIZE")
     total, free = os.sysconf("SC_PHYS_PAGES") * page, os.sysconf("SC_AVPHYS_PAGES") * page
     found = f"{total / 2**30:.1f} GiB, {free / 2**30:.1f} GiB unused, {os.cpu_count()} CPU cores"
-    return Finding(what="memory", state="ok", found=found)
+    return Diagnosis(what="memory", state="ok", found=found)
 
 
-def _shared_memory() -> Finding:
+def _shared_memory() -> Diagnosis:
     """Versions for engines on the trainer's host go through /dev/shm."""
     try:
         usage = shutil.disk_usage("/dev/shm")
     except OSError:  # not on this system
-        return Finding(what="/dev/shm", state="ok", found="there is none; versions go through the output folder")
+        return Diagnosis(what="/dev/shm", state="ok", found="there is none; versions go through the output folder")
     found = f"{usage.free / 2**30:.1f} GiB free"
     if usage.free < 2**30:
         remedy = "versions that do not fit go through the output folder; in a container: --shm-size"
-        return Finding(what="/dev/shm", state="warn", found=found, remedy=remedy)
-    return Finding(what="/dev/shm", state="ok", found=found)
+        return Diagnosis(what="/dev/shm", state="warn", found=found, remedy=remedy)
+    return Diagnosis(what="/dev/shm", state="ok", found=found)
 
 
-def _disk(folder: RunFolder) -> Finding:
+def _disk(folder: RunFolder) -> Diagnosis:
     place = next(path for path in (folder.path.resolve(), *folder.path.resolve().parents) if path.exists())
     free = shutil.disk_usage(place).free
     found = f"{free / 2**30:.1f} GiB free at {place}"
     if free < LOW_DISK_BYTES:
         remedy = "checkpoints need room: set ckpt.keep-last, or another output_dir"
-        return Finding(what="disk", state="warn", found=found, remedy=remedy)
-    return Finding(what="disk", state="ok", found=found)
+        return Diagnosis(what="disk", state="warn", found=found, remedy=remedy)
+    return Diagnosis(what="disk", state="ok", found=found)
 
 
-def _gpus() -> Finding:
+def _gpus() -> Diagnosis:
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     try:
         told = subprocess.run(query, capture_output=True, text=True, timeout=20.0, check=True).stdout  # fixed words
     except FileNotFoundError:
-        return Finding(what="GPUs", state="ok", found="none (no nvidia-smi): everything runs on the CPU")
+        return Diagnosis(what="GPUs", state="ok", found="none (no nvidia-smi): everything runs on the CPU")
     except (subprocess.SubprocessError, OSError) as error:
-        return Finding(
+        return Diagnosis(
             what="GPUs", state="fail", found=f"nvidia-smi: {error}", remedy="mend the driver, or run on the CPU"
         )
-    return Finding(what="GPUs", state="ok", found="; ".join(told.strip().splitlines()) or "none")
+    return Diagnosis(what="GPUs", state="ok", found="; ".join(told.strip().splitlines()) or "none")
 
 
-def _packages() -> Iterator[Finding]:
+def _packages() -> Iterator[Diagnosis]:
     found = []
     for name in PACKAGES:
         try:
             found.append(f"{name} {version(name)}")
         except PackageNotFoundError:  # this machine may need no more
             continue
-    yield Finding(what="packages", state="ok", found=", ".join(found))
+    yield Diagnosis(what="packages", state="ok", found=", ".join(found))
 
 
-def _services(folder: RunFolder) -> Iterator[Finding]:
+def _services(folder: RunFolder) -> Iterator[Diagnosis]:
     from meshrl.cli.status import read_status  # gRPC, which a machine is examined without
 
     if not folder.is_held():
-        yield Finding(what="run", state="ok", found=f"none is running in {folder.path}")
+        yield Diagnosis(what="run", state="ok", found=f"none is running in {folder.path}")
         return
     for row in run(read_status(folder)).rows:
         remedy = "" if row.is_well else "see its log: meshrl logs"
         found = f"{row.state} at {row.address}; {row.detail}"
-        yield Finding(what=row.service, state="ok" if row.is_well else "fail", found=found, remedy=remedy)
+        yield Diagnosis(what=row.service, state="ok" if row.is_well else "fail", found=found, remedy=remedy)
 
 
 @click.command()
@@ -129,12 +129,12 @@ def _services(folder: RunFolder) -> Iterator[Finding]:
 @json_option
 def doctor(folder: RunFolder, as_json: bool) -> None:
     """Examine this machine and the run in the output folder. Exits with 1 when something fails."""
-    findings = list(examine(folder))
+    diagnoses = list(examine(folder))
     if as_json:
-        print_json([asdict(finding) for finding in findings])
+        print_json([asdict(diagnosis) for diagnosis in diagnoses])
     else:
         print_table(
             ("what", "state", "found", "what to do"),
-            [(finding.what, finding.state, finding.found, finding.remedy) for finding in findings],
+            [(diagnosis.what, diagnosis.state, diagnosis.found, diagnosis.remedy) for diagnosis in diagnoses],
         )
-    raise SystemExit(1 if any(finding.state == "fail" for finding in findings) else 0)
+    raise SystemExit(1 if any(diagnosis.state == "fail" for diagnosis in diagnoses) else 0)

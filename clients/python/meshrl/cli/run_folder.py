@@ -105,4 +105,4 @@ class RunFolder:
                     for resource in exported["resourceSpans"]:
                         for scope in resource["scopeSpans"]:
                             for span in scope["spans"]:
-                                yield path.stem, span
+                                yield path.name.partition(".")[0], span
