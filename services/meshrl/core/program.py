@@ -48,6 +48,9 @@ class ProgramConfig(Protocol):
     @property
     def log(self) -> LogConfig: ...
 
+    @property
+    def notes(self) -> tuple[str, ...]: ...
+
 
 ConfigT = TypeVar("ConfigT", bound=ProgramConfig)
 
@@ -72,9 +75,14 @@ def run_program(
 
 
 def log_as(name: str, config: ProgramConfig, *, to_file: bool = True) -> None:
-    """Sends what this process logs to stdout under `name`, and to the program's file below output_dir."""
+    """Sends what this process logs to stdout under `name`, and to the program's file below output_dir, and begins with
+    what there is to say about how its configuration was written.
+    """
     log_file = Layout(config.output_dir).log(name) if to_file else None
     setup_logging(name, config.log.level, log_file, json_logging=config.log.json_logging)
+    if to_file:
+        for note in config.notes:
+            logger.info("{}", note)
 
 
 def run_traced(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, SecretStr, field_validator, model_validator
 
@@ -39,6 +39,8 @@ VLLM_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 class InferenceConfig(BaseConfig):
     """One inference engine behind an OpenAI-compatible HTTP server."""
+
+    sections_in_rl: ClassVar[tuple[str, ...]] = ("inference",)
 
     model: ModelConfig = ModelConfig()
     """The model to serve."""

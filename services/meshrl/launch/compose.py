@@ -71,7 +71,7 @@ def compose(
     ConfigError when there are too few of them.
     """
     placement = place(config, gpus)
-    rollout = _with_port(config.rollout, free_port)
+    rollout = _with_port(_own_keys(RolloutConfig, config.rollout, {}), free_port)
     trainer = _with_port(_own_keys(TrainerConfig, config.trainer, {"wandb": True}), free_port)
     weights = _with_port(_own_keys(WeightsConfig, config.weights, {"transport": True}), free_port)
     orchestrator = _own_keys(OrchestratorConfig, config.orchestrator, _KEYS_OF_THE_ROLLOUT_PROGRAM)

@@ -139,6 +139,7 @@ def _launch(config: RLConfig, free_ports: FreePorts) -> int:
             raise
         _, findings = checked(config, free_ports, folder_in_use=True)
         outcome = f"nothing was written, since {error.what}"
+    sys.stdout.writelines(f"note: {text}\n" for text in config.notes)
     sys.stdout.writelines(f"{finding.severity}: {finding.text}\n" for finding in findings)
     sys.stdout.write(f"dry run: the configuration is valid; {outcome}\n")
     return 0
@@ -174,6 +175,8 @@ def _run(config: RLConfig, parts: Sequence[Part], lock: FolderLock, findings: Se
             "{} holds an earlier run and is used again; --clean-output-dir empties it, --ckpt.resume-step continues it",
             config.output_dir,
         )
+    for text in config.notes:
+        logger.info("{}", text)
     for finding in findings:
         logger.log("WARNING" if finding.severity == "warning" else "INFO", "{}", finding.text)
     if config.trainer.wandb is not None:

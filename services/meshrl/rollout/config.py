@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -55,6 +55,8 @@ class ClientConfig(BaseConfig):
 
 class RolloutConfig(BaseConfig):
     """Hosts environments, plays episodes against inference engines and scores them."""
+
+    sections_in_rl: ClassVar[tuple[str, ...]] = ("rollout",)
 
     env: list[EnvConfig] = Field(default=[])
     """The environments to host; at least one."""

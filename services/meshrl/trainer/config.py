@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import ClassVar, Self
 
 from pydantic import Field, model_validator
 
@@ -18,6 +18,8 @@ from meshrl.training.parallel.deployment import DeploymentConfig
 
 class TrainerConfig(BaseConfig):
     """The trainer: turns batches into weight versions."""
+
+    sections_in_rl: ClassVar[tuple[str, ...]] = ("trainer",)
 
     model: TrainerModelConfig = TrainerModelConfig()
     """The model to train. Master weights are float32; dtype is what it computes in and publishes."""
@@ -58,7 +60,7 @@ class TrainerConfig(BaseConfig):
     max_queued_batches: int = Field(default=2, ge=1)
     """Batches that may wait while one trains; one more is refused until a place is free."""
 
-    max_concurrent_runs: Literal[1] = 1
+    max_concurrent_runs: int = Field(default=1, ge=1)
     """Runs this trainer holds; only its own in this version."""
 
     history_events: int = Field(default=1_000, ge=16)
@@ -97,6 +99,15 @@ class TrainerConfig(BaseConfig):
 
     log: LogConfig = LogConfig()
     """Logging."""
+
+    @model_validator(mode="after")
+    def _one_run(self) -> Self:
+        if self.max_concurrent_runs != 1:
+            raise ValueError(
+                f"trainer.max_concurrent_runs is {self.max_concurrent_runs}, but a trainer holds one run so far;"
+                " start a trainer for each run, and leave it out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _horizon(self) -> Self:

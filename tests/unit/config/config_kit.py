@@ -1,7 +1,7 @@
 """A configuration class with every kind of key, for tests of the loader."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AliasChoices, Field
 
@@ -41,6 +41,8 @@ class Ckpt(BaseConfig):
 
 class Sample(BaseConfig):
     """A program."""
+
+    sections_in_rl: ClassVar[tuple[str, ...]] = ("orchestrator",)
 
     model: ModelConfig = ModelConfig()
     """The model."""

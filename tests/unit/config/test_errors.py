@@ -104,9 +104,15 @@ def test_wrong_value_in_a_variable_names_the_variable(refused: Any) -> None:
 
 
 def test_two_spellings_that_disagree(refused: Any, toml: Any) -> None:
-    text = refused("@", toml("group_size = 4\nrollouts_per_example = 8\n"))
+    path = toml("group_size = 4\nrollouts_per_example = 8\n")
     assert (
-        "group_size: two spellings of this key disagree, 4 and 8 (rollouts_per_example); keep only group_size" in text
+        f"group_size is 4 (from {path}), but rollouts_per_example, as it was called, is 8 (from {path}); keep only"
+        " group_size" in refused("@", path)
+    )
+    flags = refused("--group-size", "8", "--rollouts-per-example", "16")
+    assert (
+        "group_size is '8' (from --group-size), but rollouts_per_example, as it was called, is '16' (from"
+        " --rollouts-per-example); keep only group_size" in flags
     )
 
 

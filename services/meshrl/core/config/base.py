@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, PrivateAttr, model_validator
 
 from meshrl.core.config.schema import Kind, ReadTable, Table, field_kind
 
@@ -30,6 +30,20 @@ class BaseConfig(BaseModel):
 
     everyday_keys: ClassVar[Mapping[str, Sequence[str]]] = {}
     """Titles of groups and their dotted keys, which --help shows; empty where it shows every key."""
+
+    sections_in_rl: ClassVar[tuple[str, ...]] = ()
+    """Where `rl` has this program's keys, for the table of older spellings; empty is `rl` itself."""
+
+    _notes: tuple[str, ...] = PrivateAttr(default=())
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What there is to say about how its keys were written; for the program's log."""
+        return self._notes
+
+    def __eq__(self, other: object) -> bool:
+        """The same keys and values; how they were written makes no difference."""
+        return type(self) is type(other) and self.__dict__ == other.__dict__
 
     @classmethod
     def hand_down(cls, layer: ReadTable) -> Table:

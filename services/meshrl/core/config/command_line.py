@@ -8,6 +8,7 @@ from typing import Literal
 
 from meshrl.core.config.base import ConfigError
 from meshrl.core.config.layers import Layer
+from meshrl.core.config.respelling import OlderSpellings
 from meshrl.core.config.schema import Kind, Path, describe, flag_of, key_names, nearest
 from meshrl.core.config.values import decode
 
@@ -19,35 +20,49 @@ class CommandLine:
     files: list[tuple[Path, str]] = field(default_factory=list)
     layer: Layer = field(default_factory=lambda: Layer(origin="the command line"))
     help: Literal["", "everyday", "every key"] = ""
+    dry_run: bool = False
+    """Of a program that has no such key: show what its configuration comes to, and end."""
+
+    problems: list[str] = field(default_factory=list)
+    """What is wrong with the arguments, one line each."""
 
 
-def parse_command_line(root: Kind, argv: Sequence[str]) -> CommandLine:
-    """Reads the arguments after the program's name. Raises ConfigError naming every argument that is wrong."""
-    line = CommandLine()
-    problems: list[str] = []
-    rest = list(argv)
+@dataclass(frozen=True, kw_only=True)
+class _Keys:
+    """The keys that flags may name: those of the program, and those that it knows from elsewhere."""
+
+    root: Kind
+    older: OlderSpellings
+
+
+def parse_command_line(root: Kind, argv: Sequence[str], older: OlderSpellings) -> CommandLine:
+    """Reads the arguments after the program's name; arguments that are wrong are its `problems`.
+
+    A flag in one of the `older` spellings is left under it in the layer.
+    """
+    line, keys, rest = CommandLine(), _Keys(root=root, older=older), list(argv)
     while rest:
         try:
-            _take(root, rest.pop(0), rest, line)
+            _take(keys, rest.pop(0), rest, line)
         except ConfigError as error:  # collected, so that one message names them all
-            problems.append(str(error))
-    if problems and not line.help:
-        raise ConfigError("\n".join(problems))
+            line.problems.append(str(error))
     return line
 
 
-def _take(root: Kind, token: str, rest: list[str], line: CommandLine) -> None:
+def _take(keys: _Keys, token: str, rest: list[str], line: CommandLine) -> None:
     """Reads one argument and what belongs to it."""
     if token in ("--help", "-h"):
         line.help = line.help or "everyday"
     elif token == "--help-all":
         line.help = "every key"
+    elif token == "--dry-run" and keys.root.step("dry_run") is None:
+        line.dry_run = True
     elif token == "@":
         line.files.append(((), _file_name("@", rest)))
     elif token.startswith("@"):
         raise ConfigError(_missing_space(token))
     elif token.startswith("--") and len(token) > 2:
-        _take_flag(root, token, rest, line)
+        _take_flag(keys, token, rest, line)
     else:
         raise ConfigError(
             f"unexpected argument {token!r}: values follow a flag (--key {token}) and files follow an @ (@ {token})"
@@ -65,14 +80,14 @@ def _file_name(before: str, rest: list[str]) -> str:
     return rest.pop(0)
 
 
-def _take_flag(root: Kind, token: str, rest: list[str], line: CommandLine) -> None:
+def _take_flag(keys: _Keys, token: str, rest: list[str], line: CommandLine) -> None:
     flag, has_value, given = token.partition("=")
     following = "" if has_value or not rest else rest[0]
     if flag.endswith("@"):
         raise ConfigError(f"{token!r} needs a space before @: write '{flag[:-1]} @ file.toml'")
     if following == "@":
         rest.pop(0)
-        path, kind = _resolve(root, flag[2:])
+        path, kind = _resolve(keys, flag[2:])
         name = _file_name(f"{flag} @", rest)
         if not kind.sections:
             raise ConfigError(f"{flag} @ {name}: only a section takes a file, {'.'.join(path)} is {describe(kind)}")
@@ -82,18 +97,33 @@ def _take_flag(root: Kind, token: str, rest: list[str], line: CommandLine) -> No
         raise ConfigError(f"{flag} {_missing_space(rest.pop(0))} (or {flag}=... for a value that starts with @)")
     text = given if has_value else rest.pop(0) if rest and not following.startswith("--") else None
     try:
-        path, kind = _resolve(root, flag[2:])
-        value = _switched_on(flag, kind) if text is None else _decoded(flag, kind, text)
+        path, kind = _resolve(keys, flag[2:])
     except _UnknownKeyError:
         if not flag.startswith("--no-"):
             raise
-        path, value = _switched_off(root, flag, text)
-    line.layer.put(path, value, flag)
+        line.layer.put(*_switched_off(keys, flag, text), flag)
+    else:
+        texts = [] if text is None else [text, *([] if has_value else _more(kind, text, rest))]
+        bare = kind.is_any and keys.older.is_older(path)  # such a key may have been a switch
+        value = _decoded(flag, kind, texts) if texts else True if bare else _switched_on(flag, kind)
+        line.layer.put(path, value, flag)
 
 
-def _decoded(flag: str, kind: Kind, text: str) -> object:
+def _more(kind: Kind, first: str, rest: list[str]) -> list[str]:
+    """The further values of a list that is written with spaces: `--gpu-ids 0 1 2`."""
+    more: list[str] = []
+    if kind.item is None or first.strip().startswith("["):
+        return more
+    while rest and not rest[0].startswith(("--", "@")):
+        more.append(rest.pop(0))
+    return more
+
+
+def _decoded(flag: str, kind: Kind, texts: Sequence[str]) -> object:
+    """The value of a flag; several texts are entries of one list."""
     try:
-        return decode(kind, text)
+        values = [decode(kind, text) for text in texts]
+        return values[0] if len(values) == 1 else [entry for each in values for entry in each or ()]
     except ConfigError as error:
         raise ConfigError(f"{flag}: {error}") from error
 
@@ -110,10 +140,10 @@ def _switched_on(flag: str, kind: Kind) -> object:
     raise ConfigError(f"{flag} needs a value ({describe(kind)}): write '{flag} VALUE'")
 
 
-def _switched_off(root: Kind, flag: str, text: str | None) -> tuple[Path, bool | None]:
+def _switched_off(keys: _Keys, flag: str, text: str | None) -> tuple[Path, bool | None]:
     """The key that `--no-key` means and what it becomes."""
     try:
-        path, kind = _resolve(root, flag.removeprefix("--no-"))
+        path, kind = _resolve(keys, flag.removeprefix("--no-"))
     except ConfigError as error:
         raise ConfigError(f"{flag}: {error}") from error
     if kind.annotation is not bool and not kind.nullable:
@@ -129,9 +159,13 @@ class _UnknownKeyError(ConfigError):
     """A flag names no key."""
 
 
-def _resolve(kind: Kind, dotted: str) -> tuple[Path, Kind]:
+def _resolve(keys: _Keys, dotted: str) -> tuple[Path, Kind]:
     """The path that a dotted flag names and what it accepts. Raises _UnknownKeyError, saying what may be meant."""
     path: Path = ()
+    written = tuple(part.replace("-", "_") for part in dotted.split("."))
+    if keys.older.is_older(written) and (meant := keys.older.meant(written)) is not None:
+        return written, meant
+    kind = keys.root
     for part in dotted.split("."):
         step = kind.step(part.replace("-", "_"))
         if step is None:

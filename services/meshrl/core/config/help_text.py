@@ -26,7 +26,7 @@ usage: {prog} [@ file.toml]... [--section @ file.toml]... [--key value]...
   --key value             set one key; --key=value is the same
   --key, --no-key         switch a true/false key, or an optional section, on or off (key = true, false in a file)
   --key None              no value
-  --list 1,2 --list.0.key value   a list, or one entry of it
+  --list 1,2 or 1 2; --list.0.key value   a list, or one entry of it
 
 The command line wins over files, files over PRIME_ variables (PRIME_SECTION__KEY), those over defaults.
 """

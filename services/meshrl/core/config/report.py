@@ -2,28 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from pydantic import SecretStr, ValidationError
 from pydantic_core import ErrorDetails
 
-from meshrl.core.config.schema import Kind, Path, describe, flag_of, key_names, nearest
+from meshrl.core.config.schema import Kind, Path, Table, describe, flag_of, key_names, nearest
 
 _TYPE_SAYS_IT = ("_type", "_parsing", "literal_error", "enum")
 
 Origin = Callable[[Path], str | None]
 
 
-def explain(root: Kind, error: ValidationError, origin_of: Origin) -> str:
-    """All problems, a line each, sorted as validation found them; `origin_of` says where a value came from."""
+def explain(root: Kind, error: ValidationError, origin_of: Origin, *, only: Sequence[str] = ()) -> list[str]:
+    """All problems, a line each, sorted as validation found them; `origin_of` says where a value came from.
+
+    `only` are the types of problems that are told, all when it is empty.
+    """
     seen: set[Path] = set()
     texts: list[str] = []
     for problem in error.errors(include_url=False):
+        if only and problem["type"] not in only:
+            continue
         path, kind, parent = _locate(root, problem)
         if path not in seen or problem["type"] in ("value_error", "assertion_error"):
-            texts.append(_explain_one(problem, path, kind, parent, origin_of))
+            texts += _explain_one(problem, path, kind, parent, origin_of).splitlines()
         seen.add(path)  # one line a key, though a union reports each of its members
-    return "\n".join(dict.fromkeys(texts))
+    return list(dict.fromkeys(texts))
+
+
+def without_unknown(root: Kind, values: Table, error: ValidationError) -> Table | None:
+    """The values with each unknown key under the name of its sibling that it is most like, where that is free, or
+    without it. None where no key is unknown.
+    """
+    unknown = [problem for problem in error.errors(include_url=False) if problem["type"] == "extra_forbidden"]
+    if not unknown:
+        return None
+    mended = copy.deepcopy(values)
+    for problem in unknown:
+        path, _, parent = _locate(root, problem)
+        holder: Any = mended
+        for part in path[:-1]:
+            holder = holder[int(part)] if isinstance(holder, list) else holder.get(part, {})
+        if not isinstance(holder, dict) or path[-1] not in holder:
+            continue
+        value, close = holder.pop(path[-1]), nearest(parent.sections, path[-1], path[:-1])
+        if close is not None and close[:-1] == path[:-1]:
+            holder.setdefault(close[-1], value)
+    return mended
 
 
 def _locate(kind: Kind, problem: ErrorDetails) -> tuple[Path, Kind, Kind]:

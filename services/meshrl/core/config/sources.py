@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from meshrl.core.config.base import ConfigError
 from meshrl.core.config.layers import Layer
+from meshrl.core.config.respelling import OlderSpellings
 from meshrl.core.config.schema import Kind, Path, nearest
 from meshrl.core.config.shared import LogConfig, LogLevel
 from meshrl.core.config.values import assign, decode
@@ -41,7 +42,7 @@ def read_file(section: Path, file: str) -> Layer:
     return layer
 
 
-def read_environment(root: Kind, environ: Mapping[str, str]) -> tuple[Layer, list[str]]:
+def read_environment(root: Kind, environ: Mapping[str, str], older: OlderSpellings) -> tuple[Layer, list[str]]:
     """The layer that PRIME_ variables make, and warnings; `__` separates levels, as in PRIME_MODEL__NAME.
 
     Unknown names are other tools' and are left alone, but one that begins with a known section is a warning.
@@ -57,22 +58,25 @@ def read_environment(root: Kind, environ: Mapping[str, str]) -> tuple[Layer, lis
             layer.put(("log", "level"), level, LOG_LEVEL)
     for variable, text in sorted(environ.items()):
         if variable.startswith(PREFIX) and variable not in OTHER_TOOLS:
-            warnings += _take(root, variable, text, layer)
+            warnings += _take(root, variable, text, layer, older)
     return layer, warnings
 
 
-def _take(kind: Kind, variable: str, text: str, layer: Layer) -> list[str]:
+def _take(kind: Kind, variable: str, text: str, layer: Layer, older: OlderSpellings) -> list[str]:
     """Puts one variable into the layer; returns what there is to warn of."""
     path: Path = ()
-    for part in variable.removeprefix(PREFIX).lower().split("__"):
+    written = tuple(variable.removeprefix(PREFIX).lower().split("__"))
+    meant = older.meant(written) if older.is_older(written) and kind.step(written[0]) is not None else None
+    for part in () if meant is not None else written:
         step = kind.step(part)
         if step is None:
             if not path:
                 return []
             close = nearest(kind.sections, part, path) if kind.sections else None
-            meant = f"; did you mean {PREFIX}{'__'.join(close).upper()}?" if close else ""
-            return [f"{variable} is not used: {'.'.join(path)} has no key {part!r}{meant}"]
+            nearby = f"; did you mean {PREFIX}{'__'.join(close).upper()}?" if close else ""
+            return [f"{variable} is not used: {'.'.join(path)} has no key {part!r}{nearby}"]
         path, kind = (*path, step[0]), step[1]
+    path, kind = (path, kind) if meant is None else (written, meant)
     try:
         layer.put(path, decode(kind, text), variable)
     except ConfigError as error:

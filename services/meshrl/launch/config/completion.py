@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from meshrl.core.config import ConfigError
 from meshrl.core.config.schema import ReadTable, Table
 from meshrl.core.config.shared import ModelConfig
 from meshrl.launch.config.presets import fit_preset
@@ -59,26 +58,16 @@ def _follow(values: Table, name: str, key: str, other: str) -> None:
 def _hosted_environments(orchestrator: object) -> list[Table]:
     """The environments that the rollout program must host for the train and eval entries, each name once.
 
-    Raises ConfigError when there is none, or when two entries of one name are different environments.
+    None at all where there is none to train on, and the first of two that differ: validation reports both.
     """
     hosted: dict[str, Table] = {}
     for part in ("train", "eval"):
         section = orchestrator.get(part) if isinstance(orchestrator, Mapping) else None
         entries = section.get("env") if isinstance(section, Mapping) else None
         if entries is None and part == "train":
-            raise ConfigError(
-                "orchestrator.train.env: needs at least one environment, got none; add [[orchestrator.train.env]] with"
-                " id = '<taskset>', or --orchestrator.train.env.0.id <taskset>"
-            )
+            return []
         for entry in entries if isinstance(entries, list) else ():
-            if not isinstance(entry, Mapping) or not isinstance(entry.get("id"), str):
-                continue  # validation of the orchestrator's own key reports it
-            name = entry.get("name") or entry["id"]
-            own = {"part": part, **{key: entry[key] for key in HOSTED_KEYS if key in entry}}
-            known = hosted.setdefault(name, own)
-            if known["id"] != entry["id"] or (known.get("args") or {}) != (entry.get("args") or {}):
-                raise ConfigError(
-                    f"orchestrator: two environments are called {name!r} but differ in id or args; give one of them"
-                    " another name"
-                )
+            if isinstance(entry, Mapping) and isinstance(entry.get("id"), str):  # else its own key is reported
+                name = entry.get("name") or entry["id"]
+                hosted.setdefault(name, {"part": part, **{key: entry[key] for key in HOSTED_KEYS if key in entry}})
     return list(hosted.values())

@@ -10,18 +10,23 @@ from pydantic import Field, model_validator
 
 from meshrl.core.config import BaseConfig
 from meshrl.core.config.schema import ReadTable, Table
-from meshrl.core.config.shared import LogConfig, ModelConfig, WandbConfig, WeightBroadcastConfig
+from meshrl.core.config.shared import EnvConfig, LogConfig, ModelConfig, WandbConfig, WeightBroadcastConfig
 from meshrl.inference.config import InferenceConfig
 from meshrl.launch.config.completion import complete
 from meshrl.launch.config.presets import AlgorithmName, apply_preset
-from meshrl.launch.config.sections import OrchestratorSection, RunDeploymentConfig, TrainerSection, WeightsSection
+from meshrl.launch.config.sections import (
+    OrchestratorSection,
+    RolloutSection,
+    RunDeploymentConfig,
+    TrainerSection,
+    WeightsSection,
+)
 from meshrl.launch.config.shared_keys import (
     COMPONENTS,
     HandedTo,
     every_component,
     hand_down,
 )
-from meshrl.rollout.config import RolloutConfig
 from meshrl.training.config import CheckpointConfig
 
 
@@ -165,7 +170,7 @@ class RLConfig(BaseConfig):
     inference: InferenceConfig | None = None
     """The inference engine to start; None starts none and uses the running ones of orchestrator.client.base_url."""
 
-    rollout: RolloutConfig
+    rollout: RolloutSection
     """The rollout program; its environments are those of the orchestrator unless rollout.env lists them."""
 
     weights: Annotated[WeightsSection, HandedTo(("trainer.weight_broadcast.type",), key="transport")] = WeightsSection()
@@ -215,7 +220,9 @@ class RLConfig(BaseConfig):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        problems = [*self._running(), *self._differences(), *self._lengths(), *self._processes()]
+        problems = [
+            *self._running(), *self._environments(), *self._differences(), *self._lengths(), *self._processes()
+        ]  # fmt: skip
         if problems:
             raise ValueError("\n".join(problems))
         return self
@@ -237,6 +244,19 @@ class RLConfig(BaseConfig):
                 " give orchestrator.services.weights"
             )
         return problems
+
+    def _environments(self) -> list[str]:
+        """Entries that the rollout program cannot tell apart."""
+        evals = self.orchestrator.eval.env if self.orchestrator.eval is not None else []
+        known: dict[str, EnvConfig] = {}
+        for entry in (*self.orchestrator.train.env, *evals):
+            first = known.setdefault(entry.resolved_name, entry)
+            if (first.id, first.args) != (entry.id, entry.args):
+                return [
+                    f"orchestrator: two environments are called {entry.resolved_name!r} but differ in id or args; give"
+                    " one of them another name"
+                ]
+        return []
 
     def _started(self) -> set[str]:
         """Names of the components that rl starts."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from meshrl.core.config import BaseConfig
 from meshrl.core.config.shared import LogConfig, LogLevel, ModelConfig, WandbConfig
 from meshrl.orchestrator.config import OrchestratorConfig
-from meshrl.rollout.config import ClientConfig
+from meshrl.rollout.config import ClientConfig, RolloutConfig
 from meshrl.trainer.config import TrainerConfig
 from meshrl.training.parallel.deployment import DeploymentConfig
 from meshrl.weights.config import WeightsConfig
@@ -53,6 +53,19 @@ class OrchestratorSection(OrchestratorConfig):
 
     client: ClientConfig | None = None
     """Inference engines that already run; the same as rollout.client."""
+
+
+class RolloutSection(RolloutConfig):
+    """The rollout program, whose environments follow from those of the orchestrator."""
+
+    @model_validator(mode="after")
+    def _environments(self) -> Self:
+        if not self.env:
+            raise ValueError(
+                "orchestrator.train.env: needs at least one environment, got none, so rollout has nothing to host; add"
+                " [[orchestrator.train.env]] with id = '<taskset>', or --orchestrator.train.env.0.id <taskset>"
+            )
+        return self
 
 
 class TrainerSection(TrainerConfig):

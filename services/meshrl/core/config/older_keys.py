@@ -1,0 +1,294 @@
+"""Keys as other releases and launchers spell them: what each is called here, or why there is none and what to do.
+
+One table for all programs, by paths of `rl`; `*` is any place in a list or any name. A program that runs alone reads
+the rows of its own section. `respelling` applies it; docs/configuration.md lists it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class OlderKey:
+    """One key of the table. Without `new` it has no successor, and `why` says what to do instead."""
+
+    old: str
+    new: str = ""
+    why: str = ""
+    unused: bool = False
+    """The key is taken and has no effect, which a note says; False refuses it."""
+
+    only: tuple[str, ...] = ()
+    """The row is for these values alone, written in lower case; empty is for all."""
+
+    alone: bool = False
+    """The row is for a program that runs by itself, not for `rl`."""
+
+    values: Mapping[str, str] = field(default_factory=dict)
+    """Values that are spelt otherwise here."""
+
+
+def _moved(old: str, new: str) -> OlderKey:
+    return OlderKey(old=old, new=new)
+
+
+def _unused(old: str, why: str, *only: str) -> OlderKey:
+    return OlderKey(old=old, why=why, unused=True, only=only)
+
+
+def _absent(old: str, why: str) -> OlderKey:
+    return OlderKey(old=old, why=why)
+
+
+def _alone(old: str, why: str) -> OlderKey:
+    return OlderKey(old=old, why=why, unused=True, alone=True)
+
+
+_ENVIRONMENTS = tuple(f"orchestrator.{part}.env.*" for part in ("train", "eval"))
+_SAMPLINGS = (
+    "orchestrator.sampling", "orchestrator.eval.sampling", "rollout.sampling", "rollout.env.*.sampling",
+    *(f"{environment}.sampling" for environment in _ENVIRONMENTS),
+)  # fmt: skip
+_TRAINERS = ("trainer", "sft")
+_SKIPS = ("skip_progress", "skip_scheduler", "skip_dataloader", "skip_optimizer")
+_OFF = ("1", "none", "auto")
+_PACKED = "rows are packed to seq_len tokens; lower trainer.seq_len where memory is short"
+_ONE_NODE = (
+    "rl starts programs on this machine only; start trainer ranks with torchrun and engines with `inference` on the"
+    " others (docs/operations.md)"
+)
+_PARALLEL = "models are split by FSDP alone so far; leave it out, and add GPUs with deployment.num_train_gpus"
+_TEACHER = "there are no teachers yet: runs learn from rewards; `sft` learns from conversations that are there already"
+_MODEL_CODE = "every model runs as transformers defines it, with attention and output head of meshrl"
+_DIFFICULTY = "tasks are drawn in their order; orchestrator.filters.zero_signal drops groups without signal"
+_HARNESS = "a taskset brings its harness, or rollout.harness names one for all"
+_TRUNCATED = "truncated rollouts are trained like others; orchestrator.advantage.length_penalty makes them cost reward"
+_IMPORTANCE = "tokens are masked by how far their probability moved, loss.dppo_mask_low and loss.dppo_mask_high"
+_PARSERS = "rollouts exchange token ids, which rollout.renderer turns into messages and tool calls"
+
+_RUN = (
+    _moved("monitors.wandb", "wandb"),
+    _moved("async_level", "max_async_level"),
+    _moved("clean", "clean_output_dir"),
+    _moved("orchestrator.ckpt", "ckpt"),
+    _unused("ckpt.wait_for_weights_timeout", "a resumed trainer publishes its weights anew"),
+    *(_unused(f"ckpt.{each}", "a resumed run takes up all that was saved", "false") for each in _SKIPS),
+    *(_absent(f"ckpt.{each}", "a resumed run takes up all that was saved; leave it out") for each in _SKIPS),
+    _absent("ckpt.output_dir", "checkpoints are below output_dir; set that"),
+    _moved("ckpt.keep", "ckpt.keep_last"),
+    _moved("orchestrator.weight_broadcast", "weight_broadcast"),
+    _moved("orchestrator.monitors.wandb", "orchestrator.wandb"),
+    _moved("trainer.monitors.wandb", "trainer.wandb"),
+    _moved("trainer.max_async_level", "max_async_level"),
+    _moved("trainer.async_level", "max_async_level"),
+    _unused("deployment.type", "one machine is what rl always uses", "single_node"),
+    _absent("deployment.type", _ONE_NODE),
+    _unused("deployment.num_train_nodes", "one machine is what rl always uses", *_OFF),
+    _absent("deployment.num_train_nodes", _ONE_NODE),
+    _unused("deployment.num_infer_nodes", "one machine is what rl always uses", *_OFF),
+    _absent("deployment.num_infer_nodes", _ONE_NODE),
+    _absent("deployment.num_infer_replicas", "num_engines is how many engines there are"),
+    _absent("deployment.nodes_per_fsdp_group", "trainer.model.dp_replicate is how many groups hold the whole model"),
+    _unused("deployment.gpus_per_node", "rl counts the GPUs that it may see"),
+    _unused("sft.deployment.type", "one machine is what sft starts processes on", "single_node"),
+    _absent("sft.deployment.type", "sft uses this machine alone; start it with torchrun -m meshrl.sft.main on several"),
+    _moved("sft.deployment.num_gpus", "sft.deployment.num_train_gpus"),
+    _unused("sft.deployment.gpus_per_node", "deployment.num_train_gpus is how many processes there are"),
+    _absent("sft.slurm", "sft does not submit jobs; write its command into a batch script of your own and submit that"),
+    _absent("slurm", "rl does not submit jobs; write its command into a batch script of your own and submit that"),
+    _absent("env_vars", "programs inherit the environment that rl is started with; set the variables there"),
+    _absent("run", "output_dir is what tells runs apart; set output_dir"),
+    _absent("teacher_gpu_ids", _TEACHER),
+    _absent("teacher_inference", _TEACHER),
+    _absent("rollout_transport", "batches go to the trainer over gRPC; leave it out"),
+    _absent("wandb.entity", "set WANDB_ENTITY in the environment"),
+    _unused("wandb.shared", "one run holds the metrics of all programs anyway"),
+    _unused("weight_broadcast.port", "rl chooses the ports"),
+    _moved("weight_broadcast.timeout", "weight_broadcast.transfer_deadline_s"),
+    _moved("weight_broadcast.adapter_only", "weight_broadcast.lora_adapter_only"),
+)  # fmt: skip
+
+_ORCHESTRATOR = (
+    _moved("orchestrator.train.sampling", "orchestrator.sampling"),
+    _moved("orchestrator.train.group_size", "orchestrator.group_size"),
+    _moved("orchestrator.train.batch_size", "orchestrator.batch_size"),
+    _moved("orchestrator.train.source", "orchestrator.train.env"),
+    _moved("orchestrator.eval.source", "orchestrator.eval.env"),
+    _moved("orchestrator.env", "orchestrator.train.env"),
+    _moved("orchestrator.environment", "orchestrator.train.env.0"),
+    _moved("orchestrator.rollouts_per_example", "orchestrator.group_size"),
+    _moved("orchestrator.eval.rollouts_per_example", "orchestrator.eval.group_size"),
+    *(_moved(f"{each}.rollouts_per_example", f"{each}.group_size") for each in _ENVIRONMENTS),
+    *(_moved(f"{each}.env.taskset.id", f"{each}.id") for each in _ENVIRONMENTS),
+    *(_moved(f"{each}.env.taskset", f"{each}.args") for each in _ENVIRONMENTS),
+    *(_unused(f"{each}.env.*.harness.id", _HARNESS, "null", "default") for each in _ENVIRONMENTS),
+    *(_unused(f"{each}.env.*.harness.runtime", "harnesses run in the rollout program") for each in _ENVIRONMENTS),
+    *(_absent(f"{each}.env.*.harness", _HARNESS) for each in _ENVIRONMENTS),
+    *(_absent(f"{each}.env.*", "give options of the taskset in args") for each in _ENVIRONMENTS),
+    _moved("orchestrator.async_level", "orchestrator.max_async_level"),
+    _moved("orchestrator.max_concurrent", "rollout.max_concurrent"),
+    _moved("orchestrator.renderer", "rollout.renderer"),
+    _moved("orchestrator.tokenizer.name", "rollout.tokenizer"),
+    _moved("orchestrator.advantage_type", "orchestrator.advantage.type"),
+    _moved("orchestrator.client.timeout", "orchestrator.client.call_deadline_s"),
+    _moved("orchestrator.eval.eval_base_model", "orchestrator.eval.eval_base"),
+    _moved("orchestrator.buffer.online_difficulty_filtering", "orchestrator.filters.zero_signal"),
+    _moved("orchestrator.buffer.seed", "orchestrator.seed"),
+    *(_moved(f"{each}.max_completion_tokens", f"{each}.max_tokens") for each in _SAMPLINGS),
+    *(_unused(f"{each}.repetition_penalty", "there are no penalties, which 1 stands for", "1", "1.0")
+      for each in _SAMPLINGS),
+    *(_absent(f"{each}.repetition_penalty", "tokens are sampled without penalties; leave it out")
+      for each in _SAMPLINGS),
+    *(_unused(f"{each}.min_tokens", "0 is what is always done", "0") for each in _SAMPLINGS),
+    *(_absent(f"{each}.min_tokens", "a completion may end at once; leave it out") for each in _SAMPLINGS),
+    *(_absent(f"{each}.extra_body", "the keys of sampling are all that engines are asked") for each in _SAMPLINGS),
+    *(_absent(f"{each}.temp_scheduler", "the temperature stays; set sampling.temperature") for each in _SAMPLINGS),
+    _unused("orchestrator.training_mode", "learning from rewards is what a run always does", "rl"),
+    _absent("orchestrator.training_mode", _TEACHER),
+    _absent("orchestrator.teacher", _TEACHER),
+    _absent("orchestrator.teacher_model", _TEACHER),
+    _absent("orchestrator.teacher_rollout_model", _TEACHER),
+    _unused("orchestrator.use_sft_loss", "learning from rewards is what a run always does", "false"),
+    _absent("orchestrator.use_sft_loss", _TEACHER),
+    _unused("orchestrator.need_sft_loss", "learning from rewards is what a run always does", "false"),
+    _absent("orchestrator.need_sft_loss", _TEACHER),
+    _absent("orchestrator.algo", "algorithm names advantage and loss for all environments"),
+    _unused("orchestrator.prime_monitor", "metrics go to metrics.jsonl and, with wandb, to Weights & Biases"),
+    _unused("orchestrator.oversampling_factor", "orchestrator.max_inflight_rollouts is how much is under way"),
+    _unused("orchestrator.concurrency", "rollout.max_concurrent is how many rollouts run at once"),
+    _unused("orchestrator.micro_batch_size", _PACKED),
+    _unused("orchestrator.num_train_workers", "the trainer says itself how many processes it has"),
+    _unused("orchestrator.use_token_client", "rollouts always exchange token ids"),
+    _unused("orchestrator.lora_name", "adapters are served under the model's own name"),
+    _unused("orchestrator.model.lora", "trainer.model.lora is what adapters are made of"),
+    _unused("orchestrator.strict_async_level", "orchestrator.max_async_level is kept in any case"),
+    _unused("orchestrator.mask_truncated_completions", "they are trained as they are", "false"),
+    _absent("orchestrator.mask_truncated_completions", _TRUNCATED),
+    _unused("orchestrator.zero_truncated_completions", "they are trained as they are", "false"),
+    _absent("orchestrator.zero_truncated_completions", _TRUNCATED),
+    _absent("orchestrator.tasks_per_minute", "rollout.max_concurrent bounds how many rollouts run at once"),
+    _absent("orchestrator.buffer", _DIFFICULTY),
+    _absent("orchestrator.pre_batch_filters", _DIFFICULTY),
+    _absent("orchestrator.post_batch_filters", _DIFFICULTY),
+    _absent("orchestrator.rollout_transport", "batches go to the trainer over gRPC; leave it out"),
+    _absent("orchestrator.heartbeat", "the orchestrator answers grpc.health.v1 where orchestrator.server says"),
+    _absent("orchestrator.eval.environment_ids", "name each in an [[orchestrator.eval.env]] of its own"),
+    _unused("orchestrator.eval.skip_eval_on_resume", "a resumed run evaluates when its interval is over"),
+    _absent("orchestrator.client.host", "orchestrator.client.base_url holds whole URLs"),
+    _absent("orchestrator.client.port", "orchestrator.client.base_url holds whole URLs"),
+    _absent("orchestrator.client.headers", "engines are sent their key alone, from orchestrator.client.api_key_var"),
+    _unused("orchestrator.client.server_type", "engines say themselves what they are"),
+    _unused("orchestrator.client.skip_model_check", "engines are asked for the model by rollout.model.name"),
+    _unused("orchestrator.client.admin_base_url", "engines take versions from the weight hub"),
+    _absent("orchestrator.client.elastic", "engines come and go by registering at the weight hub; leave it out"),
+)  # fmt: skip
+
+_TRAINER = (
+    _unused("trainer.micro_batch_size", _PACKED),
+    _unused("trainer.data.micro_batch_size", _PACKED),
+    _moved("trainer.data.seq_len", "trainer.seq_len"),
+    _unused("trainer.data.fake", "trainer.bench makes its data itself"),
+    _moved("trainer.model.seq_len", "trainer.seq_len"),
+    _moved("trainer.weight_broadcast.adapter_only", "trainer.weight_broadcast.lora_adapter_only"),
+    _moved("trainer.weight_broadcast.timeout", "trainer.weight_broadcast.transfer_deadline_s"),
+    _unused("trainer.weight_broadcast.port", "the trainer chooses its ports"),
+    _unused("trainer.recompute_logprobs", "importance ratios are always of the trainer's own logprobs"),
+    _absent("trainer.enable_router_replay", "routers decide anew in training; leave it out"),
+    _absent("trainer.use_routing_replay", "routers decide anew in training; leave it out"),
+    _absent("trainer.metrics_server", "the trainer's metrics are in metrics.jsonl of the run"),
+    _absent("trainer.heartbeat", "the trainer answers grpc.health.v1 at trainer.server"),
+    _absent("trainer.rollout_transport", "batches come over gRPC; leave it out"),
+    _absent("trainer.env_vars", "the trainer inherits the environment it is started with; set the variables there"),
+    *(_absent(f"trainer.loss.{each}", _IMPORTANCE)
+      for each in ("ratio_type", "mask_ratio_low", "mask_ratio_high", "token_mask_low", "token_mask_high",
+                   "geo_mask_low", "geo_mask_high", "sequence_mask_low", "sequence_mask_high", "sequence_clip_high",
+                   "kl_mask_high")),
+)  # fmt: skip
+
+_MODELS = tuple(
+    key
+    for trainer in _TRAINERS
+    for key in (
+        _moved(f"{trainer}.model.experimental.lora", f"{trainer}.model.lora"),
+        _absent(f"{trainer}.model.lora.modules_to_save", "adapters are all that is trained; leave it out"),
+        OlderKey(
+            old=f"{trainer}.model.attn",
+            new=f"{trainer}.model.attn",
+            values={f"flash_attention_{n}": "auto" for n in (2, 3, 4)} | {"fa4": "auto", "eager": "sdpa"},
+        ),
+        _unused(f"{trainer}.model.impl", _MODEL_CODE),
+        _unused(f"{trainer}.model.liger_kernel", _MODEL_CODE),
+        *(_unused(f"{trainer}.model.{each}", "that is what is always done", *_OFF) for each in ("tp", "cp", "ep")),
+        *(_absent(f"{trainer}.model.{each}", _PARALLEL) for each in ("tp", "cp", "ep", "cp_style")),
+        _absent(f"{trainer}.model.vlm", "models take text alone; leave it out"),
+        _absent(f"{trainer}.model.optimization_dtype", "master weights are float32; leave it out"),
+        _unused(f"{trainer}.model.load_using_meta", "models are always loaded shard by shard"),
+        _unused(f"{trainer}.model.moe_use_grouped_mm", "experts are computed as transformers does"),
+        *(
+            _unused(f"{trainer}.model.{each}", f"{trainer}.max_logits_mib bounds the logits that are kept")
+            for each in ("fused_lm_head_token_chunk_size", "fused_lm_head_chunk_size")
+        ),
+        *(
+            _unused(f"{trainer}.model.ac_offloading.{each}", "activations move as fast as the device lets them")
+            for each in ("max_inflight_activations", "pin_memory")
+        ),
+        *(_unused(f"{trainer}.ckpt.{each}", "a resumed run takes up all that was saved", "false") for each in _SKIPS),
+        *(
+            _absent(f"{trainer}.ckpt.{each}", "a resumed run takes up all that was saved; leave it out")
+            for each in _SKIPS
+        ),
+        _absent(f"{trainer}.ckpt.output_dir", "checkpoints are below output_dir; set that"),
+        _moved(f"{trainer}.ckpt.keep", f"{trainer}.ckpt.keep_last"),
+        _unused(f"{trainer}.gc", "Python decides when to collect garbage"),
+        _unused(f"{trainer}.dist_timeout_seconds", "each wait has a deadline of its own"),
+        _absent(f"{trainer}.memory_profiler_path", "profile a step with --bench.profile"),
+        _absent(f"{trainer}.trace_path", "profile a step with --bench.profile"),
+        _absent(f"{trainer}.max_steps_per_epoch", "max_steps is the number of steps"),
+    )
+)
+
+_INFERENCE = (
+    _unused("inference.parallel.tp", "one GPU holds a model unless tensor_parallel_size says otherwise", "1"),
+    _unused("inference.parallel.dp", "an engine holds one copy unless data_parallel_size says otherwise", "1"),
+    _moved("inference.parallel.tp", "inference.tensor_parallel_size"),
+    _moved("inference.parallel.dp", "inference.data_parallel_size"),
+    _moved("inference.parallel.dp_local", "inference.data_parallel_size_local"),
+    _moved("inference.model.max_model_len", "inference.max_model_len"),
+    _moved("inference.model.enforce_eager", "inference.enforce_eager"),
+    _moved("inference.max_lora_rank", "inference.lora_rank"),
+    _moved("inference.vllm_extra", "inference.vllm"),
+    *(_moved(f"inference.{each}", f"inference.vllm.{each}")
+      for each in ("enable_expert_parallel", "enable_prefix_caching", "all2all_backend", "quantization",
+                   "kv_cache_dtype", "enable_eplb")),
+    *(_unused(f"inference.{each}", "lora_rank is all an engine is told of adapters; rl sets it")
+      for each in ("enable_lora", "max_loras", "max_cpu_loras")),
+    *(_unused(f"inference.model.{each}", _PARSERS)
+      for each in ("tool_call_parser", "reasoning_parser", "enable_auto_tool_choice")),
+    _unused("inference.api_server_count", "one server answers for an engine"),
+    _absent("inference.model.chat_template", "the model's folder holds its template; see rollout.renderer"),
+    _absent("inference.model.rope_scaling", "give vLLM's own argument in inference.vllm.hf_overrides"),
+    _absent("inference.deployment", _ONE_NODE),
+    _absent("inference.slurm", "inference does not submit jobs; write its command into a batch script of your own"),
+    _absent("inference.router", "the rollout program routes each call itself; leave it out"),
+)  # fmt: skip
+
+_ALONE = (
+    OlderKey(old="orchestrator.ckpt.interval", new="orchestrator.checkpoint_interval", alone=True),
+    _alone("orchestrator.ckpt", "the trainer writes and resumes checkpoints; start it with the same [ckpt]"),
+    _alone(
+        "orchestrator.model", "the trainer says which model is trained; give [model] to trainer, rollout, inference"
+    ),
+    _alone("orchestrator.client", "the rollout program calls engines; start it with the same [client]"),
+    _alone("orchestrator.log.vf_level", "environments run in the rollout program; start it with --vf-level"),
+    _alone("orchestrator.weight_broadcast", "the hub brings versions to engines; see services.weights"),
+    _alone("trainer.wandb", "the orchestrator logs the trainer's metrics; start it with [wandb]"),
+    _alone("trainer.monitors", "the orchestrator logs the trainer's metrics; start it with [wandb]"),
+    _alone("trainer.max_async_level", "the orchestrator keeps to it; start it with --max-async-level"),
+    _alone("trainer.async_level", "the orchestrator keeps to it; start it with --max-async-level"),
+    _alone("inference.wandb", "the orchestrator logs metrics; start it with [wandb]"),
+)
+
+OLDER_KEYS: tuple[OlderKey, ...] = (*_ALONE, *_RUN, *_ORCHESTRATOR, *_TRAINER, *_MODELS, *_INFERENCE)
+"""All of it, in the order in which a layer of configuration is read: the first row that fits a key is the one."""

@@ -1,0 +1,230 @@
+"""Files and flags as they are written elsewhere: taken with a note, or refused in one sentence."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshrl.core.config import BaseConfig, load_config
+from meshrl.core.config.older_keys import OLDER_KEYS
+from meshrl.core.config.schema import kind_of
+from meshrl.inference.config import InferenceConfig
+from meshrl.launch.config import RLConfig
+from meshrl.orchestrator.config import OrchestratorConfig
+from meshrl.sft.config import SFTConfig
+from meshrl.trainer.config import TrainerConfig
+
+ROOT = Path(__file__).parents[3]
+PROGRAMS: dict[str, type[BaseConfig]] = {
+    "rl": RLConfig, "orchestrator": OrchestratorConfig, "trainer": TrainerConfig, "inference": InferenceConfig,
+    "sft": SFTConfig,
+}  # fmt: skip
+ENVIRONMENT = "[[orchestrator.env]]\nid = 'reverse-text'\n"
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Callable[..., Any]:
+    """Loads a program's configuration from the text of a file and from flags."""
+
+    def load_text(text: str, *flags: str, program: str = "rl", **environ: str) -> Any:
+        (tmp_path / "a.toml").write_text(text)
+        return load_config(PROGRAMS[program], ["@", str(tmp_path / "a.toml"), *flags], prog=program, environ=environ)
+
+    return load_text
+
+
+@pytest.fixture
+def refused(load: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """The message with which a configuration is refused."""
+
+    def refuse(text: str, *flags: str, program: str = "rl") -> str:
+        with pytest.raises(SystemExit) as leaving:
+            load(text, *flags, program=program)
+        assert leaving.value.code == 2
+        return capsys.readouterr().err
+
+    return refuse
+
+
+def test_a_file_of_2026_means_what_it_says(load: Callable[..., Any]) -> None:
+    config = load(
+        ENVIRONMENT + "[orchestrator.train.sampling]\nmax_completion_tokens = 128\n"
+        "[orchestrator.renderer]\nname = 'qwen3'\n"
+        "[inference.parallel]\ntp = 2\n[inference.model]\nmax_model_len = 4096\n"
+        "[trainer.model]\nimpl = 'custom'\nattn = 'flash_attention_3'\n[trainer.model.ac_offloading]\n"
+        "max_inflight_activations = 5\n[trainer.model.ac]\n[deployment]\ntype = 'single_node'\n"
+    )
+    assert config.orchestrator.sampling.max_tokens == 128
+    assert (
+        [env.id for env in config.orchestrator.train.env] == [env.id for env in config.rollout.env] == ["reverse-text"]
+    )
+    assert config.rollout.renderer == {"name": "qwen3"}
+    assert (config.inference.tensor_parallel_size, config.inference.max_model_len) == (2, 4096)
+    assert config.trainer.model.attn == "auto"
+    assert config.trainer.model.ac_offloading is not None
+    said = "\n".join(config.notes)
+    assert "orchestrator.train.sampling is called orchestrator.sampling now (from " in said
+    assert "orchestrator.sampling.max_completion_tokens is called orchestrator.sampling.max_tokens now" in said
+    assert "trainer.model.impl is not used: " in said
+    assert said.count("orchestrator.env is called") == 1
+
+
+def test_an_environment_of_2025_is_the_first_to_train_on(load: Callable[..., Any]) -> None:
+    config = load("[orchestrator.environment]\nid = 'alphabet-sort'\n[orchestrator.environment.args]\nmin_turns = 3\n")
+    assert [(env.id, env.args) for env in config.orchestrator.train.env] == [("alphabet-sort", {"min_turns": 3})]
+
+
+def test_a_source_with_the_block_of_verifiers_is_an_environment(load: Callable[..., Any]) -> None:
+    config = load(
+        "[[orchestrator.train.source]]\nname = 'math'\nenv.taskset = { id = 'math-v1', level = 3 }\n"
+        "env.agent.harness = { id = 'null', runtime = { type = 'subprocess' } }\n"
+    )
+    assert [(env.name, env.id, env.args) for env in config.orchestrator.train.env] == [
+        ("math", "math-v1", {"level": 3})
+    ]
+
+
+def test_flags_and_variables_have_older_spellings_too(load: Callable[..., Any]) -> None:
+    config = load(
+        ENVIRONMENT, "--orchestrator.train.sampling.max-completion-tokens", "64",
+        PRIME_ORCHESTRATOR__ROLLOUTS_PER_EXAMPLE="16", PRIME_ORCHESTRATOR__RENDERER__NAME="qwen3",
+    )  # fmt: skip
+    assert (config.orchestrator.sampling.max_tokens, config.orchestrator.group_size) == (64, 16)
+    assert config.rollout.renderer == {"name": "qwen3"}
+    assert config.notes[0].endswith("(from PRIME_ORCHESTRATOR__ROLLOUTS_PER_EXAMPLE)")
+
+
+def test_a_later_layer_wins_over_an_older_spelling(load: Callable[..., Any]) -> None:
+    text = (
+        ENVIRONMENT + "[orchestrator]\nrollouts_per_example = 16\n[orchestrator.sampling]\nmax_completion_tokens = 9\n"
+    )
+    config = load(text, "--orchestrator.group-size", "32", "--orchestrator.sampling.max-tokens", "10")
+    assert (config.orchestrator.group_size, config.orchestrator.sampling.max_tokens) == (32, 10)
+
+
+def test_two_spellings_that_disagree_are_an_error_that_names_both_places(refused: Callable[..., str]) -> None:
+    said = refused(
+        ENVIRONMENT
+        + "[orchestrator.sampling]\nmax_tokens = 5\n[orchestrator.train.sampling]\nmax_completion_tokens = 6\n",
+        "--orchestrator.group-size", "8", "--orchestrator.rollouts-per-example", "16",
+    )  # fmt: skip
+    assert "orchestrator.sampling.max_tokens is 5 (from " in said
+    assert "orchestrator.sampling.max_completion_tokens, as it was called, is 6 (from " in said
+    assert (
+        "orchestrator.group_size is '8' (from --orchestrator.group-size), but orchestrator.rollouts_per_example, as it"
+        " was called, is '16' (from --orchestrator.rollouts-per-example); keep only orchestrator.group_size" in said
+    )
+
+
+def test_two_spellings_that_agree_are_one(load: Callable[..., Any]) -> None:
+    assert load(ENVIRONMENT + "[orchestrator]\ngroup_size = 4\nrollouts_per_example = 4\n").orchestrator.group_size == 4
+
+
+def test_what_is_not_there_is_said_together_with_all_that_is_wrong(refused: Callable[..., str]) -> None:
+    lines = refused(
+        "batchsize = 4\n[orchestrator]\ngroup_size = 7\nbatchsize = 8\ntraining_mode = 'opd'\n"
+        "[trainer.optim]\nlr = 'x'\n[slurm]\njob_name = 'x'\n[trainer.model]\ncp = 2\n",
+        "--orchestrator.teacher.client.base-url", "http://x", "--fooo", "1",
+    ).splitlines()  # fmt: skip
+    assert lines[0] == "rl: the configuration has 10 errors"
+    keys = [line.strip().split(": ")[0] for line in lines[1:-1]]
+    assert sorted(keys[1:]) == sorted(
+        [
+            "slurm is not there", "orchestrator.training_mode is not there", "trainer.model.cp is not there",
+            "orchestrator.teacher is not there", "trainer.optim.lr", "orchestrator.batchsize", "batchsize",
+            "orchestrator.train.env",
+            "orchestrator.batch_size must be a multiple of group_size (7), got 8; use 7 or 14",
+        ]
+    )  # fmt: skip
+    assert keys[0].startswith("unknown option --fooo")
+
+
+def test_values_that_change_nothing_are_taken(load: Callable[..., Any]) -> None:
+    config = load(
+        ENVIRONMENT + "[orchestrator]\ntraining_mode = 'rl'\nmask_truncated_completions = false\n"
+        "[trainer.model]\ncp = 1\nep = 'auto'\n[deployment]\nnum_train_nodes = 1\n"
+    )
+    assert len(config.notes) == 6
+
+
+def test_lists_are_written_with_spaces_commas_or_brackets(load: Callable[..., Any]) -> None:
+    for words in (["0", "1", "2"], ["0,1", "2"], ["[0, 1, 2]"]):
+        config = load(ENVIRONMENT, "--inference", "--inference-gpu-ids", *words, "--trainer-gpu-ids", "3")
+        assert (config.inference_gpu_ids, config.trainer_gpu_ids) == ([0, 1, 2], [3])
+    layers = load(
+        ENVIRONMENT, "--trainer.model.lora.target-modules", "q_proj", "k_proj"
+    ).trainer.model.lora.target_modules
+    assert layers == ["q_proj", "k_proj"]
+
+
+def test_orchestrator_alone_takes_the_sections_of_its_file(load: Callable[..., Any]) -> None:
+    config = load(
+        "batch_size = 512\nmicro_batch_size = 8\nrollouts_per_example = 8\nmask_truncated_completions = false\n"
+        "[model]\nname = 'm'\n[client]\nbase_url = ['http://10.0.0.1:8000/v1']\n[ckpt]\ninterval = 5\nresume_step = 5\n"
+        "[wandb]\nproject = 'p'\n[sampling]\nmax_tokens = 768\n[environment]\nid = 'reverse-text'\n",
+        "--client.api-key-var", "KEY", "--model.name", "n", program="orchestrator",
+    )  # fmt: skip
+    assert (config.group_size, config.checkpoint_interval, config.wandb.project) == (8, 5, "p")
+    assert [env.id for env in config.train.env] == ["reverse-text"]
+    said = "\n".join(config.notes)
+    assert "client is not used: the rollout program calls engines; start it with the same [client]" in said
+    assert "ckpt is not used: the trainer writes and resumes checkpoints" in said
+
+
+def test_trainer_alone_takes_the_sections_of_its_file(load: Callable[..., Any]) -> None:
+    text = "max_steps = 9\n[wandb]\nproject = 'p'\n[data]\nseq_len = 256\nmicro_batch_size = 2\n"
+    text += "[model.experimental.lora]\n"
+    config = load(text, "--data.fake", program="trainer")
+    assert (config.seq_len, config.max_steps) == (256, 9)
+    assert config.model.lora is not None
+    assert load("[model]\nseq_len = 512\n", program="trainer").seq_len == 512
+
+
+def test_a_trainer_holds_one_run(refused: Callable[..., str]) -> None:
+    assert "a trainer holds one run so far; start a trainer for each run" in refused(
+        "", "--max-concurrent-runs", "4", program="trainer"
+    )
+
+
+@pytest.mark.parametrize("program", [name for name in PROGRAMS if name != "rl"])
+def test_dry_run_of_a_program_alone_shows_its_configuration(
+    load: Callable[..., Any], capsys: pytest.CaptureFixture[str], program: str
+) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        load("", "--dry-run", "--model.name" if program == "inference" else "--output-dir", "here", program=program)
+    out, err = capsys.readouterr()
+    assert (leaving.value.code, err.count("dry run: the configuration is valid")) == (0, 1)
+    assert ('name = "here"' if program == "inference" else 'output_dir = "here"') in out
+
+
+def test_every_successor_is_a_key_and_no_key_is_in_the_table() -> None:
+    stale = [key.old for key in OLDER_KEYS if _has("rl", key.old) and not key.values and not key.alone]
+    assert stale == []
+    assert [key.new for key in OLDER_KEYS if key.new and not _has(key.new.split(".")[0], key.new)] == []
+
+
+def _has(program: str, dotted: str) -> bool:
+    """Whether a path of `rl`, or of `sft` below its name, is a key by its present name."""
+    kind, parts = kind_of(PROGRAMS["rl"]), dotted.split(".")
+    if program == "sft":
+        kind, parts = kind_of(SFTConfig), parts[1:]
+    for part in parts:
+        step = kind.step("0" if part == "*" else part)
+        if step is None or (not part.isdecimal() and part != "*" and step[0] != part):
+            return False
+        kind = step[1]
+    return True
+
+
+def test_the_page_lists_the_table() -> None:
+    spec = importlib.util.spec_from_file_location("older_keys_table", ROOT / "scripts" / "older_keys_table.py")
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    page = (ROOT / "docs" / "configuration.md").read_text()
+    assert script.with_table(page) == page, "run: python scripts/older_keys_table.py"
