@@ -5,6 +5,8 @@ Fed by `main` with the configuration, asked by `episodes` for tasks and for epis
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -18,6 +20,7 @@ from verifiers.v1.configs.agent import AgentConfig, agent_config_fields
 from verifiers.v1.configs.env import EnvConfig as VfEnvConfig
 from verifiers.v1.env import Env
 from verifiers.v1.episode import Episode
+from verifiers.v1.mcp import Toolset
 from verifiers.v1.task import Task
 from verifiers.v1.trace import Trace
 from verifiers.v1.types import SamplingConfig as VfSampling
@@ -42,6 +45,10 @@ from meshrl.wire.types import EnvironmentInfo, Sampling
 
 NO_HARNESS_OF_ITS_OWN = "bash"
 """What verifiers falls back to for a taskset that brings no harness; ours takes its place."""
+
+CHAT_LOOP = "null"
+"""The harness of verifiers that is a chat loop as ours is, in a program for each rollout; ours takes its place where a
+role has it by default (as the user of user-sim does), and it is kept where the configuration names it."""
 
 SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed")
 """What verifiers is told of a request's sampling. Stop tokens travel in the session: renderers bring their own."""
@@ -110,6 +117,7 @@ def load(
         env = load_environment(resolved)
         hosted = HostedEnvironment(config, env, model=model, default_sampling=default_sampling)
         hosted.tasks.load()
+        servers = tool_servers(env)
     except Exception as error:  # code of the taskset's own may raise anything; one sentence names the environment
         logger.opt(exception=error).debug("environment {} cannot be loaded", name)
         raise ConfigError(
@@ -118,7 +126,30 @@ def load(
         ) from error
     if hosted.tasks.num_tasks == 0:
         raise ConfigError(f"environment {name!r}: {config.id!r} has no tasks; check its args")
+    for server in servers:
+        if not can_be_started(server):
+            module, cls = type(server).__module__, type(server).__name__
+            raise ConfigError(
+                f"environment {name!r}: tool server {cls} is started as `python -m {module}`, which does nothing; end"
+                f' that module with: if __name__ == "__main__": {cls}.run()'
+            )
     return hosted
+
+
+def tool_servers(env: Env) -> list[Toolset]:
+    """The tool servers that verifiers starts for an environment: those shared by its tasks, then those of a task."""
+    taskset = env.taskset
+    return [*taskset.toolsets(taskset.config), *type(taskset).task_type().toolsets(taskset.config.task)]
+
+
+def can_be_started(server: Toolset) -> bool:
+    """False for a tool server whose module runs nothing; one that runs elsewhere (`url`) needs no start."""
+    if server.config.url is not None or server.config.runtime.type != "subprocess":
+        return True
+    try:
+        return "__main__" in inspect.getsource(sys.modules[type(server).__module__])
+    except (KeyError, OSError, TypeError):  # no source to read
+        return True
 
 
 def configured(config: EnvConfig, *, harness: str, max_turns: int | None) -> VfEnvConfig:
@@ -170,7 +201,7 @@ def env_block(config: EnvConfig, *, harness: str, max_turns: int | None) -> dict
             agent.setdefault("max_turns", max_turns)
         if "harness" in agent:
             agent["harness"] = {**agent["harness"], "id": plugin_id(agent["harness"]["id"])}
-        elif spec.harness is None and not has_harness:
+        elif spec.harness.id == CHAT_LOOP if spec.harness is not None else not has_harness:
             agent["harness"] = {"id": plugin_id(harness)}
         if "runtime" not in agent and "runtime" not in spec.model_fields_set and not task_needs_container:
             pinned = (agent.get("harness") or {}).get("id") or (spec.harness.id if spec.harness else taskset_id)

@@ -76,12 +76,34 @@ def test_a_harness_that_is_pinned_is_kept():
     assert "interception" not in sandboxed
 
 
-def test_another_environment_can_play_a_taskset_and_keeps_the_harness_of_its_roles():
+def test_another_environment_can_play_a_taskset_and_a_role_that_only_chats_does_so_in_process():
     made = block(id="user-sim+mesh_unit_words", args={"user": {"harness": {"id": HARNESS}}})
     assert made["id"] == "user-sim"
     assert made["assistant"]["harness"] == {"id": "meshrl_environments_harness"}
     assert made["user"]["harness"] == {"id": "meshrl_environments_harness"}
-    assert block(id="user-sim+mesh_unit_words")["user"] == {"runtime": {"type": "subprocess"}}
+    assert block(id="user-sim+mesh_unit_words")["user"] == made["user"]
+    named = block(id="user-sim+mesh_unit_words", args={"user": {"harness": {"id": "null"}, "max_turns": 3}})
+    assert named["user"] == {"harness": {"id": "null"}, "max_turns": 3, "runtime": {"type": "subprocess"}}
+
+
+def test_a_tool_server_whose_module_starts_nothing_is_refused_before_anything_waits_for_it():
+    class Counter(vf.Toolset[vf.SharedToolsetConfig]):
+        pass
+
+    module = sys.modules["mesh_unit_words"]
+    module.__file__ = __file__
+    Counter.__module__ = "mesh_unit_words"
+    elsewhere = vf.SharedToolsetConfig(url="http://127.0.0.1:1/mcp")
+    assert hosting.can_be_started(Counter(elsewhere))
+    WordTaskset.toolsets = classmethod(lambda cls, config: [Counter(vf.SharedToolsetConfig())])
+    try:
+        with pytest.raises(ConfigError) as refused:
+            load()
+    finally:
+        del WordTaskset.toolsets
+    assert "tool server Counter is started as `python -m mesh_unit_words`, which does nothing; end that module" in str(
+        refused.value
+    )
 
 
 def test_an_environment_is_loaded_with_its_limits_and_described():

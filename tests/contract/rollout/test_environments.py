@@ -1,0 +1,80 @@
+"""What verifiers has of environments, each played by the rollout service: user simulation, best of n, judges."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+
+async def played(mesh: Any, request: Any) -> list[Any]:
+    """The rollouts of a group, all of which must succeed."""
+    *events, summary = [event async for event in mesh.client.run_rollouts(request)]
+    assert summary.failed == 0, events
+    return events
+
+
+def asked(request: dict[str, Any]) -> str:
+    """The prompt of a call to the scripted engine, as text."""
+    return "".join(chr(29 + token) if 2 < token < 98 else "|" for token in request["token_ids"])
+
+
+async def test_a_simulated_user_talks_to_the_policy_and_only_the_policy_trains(start_mesh, make_group, engine):
+    def reply(request: dict[str, Any]) -> str:
+        if "role-playing a USER" not in asked(request):
+            return "cat"
+        return "please say cat" if "please say" not in asked(request) else "###DONE###"
+
+    engine.reply = reply
+    mesh = await start_mesh([engine], env=[{"id": "user-sim+mesh_quiz", "name": "quiz"}], seq_len=4096)
+    [rollout] = await played(mesh, make_group(environment="quiz", deadline_s=120.0))
+    assert (rollout.agent, rollout.reward, rollout.num_turns) == ("assistant", 1.0, 1)
+    assert rollout.metrics["user_turns"] == 2.0
+    assert rollout.completion == "cat"
+
+
+async def test_best_of_n_makes_a_rollout_of_each_attempt(start_mesh, make_group, engine):
+    replies = iter(["cat", "dog", "cow"])
+    engine.reply = lambda request: next(replies)
+    mesh = await start_mesh([engine], env=[{"id": "best-of-n+mesh_quiz", "name": "quiz", "args": {"n": 3}}])
+    rollouts = await played(mesh, make_group(environment="quiz", deadline_s=120.0))
+    assert [(rollout.reward, rollout.metrics["best"]) for rollout in rollouts] == [(1.0, 1.0), (0.0, 0.0), (0.0, 0.0)]
+    assert {rollout.metrics["pass_at_n"] for rollout in rollouts} == {1.0}
+
+
+@pytest.fixture
+async def judge():
+    """An OpenAI-compatible server that answers yes where the response is "cat"."""
+    bodies = []
+
+    async def complete(request: web.Request) -> web.Response:
+        body = await request.json()
+        bodies.append((request.headers["Authorization"], body))
+        said = "yes" if "Response:\n```\ncat" in body["messages"][0]["content"] else "no"
+        message = {"role": "assistant", "content": said}
+        usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+        choice = {"index": 0, "message": message, "finish_reason": "stop"}
+        made = {"id": "x", "object": "chat.completion", "created": 0, "model": body["model"], "choices": [choice]}
+        return web.json_response({**made, "usage": usage})
+
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", complete)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1", bodies
+    await runner.cleanup()
+
+
+async def test_a_judge_behind_any_openai_endpoint_gives_a_reward(start_mesh, make_group, engine, judge, monkeypatch):
+    url, bodies = judge
+    monkeypatch.setenv("MESH_JUDGE_KEY", "sesame")
+    entry = {"id": "reference", "base_url": url, "model": "judge-1", "api_key_var": "MESH_JUDGE_KEY", "weight": 0.5}
+    replies = iter(["cat", "dog"])
+    engine.reply = lambda request: next(replies)
+    mesh = await start_mesh([engine], env=[{"id": "mesh_quiz", "args": {"task": {"judges": [entry]}}}])
+    rollouts = await played(mesh, make_group(environment="mesh_quiz", group_size=2, deadline_s=120.0))
+    assert sorted(rollout.reward_parts["reference"] for rollout in rollouts) == [0.0, 0.5]
+    assert sorted(rollout.reward for rollout in rollouts) == [0.0, 1.5]
+    assert [(key, body["model"]) for key, body in bodies] == [("Bearer sesame", "judge-1")] * 2
