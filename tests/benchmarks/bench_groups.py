@@ -17,6 +17,7 @@ import uuid
 import numpy as np
 
 from meshrl.rollout.config import ClientConfig
+from meshrl.rollout.engines.capacity import RolloutLimit
 from meshrl.rollout.engines.engine_table import EngineTable
 from meshrl.rollout.engines.router import EngineRouter
 from meshrl.rollout.group_runner import GroupRunner
@@ -74,7 +75,8 @@ async def one_wave(rollouts: int, group_size: int, concurrent: int) -> tuple[flo
     """(CPU seconds to admit and start, CPU seconds from the event to the last stream's end)."""
     wave = Wave()
     table = GroupTable(max_concurrent=concurrent, max_queued=rollouts)
-    runner = GroupRunner({ENVIRONMENT: wave}, table, EngineRouter(EngineTable(["http://nobody"]), ClientConfig()))
+    router = EngineRouter(EngineTable(["http://nobody"]), ClientConfig())
+    runner = GroupRunner({ENVIRONMENT: wave}, table, router, RolloutLimit(concurrent))
 
     async def stream(number: int) -> None:
         request = RolloutRequest(

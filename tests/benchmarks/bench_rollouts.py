@@ -36,7 +36,7 @@ from aiohttp import web
 from rollout_load import PLAYED, TOOL_TURNS, Load, LoadProcess, Target, measure
 from rollout_paths import TOOL_CALL, save_tokenizer
 
-from meshrl.inference.engine import Engine, FinishReason, GenerateRequest, SamplingParams, TokenChunk
+from meshrl.inference.engine import Engine, EngineStats, FinishReason, GenerateRequest, SamplingParams, TokenChunk
 from meshrl.wire.types import VersionSpan
 
 PATHS = ("engine", "completions", "json", "binary", *PLAYED)
@@ -69,6 +69,12 @@ class InstantEngine:
             version_spans=(VersionSpan(start=0, end=count, version=0),),
             finish_reason=FinishReason.STOP if ids is self._call else FinishReason.LENGTH,
         )
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            running=0, waiting=0, slots=4096, generated_tokens=0, prefilled_tokens=0, shared_prompt_tokens=0,
+            finished_requests=0, steps=0, busy_s=0.0,
+        )  # fmt: skip
 
     async def close(self, deadline_s: float = 0.0) -> None:
         """Nothing to close."""

@@ -24,6 +24,7 @@ from meshrl.wire.types import (
     ChunkEntry,
     CollectivePlan,
     Commit,
+    EngineEndpoint,
     EngineInfo,
     GroupMember,
     JoinGroup,
@@ -33,6 +34,7 @@ from meshrl.wire.types import (
     OpenedGroup,
     Rollout,
     RolloutRequest,
+    RolloutStatus,
     Sample,
     Sampling,
     Sleep,
@@ -229,6 +231,18 @@ def group_messages(manifest):
     yield "registration_can_sleep", convert.registration_to_proto(sleeper).SerializeToString()
     answer = dataclasses.replace(report, sleeping=True, sleep_answered=4)
     yield "agent_report_sleeping", convert.agent_report_to_proto(answer).SerializeToString()
+    status = RolloutStatus(
+        running=5,
+        queued=2,
+        finished=3,
+        failures={},
+        rollouts_per_s=0.5,
+        engines=(EngineEndpoint(url="u", healthy=True, version=0, in_flight=2, slots=512, kv_tokens=2**33),),
+        draining=False,
+        max_concurrent=576,
+        limit_reason="auto",
+    )
+    yield "rollout_status_limit", convert.rollout_status_to_proto(status).SerializeToString()
     yield "agent_command_sleep", convert.agent_command_to_proto(Sleep(number=4)).SerializeToString()
     asleep = dataclasses.replace(engine, sleeping=True, can_sleep=True)
     yield "engine_info_sleeping", convert.engine_info_to_proto(asleep).SerializeToString()

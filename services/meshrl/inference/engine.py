@@ -112,6 +112,7 @@ class EngineStats:
     steps: int
     busy_s: float
     last_pause_s: float = 0.0
+    kv_tokens: int = 0  # tokens that the KV cache has room for, over all requests; 0 where it is not known
     extra: Mapping[str, float] = field(default_factory=dict)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -84,8 +84,11 @@ class RolloutConfig(BaseConfig):
     seq_len: int = Field(default=2048, ge=2)
     """Longest sequence in tokens; a model call gets at most what its prompt leaves of it."""
 
-    max_concurrent: int = Field(default=256, ge=1)
-    """Most rollouts running at once."""
+    max_concurrent: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    """Most rollouts running at once. auto follows what the engines say they can hold, as they come and go: their slots,
+    or how many rollouts of the lengths seen lately their KV cache has room for, and an eighth more that wait at the
+    engines; more again, up to four times, where rollouts spend their time outside of model calls. An engine that says
+    nothing counts 256."""
 
     max_queued: int = Field(default=4096, ge=0)
     """Most rollouts waiting for a slot; a group that does not fit is refused with RESOURCE_EXHAUSTED."""

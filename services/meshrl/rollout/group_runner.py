@@ -16,6 +16,7 @@ from typing import Protocol
 
 from loguru import logger
 
+from meshrl.rollout.engines.capacity import RolloutLimit
 from meshrl.rollout.engines.engine_table import Requirement
 from meshrl.rollout.engines.logprobs_mode import reshaping
 from meshrl.rollout.engines.router import EngineRouter
@@ -73,16 +74,21 @@ class GroupRunner:
         environments: Mapping[str, Player],
         table: GroupTable,
         router: EngineRouter,
+        limit: RolloutLimit,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.environments = environments
+        self._limit = limit
         self._table = table
         self._router = router
         self._clock = clock
         self._running: dict[str, _RunningGroup] = {}  # by request id
         self._tasks: set[asyncio.Task[None]] = set()
+        self._counted: set[str] = set()  # engines of the limit that the log has told last
         self._idle = asyncio.Event()
         self._idle.set()
+        self._follow_engines()
+        router.on_look = self._follow_engines
 
     async def run(self, request: RolloutRequest) -> AsyncGenerator[RolloutEvent, None]:
         """Plays a group; yields each rollout or failure as it ends, then the summary.
@@ -126,6 +132,8 @@ class GroupRunner:
             rollouts_per_s=self._table.rate(self._clock()),
             engines=self._router.engines.endpoints(),
             draining=self._table.draining,
+            max_concurrent=self._table.max_concurrent,
+            limit_reason=self._limit.reason,
         )
 
     async def drain(self, grace_s: float) -> None:
@@ -158,6 +166,17 @@ class GroupRunner:
         self._idle.clear()
         return running
 
+    def _follow_engines(self) -> None:
+        """Takes over how many rollouts may run now, and starts those that have a place for it."""
+        engines = self._router.engines.listed
+        if self._limit.follow(engines):
+            urls = {engine.url for engine in engines if engine.healthy}
+            log = logger.debug if urls == self._counted else logger.info
+            log("at most {} rollouts run at once: {}", self._limit.rollouts, self._limit.reason)
+            self._counted = urls
+        self._table.max_concurrent = self._limit.rollouts
+        self._start_waiting()
+
     def _start_waiting(self) -> None:
         """Starts the rollouts that have a place now."""
         for group, index in self._table.start():
@@ -186,6 +205,7 @@ class GroupRunner:
         elif isinstance(played, RolloutFailure):
             recorded = self._table.record_outcome(group, index, Outcome.FAILED, now, reason=played.reason)
         else:
+            self._limit.shape.observe(played)
             tokens = sum(int(sample.loss_mask.sum()) for rollout in played for sample in rollout.samples)
             recorded = self._table.record_outcome(group, index, Outcome.FINISHED, now, sampled_tokens=tokens)
         if not recorded:

@@ -61,7 +61,8 @@ class GroupTable:
         """Rollouts that run now, over all groups."""
         self.queued = 0
         """Rollouts that wait for a slot, over all groups."""
-        self._max_concurrent = max_concurrent
+        self.max_concurrent = max_concurrent
+        """May change; rollouts that run beyond a lower one go on."""
         self._max_queued = max_queued
         self._groups: dict[str, AdmittedGroup] = {}
         self._group_ids: set[str] = set()
@@ -90,14 +91,14 @@ class GroupTable:
             raise MeshError(
                 Reason.DUPLICATE_REQUEST, f"group {group_id} is running; use a new group_id or wait for its end"
             )
-        most = self._max_concurrent + self._max_queued
+        most = self.max_concurrent + self._max_queued
         if size > most:
             raise MeshError(Reason.INVALID_REQUEST, f"group_size is {size}, this server takes at most {most} rollouts")
         if self.running + self.queued + size > most:
             raise MeshError(
                 Reason.OVERLOADED,
                 f"{self.running} rollouts run and {self.queued} wait; {size} more exceed max_concurrent"
-                f" {self._max_concurrent} plus max_queued {self._max_queued}",
+                f" {self.max_concurrent} plus max_queued {self._max_queued}",
                 retry_after_s=1.0,
             )
 
@@ -117,7 +118,7 @@ class GroupTable:
         Called after every rollout that ends, so it looks at no group but those that it starts from.
         """
         started: list[tuple[AdmittedGroup, int]] = []
-        for _ in range(min(self._max_concurrent - self.running, self.queued)):
+        for _ in range(min(self.max_concurrent - self.running, self.queued)):
             request_id, group = next(iter(self._waiting.items()))
             index = group.waiting.popleft()
             group.running.add(index)

@@ -21,6 +21,7 @@ from meshrl.core.rpc.serve import GrpcServer
 from meshrl.core.secret import read_secret
 from meshrl.rollout import hosting
 from meshrl.rollout.config import RolloutConfig
+from meshrl.rollout.engines.capacity import RolloutLimit
 from meshrl.rollout.engines.engine_table import EngineTable
 from meshrl.rollout.engines.model_client import EngineClient
 from meshrl.rollout.engines.rendering import PolicyRenderer, load_renderer
@@ -90,8 +91,9 @@ async def build(config: RolloutConfig, stack: AsyncExitStack, tracer: Tracer) ->
         environments[hosted.name] = EpisodePlayer(hosted, book, tracer)
         _log_to_file(hosted.name, config.output_dir)
         logger.info("environment {}: {} tasks", hosted.name, hosted.tasks.num_tasks or "infinitely many")
-    table = GroupTable(max_concurrent=config.max_concurrent, max_queued=config.max_queued)
-    return GroupRunner(environments, table, router)
+    limit = RolloutLimit(None if config.max_concurrent == "auto" else config.max_concurrent)
+    table = GroupTable(max_concurrent=limit.rollouts, max_queued=config.max_queued)
+    return GroupRunner(environments, table, router, limit)
 
 
 async def _discovery(config: RolloutConfig, stack: AsyncExitStack) -> Discovery | None:

@@ -23,8 +23,10 @@ async def test_health_is_ok_with_requests_in_flight_and_while_paused(client: Eng
 async def test_version_says_what_is_served(mesh: EngineMesh, client: EngineClient) -> None:
     version = await client.version()
     assert len(bytes.fromhex(version.pop("root"))) == 32
+    assert version.pop("kv_tokens") >= MAX_MODEL_LEN  # else not one request of full length would fit
     assert version == {
         "version": mesh.version, "paused": False, "in_flight": 0, "logprobs_mode": "processed_logprobs",
+        "slots": SLOTS,
     }  # fmt: skip
 
 

@@ -79,6 +79,7 @@ class ScriptedEngine:
     reply: Callable[[dict[str, Any]], str | list[int]] = lambda request: "cat"
     delay_s: float = 0.0
     health: int = 200
+    capacity: dict[str, int] = field(default_factory=dict)  # what it says of it in /version
     silent_s: float = 0.0  # before it answers whether it is well
     spans: Callable[[int], list[list[int]]] | None = None
     on_call: Callable[[web.Request, dict[str, Any]], Any] | None = None
@@ -107,7 +108,9 @@ class ScriptedEngine:
 
     async def get_version(self, request: web.Request) -> web.Response:
         told = {} if self.logprobs_mode is None else {"logprobs_mode": self.logprobs_mode}
-        return web.json_response({"version": self.version, "root": "", "paused": False, "in_flight": 0, **told})
+        return web.json_response(
+            {"version": self.version, "root": "", "paused": False, "in_flight": 0, **told, **self.capacity}
+        )
 
     async def get_health(self, request: web.Request) -> web.Response:
         await asyncio.sleep(self.silent_s)

@@ -57,6 +57,8 @@ async def test_models_health_version_and_metrics(serve: Start) -> None:
         "paused": False,
         "in_flight": 0,
         "logprobs_mode": "processed_logprobs",
+        "slots": 8,
+        "kv_tokens": 8 * 96,
     }
     scraped = await client.get("/metrics")
     assert scraped.content_type == "text/plain"

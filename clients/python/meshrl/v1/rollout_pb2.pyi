@@ -233,7 +233,7 @@ class GetRolloutStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetRolloutStatusResponse(_message.Message):
-    __slots__ = ("running", "queued", "finished", "failures", "rollouts_per_s", "engines", "draining")
+    __slots__ = ("running", "queued", "finished", "failures", "rollouts_per_s", "engines", "draining", "max_concurrent", "limit_reason")
     class FailuresEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -248,6 +248,8 @@ class GetRolloutStatusResponse(_message.Message):
     ROLLOUTS_PER_S_FIELD_NUMBER: _ClassVar[int]
     ENGINES_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    MAX_CONCURRENT_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_REASON_FIELD_NUMBER: _ClassVar[int]
     running: int
     queued: int
     finished: int
@@ -255,18 +257,24 @@ class GetRolloutStatusResponse(_message.Message):
     rollouts_per_s: float
     engines: _containers.RepeatedCompositeFieldContainer[EngineEndpoint]
     draining: bool
-    def __init__(self, running: _Optional[int] = ..., queued: _Optional[int] = ..., finished: _Optional[int] = ..., failures: _Optional[_Mapping[str, int]] = ..., rollouts_per_s: _Optional[float] = ..., engines: _Optional[_Iterable[_Union[EngineEndpoint, _Mapping]]] = ..., draining: bool = ...) -> None: ...
+    max_concurrent: int
+    limit_reason: str
+    def __init__(self, running: _Optional[int] = ..., queued: _Optional[int] = ..., finished: _Optional[int] = ..., failures: _Optional[_Mapping[str, int]] = ..., rollouts_per_s: _Optional[float] = ..., engines: _Optional[_Iterable[_Union[EngineEndpoint, _Mapping]]] = ..., draining: bool = ..., max_concurrent: _Optional[int] = ..., limit_reason: _Optional[str] = ...) -> None: ...
 
 class EngineEndpoint(_message.Message):
-    __slots__ = ("url", "healthy", "version", "in_flight", "logprobs_mode")
+    __slots__ = ("url", "healthy", "version", "in_flight", "logprobs_mode", "slots", "kv_tokens")
     URL_FIELD_NUMBER: _ClassVar[int]
     HEALTHY_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_MODE_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    KV_TOKENS_FIELD_NUMBER: _ClassVar[int]
     url: str
     healthy: bool
     version: int
     in_flight: int
     logprobs_mode: str
-    def __init__(self, url: _Optional[str] = ..., healthy: bool = ..., version: _Optional[int] = ..., in_flight: _Optional[int] = ..., logprobs_mode: _Optional[str] = ...) -> None: ...
+    slots: int
+    kv_tokens: int
+    def __init__(self, url: _Optional[str] = ..., healthy: bool = ..., version: _Optional[int] = ..., in_flight: _Optional[int] = ..., logprobs_mode: _Optional[str] = ..., slots: _Optional[int] = ..., kv_tokens: _Optional[int] = ...) -> None: ...

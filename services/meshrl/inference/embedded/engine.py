@@ -123,6 +123,7 @@ class EmbeddedEngine(NeverSleeps):
             steps=counts.steps,
             busy_s=counts.busy_s,
             last_pause_s=self._last_pause_s,
+            kv_tokens=self.num_slots * self.max_model_len,
         )
 
     # --- life -------------------------------------------------------------------------------

@@ -109,7 +109,7 @@ class InferenceServer:
         return web.json_response({"status": "ok"})
 
     async def _version(self, _request: web.Request) -> web.StreamResponse:
-        root = self._engine.root
+        root, stats = self._engine.root, self._engine.stats()
         return web.json_response(
             {
                 "version": self._engine.version,
@@ -117,6 +117,8 @@ class InferenceServer:
                 "paused": self._engine.paused,
                 "in_flight": self._engine.in_flight,
                 "logprobs_mode": self._engine.logprobs_mode,
+                "slots": stats.slots,
+                "kv_tokens": stats.kv_tokens,
             }
         )
 

@@ -25,6 +25,7 @@ class EngineMetrics(Collector):
             ("requests_running", "Requests that hold a slot", stats.running),
             ("requests_waiting", "Requests that wait for a slot", stats.waiting),
             ("slots", "Requests that can run at once", stats.slots),
+            ("kv_tokens", "Tokens that the KV cache has room for", stats.kv_tokens),
             ("last_pause_seconds", "Length of the last pause for new weights", stats.last_pause_s),
             ("policy_version", "Version of the weights; -1 for none", -1 if self._version is None else self._version),
         )

@@ -34,7 +34,7 @@ from meshrl.inference.engine import (
 from meshrl.inference.sleep import Sleeper
 from meshrl.inference.vllm.adapters import AdapterStore, StagedAdapter
 from meshrl.inference.vllm.calls import RPC_DEADLINE_S, EngineCalls
-from meshrl.inference.vllm.installed import VllmError, client_errors
+from meshrl.inference.vllm.installed import VllmError, client_errors, kv_tokens_of
 from meshrl.inference.vllm.requests import RequestCodec
 from meshrl.inference.vllm.version_clock import VersionClock
 from meshrl.versions.layout import Layout, layout_of, mismatch
@@ -65,6 +65,7 @@ class VllmEngine:
         self._ranks = parallel.world_size * parallel.data_parallel_size
         self._device = "cuda" if config.device_config.device_type == "cuda" else "cpu"
         self.num_slots: int = config.scheduler_config.max_num_seqs * parallel.data_parallel_size
+        self._kv_tokens = kv_tokens_of(config)
         self._max_queue = max_queue
         self._clock = VersionClock(version)
         self._requests = RequestCodec(self._clock, max_model_len=self.max_model_len, eos_token_ids=eos_token_ids)
@@ -145,6 +146,7 @@ class VllmEngine:
             steps=0,
             busy_s=0.0,
             last_pause_s=self._last_pause_s,
+            kv_tokens=self._kv_tokens,
         )
 
     # --- life -------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 OLDEST, NEWEST = (0, 26), (0, 32)
@@ -52,6 +53,16 @@ def client_errors() -> tuple[type[Exception], ...]:
 
     own: type[Exception] | None = getattr(exceptions, "VLLMClientError", None)
     return (ValueError,) if own is None else (ValueError, own)
+
+
+def kv_tokens_of(config: VllmConfig) -> int:
+    """Tokens that the KV cache of a running vLLM has room for, over all its data-parallel parts; 0 if it did not say.
+
+    0.32 says how many a part holds, which for models with several kinds of layers is not blocks times their size.
+    """
+    cache, parts = config.cache_config, config.parallel_config.data_parallel_size
+    of_one_part: int | None = getattr(cache, "kv_cache_size_tokens", None)
+    return of_one_part * parts if of_one_part else (cache.num_gpu_blocks or 0) * (cache.block_size or 0)
 
 
 def load_anew(runner: GPUModelRunner, tensors: Iterable[tuple[str, torch.Tensor]]) -> set[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
+from meshrl.rollout.engines.capacity import NOTHING_SAID, EngineCapacity
 from meshrl.rollout.engines.logprobs_mode import PROCESSED
 from meshrl.wire.types import EngineEndpoint, RolloutRequest
 
@@ -55,6 +56,7 @@ class KnownEngine:
     healthy: bool = False
     version: int | None = None
     logprobs_mode: str | None = None
+    capacity: EngineCapacity = NOTHING_SAID
     in_flight: int = 0
     listed: bool = True
     chosen: int = 0  # number of the call that went here last
@@ -96,10 +98,18 @@ class EngineTable:
             if not engine.in_flight:
                 del self._engines[url]
 
-    def observe(self, url: str, version: int | None, logprobs_mode: str | None = None) -> None:
-        """An engine answered: it is healthy, serves `version`, and says (or not) what its logprobs are of."""
+    def observe(
+        self,
+        url: str,
+        version: int | None,
+        logprobs_mode: str | None = None,
+        capacity: EngineCapacity = NOTHING_SAID,
+    ) -> None:
+        """An engine answered: it is healthy, serves `version`, and says (or not) what its logprobs are of and what it
+        can hold."""
         if (engine := self._engines.get(url)) is not None:
             engine.healthy, engine.version, engine.logprobs_mode = True, version, logprobs_mode
+            engine.capacity = capacity
 
     def lose(self, url: str) -> None:
         """An engine did not answer: it gets no calls until it does; its version is forgotten, it may restart older."""
@@ -156,6 +166,8 @@ class EngineTable:
                 version=engine.version,
                 in_flight=engine.in_flight,
                 logprobs_mode=engine.logprobs_mode or "",
+                slots=engine.capacity.slots,
+                kv_tokens=engine.capacity.kv_tokens,
             )
             for engine in self.listed
         )

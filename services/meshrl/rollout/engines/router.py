@@ -19,6 +19,7 @@ from loguru import logger
 from meshrl.core.waiting import Pulse
 from meshrl.rollout.config import ClientConfig
 from meshrl.rollout.engines.answers import ACCEPT, EngineAnswer
+from meshrl.rollout.engines.capacity import NOTHING_SAID, EngineCapacity, capacity_in_metrics, capacity_of
 from meshrl.rollout.engines.engine_table import EngineTable, KnownEngine, Requirement
 from meshrl.rollout.engines.logprobs_mode import logprobs_mode_of
 from meshrl.rollout.engines.sessions import Session
@@ -77,6 +78,8 @@ class EngineRouter:
         discovery: Discovery | None = None,
     ) -> None:
         self.engines = engines
+        self.on_look: Callable[[], None] = lambda: None
+        """Called after every look at the engines."""
         self._config = config
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._discovery = discovery
@@ -260,6 +263,7 @@ class EngineRouter:
         await asyncio.gather(self._discover(), *(self._probe(engine) for engine in known))
         await asyncio.gather(*(self._probe(engine) for engine in self.engines.remembered if engine not in known))
         self._changed.beat()
+        self.on_look()
 
     def _heard_of(self, engine: KnownEngine, answers: bool) -> None:
         """Notes whether an engine answers; the calls that wait for one that is silent for too long move to others."""
@@ -295,9 +299,13 @@ class EngineRouter:
                 if reply.status == 200:
                     payload = await reply.json(content_type=None)
                     mode = logprobs_mode_of(payload) or self._config.logprobs_mode
-                    self.engines.observe(engine.url, version_of(payload), mode)
+                    capacity = capacity_of(payload)
+                    if capacity == NOTHING_SAID:
+                        capacity = await self._capacity_in_metrics(engine)
+                    self.engines.observe(engine.url, version_of(payload), mode, capacity)
                 elif reply.status == 404 and health.status == 200:  # a server without versions
-                    self.engines.observe(engine.url, 0, self._config.logprobs_mode)
+                    capacity = await self._capacity_in_metrics(engine)
+                    self.engines.observe(engine.url, 0, self._config.logprobs_mode, capacity)
                 else:
                     self.engines.lose(engine.url)
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
@@ -305,6 +313,19 @@ class EngineRouter:
                 logger.warning("engine {} does not answer: {}", engine.url, error or type(error).__name__)
             self._heard_of(engine, answers=False)
             self.engines.lose(engine.url)
+
+    async def _capacity_in_metrics(self, engine: KnownEngine) -> EngineCapacity:
+        """What a server that is not ours says in its metrics, asked once each time that it comes up."""
+        assert self._http is not None  # entered
+        if engine.healthy:
+            return engine.capacity
+        timeout = aiohttp.ClientTimeout(total=self._config.probe_deadline_s)
+        try:
+            async with self._http.get(engine.url + "/metrics", timeout=timeout) as reply:
+                return capacity_in_metrics(await reply.text()) if reply.status == 200 else NOTHING_SAID
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:  # it serves all the same
+            logger.debug("engine {} has no metrics to read: {}", engine.url, error or type(error).__name__)
+            return NOTHING_SAID
 
 
 def _watched_socket(address: aiohttp.AddrInfoType) -> socket.socket:

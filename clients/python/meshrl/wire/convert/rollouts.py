@@ -272,6 +272,8 @@ def engine_endpoint_to_proto(engine: EngineEndpoint) -> pb.EngineEndpoint:
         version=engine.version,
         in_flight=engine.in_flight,
         logprobs_mode=engine.logprobs_mode,
+        slots=engine.slots,
+        kv_tokens=engine.kv_tokens,
     )
 
 
@@ -282,6 +284,8 @@ def engine_endpoint_from_proto(message: pb.EngineEndpoint) -> EngineEndpoint:
         version=optional(message, "version"),
         in_flight=message.in_flight,
         logprobs_mode=message.logprobs_mode,
+        slots=optional(message, "slots"),
+        kv_tokens=optional(message, "kv_tokens"),
     )
 
 
@@ -294,6 +298,8 @@ def rollout_status_to_proto(status: RolloutStatus) -> pb.GetRolloutStatusRespons
         rollouts_per_s=status.rollouts_per_s,
         engines=[engine_endpoint_to_proto(engine) for engine in status.engines],
         draining=status.draining,
+        max_concurrent=status.max_concurrent,
+        limit_reason=status.limit_reason,
     )
 
 
@@ -306,4 +312,6 @@ def rollout_status_from_proto(message: pb.GetRolloutStatusResponse) -> RolloutSt
         rollouts_per_s=message.rollouts_per_s,
         engines=tuple(engine_endpoint_from_proto(engine) for engine in message.engines),
         draining=message.draining,
+        max_concurrent=message.max_concurrent,
+        limit_reason=message.limit_reason,
     )

@@ -165,7 +165,8 @@ class EngineEndpoint:
     """One engine as the rollout server sees it.
 
     `logprobs_mode`: processed_logprobs when its logprobs are of the distribution sampled from, raw_logprobs when of
-    that before temperature and cuts; empty while unknown.
+    that before temperature and cuts; empty while unknown. `slots`: the sequences that it decodes at once; `kv_tokens`:
+    what its KV cache holds; None while it does not say.
     """
 
     url: str
@@ -173,11 +174,16 @@ class EngineEndpoint:
     version: int | None
     in_flight: int
     logprobs_mode: str = ""
+    slots: int | None = None
+    kv_tokens: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutStatus:
-    """What a rollout server is doing; counts of rollouts, not groups."""
+    """What a rollout server is doing; counts of rollouts, not groups.
+
+    At most `max_concurrent` run at once now, for `limit_reason`; 0 where the server does not say.
+    """
 
     running: int
     queued: int
@@ -186,3 +192,5 @@ class RolloutStatus:
     rollouts_per_s: float
     engines: tuple[EngineEndpoint, ...]
     draining: bool
+    max_concurrent: int = 0
+    limit_reason: str = ""

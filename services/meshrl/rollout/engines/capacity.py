@@ -1,0 +1,139 @@
+"""How many rollouts may run at once: a number from the configuration, or what the engines say they can hold. No I/O.
+
+The group runner asks after every look at the engines and tells what finished rollouts were like. An engine runs at most
+`slots` sequences, and only as many as its KV cache has room for; ours have both in the answer to GET /version. A vLLM
+server that is not ours has its KV cache in GET /metrics.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from meshrl.wire.types import Rollout
+
+if TYPE_CHECKING:
+    from meshrl.rollout.engines.engine_table import KnownEngine
+
+_VLLM_CACHE = "vllm:cache_config_info"
+_LABEL = re.compile(r'(\w+)="([^"]*)"')
+
+UNKNOWN_SLOTS = 256
+"""What an engine that says nothing of itself counts for."""
+
+SPARE = 1 / 8
+"""Rollouts beyond what engines hold: an engine takes the next one from its own queue the moment a slot is free."""
+
+LEAST_TIME_IN_CALLS = 1 / 4
+"""So many times what engines hold may run, at most, where rollouts spend their time outside of model calls."""
+
+REMEMBERED = 64
+"""Each finished rollout moves the averages by one part in so many."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineCapacity:
+    """What an engine says it can hold: sequences decoded at once, tokens in its KV cache; None where it does not."""
+
+    slots: int | None = None
+    kv_tokens: int | None = None
+
+    def sequences(self, tokens: float | None) -> int:
+        """Sequences it runs at once, each with `tokens` in the KV cache (None: not known); at least one."""
+        slots = UNKNOWN_SLOTS if self.slots is None else self.slots
+        if self.kv_tokens is None or not tokens:
+            return max(1, slots)
+        return max(1, min(slots, int(self.kv_tokens / tokens)))
+
+
+NOTHING_SAID = EngineCapacity()
+
+
+def capacity_of(payload: object) -> EngineCapacity:
+    """Reads the answer of GET /version; a field that is no positive number counts as not said."""
+    said = payload if isinstance(payload, dict) else {}
+    values = {name: said.get(name) for name in ("slots", "kv_tokens")}
+    return EngineCapacity(**{name: value for name, value in values.items() if type(value) is int and value > 0})
+
+
+def capacity_in_metrics(text: str) -> EngineCapacity:
+    """Reads the answer of GET /metrics of a vLLM server: how many tokens its KV cache has blocks for, in all its parts.
+
+    How many sequences it decodes at once is not in it.
+    """
+    tokens = 0
+    for line in text.splitlines():
+        if not line.startswith(_VLLM_CACHE + "{"):
+            continue
+        labels = dict(_LABEL.findall(line))
+        blocks, size = labels.get("num_gpu_blocks", ""), labels.get("block_size", "")
+        tokens += int(blocks) * int(size) if blocks.isdecimal() and size.isdecimal() else 0
+    return EngineCapacity(kv_tokens=tokens or None)
+
+
+class RolloutShape:
+    """What a rollout takes of an engine, on average over the last ones: KV cache in tokens, share of time in calls."""
+
+    def __init__(self) -> None:
+        self.held_tokens: float | None = None
+        self.time_in_calls = 1.0
+        self._seen = 0
+
+    def observe(self, rollouts: Iterable[Rollout]) -> None:
+        """One rollout that finished, one `Rollout` an agent.
+
+        What a call holds grows with each token that is sampled, so over its life that is the prompt and half of the
+        completion.
+        """
+        played = tuple(rollouts)
+        held = max(
+            (len(one.token_ids) - int(one.loss_mask.sum()) / 2 for rollout in played for one in rollout.samples),
+            default=0.0,
+        )
+        total_s = max((rollout.timings_s.get("total", 0.0) for rollout in played), default=0.0)
+        calls_s = sum(rollout.timings_s.get("generation", 0.0) for rollout in played)
+        self._seen += 1
+        weight = 1 / min(self._seen, REMEMBERED)
+        before = held if self.held_tokens is None else self.held_tokens
+        self.held_tokens = before + weight * (held - before)
+        if total_s > 0.0:
+            self.time_in_calls += weight * (min(1.0, calls_s / total_s) - self.time_in_calls)
+
+
+class RolloutLimit:
+    """The limit now, and why. `fixed` None follows the engines."""
+
+    def __init__(self, fixed: int | None) -> None:
+        self.shape = RolloutShape()
+        self.rollouts = UNKNOWN_SLOTS if fixed is None else fixed
+        self.reason = "no engine has answered yet" if fixed is None else "as configured"
+        self._fixed = fixed
+
+    def follow(self, engines: Iterable[KnownEngine]) -> bool:
+        """Counts the engines that may get calls now; whether the limit has changed. Without any it stays as it was."""
+        up = [engine for engine in engines if engine.listed and engine.healthy]
+        if self._fixed is not None or not up:
+            return False
+        shape, before = self.shape, self.rollouts
+        held = [engine.capacity.sequences(shape.held_tokens) for engine in up]
+        said = sum(number for engine, number in zip(up, held, strict=True) if engine.capacity != NOTHING_SAID)
+        time_in_calls = max(LEAST_TIME_IN_CALLS, shape.time_in_calls)
+        self.rollouts = math.ceil((sum(held) + SPARE * said) / time_in_calls)
+        each = ", ".join(
+            f"{engine.url} {_why(engine.capacity, number)}" for engine, number in zip(up, held, strict=True)
+        )
+        self.reason = (
+            f"auto: engines hold {sum(held)} ({each}), and {math.ceil(SPARE * said)} more wait at them;"
+            f" {time_in_calls:.0%} of a rollout's time is in model calls"
+        )
+        return self.rollouts != before
+
+
+def _why(capacity: EngineCapacity, number: int) -> str:
+    if capacity == NOTHING_SAID:
+        return f"{number}, as it does not say"
+    slots = UNKNOWN_SLOTS if capacity.slots is None else capacity.slots
+    return f"{number}, its slots" if number == slots else f"{number}, by {capacity.kv_tokens} tokens of KV cache"
