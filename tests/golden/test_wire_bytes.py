@@ -42,6 +42,7 @@ from meshrl.wire.types import (
     StepEvent,
     StepState,
     TensorEntry,
+    TrainerInfo,
     Transport,
     VersionInfo,
     VersionKind,
@@ -91,6 +92,32 @@ WEIGHTED_BATCH = dataclasses.replace(
             ref_logprobs=np.array([0.0, -1.5, 0.0], dtype=np.float32),
         ),
     ),
+)
+
+
+SHARED_BATCH = dataclasses.replace(
+    BATCH,
+    micro_batches=(
+        dataclasses.replace(
+            BATCH.micro_batches[0],
+            position_ids=np.array([0, 1, 1], dtype=np.int32),
+            prefix_tokens=np.array([0, 1], dtype=np.int32),
+            prefix_samples=np.array([0, 0], dtype=np.int32),
+        ),
+    ),
+)
+
+
+TRAINER = TrainerInfo(
+    world_size=1,
+    dp_size=1,
+    seq_len=8,
+    pad_multiple=1,
+    objective="default",
+    model="m",
+    runs=(),
+    max_queued_batches=2,
+    min_shared_prefix=0.25,
 )
 
 
@@ -148,6 +175,8 @@ def messages():
     event = StepEvent(revision=4, step=3, state=StepState.DONE, version=0, metrics={"loss/mean": 0.5})
     yield "step_event", convert.step_event_to_proto(event).SerializeToString()
     yield "micro_batch_with_weights", list(convert.batch_to_messages(WEIGHTED_BATCH))[1].SerializeToString()
+    yield "micro_batch_with_prefix", list(convert.batch_to_messages(SHARED_BATCH))[1].SerializeToString()
+    yield "trainer_info", convert.trainer_info_to_proto(TRAINER, contract_version="1.0").SerializeToString()
     yield (
         "step_event_durable",
         convert.step_event_to_proto(
@@ -263,3 +292,4 @@ def test_every_stored_message_is_still_written():
 def test_the_digest_of_a_batch_is_what_it_was():
     assert convert.batch_digest(BATCH) == "81e94ef9feaf623a05c73752eb1a2d5d1fd42a705851f7b5236bfc0bfe753650"
     assert convert.batch_digest(WEIGHTED_BATCH) == "40fbdf2d95eeae1692b689333e1f393ac599bb1ac51f94ea6f4ba0f43537e965"
+    assert convert.batch_digest(SHARED_BATCH) == "a11f5722841371c3d06d7d2a40ad52eec07f3a6cbd240e8fdb7a85c29894c2d0"

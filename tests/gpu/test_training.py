@@ -51,6 +51,7 @@ def row(device: torch.device, kernels: Kernels) -> tuple[list[torch.Tensor], Pac
         position_ids=positions,
         layout=PackedLayout.from_offsets(offsets, device, kernels),
         predicted=predicted,
+        sources=predicted - 1,
         temperatures=torch.ones(len(predicted), device=device),
     )
     return samples, packed

@@ -105,6 +105,7 @@ def _row(samples: Sequence[NDArray[np.int64]]) -> PackedRow:
         position_ids=positions,
         layout=PackedLayout.from_offsets(offsets, torch.device("cpu")),
         predicted=predicted,
+        sources=predicted - 1,
         temperatures=torch.ones(len(predicted)),
     )
 

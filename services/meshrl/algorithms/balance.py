@@ -37,21 +37,23 @@ class SampleCost:
         return self.linear * tokens + self.attention * tokens * tokens
 
 
-def divide(lengths: Sequence[int], *, seq_len: int, dp_size: int, cost: SampleCost) -> Rows:
+def divide(
+    lengths: Sequence[int], *, seq_len: int, dp_size: int, cost: SampleCost, costs: Sequence[float] | None = None
+) -> Rows:
     """Rows of at most seq_len tokens, in the order of their micro-steps: row i belongs to rank i % dp_size.
 
     There are as many rows as first-fit decreasing needs (at most 11/9 of the fewest plus one), rounded up to a multiple
     of dp_size while a row holds several samples. Of three divisions into that many rows the one of least `waiting_cost`
     is taken: first-fit decreasing; each sample, longest first, to the row that costs least; and that with the rows
-    beside a very long sample filled up first. One rank waits for nobody: there it is first-fit decreasing. Raises
-    ValueError for a sample longer than seq_len.
+    beside a very long sample filled up first. One rank waits for nobody: there it is first-fit decreasing. `costs` are
+    those of the samples where their lengths do not tell. Raises ValueError for a sample longer than seq_len.
     """
     if lengths and max(lengths) > seq_len:
         raise ValueError(f"a sample of {max(lengths)} tokens does not fit into a row of {seq_len}; cut it first")
     rows = _split_for_ranks(_first_fit_decreasing(lengths, seq_len), dp_size)
     if dp_size == 1:
         return sorted(rows, key=lambda row: (-sum(lengths[index] for index in row), row))
-    costs = [cost(length) for length in lengths]
+    costs = [cost(length) for length in lengths] if costs is None else costs
     longest_first = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     candidates = [
         rows,

@@ -1,7 +1,8 @@
 """Packs the samples of a step into rows of at most `seq_len` tokens; last thing the orchestrator does to a batch.
 
 A sample is packed when a term of the objective has a token of it: loss_mask marks those of rl, ce and ref_kl have those
-whose weight is not 0. Which row a sample goes to is for `balance` to say.
+whose weight is not 0. Which row a sample goes to is for `balance` to say, which samples share their beginning for
+`prefixes`.
 
 Shapes: T tokens of a sample or row, S samples of a row.
 """
@@ -14,7 +15,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from meshrl.algorithms.balance import SampleCost, divide
+from meshrl.algorithms.balance import SampleCost, divide, waiting_cost
+from meshrl.algorithms.prefixes import Beginning, Bundle, bundles
 from meshrl.wire.types import MicroBatch
 
 
@@ -37,14 +39,14 @@ class TrainSample:
     ce_weights: NDArray[np.float32] | None = None  # (T,)
     ref_kl_weights: NDArray[np.float32] | None = None  # (T,)
     ref_logprobs: NDArray[np.float32] | None = None  # (T,) with ref_kl_weights
+    group: str | None = None  # samples of one group may share their beginning; None shares with none
 
     @property
-    def has_tokens(self) -> bool:
-        """Whether a term of the objective has a token of this sample."""
-        return any(
-            tokens is not None and bool(tokens.any())
-            for tokens in (self.loss_mask, self.ce_weights, self.ref_kl_weights)
-        )
+    def first_term(self) -> int | None:
+        """Index of the first token that a term of the objective has; None when there is none."""
+        terms = (self.loss_mask, self.ce_weights, self.ref_kl_weights)
+        found = [int(np.argmax(tokens != 0)) for tokens in terms if tokens is not None and tokens.any()]
+        return min(found, default=None)
 
 
 _WEIGHTS = {"rl_weights": 1.0, "ce_weights": 0.0, "ref_kl_weights": 0.0, "ref_logprobs": 0.0}
@@ -65,14 +67,21 @@ _DEFAULT_COST = SampleCost()
 
 
 def pack_samples(
-    samples: Sequence[TrainSample], *, seq_len: int, dp_size: int = 1, cost: SampleCost = _DEFAULT_COST
+    samples: Sequence[TrainSample],
+    *,
+    seq_len: int,
+    dp_size: int = 1,
+    cost: SampleCost = _DEFAULT_COST,
+    min_shared_prefix: float | None = None,
 ) -> Packing:
     """Packs samples into about as few rows as can hold them, of like cost across ranks at each micro-step.
 
     Rows come micro-step by micro-step, one a rank; there are a multiple of dp_size, if need be by rows without loss. A
-    sample longer than seq_len is truncated at its tail; one without any token to train on is left out. The same input
-    gives the same output. Raises ValueError for a sample whose arrays differ in length, with only one of ref_kl_weights
-    and ref_logprobs, and when nothing is left to train on.
+    sample longer than seq_len is truncated at its tail; one without any token to train on is left out. With
+    `min_shared_prefix` samples of a group share a beginning of at least this share of their tokens, unless that makes
+    ranks wait longer for each other than it saves; with None every sample has all of its tokens. The same input gives
+    the same output. Raises ValueError for a sample whose arrays differ in length, with only one of ref_kl_weights and
+    ref_logprobs, and when nothing is left to train on.
     """
     if seq_len < 2 or dp_size < 1:
         raise ValueError(f"seq_len must be at least 2 and dp_size at least 1, got {seq_len} and {dp_size}")
@@ -80,14 +89,14 @@ def pack_samples(
     truncated = 0
     for sample in samples:
         fitted = _fit(sample, seq_len)
-        if fitted.has_tokens:
+        if fitted.first_term is not None:
             kept.append(fitted)
             truncated += len(fitted.token_ids) < len(sample.token_ids)
     if not kept:
         raise ValueError(f"none of the {len(samples)} samples has a loss token within seq_len {seq_len}")
 
-    rows = divide([len(sample.token_ids) for sample in kept], seq_len=seq_len, dp_size=dp_size, cost=cost)
-    micro_batches = [_micro_batch([kept[index] for index in row], rank % dp_size) for rank, row in enumerate(rows)]
+    rows = _rows(kept, seq_len=seq_len, dp_size=dp_size, cost=cost, min_shared_prefix=min_shared_prefix)
+    micro_batches = [_micro_batch(kept, row, rank % dp_size) for rank, row in enumerate(rows)]
     while len(micro_batches) % dp_size:
         micro_batches.append(_without_loss(micro_batches[-1], len(micro_batches) % dp_size))
     return Packing(
@@ -96,6 +105,36 @@ def pack_samples(
         truncated_samples=truncated,
         dropped_samples=len(samples) - len(kept),
     )
+
+
+def shared_prefix_ratio(micro_batches: Sequence[MicroBatch]) -> float:
+    """Share of the samples' tokens that rows do not repeat."""
+    shared = sum(row.shared_tokens for row in micro_batches)
+    return shared / (shared + sum(len(row.token_ids) for row in micro_batches))
+
+
+def _rows(
+    samples: Sequence[TrainSample], *, seq_len: int, dp_size: int, cost: SampleCost, min_shared_prefix: float | None
+) -> list[list[Bundle]]:
+    """The bundles of each row; without shared prefixes each sample is one."""
+    lengths = [len(sample.token_ids) for sample in samples]
+
+    def divided(units: Sequence[Bundle]) -> tuple[list[list[Bundle]], float]:
+        costs = [unit.cost(lengths, cost) for unit in units]
+        tokens = [unit.tokens(lengths) for unit in units]
+        rows = divide(tokens, seq_len=seq_len, dp_size=dp_size, cost=cost, costs=costs)
+        return [[units[index] for index in row] for row in rows], waiting_cost(rows, costs, dp_size)
+
+    repeated, repeated_cost = divided([Bundle((index,), (0,)) for index in range(len(samples))])
+    if min_shared_prefix is None:
+        return repeated
+    beginnings = [
+        Beginning(token_ids=sample.token_ids, first_term=sample.first_term or 0, group=sample.group)
+        for sample in samples
+    ]
+    found = bundles(beginnings, max_tokens=seq_len, parts=dp_size, min_share=min_shared_prefix)
+    shared, shared_cost = divided(found)
+    return shared if shared_cost < repeated_cost else repeated
 
 
 def _fit(sample: TrainSample, seq_len: int) -> TrainSample:
@@ -127,7 +166,11 @@ def _check(sample: TrainSample) -> None:
         raise ValueError(f"{what}: ref_kl_weights and ref_logprobs go together; give both or neither")
 
 
-def _micro_batch(samples: Sequence[TrainSample], dp_rank: int) -> MicroBatch:
+def _micro_batch(kept: Sequence[TrainSample], row: Sequence[Bundle], dp_rank: int) -> MicroBatch:
+    prefixes = [prefix for bundle in row for prefix in bundle.prefixes]
+    roots = [root for place, bundle in zip(_places(row), row, strict=True) for root in [place] * len(bundle.members)]
+    members = [kept[index] for bundle in row for index in bundle.members]
+    samples = [_after(sample, prefix) for sample, prefix in zip(members, prefixes, strict=True)]
     lengths = [len(sample.token_ids) for sample in samples]
     mask = np.concatenate([sample.loss_mask for sample in samples])
     logprobs = np.concatenate([sample.logprobs for sample in samples]).astype(np.float32)
@@ -135,7 +178,9 @@ def _micro_batch(samples: Sequence[TrainSample], dp_rank: int) -> MicroBatch:
     return MicroBatch(
         dp_rank=dp_rank,
         token_ids=np.concatenate([sample.token_ids for sample in samples]).astype(np.int32),
-        position_ids=np.concatenate([np.arange(length, dtype=np.int32) for length in lengths]),
+        position_ids=np.concatenate(
+            [np.arange(at, at + length, dtype=np.int32) for at, length in zip(prefixes, lengths, strict=True)]
+        ),
         loss_mask=mask,
         advantages=np.where(mask, advantages, np.float32(0.0)),
         inference_logprobs=np.where(mask, logprobs, np.float32(0.0)),
@@ -144,7 +189,28 @@ def _micro_batch(samples: Sequence[TrainSample], dp_rank: int) -> MicroBatch:
         env_index=np.array([sample.env_index for sample in samples], dtype=np.int32),
         rollout_ids=tuple(sample.rollout_id for sample in samples),
         traceparents=tuple(dict.fromkeys(sample.traceparent for sample in samples if sample.traceparent)),
+        prefix_tokens=np.array(prefixes, dtype=np.int32) if any(prefixes) else None,
+        prefix_samples=np.array(roots, dtype=np.int32) if any(prefixes) else None,
         **{name: _weights(samples, name) for name in _WEIGHTS},
+    )
+
+
+def _places(row: Sequence[Bundle]) -> list[int]:
+    """Which sample of the row each bundle's root is."""
+    return [sum(len(bundle.members) for bundle in row[:place]) for place in range(len(row))]
+
+
+def _after(sample: TrainSample, prefix: int) -> TrainSample:
+    """The sample without its first tokens."""
+    if not prefix:
+        return sample
+    arrays = {name: array[prefix:] for name in _WEIGHTS if (array := getattr(sample, name)) is not None}
+    return replace(
+        sample,
+        token_ids=sample.token_ids[prefix:],
+        loss_mask=sample.loss_mask[prefix:],
+        logprobs=sample.logprobs[prefix:],
+        **arrays,
     )
 
 

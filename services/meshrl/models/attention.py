@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from transformers import AttentionInterface, PreTrainedModel
 
 from meshrl.models.fused_attention import FusedPlan, fused_attention
+from meshrl.models.shared_prefix import PrefixPlan, cpu_attention, fused_prefix_attention
 
 ATTENTION_NAME = "meshrl_packed"
 LONG_FROM = 1024  # tokens from which a sample alone fills a Hopper GPU: cuDNN is then twice as fast (RESULTS.md)
@@ -144,10 +145,15 @@ class PackedLayout:
     scatter: torch.Tensor  # int64 (T,): place of each token in the blocks' outputs laid end to end
     lengths: tuple[int, ...]  # (S,) tokens of each sample
     kernels: Kernels
+    prefixes: PrefixPlan | None = None  # beginnings that samples share; None where each has its own
 
     @classmethod
     def from_offsets(
-        cls, sample_offsets: NDArray[np.int64], device: torch.device, kernels: Kernels | None = None
+        cls,
+        sample_offsets: NDArray[np.int64],
+        device: torch.device,
+        kernels: Kernels | None = None,
+        prefixes: PrefixPlan | None = None,
     ) -> PackedLayout:
         """Builds the layout of a row from (S + 1,) offsets; unfused unless `kernels` says otherwise."""
         kernels = kernels or Kernels()
@@ -156,7 +162,7 @@ class PackedLayout:
         if kernels.fused:
             plan = FusedPlan.from_offsets(sample_offsets, device, long_from=kernels.long_from)
             nowhere = torch.empty(0, dtype=torch.int64, device=device)
-            return cls(fused=plan, blocks=(), scatter=nowhere, lengths=known, kernels=kernels)
+            return cls(fused=plan, blocks=(), scatter=nowhere, lengths=known, kernels=kernels, prefixes=prefixes)
         scatter = np.empty(int(sample_offsets[-1]), dtype=np.int64)
         blocks: list[Block] = []
         base = 0
@@ -169,7 +175,7 @@ class PackedLayout:
             base += gather.size
             blocks.append(Block(gather=torch.from_numpy(gather).to(device)))
         place_T = torch.from_numpy(scatter).to(device)
-        return cls(fused=None, blocks=tuple(blocks), scatter=place_T, lengths=known, kernels=kernels)
+        return cls(fused=None, blocks=tuple(blocks), scatter=place_T, lengths=known, kernels=kernels, prefixes=prefixes)
 
     def of_one(self, length: int) -> PackedLayout:
         """The layout of a row with one sample of `length` tokens, on the same device and kernels."""
@@ -219,8 +225,13 @@ def packed_attention(
     query_THD, key_TKD, value_TKD = (
         tensor[0].transpose(0, 1).to(value_1KTD.dtype) for tensor in (query_1HTD, key_1KTD, value_1KTD)
     )
+    scale = 1.0 / math.sqrt(query_THD.shape[-1]) if scaling is None else scaling
+    if packed_layout.prefixes is not None:
+        out_THD = _attention_with_prefixes(
+            query_THD, key_TKD, value_TKD, packed_layout, packed_layout.prefixes, scale=scale, window=sliding_window
+        )
+        return out_THD.unsqueeze(0), None
     if packed_layout.fused is not None:  # never with dropout: see PackedPolicy
-        scale = 1.0 / math.sqrt(query_THD.shape[-1]) if scaling is None else scaling
         out_THD = fused_attention(
             query_THD, key_TKD, value_TKD, packed_layout.fused, scale=scale, window=sliding_window
         )
@@ -230,6 +241,32 @@ def packed_attention(
     arguments |= {"softcap": kwargs.get("softcap"), "sinks": kwargs.get("s_aux")}
     out_THD = _attention_by_blocks(query_THD, key_TKD, value_TKD, packed_layout, arguments)
     return out_THD.unsqueeze(0), None
+
+
+def _attention_with_prefixes(
+    query_THD: torch.Tensor,
+    key_TKD: torch.Tensor,
+    value_TKD: torch.Tensor,
+    layout: PackedLayout,
+    prefixes: PrefixPlan,
+    *,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    if window is not None and window < prefixes.longest:  # families.prefix_reason names such models
+        raise NotImplementedError(f"a sliding window of {window} tokens over a sample of {prefixes.longest}")
+    if layout.fused is not None:
+        return fused_prefix_attention(query_THD, key_TKD, value_TKD, layout.fused, prefixes, scale=scale)
+    out_THD: torch.Tensor = cpu_attention(
+        query_THD,
+        key_TKD,
+        value_TKD,
+        blocks=[block.gather for block in layout.blocks],
+        scatter=layout.scatter,
+        spans=prefixes.spans,
+        scale=scale,
+    )
+    return out_THD
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # every row's blocks have other shapes: never compiled

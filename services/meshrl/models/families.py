@@ -124,6 +124,27 @@ def needs_unfused(model: PreTrainedModel) -> bool:
     return capped or any(name.endswith("sinks") for name, _ in model.named_parameters())
 
 
+def prefix_reason(model: PreTrainedModel) -> str | None:
+    """What keeps samples of a packed row from sharing their beginning; None when nothing does.
+
+    Asked of models that run packed. Attention to the sample and to the prefix are put together afterwards, so scores
+    must depend on queries and keys alone.
+    """
+    config = model.config.get_text_config()
+    layers = getattr(config, "layer_types", None)
+    if needs_unfused(model):
+        return "its attention has capped scores or sinks"
+    if "sliding_attention" in (layers or ()) or (not layers and getattr(config, "sliding_window", None)):
+        return "its attention has sliding windows"
+    if positions_grow_beyond(config) is not None:
+        return "its rotary embeddings depend on the length of the sequence"
+    if getattr(config, "attention_dropout", 0.0):
+        return "its attention has dropout"
+    if getattr(config, "v_head_dim", None) or getattr(config, "qk_rope_head_dim", None):
+        return "its values have another size than its keys"
+    return None
+
+
 def _configs(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
     """The configuration and the one of its language model."""
     yield config

@@ -92,6 +92,20 @@ def _attention(
     window_left: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the output (T, H, D) and the log-sum-exp of the scores, float32 (H, T)."""
+    plan = [offsets, short_index, short_offsets, host]
+    return attention_forward(query_THD, key_TKD, value_TKD, plan, scale, window_left)
+
+
+def attention_forward(
+    query_THD: torch.Tensor,
+    key_TKD: torch.Tensor,
+    value_TKD: torch.Tensor,
+    plan: Sequence[torch.Tensor],
+    scale: float,
+    window_left: int = -1,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the operator does, for operators that build on it; `plan` holds the tensors of a FusedPlan, in order."""
+    offsets, short_index, short_offsets, host = plan
     longest, longest_short, *spans = host.tolist()
     if not spans or window_left >= 0:
         return _flash(query_THD, key_TKD, value_TKD, _Flash(offsets, longest, scale, window_left))
@@ -128,6 +142,19 @@ def _attention_backward(
     window_left: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of queries, keys and values (`inputs`); `plan` holds the tensors of a FusedPlan, in their order."""
+    return attention_backward(grad_THD, inputs, out_THD, lse_HT, plan, scale, window_left)
+
+
+def attention_backward(
+    grad_THD: torch.Tensor,
+    inputs: Sequence[torch.Tensor],
+    out_THD: torch.Tensor,
+    lse_HT: torch.Tensor,
+    plan: Sequence[torch.Tensor],
+    scale: float,
+    window_left: int = -1,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What the backward operator does, for operators that build on it."""
     query_THD, key_TKD, value_TKD = inputs
     offsets, short_index, short_offsets, host = plan
     longest, longest_short, *spans = host.tolist()

@@ -20,7 +20,13 @@ from meshrl.models.attention import (
     choose_kernels,
     enable_packed_attention,
 )
-from meshrl.models.families import UNTRAINABLE_TYPES, needs_unfused, positions_grow_beyond, unpacked_reason
+from meshrl.models.families import (
+    UNTRAINABLE_TYPES,
+    needs_unfused,
+    positions_grow_beyond,
+    prefix_reason,
+    unpacked_reason,
+)
 from meshrl.models.head import head_logprobs
 
 # Models that change the logits after the output head name it with one of these; for them the head is not taken apart.
@@ -32,9 +38,10 @@ class PackedRow:
     """One packed row on the model's device, and which of its tokens are predicted."""
 
     token_ids: torch.Tensor  # int64 (T,)
-    position_ids: torch.Tensor  # int64 (T,), restart at 0 with each sample
+    position_ids: torch.Tensor  # int64 (T,), restart with each sample at the length of its shared prefix
     layout: PackedLayout
-    predicted: torch.Tensor  # int64 (N,) index of each predicted token in the row; never a sample's first
+    predicted: torch.Tensor  # int64 (N,) index of each predicted token in the row
+    sources: torch.Tensor  # int64 (N,) index of the token that predicts it: the one before it, or its prefix's last
     temperatures: torch.Tensor  # float32 (N,), above 0
 
 
@@ -44,7 +51,7 @@ class PackedPolicy(nn.Module):
     Any Hugging Face causal LM that `families` does not refuse works: one whose attention cannot be replaced runs on
     padded rows of one sample each, which costs padding and gives the same numbers. `max_logits_bytes` bounds the
     float32 logits there are at once; they are made a piece at a time, and again in the backward pass. `kernels` is what
-    rows must be laid out for.
+    rows must be laid out for. `prefix_reason` says why samples of a row cannot share their beginning, None if they can.
     """
 
     def __init__(
@@ -82,6 +89,9 @@ class PackedPolicy(nn.Module):
             enable_packed_attention(model)
             dropout = getattr(model.config.get_text_config(), "attention_dropout", 0.0)
             self.kernels = choose_kernels("sdpa" if dropout or needs_unfused(model) else attn, device, dtype)
+        self.prefix_reason = self.unpacked_reason or prefix_reason(model)
+        if self.prefix_reason is None and not self.kernels.fused and device.type != "cpu":
+            self.prefix_reason = "its attention kernels here take none"
         self._compute_dtype = compute_dtype
         self._autocast = autocast and compute_dtype is not torch.float32
         self._max_logits_bytes = max_logits_bytes
@@ -92,7 +102,7 @@ class PackedPolicy(nn.Module):
         if self._must_split(row):
             parts = [self(sample) for sample in _samples(row)]
             return torch.cat([logprobs for logprobs, _ in parts]), torch.cat([entropy for _, entropy in parts])
-        sources_N = row.predicted - 1
+        sources_N = row.sources
         targets_N = row.token_ids[row.predicted]
         with torch.autocast(row.token_ids.device.type, self._compute_dtype, enabled=self._autocast):
             if not self.packed:
@@ -183,6 +193,7 @@ def _samples(row: PackedRow) -> Iterator[PackedRow]:
             position_ids=row.position_ids[start:end],
             layout=row.layout.of_one(length),
             predicted=row.predicted[here_N] - start,
+            sources=row.sources[here_N] - start,
             temperatures=row.temperatures[here_N],
         )
         start = end

@@ -175,6 +175,7 @@ class RunLoop:
                 seq_len=self.config.seq_len,
                 longest=longest,
                 dp_size=self._trainer.dp_size,
+                min_shared_prefix=self._trainer.min_shared_prefix,
                 traceparent=run.traces.traceparent(step),
             )
         except ValueError as error:  # no rollout fits: a shorter prompt or a longer row is needed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from loguru import logger
@@ -12,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from meshrl.core.config import ConfigError
 from meshrl.core.orphans import Lifeline
 from meshrl.models.load import ModelError, load_tokenizer, resolve_device, resolve_dtype
+from meshrl.models.logprobs import PackedPolicy
 from meshrl.trainer.config import TrainerConfig
 from meshrl.trainer.objectives import build_objective
 from meshrl.training.build import build_learner
@@ -37,6 +39,24 @@ class TrainerParts:
         self.parallel.barrier()
         self.lifeline.release()
         self.parallel.close()
+
+
+MIN_SHARED_PREFIX = 0.1  # share of a sample's tokens from which a shared prefix pays (RESULTS.md)
+
+
+def min_shared_prefix(wanted: bool | Literal["auto"], policy: PackedPolicy) -> float | None:
+    """The least share of a sample that batches may leave out as a shared prefix; None asks for none.
+
+    Raises ConfigError where sharing is wanted and the model cannot.
+    """
+    if wanted is False or (wanted == "auto" and policy.prefix_reason is not None):
+        return None
+    if policy.prefix_reason is not None:
+        raise ConfigError(
+            f"trainer.share_prefixes is true, but samples of this model cannot share a prefix: {policy.prefix_reason};"
+            " set it to 'auto' or false"
+        )
+    return 0.0 if wanted is True else MIN_SHARED_PREFIX
 
 
 def build_parts(config: TrainerConfig, environment: Mapping[str, str]) -> TrainerParts:

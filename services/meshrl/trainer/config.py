@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -70,6 +70,11 @@ class TrainerConfig(BaseConfig):
     max_logits_mib: int | None = Field(default=None, ge=1)
     """Largest block of logits kept at once, in MiB; more are made in pieces and again in backward. None means what
     suits the device."""
+
+    share_prefixes: bool | Literal["auto"] = False
+    """Have the samples of a group share their prompt, which is then computed once, with the same loss and gradients.
+    auto: where the prompt is long enough to pay; true: always; false: never. Models with sliding windows, capped scores
+    or attention of their own cannot share."""
 
     release_memory: bool = False
     """Give the GPU memory that torch keeps for later back at the end of each step, before the version is published: an

@@ -168,11 +168,12 @@ class TrainerLoop:
     def _metrics(
         self, batch: Batch, result: StepResult, timings_s: Mapping[str, float], train_s: float
     ) -> dict[str, float]:
-        """All metrics of a step. Throughput counts every packed token over the time not spent waiting for a batch.
+        """All metrics of a step. Throughput counts the samples' tokens over the time not spent waiting for a batch.
 
-        `progress/total_*` count what this trainer has trained: packed tokens and samples, as its checkpoints have them.
+        A prefix that samples share counts for each of them. `progress/total_*` count what this trainer has trained:
+        tokens and samples, as its checkpoints have them.
         """
-        tokens = sum(len(row.token_ids) for row in batch.micro_batches)
+        tokens = sum(len(row.token_ids) + row.shared_tokens for row in batch.micro_batches)
         samples = sum(len(row.rollout_ids) for row in batch.micro_batches)
         progress = self._checkpointer.progress
         progress.tokens += tokens

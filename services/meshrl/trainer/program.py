@@ -18,7 +18,7 @@ from meshrl.core.program import exit_code_of, leave, run_traced
 from meshrl.core.readiness import say_ready
 from meshrl.core.rpc.serve import GrpcServer
 from meshrl.core.waiting import StoppedError, stop_or_first, unless_stopped
-from meshrl.trainer.build import TrainerParts, build_parts
+from meshrl.trainer.build import TrainerParts, build_parts, min_shared_prefix
 from meshrl.trainer.config import TrainerConfig
 from meshrl.trainer.loop import TrainerLoop
 from meshrl.trainer.publishing.build import Publication, decide, open_publication
@@ -209,4 +209,6 @@ def facts(config: TrainerConfig, parts: TrainerParts) -> TrainerFacts:
         objective=config.loss.type,
         model=config.model.name,
         max_queued_batches=config.max_queued_batches,
+        min_shared_prefix=min_shared_prefix(config.share_prefixes, parts.learner.policy),
+        takes_prefixes=parts.learner.policy.prefix_reason is None,
     )

@@ -31,6 +31,8 @@ class TrainerFacts:
     objective: str
     model: str
     max_queued_batches: int
+    min_shared_prefix: float | None = None  # what batches are asked for; None asks for none
+    takes_prefixes: bool = False  # whether batches with shared prefixes can be trained: an earlier one may come again
 
     @property
     def max_message_bytes(self) -> int:
@@ -61,6 +63,7 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
             max_queued_batches=facts.max_queued_batches,
             vocab_size=facts.vocab_size,
             max_message_bytes=facts.max_message_bytes,
+            min_shared_prefix=facts.min_shared_prefix,
         )
         return trainer_info_to_proto(info, contract_version=CONTRACT_VERSION)
 
@@ -77,7 +80,8 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
                 if answer is not None:  # a repetition need not send its tensors again
                     return pb.SubmitBatchResponse(revision=answer.revision, queue_position=answer.queue_position)
         batch = await asyncio.to_thread(reader.finish)
-        await asyncio.to_thread(check_batch, batch, vocab_size=self._facts.vocab_size)
+        vocab_size, takes_prefixes = self._facts.vocab_size, self._facts.takes_prefixes
+        await asyncio.to_thread(check_batch, batch, vocab_size=vocab_size, takes_prefixes=takes_prefixes)
         assert reader.header is not None  # finish raises without one
         assert run is not None  # found by the header
         answer = run.queue.submit(batch, reader.header.digest)

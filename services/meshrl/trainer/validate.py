@@ -14,27 +14,30 @@ from meshrl.wire.trainable import are_logprobs, row_problems
 from meshrl.wire.types import Batch, MicroBatch
 
 
-def check_batch(batch: Batch, *, vocab_size: int) -> None:
+def check_batch(batch: Batch, *, vocab_size: int, takes_prefixes: bool = True) -> None:
     """Raises INVALID_REQUEST with every violation. Shapes and lengths are already known to be right."""
     violations = [
         FieldViolation(f"micro_batches[{index}].{name}", problem)
         for index, row in enumerate(batch.micro_batches)
-        for name, problem in _problems(row, vocab_size)
+        for name, problem in _problems(row, vocab_size, takes_prefixes)
     ]
     if violations:
         raise invalid(violations, f"the batch of step {batch.step}")
 
 
-def _problems(row: MicroBatch, vocab_size: int) -> Iterator[tuple[str, str]]:
-    starts = row.sample_offsets[:-1]
-    expected = np.arange(len(row.token_ids)) - np.repeat(starts, np.diff(row.sample_offsets))
-    if (row.position_ids != expected).any():
-        yield "position_ids", "must count from 0 within each sample"
+def _problems(row: MicroBatch, vocab_size: int, takes_prefixes: bool) -> Iterator[tuple[str, str]]:
+    lengths, first = np.diff(row.sample_offsets), row.sample_offsets[:-1]
+    if row.prefix_tokens is not None:
+        first = first - row.prefix_tokens
+        if not takes_prefixes:
+            yield "prefix_tokens", "must be unset: this trainer's attention takes no shared prefixes"
+    if (row.position_ids != np.arange(len(row.token_ids)) - np.repeat(first, lengths)).any():
+        yield "position_ids", "must count from 0 within each sample, or from its prefix_tokens"
     yield from row_problems(
         token_ids_T=row.token_ids,
         loss_mask_T=row.loss_mask,
         logprobs_T=row.inference_logprobs,
-        starts_S=starts,
+        unpredicted=row.unpredicted,
         temperatures_S=row.temperatures,
         vocab_size=vocab_size,
         logprobs="inference_logprobs",

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from meshrl.algorithms.objective import BatchCounts, Objective, RowLoss, RowTokens, count, objective_loss
 from meshrl.models.attention import Kernels, PackedLayout
 from meshrl.models.logprobs import PackedPolicy, PackedRow
+from meshrl.models.shared_prefix import PrefixPlan
 from meshrl.training.config import OptimConfig, SchedulerConfig
 from meshrl.training.lr_schedule import learning_rate
 from meshrl.training.optim import build_optimizer, clip_gradients, gradient_zeros, local
@@ -223,12 +224,15 @@ class Learner:
 def to_row(micro_batch: MicroBatch, device: torch.device, kernels: Kernels | None = None) -> PackedRow:
     """Moves a micro-batch to the device and lays it out for packed attention; predicts every term's tokens."""
     predicted = predicted_tokens(micro_batch)
-    temperatures = np.repeat(micro_batch.temperatures, np.diff(micro_batch.sample_offsets))[predicted]
+    offsets = micro_batch.sample_offsets
+    temperatures = np.repeat(micro_batch.temperatures, np.diff(offsets))[predicted]
+    prefixes = PrefixPlan.from_samples(offsets, micro_batch.prefix_tokens, micro_batch.prefix_samples, device)
     return PackedRow(
         token_ids=_on(micro_batch.token_ids.astype(np.int64), device),
         position_ids=_on(micro_batch.position_ids.astype(np.int64), device),
-        layout=PackedLayout.from_offsets(micro_batch.sample_offsets, device, kernels),
+        layout=PackedLayout.from_offsets(offsets, device, kernels, prefixes),
         predicted=_on(predicted, device),
+        sources=_on(micro_batch.sources[predicted], device),
         temperatures=_on(temperatures, device),
     )
 

@@ -72,6 +72,7 @@ def row_of(samples: list[torch.Tensor], temperatures: list[float]) -> PackedRow:
         position_ids=positions,
         layout=PackedLayout.from_offsets(offsets, torch.device("cpu")),
         predicted=predicted,
+        sources=predicted - 1,
         temperatures=per_token[predicted],
     )
 

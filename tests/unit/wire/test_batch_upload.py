@@ -250,3 +250,44 @@ def test_a_bad_header_names_every_field():
         "header.num_micro_batches",
         "header.environments",
     ]
+
+
+PREFIXED = {
+    "prefix_tokens": np.array([0, 2], dtype=np.int32),
+    "prefix_samples": np.array([0, 0], dtype=np.int32),
+}
+
+
+def test_shared_prefixes_arrive_as_they_were_sent_and_count_in_the_digest():
+    row = make_micro_batch(**PREFIXED)
+    (arrived,) = upload(convert.batch_to_messages(make_batch(row))).micro_batches
+    for name, sent in PREFIXED.items():
+        np.testing.assert_array_equal(getattr(arrived, name), sent)
+    assert arrived.shared_tokens == 2
+    other = make_micro_batch(**PREFIXED | {"prefix_tokens": np.array([0, 1], dtype=np.int32)})
+    assert len({convert.batch_digest(make_batch(one)) for one in (row, other, make_micro_batch())}) == 3
+
+
+@pytest.mark.parametrize(
+    ("tokens", "samples", "violation"),
+    [
+        ([0], [0, 0], ("prefix_tokens", "must have 2 elements like samples, got 1")),
+        ([0, -1], [0, 0], ("prefix_tokens", "must not be negative")),
+        ([0, 2], [0, 2], ("prefix_samples", "must point to one of the row's 2 samples")),
+        ([0, 2], [0, 1], ("prefix_samples", "must point to a sample that has no prefix of its own")),
+        ([1, 2], [1, 0], ("prefix_samples", "must point to a sample that has no prefix of its own")),
+        ([0, 9], [0, 0], ("prefix_tokens", "must not be more tokens than the other sample has")),
+        (
+            [0, 2],
+            None,
+            ("prefix_samples", "must be set: prefix_tokens and prefix_samples come together or not at all"),
+        ),
+    ],
+)
+def test_prefixes_that_no_sample_has_are_named(tokens, samples, violation):
+    arrays = {
+        "prefix_tokens": np.array(tokens, dtype=np.int32),
+        "prefix_samples": None if samples is None else np.array(samples, dtype=np.int32),
+    }
+    error = refusal(convert.batch_to_messages(make_batch(make_micro_batch(**arrays))))
+    assert [(v.field.removeprefix("micro_batches[0]."), v.description) for v in error.violations] == [violation]

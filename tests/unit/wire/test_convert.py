@@ -204,6 +204,7 @@ def rollout(**changes):
                 runs=(RunInfo(run_id="r", step=1, version=1, epoch=2, revision=3, durable_step=1),),
                 max_queued_batches=2,
                 max_message_bytes=4096,
+                min_shared_prefix=0.0,
             ),
             convert.trainer_info_to_proto,
             convert.trainer_info_from_proto,

@@ -28,7 +28,7 @@ class GetTrainerRequest(_message.Message):
     def __init__(self, contract_version: _Optional[str] = ...) -> None: ...
 
 class GetTrainerResponse(_message.Message):
-    __slots__ = ("contract_version", "world_size", "dp_size", "seq_len", "pad_multiple", "objective", "model", "runs", "max_queued_batches", "vocab_size", "max_message_bytes")
+    __slots__ = ("contract_version", "world_size", "dp_size", "seq_len", "pad_multiple", "objective", "model", "runs", "max_queued_batches", "vocab_size", "max_message_bytes", "min_shared_prefix")
     CONTRACT_VERSION_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     DP_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -40,6 +40,7 @@ class GetTrainerResponse(_message.Message):
     MAX_QUEUED_BATCHES_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     MAX_MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MIN_SHARED_PREFIX_FIELD_NUMBER: _ClassVar[int]
     contract_version: str
     world_size: int
     dp_size: int
@@ -51,7 +52,8 @@ class GetTrainerResponse(_message.Message):
     max_queued_batches: int
     vocab_size: int
     max_message_bytes: int
-    def __init__(self, contract_version: _Optional[str] = ..., world_size: _Optional[int] = ..., dp_size: _Optional[int] = ..., seq_len: _Optional[int] = ..., pad_multiple: _Optional[int] = ..., objective: _Optional[str] = ..., model: _Optional[str] = ..., runs: _Optional[_Iterable[_Union[Run, _Mapping]]] = ..., max_queued_batches: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_message_bytes: _Optional[int] = ...) -> None: ...
+    min_shared_prefix: float
+    def __init__(self, contract_version: _Optional[str] = ..., world_size: _Optional[int] = ..., dp_size: _Optional[int] = ..., seq_len: _Optional[int] = ..., pad_multiple: _Optional[int] = ..., objective: _Optional[str] = ..., model: _Optional[str] = ..., runs: _Optional[_Iterable[_Union[Run, _Mapping]]] = ..., max_queued_batches: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., min_shared_prefix: _Optional[float] = ...) -> None: ...
 
 class Run(_message.Message):
     __slots__ = ("run_id", "step", "version", "epoch", "revision", "durable_step")
@@ -96,7 +98,7 @@ class BatchHeader(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., step: _Optional[int] = ..., digest: _Optional[str] = ..., num_micro_batches: _Optional[int] = ..., loss_tokens: _Optional[int] = ..., environments: _Optional[_Iterable[str]] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class MicroBatch(_message.Message):
-    __slots__ = ("dp_rank", "token_ids", "position_ids", "loss_mask", "advantages", "inference_logprobs", "sample_offsets", "temperatures", "env_index", "rollout_ids", "traceparents", "rl_weights", "ce_weights", "ref_kl_weights", "ref_logprobs")
+    __slots__ = ("dp_rank", "token_ids", "position_ids", "loss_mask", "advantages", "inference_logprobs", "sample_offsets", "temperatures", "env_index", "rollout_ids", "traceparents", "rl_weights", "ce_weights", "ref_kl_weights", "ref_logprobs", "prefix_tokens", "prefix_samples")
     DP_RANK_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     POSITION_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -112,6 +114,8 @@ class MicroBatch(_message.Message):
     CE_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     REF_KL_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     REF_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_SAMPLES_FIELD_NUMBER: _ClassVar[int]
     dp_rank: int
     token_ids: _tensor_pb2.Tensor
     position_ids: _tensor_pb2.Tensor
@@ -127,7 +131,9 @@ class MicroBatch(_message.Message):
     ce_weights: _tensor_pb2.Tensor
     ref_kl_weights: _tensor_pb2.Tensor
     ref_logprobs: _tensor_pb2.Tensor
-    def __init__(self, dp_rank: _Optional[int] = ..., token_ids: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., position_ids: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., loss_mask: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., advantages: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., inference_logprobs: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., sample_offsets: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., temperatures: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., env_index: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., rollout_ids: _Optional[_Iterable[str]] = ..., traceparents: _Optional[_Iterable[str]] = ..., rl_weights: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., ce_weights: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., ref_kl_weights: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., ref_logprobs: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ...) -> None: ...
+    prefix_tokens: _tensor_pb2.Tensor
+    prefix_samples: _tensor_pb2.Tensor
+    def __init__(self, dp_rank: _Optional[int] = ..., token_ids: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., position_ids: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., loss_mask: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., advantages: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., inference_logprobs: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., sample_offsets: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., temperatures: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., env_index: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., rollout_ids: _Optional[_Iterable[str]] = ..., traceparents: _Optional[_Iterable[str]] = ..., rl_weights: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., ce_weights: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., ref_kl_weights: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., ref_logprobs: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., prefix_tokens: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., prefix_samples: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ...) -> None: ...
 
 class SubmitBatchResponse(_message.Message):
     __slots__ = ("revision", "queue_position")

@@ -22,20 +22,21 @@ def row_problems(
     token_ids_T: NDArray[np.int32],
     loss_mask_T: NDArray[np.bool_],
     logprobs_T: NDArray[np.float32],
-    starts_S: NDArray[np.int64],
+    unpredicted: NDArray[np.int64],
     temperatures_S: NDArray[np.float32],
     vocab_size: int | None,
     logprobs: str = "logprobs",
 ) -> Iterator[tuple[str, str]]:
     """(field, what it must be) for every rule that a row breaks; there is at least one token.
 
-    `vocab_size` is None where it is not known, `logprobs` the name of that field.
+    `unpredicted` are the indices of the tokens that nothing predicts; `vocab_size` is None where it is not known,
+    `logprobs` the name of that field.
     """
     lowest, highest = int(token_ids_T.min()), int(token_ids_T.max())
     if lowest < 0 or (vocab_size is not None and highest >= vocab_size):
         known = "be 0 or more" if vocab_size is None else f"lie in the model's vocabulary, 0 to {vocab_size - 1}"
         yield "token_ids", f"must {known}; got {lowest} to {highest}"
-    if loss_mask_T[starts_S].any():
+    if loss_mask_T[unpredicted].any():
         yield "loss_mask", "must be false at the first token of a sample, which nothing predicts"
     if not are_logprobs(logprobs_T[loss_mask_T]):
         yield logprobs, "must be logprobs, so finite and not above 0"
@@ -67,7 +68,7 @@ def rollout_problems(
                 token_ids_T=sample.token_ids,
                 loss_mask_T=sample.loss_mask,
                 logprobs_T=sample.logprobs,
-                starts_S=np.zeros(1, dtype=np.int64),
+                unpredicted=np.zeros(1, dtype=np.int64),
                 temperatures_S=np.array([sample.temperature], dtype=np.float32),
                 vocab_size=vocab_size,
             )

@@ -50,6 +50,7 @@ BATCHES = (
     _orchestrator("batch/tokens", "tokens", "in the packed batch"),
     _orchestrator("batch/loss_tokens", "tokens", "of the batch that the loss is over"),
     _orchestrator("batch/packing_efficiency", "share", "of the rows' room that tokens fill"),
+    _orchestrator("batch/shared_prefix_ratio", "share", "of the samples' tokens that rows hold once for several"),
     _orchestrator("batch/truncated_samples", "samples", "cut to seq_len"),
     _orchestrator("batch/dropped_samples", "samples", "without a loss token within seq_len"),
     _orchestrator("advantage/all", "advantage", "of the rollouts of the batch", MEAN, SPREAD, MOST, LEAST),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from meshrl.algorithms.packing import shared_prefix_ratio
 from meshrl.core.metrics.catalogue import Source
 from meshrl.core.metrics.names import CATALOGUE
 from meshrl.core.metrics.statistics import distribution
@@ -137,6 +138,7 @@ def batch_metrics(assembled: AssembledBatch, groups: Sequence[ReadyGroup], *, se
         "batch/tokens": tokens,
         "batch/loss_tokens": batch.loss_tokens,
         "batch/packing_efficiency": tokens / (len(batch.micro_batches) * seq_len),
+        "batch/shared_prefix_ratio": shared_prefix_ratio(batch.micro_batches),
         "batch/truncated_samples": assembled.truncated_samples,
         "batch/dropped_samples": assembled.dropped_samples,
     } | distribution("advantage/all", list(assembled.advantages.values()), "mean std max min")

@@ -51,13 +51,15 @@ def assemble(
     environments: Sequence[str],
     seq_len: int,
     dp_size: int,
+    min_shared_prefix: float | None = None,
     traceparent: str = "",
     longest: Mapping[str, int] = MappingProxyType({}),
 ) -> AssembledBatch:
     """Packs whole groups into micro-batches of at most `seq_len` tokens, their number a multiple of `dp_size`.
 
-    `longest` has the most tokens of one sample of those environments that have less than `seq_len`. Raises ValueError
-    when no sample has a loss token within its length.
+    `longest` has the most tokens of one sample of those environments that have less than `seq_len`, and
+    `min_shared_prefix` is what the trainer says (TrainerInfo). Raises ValueError when no sample has a loss token within
+    its length.
     """
     advantages = {
         rollout_id: value for group in groups for rollout_id, value in group_advantages(group, advantage).items()
@@ -74,12 +76,13 @@ def assemble(
             env_index=env_index[rollout.environment],
             rollout_id=rollout.rollout_id,
             traceparent=rollout.traceparent,
+            group=str(index),
         )
-        for group in groups
+        for index, group in enumerate(groups)
         for rollout in group
         for sample in rollout.samples
     ]
-    packing = pack_samples(samples, seq_len=seq_len, dp_size=dp_size)
+    packing = pack_samples(samples, seq_len=seq_len, dp_size=dp_size, min_shared_prefix=min_shared_prefix)
     packed = {rollout_id for row in packing.micro_batches for rollout_id in row.rollout_ids}
     return AssembledBatch(
         batch=Batch(

@@ -23,9 +23,8 @@ from meshrl.wire.convert.batches import (
     BatchHeader,
     batch_header_from_proto,
     batch_header_to_proto,
-    micro_batch_from_proto,
-    micro_batch_to_proto,
 )
+from meshrl.wire.convert.micro_batches import micro_batch_from_proto, micro_batch_to_proto
 from meshrl.wire.types import Batch
 
 HEARTBEAT_S = 5.0  # far below the time after which a collective that nobody joins fails

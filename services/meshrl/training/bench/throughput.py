@@ -34,13 +34,18 @@ def step_flops(model: PreTrainedModel, micro_batches: Sequence[MicroBatch]) -> f
     A token costs 2 a parameter forward, 2 for the gradient of what came in, and 2 for the parameter's own gradient
     where it is trained (so 6 in full training and 4 for a frozen one; PaLM, arXiv 2204.02311, appendix B). Attention
     costs 12 * layers * heads * head size a pair of tokens, within samples, counted once for the causal half: a factor
-    of 6 on length squared. What is computed twice, such as checkpointed activations, counts once.
+    of 6 on length squared. What is computed twice, such as checkpointed activations, counts once; so does a prefix that
+    samples share: of a sample after a prefix only its own tokens cost.
     """
     config = model.config.get_text_config()
     heads = int(getattr(config, "num_attention_heads", 0))
     head_dim = int(getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0))
     lengths = np.concatenate([np.diff(row.sample_offsets) for row in micro_batches]).astype(np.float64)
-    attention = 6.0 * int(config.num_hidden_layers) * heads * head_dim * float((lengths**2).sum())
+    before = np.concatenate(
+        [np.zeros(len(row.rollout_ids)) if row.prefix_tokens is None else row.prefix_tokens for row in micro_batches]
+    )
+    pairs = float(((before + lengths) ** 2 - before**2).sum())
+    attention = 6.0 * int(config.num_hidden_layers) * heads * head_dim * pairs
     a_token = 4.0 * matmul_parameters(model) + 2.0 * matmul_parameters(model, trainable_only=True)
     return a_token * float(lengths.sum()) + attention
 

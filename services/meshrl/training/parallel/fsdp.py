@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from meshrl.models.fused_attention import OPERATOR
 from meshrl.models.load import DTYPES
 from meshrl.models.logprobs import PackedPolicy
+from meshrl.models.shared_prefix import PREFIX_OPERATOR
 from meshrl.training.model_config import ActivationCheckpointConfig, ActivationOffloadConfig, TrainerModelConfig
 
 _aten = torch.ops.aten
@@ -106,7 +107,7 @@ def _selective_contexts(*, products: bool) -> tuple[object, object]:
     seen = {True: 0, False: 0}
 
     def decide(context: SelectiveCheckpointContext, operator: Any, *_: object, **__: object) -> CheckpointPolicy:
-        if operator in _ATTENTION or operator.name() == OPERATOR:
+        if operator in _ATTENTION or operator.name() in (OPERATOR, PREFIX_OPERATOR):
             return CheckpointPolicy.MUST_SAVE
         if products and operator in _PRODUCTS:
             seen[context.is_recompute] += 1

@@ -11,8 +11,6 @@ from meshrl.wire.convert.batches import (
     batch_header_from_proto,
     batch_header_to_proto,
     batch_to_messages,
-    micro_batch_from_proto,
-    micro_batch_to_proto,
     run_from_proto,
     run_to_proto,
     step_event_from_proto,
@@ -28,6 +26,7 @@ from meshrl.wire.convert.manifests import (
     staged_version_from_proto,
     staged_version_to_proto,
 )
+from meshrl.wire.convert.micro_batches import micro_batch_from_proto, micro_batch_to_proto
 from meshrl.wire.convert.rollouts import (
     engine_endpoint_from_proto,
     engine_endpoint_to_proto,

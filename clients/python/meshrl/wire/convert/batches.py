@@ -14,23 +14,9 @@ from numpy.typing import NDArray
 from meshrl.v1 import trainer_pb2 as pb
 from meshrl.wire import tensors, validate
 from meshrl.wire.convert.fields import FieldReader, optional
+from meshrl.wire.convert.micro_batches import OPTIONAL, TENSORS, micro_batch_from_proto, micro_batch_to_proto
 from meshrl.wire.errors import FieldViolation, MeshError, Reason, invalid
 from meshrl.wire.types import Batch, MicroBatch, RunInfo, StepEvent, StepState, TrainerInfo
-
-# Tensors of a micro-batch in the order of the digest, with their element types.
-_TENSORS: Mapping[str, str] = {
-    "token_ids": "int32",
-    "position_ids": "int32",
-    "loss_mask": "bool",
-    "advantages": "float32",
-    "inference_logprobs": "float32",
-    "sample_offsets": "int64",
-    "temperatures": "float32",
-    "env_index": "int32",
-}
-_PER_TOKEN = ("position_ids", "loss_mask", "advantages", "inference_logprobs")
-# float32 (T,) tensors that may be unset, in the order of the digest.
-_OPTIONAL = ("rl_weights", "ce_weights", "ref_kl_weights", "ref_logprobs")
 
 _STATE_TO_PROTO: Mapping[StepState, pb.StepState] = {
     StepState.QUEUED: pb.STEP_STATE_QUEUED,
@@ -64,12 +50,12 @@ def batch_digest(batch: Batch) -> str:
     state = blake3(b"meshrl.batch.v1")
     state.update(struct.pack("<Q", len(batch.micro_batches)))
     for micro_batch in batch.micro_batches:
-        for name, dtype in _TENSORS.items():
+        for name, dtype in TENSORS.items():
             _hash_tensor(state, getattr(micro_batch, name), dtype)
-        for name in _OPTIONAL:
+        for name, dtype in OPTIONAL.items():
             if (array := getattr(micro_batch, name)) is not None:
                 state.update(struct.pack(f"<Q{len(name)}s", len(name), name.encode()))
-                _hash_tensor(state, array, "float32")
+                _hash_tensor(state, array, dtype)
     return state.hexdigest()
 
 
@@ -102,89 +88,6 @@ def batch_header_from_proto(message: pb.BatchHeader) -> BatchHeader:
         environments=tuple(message.environments),
         traceparent=message.traceparent,
     )
-
-
-def micro_batch_to_proto(micro_batch: MicroBatch) -> pb.MicroBatch:
-    """Returns the message; raises ValueError if an array has not the type that MicroBatch declares."""
-    encoded: dict[str, Any] = {}
-    for name, dtype in {**_TENSORS, **dict.fromkeys(_OPTIONAL, "float32")}.items():
-        array = getattr(micro_batch, name)
-        if array is None and name in _OPTIONAL:
-            continue
-        if array.dtype.name != dtype:
-            raise ValueError(f"MicroBatch.{name} must be {dtype}, got {array.dtype.name}")
-        encoded[name] = tensors.encode(array)
-    return pb.MicroBatch(
-        dp_rank=micro_batch.dp_rank,
-        rollout_ids=micro_batch.rollout_ids,
-        traceparents=micro_batch.traceparents,
-        **encoded,
-    )
-
-
-def micro_batch_from_proto(
-    message: pb.MicroBatch, *, num_environments: int | None = None, field: str = "micro_batch"
-) -> MicroBatch:
-    """Returns the micro-batch; its arrays are read-only views.
-
-    Raises MeshError INVALID_REQUEST that names every tensor of the wrong type or length, offsets that are not
-    increasing from 0 to T, a number that is not finite, ce or ref_kl weights at a token that nothing predicts, only
-    one of ref_kl_weights and ref_logprobs, and an env_index outside `num_environments` if that is given.
-    """
-    reader = FieldReader("the micro-batch", field)
-    arrays = {name: reader.vector(getattr(message, name), name, dtype) for name, dtype in _TENSORS.items()}
-    weights = {
-        name: reader.vector(getattr(message, name), name, "float32") for name in _OPTIONAL if message.HasField(name)
-    }
-    if reader.ok:
-        _check_lengths(reader, arrays, len(message.rollout_ids), num_environments)
-        _check_weights(reader, weights, arrays)
-    reader.done()
-    return MicroBatch(
-        dp_rank=message.dp_rank,
-        rollout_ids=tuple(message.rollout_ids),
-        traceparents=tuple(message.traceparents),
-        **arrays,
-        **weights,
-    )
-
-
-def _check_lengths(
-    reader: FieldReader, arrays: Mapping[str, Any], num_rollout_ids: int, num_environments: int | None
-) -> None:
-    num_tokens, offsets = len(arrays["token_ids"]), arrays["sample_offsets"]
-    reader.check(num_tokens > 0, "token_ids", "must not be empty")
-    for name in _PER_TOKEN:
-        reader.length(arrays[name], name, num_tokens, "token_ids")
-    increasing = (
-        len(offsets) > 1 and offsets[0] == 0 and offsets[-1] == num_tokens and bool((np.diff(offsets) > 0).all())
-    )
-    reader.check(increasing, "sample_offsets", f"must increase from 0 to {num_tokens}, the number of tokens")
-    num_samples = max(len(offsets) - 1, 0)
-    for name in ("temperatures", "env_index"):
-        reader.length(arrays[name], name, num_samples, "samples")
-    reader.check(num_rollout_ids == num_samples, "rollout_ids", f"must have {num_samples} entries, one a sample")
-    for name in ("advantages", "inference_logprobs"):
-        reader.check(bool(np.isfinite(arrays[name]).all()), name, "must be finite")
-    if num_environments is not None and len(arrays["env_index"]):
-        known = arrays["env_index"].min() >= 0 and arrays["env_index"].max() < num_environments
-        reader.check(bool(known), "env_index", f"must point into the header's {num_environments} environments")
-
-
-def _check_weights(reader: FieldReader, weights: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
-    num_tokens, offsets = len(arrays["token_ids"]), arrays["sample_offsets"]
-    for name, array in weights.items():
-        reader.length(array, name, num_tokens, "token_ids")
-        reader.check(bool(np.isfinite(array).all()), name, "must be finite")
-    together = ("ref_kl_weights" in weights) == ("ref_logprobs" in weights)
-    missing = "ref_logprobs" if "ref_kl_weights" in weights else "ref_kl_weights"
-    reader.check(together, missing, "must be set: ref_kl_weights and ref_logprobs come together or not at all")
-    if not reader.ok:  # offsets may point anywhere
-        return
-    for name in ("ce_weights", "ref_kl_weights"):
-        if name in weights:
-            first = weights[name][offsets[:-1]]
-            reader.check(not first.any(), name, "must be 0 at the first token of a sample, which nothing predicts")
 
 
 def batch_to_messages(batch: Batch) -> Iterator[pb.SubmitBatchRequest]:
@@ -327,6 +230,7 @@ def trainer_info_to_proto(info: TrainerInfo, *, contract_version: str = "") -> p
         max_queued_batches=info.max_queued_batches,
         vocab_size=info.vocab_size,
         max_message_bytes=info.max_message_bytes,
+        min_shared_prefix=info.min_shared_prefix,
     )
 
 
@@ -342,6 +246,7 @@ def trainer_info_from_proto(message: pb.GetTrainerResponse) -> TrainerInfo:
         max_queued_batches=message.max_queued_batches,
         vocab_size=message.vocab_size,
         max_message_bytes=message.max_message_bytes,
+        min_shared_prefix=optional(message, "min_shared_prefix"),
     )
 
 

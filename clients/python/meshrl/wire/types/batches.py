@@ -15,15 +15,18 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MicroBatch:
-    """Samples packed into one row; attention never crosses `sample_offsets`.
+    """Samples packed into one row; attention never crosses `sample_offsets`, but for a shared prefix.
 
     `loss_mask` marks the tokens of the rl term. The weights after it are None where no token has one: rl then weighs
     each of its tokens 1, ce and ref_kl have no tokens. A token of ce or ref_kl is one whose weight is not 0.
+
+    A sample with `prefix_tokens` above 0 follows the first so many tokens of the sample `prefix_samples`, which it does
+    not repeat: that one has at least as many tokens of its own, and no prefix. Both are None where no sample does.
     """
 
     dp_rank: int
     token_ids: NDArray[np.int32]  # (T,)
-    position_ids: NDArray[np.int32]  # (T,) restart at 0 with each sample
+    position_ids: NDArray[np.int32]  # (T,) restart at 0, or at its prefix_tokens, with each sample
     loss_mask: NDArray[np.bool_]  # (T,)
     advantages: NDArray[np.float32]  # (T,)
     inference_logprobs: NDArray[np.float32]  # (T,) 0 where loss_mask is false
@@ -36,6 +39,30 @@ class MicroBatch:
     ce_weights: NDArray[np.float32] | None = None  # (T,)
     ref_kl_weights: NDArray[np.float32] | None = None  # (T,)
     ref_logprobs: NDArray[np.float32] | None = None  # (T,) with ref_kl_weights; read where those are not 0
+    prefix_tokens: NDArray[np.int32] | None = None  # (S,)
+    prefix_samples: NDArray[np.int32] | None = None  # (S,) with prefix_tokens; read where those are not 0
+
+    @property
+    def shared_tokens(self) -> int:
+        """Tokens that samples do not repeat: the row stands for so many more than it holds."""
+        return 0 if self.prefix_tokens is None else int(self.prefix_tokens.sum())
+
+    @property
+    def unpredicted(self) -> NDArray[np.int64]:
+        """Indices of the tokens that nothing predicts: the first of each sample without a prefix."""
+        starts = self.sample_offsets[:-1]
+        return starts if self.prefix_tokens is None else starts[self.prefix_tokens == 0]
+
+    @property
+    def sources(self) -> NDArray[np.int64]:
+        """(T,) index of the token that predicts each; -1 where none does."""
+        before = np.arange(-1, len(self.token_ids) - 1, dtype=np.int64)
+        before[self.sample_offsets[:-1]] = -1
+        if self.prefix_tokens is not None and self.prefix_samples is not None:
+            shares = self.prefix_tokens > 0
+            first = self.sample_offsets[:-1][self.prefix_samples[shares]]
+            before[self.sample_offsets[:-1][shares]] = first + self.prefix_tokens[shares] - 1
+        return before
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -79,6 +106,7 @@ class TrainerInfo:
     max_queued_batches: int
     vocab_size: int = 0  # of the model; 0 when the trainer does not say
     max_message_bytes: int = 0  # of a message of SubmitBatch; 0 when the trainer does not say
+    min_shared_prefix: float | None = None  # least share of a batch's tokens to leave out; None: it takes no prefixes
 
 
 class StepState(enum.Enum):

@@ -1,0 +1,147 @@
+"""The MicroBatch message to a dataclass and back, with every check of it. T tokens and S samples of a micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshrl.v1 import trainer_pb2 as pb
+from meshrl.wire import tensors
+from meshrl.wire.convert.fields import FieldReader
+from meshrl.wire.types import MicroBatch
+
+# Tensors of a micro-batch in the order of the digest, with their element types.
+TENSORS: Mapping[str, str] = {
+    "token_ids": "int32",
+    "position_ids": "int32",
+    "loss_mask": "bool",
+    "advantages": "float32",
+    "inference_logprobs": "float32",
+    "sample_offsets": "int64",
+    "temperatures": "float32",
+    "env_index": "int32",
+}
+_PER_TOKEN = ("position_ids", "loss_mask", "advantages", "inference_logprobs")
+# Tensors that may be unset, in the order of the digest: float32 of (T,), int32 of (S,).
+_WEIGHTS = ("rl_weights", "ce_weights", "ref_kl_weights", "ref_logprobs")
+_PREFIXES = ("prefix_tokens", "prefix_samples")
+OPTIONAL: Mapping[str, str] = dict.fromkeys(_WEIGHTS, "float32") | dict.fromkeys(_PREFIXES, "int32")
+
+
+def micro_batch_to_proto(micro_batch: MicroBatch) -> pb.MicroBatch:
+    """Returns the message; raises ValueError if an array has not the type that MicroBatch declares."""
+    encoded: dict[str, Any] = {}
+    for name, dtype in {**TENSORS, **OPTIONAL}.items():
+        array = getattr(micro_batch, name)
+        if array is None and name in OPTIONAL:
+            continue
+        if array.dtype.name != dtype:
+            raise ValueError(f"MicroBatch.{name} must be {dtype}, got {array.dtype.name}")
+        encoded[name] = tensors.encode(array)
+    return pb.MicroBatch(
+        dp_rank=micro_batch.dp_rank,
+        rollout_ids=micro_batch.rollout_ids,
+        traceparents=micro_batch.traceparents,
+        **encoded,
+    )
+
+
+def micro_batch_from_proto(
+    message: pb.MicroBatch, *, num_environments: int | None = None, field: str = "micro_batch"
+) -> MicroBatch:
+    """Returns the micro-batch; its arrays are read-only views.
+
+    Raises MeshError INVALID_REQUEST that names every tensor of the wrong type or length, offsets that are not
+    increasing from 0 to T, a number that is not finite, ce or ref_kl weights at a token that nothing predicts, only
+    one of ref_kl_weights and ref_logprobs or of prefix_tokens and prefix_samples, a prefix that no sample of the row
+    has, and an env_index outside `num_environments` if that is given.
+    """
+    reader = FieldReader("the micro-batch", field)
+    arrays = {name: reader.vector(getattr(message, name), name, dtype) for name, dtype in TENSORS.items()}
+    extra = {
+        name: reader.vector(getattr(message, name), name, dtype)
+        for name, dtype in OPTIONAL.items()
+        if message.HasField(name)
+    }
+    if reader.ok:
+        _check_lengths(reader, arrays, len(message.rollout_ids), num_environments)
+        _check_prefixes(reader, extra, arrays["sample_offsets"])
+        _check_weights(reader, extra, arrays)
+    reader.done()
+    return MicroBatch(
+        dp_rank=message.dp_rank,
+        rollout_ids=tuple(message.rollout_ids),
+        traceparents=tuple(message.traceparents),
+        **arrays,
+        **extra,
+    )
+
+
+def _check_lengths(
+    reader: FieldReader, arrays: Mapping[str, Any], num_rollout_ids: int, num_environments: int | None
+) -> None:
+    num_tokens, offsets = len(arrays["token_ids"]), arrays["sample_offsets"]
+    reader.check(num_tokens > 0, "token_ids", "must not be empty")
+    for name in _PER_TOKEN:
+        reader.length(arrays[name], name, num_tokens, "token_ids")
+    increasing = (
+        len(offsets) > 1 and offsets[0] == 0 and offsets[-1] == num_tokens and bool((np.diff(offsets) > 0).all())
+    )
+    reader.check(increasing, "sample_offsets", f"must increase from 0 to {num_tokens}, the number of tokens")
+    num_samples = max(len(offsets) - 1, 0)
+    for name in ("temperatures", "env_index"):
+        reader.length(arrays[name], name, num_samples, "samples")
+    reader.check(num_rollout_ids == num_samples, "rollout_ids", f"must have {num_samples} entries, one a sample")
+    for name in ("advantages", "inference_logprobs"):
+        reader.check(bool(np.isfinite(arrays[name]).all()), name, "must be finite")
+    if num_environments is not None and len(arrays["env_index"]):
+        known = arrays["env_index"].min() >= 0 and arrays["env_index"].max() < num_environments
+        reader.check(bool(known), "env_index", f"must point into the header's {num_environments} environments")
+
+
+def _check_prefixes(reader: FieldReader, extra: Mapping[str, Any], offsets: NDArray[np.int64]) -> None:
+    found = [name for name in _PREFIXES if name in extra]
+    if len(found) == 1:
+        missing = _PREFIXES[0] if found[0] == _PREFIXES[1] else _PREFIXES[1]
+        reader.check(False, missing, "must be set: prefix_tokens and prefix_samples come together or not at all")
+    num_samples = max(len(offsets) - 1, 0)
+    for name in found:
+        reader.length(extra[name], name, num_samples, "samples")
+    if len(found) < len(_PREFIXES) or not reader.ok:  # offsets may point anywhere
+        return
+    tokens, samples = extra["prefix_tokens"], extra["prefix_samples"]
+    shares = tokens != 0
+    reader.check(bool((tokens >= 0).all()), "prefix_tokens", "must not be negative")
+    known = (samples[shares] >= 0) & (samples[shares] < num_samples)
+    reader.check(bool(known.all()), "prefix_samples", f"must point to one of the row's {num_samples} samples")
+    if not reader.ok:
+        return
+    reader.check(
+        not shares[samples[shares]].any(), "prefix_samples", "must point to a sample that has no prefix of its own"
+    )
+    room = np.diff(offsets)[samples[shares]]
+    reader.check(
+        bool((tokens[shares] <= room).all()), "prefix_tokens", "must not be more tokens than the other sample has"
+    )
+
+
+def _check_weights(reader: FieldReader, extra: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
+    num_tokens, offsets = len(arrays["token_ids"]), arrays["sample_offsets"]
+    weights = {name: extra[name] for name in _WEIGHTS if name in extra}
+    for name, array in weights.items():
+        reader.length(array, name, num_tokens, "token_ids")
+        reader.check(bool(np.isfinite(array).all()), name, "must be finite")
+    together = ("ref_kl_weights" in weights) == ("ref_logprobs" in weights)
+    missing = "ref_logprobs" if "ref_kl_weights" in weights else "ref_kl_weights"
+    reader.check(together, missing, "must be set: ref_kl_weights and ref_logprobs come together or not at all")
+    if not reader.ok:  # offsets may point anywhere
+        return
+    starts, prefix_tokens = offsets[:-1], extra.get("prefix_tokens")
+    unpredicted = starts if prefix_tokens is None else starts[prefix_tokens == 0]
+    for name in ("ce_weights", "ref_kl_weights"):
+        if name in weights:
+            first = weights[name][unpredicted]
+            reader.check(not first.any(), name, "must be 0 at the first token of a sample, which nothing predicts")

@@ -1,0 +1,108 @@
+"""Finds samples that begin alike, so that a row can hold their beginning once; used by `packing` before it makes rows.
+
+The rollouts of a group repeat its prompt, and the samples of one rollout may repeat its history. A sample shares the
+first P tokens of another when both have the same P first tokens and no term of the objective has one of its own among
+them: its loss would be lost. Sharing is one level deep: the other sample, its root, has all of its tokens.
+
+With a root of R tokens and samples of P_i + L_i, a bundle holds R + sum L_i tokens instead of R + sum (P_i + L_i). What
+is left of a sample costs linear * L + attention * ((P + L)^2 - P^2) (see `balance`): its tokens still see the prefix.
+
+Shapes: T tokens of a sample.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshrl.algorithms.balance import SampleCost
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Beginning:
+    """What counts of a sample when it looks for a root."""
+
+    token_ids: NDArray[np.int32]  # (T,)
+    first_term: int  # index of the first token that a term of the objective has
+    group: Hashable  # samples of different groups share nothing; None shares with none
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A root and the samples that share its beginning: what goes into one row together."""
+
+    members: tuple[int, ...]  # indices of the samples, the root first
+    prefixes: tuple[int, ...]  # tokens of the root that stand before each member's own; 0 for the root
+
+    def tokens(self, lengths: Sequence[int]) -> int:
+        """Tokens that a row holds for it."""
+        return sum(lengths[index] - prefix for index, prefix in zip(self.members, self.prefixes, strict=True))
+
+    def cost(self, lengths: Sequence[int], cost: SampleCost) -> float:
+        """What training it costs, in the units of `cost`."""
+        return sum(
+            cost(lengths[index]) - cost(prefix) for index, prefix in zip(self.members, self.prefixes, strict=True)
+        )
+
+
+def bundles(samples: Sequence[Beginning], *, max_tokens: int, parts: int, min_share: float) -> list[Bundle]:
+    """Every sample in one bundle of at most max_tokens; samples that share nothing are bundles of their own.
+
+    A sample shares when the prefix is at least `min_share` of its tokens. A bundle too large for an even share of
+    `parts` is divided, and each part has a root of its own, so that no rank trains a group that others wait for.
+    """
+    found: list[Bundle] = []
+    roots: dict[Hashable, list[int]] = {}
+    sharers: dict[int, list[tuple[int, int]]] = {}
+    for index, sample in enumerate(samples):
+        known = roots.setdefault(sample.group, []) if sample.group is not None else []
+        prefix, root = max(((_common(samples[root], sample), root) for root in known), default=(0, -1))
+        if prefix > 0 and prefix >= min_share * len(sample.token_ids):
+            sharers[root].append((prefix, index))
+        else:
+            known.append(index)
+            sharers[index] = []
+    lengths = [len(sample.token_ids) for sample in samples]
+    for root, others in sharers.items():
+        found.append(_bundle(root, others))
+    limit = min(max_tokens, max(max(lengths), math.ceil(sum(one.tokens(lengths) for one in found) / parts)))
+    return [part for bundle in found for part in _divided(bundle, lengths, limit)]
+
+
+def _common(root: Beginning, sample: Beginning) -> int:
+    """Tokens that the sample can share with the root."""
+    most = min(len(root.token_ids), sample.first_term)
+    different = np.flatnonzero(root.token_ids[:most] != sample.token_ids[:most])
+    return int(different[0]) if len(different) else most
+
+
+def _bundle(root: int, others: Sequence[tuple[int, int]]) -> Bundle:
+    """Members with the same prefix stand side by side: they see it together."""
+    ordered = sorted(others, key=lambda other: (-other[0], other[1]))
+    return Bundle((root, *(index for _, index in ordered)), (0, *(prefix for prefix, _ in ordered)))
+
+
+def _divided(bundle: Bundle, lengths: Sequence[int], limit: int) -> list[Bundle]:
+    """Parts of at most `limit` tokens. A part after the first begins with a sample as its root.
+
+    That root has the prefix that the others share with the first root, as far as it shares it too: members come by
+    descending prefix, so it is at least as long as theirs.
+    """
+    parts: list[Bundle] = []
+    members: list[int] = []
+    prefixes: list[int] = []
+    room = 0
+    for index, prefix in zip(bundle.members, bundle.prefixes, strict=True):
+        if not members or lengths[index] - prefix > room:
+            if members:
+                parts.append(Bundle(tuple(members), tuple(prefixes)))
+            members, prefixes, room = [index], [0], limit - lengths[index]
+            continue
+        members.append(index)
+        prefixes.append(prefix)
+        room -= lengths[index] - prefix
+    return [*parts, Bundle(tuple(members), tuple(prefixes))]
