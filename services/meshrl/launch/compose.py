@@ -76,7 +76,7 @@ def compose(
     weights = _with_port(_own_keys(WeightsConfig, config.weights, {"transport": True}), free_port)
     orchestrator = _own_keys(OrchestratorConfig, config.orchestrator, _KEYS_OF_THE_ROLLOUT_PROGRAM)
     running = config.orchestrator.services.given()
-    hub = running.get("weights") or reach(weights.server)
+    hub = config.orchestrator.services.weights or reach(weights.server)
     engines = _engines(config, hub, placement, free_port)
     rollout_values, weights_values = dict[str, object](), dict[str, object]()
     if engines:
@@ -87,7 +87,8 @@ def compose(
         rollout_values |= _key_source(config.inference, config.rollout.client)
     rollout = with_values(rollout, rollout_values)
     trainer_values: dict[str, object] = {"weight_broadcast.address": hub, **_transport(config, placement)}
-    addresses = {"rollout": reach(rollout.server), "trainer": reach(trainer.server), "weights": hub, **running}
+    addresses = {"rollout": reach(rollout.server), "trainer": reach(trainer.server), "weights": hub}
+    addresses |= config.orchestrator.services.model_dump(exclude_none=True)
     orchestrator_values: dict[str, object] = {"services": addresses, **_deadlines(config)}
     if session and not config.orchestrator.session:
         orchestrator_values["session"] = session

@@ -181,8 +181,8 @@ def _run(config: RLConfig, parts: Sequence[Part], lock: FolderLock, findings: Se
         logger.log("WARNING" if finding.severity == "warning" else "INFO", "{}", finding.text)
     if config.trainer.wandb is not None:
         logger.warning("trainer.wandb is not used: the orchestrator logs the trainer's metrics; set wandb instead")
-    for name, address in config.orchestrator.services.given().items():
-        logger.info("{} runs already at {}: it is used, and left running at the end", name, address)
+    for name, addresses in config.orchestrator.services.given().items():
+        logger.info("{} runs already at {}: it is used, and left running at the end", name, " and ".join(addresses))
     for line in placed(parts):
         logger.info("{}", line)
     grace = Grace(shutdown_s=config.shutdown_grace_s, failure_s=config.failure_grace_s)

@@ -23,8 +23,9 @@ from meshrl.orchestrator.work.plan import PlanLimits, WorkPlan
 from meshrl.orchestrator.work.screening import screen_finished
 from meshrl.orchestrator.work.staleness import StalenessLaw
 from meshrl.orchestrator.work.task_schedule import TaskSchedule, TrainSource
+from meshrl.sampling.attempts import SamplerDeadlines
 from meshrl.sampling.retry import RunError
-from meshrl.sampling.sampler import GroupSampler, SamplerDeadlines
+from meshrl.sampling.sampler import GroupSampler
 
 
 def make_plan(config: OrchestratorConfig, mesh: Mesh) -> WorkPlan:
@@ -77,8 +78,7 @@ def build_loop(
     run = Run(mesh.run, plan=make_plan(config, mesh), journal=journal, traces=StepTraces(tracer))
     deadlines = config.deadlines
     sampler = GroupSampler(
-        services.rollout,
-        address=config.services.rollout,
+        services.rollouts,
         deadlines=SamplerDeadlines(
             group_s=deadlines.group_s, retry_s=deadlines.retry_s, unreachable_s=deadlines.unreachable_s
         ),
@@ -90,7 +90,7 @@ def build_loop(
         sampler,
         config=config,
         vocab_size=mesh.trainer.vocab_size or None,
-        stale=StaleGroups(services.rollout),
+        stale=StaleGroups(services.rollouts),
         lost=LostGroups(config, clock),
     )
     uploader = BatchUploader(services.trainer, run, address=config.services.trainer, deadlines=deadlines, clock=clock)

@@ -2,7 +2,7 @@
 
 consumes   tasks of the schedule, through the plan
 produces   groups that are ready for a step; everything else is counted as dropped, failed or cancelled
-waits for  the rollout service; one task a group, so that groups finish in any order
+waits for  the rollout services; one task a group, so that groups finish in any order
 unblocks   the loop, which waits for ready groups
 """
 
@@ -63,7 +63,7 @@ class GroupDispatcher:
         self._run.changed.set()
 
     def cancel_stale(self) -> None:
-        """Has the rollout service stop groups in flight that would come back too old for the next step."""
+        """Has the rollout services stop groups in flight that would come back too old for the next step."""
         plan = self._run.plan
         if too_old := self._stale.not_yet_cancelled(plan.stale_in_flight()):
             self._tasks.create_task(self._stale.cancel(too_old, step=plan.next_step))
@@ -78,6 +78,7 @@ class GroupDispatcher:
                 traceparent=run.traces.traceparent(ticket.for_step),
                 problems_of=self._problems_of,
                 on_event=lambda event: run.journal.enter(ticket, event),
+                is_wanted=lambda: not self._stale.has(ticket.group_id),
             )
         too_old = self._stale.has(ticket.group_id)
         run.journal.close_group(group, cancelled_for=DropReason.STALE.value if too_old else "rollout_service")

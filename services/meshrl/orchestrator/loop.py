@@ -147,7 +147,7 @@ class RunLoop:
                 await run.changed.wait()
         except TimeoutError:
             raise RunError(
-                f"rollout service at {self.config.services.rollout} did not finish enough groups for step"
+                f"rollout service at {' and '.join(self.config.services.rollout)} did not finish enough groups for step"
                 f" {plan.next_step} within {self.config.deadlines.batch_s:g} s;"
                 " raise orchestrator.deadlines.batch_s if they need longer"
             ) from None

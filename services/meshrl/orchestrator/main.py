@@ -69,7 +69,8 @@ async def _train(
         loop = build_loop(config, services, mesh, journal=journal, monitor=monitor, tracer=tracer)
         say_ready()
         try:
-            await unless_stopped(stop, loop.train())
+            async with services.rollouts.watching():
+                await unless_stopped(stop, loop.train())
             logger.success(f"trained up to step {loop.run.plan.next_step - 1}")
         except StoppedError:
             logger.info(f"stopped before step {loop.run.plan.next_step} was complete")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -9,6 +10,9 @@ from meshrl.wire.types import Rollout, RolloutFailure
 
 RESEED = 2**31
 """Between the seeds of a group and of its completion: the same seeds would sample the same rollouts again."""
+
+MOVED = 2**30
+"""Between the seeds of a group and of what is sampled again of it because its service was lost."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +45,11 @@ class GroupTicket:
         seed = None if self.seed is None else (self.seed + reseeds * RESEED) % 2**63
         return replace(self, size=missing, seed=seed)
 
+    def moved(self, missing: int, *, moves: int) -> GroupTicket:
+        """The same for the rollouts that were lost with the services that played them, `moves` of them so far."""
+        seed = None if self.seed is None else (self.seed + moves * MOVED) % 2**63
+        return replace(self, size=missing, seed=seed)
+
 
 @dataclass(kw_only=True)
 class RolloutGroup:
@@ -59,6 +68,11 @@ class RolloutGroup:
     def lost(self) -> int:
         """Rollouts that never came back, neither finished nor failed nor cancelled."""
         return max(0, self.ticket.size + self.carried - len(self.rollouts) - len(self.failures) - self.cancelled)
+
+    @property
+    def episodes(self) -> int:
+        """Episodes that came back finished: one that several agents play has a rollout of each."""
+        return max(Counter(rollout.agent for rollout in self.rollouts).values(), default=0)
 
     @property
     def errors(self) -> int:

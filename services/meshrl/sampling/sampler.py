@@ -1,6 +1,7 @@
-"""Samples groups at the rollout service: asks until a group is admitted, then gathers what streams back.
+"""Samples groups at the rollout services: asks until one admits a group, then gathers what streams back.
 
-Fed with tickets by a training loop or an evaluation, which get a `RolloutGroup` back.
+Fed with tickets by a training loop or an evaluation, which get a `RolloutGroup` back. A group that loses its service is
+completed at another one, or at the same once it is back: what has come back stays, and only the rest is sampled again.
 """
 
 from __future__ import annotations
@@ -9,14 +10,16 @@ import asyncio
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from loguru import logger
 
-from meshrl.client import RolloutClient
 from meshrl.core.clock import Clock
+from meshrl.sampling.attempts import GroupAttempts, SamplerDeadlines
 from meshrl.sampling.groups import GroupTicket, RolloutGroup
-from meshrl.sampling.retry import Patience, failed
+from meshrl.sampling.hosts import HostState, RolloutHost
+from meshrl.sampling.pool import RolloutPool
+from meshrl.sampling.retry import AWAY
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Rollout, RolloutEvent, RolloutFailure, RolloutRequest, RolloutSummary, Sampling
 
@@ -24,21 +27,7 @@ Problems = Sequence[tuple[str, str]]
 """(field, what it must be) for each rule that a rollout breaks."""
 
 _GROUP_ERRORS = frozenset({Reason.DEADLINE_PASSED, Reason.ENVIRONMENT_FAILED, Reason.ENGINE_FAILED, Reason.INTERNAL})
-_NOT_TAKEN_UP = frozenset({Reason.CANCELLED})
-"""gRPC's server cancels a call that its application has not taken up in time: the service is busy, not away."""
 _GRACE_S = 30.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class SamplerDeadlines:
-    """How long the rollout service has, in seconds.
-
-    `group_s` for one group, `retry_s` to accept a group that it refuses, `unreachable_s` to come back when it is away.
-    """
-
-    group_s: float
-    retry_s: float
-    unreachable_s: float
 
 
 class GroupSampler:
@@ -46,15 +35,13 @@ class GroupSampler:
 
     def __init__(
         self,
-        client: RolloutClient,
+        pool: RolloutPool,
         *,
-        address: str,
         deadlines: SamplerDeadlines,
         engine_pool: str = "",
         clock: Clock,
     ) -> None:
-        self._client = client
-        self._address = address
+        self._pool = pool
         self._deadlines = deadlines
         self._engine_pool = engine_pool
         self._clock = clock
@@ -68,37 +55,64 @@ class GroupSampler:
         scores_only: bool = False,
         problems_of: Callable[[Rollout], Problems] = lambda rollout: (),
         on_event: Callable[[RolloutEvent], None] = lambda event: None,
+        is_wanted: Callable[[], bool] = lambda: True,
     ) -> RolloutGroup:
         """Returns the group once it is over; what was lost on the way counts as failures of the group.
 
         With `scores_only` nothing trains on it, so its logprobs may be any. A rollout of which `problems_of` finds some
-        counts as failed.
+        counts as failed. Once `is_wanted` says no, the group is asked for nowhere any more.
 
-        Raises RunError when the service is gone, or refuses the group for good.
+        Raises RunError when no service is there, or one refuses the group for good.
         """
-        patience = Patience(
-            unreachable_s=self._deadlines.unreachable_s, retry_s=self._deadlines.retry_s, also=_NOT_TAKEN_UP
-        )
         group = RolloutGroup(ticket=ticket)
+        attempts = GroupAttempts(self._pool, ticket, self._deadlines, self._clock)
         began_s = self._clock.now()
-        while True:
-            request = self._request(ticket, sampling, traceparent, scores_only)
-            try:
-                async with asyncio.timeout(self._deadlines.group_s + _GRACE_S):
-                    await self._gather(request, group, problems_of, on_event)
-            except MeshError as error:  # refused, or cut off: what came back stays
-                if group.rollouts or group.failures or error.reason in _GROUP_ERRORS:
-                    return self._over(group, began_s, error)
-                wait_s = patience.wait_s(error, self._clock.now())
-                if wait_s is None:
-                    doing = f"running group {ticket.group_id} of {ticket.task.environment!r}"
-                    raise failed("rollout service", self._address, doing, error) from error
-                logger.debug(f"group {ticket.group_id} refused, again in {wait_s:.2f} s: {error}")
-                await self._clock.sleep(wait_s)
-            except TimeoutError:  # the server kept neither its deadline nor the call's
-                return self._over(group, began_s, MeshError(Reason.DEADLINE_PASSED, "the group's stream did not end"))
-            else:
-                return self._over(group, began_s, None)
+        with self._pool.sampling(ticket.group_id, ticket.task.environment, ticket.size) as place:
+            while place.left:
+                if not is_wanted():
+                    group.cancelled = place.left
+                    break
+                host = await attempts.next_host(place)
+                rest = ticket.moved(place.left, moves=attempts.interrupted)
+                request = self._request(rest, sampling, traceparent, scores_only)
+                try:
+                    await self._play(host, request, group, problems_of, on_event)
+                    if not (group.cancelled and is_wanted() and await self._is_leaving(host)):
+                        break
+                    group.cancelled = 0
+                    gone = MeshError(Reason.DRAINING, f"the rollout service at {host.address} cancelled what it played")
+                    attempts.failed_at(host, gone, place)
+                except MeshError as error:  # refused, or cut off: what came back stays
+                    goes_on = error.reason in AWAY or not (group.rollouts or group.failures)
+                    if not goes_on or error.reason in _GROUP_ERRORS:
+                        return self._over(group, began_s, error)
+                    attempts.failed_at(host, error, place)
+        return self._over(group, began_s, None)
+
+    async def _play(
+        self,
+        host: RolloutHost,
+        request: RolloutRequest,
+        group: RolloutGroup,
+        problems_of: Callable[[Rollout], Problems],
+        on_event: Callable[[RolloutEvent], None],
+    ) -> None:
+        """One call. Raises MeshError when it is refused or cut off, DEADLINE_PASSED when its stream does not end."""
+        try:
+            async with asyncio.timeout(self._deadlines.group_s + _GRACE_S) as limit:
+                with self._pool.at(host, request.group_id, limit):
+                    await self._gather(host, request, group, problems_of, on_event)
+        except TimeoutError:
+            if host.state is HostState.AWAY:  # given up by the pool
+                raise MeshError(
+                    Reason.UNREACHABLE, f"the rollout service at {host.address} is away: {host.why}"
+                ) from None
+            raise MeshError(Reason.DEADLINE_PASSED, "the group's stream did not end") from None
+
+    async def _is_leaving(self, host: RolloutHost) -> bool:
+        """Whether a service that cancelled rollouts does so because it goes."""
+        await self._pool.look(host)
+        return host.state is not HostState.SERVING
 
     async def sample_whole(self, ticket: GroupTicket, *, sampling: Sampling, attempts: int) -> RolloutGroup:
         """Samples a group for its scores alone; what is lost of it is sampled again, up to `attempts` in all.
@@ -135,12 +149,13 @@ class GroupSampler:
 
     async def _gather(
         self,
+        host: RolloutHost,
         request: RolloutRequest,
         group: RolloutGroup,
         problems_of: Callable[[Rollout], Problems],
         on_event: Callable[[RolloutEvent], None],
     ) -> None:
-        async with aclosing(self._client.run_rollouts(request)) as events:
+        async with aclosing(self._pool.client(host).run_rollouts(request)) as events:
             async for received in events:
                 event = received
                 if isinstance(event, Rollout) and (problems := (*_mistaken(event, group), *problems_of(event))):
@@ -155,7 +170,7 @@ class GroupSampler:
                 if isinstance(event, RolloutFailure) and event.reason == Reason.BAD_ROLLOUT.name:
                     logger.warning(
                         f"rollout {event.rollout_id!r} of environment {group.ticket.task.environment!r} from the"
-                        f" rollout service at {self._address} counts as failed: {event.message}"
+                        f" rollout service at {host.address} counts as failed: {event.message}"
                     )
                 if isinstance(event, Rollout):
                     group.rollouts.append(event)
@@ -163,8 +178,11 @@ class GroupSampler:
                     group.failures.append(event)
                 elif isinstance(event, RolloutSummary):
                     group.cancelled = event.cancelled
-                    group.sampled_tokens = event.sampled_tokens
+                    group.sampled_tokens += event.sampled_tokens
                 on_event(event)
+                if not isinstance(event, RolloutSummary):
+                    left = group.ticket.size - group.episodes - len(group.failures)
+                    self._pool.came_back(request.group_id, left=left, failed=isinstance(event, RolloutFailure))
 
     def _over(self, group: RolloutGroup, began_s: float, error: MeshError | None) -> RolloutGroup:
         group.seconds = self._clock.now() - began_s

@@ -331,7 +331,8 @@ def test_a_dry_run_asks_a_rollout_service_elsewhere_for_the_environments_that_ar
     ]
     other = plan(*elsewhere, "--dry-run")
     assert found(services.check_environments_elsewhere, other) == [
-        f"error: {key} hosts no environment 'reverse_text', but words; host it there, or correct its name"
+        f"error: no rollout service hosts environment 'reverse_text': {key} has words; host it there, or correct its"
+        " name"
     ]
 
 

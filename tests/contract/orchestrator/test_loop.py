@@ -177,7 +177,7 @@ async def test_a_dead_service_is_named_within_seconds(mesh, script, make_config,
         running = asyncio.create_task(loop.train())
         await until(lambda: len(script.batches) >= 2)
         await mesh.servers[service].drain(grace_s=0.0)
-        address = getattr(mesh.services, service)
+        address = mesh.services.rollout[0] if service == "rollout" else getattr(mesh.services, service)
         with pytest.raises(RunError, match=f"{name} at {address}"):
             await asyncio.wait_for(running, 30.0)
 

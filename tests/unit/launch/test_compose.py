@@ -15,7 +15,7 @@ def test_addresses_lead_to_the_started_programs() -> None:
     port = {name: parts[name].config.server.port for name in ("rollout", "trainer", "weights", "inference")}
     assert len(set(port.values())) == 4
     services = parts["orchestrator"].config.services
-    assert services.rollout == f"127.0.0.1:{port['rollout']}"
+    assert services.rollout == [f"127.0.0.1:{port['rollout']}"]
     assert services.trainer == f"127.0.0.1:{port['trainer']}"
     assert services.weights == f"127.0.0.1:{port['weights']}"
     assert parts["trainer"].config.weight_broadcast.address == services.weights

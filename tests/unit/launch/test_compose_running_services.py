@@ -19,7 +19,8 @@ def test_services_that_run_already_are_used_and_not_started(names: tuple[str, ..
     services = parts["orchestrator"].config.services
     for name in RUNNING:
         here = f"127.0.0.1:{parts[name].config.server.port}" if name in parts else ""
-        assert getattr(services, name) == (RUNNING[name] if name in names else here), name
+        address = RUNNING[name] if name in names else here
+        assert getattr(services, name) == ([address] if name == "rollout" else address), name
     assert parts["inference"].config.weight_broadcast.address == RUNNING["weights"]
     if "rollout" in parts:
         assert parts["rollout"].config.weights == RUNNING["weights"]
@@ -47,7 +48,10 @@ def test_keys_of_a_trainer_that_is_not_started_are_not_held_against_the_others()
     [
         (("--orchestrator.services.trainer", "h:1"), "'h:1', a trainer that publishes to the hub that it was started"),
         (("--orchestrator.services.rollout", "h:1"), "'h:1', which cannot know the ports that rl chooses"),
-        (("--orchestrator.services.rollout", ""), "orchestrator.services.rollout: expected text or None, got ''"),
+        (
+            ("--orchestrator.services.rollout", ""),
+            "orchestrator.services.rollout: expected list of text or None, got []",
+        ),
     ],
 )
 def test_service_that_could_not_find_what_rl_starts_is_refused(

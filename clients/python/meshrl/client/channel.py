@@ -148,31 +148,40 @@ class ServiceClient:
         """Ends the channel; calls in flight are cancelled."""
         await self._channel.close(None)
 
+    async def why_not_serving(self, deadline_s: float) -> str:
+        """Asks the server's health: empty when it answers SERVING within `deadline_s`, else what it said or did not.
+
+        Raises NOT_SUPPORTED for a server that has no health service.
+        """
+        stub = health_pb2_grpc.HealthStub(self._channel)
+        try:
+            reply = await stub.Check(health_pb2.HealthCheckRequest(service=self.service), timeout=deadline_s)
+        except grpc.aio.AioRpcError as error:  # it may come
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                raise MeshError(
+                    Reason.NOT_SUPPORTED,
+                    f"the server at {self.address} does not offer grpc.health.v1.Health, by which {self.service}"
+                    " says that it is ready; add it to that server, or correct the address",
+                ) from error
+            return str(error.details() or error.code().name)
+        if reply.status == health_pb2.HealthCheckResponse.SERVING:
+            return ""
+        return f"its health says {health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status)}"
+
     async def wait_until_serving(self, deadline_s: float, on_wait: Callable[[str], None] = lambda why: None) -> None:
         """Returns once the server's health answers SERVING.
 
         `on_wait` is told why it does not, at once and whenever that changes. Raises UNREACHABLE after `deadline_s`, and
         NOT_SUPPORTED at once for a server that has no health service.
         """
-        stub = health_pb2_grpc.HealthStub(self._channel)
-        request = health_pb2.HealthCheckRequest(service=self.service)
         loop = asyncio.get_running_loop()
         end = loop.time() + deadline_s
-        last, told = "no answer", ""
+        last = "no answer"
+        told = ""
         while (left := end - loop.time()) > 0:
-            try:
-                reply = await stub.Check(request, timeout=min(left, 2.0))
-                if reply.status == health_pb2.HealthCheckResponse.SERVING:
-                    return
-                last = f"its health says {health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status)}"
-            except grpc.aio.AioRpcError as error:  # not there yet: ask again until the deadline
-                if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-                    raise MeshError(
-                        Reason.NOT_SUPPORTED,
-                        f"the server at {self.address} does not offer grpc.health.v1.Health, by which {self.service}"
-                        " says that it is ready; add it to that server, or correct the address",
-                    ) from error
-                last = error.details() or error.code().name
+            last = await self.why_not_serving(min(left, 2.0))
+            if not last:
+                return
             if last != told:
                 told = last
                 on_wait(last)

@@ -37,10 +37,10 @@ class RolloutClient(ServiceClient):
         super().__init__(address, options, tracer=tracer)
         self._stub = rollout_pb2_grpc.RolloutServiceStub(self._channel)  # type: ignore[no-untyped-call]  # generated
 
-    async def list_environments(self) -> tuple[EnvironmentInfo, ...]:
+    async def list_environments(self, deadline_s: float | None = None) -> tuple[EnvironmentInfo, ...]:
         """Returns the hosted environments; raises CONTRACT_MISMATCH for a server of another major version."""
         request = pb.ListEnvironmentsRequest(contract_version=CONTRACT_VERSION)
-        response = await self._unary(self._stub.ListEnvironments, "ListEnvironments", request)
+        response = await self._unary(self._stub.ListEnvironments, "ListEnvironments", request, deadline_s)
         validate_contract_version(response.contract_version)
         return tuple(convert.environment_from_proto(environment) for environment in response.environments)
 
@@ -74,9 +74,10 @@ class RolloutClient(ServiceClient):
         response = await self._unary(self._stub.CancelRollouts, "CancelRollouts", request)
         return int(response.cancelled)
 
-    async def get_status(self) -> RolloutStatus:
+    async def get_status(self, deadline_s: float | None = None) -> RolloutStatus:
         """Returns what the server is doing."""
-        response = await self._unary(self._stub.GetRolloutStatus, "GetRolloutStatus", pb.GetRolloutStatusRequest())
+        request = pb.GetRolloutStatusRequest()
+        response = await self._unary(self._stub.GetRolloutStatus, "GetRolloutStatus", request, deadline_s)
         return convert.rollout_status_from_proto(response)
 
 

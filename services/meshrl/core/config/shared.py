@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from meshrl.core.config.base import BaseConfig
 from meshrl.wire.types import Sampling
@@ -251,11 +251,29 @@ class WeightBroadcastConfig(BaseConfig):
         return self
 
 
+def _one_or_more(value: object) -> object:
+    """One address as a list of one."""
+    return [value] if isinstance(value, str) else value
+
+
+def _without_repeats(addresses: list[str]) -> list[str]:
+    if len(set(addresses)) < len(addresses):
+        raise ValueError(f"must name each service once, got {', '.join(addresses)}")
+    return addresses
+
+
+Addresses = Annotated[
+    list[Annotated[str, Field(min_length=1)]], Field(min_length=1), BeforeValidator(_one_or_more),
+    AfterValidator(_without_repeats),
+]  # fmt: skip
+"""host:port of one or more servers that offer the same service; one may be given as text."""
+
+
 class ServicesConfig(BaseConfig):
     """Addresses of the three services."""
 
-    rollout: str = "127.0.0.1:50051"
-    """RolloutService."""
+    rollout: Addresses = Field(default=["127.0.0.1:50051"])
+    """RolloutService, one address or a list of them; an environment may live on some of them only."""
 
     trainer: str = "127.0.0.1:50052"
     """TrainerService."""

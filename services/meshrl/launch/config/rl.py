@@ -238,8 +238,9 @@ class RLConfig(BaseConfig):
             )
         engine_is_known = self.inference is None or self.inference.server.port != 0
         if running.rollout is not None and not hub_is_known and not engine_is_known:
+            at = " and ".join(map(repr, running.rollout))
             problems.append(
-                f"orchestrator.services.rollout is {running.rollout!r}, which cannot know the ports that rl chooses for"
+                f"orchestrator.services.rollout is {at}, which cannot know the ports that rl chooses for"
                 " hub and engine; set weights.server.port or inference.server.port to what it was started with, or"
                 " give orchestrator.services.weights"
             )

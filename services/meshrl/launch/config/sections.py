@@ -7,7 +7,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from meshrl.core.config import BaseConfig
-from meshrl.core.config.shared import LogConfig, LogLevel, ModelConfig, WandbConfig
+from meshrl.core.config.shared import Addresses, LogConfig, LogLevel, ModelConfig, WandbConfig
 from meshrl.orchestrator.config import OrchestratorConfig
 from meshrl.rollout.config import ClientConfig, RolloutConfig
 from meshrl.trainer.config import TrainerConfig
@@ -25,8 +25,8 @@ class OrchestratorLogConfig(LogConfig):
 class RunningServicesConfig(BaseConfig):
     """Addresses of services that run already, which rl then uses and does not start."""
 
-    rollout: str | None = Field(default=None, min_length=1)
-    """host:port of a RolloutService that runs already; None starts the rollout program."""
+    rollout: Addresses | None = None
+    """host:port of a RolloutService that runs already, or a list of them; None starts the rollout program."""
 
     trainer: str | None = Field(default=None, min_length=1)
     """host:port of a TrainerService that runs already; None starts the trainer."""
@@ -34,9 +34,10 @@ class RunningServicesConfig(BaseConfig):
     weights: str | None = Field(default=None, min_length=1)
     """host:port of a weight hub that runs already; None starts the hub."""
 
-    def given(self) -> dict[str, str]:
+    def given(self) -> dict[str, list[str]]:
         """Addresses by the names of the programs that they stand for."""
-        return {name: address for name, address in self.model_dump().items() if address is not None}
+        given = {"rollout": self.rollout, "trainer": self.trainer, "weights": self.weights}
+        return {name: [one] if isinstance(one, str) else one for name, one in given.items() if one is not None}
 
 
 class OrchestratorSection(OrchestratorConfig):

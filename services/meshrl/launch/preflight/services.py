@@ -9,7 +9,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from meshrl.client import RolloutClient, TrainerClient, WeightSyncClient
 from meshrl.core.orphans import is_locked
-from meshrl.launch.preflight.findings import Finding, Plan, error, note
+from meshrl.launch.preflight.findings import Finding, Plan, error, note, warning
 from meshrl.v1 import rollout_pb2, rollout_pb2_grpc
 from meshrl.wire import convert
 from meshrl.wire.types import CONTRACT_VERSION
@@ -20,12 +20,15 @@ SERVICES = {"rollout": RolloutClient.service, "trainer": TrainerClient.service, 
 
 def check_running_services(plan: Plan) -> Iterator[Finding]:
     """Asks each service of orchestrator.services for its health."""
-    for program, address in plan.config.orchestrator.services.given().items():
+    given = plan.config.orchestrator.services.given()
+    for program, address in ((program, address) for program, several in given.items() for address in several):
         key = f"orchestrator.services.{program} {address!r}"
         try:
             status = _health(address, SERVICES[program])
         except grpc.RpcError as problem:
-            yield error(f"{key}: {_explained(problem, SERVICES[program])}")
+            text = f"{key}: {_explained(problem, SERVICES[program])}"
+            others = len(given[program]) > 1
+            yield warning(f"{text}; the others are used until it serves") if others else error(text)
             continue
         if status != health_pb2.HealthCheckResponse.SERVING:
             name = health_pb2.HealthCheckResponse.ServingStatus.Name(status)
@@ -34,21 +37,23 @@ def check_running_services(plan: Plan) -> Iterator[Finding]:
 
 def check_environments_elsewhere(plan: Plan) -> Iterator[Finding]:
     """A dry run asks a rollout service that runs already for its environments: they are loaded there, not here."""
-    address = plan.config.orchestrator.services.given().get("rollout")
-    if address is None or not plan.config.dry_run:
+    addresses = plan.config.orchestrator.services.given().get("rollout")
+    if addresses is None or not plan.config.dry_run:
         return
-    key = f"orchestrator.services.rollout {address!r}"
-    try:
-        hosted = _environments(address)
-    except grpc.RpcError:
-        yield note(f"{key}: it did not list its environments, which are loaded there and not here")
-        return
+    hosted: dict[str, dict[str, str]] = {}
+    for address in addresses:
+        key = f"orchestrator.services.rollout {address!r}"
+        try:
+            hosted[key] = _environments(address)
+        except grpc.RpcError:
+            yield note(f"{key}: it did not list its environments, which are loaded there and not here")
     for name in (entry.resolved_name for entry in plan.config.rollout.env):
-        if name in hosted:
-            yield note(f"environment {name!r} is loaded by {key}: {hosted[name]}")
-        else:
-            others = ", ".join(sorted(hosted)) or "none"
-            yield error(f"{key} hosts no environment {name!r}, but {others}; host it there, or correct its name")
+        at = [key for key, environments in hosted.items() if name in environments]
+        yield from (note(f"environment {name!r} is loaded by {key}: {hosted[key][name]}") for key in at)
+        if at or len(hosted) < len(addresses):
+            continue
+        have = "; ".join(f"{key} has {', '.join(sorted(known)) or 'none'}" for key, known in hosted.items())
+        yield error(f"no rollout service hosts environment {name!r}: {have}; host it there, or correct its name")
 
 
 def check_hub(plan: Plan) -> Iterator[Finding]:

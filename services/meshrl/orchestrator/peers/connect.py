@@ -8,9 +8,12 @@ from dataclasses import dataclass
 
 from loguru import logger
 
-from meshrl.client import ChannelOptions, RolloutClient, TrainerClient, WeightSyncClient
+from meshrl.client import ChannelOptions, TrainerClient, WeightSyncClient
 from meshrl.client.channel import ServiceClient
+from meshrl.core.clock import Clock
 from meshrl.orchestrator.config import OrchestratorConfig
+from meshrl.sampling.hosts import HostTable
+from meshrl.sampling.pool import RolloutPool
 from meshrl.sampling.retry import RunError, failed, first_cause
 from meshrl.wire.errors import MeshError
 from meshrl.wire.types import EnvironmentInfo, RunInfo, TrainerInfo
@@ -18,14 +21,14 @@ from meshrl.wire.types import EnvironmentInfo, RunInfo, TrainerInfo
 
 @dataclass(frozen=True, kw_only=True)
 class Services:
-    """One client of each service."""
+    """Clients of the services: one of trainer and hub, one of each rollout service."""
 
-    rollout: RolloutClient
+    rollouts: RolloutPool
     trainer: TrainerClient
     weights: WeightSyncClient
 
     async def close(self) -> None:
-        for client in (self.rollout, self.trainer, self.weights):
+        for client in (self.rollouts, self.trainer, self.weights):
             await client.close()
 
 
@@ -38,11 +41,13 @@ class Mesh:
     run: RunInfo
 
 
-def connect(config: OrchestratorConfig) -> Services:
+def connect(config: OrchestratorConfig, clock: Clock | None = None) -> Services:
     """Clients of the configured addresses; nothing is dialled yet."""
     options = ChannelOptions(reconnect_s=config.deadlines.unreachable_s)
     return Services(
-        rollout=RolloutClient(config.services.rollout, options),
+        rollouts=RolloutPool(
+            config.services.rollout, unreachable_s=config.deadlines.unreachable_s, options=options, clock=clock
+        ),
         trainer=TrainerClient(config.services.trainer, options),
         weights=WeightSyncClient(config.services.weights, options),
     )
@@ -51,30 +56,28 @@ def connect(config: OrchestratorConfig) -> Services:
 async def wait_for_services(config: OrchestratorConfig, services: Services) -> Mesh:
     """Returns once all three services serve. Raises RunError when one does not in time, or does not fit the config."""
     deadline_s, addresses = config.deadlines.startup_s, config.services
+    wanted = {name for name, _ in _wanted(config)}
     waits = (
-        ("rollout service", addresses.rollout, services.rollout),
         ("trainer", addresses.trainer, services.trainer),
         ("weight hub", addresses.weights, services.weights),
     )
     try:
         async with asyncio.TaskGroup() as waiting:
+            waiting.create_task(services.rollouts.gather(wanted, startup_s=deadline_s))
             for name, address, client in waits:
                 waiting.create_task(_wait_for(name, address, client, deadline_s))
     except BaseExceptionGroup as failures:  # one that never comes is enough: the others are not waited for
         raise first_cause(failures) from failures
     try:
-        environments = await services.rollout.list_environments()
-    except MeshError as error:
-        raise failed("rollout service", addresses.rollout, "listing environments", error) from error
-    try:
         trainer = await services.trainer.get_trainer()
     except MeshError as error:
         raise failed("trainer", addresses.trainer, "introducing itself", error) from error
     mesh = Mesh(
-        environments={info.name: info for info in environments},
+        environments=services.rollouts.environments(),
         trainer=trainer,
         run=find_run(config.run_id, trainer),
     )
+    check_hosted(config, services.rollouts.table)
     check_fit(config, mesh)
     logger.info(
         f"trainer {trainer.model} at step {mesh.run.step} (run {mesh.run.run_id}, {trainer.objective} loss);"
@@ -103,6 +106,30 @@ def find_run(run_id: str, trainer: TrainerInfo) -> RunInfo:
     raise RunError(f"orchestrator.run_id {run_id!r} is not a run of the trainer; it has {known or 'none'}")
 
 
+def _wanted(config: OrchestratorConfig) -> list[tuple[str, str]]:
+    """The environments that a run needs, each with the section that names it."""
+    evals = config.eval.env if config.eval is not None else []
+    return [
+        (env.resolved_name, section) for section, envs in (("train", config.train.env), ("eval", evals)) for env in envs
+    ]
+
+
+def check_hosted(config: OrchestratorConfig, table: HostTable) -> None:
+    """Raises RunError for environments that no service hosts; it says who hosts what."""
+    missing = [(name, section) for name, section in _wanted(config) if not table.hosting(name)]
+    if not missing:
+        return
+    names = ", ".join(f"orchestrator.{section}.env names {name!r}" for name, section in missing)
+    lists = [(host.address, ", ".join(host.environments) or "none") for host in table.hosts]
+    if len(lists) == 1:
+        raise RunError(f"{names}, which the rollout service does not host; it has {lists[0][1]}")
+    raise RunError(
+        f"{names}, which no rollout service hosts;"
+        + "".join(f" {address} has {has};" for address, has in lists)
+        + " host it at one of them, or correct the name"
+    )
+
+
 def check_fit(config: OrchestratorConfig, mesh: Mesh) -> None:
     """Raises RunError where the config asks for what the services do not have."""
     if config.seq_len > mesh.trainer.seq_len:
@@ -110,16 +137,8 @@ def check_fit(config: OrchestratorConfig, mesh: Mesh) -> None:
             f"orchestrator.seq_len must be at most the trainer's ({mesh.trainer.seq_len}), got {config.seq_len};"
             " lower it, or raise trainer.seq_len"
         )
-    evals = config.eval.env if config.eval is not None else []
-    for section, envs in (("train", config.train.env), ("eval", evals)):
-        for env in envs:
-            if env.resolved_name not in mesh.environments:
-                raise RunError(
-                    f"orchestrator.{section}.env names {env.resolved_name!r}, which the rollout service does not host;"
-                    f" it has {', '.join(mesh.environments) or 'none'}"
-                )
     if config.eval is not None:
-        names = [env.resolved_name for env in evals if config.eval.num_examples_of(env) < 0]
+        names = [env.resolved_name for env in config.eval.env if config.eval.num_examples_of(env) < 0]
         infinite = [name for name in names if mesh.environments[name].num_tasks is None]
         if infinite:
             raise RunError(

@@ -1,4 +1,4 @@
-"""Has the rollout service stop groups in flight that would come back too old to train on; told by the dispatcher."""
+"""Has the rollout services stop groups in flight that would come back too old to train on; told by the dispatcher."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Iterable
 
 from loguru import logger
 
-from meshrl.client import RolloutClient
+from meshrl.sampling.pool import RolloutPool
 from meshrl.wire.errors import MeshError
 
 
 class StaleGroups:
     """Each group is cancelled once; `has` says afterwards why it was cut short."""
 
-    def __init__(self, client: RolloutClient) -> None:
-        self._client = client
+    def __init__(self, pool: RolloutPool) -> None:
+        self._pool = pool
         self._cancelled: set[str] = set()
 
     def has(self, group_id: str) -> bool:
@@ -31,9 +31,9 @@ class StaleGroups:
         return fresh
 
     async def cancel(self, group_ids: list[str], *, step: int) -> None:
-        """Tells the rollout service. A call that fails costs nothing but work."""
+        """Tells the services that play them. A call that fails costs nothing but work."""
         try:
-            cancelled = await self._client.cancel_rollouts(group_ids)
+            cancelled = await self._pool.cancel(group_ids)
         except MeshError as error:  # not needed for correctness: they come back stale and are dropped
             logger.warning(f"could not cancel {len(group_ids)} groups that are too old: {error}")
         else:

@@ -49,7 +49,7 @@ class LostGroups:
             raise RunError(
                 f"{self._in_a_row} groups in a row were lost to failures, last in"
                 f" {group.ticket.task.environment!r} with {why}; see the log of the rollout service at"
-                f" {self._config.services.rollout}"
+                f" {' or '.join(self._config.services.rollout)}"
             )
         logger.warning(f"group {group.ticket.group_id} of {group.ticket.task.environment} is lost: {why}")
         await self._clock.sleep(self._backoff.next_s())

@@ -1,0 +1,187 @@
+"""The rollout services of a run: what each hosts, whether it is there, what it achieves, and which plays a group next.
+
+No I/O and no clock: `pool` tells it what health, status and streams say, with the time, and asks it where to go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from meshrl.wire.types import EnvironmentInfo
+
+HALF_LIFE_S = 60.0
+"""What a service achieved counts half after so long: one that slows down or recovers is noticed within minutes."""
+
+
+class HostState(enum.Enum):
+    """Whether groups may be sent to a service. There is no order: any state may follow any other."""
+
+    SERVING = "serving"
+    DRAINING = "draining"
+    """It finishes what it has and takes nothing new."""
+    AWAY = "away"
+    """It does not answer, or says that it does not serve."""
+
+
+@dataclass
+class Achievement:
+    """What a service made of the rollouts of one environment lately; each part halves every HALF_LIFE_S."""
+
+    busy_s: float = 0.0
+    """Rollout-seconds in flight."""
+    finished: float = 0.0
+    failed: float = 0.0
+    in_flight: int = 0
+    _counted_s: float = 0.0
+
+    def count(self, now_s: float, *, begun: int = 0, finished: int = 0, failed: int = 0) -> None:
+        """Enters what happened at `now_s`; what ends otherwise than finished or failed has a negative `begun`."""
+        passed_s = max(0.0, now_s - self._counted_s)
+        kept = 0.5 ** (passed_s / HALF_LIFE_S)
+        self.busy_s = self.busy_s * kept + self.in_flight * passed_s
+        self.finished = self.finished * kept + finished
+        self.failed = self.failed * kept + failed
+        self.in_flight = max(0, self.in_flight + begun - finished - failed)
+        self._counted_s = now_s
+
+    def pace_s(self, unknown_s: float) -> float:
+        """Seconds in flight for each rollout that finishes; `unknown_s` stands for one that nothing is known of.
+
+        A service that fails many finishes few for its time, and the share that it fails counts once more: a service
+        that fails everything at once must not draw all groups to itself.
+        """
+        share = (self.finished + 1.0) / (self.finished + self.failed + 1.0)
+        return (self.busy_s + unknown_s) / (self.finished + 1.0) / share
+
+
+@dataclass(eq=False)
+class GroupPlace:
+    """Where a group is: at a host, or at none while it waits for one. `left` of its rollouts are not back."""
+
+    environment: str
+    left: int
+    since_s: float
+    host: RolloutHost | None = None
+    has_begun: bool = False
+    """Whether something of the group came back in the call that is being made or was made last."""
+    limit: asyncio.Timeout | None = None
+    """Of the call; brought forward when the host is given up."""
+    waits_for: str = ""
+    """Why it is at no host."""
+
+
+@dataclass(eq=False)
+class RolloutHost:
+    """One rollout service. It begins AWAY, since nobody has asked it yet."""
+
+    address: str
+    environments: Mapping[str, EnvironmentInfo] = field(default_factory=dict)
+    state: HostState = HostState.AWAY
+    why: str = "not asked yet"
+    since_s: float = 0.0
+    refuses_until_s: float = 0.0
+    others: int = 0
+    """Rollouts that it plays or queues for other clients."""
+    groups: dict[str, GroupPlace] = field(default_factory=dict)
+    """Ours that it plays, by group_id."""
+    achieved: dict[str, Achievement] = field(default_factory=dict)
+    """By environment."""
+
+    @property
+    def load(self) -> int:
+        """Rollouts that it has now."""
+        return self.others + sum(place.left for place in self.groups.values())
+
+    def achievement(self, environment: str) -> Achievement:
+        return self.achieved.setdefault(environment, Achievement())
+
+    def turn(self, state: HostState, now_s: float, why: str = "") -> bool:
+        """It is in this state now; True when it was in another."""
+        if state is self.state:
+            self.why = why
+            return False
+        self.state, self.since_s, self.why = state, now_s, why
+        return True
+
+
+class HostTable:
+    """All rollout services of a run."""
+
+    def __init__(self, addresses: Sequence[str]) -> None:
+        self.hosts = tuple(RolloutHost(address=address) for address in addresses)
+        self._last_tried: dict[str, int] = {}
+
+    def hosting(self, environment: str) -> list[RolloutHost]:
+        """The services that host an environment, there or not."""
+        return [host for host in self.hosts if environment in host.environments]
+
+    def choose(self, environment: str, size: int, now_s: float, *, avoid: Collection[str] = ()) -> RolloutHost | None:
+        """Where a group of `size` rollouts is expected to be over first; None while none takes it.
+
+        A service is expected to need (what it has + size) rollouts times its pace. One that is not serving, that has
+        refused and said until when, or whose address is in `avoid` is passed over.
+        """
+        hosting = self.hosting(environment)
+        open_to = [
+            host
+            for host in hosting
+            if host.state is HostState.SERVING and host.refuses_until_s <= now_s and host.address not in avoid
+        ]
+        known = [one for host in hosting if (one := host.achievement(environment)).finished >= 1.0]
+        unknown_s = sum(one.busy_s / one.finished for one in known) / len(known) if known else 1.0
+        for host in open_to:
+            host.achievement(environment).count(now_s)
+        return min(
+            open_to,
+            key=lambda host: (host.load + size) * host.achievement(environment).pace_s(unknown_s),
+            default=None,
+        )
+
+    def next_in_turn(self, environment: str) -> RolloutHost:
+        """One of those that host an environment, another each time: to be tried while none is there.
+
+        Raises KeyError where nobody hosts it, which the start of a run rules out.
+        """
+        hosting = self.hosting(environment)
+        if not hosting:
+            raise KeyError(environment)
+        turn = self._last_tried[environment] = self._last_tried.get(environment, -1) + 1
+        return hosting[turn % len(hosting)]
+
+    def all_away_s(self, environment: str, now_s: float) -> float:
+        """How long no service has served an environment; 0 while one does."""
+        hosting = self.hosting(environment)
+        if any(host.state is HostState.SERVING for host in hosting):
+            return 0.0
+        return min((now_s - host.since_s for host in hosting), default=0.0)
+
+    def replaceable(self, host: RolloutHost, environment: str) -> bool:
+        """Whether another service serves an environment of this one's."""
+        return any(other is not host and other.state is HostState.SERVING for other in self.hosting(environment))
+
+
+def describe_hosts(hosts: Sequence[RolloutHost]) -> str:
+    """Addresses for a message: `127.0.0.1:1 and 127.0.0.1:2`."""
+    return " and ".join(host.address for host in hosts)
+
+
+def differing(hosts: Sequence[RolloutHost]) -> list[str]:
+    """What is wrong where two services have the same name for different environments."""
+    problems = []
+    for number, host in enumerate(hosts):
+        for other in hosts[:number]:
+            for name in host.environments.keys() & other.environments.keys():
+                ours, theirs = host.environments[name].num_tasks, other.environments[name].num_tasks
+                if ours != theirs:
+                    problems.append(
+                        f"environment {name!r} has {_tasks(theirs)} at {other.address} and {_tasks(ours)} at"
+                        f" {host.address}; host the same taskset with the same args at both, or give one another name"
+                    )
+    return problems
+
+
+def _tasks(number: int | None) -> str:
+    return "infinitely many tasks" if number is None else f"{number} tasks"

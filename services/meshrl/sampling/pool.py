@@ -1,0 +1,304 @@
+"""The rollout services that a run's groups are played at: one client each, their health, and where each group is.
+
+Asked by the sampler for a service for each group, and by whoever cancels groups. While it is `watching`, it asks each
+service for its health and status, so that the loss of one moves its groups and its return is used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+
+from loguru import logger
+
+from meshrl.client import ChannelOptions, RolloutClient
+from meshrl.core.clock import Clock
+from meshrl.core.waiting import Pulse
+from meshrl.sampling.hosts import GroupPlace, HostState, HostTable, RolloutHost, describe_hosts, differing
+from meshrl.sampling.retry import RunError, failed
+from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.types import EnvironmentInfo
+
+WATCH_S = 1.0
+"""Between two looks at a service."""
+
+LOOK_DEADLINE_S = 5.0
+"""For a service to answer a look."""
+
+START_GRACE_S = 10.0
+"""At the start, how long those that are still missing are waited for once the others host every environment."""
+
+
+class RolloutPool:
+    """The rollout services at these addresses. `unreachable_s`: how long one may be away before it is given up."""
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        *,
+        unreachable_s: float,
+        options: ChannelOptions | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self.table = HostTable(addresses)
+        self.places: dict[str, GroupPlace] = {}
+        """Every group that is sampled now, by group_id."""
+        self.changed = Pulse()
+        """Beats when a service comes or goes."""
+        self._clients = {address: RolloutClient(address, options) for address in addresses}
+        self._unreachable_s = unreachable_s
+        self._clock = Clock() if clock is None else clock
+        self._has_no_status: set[str] = set()
+
+    @property
+    def addresses(self) -> str:
+        """All of them, for a message."""
+        return describe_hosts(self.table.hosts)
+
+    def client(self, host: RolloutHost) -> RolloutClient:
+        return self._clients[host.address]
+
+    def environments(self) -> Mapping[str, EnvironmentInfo]:
+        """Every environment that some service hosts."""
+        return {name: info for host in reversed(self.table.hosts) for name, info in host.environments.items()}
+
+    async def close(self) -> None:
+        """Ends the connections."""
+        for client in self._clients.values():
+            await client.close()
+
+    # --- the start --------------------------------------------------------------------------------
+
+    async def gather(self, wanted: Collection[str], *, startup_s: float) -> None:
+        """Waits for the services, and asks each for its environments.
+
+        Returns once all serve, or START_GRACE_S after those that do host everything that is `wanted`. Raises RunError
+        when something of it is hosted by none of those that came within `startup_s`, naming who came with what.
+        """
+        meeting = {asyncio.create_task(self._meet(host, startup_s)): host for host in self.table.hosts}
+        try:
+            end_s = self._clock.now() + startup_s + LOOK_DEADLINE_S
+            waiting = set(meeting)
+            while waiting:
+                left_s = max(0.0, end_s - self._clock.now())
+                done, waiting = await asyncio.wait(waiting, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+                if not done:
+                    break
+                if waiting and self.environments().keys() >= set(wanted):
+                    end_s = min(end_s, self._clock.now() + START_GRACE_S)
+        finally:
+            for task in meeting:
+                task.cancel()
+        absent = [host for host in self.table.hosts if host.state is not HostState.SERVING]
+        if absent and (len(absent) == len(self.table.hosts) or not self.environments().keys() >= set(wanted)):
+            error = MeshError(Reason.UNREACHABLE, absent[0].why)
+            raise failed("rollout service", absent[0].address, "starting", error)
+        if problems := differing(self.table.hosts):
+            raise RunError("; ".join(problems))
+        for host in absent:
+            logger.warning(
+                f"the run begins without the rollout service at {host.address}, used once it serves: {host.why}"
+            )
+
+    async def _meet(self, host: RolloutHost, deadline_s: float) -> None:
+        """Waits for one service; one that does not come is AWAY. Raises RunError for one that no run can use."""
+        client, began_s = self.client(host), self._clock.now()
+        host.since_s = began_s
+        try:
+            await client.wait_until_serving(
+                deadline_s,
+                lambda why: logger.info(
+                    f"waiting for the rollout service at {host.address}, for up to {deadline_s:g} s: {why}"
+                ),
+            )
+        except MeshError as error:
+            if error.reason is Reason.UNREACHABLE:
+                host.why = error.message
+                return
+            raise failed("rollout service", host.address, "starting", error) from error
+        try:
+            infos = await client.list_environments()
+        except MeshError as error:
+            raise failed("rollout service", host.address, "listing environments", error) from error
+        host.environments = {info.name: info for info in infos}
+        host.turn(HostState.SERVING, self._clock.now())
+
+    # --- watching -----------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def watching(self) -> AsyncIterator[None]:
+        """Looks at every service once a second for as long as the block runs."""
+        watchers = [asyncio.create_task(self._watch(host)) for host in self.table.hosts]
+        try:
+            yield
+        finally:
+            for watcher in watchers:
+                watcher.cancel()
+            await asyncio.gather(*watchers, return_exceptions=True)
+
+    async def _watch(self, host: RolloutHost) -> None:
+        while True:
+            try:
+                await self.look(host)
+            except Exception:  # noqa: BLE001  # a defect in looking must not leave a service unwatched
+                logger.exception(f"looking at the rollout service at {host.address} failed")
+            self._give_up_groups(host)
+            await self._clock.sleep(WATCH_S)
+
+    async def look(self, host: RolloutHost) -> None:
+        """Asks a service for its health and status, and for its environments where it was away."""
+        try:
+            state, why = await self._seen(host)
+        except MeshError as error:
+            state, why = HostState.AWAY, str(error)
+        self._turn(host, state, why)
+
+    async def _seen(self, host: RolloutHost) -> tuple[HostState, str]:
+        """What a service says of itself, and why it does not serve. Raises MeshError when it does not answer."""
+        client = self.client(host)
+        why = await client.why_not_serving(LOOK_DEADLINE_S)
+        if not why and host.state is not HostState.SERVING:
+            infos = await client.list_environments(LOOK_DEADLINE_S)
+            if differs := self._differs(host, infos):
+                return HostState.AWAY, differs
+            host.environments = self._without_orphans(host) | {info.name: info for info in infos}
+        if await self._drains(host):
+            return HostState.DRAINING, why or "it is draining"
+        return (HostState.AWAY, why) if why else (HostState.SERVING, "")
+
+    async def _drains(self, host: RolloutHost) -> bool:
+        """Whether a service drains; notes what it does for others. Raises MeshError when it does not say."""
+        if host.address in self._has_no_status:
+            return False
+        try:
+            status = await self.client(host).get_status(LOOK_DEADLINE_S)
+        except MeshError as error:
+            if error.reason is not Reason.NOT_SUPPORTED:
+                raise
+            self._has_no_status.add(host.address)  # it is weighed by what comes back alone
+            return False
+        ours = sum(place.left for place in host.groups.values())
+        host.others = max(0, status.running + status.queued - ours)
+        return status.draining
+
+    def _differs(self, host: RolloutHost, infos: Sequence[EnvironmentInfo]) -> str:
+        """Why a service that came back cannot be used."""
+        fresh = RolloutHost(address=host.address, environments={info.name: info for info in infos})
+        others = [other for other in self.table.hosts if other is not host]
+        return "; ".join(differing([*others, fresh]))
+
+    def _without_orphans(self, host: RolloutHost) -> dict[str, EnvironmentInfo]:
+        """What a service hosted before and nobody else does: should it be gone, the group that is refused says so."""
+        return {name: info for name, info in host.environments.items() if self.table.hosting(name) == [host]}
+
+    def _turn(self, host: RolloutHost, state: HostState, why: str) -> None:
+        """A service is in this state now; the log says when that is news."""
+        now_s, before, since_s = self._clock.now(), host.state, host.since_s
+        if not host.turn(state, now_s, why):
+            return
+        self.changed.beat()
+        if state is HostState.SERVING:
+            host.refuses_until_s = 0.0
+            logger.info(f"the rollout service at {host.address} serves again, after {now_s - since_s:.0f} s")
+        elif before is HostState.SERVING:
+            alone = sorted(name for name in host.environments if not self.table.replaceable(host, name))
+            rest = (
+                f"; nobody else serves {', '.join(alone)}: waiting for up to {self._unreachable_s:g} s" if alone else ""
+            )
+            logger.warning(f"the rollout service at {host.address} is {state.value}: {why}{rest}")
+
+    def _give_up_groups(self, host: RolloutHost) -> None:
+        """Moves the groups of a service that has been away for too long, and whose streams stand all the same."""
+        if host.state is not HostState.AWAY or self._clock.now() - host.since_s < self._unreachable_s:
+            return
+        for place in host.groups.values():
+            if place.limit is not None and self.table.replaceable(host, place.environment):
+                place.limit.reschedule(asyncio.get_running_loop().time())
+
+    # --- groups -------------------------------------------------------------------------------------
+
+    @contextmanager
+    def sampling(self, group_id: str, environment: str, size: int) -> Iterator[GroupPlace]:
+        """A group is sampled for as long as the block runs."""
+        place = self.places[group_id] = GroupPlace(environment=environment, left=size, since_s=self._clock.now())
+        try:
+            yield place
+        finally:
+            del self.places[group_id]
+
+    @contextmanager
+    def at(self, host: RolloutHost, group_id: str, limit: asyncio.Timeout) -> Iterator[None]:
+        """A group is played at `host`, in a call that ends with `limit`, for as long as the block runs."""
+        place = host.groups[group_id] = self.places[group_id]
+        place.host, place.limit, place.waits_for, place.has_begun = host, limit, "", False
+        achieved = host.achievement(place.environment)
+        achieved.count(self._clock.now(), begun=place.left)
+        try:
+            yield
+        finally:
+            del host.groups[group_id]
+            place.host = place.limit = None
+            achieved.count(self._clock.now(), begun=-place.left)
+
+    def came_back(self, group_id: str, *, left: int, failed: bool) -> None:
+        """A rollout of a group is back from the service that plays it; `left` of them are not."""
+        place = self.places[group_id]
+        ended = max(0, place.left - max(0, left))
+        place.left, place.has_begun = place.left - ended, True
+        if place.host is not None:
+            now_s = self._clock.now()
+            place.host.achievement(place.environment).count(
+                now_s, finished=0 if failed else ended, failed=ended if failed else 0
+            )
+
+    def refused(self, host: RolloutHost, error: MeshError, wait_s: float) -> None:
+        """A service has refused a group, or broken its stream, for a reason that holds for others as well."""
+        if error.reason is Reason.OVERLOADED:
+            host.refuses_until_s = self._clock.now() + wait_s
+        elif error.reason is Reason.DRAINING:
+            self._turn(host, HostState.DRAINING, str(error))
+        elif error.reason is Reason.UNREACHABLE:
+            self._turn(host, HostState.AWAY, str(error))
+
+    def given_up(self, environment: str) -> bool:
+        """Whether every service that hosts an environment has been away for as long as it may."""
+        return self.table.all_away_s(environment, self._clock.now()) >= self._unreachable_s
+
+    async def cancel(self, group_ids: Collection[str]) -> int:
+        """Stops groups where they are played; returns how many rollouts. Raises MeshError where one call fails."""
+        at: dict[RolloutHost, list[str]] = {}
+        for group_id in group_ids:
+            place = self.places.get(group_id)
+            if place is not None and place.host is not None:
+                at.setdefault(place.host, []).append(group_id)
+        calls = [self.client(host).cancel_rollouts(members) for host, members in at.items()]
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+        return sum(answer for answer in answers if isinstance(answer, int))
+
+    def in_flight(self, *, than_s: float = 0.0) -> str:
+        """Which groups are waited for and where, the oldest first: for the log. Empty when there are none.
+
+        Only those that are older `than_s`.
+        """
+        now_s = self._clock.now()
+        counts: Counter[tuple[str, str]] = Counter()
+        oldest: dict[tuple[str, str], float] = {}
+        for place in self.places.values():
+            age_s = now_s - place.since_s
+            if age_s < than_s:
+                continue
+            where = f"at {place.host.address}" if place.host else f"at no service ({place.waits_for or 'not sent yet'})"
+            key = (place.environment, where)
+            counts[key] += 1
+            oldest[key] = max(oldest.get(key, 0.0), age_s)
+        order = sorted(oldest, key=lambda key: -oldest[key])
+        return "; ".join(
+            f"{counts[key]} groups of {key[0]!r} {key[1]}, the oldest for {oldest[key]:.0f} s" for key in order
+        )
