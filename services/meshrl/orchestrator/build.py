@@ -75,7 +75,7 @@ def build_loop(
 ) -> RunLoop:
     """The loop of the mesh's run, with everything it works with. Raises RunError when there is nothing to sample."""
     clock = Clock() if clock is None else clock
-    run = Run(mesh.run, plan=make_plan(config, mesh), journal=journal, traces=StepTraces(tracer))
+    run = Run(mesh.run, plan=make_plan(config, mesh), journal=journal, traces=StepTraces(tracer), clock=clock)
     deadlines = config.deadlines
     sampler = GroupSampler(
         services.rollouts,

@@ -312,6 +312,12 @@ class OrchestratorConfig(BaseConfig):
         return {env.resolved_name: env.group_size or self.group_size for env in self.train.env}
 
     @property
+    def mixture(self) -> dict[str, float]:
+        """Share of the rollouts that each training environment is asked for: its ratio times its group size."""
+        weights = {env.resolved_name: env.ratio * self.group_sizes[env.resolved_name] for env in self.train.env}
+        return {name: weight / sum(weights.values()) for name, weight in weights.items()}
+
+    @property
     def last_step(self) -> int | None:
         """The step to stop after; None runs until stopped."""
         return 5 if self.bench and self.max_steps is None else self.max_steps

@@ -68,6 +68,10 @@ class GroupDispatcher:
         if too_old := self._stale.not_yet_cancelled(plan.stale_in_flight()):
             self._tasks.create_task(self._stale.cancel(too_old, step=plan.next_step))
 
+    def where_groups_are(self) -> str:
+        """Which groups are in flight and at which service, the oldest first: for the log."""
+        return self._sampler.pool.in_flight()
+
     async def _sample(self, ticket: GroupTicket) -> None:
         """One group from dispatch to verdict."""
         run = self._run

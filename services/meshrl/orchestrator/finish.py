@@ -96,7 +96,8 @@ class StepFinisher:
         await run.journal.state_checkpoint()
         if self._evaluator is not None and (due := self._evaluator.due(step)) and not redone:
             if synchronous:
-                await self._evaluator.evaluate(step, due, version=version if active else run.plan.active_version)
+                with run.waits.waiting(lambda: f"the evaluation at step {step}: {self._dispatcher.where_groups_are()}"):
+                    await self._evaluator.evaluate(step, due, version=version if active else run.plan.active_version)
             else:
                 tasks.create_task(self._evaluator.evaluate(step, due, version=run.plan.active_version))
         if active and synchronous:  # sampling goes on only now, after the evaluation
@@ -121,6 +122,7 @@ class StepFinisher:
             seq_len=self._config.seq_len,
             seconds=seconds,
         )
+        metrics |= record.mixture_metrics(submitted.assembled, submitted.groups, self._config.mixture)
         metrics |= {"policy/active_version": float(run.plan.active_version)} | served
         metrics |= {f"progress/epoch/{name}": value for name, value in run.plan.epochs().items()}
         metrics = record.merged(CATALOGUE.record(Source.ORCHESTRATOR, metrics), trainer=trainer)

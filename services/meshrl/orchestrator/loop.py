@@ -69,18 +69,22 @@ class RunLoop:
     async def train(self) -> None:
         """Until the last step's version is active. Raises RunError when the run cannot go on."""
         plan, first = self.run.plan, self.run.info.version
+        saying = asyncio.create_task(self.run.waits.say())
         try:
             await self.relay.wait_for_engines()
             await self.relay.activate_first(first)
             if self._evaluator is not None and (due := self._evaluator.due_before(first)):
-                await self._evaluator.evaluate(0, due, version=plan.active_version)
+                with self.run.waits.waiting(lambda: self._for_evaluation(0)):
+                    await self._evaluator.evaluate(0, due, version=plan.active_version)
             await self._train_steps()
             last = plan.next_step - 1
             if self._evaluator is not None and (due := self._evaluator.due_after(last)):
-                await self._evaluator.evaluate(last, due, version=plan.active_version)
+                with self.run.waits.waiting(lambda: self._for_evaluation(last)):
+                    await self._evaluator.evaluate(last, due, version=plan.active_version)
         except BaseExceptionGroup as failures:  # tasks fail together; the first cause is what a person needs
             raise first_cause(failures) from failures
         finally:
+            saying.cancel()
             self.run.traces.close()
 
     async def _train_steps(self) -> None:
@@ -92,7 +96,8 @@ class RunLoop:
             self._dispatcher.start(tasks)
             while True:
                 began_s = self._clock.now()
-                await uploader.place(1 if run.plan.exhausted else BATCHES_AT_TRAINER)  # the finisher has deadlines
+                with run.waits.waiting(self._for_trainer):
+                    await uploader.place(1 if run.plan.exhausted else BATCHES_AT_TRAINER)  # the finisher has deadlines
                 run.tally.wait_for_ckpt_s += self._clock.now() - began_s
                 if uploader.refused is not None:
                     await self._dissolve(uploader.refused)
@@ -100,7 +105,9 @@ class RunLoop:
                 if run.plan.exhausted:
                     break
                 step = run.plan.next_step
-                if (groups := await self._gather()) is None:
+                with run.waits.waiting(self._for_groups):
+                    groups = await self._gather()
+                if groups is None:
                     continue
                 evaluating = self._evaluator is not None and self._evaluator.busy
                 if self.config.sleep_engines and not (run.plan.in_flight or evaluating):
@@ -156,6 +163,27 @@ class RunLoop:
             run.tally.wait_for_ckpt_s += waited_s
         else:
             run.tally.wait_for_rollouts_s += waited_s
+
+    def _for_groups(self) -> str:
+        """What the next step waits for, for the log."""
+        plan = self.run.plan
+        if plan.in_flight == 0:
+            needed = plan.law.required_version(plan.next_step)
+            return (
+                f"step {plan.next_step} begins with version {needed} on the engines, which serve {plan.active_version}"
+            )
+        where = self._dispatcher.where_groups_are()
+        return f"step {plan.next_step} has {plan.ready} groups and needs more of {plan.in_flight} in flight: {where}"
+
+    def _for_trainer(self) -> str:
+        steps = self.run.steps
+        return (
+            f"the trainer at {self.config.services.trainer} has trained step {steps.trained}, and batches up to"
+            f" {steps.recorded} wait for it"
+        )
+
+    def _for_evaluation(self, step: int) -> str:
+        return f"the evaluation at step {step}: {self._dispatcher.where_groups_are()}"
 
     # --- submit -----------------------------------------------------------------------------------
 

@@ -10,10 +10,12 @@ import asyncio
 
 from opentelemetry import trace
 
+from meshrl.core.clock import Clock
 from meshrl.orchestrator.ledger.journal import Journal
 from meshrl.orchestrator.ledger.submitted_steps import SubmittedSteps
 from meshrl.orchestrator.peers.batch_uploader import StepCursors
 from meshrl.orchestrator.reports.step_traces import StepTraces
+from meshrl.orchestrator.reports.wait_log import WaitLog
 from meshrl.orchestrator.work.plan import WorkPlan
 from meshrl.orchestrator.work.screening import DropReason, Screened
 from meshrl.orchestrator.work.tally import StepTally
@@ -24,7 +26,7 @@ from meshrl.wire.types import Batch, RunInfo
 class Run:
     """A run that goes on where the journal says; `info` is what the trainer said of it when the process began."""
 
-    def __init__(self, info: RunInfo, *, plan: WorkPlan, journal: Journal, traces: StepTraces) -> None:
+    def __init__(self, info: RunInfo, *, plan: WorkPlan, journal: Journal, traces: StepTraces, clock: Clock) -> None:
         start = journal.starting_point
         self.info = info
         self.plan = plan
@@ -34,6 +36,7 @@ class Run:
         self.submitted = SubmittedSteps(journal)
         self.tally = StepTally()
         """What was judged since the last batch was made."""
+        self.waits = WaitLog(clock)
         self.changed = asyncio.Event()
         """Set whenever a group, a version or a refusal may let the loop go on."""
         plan.next_step = start.recorded + 1

@@ -7,7 +7,6 @@ service for its health and status, so that the loss of one moves its groups and 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 
@@ -282,23 +281,14 @@ class RolloutPool:
                 raise answer
         return sum(answer for answer in answers if isinstance(answer, int))
 
-    def in_flight(self, *, than_s: float = 0.0) -> str:
-        """Which groups are waited for and where, the oldest first: for the log. Empty when there are none.
-
-        Only those that are older `than_s`.
-        """
+    def in_flight(self) -> str:
+        """Which groups are sampled now and where, the oldest first: for the log."""
         now_s = self._clock.now()
-        counts: Counter[tuple[str, str]] = Counter()
-        oldest: dict[tuple[str, str], float] = {}
+        since_s: dict[tuple[str, str], list[float]] = {}
         for place in self.places.values():
-            age_s = now_s - place.since_s
-            if age_s < than_s:
-                continue
             where = f"at {place.host.address}" if place.host else f"at no service ({place.waits_for or 'not sent yet'})"
-            key = (place.environment, where)
-            counts[key] += 1
-            oldest[key] = max(oldest.get(key, 0.0), age_s)
-        order = sorted(oldest, key=lambda key: -oldest[key])
+            since_s.setdefault((place.environment, where), []).append(place.since_s)
         return "; ".join(
-            f"{counts[key]} groups of {key[0]!r} {key[1]}, the oldest for {oldest[key]:.0f} s" for key in order
+            f"{len(began_s)} of {environment!r} {where}, the oldest for {now_s - min(began_s):.0f} s"
+            for (environment, where), began_s in sorted(since_s.items(), key=lambda item: min(item[1]))
         )

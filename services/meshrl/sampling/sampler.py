@@ -41,7 +41,7 @@ class GroupSampler:
         engine_pool: str = "",
         clock: Clock,
     ) -> None:
-        self._pool = pool
+        self.pool = pool
         self._deadlines = deadlines
         self._engine_pool = engine_pool
         self._clock = clock
@@ -65,9 +65,9 @@ class GroupSampler:
         Raises RunError when no service is there, or one refuses the group for good.
         """
         group = RolloutGroup(ticket=ticket)
-        attempts = GroupAttempts(self._pool, ticket, self._deadlines, self._clock)
+        attempts = GroupAttempts(self.pool, ticket, self._deadlines, self._clock)
         began_s = self._clock.now()
-        with self._pool.sampling(ticket.group_id, ticket.task.environment, ticket.size) as place:
+        with self.pool.sampling(ticket.group_id, ticket.task.environment, ticket.size) as place:
             while place.left:
                 if not is_wanted():
                     group.cancelled = place.left
@@ -100,7 +100,7 @@ class GroupSampler:
         """One call. Raises MeshError when it is refused or cut off, DEADLINE_PASSED when its stream does not end."""
         try:
             async with asyncio.timeout(self._deadlines.group_s + _GRACE_S) as limit:
-                with self._pool.at(host, request.group_id, limit):
+                with self.pool.at(host, request.group_id, limit):
                     await self._gather(host, request, group, problems_of, on_event)
         except TimeoutError:
             if host.state is HostState.AWAY:  # given up by the pool
@@ -111,7 +111,7 @@ class GroupSampler:
 
     async def _is_leaving(self, host: RolloutHost) -> bool:
         """Whether a service that cancelled rollouts does so because it goes."""
-        await self._pool.look(host)
+        await self.pool.look(host)
         return host.state is not HostState.SERVING
 
     async def sample_whole(self, ticket: GroupTicket, *, sampling: Sampling, attempts: int) -> RolloutGroup:
@@ -155,7 +155,7 @@ class GroupSampler:
         problems_of: Callable[[Rollout], Problems],
         on_event: Callable[[RolloutEvent], None],
     ) -> None:
-        async with aclosing(self._pool.client(host).run_rollouts(request)) as events:
+        async with aclosing(self.pool.client(host).run_rollouts(request)) as events:
             async for received in events:
                 event = received
                 if isinstance(event, Rollout) and (problems := (*_mistaken(event, group), *problems_of(event))):
@@ -182,7 +182,7 @@ class GroupSampler:
                 on_event(event)
                 if not isinstance(event, RolloutSummary):
                     left = group.ticket.size - group.episodes - len(group.failures)
-                    self._pool.came_back(request.group_id, left=left, failed=isinstance(event, RolloutFailure))
+                    self.pool.came_back(request.group_id, left=left, failed=isinstance(event, RolloutFailure))
 
     def _over(self, group: RolloutGroup, began_s: float, error: MeshError | None) -> RolloutGroup:
         group.seconds = self._clock.now() - began_s

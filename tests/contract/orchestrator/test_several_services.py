@@ -13,6 +13,7 @@ from meshrl.core.clock import Clock
 from meshrl.core.config.shared import ServerConfig
 from meshrl.core.rpc.serve import GrpcServer
 from meshrl.orchestrator.ledger.audit import audit
+from meshrl.orchestrator.reports.wait_log import WaitLog
 from meshrl.sampling import pool as pool_module
 from meshrl.sampling.attempts import SamplerDeadlines
 from meshrl.sampling.groups import GroupTicket, TaskRef
@@ -143,6 +144,20 @@ async def test_a_service_that_is_killed_loses_nothing_and_is_used_again_once_it_
         assert not [reason for state, reason in report.counts if state == "failed"], report.table()
     assert any("rollouts to come, which are sampled again" in line for line in said)
     assert any(f"the rollout service at {dies.address} is draining" in line for line in said)
+
+
+async def test_what_a_step_waits_for_is_said_by_name(mesh, script, make_config, start, monkeypatch, said) -> None:
+    monkeypatch.setattr(WaitLog.__init__, "__kwdefaults__", {"every_s": 0.05})
+    quick, slow = Host(script, {"echo": 50}), Host(script, {"slow": 20}, gate=asyncio.Event())
+    train = {"env": [{"id": "echo"}, {"id": "slow"}]}
+    async with hosts(quick, slow) as addresses:
+        config = make_config(services_with(mesh, addresses), max_steps=1, train=train, deadlines=PATIENT)
+        async with start(config) as (loop, _):
+            running = asyncio.create_task(loop.train())
+            words = f"of 'slow' at {slow.address}, the oldest for"
+            await until(lambda: any(line.startswith("waiting for") and words in line for line in said))
+            slow.gate.set()
+            await asyncio.wait_for(running, 60.0)
 
 
 async def test_what_came_back_of_a_group_stays_when_its_service_is_lost(script) -> None:

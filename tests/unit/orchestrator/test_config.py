@@ -95,3 +95,8 @@ def test_eval_environments_override_what_the_section_says() -> None:
     assert "orchestrator.eval.env must have distinct names, got a more than once" in refusal(
         eval={"env": [{"id": "a"}, {"id": "a"}]}
     )
+
+
+def test_ratios_are_of_tasks_and_the_mixture_of_rollouts() -> None:
+    train = {"env": [{"id": "a", "ratio": 3.0, "group_size": 4}, {"id": "b", "ratio": 1.0, "group_size": 12}]}
+    assert OrchestratorConfig.model_validate({"batch_size": 24, "train": train}).mixture == {"a": 0.5, "b": 0.5}

@@ -1,8 +1,17 @@
 import pytest
 
+from meshrl.algorithms.advantages import mean_baseline_advantages
 from meshrl.core.metrics.statistics import distribution
 from meshrl.orchestrator.reports.bench_table import summary_table
-from meshrl.orchestrator.reports.step_record import activation_metrics, merged, rollout_metrics, trainer_metrics
+from meshrl.orchestrator.reports.step_record import (
+    activation_metrics,
+    merged,
+    mixture_metrics,
+    rollout_metrics,
+    trainer_metrics,
+)
+from meshrl.orchestrator.work.batches import assemble
+from meshrl.orchestrator.work.screening import ReadyGroup
 from meshrl.wire.types import RolloutFailure, StepEvent, StepState
 
 
@@ -54,3 +63,22 @@ def test_the_bench_table_leaves_out_the_first_step() -> None:
     table = summary_table([{"time/step": 100.0}, {"time/step": 1.0}, {"time/step": 3.0}])
     assert table.splitlines()[1].split() == ["seconds", "a", "step", "2.0000", "1.0000", "3.0000"]
     assert summary_table([{}]) == "1 steps are too few to measure: run at least 2"
+
+
+def test_what_each_environment_makes_up_of_a_batch_stands_beside_what_was_asked_of_it(make_rollout, make_group) -> None:
+    groups = []
+    for name, count, sampled in (("a", 4, 3), ("b", 2, 6), ("late", 2, 3)):
+        prompt = 60 if name == "late" else 2  # beyond the row: nothing of it is trained
+        members = tuple(
+            make_rollout(f"{name}{place}", reward=place, sampled=sampled, prompt=prompt, environment=name)
+            for place in range(count)
+        )
+        groups.append(ReadyGroup(group=make_group(name, members, environment=name), kept=members))
+    assembled = assemble(
+        [ready.kept for ready in groups], run_id="", step=1, advantage=mean_baseline_advantages,
+        environments=("a", "b", "c", "late"), seq_len=32, dp_size=1,
+    )  # fmt: skip
+    metrics = mixture_metrics(assembled, groups, {"a": 0.5, "b": 0.25, "c": 0.125, "late": 0.125})
+    assert [metrics[f"mixture/{name}/rollouts"] for name in ("a", "b", "c", "late")] == [4 / 6, 2 / 6, 0.0, 0.0]
+    assert [metrics[f"mixture/{name}/tokens"] for name in ("a", "b", "c", "late")] == [0.5, 0.5, 0.0, 0.0]
+    assert [metrics[f"mixture/{name}/ratio"] for name in ("a", "b", "c", "late")] == [0.5, 0.25, 0.125, 0.125]

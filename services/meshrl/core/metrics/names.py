@@ -53,6 +53,9 @@ BATCHES = (
     _orchestrator("batch/shared_prefix_ratio", "share", "of the samples' tokens that rows hold once for several"),
     _orchestrator("batch/truncated_samples", "samples", "cut to seq_len"),
     _orchestrator("batch/dropped_samples", "samples", "without a loss token within seq_len"),
+    _orchestrator("mixture/{environment}/rollouts", "share", "of the batch's trained rollouts that are of it"),
+    _orchestrator("mixture/{environment}/tokens", "share", "of the batch's loss tokens that are of it"),
+    _orchestrator("mixture/{environment}/ratio", "share", "of the rollouts, as ratio and group_size ask for"),
     _orchestrator("advantage/all", "advantage", "of the rollouts of the batch", MEAN, SPREAD, MOST, LEAST),
 )
 

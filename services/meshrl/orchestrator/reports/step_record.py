@@ -7,7 +7,10 @@ flatter them; `off_policy`, `advantage` and `batch` are over what was trained.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
 
 from meshrl.algorithms.packing import shared_prefix_ratio
 from meshrl.core.metrics.catalogue import Source
@@ -142,6 +145,25 @@ def batch_metrics(assembled: AssembledBatch, groups: Sequence[ReadyGroup], *, se
         "batch/truncated_samples": assembled.truncated_samples,
         "batch/dropped_samples": assembled.dropped_samples,
     } | distribution("advantage/all", list(assembled.advantages.values()), "mean std max min")
+
+
+def mixture_metrics(assembled: AssembledBatch, groups: Sequence[ReadyGroup], asked: Mapping[str, float]) -> Metrics:
+    """What each environment makes up of a batch, beside what was `asked` of it: shares of 1.
+
+    Zero for one of which nothing was trained: filters, losses and slow environments move a mixture silently.
+    """
+    trained = [rollout for ready in groups for rollout in ready.kept if rollout.rollout_id not in assembled.untrainable]
+    rollouts = Counter(rollout.environment for rollout in trained)
+    tokens: Counter[str] = Counter()
+    for row in assembled.batch.micro_batches:
+        for index, start, end in zip(row.env_index, row.sample_offsets[:-1], row.sample_offsets[1:], strict=True):
+            tokens[assembled.batch.environments[index]] += int(np.count_nonzero(row.loss_mask[start:end]))
+    metrics: Metrics = {}
+    for name, share in asked.items():
+        metrics[f"mixture/{name}/ratio"] = share
+        metrics[f"mixture/{name}/rollouts"] = rollouts[name] / max(1, rollouts.total())
+        metrics[f"mixture/{name}/tokens"] = tokens[name] / max(1, tokens.total())
+    return metrics
 
 
 def filter_metrics(tally: StepTally, *, judged_groups: int) -> Metrics:
