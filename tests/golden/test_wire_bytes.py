@@ -278,6 +278,8 @@ def group_messages(manifest):
     yield "sleep_request", weights_pb2.SleepEnginesRequest(engine_pool="p", deadline_s=30.0).SerializeToString()
     outcome = SleepOutcome(asleep=2, awake=1, seconds=0.5)
     yield "sleep_outcome", convert.sleep_outcome_to_proto(outcome).SerializeToString()
+    spoken = dataclasses.replace(SAMPLE, message_spans=(MessageSpan(start=0, end=1, role="user", text="why?"),))
+    yield "sample_with_text", convert.sample_to_proto(spoken).SerializeToString()
 
 
 @pytest.mark.parametrize(("name", "data"), list(messages()), ids=lambda value: value if isinstance(value, str) else "")

@@ -296,6 +296,9 @@ def test_the_meshrl_command_looks_up_a_rollout_of_a_live_run(live_run: Run) -> N
     assert story["state"] == "trained"
     assert isinstance(story["advantage"], float)
     assert story["group"]["group_id"] == story["group_id"]
+    worst = meshrl(run, "rollouts", "worst", str(story["step"]), "--json")
+    said = [message["role"] for message in worst["samples"][0]["messages"] if message["text"]]
+    assert said[:2] == ["system", "user"]
     assert "rl.train" in meshrl(run, "trace", "show", str(story["step"]))
     assert "serving" in meshrl(run, "logs", "-s", "rollout", "-n", "1000")
 

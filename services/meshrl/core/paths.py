@@ -61,6 +61,11 @@ class Layout:
         return self.traces / f"{service}.jsonl"
 
     @property
+    def rollouts(self) -> Path:
+        """Rollouts of each step that are kept to be read."""
+        return self.output_dir / "rollouts"
+
+    @property
     def weights(self) -> Path:
         """Snapshots in Hugging Face format, a folder a step."""
         return self.output_dir / "weights"

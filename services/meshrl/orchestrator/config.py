@@ -138,6 +138,26 @@ class LogprobCheckConfig(BaseConfig):
     """End the run where they differ, before the first new version is served; otherwise they are reported."""
 
 
+class RolloutSamplesConfig(BaseConfig):
+    """Rollouts that are kept for people to read, in `rollouts/step_N.jsonl.zst` of the output folder."""
+
+    interval: int = Field(default=1, ge=1)
+    """Keep some of every so many steps."""
+
+    best: int = Field(default=2, ge=0)
+    """Of each environment, those with the highest rewards."""
+
+    worst: int = Field(default=2, ge=0)
+    """Of each environment, those with the lowest rewards."""
+
+    random: int = Field(default=4, ge=0)
+    """Of each environment, others drawn by chance."""
+
+    max_mib: float = Field(default=4.0, gt=0.0)
+    """Most MiB of a step before compression, some tenth of that on disk. Failures come first, then the worst, the best
+    and the others, until it is full."""
+
+
 class OrchestratorConfig(BaseConfig):
     """Schedules rollouts, makes batches, submits them, activates the versions that come out."""
 
@@ -229,6 +249,9 @@ class OrchestratorConfig(BaseConfig):
 
     log: LogConfig = LogConfig()
     """Logging."""
+
+    rollout_samples: RolloutSamplesConfig | None = RolloutSamplesConfig()
+    """Rollouts of each step that are kept to be read; None keeps none."""
 
     wandb: WandbConfig | None = None
     """Weights & Biases; None means off."""

@@ -15,6 +15,7 @@ from opentelemetry import trace
 from meshrl.core.clock import Clock
 from meshrl.core.metrics.catalogue import Source
 from meshrl.core.metrics.names import CATALOGUE
+from meshrl.core.paths import Layout
 from meshrl.core.telemetry.monitor import Monitor
 from meshrl.orchestrator.config import OrchestratorConfig
 from meshrl.orchestrator.dispatch import GroupDispatcher
@@ -23,6 +24,7 @@ from meshrl.orchestrator.peers.batch_uploader import BatchUploader
 from meshrl.orchestrator.peers.logprob_check import LogprobCheck
 from meshrl.orchestrator.peers.version_relay import VersionRelay
 from meshrl.orchestrator.reports import step_record as record
+from meshrl.orchestrator.reports.rollout_samples import RolloutSamplesWriter
 from meshrl.orchestrator.reports.sample_tables import log_extras
 from meshrl.orchestrator.run import Run
 from meshrl.orchestrator.work.batches import SubmittedStep
@@ -56,6 +58,8 @@ class StepFinisher:
         self._evaluator = evaluator
         self._monitor = monitor
         self._clock = clock
+        kept, folder = config.rollout_samples, Layout(config.output_dir).rollouts
+        self._samples = None if kept is None else RolloutSamplesWriter(kept, folder)
         self._logprobs = LogprobCheck(config.logprob_check)
         self._step_began_s = clock.now()
 
@@ -129,6 +133,8 @@ class StepFinisher:
         run.traces.end(submitted.step, {"rl.rollouts": metrics["batch/rollouts"], "rl.step.seconds": seconds})
         await asyncio.to_thread(self._monitor.log, submitted.step, metrics)
         run.journal.logged(submitted.step, forgotten=submitted.step > run.steps.trained)
+        if self._samples is not None:
+            await asyncio.to_thread(self._samples.write, submitted)
         if (wandb := self._config.wandb) is not None:
             await log_extras(self._monitor, wandb.log_extras, submitted)
         if self._config.bench:

@@ -16,6 +16,7 @@ import numpy as np
 from verifiers.v1.env import Env
 from verifiers.v1.episode import Episode
 from verifiers.v1.trace import Branch, Trace
+from verifiers.v1.types import Message
 
 from meshrl.rollout.engines.sessions import Call, Session
 from meshrl.wire.errors import MeshError, Reason
@@ -153,7 +154,7 @@ def _sample(
     for node in branch.nodes:
         end = position + len(node.token_ids)
         if end > position:
-            messages.append(MessageSpan(start=position, end=end, role=node.message.role))
+            messages.append(MessageSpan(start=position, end=end, role=node.message.role, text=_text(node.message)))
         if id(node) in fresh:
             start = end - sum(node.mask)
             mask_T[start:end] = True
@@ -169,6 +170,16 @@ def _sample(
         message_spans=tuple(messages),
         temperature=temperature,
     )
+
+
+def _text(message: Message) -> str:
+    """What a message says, as people read it: its reasoning, its text, then each of its tool calls."""
+    content = message.content or ""
+    if not isinstance(content, str):  # parts, of which only text has something to read
+        content = "".join(getattr(part, "text", "") for part in content)
+    reasoning = getattr(message, "reasoning_content", None)
+    calls = [f"{call.name}({call.arguments})" for call in getattr(message, "tool_calls", None) or ()]
+    return "\n".join(part for part in (reasoning and f"<think>{reasoning}</think>", content, *calls) if part)
 
 
 def _append_span(spans: list[VersionSpan], span: VersionSpan) -> None:

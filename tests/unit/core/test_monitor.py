@@ -66,7 +66,7 @@ def test_a_wandb_run_that_fails_is_switched_off_and_the_run_goes_on() -> None:
 
 def test_wandb_offline_takes_metrics_tables_and_histograms(tmp_path: Path) -> None:
     sink = WandbSink(project="p", name="n", offline=True, folder=tmp_path, settings={"seed": 1})
-    row = SampleRow(environment="echo", task_key="t", completion="abc", reward=1.0, advantage=0.5)
+    row = SampleRow(environment="echo", task_key="t", prompt="say abc", completion="abc", reward=1.0, advantage=0.5)
     sink.write(1, {"a": 1.0})
     sink.write_samples(1, [row])
     sink.write_distributions(1, {"distributions/reward": [0.0, 1.0]})

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from verifiers.v1.graph import MessageNode
 from verifiers.v1.trace import Branch
-from verifiers.v1.types import AssistantMessage, UserMessage
+from verifiers.v1.types import AssistantMessage, TextContentPart, ToolCall, UserMessage
 
 from meshrl.rollout.engines.sessions import Call
 from meshrl.rollout.samples import samples_of, trace_uuid
@@ -48,6 +48,22 @@ def test_turns_of_one_branch_merge_and_spans_of_one_version_join():
         (6, 7, "assistant"),
     ]
     assert sample.temperature == 0.5
+
+
+def test_the_text_of_a_message_is_its_reasoning_its_parts_and_its_tool_calls() -> None:
+    question = MessageNode(
+        message=UserMessage(content=[TextContentPart(text="what is "), TextContentPart(text="1 + 2?")]),
+        token_ids=[1],
+        mask=[False],
+    )
+    call = ToolCall(id="c", name="add", arguments='{"a": 1, "b": 2}')
+    reply = assistant([], [2], [-0.1])
+    reply.message = AssistantMessage(content="let me see", reasoning_content="a sum", tool_calls=[call])
+    (sample,) = samples_of([branch(question, reply)], [Call([2], ((0, 1, 1),))], 1.0)
+    assert [span.text for span in sample.message_spans] == [
+        "what is 1 + 2?",
+        '<think>a sum</think>\nlet me see\nadd({"a": 1, "b": 2})',
+    ]
 
 
 def test_a_message_that_branches_share_trains_in_the_first_only():

@@ -15,7 +15,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "doctor": ("doctor", "Examine this machine and the run for what commonly goes wrong."),
     "envs": ("environments", "List the environments that rollout services host."),
     "logs": ("logs", "Print the logs of all programs together, and follow them."),
-    "rollouts": ("rollouts", "Look up rollouts in the ledger."),
+    "rollouts": ("rollouts", "Look up rollouts, and read the best and the worst of a step."),
     "status": ("status", "Show every service, its version, and how far behind it is."),
     "trace": ("traces", "Show a step, the slowest spans, or export all for Perfetto."),
     "trainer": ("trainer", "Save a checkpoint now; drain the trainer."),

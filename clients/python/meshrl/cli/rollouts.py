@@ -1,11 +1,11 @@
-"""`meshrl rollouts`: what became of each rollout, from the run's ledger."""
+"""`meshrl rollouts`: what became of each rollout, from the run's ledger, and what was said in those that are kept."""
 
 from __future__ import annotations
 
 import json
 import sqlite3
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -15,6 +15,9 @@ from meshrl.cli.command import CliError, ago, folder_option, json_option, print_
 from meshrl.cli.run_folder import RunFolder
 
 FOLLOW_S = 1.0
+
+_Line = Mapping[str, Any]
+"""A kept rollout, as in `rollouts/step_N.jsonl.zst`."""
 
 _ROW = """SELECT rollouts.rollout_id, rollouts.environment, rollouts.task_index, rollouts.state, rollouts.reason,
   rollouts.step, rollouts.oldest_version, rollouts.group_id, rollouts.updated_s, rollouts.key, rollouts.run
@@ -37,7 +40,7 @@ def _read(ledger: sqlite3.Connection, query: str, values: Sequence[object]) -> l
 
 @click.group()
 def rollouts() -> None:
-    """Look up rollouts in the run's ledger."""
+    """Look up rollouts, and read those that are kept of each step."""
 
 
 @rollouts.command()
@@ -108,8 +111,9 @@ def show(folder: RunFolder, rollout_id: str, as_json: bool) -> None:
     story["group"] = {**group[0], "states": [other["state"] for other in others]} if group else None
     story["advantage"] = json.loads(records[0]["record"])["advantages"].get(row["rollout_id"]) if records else None
     story["trace_id"] = _trace_of(folder, row["group_id"], row["rollout_id"])
+    kept = next((line for line in folder.samples(row["step"] or 0) if line["rollout_id"] == row["rollout_id"]), None)
     if as_json:
-        print_json(story)
+        print_json({**story, "kept": kept})
         return
     group_of = story.pop("group") or {}
     for name, value in story.items():
@@ -117,6 +121,8 @@ def show(folder: RunFolder, rollout_id: str, as_json: bool) -> None:
     for name in ("size", "for_step", "min_version", "active_version", "seed", "seconds"):
         click.echo(f"group.{name:10} {group_of.get(name, '-')}")
     click.echo(f"group.states     {', '.join(group_of.get('states', ()))}")
+    if kept is not None:
+        _print_rollout(kept)
 
 
 def _trace_of(folder: RunFolder, group_id: str, rollout_id: str) -> str | None:
@@ -127,3 +133,113 @@ def _trace_of(folder: RunFolder, group_id: str, rollout_id: str) -> str | None:
             if values.get("meshrl.rollout_id") == rollout_id and values.get("meshrl.group_id") == group_id:
                 return str(span["traceId"])
     return None
+
+
+@rollouts.command()
+@folder_option
+@click.argument("step", type=int, required=False)
+@click.option("--env", "environment", help="Only of this environment.")
+@json_option
+def samples(folder: RunFolder, step: int | None, environment: str | None, as_json: bool) -> None:
+    """List the rollouts of a step, by default the last one, that are kept to be read."""
+    kept = _kept(folder, step, environment)
+    if as_json:
+        print_json(kept)
+        return
+    rows = [
+        (line["rollout_id"], line["environment"], line["picked"], _number(line.get("reward")),
+         _number(line.get("advantage")), line.get("num_turns"), _beginning(line))
+        for line in kept
+    ]  # fmt: skip
+    print_table(("rollout", "environment", "picked", "reward", "advantage", "turns", "it says"), rows)
+
+
+@rollouts.command()
+@folder_option
+@click.argument("step", type=int, required=False)
+@click.option("--env", "environment", help="Only of this environment.")
+@json_option
+def worst(folder: RunFolder, step: int | None, environment: str | None, as_json: bool) -> None:
+    """Show the rollout of a step, by default the last one, that has the lowest reward."""
+    _show_extreme(_kept(folder, step, environment), min, as_json=as_json)
+
+
+@rollouts.command()
+@folder_option
+@click.argument("step", type=int, required=False)
+@click.option("--env", "environment", help="Only of this environment.")
+@json_option
+def best(folder: RunFolder, step: int | None, environment: str | None, as_json: bool) -> None:
+    """Show the rollout of a step, by default the last one, that has the highest reward."""
+    _show_extreme(_kept(folder, step, environment), max, as_json=as_json)
+
+
+def _kept(folder: RunFolder, step: int | None, environment: str | None) -> list[_Line]:
+    """The kept rollouts of a step. Raises CliError when there are none."""
+    steps = folder.sampled_steps()
+    if not steps:
+        raise CliError(
+            f"{folder.path} has no rollouts/: name a run's output folder with -o; a run keeps rollouts unless"
+            " orchestrator.rollout_samples is None"
+        )
+    if step is not None and step not in steps:
+        raise CliError(
+            f"no rollouts of step {step} are kept; there are those of {len(steps)} from {steps[0]} to {steps[-1]}"
+        )
+    found = folder.samples(steps[-1] if step is None else step)
+    kept = [line for line in found if environment in (None, line["environment"])]
+    if not kept:
+        there = ", ".join(sorted({line["environment"] for line in found}))
+        raise CliError(f"no rollouts of {environment!r} are kept of that step; there are some of {there}")
+    return kept
+
+
+def _show_extreme(kept: Sequence[_Line], extreme: Callable[..., _Line], *, as_json: bool) -> None:
+    scored = [line for line in kept if "reward" in line]
+    if not scored:
+        raise CliError(f"all {len(kept)} kept rollouts failed; `meshrl rollouts samples` says why")
+    chosen = extreme(scored, key=lambda line: line["reward"])
+    if as_json:
+        print_json(chosen)
+    else:
+        _print_rollout(chosen)
+
+
+def _print_rollout(line: _Line) -> None:
+    """Prints a kept rollout as a conversation."""
+    if "samples" not in line:
+        click.echo(f"failed: {line['reason']}: {line['message']}")
+        return
+    parts = ", ".join(f"{name} {_number(value)}" for name, value in line["reward_parts"].items())
+    agent = f", agent {line['agent']}" if line["agent"] else ""
+    click.echo(
+        f"{line['environment']} task {line['task_key'][:16]}{agent}: reward {_number(line['reward'])} ({parts}),"
+        f" advantage {_number(line['advantage'])}, {line['num_turns']} turn(s), ended by {line['finish_reason']}"
+    )
+    click.echo(f"rollout {line['rollout_id']}, trace {line['trace_id']}")
+    for number, sample in enumerate(line["samples"]):
+        versions = sorted({version for _, _, version in sample["versions"]})
+        sampled = [logprob for logprob in sample["logprobs"] if logprob is not None]
+        mean = f"mean logprob {sum(sampled) / len(sampled):.3f}" if sampled else "nothing sampled"
+        click.echo(f"\nsample {number}: {len(sample['token_ids'])} tokens, {len(sampled)} sampled by version "
+                   f"{', '.join(map(str, versions))}, {mean}")  # fmt: skip
+        for message in sample["messages"]:
+            click.secho(f"\n[{message['role']}]", bold=True)
+            click.echo(message["text"])
+
+
+def _beginning(line: _Line) -> str:
+    """The first words that the policy said, or why the rollout failed."""
+    if "samples" not in line:
+        return f"{line['reason']}: {line['message']}"[:60]
+    said = [
+        message["text"]
+        for sample in line["samples"]
+        for message in sample["messages"]
+        if message["role"] == "assistant"
+    ]
+    return " ".join(said[0].split())[:60] if said else ""
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import zstandard
+
 _TAIL_BYTES = 2**20
 _ANY_HOST = ("", "0.0.0.0", "::", "[::]")  # names what a server bound to; nothing is bound here
 
@@ -87,6 +89,18 @@ class RunFolder:
         connection = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, timeout=5.0)
         connection.row_factory = sqlite3.Row
         return connection
+
+    def sampled_steps(self) -> list[int]:
+        """The steps of which rollouts are kept to be read."""
+        return sorted(int(path.name.split(".")[0][5:]) for path in (self.path / "rollouts").glob("step_*.jsonl.zst"))
+
+    def samples(self, step: int) -> list[Mapping[str, Any]]:
+        """The rollouts of a step that are kept to be read; none where there is no such file."""
+        path = self.path / "rollouts" / f"step_{step}.jsonl.zst"
+        if not path.exists():
+            return []
+        with zstandard.open(path, "rt", encoding="utf-8") as file:
+            return [json.loads(line) for line in file]
 
     def logs(self) -> dict[str, Path]:
         """The log files by name, such as `trainer` or `envs/train/reverse_text/env_server`."""

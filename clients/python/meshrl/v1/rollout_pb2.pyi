@@ -179,14 +179,16 @@ class VersionSpan(_message.Message):
     def __init__(self, start: _Optional[int] = ..., end: _Optional[int] = ..., version: _Optional[int] = ..., prompt_version: _Optional[int] = ...) -> None: ...
 
 class MessageSpan(_message.Message):
-    __slots__ = ("start", "end", "role")
+    __slots__ = ("start", "end", "role", "text")
     START_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
     start: int
     end: int
     role: str
-    def __init__(self, start: _Optional[int] = ..., end: _Optional[int] = ..., role: _Optional[str] = ...) -> None: ...
+    text: str
+    def __init__(self, start: _Optional[int] = ..., end: _Optional[int] = ..., role: _Optional[str] = ..., text: _Optional[str] = ...) -> None: ...
 
 class RolloutFailure(_message.Message):
     __slots__ = ("rollout_id", "group_id", "reason", "message", "retryable")

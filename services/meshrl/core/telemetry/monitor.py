@@ -46,6 +46,7 @@ class SampleRow:
 
     environment: str
     task_key: str
+    prompt: str
     completion: str
     reward: float
     advantage: float | None
@@ -231,9 +232,13 @@ class WandbSink:
 
     def write_samples(self, step: int, rows: Sequence[SampleRow]) -> None:
         def log_table() -> None:
-            table = self._wandb.Table(columns=["step", "environment", "task", "completion", "reward", "advantage"])
+            table = self._wandb.Table(
+                columns=["step", "environment", "task", "prompt", "completion", "reward", "advantage"]
+            )
             for row in rows:
-                table.add_data(step, row.environment, row.task_key, row.completion, row.reward, row.advantage)
+                table.add_data(
+                    step, row.environment, row.task_key, row.prompt, row.completion, row.reward, row.advantage
+                )
             self._run.log({"samples": table, "step": step})
 
         self._guarded(log_table)

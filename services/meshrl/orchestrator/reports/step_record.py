@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
 
 import numpy as np
 
@@ -222,12 +223,19 @@ def sample_rows(
         SampleRow(
             environment=rollout.environment,
             task_key=rollout.task_key,
+            prompt=_prompt(rollout),
             completion=rollout.completion,
             reward=rollout.reward,
             advantage=assembled.advantages.get(rollout.rollout_id),
         )
         for rollout in chosen
     ]
+
+
+def _prompt(rollout: Rollout) -> str:
+    """What stood before the policy's first words."""
+    spans = rollout.samples[0].message_spans if rollout.samples else ()
+    return "\n".join(span.text for span in takewhile(lambda span: span.role != "assistant", spans))
 
 
 def distributions(groups: Sequence[ReadyGroup], assembled: AssembledBatch) -> dict[str, list[float]]:

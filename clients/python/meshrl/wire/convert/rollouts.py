@@ -123,7 +123,9 @@ def sample_to_proto(sample: Sample) -> pb.Sample:
             pb.VersionSpan(start=s.start, end=s.end, version=s.version, prompt_version=s.prompt_version)
             for s in sample.version_spans
         ],
-        message_spans=[pb.MessageSpan(start=s.start, end=s.end, role=s.role) for s in sample.message_spans],
+        message_spans=[
+            pb.MessageSpan(start=s.start, end=s.end, role=s.role, text=s.text) for s in sample.message_spans
+        ],
         temperature=sample.temperature,
     )
 
@@ -152,7 +154,9 @@ def sample_from_proto(message: pb.Sample, field: str = "") -> Sample:
         loss_mask=loss_mask_T,
         logprobs=logprobs_T,
         version_spans=spans,
-        message_spans=tuple(MessageSpan(start=s.start, end=s.end, role=s.role) for s in message.message_spans),
+        message_spans=tuple(
+            MessageSpan(start=s.start, end=s.end, role=s.role, text=s.text) for s in message.message_spans
+        ),
         temperature=_decimal(message.temperature) or 0.0,
     )
 

@@ -87,11 +87,12 @@ class VersionSpan:
 
 @dataclass(frozen=True, kw_only=True)
 class MessageSpan:
-    """Tokens [start, end) belong to one message of `role`."""
+    """Tokens [start, end) belong to one message of `role`; `text` is what people read of it."""
 
     start: int
     end: int
     role: str
+    text: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -1,0 +1,126 @@
+"""Writes the rollouts of each step that are worth reading to `rollouts/step_N.jsonl.zst` of the output folder.
+
+Asked by the step finisher once a step is recorded; read by `meshrl rollouts`. A line is one rollout, whole: what was
+said, how it was rewarded, and every token with its logprob, mask and version. Of each environment there are the best,
+the worst and a few drawn by chance, of those that trained and those that were dropped; and every rollout that failed.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import zstandard
+from loguru import logger
+
+from meshrl.core.durable import write_file
+from meshrl.orchestrator.config import RolloutSamplesConfig
+from meshrl.orchestrator.work.batches import SubmittedStep
+from meshrl.wire.trace import parse_traceparent
+from meshrl.wire.types import Rollout, Sample
+
+_Line = Mapping[str, Any]
+
+
+class RolloutSamplesWriter:
+    """Writes one file a step. A disk that takes none of it is warned about once; the run goes on."""
+
+    def __init__(self, config: RolloutSamplesConfig, folder: Path) -> None:
+        self._config = config
+        self._folder = folder
+        self._warned = False
+
+    def write(self, step: SubmittedStep) -> None:
+        """Writes a step's file when its turn has come. Blocks. Raises nothing of the disk's."""
+        if step.step % self._config.interval:
+            return
+        lines = within(chosen(step, self._config), round(self._config.max_mib * 2**20))
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            packed = zstandard.ZstdCompressor(level=3).compress(b"".join(lines))
+            write_file(self._folder / f"step_{step.step}.jsonl.zst", packed)
+        except OSError as error:
+            if not self._warned:
+                self._warned = True
+                logger.warning(
+                    "no rollouts are kept to be read: {}; free the disk, or set rollout_samples = None", error
+                )
+
+
+def within(lines: Iterable[_Line], max_bytes: int) -> Iterator[bytes]:
+    """The lines as JSON, as long as they fit; one that does not is left out, and shorter ones after it may follow."""
+    for line in lines:
+        written = (json.dumps(line, separators=(",", ":")) + "\n").encode()
+        if len(written) <= max_bytes:
+            max_bytes -= len(written)
+            yield written
+
+
+def chosen(step: SubmittedStep, config: RolloutSamplesConfig) -> Iterator[_Line]:
+    """The lines of a step in the order in which they are worth their bytes; each rollout is in one."""
+    groups = [*(ready.group for ready in step.groups), *step.tally.discarded]
+    for group in groups:
+        for failure in group.failures:
+            yield {
+                "picked": "failed", "step": step.step, "rollout_id": failure.rollout_id, "group_id": failure.group_id,
+                "environment": group.ticket.task.environment, "task_index": group.ticket.task.index,
+                "reason": failure.reason, "message": failure.message,
+            }  # fmt: skip
+    by_environment: dict[str, list[Rollout]] = defaultdict(list)
+    for group in groups:
+        for rollout in group.rollouts:
+            by_environment[rollout.environment].append(rollout)
+    for picked in ("worst", "best", "random"):
+        for rollouts in by_environment.values():
+            for rollout in _taken(rollouts, picked, getattr(config, picked), seed=step.step):
+                advantage = step.assembled.advantages.get(rollout.rollout_id)
+                yield {"picked": picked, "step": step.step, "advantage": advantage, **_line(rollout)}
+
+
+def _taken(rollouts: list[Rollout], picked: str, number: int, *, seed: int) -> list[Rollout]:
+    """Removes and returns the `number` best or worst, or any; ties fall to the rollout that came first."""
+    if picked == "random":
+        taken = random.Random(seed).sample(rollouts, min(number, len(rollouts)))
+    else:
+        taken = sorted(rollouts, key=lambda rollout: rollout.reward, reverse=picked == "best")[:number]
+    of_taken = {id(rollout) for rollout in taken}
+    rollouts[:] = [rollout for rollout in rollouts if id(rollout) not in of_taken]
+    return taken
+
+
+def _line(rollout: Rollout) -> _Line:
+    context = parse_traceparent(rollout.traceparent)
+    return {
+        "rollout_id": rollout.rollout_id,
+        "group_id": rollout.group_id,
+        "environment": rollout.environment,
+        "task_key": rollout.task_key,
+        "agent": rollout.agent,
+        "reward": rollout.reward,
+        "reward_parts": dict(rollout.reward_parts),
+        "metrics": dict(rollout.metrics),
+        "finish_reason": rollout.finish_reason,
+        "truncated": rollout.truncated,
+        "num_turns": rollout.num_turns,
+        "timings_s": {name: round(seconds, 4) for name, seconds in rollout.timings_s.items()},
+        "trace_id": None if context is None else f"{context.trace_id:032x}",
+        "samples": [_sample(sample) for sample in rollout.samples],
+    }
+
+
+def _sample(sample: Sample) -> _Line:
+    """Lists of one entry a token; `logprobs` is null where the policy sampled nothing."""
+    pairs = zip(sample.logprobs.tolist(), sample.loss_mask.tolist(), strict=True)
+    return {
+        "token_ids": sample.token_ids.tolist(),
+        "logprobs": [round(logprob, 5) if sampled else None for logprob, sampled in pairs],
+        "temperature": sample.temperature,
+        "versions": [[span.start, span.end, span.version] for span in sample.version_spans],
+        "messages": [
+            {"role": span.role, "text": span.text, "tokens": [span.start, span.end]} for span in sample.message_spans
+        ],
+    }

@@ -1,0 +1,151 @@
+"""Which rollouts of a step are kept to be read, and in how many bytes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zstandard
+from loguru import logger
+
+from meshrl.orchestrator.config import RolloutSamplesConfig
+from meshrl.orchestrator.reports.rollout_samples import RolloutSamplesWriter, chosen, within
+from meshrl.orchestrator.work.batches import AssembledBatch, SubmittedStep
+from meshrl.orchestrator.work.screening import ReadyGroup
+from meshrl.orchestrator.work.tally import StepTally
+from meshrl.sampling.groups import GroupTicket, RolloutGroup, TaskRef
+from meshrl.wire.types import Batch, MessageSpan, Rollout, RolloutFailure, Sample, VersionSpan
+
+TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+def rollout(rollout_id: str, reward: float, environment: str = "words") -> Rollout:
+    mask = np.array([False, True, True])
+    sample = Sample(
+        token_ids=np.array([5, 6, 7], dtype=np.int32),
+        loss_mask=mask,
+        logprobs=np.array([0.0, -0.25, -1.0], dtype=np.float32),
+        version_spans=(VersionSpan(start=1, end=3, version=4),),
+        message_spans=(
+            MessageSpan(start=0, end=1, role="user", text="say b"),
+            MessageSpan(start=1, end=3, role="assistant", text="b"),
+        ),
+    )
+    return Rollout(
+        rollout_id=rollout_id,
+        group_id=f"group of {environment}",
+        task_key="1",
+        environment=environment,
+        samples=(sample,),
+        reward=reward,
+        reward_parts={"exact": reward},
+        traceparent=TRACEPARENT,
+    )
+
+
+def group(rollouts: Sequence[Rollout], failures: Sequence[RolloutFailure] = ()) -> RolloutGroup:
+    ticket = GroupTicket(
+        group_id=rollouts[0].group_id,
+        task=TaskRef(environment=rollouts[0].environment, index=9),
+        size=len(rollouts) + len(failures),
+        for_step=3,
+        min_version=0,
+        active_version=0,
+        seed=None,
+    )
+    return RolloutGroup(ticket=ticket, rollouts=list(rollouts), failures=list(failures))
+
+
+def submitted(trained: Sequence[RolloutGroup], discarded: Sequence[RolloutGroup] = (), step: int = 3) -> SubmittedStep:
+    batch = Batch(run_id="main", step=step, micro_batches=(), loss_tokens=1, environments=("words",))
+    return SubmittedStep(
+        step=step,
+        groups=tuple(ReadyGroup(group=one, kept=tuple(one.rollouts)) for one in trained),
+        assembled=AssembledBatch(
+            batch=batch, advantages={"a0": -1.5}, untrainable=frozenset(), truncated_samples=0, dropped_samples=0
+        ),
+        tally=StepTally(discarded=list(discarded)),
+    )
+
+
+def picks(step: SubmittedStep, **keys: Any) -> list[tuple[str, str]]:
+    return [(line["picked"], line["rollout_id"]) for line in chosen(step, RolloutSamplesConfig(**keys))]
+
+
+def test_the_worst_and_the_best_of_each_environment_are_kept_once() -> None:
+    words = group([rollout(f"a{place}", place / 10) for place in range(6)])
+    sums = group([rollout("b0", 1.0, "sums"), rollout("b1", 0.0, "sums")])
+    assert picks(submitted([words, sums]), worst=1, best=2, random=0) == [
+        ("worst", "a0"), ("worst", "b1"), ("best", "a5"), ("best", "a4"), ("best", "b0"),
+    ]  # fmt: skip
+
+
+def test_those_drawn_by_chance_are_the_same_each_time_and_none_twice() -> None:
+    step = submitted([group([rollout(f"a{place}", place / 10) for place in range(9)])])
+    drawn = picks(step, worst=1, best=1, random=3)
+    assert drawn == picks(step, worst=1, best=1, random=3)
+    assert len({rollout_id for _, rollout_id in drawn}) == 5
+    assert len(picks(step, worst=1, best=1, random=100)) == 9
+
+
+def test_dropped_rollouts_and_every_failure_are_among_them() -> None:
+    failure = RolloutFailure(
+        rollout_id="f0", group_id="group of words", reason="ENVIRONMENT_FAILED", message="KeyError: 'x'", retryable=True
+    )
+    step = submitted([group([rollout("a0", 0.0)], [failure])], discarded=[group([rollout("d0", 1.0)])])
+    lines = list(chosen(step, RolloutSamplesConfig(worst=1, best=1, random=0)))
+    assert [(line["picked"], line["rollout_id"]) for line in lines] == [
+        ("failed", "f0"), ("worst", "a0"), ("best", "d0"),
+    ]  # fmt: skip
+    assert (lines[0]["task_index"], lines[0]["message"]) == (9, "KeyError: 'x'")
+    assert (lines[1]["advantage"], lines[2]["advantage"]) == (-1.5, None)
+
+
+def test_a_line_has_what_was_said_and_every_token() -> None:
+    (line,) = chosen(submitted([group([rollout("a0", 0.5)])]), RolloutSamplesConfig(best=0, worst=1, random=0))
+    (sample,) = line["samples"]
+    assert sample["token_ids"] == [5, 6, 7]
+    assert sample["logprobs"] == [None, -0.25, -1.0]
+    assert sample["versions"] == [[1, 3, 4]]
+    assert sample["messages"] == [
+        {"role": "user", "text": "say b", "tokens": [0, 1]},
+        {"role": "assistant", "text": "b", "tokens": [1, 3]},
+    ]
+    assert line["trace_id"] == "0af7651916cd43dd8448eb211c80319c"
+
+
+def test_a_step_takes_no_more_bytes_than_it_may() -> None:
+    lines = [{"text": "x" * length} for length in (10, 1000, 20)]
+    assert [len(written) for written in within(lines, 60)] == [22, 32]
+
+
+def test_a_file_holds_the_step_and_a_full_disk_is_said_once(tmp_path: Path) -> None:
+    step = submitted([group([rollout("a0", 0.5), rollout("a1", 1.0)])], step=4)
+    RolloutSamplesWriter(RolloutSamplesConfig(interval=3), tmp_path / "rollouts").write(step)
+    assert not (tmp_path / "rollouts").exists()  # step 4 is none of every three
+    RolloutSamplesWriter(RolloutSamplesConfig(interval=2), tmp_path / "rollouts").write(step)
+    packed = (tmp_path / "rollouts/step_4.jsonl.zst").read_bytes()
+    lines = zstandard.ZstdDecompressor().decompress(packed).decode().splitlines()
+    assert [json.loads(line)["rollout_id"] for line in lines] == ["a0", "a1"]
+
+    said: list[str] = []
+    handler = logger.add(said.append, level="WARNING", format="{message}")
+    (tmp_path / "file").touch()
+    blocked = RolloutSamplesWriter(RolloutSamplesConfig(), tmp_path / "file")
+    try:
+        blocked.write(step)
+        blocked.write(step)
+    finally:
+        logger.remove(handler)
+    assert len(said) == 1
+    assert "no rollouts are kept to be read" in said[0]
+
+
+@pytest.mark.parametrize("keys", [{"interval": 0}, {"best": -1}, {"max_mib": 0.0}])
+def test_senseless_keys_are_refused(keys: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="greater than"):
+        RolloutSamplesConfig(**keys)
