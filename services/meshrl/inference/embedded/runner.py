@@ -29,6 +29,7 @@ from meshrl.inference.embedded.cache import (
     probe_layers,
     register_attention,
 )
+from meshrl.inference.embedded.decoder import SmallDecoder
 from meshrl.inference.embedded.sampler import BatchSampling, sample, uniforms
 from meshrl.inference.embedded.slots import PrefillPiece, SlotStore, SlotTable
 from meshrl.inference.engine import GREEDY_BELOW
@@ -71,6 +72,9 @@ class ModelRunner(ABC):
     @abstractmethod
     def _forward(self, table: SlotTable, pieces: Sequence[PrefillPiece]) -> torch.Tensor:
         """(R, V) logits of the decoding rows."""
+
+    def weights_changed(self) -> None:  # noqa: B027 - most keep nothing of the weights
+        """Called after each swap of the model's weights, between two steps."""
 
     def step(self, table: SlotTable, pieces: Sequence[PrefillPiece]) -> StepOutput | None:
         """Computes the decoding rows and the prompt pieces and samples the rows; None when no row decodes."""
@@ -146,6 +150,12 @@ class SlotRunner(ModelRunner):
             )
         super().__init__(model, num_slots=num_slots, max_len=max_len)
         self.cache: SlotCache = SlotCache([SlotLayer(num_slots, max_len, key, value) for key, value in states])
+        self._decoder = SmallDecoder.of(model, self.cache, max_len)
+
+    def weights_changed(self) -> None:
+        if self._decoder is not None:
+            with torch.inference_mode():
+                self._decoder.weights_changed()
 
     def _forward(self, table: SlotTable, pieces: Sequence[PrefillPiece]) -> torch.Tensor:
         """(R, V) logits of the decoding rows."""
@@ -177,6 +187,8 @@ class SlotRunner(ModelRunner):
             segments=segments,
             dtype=self.cache.layers[0].keys.dtype,
         )
+        if self._decoder is not None:
+            return self._decoder.logits(torch.from_numpy(token_ids), plan, rows)
         with sdpa_kernel(GPU_ATTENTION) if self.device.type == "cuda" else nullcontext():
             output = self.model(
                 input_ids=torch.from_numpy(token_ids).to(self.device)[None],
