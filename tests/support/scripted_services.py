@@ -76,6 +76,9 @@ class Script:
     cancelled_groups: set[str] = field(default_factory=set)
     refused: Counter[str] = field(default_factory=Counter)
     engines: int = 1
+    slots: int | None = 16
+    """Rollouts that run at once, as the rollout service says; None: it does not know the call."""
+    asked_for_status: int = 0
     uploads: list[tuple[int, int, str]] = field(default_factory=list)
     trained: dict[tuple[int, int], str] = field(default_factory=dict)
     sleep_fails: Reason | None = None
@@ -96,6 +99,12 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         return rollout_pb2.ListEnvironmentsResponse(
             contract_version=CONTRACT_VERSION, environments=map(convert.environment_to_proto, infos)
         )
+
+    async def GetRolloutStatus(self, request, context):  # noqa: N802 - the name is gRPC's
+        self.script.asked_for_status += 1
+        if self.script.slots is None:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "")
+        return rollout_pb2.GetRolloutStatusResponse(max_concurrent=self.script.slots)
 
     async def CancelRollouts(self, request, context):  # noqa: N802 - the name is gRPC's
         self.script.cancelled_groups |= set(request.group_ids)

@@ -21,6 +21,7 @@ from meshrl.orchestrator.run import Run
 from meshrl.orchestrator.work.lost_groups import LostGroups
 from meshrl.orchestrator.work.plan import PlanLimits, WorkPlan
 from meshrl.orchestrator.work.screening import screen_finished
+from meshrl.orchestrator.work.slot_use import SlotUse
 from meshrl.orchestrator.work.staleness import StalenessLaw
 from meshrl.orchestrator.work.task_schedule import TaskSchedule, TrainSource
 from meshrl.sampling.attempts import SamplerDeadlines
@@ -75,7 +76,14 @@ def build_loop(
 ) -> RunLoop:
     """The loop of the mesh's run, with everything it works with. Raises RunError when there is nothing to sample."""
     clock = Clock() if clock is None else clock
-    run = Run(mesh.run, plan=make_plan(config, mesh), journal=journal, traces=StepTraces(tracer), clock=clock)
+    run = Run(
+        mesh.run,
+        plan=make_plan(config, mesh),
+        journal=journal,
+        traces=StepTraces(tracer),
+        slots=SlotUse(clock.now, lambda: services.rollouts.slots),
+        clock=clock,
+    )
     deadlines = config.deadlines
     sampler = GroupSampler(
         services.rollouts,

@@ -17,13 +17,14 @@ from meshrl.core.config.flags import flag
 from meshrl.orchestrator.config import OrchestratorConfig
 from meshrl.orchestrator.peers.stale_groups import StaleGroups
 from meshrl.orchestrator.run import Run
+from meshrl.orchestrator.work.lengths import LengthEstimates
 from meshrl.orchestrator.work.lost_groups import LostGroups
 from meshrl.orchestrator.work.screening import DropReason
 from meshrl.sampling.groups import GroupTicket
 from meshrl.sampling.retry import RunError
 from meshrl.sampling.sampler import GroupSampler, Problems
 from meshrl.wire.trainable import rollout_problems
-from meshrl.wire.types import Rollout
+from meshrl.wire.types import Rollout, RolloutEvent, RolloutSummary
 
 
 class GroupDispatcher:
@@ -45,6 +46,8 @@ class GroupDispatcher:
         self._vocab_size = vocab_size
         self._stale = stale
         self._lost = lost
+        # What is known of lengths depends on what came back in time: a run that is to be repeated goes in order.
+        self._lengths = LengthEstimates() if config.sampling_seed is None else None
         whole = config.sampling.to_wire()
         self._sampling = {env.resolved_name: env.sampling.to_wire().over(whole) for env in config.train.env}
         """An environment's own sampling over the run's; what both leave unset is the rollout service's to fill."""
@@ -57,10 +60,14 @@ class GroupDispatcher:
 
     def dispatch(self) -> None:
         """Starts what the law admits now; called whenever that may have changed."""
-        while (ticket := self._run.plan.dispatch(f"group-{uuid.uuid4()}")) is not None:
-            self._run.journal.dispatch(ticket)
+        run, begun = self._run, []
+        while (ticket := run.plan.dispatch(f"group-{uuid.uuid4()}")) is not None:
+            run.journal.dispatch(ticket)
+            begun.append(ticket)
+        for ticket in begun if self._lengths is None else self._lengths.longest_first(begun):
+            run.slots.begin(ticket.group_id, ticket.size)
             self._tasks.create_task(self._sample(ticket))
-        self._run.changed.set()
+        run.changed.set()
 
     def cancel_stale(self) -> None:
         """Has the rollout services stop groups in flight that would come back too old for the next step."""
@@ -81,9 +88,12 @@ class GroupDispatcher:
                 sampling=self._sampling[ticket.task.environment],
                 traceparent=run.traces.traceparent(ticket.for_step),
                 problems_of=self._problems_of,
-                on_event=lambda event: run.journal.enter(ticket, event),
+                on_event=lambda event: self._came_back(ticket, event),
                 is_wanted=lambda: not self._stale.has(ticket.group_id),
             )
+        run.slots.end(ticket.group_id)
+        if self._lengths is not None:
+            self._lengths.observe(group)
         too_old = self._stale.has(ticket.group_id)
         run.journal.close_group(group, cancelled_for=DropReason.STALE.value if too_old else "rollout_service")
         await self._lost.judge(group)
@@ -98,6 +108,11 @@ class GroupDispatcher:
                 f" {flag('filters.zero_signal', off=True)}"
             )
         self.dispatch()
+
+    def _came_back(self, ticket: GroupTicket, event: RolloutEvent) -> None:
+        self._run.journal.enter(ticket, event)
+        if not isinstance(event, RolloutSummary):
+            self._run.slots.one_back(ticket.group_id)
 
     def _problems_of(self, rollout: Rollout) -> Problems:
         """What keeps the trainer from taking a rollout; no version is newer than the last step with a batch."""

@@ -16,6 +16,7 @@ What a restarted orchestrator or trainer finds is in the journal: see `ledger.re
 from __future__ import annotations
 
 import asyncio
+from contextlib import nullcontext
 
 from loguru import logger
 
@@ -149,9 +150,11 @@ class RunLoop:
                 f" {self.config.services.weights}"
             )
         began_s = self._clock.now()
+        waiting = nullcontext() if idle else run.slots.waiting()
         try:
-            async with asyncio.timeout(None if idle else left_s):  # while idle, the finisher has the deadline
-                await run.changed.wait()
+            with waiting:
+                async with asyncio.timeout(None if idle else left_s):  # while idle, the finisher has the deadline
+                    await run.changed.wait()
         except TimeoutError:
             raise RunError(
                 f"rollout service at {' and '.join(self.config.services.rollout)} did not finish enough groups for step"
@@ -191,6 +194,7 @@ class RunLoop:
         """Makes the batch, puts it on disk and hands it to the uploader."""
         run = self.run
         tally, run.tally = run.tally, StepTally()
+        tally.idle_slots = run.slots.take()
         longest = {env.resolved_name: env.seq_len for env in self.config.train.env if env.seq_len is not None}
         try:
             assembled = await asyncio.to_thread(

@@ -18,6 +18,7 @@ from meshrl.orchestrator.reports.step_traces import StepTraces
 from meshrl.orchestrator.reports.wait_log import WaitLog
 from meshrl.orchestrator.work.plan import WorkPlan
 from meshrl.orchestrator.work.screening import DropReason, Screened
+from meshrl.orchestrator.work.slot_use import SlotUse
 from meshrl.orchestrator.work.tally import StepTally
 from meshrl.sampling.groups import RolloutGroup
 from meshrl.wire.types import Batch, RunInfo
@@ -26,12 +27,22 @@ from meshrl.wire.types import Batch, RunInfo
 class Run:
     """A run that goes on where the journal says; `info` is what the trainer said of it when the process began."""
 
-    def __init__(self, info: RunInfo, *, plan: WorkPlan, journal: Journal, traces: StepTraces, clock: Clock) -> None:
+    def __init__(
+        self,
+        info: RunInfo,
+        *,
+        plan: WorkPlan,
+        journal: Journal,
+        traces: StepTraces,
+        slots: SlotUse,
+        clock: Clock,
+    ) -> None:
         start = journal.starting_point
         self.info = info
         self.plan = plan
         self.journal = journal
         self.traces = traces
+        self.slots = slots
         self.steps = StepCursors(recorded=start.recorded, uploaded=info.step, trained=start.unlogged_from - 1)
         self.submitted = SubmittedSteps(journal)
         self.tally = StepTally()

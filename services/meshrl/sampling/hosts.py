@@ -85,6 +85,8 @@ class RolloutHost:
     refuses_until_s: float = 0.0
     others: int = 0
     """Rollouts that it plays or queues for other clients."""
+    slots: int | None = None
+    """Rollouts that it runs at once; None where it does not say."""
     groups: dict[str, GroupPlace] = field(default_factory=dict)
     """Ours that it plays, by group_id."""
     achieved: dict[str, Achievement] = field(default_factory=dict)

@@ -56,6 +56,13 @@ class RolloutPool:
         """All of them, for a message."""
         return describe_hosts(self.table.hosts)
 
+    @property
+    def slots(self) -> int | None:
+        """Rollouts that the services which serve run at once, all together; None where one does not say."""
+        said = [host.slots for host in self.table.hosts if host.state is HostState.SERVING]
+        known = [slots for slots in said if slots is not None]
+        return sum(known) if said and len(known) == len(said) else None
+
     def client(self, host: RolloutHost) -> RolloutClient:
         return self._clients[host.address]
 
@@ -181,6 +188,7 @@ class RolloutPool:
             self._has_no_status.add(host.address)  # it is weighed by what comes back alone
             return False
         ours = sum(place.left for place in host.groups.values())
+        host.slots = status.max_concurrent or None
         host.others = max(0, status.running + status.queued - ours)
         return status.draining
 

@@ -2,13 +2,16 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from meshrl.orchestrator.work.task_schedule import TaskSchedule, TrainSource
 from meshrl.sampling.retry import RunError
 from meshrl.wire.errors import Reason
+from meshrl.wire.types import Rollout, RolloutRequest
 
 
 def records(folder: Path) -> list[dict[str, float]]:
@@ -238,6 +241,59 @@ async def test_the_same_seed_asks_for_the_same_tasks_with_the_same_seeds(mesh, s
     assert sorted(seed for _, seed in asked) == [(3 << 32) + 4 * number for number in range(4)]
     schedule = TaskSchedule([TrainSource(environment="echo", ratio=1.0, num_tasks=50)], seed=3)
     assert {task for task, _ in asked} == {schedule.next_task().index for _ in range(4)}
+
+
+def long_in_essays(request: RolloutRequest, place: int, rollout: Rollout) -> Rollout:
+    if request.environment != "essay":
+        return rollout
+    (sample,) = rollout.samples
+    length = 40
+    mask = np.arange(length) >= 2
+    longer = replace(
+        sample,
+        token_ids=np.arange(length, dtype=np.int32),
+        loss_mask=mask,
+        logprobs=np.where(mask, -0.5, 0.0).astype(np.float32),
+        version_spans=(replace(sample.version_spans[0], end=length),),
+    )
+    return replace(rollout, samples=(longer,))
+
+
+@pytest.mark.parametrize(("seed", "first"), [(None, "essay"), (1, "echo")])
+async def test_groups_that_were_long_begin_first_within_their_step_unless_the_run_has_a_seed(
+    mesh, script, make_config, start, seed: int | None, first: str
+) -> None:
+    script.environments = {"echo": 50, "essay": 50}
+    script.alter = long_in_essays
+    config = make_config(
+        mesh.services, train={"env": [{"id": "echo"}, {"id": "essay"}]}, max_async_level=0, max_steps=4, seed=seed
+    )
+    async with start(config) as (loop, ledger):
+        await loop.train()
+    order = [request.environment for request in script.requests]
+    assert order[:2] == ["echo", "essay"]  # as they were drawn: nothing is known of lengths yet
+    assert order[2::2] == [first] * 3
+    assert Counter(order) == {"echo": 4, "essay": 4}
+    assert ledger.balance().trained == 32
+
+
+@pytest.mark.parametrize("slots", [16, None])
+async def test_records_say_what_of_the_slots_was_idle_where_the_service_says_how_many(
+    mesh, script, make_config, start, tmp_path, slots: int | None
+) -> None:
+    script.slots = slots
+    script.holds[1] = asyncio.Event()  # the first batch is held until the service has answered
+    async with start(make_config(mesh.services, max_async_level=0, max_steps=3)) as (loop, _):
+        training = asyncio.create_task(loop.train())
+        await until(lambda: script.asked_for_status > (slots is not None))
+        script.holds[1].set()
+        await training
+    shares = [(line.get("perf/idle_slots"), line.get("perf/tail_idle_slots")) for line in records(tmp_path)][1:]
+    if slots is None:
+        assert shares == [(None, None)] * 2
+    else:
+        assert all(0.5 <= idle <= 1.0 for idle, _ in shares), "8 rollouts a step never fill 16 slots"
+        assert all(0.0 < tail <= idle for idle, tail in shares)
 
 
 async def test_a_config_that_does_not_fit_the_services_is_refused(mesh, make_config, start) -> None:

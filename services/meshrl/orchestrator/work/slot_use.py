@@ -1,0 +1,76 @@
+"""How much of the room at the rollout services a run leaves empty, and how much of that while a batch waits.
+
+Told by the dispatcher of every rollout that is out and comes back, by the loop when it waits; read once a step. It asks
+the services' pool for the number of slots at each of these moments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+class SlotUse:
+    """Adds up slot-seconds. `slots` are the rollouts that the services run at once; None while they have not said."""
+
+    def __init__(self, now: Callable[[], float], slots: Callable[[], int | None]) -> None:
+        self._now = now
+        self._ask = slots
+        self._slots = slots()
+        self._out: dict[str, int] = {}  # rollouts by group
+        self._total_out = 0
+        self._waiting = False
+        self._since_s = now()
+        self._all_s = self._idle_s = self._tail_s = 0.0
+
+    @property
+    def rollouts(self) -> int:
+        """Rollouts that are out."""
+        return self._total_out
+
+    def begin(self, group_id: str, rollouts: int) -> None:
+        """A group is sent."""
+        self._add_up()
+        self._out[group_id] = rollouts
+        self._total_out += rollouts
+
+    def one_back(self, group_id: str) -> None:
+        """A rollout of a group finished or failed."""
+        if self._out.get(group_id, 0) > 0:
+            self._add_up()
+            self._out[group_id] -= 1
+            self._total_out -= 1
+
+    def end(self, group_id: str) -> None:
+        """A group is over, whatever became of its rollouts."""
+        self._add_up()
+        self._total_out -= self._out.pop(group_id, 0)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """While a batch waits for its last groups."""
+        self._add_up()
+        self._waiting = True
+        try:
+            yield
+        finally:
+            self._add_up()
+            self._waiting = False
+
+    def take(self) -> tuple[float, float] | None:
+        """Shares of the slot-seconds since the last call: idle, and idle while a batch waited; None where not known."""
+        self._add_up()
+        whole, idle, tail = self._all_s, self._idle_s, self._tail_s
+        self._all_s = self._idle_s = self._tail_s = 0.0
+        return (idle / whole, tail / whole) if whole > 0.0 else None
+
+    def _add_up(self) -> None:
+        now_s = self._now()
+        passed_s, self._since_s = now_s - self._since_s, now_s
+        slots, self._slots = self._slots, self._ask()
+        if slots is None:
+            return
+        idle_s = passed_s * max(0, slots - self._total_out)
+        self._all_s += passed_s * slots
+        self._idle_s += idle_s
+        self._tail_s += idle_s if self._waiting else 0.0

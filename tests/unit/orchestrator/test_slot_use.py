@@ -1,0 +1,74 @@
+import pytest
+
+from meshrl.orchestrator.work.slot_use import SlotUse
+
+
+class Time:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Slots:
+    number: int | None = None
+
+    def __call__(self) -> int | None:
+        return self.number
+
+
+def using(slots: int | None) -> tuple[SlotUse, Time, Slots]:
+    time, said = Time(), Slots()
+    said.number = slots
+    return SlotUse(time, said), time, said
+
+
+def test_idle_slots_are_counted_over_time_and_apart_while_a_batch_waits() -> None:
+    use, time, _ = using(10)
+    use.begin("a", 4)
+    use.begin("b", 8)  # two more than there are slots: they wait at the service, and nothing is idle
+    time.now_s = 2.0
+    with use.waiting():
+        for _ in range(8):
+            use.one_back("b")
+        time.now_s = 3.0  # 4 of 10 for a second
+        use.one_back("a")
+        time.now_s = 4.0  # 3 of 10
+    use.end("b")
+    use.end("a")
+    time.now_s = 5.0  # none, but nobody waits
+    assert use.take() == pytest.approx(((6 + 7 + 10) / 50, (6 + 7) / 50))
+    assert use.rollouts == 0
+
+
+def test_each_step_begins_anew_and_a_change_of_slots_counts_from_its_moment() -> None:
+    use, time, said = using(2)
+    use.begin("a", 2)
+    time.now_s = 1.0
+    said.number = 4
+    assert use.take() == (0.0, 0.0)
+    time.now_s = 2.0
+    assert use.take() == (0.5, 0.0)
+
+
+def test_a_group_that_ends_early_gives_up_what_is_left_of_it_and_later_events_count_nothing() -> None:
+    use, _, _ = using(4)
+    use.begin("a", 3)
+    use.one_back("a")
+    use.end("a")
+    use.end("a")
+    use.one_back("a")
+    assert use.rollouts == 0
+
+
+def test_without_known_slots_there_is_no_share() -> None:
+    use, time, said = using(None)
+    use.begin("a", 3)
+    time.now_s = 1.0
+    said.number = 3
+    assert use.take() is None
+    time.now_s = 2.0
+    said.number = None
+    use.one_back("a")
+    time.now_s = 9.0
+    assert use.take() == (0.0, 0.0)
