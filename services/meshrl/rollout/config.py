@@ -27,6 +27,11 @@ class ClientConfig(BaseConfig):
     api_key_file: Path | None = None
     """File that holds the token instead of the variable."""
 
+    api: Literal["generate", "chat_completions"] = "generate"
+    """What the servers of base_url are asked by. generate: engines that take and give tokens, as training needs.
+    chat_completions: any OpenAI-compatible server, for evaluations; model.name is the name it knows the model by, no
+    tokenizer is loaded, and a URL with a path of its own is taken as it is. Training rollouts are refused."""
+
     pool: str = ""
     """Name of the pool that these engines form; a request names it or leaves it empty."""
 
@@ -162,6 +167,11 @@ class RolloutConfig(BaseConfig):
 
     @model_validator(mode="after")
     def _engines(self) -> Self:
+        if self.client.api == "chat_completions" and self.weights is not None:
+            raise ValueError(
+                "rollout.weights names engines that serve versions of the policy, got it with client.api"
+                " 'chat_completions', whose servers have none; leave one of them out"
+            )
         if not self.client.base_url and self.weights is None:
             raise ValueError(
                 "rollout needs engines: set client.base_url to their URLs, or weights to the address of the weight hub"

@@ -18,6 +18,7 @@ from verifiers.v1.task import Task
 from verifiers.v1.trace import Trace
 
 from meshrl.core.telemetry.tracing import ROLLOUT_SPAN, links_from, traceparent_of
+from meshrl.rollout.engines.chat_servers import refuse_without_tokens
 from meshrl.rollout.engines.engine_table import Requirement
 from meshrl.rollout.engines.sessions import Session, SessionBook
 from meshrl.rollout.groups import late, rollout_failure
@@ -43,6 +44,7 @@ class EpisodePlayer:
         """Finds the group's task. Raises MeshError UNKNOWN_TASK, INVALID_REQUEST or ENVIRONMENT_FAILED as `TaskSource`
         does, and DEADLINE_PASSED when an infinite taskset cannot be drawn so far in time.
         """
+        self.hosted.check(request)
         tasks, index = self.hosted.tasks, request.task_index or 0
         if request.task_payload is not None:
             task = tasks.of_payload(request.task_payload)
@@ -92,6 +94,8 @@ class GroupEpisodes:
             rollouts = rollouts_of(
                 self._hosted.env, episode, sessions, group_id=request.group_id, environment=request.environment
             )
+            if not request.scores_only:
+                refuse_without_tokens(rollouts)
             span.set_attribute("meshrl.reward", rollouts[0].reward)
             return rollouts
         except asyncio.CancelledError:

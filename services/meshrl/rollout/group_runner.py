@@ -17,9 +17,8 @@ from typing import Protocol
 from loguru import logger
 
 from meshrl.rollout.engines.capacity import RolloutLimit
-from meshrl.rollout.engines.engine_table import Requirement
+from meshrl.rollout.engines.engine_table import PolicyServers, Requirement
 from meshrl.rollout.engines.logprobs_mode import reshaping
-from meshrl.rollout.engines.router import EngineRouter
 from meshrl.rollout.groups import AdmittedGroup, GroupTable, Outcome, late, rollout_failure
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import (
@@ -73,7 +72,7 @@ class GroupRunner:
         self,
         environments: Mapping[str, Player],
         table: GroupTable,
-        router: EngineRouter,
+        router: PolicyServers,
         limit: RolloutLimit,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

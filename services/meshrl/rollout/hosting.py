@@ -15,7 +15,7 @@ from typing import Any
 
 from loguru import logger
 from pydantic import ValidationError
-from verifiers.v1.clients import ModelContext, TrainClientConfig
+from verifiers.v1.clients import EvalClientConfig, ModelContext, TrainClientConfig
 from verifiers.v1.configs.agent import AgentConfig, agent_config_fields
 from verifiers.v1.configs.env import EnvConfig as VfEnvConfig
 from verifiers.v1.env import Env
@@ -39,9 +39,13 @@ from meshrl.core.config.shared import EnvConfig
 from meshrl.environments.harness import HarnessHost, hosted_by, open_connections
 from meshrl.environments.missing import why_not_loaded
 from meshrl.environments.plugins import plugin_id, split_choice
+from meshrl.rollout.engines.chat_servers import ChatServers, refuse_training
 from meshrl.rollout.engines.model_client import EngineClient, EngineInterception
 from meshrl.rollout.tasks import TaskSource
-from meshrl.wire.types import EnvironmentInfo, Sampling
+from meshrl.wire.types import EnvironmentInfo, RolloutRequest, Sampling
+
+PolicyClient = EngineClient | ChatServers
+"""How the policy's turns are sampled."""
 
 NO_HARNESS_OF_ITS_OWN = "bash"
 """What verifiers falls back to for a taskset that brings no harness; ours takes its place."""
@@ -66,6 +70,7 @@ class HostedEnvironment:
         self._default_sampling = default_sampling
         self._package_version = _package_version(type(env.taskset).__module__)
         self._host: HarnessHost | None = None
+        self._gives_tokens = True
         self._endpoint = TrainClientConfig(base_url="http://engine-pool.invalid/v1", api_key_var="MESHRL_API_KEY")
 
     @property
@@ -80,13 +85,21 @@ class HostedEnvironment:
         )
 
     @asynccontextmanager
-    async def serving(self, client: EngineClient) -> AsyncIterator[None]:
+    async def serving(self, client: PolicyClient) -> AsyncIterator[None]:
         """Holds the environment's shared tools and interception server, with the policy's calls going to `client`."""
         async with self.env.serving(), open_connections() as http:
             self._host = HarnessHost(http, client.doing)
+            self._gives_tokens = isinstance(client, EngineClient)
+            if not self._gives_tokens:  # a harness may then read a completion as it is made
+                self._endpoint = EvalClientConfig(base_url="http://chat-servers.invalid/v1", api_key_var="")
             # The one reach into verifiers: 0.4 takes no interception of one's own. A contract test guards it.
             self.env._interception = EngineInterception(self.env._interception, client, self._endpoint)
             yield
+
+    def check(self, request: RolloutRequest) -> None:
+        """Raises MeshError INVALID_REQUEST for rollouts that this server cannot play as they are asked for."""
+        if not self._gives_tokens:
+            refuse_training(request)
 
     def sampling(self, override: Sampling, index: int) -> Sampling:
         """How rollout `index` of a group samples: the request over this environment's defaults, with its own seed."""

@@ -22,7 +22,8 @@ from meshrl.core.secret import read_secret
 from meshrl.rollout import hosting
 from meshrl.rollout.config import RolloutConfig
 from meshrl.rollout.engines.capacity import RolloutLimit
-from meshrl.rollout.engines.engine_table import EngineTable
+from meshrl.rollout.engines.chat_servers import ChatServers
+from meshrl.rollout.engines.engine_table import EngineTable, PolicyServers
 from meshrl.rollout.engines.model_client import EngineClient
 from meshrl.rollout.engines.rendering import PolicyRenderer, load_renderer
 from meshrl.rollout.engines.router import Discovery, EngineRouter
@@ -30,6 +31,7 @@ from meshrl.rollout.engines.sessions import SessionBook
 from meshrl.rollout.episodes import EpisodePlayer
 from meshrl.rollout.group_runner import GroupRunner
 from meshrl.rollout.groups import GroupTable
+from meshrl.rollout.hosting import PolicyClient
 from meshrl.rollout.service import RolloutServicer
 from meshrl.v1 import rollout_pb2_grpc as pb_grpc
 
@@ -66,16 +68,8 @@ async def serve(config: RolloutConfig, stop: asyncio.Event, tracer: Tracer) -> i
 
 async def build(config: RolloutConfig, stack: AsyncExitStack, tracer: Tracer) -> GroupRunner:
     """Loads renderer and environments and connects the engines; `stack` closes them. Raises ConfigError."""
-    renderer = await asyncio.to_thread(load_renderer, config.tokenizer or config.model.name, config.renderer)
-    engines = EngineTable([url.rstrip("/").removesuffix("/v1") for url in config.engine_urls], config.client.pool)
-    api_key = read_secret(
-        "rollout.client.api_key", None, file=config.client.api_key_file, variable=config.client.api_key_var,
-        environ=os.environ,
-    )  # fmt: skip
-    discovery = await _discovery(config, stack)
-    router = await stack.enter_async_context(EngineRouter(engines, config.client, api_key=api_key, discovery=discovery))
     book = SessionBook()
-    client = EngineClient(PolicyRenderer(renderer), router, book, tracer, seq_len=config.seq_len)
+    servers, client = await _policy(config, book, stack, tracer)
     environments: dict[str, EpisodePlayer] = {}
     for entry in config.env:
         defaults = entry.sampling.to_wire().over(config.sampling.to_wire())
@@ -93,7 +87,25 @@ async def build(config: RolloutConfig, stack: AsyncExitStack, tracer: Tracer) ->
         logger.info("environment {}: {} tasks", hosted.name, hosted.tasks.num_tasks or "infinitely many")
     limit = RolloutLimit(None if config.max_concurrent == "auto" else config.max_concurrent)
     table = GroupTable(max_concurrent=limit.rollouts, max_queued=config.max_queued)
-    return GroupRunner(environments, table, router, limit)
+    return GroupRunner(environments, table, servers, limit)
+
+
+async def _policy(
+    config: RolloutConfig, book: SessionBook, stack: AsyncExitStack, tracer: Tracer
+) -> tuple[PolicyServers, PolicyClient]:
+    """The servers that the policy is sampled from, and the client that does it. Raises ConfigError."""
+    api_key = read_secret(
+        "rollout.client.api_key", None, file=config.client.api_key_file, variable=config.client.api_key_var,
+        environ=os.environ,
+    )  # fmt: skip
+    if config.client.api == "chat_completions":
+        servers = await stack.enter_async_context(ChatServers(config.client, book, tracer, api_key=api_key))
+        return servers, servers
+    renderer = await asyncio.to_thread(load_renderer, config.tokenizer or config.model.name, config.renderer)
+    engines = EngineTable([url.rstrip("/").removesuffix("/v1") for url in config.engine_urls], config.client.pool)
+    discovery = await _discovery(config, stack)
+    router = await stack.enter_async_context(EngineRouter(engines, config.client, api_key=api_key, discovery=discovery))
+    return router, EngineClient(PolicyRenderer(renderer), router, book, tracer, seq_len=config.seq_len)
 
 
 async def _discovery(config: RolloutConfig, stack: AsyncExitStack) -> Discovery | None:

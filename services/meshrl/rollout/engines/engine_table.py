@@ -5,8 +5,9 @@ Fed by the router with what probes and answers say, asked by it before every cal
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 from meshrl.rollout.engines.capacity import NOTHING_SAID, EngineCapacity
 from meshrl.rollout.engines.logprobs_mode import PROCESSED
@@ -65,6 +66,17 @@ class KnownEngine:
         """True when a call may go to it now."""
         reports_right = not need.reshaped_by or self.logprobs_mode == PROCESSED
         return self.listed and self.healthy and need.met_by(self.version) and reports_right
+
+
+class PolicyServers(Protocol):
+    """What the policy is sampled from, as far as admission and status ask."""
+
+    engines: EngineTable
+    on_look: Callable[[], None]
+    """Called after every look at the servers."""
+
+    async def require(self, need: Requirement) -> None:
+        """Raises MeshError when no server can serve `need` now."""
 
 
 class EngineTable:

@@ -12,6 +12,7 @@ import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import Protocol
 
 from opentelemetry.trace import SpanKind, Tracer
 from pydantic import JsonValue
@@ -175,13 +176,19 @@ class EngineClient(Client):  # type: ignore[misc]  # verifiers is untyped for th
             session.reachable = True
 
 
+class PolicyTurns(Protocol):
+    """Samples the policy's turns, and is told when an agent has got the address for them."""
+
+    def reachable(self, session_id: str) -> None: ...
+
+
 class EngineInterception(Interception):  # type: ignore[misc]  # verifiers is untyped for the checker
     """verifiers' interception, with the policy's calls given to the engine pool instead of to verifiers' own client.
 
     `inner` is started and stopped by its owner; `endpoint` is what stands for the pool in the agents' configuration.
     """
 
-    def __init__(self, inner: Interception, client: EngineClient, endpoint: TrainClientConfig) -> None:
+    def __init__(self, inner: Interception, client: PolicyTurns, endpoint: TrainClientConfig) -> None:
         super().__init__()
         self._inner = inner
         self._endpoint = endpoint

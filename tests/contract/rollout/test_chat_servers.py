@@ -1,0 +1,164 @@
+"""The policy behind /v1/chat/completions: evaluations are played, training is refused."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import torch
+from aiohttp import web
+from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+
+from meshrl.inference.embedded.engine import EmbeddedEngine
+from meshrl.inference.http.app import InferenceServer
+from meshrl.inference.http.tokenizer import TextCodec
+from meshrl.rollout.engines.chat_servers import api_url
+from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.types import Sampling
+
+VOCABULARY = 101  # of the fixture's tokenizer
+
+
+@pytest.fixture
+async def inference(tokenizer_dir) -> AsyncIterator[str]:
+    """Our own inference program's HTTP, with a small model on the embedded engine."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    settings = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
+    config = Qwen3Config(
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, max_position_embeddings=512,
+        eos_token_id=2, bos_token_id=None, **settings,
+    )  # fmt: skip
+    model = Qwen3ForCausalLM(config).eval()
+    engine = EmbeddedEngine(model, max_model_len=256, num_slots=8, eos_token_ids=(2,), seed=0, version=0)
+    engine.start()
+    codec = TextCodec(AutoTokenizer.from_pretrained(tokenizer_dir))
+    app = InferenceServer(engine, model_name="policy", codec=codec, loader=None).app()
+    runner = web.AppRunner(app, handler_cancellation=True)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    await runner.cleanup()
+    await engine.close()
+
+
+class ChatServer:
+    """Answers /v1/chat/completions with "cat", or with the statuses that it is given first."""
+
+    def __init__(self) -> None:
+        self.statuses: list[int] = []
+        self.requests: list[tuple[str, dict[str, Any]]] = []
+        self.url = ""
+
+    async def complete(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.requests.append((request.headers["Authorization"], body))
+        if self.statuses:
+            return web.json_response({"error": {"message": "not now"}}, status=self.statuses.pop(0))
+        choice = {"index": 0, "message": {"role": "assistant", "content": "cat"}, "finish_reason": "stop"}
+        made = {"id": "x", "object": "chat.completion", "created": 0, "model": body["model"], "choices": [choice]}
+        return web.json_response({**made, "usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}})
+
+
+@pytest.fixture
+async def chat() -> AsyncIterator[ChatServer]:
+    server, app = ChatServer(), web.Application()
+    app.router.add_post("/v1/chat/completions", server.complete)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    server.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    yield server
+    await runner.cleanup()
+
+
+def evaluated(url: str, **client: Any) -> dict[str, Any]:
+    return {
+        "client": {"api": "chat_completions", "base_url": [url], **client},
+        "renderer": {"name": "no such renderer"},
+    }
+
+
+async def played(mesh: Any, request: Any) -> list[Any]:
+    *events, summary = [event async for event in mesh.client.run_rollouts(request)]
+    assert summary.failed == 0, events
+    return events
+
+
+async def test_an_evaluation_samples_from_our_own_inference_program_by_its_chat_route(
+    start_mesh, make_group, inference
+):
+    mesh = await start_mesh([], **evaluated(inference))
+    sampling = Sampling(max_tokens=5, temperature=1.0, seed=3)
+    request = make_group(group_size=3, scores_only=True, sampling=sampling, deadline_s=120.0)
+    rollouts = await played(mesh, request)
+    assert [rollout.samples for rollout in rollouts] == [(), (), ()]
+    assert {rollout.num_turns for rollout in rollouts} == {1}
+    assert all(rollout.reward in (0.25, 2.25) and 0 < len(rollout.completion) <= 20 for rollout in rollouts)
+    assert len({rollout.completion for rollout in rollouts}) > 1  # each of the group draws with a seed of its own
+    [engine] = (await mesh.client.get_status()).engines
+    assert (engine.url, engine.healthy, engine.in_flight) == (f"{inference}/v1", True, 0)
+
+
+async def test_the_server_gets_key_model_messages_and_sampling(start_mesh, make_group, chat, monkeypatch):
+    monkeypatch.setenv("MESH_CHAT_KEY", "sesame")
+    mesh = await start_mesh([], **evaluated(chat.url, api_key_var="MESH_CHAT_KEY"))
+    sampling = Sampling(max_tokens=7, temperature=0.5, top_p=0.9)
+    [rollout] = await played(mesh, make_group(scores_only=True, sampling=sampling))
+    assert (rollout.reward, rollout.completion) == (2.25, "cat")
+    [(key, body)] = chat.requests
+    assert key == "Bearer sesame"
+    assert [message["role"] for message in body.pop("messages")] == ["system", "user"]
+    assert body == {"model": "policy", "max_tokens": 7, "temperature": 0.5, "top_p": 0.9}
+
+
+async def test_a_call_is_made_again_where_the_server_says_not_now_and_fails_where_it_says_no(
+    start_mesh, make_group, chat
+):
+    chat.statuses = [429, 503]
+    mesh = await start_mesh([], **evaluated(chat.url, failover_s=60.0))
+    [rollout] = await played(mesh, make_group(scores_only=True, deadline_s=120.0))
+    assert rollout.reward == 2.25
+    assert len(chat.requests) == 3
+    chat.statuses = [401]
+    failure, _ = [event async for event in mesh.client.run_rollouts(make_group(scores_only=True))]
+    assert "401" in failure.message
+    assert len(chat.requests) == 4
+
+
+async def test_training_from_such_a_server_is_refused_and_so_is_a_version(start_mesh, make_group, chat):
+    mesh = await start_mesh([], **evaluated(chat.url))
+    with pytest.raises(MeshError) as caught:
+        await played(mesh, make_group())
+    assert caught.value.reason is Reason.INVALID_REQUEST
+    assert "samples from /v1/chat/completions (rollout.client.api), which gives no token ids" in caught.value.message
+    with pytest.raises(MeshError) as caught:
+        await played(mesh, make_group(scores_only=True, exact_version=3))
+    assert caught.value.reason is Reason.VERSION_NOT_AVAILABLE
+    assert chat.requests == []
+
+
+async def test_one_environment_may_sample_elsewhere_for_evaluations_beside_engines(
+    start_mesh, make_group, engine, chat
+):
+    own = {"model": "other", "client": {"type": "eval", "base_url": f"{chat.url}/v1", "api_key_var": "MESH_CHAT_KEY"}}
+    mesh = await start_mesh(
+        [engine], env=[{"id": "mesh_echo"}, {"id": "mesh_echo", "name": "elsewhere", "args": {"agent": own}}]
+    )
+    [rollout] = await played(mesh, make_group(environment="elsewhere", scores_only=True))
+    assert (rollout.reward, rollout.samples) == (2.25, ())
+    assert chat.requests[0][1]["model"] == "other"
+    assert engine.requests == []
+    failure, _ = [event async for event in mesh.client.run_rollouts(make_group(environment="elsewhere"))]
+    assert (failure.reason, failure.message.partition(";")[0]) == (
+        "INVALID_REQUEST",
+        "agent of elsewhere is to be trained, but samples from an endpoint of its own (args.agent.client), which gives"
+        " no token ids",
+    )
+
+
+def test_a_url_without_a_path_gets_v1_and_any_other_is_taken_as_it_is():
+    assert api_url("http://127.0.0.1:8000/") == "http://127.0.0.1:8000/v1"
+    assert api_url("https://openrouter.ai/api/v1") == "https://openrouter.ai/api/v1"
+    assert api_url("https://some.host/v1beta/openai/") == "https://some.host/v1beta/openai"
