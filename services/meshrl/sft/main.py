@@ -20,9 +20,14 @@ def _run_rank(config: SFTConfig, rank: int) -> None:
 
 
 def _run_bench(config: SFTConfig, bench: BenchConfig) -> None:
-    from meshrl.sft.bench import run_bench  # the same
+    from meshrl.algorithms.losses import cross_entropy_loss  # the same
+    from meshrl.algorithms.objective import Objective
+    from meshrl.training.bench.run import bench_program
 
-    run_bench(config, bench)
+    def objective() -> Objective:
+        return Objective(loss=cross_entropy_loss, name="cross_entropy")
+
+    bench_program(config, bench, objective=objective, seq_len=config.data.seq_len)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from meshrl.sft.config import DataConfig, SFTConfig
 from meshrl.sft.data import DataError, load_conversations
 from meshrl.sft.loop import SFTLoop
 from meshrl.sft.tokenization import tokenize
+from meshrl.training.auto_settings import suited
 from meshrl.training.build import build_learner
 from meshrl.training.checkpoints.checkpointer import Checkpointer, CheckpointError
 from meshrl.training.checkpoints.weights_folder import separate_adapters
@@ -124,15 +125,18 @@ def _join(config: SFTConfig, environment: Mapping[str, str]) -> RankGroup:
 def _build(config: SFTConfig, parallel: RankGroup) -> Learner:
     try:
         check_fits(config.model, config.optim, parallel)
+        model, logits_bytes = suited(
+            config.model, config.optim, parallel, seq_len=config.data.seq_len, max_logits_mib=config.max_logits_mib
+        )
         return build_learner(
-            config.model,
+            model,
             objective=Objective(loss=cross_entropy_loss, name="cross_entropy"),
             optim=config.optim,
             scheduler=config.scheduler,
             max_steps=config.max_steps,
             parallel=parallel,
             seed=config.seed,
-            max_logits_bytes=config.max_logits_mib and config.max_logits_mib * 2**20,
+            max_logits_bytes=logits_bytes,
         )
     except (ValueError, torch.OutOfMemoryError) as error:  # what other settings mend
         raise ModelError(str(error)) from error

@@ -71,10 +71,10 @@ class TrainerConfig(BaseConfig):
     """Largest block of logits kept at once, in MiB; more are made in pieces and again in backward. None means what
     suits the device."""
 
-    share_prefixes: bool | Literal["auto"] = False
+    share_prefixes: bool | Literal["auto"] = "auto"
     """Have the samples of a group share their prompt, which is then computed once, with the same loss and gradients.
-    auto: where the prompt is long enough to pay; true: always; false: never. Models with sliding windows, capped scores
-    or attention of their own cannot share."""
+    auto: on a CPU, where the prompt is long enough to pay; true: always; false: never. Models with sliding windows,
+    capped scores or attention of their own cannot share."""
 
     release_memory: bool = False
     """Give the GPU memory that torch keeps for later back at the end of each step, before the version is published: an

@@ -20,9 +20,10 @@ def _run_rank(config: TrainerConfig, rank: int) -> None:
 
 
 def _run_bench(config: TrainerConfig, bench: BenchConfig) -> None:
-    from meshrl.trainer.bench import run_bench  # the same
+    from meshrl.trainer.objectives import build_objective  # the same
+    from meshrl.training.bench.run import bench_program
 
-    run_bench(config, bench)
+    bench_program(config, bench, objective=lambda: build_objective(config.loss), seq_len=config.seq_len)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from meshrl.models.lora import apply_lora, reset_lora
 from meshrl.training.checkpoints.train_state import seed_rank
 from meshrl.training.config import OptimConfig, SchedulerConfig
 from meshrl.training.learner import Learner
-from meshrl.training.model_config import TrainerModelConfig
+from meshrl.training.model_config import CompileConfig, TrainerModelConfig
 from meshrl.training.parallel.fsdp import prepare_blocks, shard
 from meshrl.training.parallel.rank_group import RankGroup
 
@@ -36,7 +36,8 @@ def build_learner(
 ) -> Learner:
     """A learner on `parallel.device`; every rank of the group calls this with the same arguments.
 
-    `max_logits_bytes` None takes what suits the device; `random_weights` reads the model's configuration only. Raises
+    What the configuration leaves to `auto` is chosen before (`auto_settings`): here it is off. `max_logits_bytes` None
+    takes what suits the device; `random_weights` reads the model's configuration only. Raises
     ModelError, and ValueError for settings that do not fit the model or the group.
     """
     compute_dtype = resolve_dtype(config)
@@ -63,7 +64,7 @@ def build_learner(
         attn=config.attn,
         device=parallel.device,
         autocast=not sharded,
-        compile_head=config.compile is not None and on_gpu,
+        compile_head=isinstance(config.compile, CompileConfig) and on_gpu,
         one_pass=not parallel.plan.is_alone,
     )
     prepare_blocks(policy, config)

@@ -9,11 +9,13 @@ from pydantic import Field, model_validator
 from meshrl.core.config import BaseConfig
 from meshrl.core.config.shared import ModelConfig
 
+AcMode = Literal["full", "attention", "selective"]
+
 
 class ActivationCheckpointConfig(BaseConfig):
     """Activations that are computed again in the backward pass instead of kept."""
 
-    mode: Literal["full", "attention", "selective"] = "full"
+    mode: AcMode = "full"
     """What a block keeps. full: its input only; attention: attention's output too, most of the work of long rows;
     selective: attention's output and every second matrix product."""
 
@@ -62,14 +64,14 @@ class TrainerModelConfig(ModelConfig):
     attn: Literal["auto", "varlen", "cudnn", "sdpa"] = "auto"
     """Attention over packed rows; auto takes the fastest that the device has (sdpa on a CPU)."""
 
-    ac: ActivationCheckpointConfig | None = None
-    """Activation checkpointing; off unless given."""
+    ac: ActivationCheckpointConfig | Literal["auto"] | None = "auto"
+    """Activation checkpointing; auto: as much as it takes for a row of seq_len tokens to fit, false: none."""
 
     ac_offloading: ActivationOffloadConfig | None = None
     """What checkpointed blocks keep waits on the host; needs ac, off unless given."""
 
-    compile: CompileConfig | None = None
-    """torch.compile of each block; off unless given."""
+    compile: CompileConfig | Literal["auto"] | None = "auto"
+    """torch.compile of each block; auto: of large models on a GPU, false: none."""
 
     reshard_after_forward: bool = True
     """Free a block's gathered parameters after its forward pass; without it they stay until its backward pass."""
@@ -91,7 +93,7 @@ class TrainerModelConfig(ModelConfig):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        if self.ac_offloading is not None and self.ac is None:
+        if self.ac_offloading is not None and self.ac in (None, "auto"):
             raise ValueError("model.ac_offloading moves what model.ac keeps of a block; set model.ac as well")
         if self.fsdp_cpu_offload and self.optim_cpu_offload:
             raise ValueError(

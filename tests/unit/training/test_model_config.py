@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from pydantic import ValidationError
 
-from meshrl.core.config import load_config
+from meshrl.core.config import dump_toml, load_config
 from meshrl.trainer.config import TrainerConfig
-from meshrl.training.model_config import TrainerModelConfig
+from meshrl.training.model_config import ActivationCheckpointConfig, CompileConfig, TrainerModelConfig
 
 
 @pytest.mark.parametrize(
@@ -31,8 +33,33 @@ def test_bare_switches_turn_sections_on_with_their_defaults() -> None:
         prog="trainer",
         environ={},
     )
-    assert (config.model.ac and config.model.ac.mode, config.model.ac and config.model.ac.freq) == ("full", 1)
-    assert config.model.compile is not None
+    assert config.model.ac == ActivationCheckpointConfig(mode="full", freq=1)
+    assert config.model.compile == CompileConfig(backend="inductor")
     assert config.model.lora is not None
     assert (config.model.lora.rank, config.model.lora.alpha) == (4, 32.0)
     assert config.bench is not None
+
+
+def test_ac_and_compile_are_chosen_where_they_are_not_given_and_can_be_switched_off(tmp_path: Path) -> None:
+    config = load_config(TrainerConfig, [], prog="trainer", environ={})
+    assert (config.model.ac, config.model.compile) == ("auto", "auto")
+    off = load_config(TrainerConfig, ["--no-model.ac", "--no-model.compile"], prog="trainer", environ={})
+    assert (off.model.ac, off.model.compile) == (None, None)
+    for written in (config, off):  # as rl hands it on
+        dump_toml(written, tmp_path / "trainer.toml")
+        assert load_config(TrainerConfig, ["@", str(tmp_path / "trainer.toml")], prog="trainer", environ={}) == written
+    given = load_config(TrainerConfig, ["--model.ac.freq", "2", "--model.compile", "auto"], prog="trainer", environ={})
+    assert given.model.ac == ActivationCheckpointConfig(mode="full", freq=2)
+    assert given.model.compile == "auto"
+
+
+def test_a_wrong_mode_is_one_problem(capsys: pytest.CaptureFixture[str]) -> None:
+    for flags, problem in (
+        (["--model.ac.mode", "half"], """model.ac.mode: expected "full" | "attention" | "selective", got 'half'"""),
+        (["--model.ac", "much"], """model.ac: expected section | "auto" or None, got 'much'"""),
+    ):
+        with pytest.raises(SystemExit):
+            load_config(TrainerConfig, flags, prog="trainer", environ={})
+        problems = [line for line in capsys.readouterr().err.splitlines() if "model.ac" in line]
+        assert len(problems) == 1
+        assert problem in problems[0]

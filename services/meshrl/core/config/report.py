@@ -27,6 +27,8 @@ def explain(root: Kind, error: ValidationError, origin_of: Origin, *, only: Sequ
         if only and problem["type"] not in only:
             continue
         path, kind, parent = _locate(root, problem)
+        if problem["type"] == "literal_error" and kind.sections and isinstance(problem["input"], Mapping):
+            continue  # the section's own problem is told; that it is no word either says nothing
         if path not in seen or problem["type"] in ("value_error", "assertion_error"):
             texts += _explain_one(problem, path, kind, parent, origin_of).splitlines()
         seen.add(path)  # one line a key, though a union reports each of its members

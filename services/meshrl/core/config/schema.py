@@ -157,7 +157,8 @@ def flag_of(path: Path) -> str:
 def describe(kind: Kind) -> str:
     """A kind as a user writes it: `int`, `"a" | "b"`, `list of int`."""
     if kind.sections:
-        text = "section"
+        words = [each for each in get_args(kind.annotation) if get_origin(each) is Literal]
+        text = " | ".join(["section", *map(_describe_plain, words)])
     elif kind.item is not None:
         text = f"list of {describe(kind.item)}"
     elif kind.value is not None:

@@ -8,18 +8,23 @@ MFU 6N      the same with 6 operations a parameter even where it is frozen, as p
 from __future__ import annotations
 
 import json
+import os
 import statistics
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from loguru import logger
 from torch.profiler import ProfilerActivity, profile
 
 from meshrl.algorithms.objective import Objective
-from meshrl.models.load import resolve_device
+from meshrl.core.config import ConfigError
+from meshrl.models.load import ModelError, resolve_device
+from meshrl.training.auto_settings import suited
 from meshrl.training.bench.config import BenchConfig
 from meshrl.training.bench.fake_data import fake_batch
 from meshrl.training.bench.throughput import matmul_parameters, peak_flops, peak_memory_gib, step_flops
@@ -85,38 +90,77 @@ class BenchReport:
         path.write_text(json.dumps({**asdict(self), "settings": dict(settings)}, indent=2) + "\n")
 
 
+class BenchedConfig(Protocol):
+    """What the configuration of a program that trains has, as far as a benchmark reads it."""
+
+    @property
+    def model(self) -> TrainerModelConfig: ...
+
+    @property
+    def optim(self) -> OptimConfig: ...
+
+    @property
+    def output_dir(self) -> Path: ...
+
+    @property
+    def seed(self) -> int: ...
+
+    @property
+    def max_logits_mib(self) -> int | None: ...
+
+    @property
+    def torch_threads(self) -> int | None: ...
+
+
+def bench_program(
+    config: BenchedConfig, bench: BenchConfig, *, objective: Callable[[], Objective], seq_len: int
+) -> None:
+    """`trainer --bench` and `sft --bench`: measures as one rank of the group, with what the configuration builds.
+
+    Exits with 2 where a changed configuration would help.
+    """
+    if config.torch_threads is not None:
+        torch.set_num_threads(config.torch_threads)
+    try:
+        bench_rank(config, bench, objective=objective(), seq_len=seq_len, environment=os.environ)
+    except (ModelError, ConfigError, ValueError) as error:  # what a changed configuration mends
+        logger.error("{}", error)
+        sys.exit(2)
+
+
 def bench_rank(
-    config: BenchConfig,
-    model: TrainerModelConfig,
+    config: BenchedConfig,
+    bench: BenchConfig,
     *,
     objective: Objective,
-    optim: OptimConfig,
     seq_len: int,
-    output_dir: Path,
-    seed: int,
-    max_logits_bytes: int | None,
     environment: Mapping[str, str],
 ) -> BenchReport:
     """Joins the group, builds the learner, measures, and on rank 0 writes and logs the report.
 
     Raises ModelError, and ValueError for settings that do not fit.
     """
-    parallel = RankGroup.start(environment, device=resolve_device(model.device), dp_replicate=model.dp_replicate)
+    parallel = RankGroup.start(
+        environment, device=resolve_device(config.model.device), dp_replicate=config.model.dp_replicate
+    )
+    model, logits_bytes = suited(
+        config.model, config.optim, parallel, seq_len=seq_len, max_logits_mib=config.max_logits_mib
+    )
     learner = build_learner(
         model,
         objective=objective,
-        optim=optim,
+        optim=config.optim,
         scheduler=SchedulerConfig(),
         max_steps=None,
         parallel=parallel,
-        seed=seed,
-        max_logits_bytes=max_logits_bytes,
-        random_weights=config.random_weights,
+        seed=config.seed,
+        max_logits_bytes=logits_bytes,
+        random_weights=bench.random_weights,
     )
-    report = run_bench(learner, config, name=model.name, seq_len=seq_len)
+    report = run_bench(learner, bench, name=model.name, seq_len=seq_len)
     if parallel.plan.leads:
-        path = config.json_path or output_dir / "bench" / "trainer.json"
-        settings = {"bench": config, "model": model, "optim": optim}
+        path = bench.json_path or config.output_dir / "bench" / "trainer.json"
+        settings = {"bench": bench, "model": model, "optim": config.optim}
         report.write(path, {name: part.model_dump(mode="json") for name, part in settings.items()})
         logger.info("{}\nnumbers in {}", report.table(), path)
     parallel.close()

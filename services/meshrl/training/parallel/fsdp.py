@@ -26,7 +26,12 @@ from meshrl.models.fused_attention import OPERATOR
 from meshrl.models.load import DTYPES
 from meshrl.models.logprobs import PackedPolicy
 from meshrl.models.shared_prefix import PREFIX_OPERATOR
-from meshrl.training.model_config import ActivationCheckpointConfig, ActivationOffloadConfig, TrainerModelConfig
+from meshrl.training.model_config import (
+    ActivationCheckpointConfig,
+    ActivationOffloadConfig,
+    CompileConfig,
+    TrainerModelConfig,
+)
 
 _aten = torch.ops.aten
 _PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default})
@@ -52,10 +57,10 @@ def transformer_blocks(model: PreTrainedModel) -> list[nn.Module]:
 def prepare_blocks(policy: PackedPolicy, config: TrainerModelConfig) -> None:
     """Checkpoints and compiles the blocks as configured."""
     blocks = transformer_blocks(policy.model)
-    if config.ac is not None:
+    if isinstance(config.ac, ActivationCheckpointConfig):  # auto_settings has chosen before
         for block in blocks[:: config.ac.freq]:
             _set_forward(block, _checkpointed(block.forward, config.ac, config.ac_offloading))
-    if config.compile is not None:
+    if isinstance(config.compile, CompileConfig):
         for block in blocks:
             _set_forward(
                 block, torch.compile(block.forward, fullgraph=config.compile.fullgraph, backend=config.compile.backend)

@@ -1,0 +1,178 @@
+"""Chooses what `auto` leaves open, for model, row length and memory; called before a learner is built.
+
+Activation checkpointing is the least that lets a row of seq_len tokens fit beside weights, gradients and optimizer; the
+blocks of large models are compiled on a GPU; the output head works in pieces that leave room for the rest. What a user
+gave stays as it is. Both trainers say in their log what was chosen.
+
+An element is a number of the compute dtype. A block keeps of a token, with hidden size h, MLP size i, q and k elements
+of all query and key-value heads:
+
+    none       4 h + 3 q + 3 k + 4 i      inputs of norms and products, attention before and after rotation, the MLP
+    selective  2 h + 1.5 q + k + i        its input, attention's output, every second product
+    attention  h + q                      its input and attention's output
+    full       h                          its input
+
+and while one block is computed again, all of it once. Against the peaks in RESULTS.md (Qwen3 0.6B and 4B on an H200,
+16k and 64k tokens) this is within 10%, for which RESERVE leaves room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from loguru import logger
+from transformers import PretrainedConfig
+
+from meshrl.models.load import empty_model, resolve_dtype
+from meshrl.training.config import OptimConfig
+from meshrl.training.memory_estimate import MemoryNeed, available_bytes, memory_need
+from meshrl.training.model_config import AcMode, ActivationCheckpointConfig, CompileConfig, TrainerModelConfig
+from meshrl.training.parallel.rank_group import RankGroup
+
+RESERVE = 0.9  # of the free memory may be planned for
+COMPILE_FROM = 100_000_000  # parameters; 0.6B on an H200 trains 1.6 times as fast compiled (RESULTS.md)
+LOGITS_GPU, LOGITS_CPU, LOGITS_LEAST = 2**31, 2**28, 2**26  # bytes of the float32 logits that are there at once
+LOGITS_SHARE = 32  # at most one in so many bytes of what the model leaves free
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockShape:
+    """Sizes of a model that decide what a token costs."""
+
+    layers: int
+    hidden: int
+    mlp: int  # of all experts that a token goes through
+    queries: int  # heads times head size
+    keys: int  # key-value heads times head size
+    vocab: int
+    experts: bool = False
+
+    @classmethod
+    def of(cls, config: PretrainedConfig) -> BlockShape:
+        """Read from a Hugging Face configuration; sizes that it does not name are taken from those that it does."""
+        text = config.get_text_config()
+        hidden = int(text.hidden_size)
+        heads = int(getattr(text, "num_attention_heads", 0) or 1)
+        head_size = int(getattr(text, "head_dim", None) or hidden // heads)
+        key_heads = int(getattr(text, "num_key_value_heads", None) or heads)
+        mlp = getattr(text, "intermediate_size", None) or getattr(text, "n_inner", None) or 4 * hidden
+        experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)
+        if experts and (each := getattr(text, "moe_intermediate_size", None)):
+            mlp = each * int(getattr(text, "num_experts_per_tok", 1) or 1)
+        return cls(
+            layers=int(text.num_hidden_layers),
+            hidden=hidden,
+            mlp=int(mlp),
+            queries=heads * head_size,
+            keys=key_heads * head_size,
+            vocab=int(text.vocab_size),
+            experts=bool(experts),
+        )
+
+    def kept(self, mode: AcMode | None) -> float:
+        """Elements that a block keeps of a token."""
+        h, q, k, i = self.hidden, self.queries, self.keys, self.mlp
+        return {
+            None: 4 * h + 3 * q + 3 * k + 4 * i,
+            "selective": 2 * h + 1.5 * q + k + i,
+            "attention": h + q,
+            "full": h,
+        }[mode]
+
+    def activation_bytes(self, mode: AcMode | None, *, tokens: int, itemsize: int) -> int:
+        """What a row's forward pass keeps, and what computing one block again takes."""
+        again = 0.0 if mode is None else self.kept(None)
+        return int((self.kept(mode) * self.layers + again) * tokens * itemsize)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """The settings to build with."""
+
+    ac: AcMode | None
+    compiled: bool
+    logits_bytes: int
+    activation_bytes: int
+    fits: bool  # what was planned for, at this checkpointing
+
+
+def choose(
+    shape: BlockShape, need: MemoryNeed, *, seq_len: int, on_gpu: bool, free_bytes: int | None, itemsize: int
+) -> Chosen:
+    """The least checkpointing that fits, and what goes with it. `free_bytes` is before the model is loaded.
+
+    Where nothing tells what is free, everything is taken to fit.
+    """
+    most, room = (LOGITS_GPU if on_gpu else LOGITS_CPU), None
+    if free_bytes is not None:
+        # Embeddings and head are gathered whole in the compute dtype.
+        room = int(RESERVE * free_bytes) - need.total - 2 * shape.vocab * shape.hidden * itemsize
+        most = min(most, max(LOGITS_LEAST, room // LOGITS_SHARE)) if on_gpu else most
+    logits = max(1, min(most, seq_len * shape.vocab * 4))
+    order: tuple[AcMode | None, ...] = (None, "selective", "attention", "full")
+    planned: Mapping[AcMode | None, int] = {
+        mode: shape.activation_bytes(mode, tokens=seq_len, itemsize=itemsize) for mode in order
+    }
+    fitting = [mode for mode in order if room is None or planned[mode] + 2 * logits <= room]
+    mode = fitting[0] if fitting else "full"
+    return Chosen(
+        ac=mode,
+        compiled=on_gpu and not shape.experts and need.parameters >= COMPILE_FROM,
+        logits_bytes=logits if on_gpu else most,
+        activation_bytes=planned[mode],
+        fits=bool(fitting),
+    )
+
+
+def suited(
+    config: TrainerModelConfig,
+    optim: OptimConfig,
+    parallel: RankGroup,
+    *,
+    seq_len: int,
+    max_logits_mib: int | None,
+) -> tuple[TrainerModelConfig, int]:
+    """The configuration with nothing left to choose, and the bytes of logits at once; the same on every rank.
+
+    Collective. Raises ModelError when there is no such model, and ValueError for adapters that do not fit it.
+    """
+    on_gpu = parallel.device.type == "cuda"
+    dtype = resolve_dtype(config)
+    ranks = 1 if on_gpu else parallel.plan.world_size  # processes that share this memory
+    least = _least_free(parallel, ranks)
+    shape = BlockShape.of(empty_model(config, dtype=torch.bfloat16).config)
+    chosen = choose(
+        shape,
+        memory_need(config, optim, parallel),
+        seq_len=seq_len,
+        on_gpu=on_gpu,
+        free_bytes=least,
+        itemsize=dtype.itemsize,
+    )
+    changes: dict[str, object] = {}
+    said: list[str] = []
+    if config.ac == "auto":
+        changes["ac"] = None if chosen.ac is None else ActivationCheckpointConfig(mode=chosen.ac)
+        kept = f"{chosen.activation_bytes / 2**30:.1f} GiB of activations a row"
+        said.append(f"model.ac {chosen.ac or 'off'} ({kept}{'' if chosen.fits else ', more than there is room for'})")
+    if config.compile == "auto":
+        changes["compile"] = CompileConfig() if chosen.compiled else None
+        said.append(f"model.compile {'on' if chosen.compiled else 'off'}")
+    logits_bytes = max_logits_mib * 2**20 if max_logits_mib is not None else chosen.logits_bytes
+    if max_logits_mib is None:
+        said.append(f"max_logits_mib {logits_bytes // 2**20}")
+    if said and parallel.plan.leads:
+        there = "unknown" if least is None else f"{least / 2**30:.0f} GiB"
+        logger.info("auto: {} for rows of {} tokens, {} free on {}", ", ".join(said), seq_len, there, parallel.device)
+    return config.model_copy(update=changes), logits_bytes
+
+
+def _least_free(parallel: RankGroup, sharers: int) -> int | None:
+    """Free bytes of the rank that has least, where `sharers` processes share them; None where nothing tells."""
+    free = np.zeros(parallel.plan.world_size, dtype=np.int64)
+    free[parallel.plan.rank] = available_bytes(parallel.device) or 0
+    least = int(parallel.sum(free).min())
+    return least // sharers if least else None

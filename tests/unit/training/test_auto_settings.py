@@ -1,0 +1,109 @@
+"""What auto chooses for models, rows and machines, and that what a user gave stays as it is."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from meshrl.models.load import empty_model
+from meshrl.training.auto_settings import LOGITS_CPU, BlockShape, Chosen, choose, suited
+from meshrl.training.config import OptimConfig
+from meshrl.training.memory_estimate import memory_need
+from meshrl.training.model_config import ActivationCheckpointConfig, CompileConfig, LoraConfig, TrainerModelConfig
+from meshrl.training.parallel.plan import ParallelPlan
+from meshrl.training.parallel.rank_group import RankGroup
+
+SHAPES = Path(__file__).parents[2] / "benchmarks" / "shapes"
+ROWS = (4096, 16384, 65536)
+
+
+def chosen(
+    shape: str, gigabytes: float | None, *, on_gpu: bool = True, ranks: int = 1, lora: bool = False
+) -> list[Chosen]:
+    config = TrainerModelConfig(
+        name=str(SHAPES / f"qwen3-{shape}"), device="cpu", dtype="bfloat16", lora=LoraConfig() if lora else None
+    )
+    need = memory_need(config, OptimConfig(), RankGroup(ParallelPlan(dp_shard=ranks, local_world_size=ranks)))
+    sizes = BlockShape.of(empty_model(config, dtype=torch.bfloat16).config)
+    free = None if gigabytes is None else int(gigabytes * 1e9)
+    return [
+        choose(sizes, need, seq_len=row, on_gpu=on_gpu, free_bytes=free, itemsize=2 if on_gpu else 4) for row in ROWS
+    ]
+
+
+@pytest.mark.parametrize(
+    ("shape", "gigabytes", "ranks", "lora", "expected"),
+    [
+        ("0.6b", 79, 1, False, [None, None, "selective"]),
+        ("0.6b", 138, 1, False, [None, None, None]),
+        ("4b", 79, 1, True, [None, "selective", "attention"]),
+        ("4b", 138, 1, False, [None, "selective", "attention"]),  # 91 and 84 GiB were measured with these
+        ("4b", 79, 8, False, [None, "selective", "attention"]),
+        ("8b", 79, 8, False, [None, "selective", "full"]),
+        ("8b", 138, 1, True, [None, None, "attention"]),
+        ("32b", 138, 8, False, ["selective", "attention", "full"]),
+    ],
+)
+def test_longer_rows_and_less_memory_keep_less(
+    shape: str, gigabytes: float, ranks: int, lora: bool, expected: list[str | None]
+) -> None:
+    found = chosen(shape, gigabytes, ranks=ranks, lora=lora)
+    assert [one.ac for one in found] == expected
+    assert all(one.compiled for one in found)
+
+
+def test_what_does_not_fit_is_checkpointed_in_full_and_said() -> None:
+    assert [(one.ac, one.fits) for one in chosen("32b", 79, lora=True)] == [("full", False)] * 3
+
+
+def test_logits_shrink_with_the_room_and_never_exceed_the_row() -> None:
+    roomy, tight = chosen("4b", 138)[0], chosen("4b", 79)[0]
+    assert tight.logits_bytes < roomy.logits_bytes <= 2**31
+    assert roomy.logits_bytes <= 4096 * 151936 * 4
+
+
+def test_estimates_are_near_the_peaks_that_were_measured() -> None:
+    """Activations of the rows in RESULTS.md: the peak less static memory (16 bytes a parameter, 12 where one row is a
+    step) and 3 GiB of logits."""
+    small, large = (
+        BlockShape.of(empty_model(TrainerModelConfig(name=str(SHAPES / name)), dtype=torch.bfloat16).config)
+        for name in ("qwen3-0.6b", "qwen3-4b")
+    )
+    for shape, mode, tokens, measured in (
+        (small, None, 16384, 22.4),
+        (small, "selective", 65536, 35.2),
+        (large, None, 16384, 65.2),
+        (large, "selective", 16384, 28.5),
+        (large, "attention", 65536, 36.4),
+    ):
+        estimate = shape.activation_bytes(mode, tokens=tokens, itemsize=2) / 2**30  # type: ignore[arg-type]  # a literal
+        assert estimate == pytest.approx(measured, rel=0.1), (mode, tokens)
+
+
+@pytest.mark.parametrize("gigabytes", [40.0, None])
+def test_a_cpu_keeps_what_it_always_had(gigabytes: float | None) -> None:
+    for one in chosen("0.6b", gigabytes, on_gpu=False)[:1]:
+        assert (one.ac, one.compiled, one.logits_bytes) == (None, False, LOGITS_CPU)
+
+
+def test_a_cpu_without_room_for_activations_computes_them_again() -> None:
+    assert [one.ac for one in chosen("0.6b", 40, on_gpu=False)] == [None, "selective", "full"]
+
+
+def test_what_a_user_gave_stays_and_the_rest_is_chosen(capsys: pytest.CaptureFixture[str]) -> None:
+    name = str(SHAPES / "qwen3-0.6b")
+    given = TrainerModelConfig(
+        name=name,
+        device="cpu",
+        ac=ActivationCheckpointConfig(mode="full", freq=2),
+        compile=CompileConfig(backend="aot_eager"),
+    )
+    config, logits = suited(given, OptimConfig(), RankGroup(), seq_len=512, max_logits_mib=7)
+    assert (config, logits) == (given, 7 * 2**20)
+    off = TrainerModelConfig.model_validate({"name": name, "device": "cpu", "ac": None, "compile": None})
+    assert suited(off, OptimConfig(), RankGroup(), seq_len=512, max_logits_mib=None) == (off, LOGITS_CPU)
+    config, _ = suited(
+        TrainerModelConfig(name=name, device="cpu"), OptimConfig(), RankGroup(), seq_len=512, max_logits_mib=None
+    )
+    assert config.compile is None
+    assert config.ac != "auto"
