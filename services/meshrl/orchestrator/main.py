@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping, Sequence
 
 from loguru import logger
 from opentelemetry.trace import Tracer
@@ -18,7 +19,7 @@ from meshrl.orchestrator.build import build_loop
 from meshrl.orchestrator.config import OrchestratorConfig
 from meshrl.orchestrator.ledger.open_run import open_journal
 from meshrl.orchestrator.peers.connect import Mesh, Services, connect, wait_for_services
-from meshrl.orchestrator.reports.bench_table import summary_table
+from meshrl.orchestrator.reports.bench_table import AloneRates, summarise, summary_table
 from meshrl.sampling.retry import RunError
 
 HEALTH_NAME = "meshrl.Orchestrator"
@@ -76,11 +77,22 @@ async def _train(
             logger.info(f"stopped before step {loop.run.plan.next_step} was complete")
         journal.end()  # not after an error: whoever is started next goes on with what is open
         if config.bench:
-            logger.info("bench:\n" + summary_table(loop.finisher.records))
+            _report_bench(layout, loop.finisher.records)
     finally:
         logger.info(f"rollouts: {journal.balance()}")
         await asyncio.to_thread(journal.close)
         await asyncio.to_thread(monitor.close)
+
+
+def _report_bench(layout: Layout, records: Sequence[Mapping[str, float]]) -> None:
+    """Logs what was measured, and writes it where the programs' own benchmarks are."""
+    folder = layout.output_dir / "bench"
+    summary = summarise(records, AloneRates.read(folder))
+    text = summary_table(records)
+    if summary is not None:
+        summary.write(folder / "run.json")
+        text += f"\n\n{summary.table()}\nnumbers in {folder / 'run.json'}"
+    logger.info("bench:\n" + text)
 
 
 def _no_methods(servicer: object, server: object) -> None:

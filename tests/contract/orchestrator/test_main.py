@@ -34,6 +34,8 @@ async def test_a_whole_run_exits_zero_and_leaves_metrics_and_an_exact_ledger(
     assert await orchestrate(config, asyncio.Event(), TRACER) == 0
     assert (tmp_path / "ready").exists()
     assert states(tmp_path) == {"trained": 24}
+    measured = json.loads((tmp_path / "bench" / "run.json").read_text())
+    assert (measured["steps"], measured["sampled_tokens_per_s"] > 0, measured["efficiency"]) == (2, True, None)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3]
     wanted = {

@@ -1,8 +1,10 @@
+from pathlib import Path
+
 import pytest
 
 from meshrl.algorithms.advantages import mean_baseline_advantages
 from meshrl.core.metrics.statistics import distribution
-from meshrl.orchestrator.reports.bench_table import summary_table
+from meshrl.orchestrator.reports.bench_table import AloneRates, BenchSummary, summarise, summary_table
 from meshrl.orchestrator.reports.step_record import (
     activation_metrics,
     merged,
@@ -82,3 +84,58 @@ def test_what_each_environment_makes_up_of_a_batch_stands_beside_what_was_asked_
     assert [metrics[f"mixture/{name}/rollouts"] for name in ("a", "b", "c", "late")] == [4 / 6, 2 / 6, 0.0, 0.0]
     assert [metrics[f"mixture/{name}/tokens"] for name in ("a", "b", "c", "late")] == [0.5, 0.5, 0.0, 0.0]
     assert [metrics[f"mixture/{name}/ratio"] for name in ("a", "b", "c", "late")] == [0.5, 0.25, 0.125, 0.125]
+
+
+def bench_record(step_s: float, *, wait_for_batch_s: float) -> dict[str, float]:
+    """A step that samples 1,000 tokens and trains 2,000 of them, at half of the device's peak while it trains."""
+    busy_s = 5.0 - wait_for_batch_s
+    return {
+        "time/step": step_s,
+        "time/wait_for_ckpt": 0.5,
+        "time/train_step": 5.0,
+        "time/wait_for_batch": wait_for_batch_s,
+        "perf/inference_tokens_per_s": 1000.0 / step_s,
+        "perf/throughput": 2000.0 / busy_s,
+        "perf/mfu": 0.5,
+        "perf/peak_memory": 3.0 + wait_for_batch_s,
+    }
+
+
+def test_the_bench_summary_weighs_steps_by_their_time_and_leaves_out_the_first() -> None:
+    records = [bench_record(99.0, wait_for_batch_s=0.0), *(bench_record(s, wait_for_batch_s=1.0) for s in (4.0, 6.0))]
+    summary = summarise(records, AloneRates(engines=250.0, trainer=600.0))
+    assert summary == BenchSummary(
+        steps=2,
+        step_s=5.0,
+        sampled_tokens_per_s=200.0,  # 2,000 in 10 s, not the mean of 250 and 167
+        trained_tokens_per_s=400.0,
+        trained_tokens_per_s_busy=500.0,
+        mfu=0.4,
+        mfu_busy=0.5,
+        peak_memory_gib=4.0,
+        trainer_idle=0.2,
+        engines_idle=0.1,
+        engines_alone_tokens_per_s=250.0,
+        trainer_alone_tokens_per_s=600.0,
+        trainer_alone_measured=True,
+        efficiency=0.8,  # engines alone need 8 s for these steps, the trainer 6.7; they took 10
+    )
+    assert "80.0% of the slower side alone" in summary.table()
+
+
+def test_the_bench_summary_says_what_it_does_not_know() -> None:
+    summary = summarise([{}, bench_record(5.0, wait_for_batch_s=1.0)], AloneRates())
+    assert summary is not None
+    assert (summary.efficiency, summary.trainer_alone_tokens_per_s) == (None, 500.0)
+    assert "bench/inference.json" in summary.table()
+    bare = summarise([{}, {"time/step": 2.0}], AloneRates(engines=1.0, trainer=1.0))
+    assert bare is not None
+    assert (bare.sampled_tokens_per_s, bare.mfu, bare.trainer_idle, bare.efficiency) == (None, None, None, None)
+    assert summarise([{"time/step": 2.0}], AloneRates()) is None
+
+
+def test_rates_alone_are_read_where_programs_left_them(tmp_path: Path) -> None:
+    assert AloneRates.read(tmp_path) == AloneRates()
+    (tmp_path / "trainer.json").write_text('{"tokens_per_s": 12.5}')
+    (tmp_path / "inference.json").write_text("broken")
+    assert AloneRates.read(tmp_path) == AloneRates(trainer=12.5)

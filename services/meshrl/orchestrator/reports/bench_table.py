@@ -1,20 +1,135 @@
-"""The table that `--bench` ends with: means over the steps after the first, which warms up."""
+"""What `--bench` ends with: means over the steps after the first, which warms up, as a table and as JSON.
+
+    trained tokens/s   the samples' tokens of all steps over their wall time; while it trains: without waits for batches
+    idle               trainer: its wait for batches; engines: the time in which no group was in flight, for the trainer
+                       was waited for. Engines that run half empty at a step's tail do not count as idle.
+    efficiency         steps/s achieved over the lower of what engines alone and trainer alone would make
+
+What a side would make alone is its own rate over its tokens of a step. The rates come from `bench/trainer.json` and
+`bench/inference.json` in the output folder; `trainer --bench` writes the first. Without them the trainer's is its rate
+while it trained in this run, and the engines' is not known.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 ROWS: tuple[tuple[str, str], ...] = (
     ("time/step", "seconds a step"),
     ("time/wait_for_rollouts", "  of it waiting for rollouts"),
     ("time/wait_for_ckpt", "  of it waiting for the trainer"),
     ("time/train_step", "seconds a train step"),
+    ("time/wait_for_batch", "  of it waiting for a batch"),
     ("perf/rollouts_per_s", "rollouts a second"),
     ("perf/inference_tokens_per_s", "sampled tokens a second"),
-    ("perf/throughput", "trained tokens a second"),
+    ("perf/throughput", "trained tokens a second, busy"),
+    ("perf/mfu", "MFU of the trainer, busy"),
+    ("perf/peak_memory", "peak memory of the trainer, GiB"),
     ("weights/pause_s", "seconds of pause a version"),
     ("weights/lag_s", "seconds of lag a version"),
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AloneRates:
+    """Tokens/s of each side with nobody else running; None where nobody measured it."""
+
+    engines: float | None = None  # sampled
+    trainer: float | None = None  # trained
+
+    @classmethod
+    def read(cls, folder: Path) -> AloneRates:
+        """From what `--bench` of the programs left in a folder; a file that is not there or holds none says nothing."""
+        return cls(engines=_rate(folder / "inference.json"), trainer=_rate(folder / "trainer.json"))
+
+
+def _rate(path: Path) -> float | None:
+    try:
+        value = json.loads(path.read_text())["tokens_per_s"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return float(value) if isinstance(value, int | float) and value > 0 else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchSummary:
+    """Both sides over the measured steps; shares of their wall time. What no record tells is None."""
+
+    steps: int
+    step_s: float
+    sampled_tokens_per_s: float | None
+    trained_tokens_per_s: float | None
+    trained_tokens_per_s_busy: float | None
+    mfu: float | None  # over the wall time
+    mfu_busy: float | None
+    peak_memory_gib: float | None
+    trainer_idle: float | None
+    engines_idle: float | None
+    engines_alone_tokens_per_s: float | None
+    trainer_alone_tokens_per_s: float | None
+    trainer_alone_measured: bool  # by `trainer --bench`; else its rate while it trained here
+    efficiency: float | None
+
+    def table(self) -> str:
+        """The numbers for a person."""
+        said = "" if self.trainer_alone_measured else " (its rate here while busy; `trainer --bench` measures it)"
+        lines = [
+            f"sampled         {_number(self.sampled_tokens_per_s)} tokens/s",
+            f"trained         {_number(self.trained_tokens_per_s)} tokens/s"
+            f"   {_number(self.trained_tokens_per_s_busy)} while it trains",
+            f"MFU             {_share(self.mfu)}   {_share(self.mfu_busy)} while it trains",
+            f"peak memory     {_number(self.peak_memory_gib, 2)} GiB in the trainer",
+            f"idle            {_share(self.trainer_idle)} trainer   {_share(self.engines_idle)} engines",
+            f"alone           {_number(self.engines_alone_tokens_per_s)} tokens/s engines"
+            f"   {_number(self.trainer_alone_tokens_per_s)} trainer{said}",
+        ]
+        if self.efficiency is None:
+            lines.append("efficiency      not known: put what the engines make alone into bench/inference.json")
+        else:
+            lines.append(f"efficiency      {_share(self.efficiency)} of the slower side alone")
+        return "\n".join(lines)
+
+    def write(self, path: Path) -> None:
+        """Writes the numbers as JSON."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(asdict(self), indent=2) + "\n")
+
+
+def summarise(records: Sequence[Mapping[str, float]], alone: AloneRates) -> BenchSummary | None:
+    """Both sides over the steps after the first; None when there is none to measure."""
+    measured = [metrics for metrics in records[1:] if metrics.get("time/step", 0.0) > 0.0]
+    if not measured:
+        return None
+    wall_s = sum(metrics["time/step"] for metrics in measured)
+    sampled = _total(measured, lambda m: m["perf/inference_tokens_per_s"] * m["time/step"])
+    busy_s = _total(measured, lambda m: m["time/train_step"] - m["time/wait_for_batch"])
+    trained = _total(measured, lambda m: m["perf/throughput"] * (m["time/train_step"] - m["time/wait_for_batch"]))
+    work = _total(measured, lambda m: m["perf/mfu"] * (m["time/train_step"] - m["time/wait_for_batch"]))
+    train_s = _total(measured, lambda m: m["time/train_step"])
+    waited = _total(measured, lambda m: m["time/wait_for_batch"])
+    no_group = _total(measured, lambda m: m["time/wait_for_ckpt"])
+    trainer_alone = alone.trainer if alone.trainer is not None else _over(trained, busy_s)
+    sides = (_over(alone.engines, sampled), _over(trainer_alone, trained))  # 1 / seconds for these steps, alone
+    slower = None if None in sides else min(side for side in sides if side is not None)
+    return BenchSummary(
+        steps=len(measured),
+        step_s=wall_s / len(measured),
+        sampled_tokens_per_s=_over(sampled, wall_s),
+        trained_tokens_per_s=_over(trained, wall_s),
+        trained_tokens_per_s_busy=_over(trained, busy_s),
+        mfu=_over(work, wall_s),
+        mfu_busy=_over(work, busy_s),
+        peak_memory_gib=max((m["perf/peak_memory"] for m in measured if "perf/peak_memory" in m), default=None),
+        trainer_idle=_over(waited, train_s),
+        engines_idle=_over(no_group, wall_s),
+        engines_alone_tokens_per_s=alone.engines,
+        trainer_alone_tokens_per_s=trainer_alone,
+        trainer_alone_measured=alone.trainer is not None,
+        efficiency=_over(1.0 / wall_s, slower),
+    )
 
 
 def summary_table(records: Sequence[Mapping[str, float]]) -> str:
@@ -29,3 +144,23 @@ def summary_table(records: Sequence[Mapping[str, float]]) -> str:
             mean = sum(values) / len(values)
             lines.append(f"{label:<34}{mean:>12.4f}{min(values):>12.4f}{max(values):>12.4f}")
     return "\n".join(lines)
+
+
+def _total(measured: Sequence[Mapping[str, float]], value: Callable[[Mapping[str, float]], float]) -> float | None:
+    """The sum over the steps; None where one of them does not tell."""
+    try:
+        return sum(value(metrics) for metrics in measured)
+    except KeyError:
+        return None
+
+
+def _over(part: float | None, whole: float | None) -> float | None:
+    return None if part is None or not whole else part / whole
+
+
+def _number(value: float | None, digits: int = 0) -> str:
+    return f"{'?' if value is None else format(value, f',.{digits}f'):>12}"
+
+
+def _share(value: float | None) -> str:
+    return f"{'?' if value is None else format(value, '.1%'):>12}"
