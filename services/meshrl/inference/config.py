@@ -37,6 +37,31 @@ VLLM_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks that vLLM can be started for; the smallest that holds ours is taken."""
 
 
+class EngineBenchConfig(BaseConfig):
+    """Measures the engine on made-up requests and prints a table; nothing is served."""
+
+    requests: int = Field(default=256, ge=1)
+    """Requests that are measured."""
+
+    concurrency: int | None = Field(default=None, ge=1)
+    """Requests in flight; None means as many as the engine has slots."""
+
+    group_size: int = Field(default=8, ge=1)
+    """Requests with the same prompt."""
+
+    prompt_tokens: int = Field(default=256, ge=1)
+    """Tokens of a prompt."""
+
+    min_tokens: int = Field(default=512, ge=1)
+    """Fewest tokens of a completion; their number is drawn evenly from here to max_tokens."""
+
+    max_tokens: int = Field(default=512, ge=1)
+    """Most tokens of a completion."""
+
+    json_path: Path | None = None
+    """File for the same numbers as JSON; None means bench/inference.json in output_dir."""
+
+
 class InferenceConfig(BaseConfig):
     """One inference engine behind an OpenAI-compatible HTTP server."""
 
@@ -158,6 +183,9 @@ class InferenceConfig(BaseConfig):
 
     request_deadline_s: float = Field(default=600.0, gt=0.0)
     """Longest time a request may take, waiting included; then it is cancelled and answered with 504."""
+
+    bench: EngineBenchConfig | None = None
+    """Measure the engine on made-up requests and end; off unless given."""
 
     output_dir: Path = Path("outputs")
     """Folder for logs and traces."""

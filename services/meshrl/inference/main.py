@@ -20,6 +20,7 @@ from meshrl.core.rpc.serve import check_bind
 from meshrl.core.secret import read_secret
 from meshrl.core.waiting import StoppedError, set_within, stop_or_first, unless_stopped
 from meshrl.inference.agent.agent import WeightAgent
+from meshrl.inference.bench import bench
 from meshrl.inference.build import open_engine
 from meshrl.inference.checkpoints import WeightLoader
 from meshrl.inference.config import InferenceConfig
@@ -145,6 +146,9 @@ def main() -> None:
 
         run_headless(config)
         return
+    settings = config.bench
+    if settings is not None:
+        sys.exit(run(lambda stop: bench(config, settings, stop)))
     sys.exit(run(lambda stop: serve(config, stop)))
 
 

@@ -295,6 +295,8 @@ class RLConfig(BaseConfig):
         problems += self._restarts()
         if self.trainer.bench is not None:
             problems.append("trainer.bench measures the trainer without a run; start `trainer --bench`, or set bench")
+        if self.inference is not None and self.inference.bench is not None:
+            problems.append("inference.bench measures an engine without a run; start `inference --bench`, or set bench")
         level = self.orchestrator.max_async_level
         if self.inference is not None and self.inference.sleep_while_training and level > 0:
             problems.append(

@@ -6,8 +6,9 @@
     efficiency         steps/s achieved over the lower of what engines alone and trainer alone would make
 
 What a side would make alone is its own rate over its tokens of a step. The rates come from `bench/trainer.json` and
-`bench/inference.json` in the output folder; `trainer --bench` writes the first. Without them the trainer's is its rate
-while it trained in this run, and the engines' is not known.
+`bench/inference.json` in the output folder, which `trainer --bench` and `inference --bench` write; the latter's counts
+once for each engine of the run. Without them the trainer's is its rate while it trained in this run, and the engines'
+is not known.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class BenchSummary:
             f"   {_number(self.trainer_alone_tokens_per_s)} trainer{said}",
         ]
         if self.efficiency is None:
-            lines.append("efficiency      not known: put what the engines make alone into bench/inference.json")
+            lines.append("efficiency      not known: run `inference --bench` with this output_dir first")
         else:
             lines.append(f"efficiency      {_share(self.efficiency)} of the slower side alone")
         return "\n".join(lines)
@@ -112,7 +113,9 @@ def summarise(records: Sequence[Mapping[str, float]], alone: AloneRates) -> Benc
     waited = _total(measured, lambda m: m["time/wait_for_batch"])
     no_group = _total(measured, lambda m: m["time/wait_for_ckpt"])
     trainer_alone = alone.trainer if alone.trainer is not None else _over(trained, busy_s)
-    sides = (_over(alone.engines, sampled), _over(trainer_alone, trained))  # 1 / seconds for these steps, alone
+    engines = max((m["weights/engines"] for m in measured if "weights/engines" in m), default=1.0)
+    engines_alone = None if alone.engines is None else alone.engines * max(1.0, engines)
+    sides = (_over(engines_alone, sampled), _over(trainer_alone, trained))  # 1 / seconds for these steps, alone
     slower = None if None in sides else min(side for side in sides if side is not None)
     return BenchSummary(
         steps=len(measured),
@@ -125,7 +128,7 @@ def summarise(records: Sequence[Mapping[str, float]], alone: AloneRates) -> Benc
         peak_memory_gib=max((m["perf/peak_memory"] for m in measured if "perf/peak_memory" in m), default=None),
         trainer_idle=_over(waited, train_s),
         engines_idle=_over(no_group, wall_s),
-        engines_alone_tokens_per_s=alone.engines,
+        engines_alone_tokens_per_s=engines_alone,
         trainer_alone_tokens_per_s=trainer_alone,
         trainer_alone_measured=alone.trainer is not None,
         efficiency=_over(1.0 / wall_s, slower),

@@ -1,0 +1,179 @@
+"""`inference --bench`: what the configured engine samples with nobody else running; no server, no hub, no agent.
+
+Requests are made up: random prompts in groups of `group_size`, as in training, and completions of a drawn length, to
+which the engine is made to go on. As many are in flight as the engine has slots, until all are done; a few tokens of
+the first ones warm up. `rl --bench` reads the rate in bench/inference.json as what engines make alone.
+
+tokens/s    sampled tokens of the measured requests, over the time from the first one's start to the last one's end
+tail        share of that time in which less than half of the requests are in flight, for there are no more
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+
+import numpy as np
+from loguru import logger
+from transformers import AutoConfig
+
+from meshrl.core.waiting import StoppedError, unless_stopped
+from meshrl.inference.build import open_engine
+from meshrl.inference.config import EngineBenchConfig, InferenceConfig
+from meshrl.inference.engine import Engine, GenerateRequest, SamplingParams
+from meshrl.models.load import ModelError
+from meshrl.wire.errors import MeshError
+
+LOWEST_ID = 5  # ids below are special tokens in many vocabularies; random prompts do without
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineBenchReport:
+    """What was measured."""
+
+    model: str
+    requests: int
+    concurrency: int
+    prompt_tokens: int  # of all measured requests
+    sampled_tokens: int
+    seconds: float
+    tokens_per_s: float  # sampled
+    requests_per_s: float
+    tail: float
+    latency_median_s: float
+    latency_p99_s: float
+
+    def table(self) -> str:
+        """The numbers for a person."""
+        return "\n".join(
+            (
+                f"{self.model}: {self.requests} requests, {self.concurrency} in flight",
+                f"  sampled       {self.tokens_per_s:12,.0f} tokens/s   {self.requests_per_s:,.1f} requests/s",
+                f"  tokens        {self.prompt_tokens:12,d} of prompts, {self.sampled_tokens:,d} sampled",
+                f"  latency       {self.latency_median_s:12.2f} s median   {self.latency_p99_s:.2f} s p99",
+                f"  tail          {self.tail:12.1%} of the time with less than half in flight",
+            )
+        )
+
+
+async def bench(config: InferenceConfig, settings: EngineBenchConfig, stop: asyncio.Event) -> int:
+    """Opens the engine, measures it, and closes it; the exit code, 2 where a changed configuration would help."""
+    try:
+        engine = await unless_stopped(stop, open_engine(config.model_copy(update={"weight_broadcast": None})))
+    except StoppedError:
+        return 0
+    except (ModelError, ValueError) as error:
+        logger.error("{}", error)
+        return 2
+    try:
+        report = await unless_stopped(stop, measure(engine, settings, config))
+    except StoppedError:
+        return 0
+    except (MeshError, ValueError) as error:  # requests that this engine does not take, or that outlast their deadline
+        logger.error("{}", error)
+        return 2
+    finally:
+        await engine.close()
+    path = settings.json_path or config.output_dir / "bench" / "inference.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    numbers = {**asdict(report), "settings": settings.model_dump(mode="json")}
+    path.write_text(json.dumps(numbers, indent=2) + "\n")
+    logger.info("{}\nnumbers in {}", report.table(), path)
+    return 0
+
+
+async def measure(engine: Engine, settings: EngineBenchConfig, config: InferenceConfig) -> EngineBenchReport:
+    """Warms the engine up, then measures it. Raises MeshError for requests that it does not take."""
+    model_config = await asyncio.to_thread(
+        AutoConfig.from_pretrained, config.model.name, trust_remote_code=config.model.trust_remote_code
+    )
+    requests = fake_requests(settings, engine, vocab_size=int(model_config.get_text_config().vocab_size))
+    concurrency = settings.concurrency or min(engine.stats().slots, len(requests))
+    deadline_s = config.request_deadline_s
+    short = SamplingParams(max_tokens=4, ignore_eos=True)
+    await _run([replace(one, sampling=short) for one in requests[:concurrency]], engine, concurrency, deadline_s)
+    run = await _run(requests, engine, concurrency, deadline_s)
+    latencies, sampled = np.array(run.latencies_s), sum(one.sampling.max_tokens for one in requests)
+    return EngineBenchReport(
+        model=config.model.name,
+        requests=len(requests),
+        concurrency=concurrency,
+        prompt_tokens=sum(len(one.prompt_ids) for one in requests),
+        sampled_tokens=sampled,
+        seconds=run.seconds,
+        tokens_per_s=sampled / run.seconds,
+        requests_per_s=len(requests) / run.seconds,
+        tail=run.tail_s / run.seconds,
+        latency_median_s=float(np.median(latencies)),
+        latency_p99_s=float(np.quantile(latencies, 0.99)),
+    )
+
+
+def fake_requests(settings: EngineBenchConfig, engine: Engine, *, vocab_size: int) -> list[GenerateRequest]:
+    """Groups of one random prompt and completions of lengths drawn evenly; the same settings give the same.
+
+    Raises ValueError where a prompt and its completion are longer than the engine takes.
+    """
+    longest = settings.prompt_tokens + settings.max_tokens
+    if longest > engine.max_model_len:
+        raise ValueError(
+            f"bench.prompt_tokens and bench.max_tokens are {longest} together, and max_model_len is"
+            f" {engine.max_model_len}; lower them, or raise max_model_len"
+        )
+    source = np.random.default_rng(0)
+    requests: list[GenerateRequest] = []
+    prompt: tuple[int, ...] = ()
+    for index in range(settings.requests):
+        if index % settings.group_size == 0:
+            ids = source.integers(min(LOWEST_ID, vocab_size - 1), vocab_size, settings.prompt_tokens)
+            prompt = tuple(int(token) for token in ids)
+        tokens = int(source.integers(min(settings.min_tokens, settings.max_tokens), settings.max_tokens + 1))
+        sampling = SamplingParams(max_tokens=tokens, min_tokens=tokens, ignore_eos=True)
+        requests.append(GenerateRequest(request_id=f"bench-{index}", prompt_ids=prompt, sampling=sampling))
+    return requests
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Run:
+    seconds: float
+    tail_s: float
+    latencies_s: list[float]
+
+
+async def _run(requests: Sequence[GenerateRequest], engine: Engine, concurrency: int, deadline_s: float) -> _Run:
+    """All requests, `concurrency` at a time. Raises MeshError, and ValueError for one that outlasts its deadline."""
+    waiting = deque(requests)
+    latencies: list[float] = []
+    half_empty_at: float | None = None
+
+    async def work() -> None:
+        nonlocal half_empty_at
+        while waiting:
+            request = waiting.popleft()
+            started = time.perf_counter()
+            try:
+                async with asyncio.timeout(deadline_s):
+                    async for _ in engine.generate(request):
+                        pass
+            except TimeoutError:
+                raise ValueError(
+                    f"a request of {request.sampling.max_tokens} tokens took longer than request_deadline_s"
+                    f" ({deadline_s:g}); raise it, or lower bench.max_tokens or bench.concurrency"
+                ) from None
+            latencies.append(time.perf_counter() - started)
+            if half_empty_at is None and len(requests) - len(latencies) < concurrency / 2:
+                half_empty_at = time.perf_counter()
+
+    began = time.perf_counter()
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(concurrency):
+                tasks.create_task(work())
+    except* (MeshError, ValueError) as group:
+        raise group.exceptions[0] from None
+    ended = time.perf_counter()
+    return _Run(seconds=ended - began, tail_s=ended - (half_empty_at or ended), latencies_s=latencies)
