@@ -97,6 +97,7 @@ async def _rollouts(path: str, target: Target, stack: AsyncExitStack, number: in
         seq_len=length + TOOL_TURNS * 150 if tools else max(length, 400),
         max_turns=TOOL_TURNS if tools else None,
         max_concurrent=65536,
+        **({"workers": 0} if "workers" in RolloutConfig.model_fields else {}),  # in this process
         output_dir=Path(target.tokenizer) / f"client_{number}",
     )
     servicer = RolloutServicer(await build(config, stack, TracerProvider().get_tracer("bench")))

@@ -204,8 +204,10 @@ def _kept_alive(peer: socket.socket) -> socket.socket:
     return peer
 
 
-def end_with_parent() -> None:
+def end_with_parent(*, whole_group: bool = False) -> None:
     """Ends this process soon after the one that started it with `multiprocessing`, also when that is killed.
+
+    With `whole_group` the programs that it started itself end too: it must lead a process group of its own.
 
     vLLM's workers watch its engine process, but nothing watches the program above it: without this, a SIGKILL would
     leave the model in the GPU's memory until somebody finds the process. Does nothing in other processes.
@@ -220,6 +222,8 @@ def end_with_parent() -> None:
 
     def watch() -> None:
         wait([sentinel])
+        if whole_group:
+            os.killpg(os.getpgrp(), signal.SIGKILL)
         os._exit(ORPHANED)
 
     threading.Thread(target=watch, name="meshrl-orphan-watch", daemon=True).start()

@@ -163,6 +163,19 @@ def exit_code_of(
     return FAILED
 
 
+def how_it_ended(code: int | None) -> str:
+    """An exit code in words; negative codes are signals."""
+    if code is None:
+        return "still runs"
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = "signal"
+    return f"was killed by {name} ({-code})"
+
+
 def leave(code: int) -> NoReturn:
     """Ends this process now: neither a group that is half gone nor a thread inside torch holds it up."""
     sys.stdout.flush()

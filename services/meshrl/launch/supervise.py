@@ -17,6 +17,7 @@ from pathlib import Path
 from loguru import logger
 
 from meshrl.core.orphans import guardian_command
+from meshrl.core.program import how_it_ended
 from meshrl.core.readiness import READY_FILE
 from meshrl.core.waiting import stop_or_first
 from meshrl.launch.logtail import LogTail, last_lines
@@ -274,16 +275,3 @@ class Supervisor:
             os.killpg(child.process.pid, signal.SIGKILL)
         if self._children.pop(child.program.name, None) is not None:
             self._tell_guardian("-", child.process.pid)
-
-
-def how_it_ended(code: int | None) -> str:
-    """An exit code in words; negative codes are signals."""
-    if code is None:
-        return "still runs"
-    if code >= 0:
-        return f"ended with exit code {code}"
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:
-        name = "signal"
-    return f"was killed by {name} ({-code})"

@@ -104,7 +104,8 @@ class RolloutConfig(BaseConfig):
     takes the program with it."""
 
     max_memory_mib: int | None = Field(default=None, ge=64)
-    """Most MiB of memory that one worker may use before it is replaced; None is half of the machine's."""
+    """Most MiB of memory that one worker may take beyond what it has once its tasks are loaded; one that takes more is
+    replaced. None is half of the machine's memory."""
 
     blocked_s: float = Field(default=5.0, gt=0.0)
     """How long an environment may block the event loop of a worker that others share before the worker is replaced and

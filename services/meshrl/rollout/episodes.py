@@ -24,6 +24,7 @@ from meshrl.rollout.engines.sessions import Session, SessionBook
 from meshrl.rollout.groups import late, rollout_failure
 from meshrl.rollout.hosting import HostedEnvironment
 from meshrl.rollout.samples import rollouts_of, trace_uuid
+from meshrl.rollout.stages import BEGINNING, RolloutStage, StageKind
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import EnvironmentInfo, Rollout, RolloutFailure, RolloutRequest
 
@@ -70,7 +71,7 @@ class GroupEpisodes:
         self._book = book
         self._tracer = tracer
         self._need = Requirement.of(request)
-        self._latest: dict[int, tuple[Trace, Session]] = {}  # the agent's run that began last, by episode
+        self._playing: dict[int, _Progress] = {}
 
     async def play(self, index: int) -> tuple[Rollout, ...] | RolloutFailure:
         """Plays episode `index` to its end: a rollout for each agent that trains, or why there are none.
@@ -79,6 +80,7 @@ class GroupEpisodes:
         """
         sessions: dict[str, Session] = {}
         request = self._request
+        self._playing[index] = _Progress()
         # A trace of its own, so that it outlives the call that asked for it; a link leads back.
         span = self._tracer.start_span(
             ROLLOUT_SPAN,
@@ -98,11 +100,13 @@ class GroupEpisodes:
                 refuse_without_tokens(rollouts)
             span.set_attribute("meshrl.reward", rollouts[0].reward)
             return rollouts
-        except asyncio.CancelledError:
-            span.set_status(Status(StatusCode.ERROR, "cancelled"))
-            raise
-        except Exception as error:  # noqa: BLE001  # a rollout is one of many: what breaks in it is its own failure, reported with its type
-            if not isinstance(error, MeshError):
+        except BaseException as error:  # what breaks in a rollout is its own failure, reported with its type
+            if isinstance(error, asyncio.CancelledError) and _asked_to_end():
+                span.set_status(Status(StatusCode.ERROR, "cancelled"))
+                raise
+            if not isinstance(error, Exception):  # an exit of the program, or a cancellation that nobody asked for
+                error = MeshError(Reason.ENVIRONMENT_FAILED, f"the environment's code raised {error!r}")
+            elif not isinstance(error, MeshError):
                 logger.exception("rollout {} of group {} broke", index, request.group_id)
                 error = MeshError(Reason.INTERNAL, f"{type(error).__name__}: {error}")
             span.set_status(Status(StatusCode.ERROR, error.reason.name))
@@ -111,14 +115,16 @@ class GroupEpisodes:
         finally:
             for session_id in sessions:
                 self._book.close(session_id)
-            self._latest.pop(index, None)
+            self._playing.pop(index, None)
             span.end()
 
-    def doing(self, index: int) -> str:
-        """What an episode that is being played does now, for the message of whoever ends it."""
-        if index not in self._latest:
-            return "it was beginning its episode"
-        return f"it was {stage_of(*self._latest[index], time.time())}"
+    def stage(self, index: int) -> RolloutStage | None:
+        """What an episode that is being played does now; None for one that is not."""
+        progress = self._playing.get(index)
+        return None if progress is None else progress.stage(time.time())
+
+    def close(self) -> None:
+        """Nothing is held beyond the episodes."""
 
     def _session_opener(self, index: int, sessions: dict[str, Session], traceparent: str) -> Callable[[Trace], None]:
         """What verifiers calls with the trace of each agent's run as it begins: the run gets a session."""
@@ -133,27 +139,60 @@ class GroupEpisodes:
                 scores_only=request.scores_only or not trace.agent.trainable,
             )
             sessions[trace.id] = session
-            self._latest[index] = (trace, session)
+            if (progress := self._playing.get(index)) is not None:
+                progress.latest = (trace, session)
             self._book.open(trace.id, session)
 
         return open_session
 
 
-def stage_of(trace: Trace, session: Session, now_s: float) -> str:
-    """What an agent's run does at `now_s` (time.time) and for how long its stage has lasted.
+class _Progress:
+    """How far one episode is: `latest` is the agent's run that began last."""
+
+    def __init__(self) -> None:
+        self.latest: tuple[Trace, Session] | None = None
+        self._began_s = time.time()
+        self._turn: tuple[str, int] = ("", 0)
+        self._turn_began_s = 0.0
+
+    def stage(self, now_s: float) -> RolloutStage:
+        """The stage at `now_s` (time.time). A turn begins when it is first seen, so that looking often is exact."""
+        if self.latest is None:
+            return RolloutStage(BEGINNING, self._began_s, StageKind.SETUP)
+        found, (_, session) = stage_of(*self.latest), self.latest
+        if found.kind is not StageKind.TURN:
+            return found
+        turn = (found.what, len(session.calls))
+        if turn != self._turn:
+            self._turn, self._turn_began_s = turn, found.began_s if not self._turn[0] else now_s
+        return RolloutStage(found.what, self._turn_began_s, found.kind)
+
+
+def stage_of(trace: Trace, session: Session) -> RolloutStage:
+    """What an agent's run does, and since when.
 
     verifiers stamps the begin of each stage on the trace; within the agent's stage the session knows the call.
     """
     timing = trace.timing
+    setup, scoring = StageKind.SETUP, StageKind.SCORING
     stages = (
-        ("between two runs of its agents, or in the environment's finalize", timing.scoring.end),
-        ("in its rewards and metrics", timing.scoring.start),
-        ("in the task's finalize", timing.finalize.start),
-        ("closing its tools", timing.agent.end),
-        (session.doing or "in its harness, between two model calls", timing.agent.start),
-        ("starting its tool servers" if session.reachable else "in the set-up of task and harness", timing.setup.start),
-        ("starting its runtime", timing.boot.start),
-        ("beginning", timing.start),
+        ("between two runs of its agents, or in the environment's finalize", timing.scoring.end, scoring),
+        ("in its rewards and metrics", timing.scoring.start, scoring),
+        ("in the task's finalize", timing.finalize.start, scoring),
+        ("closing its tools", timing.agent.end, scoring),
+        (session.doing or "in its harness, between two model calls", timing.agent.start, StageKind.TURN),
+        (
+            "starting its tool servers" if session.reachable else "in the set-up of task and harness",
+            timing.setup.start,
+            setup,
+        ),
+        ("starting its runtime", timing.boot.start, setup),
+        ("beginning", timing.start, setup),
     )
-    what, began_s = next((what, began_s) for what, began_s in stages if began_s)
-    return f"{what}, {max(0.0, now_s - began_s):.1f} s into this stage"
+    return next(RolloutStage(what, began_s, kind) for what, began_s, kind in stages if began_s)
+
+
+def _asked_to_end() -> bool:
+    """True when somebody cancelled this task; False for a CancelledError that an environment made up."""
+    task = asyncio.current_task()
+    return task is None or task.cancelling() > 0

@@ -1,8 +1,8 @@
 """Runs admitted groups: starts their rollouts as places come free, streams what they end in, ends what is late.
 
 Fed by `service` with one request a group; `groups` says what to start and to stop. An environment's player plays the
-rollouts; where and how is its own business (`episodes` does so in this process). Waits for places in `max_concurrent`
-and for rollouts that end; unblocks the group's stream with each of them.
+rollouts; where and how is its own business (`played`). Waits for places in `max_concurrent` and for rollouts that end;
+unblocks the group's stream with each of them.
 """
 
 from __future__ import annotations
@@ -10,45 +10,20 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Collection, Mapping
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from loguru import logger
 
-from meshrl.rollout.engines.capacity import RolloutLimit
+from meshrl.rollout.engines.capacity import EpisodeSizes, RolloutLimit
 from meshrl.rollout.engines.engine_table import PolicyServers, Requirement
 from meshrl.rollout.engines.logprobs_mode import reshaping
 from meshrl.rollout.groups import AdmittedGroup, GroupTable, Outcome, late, rollout_failure
+from meshrl.rollout.played import PlayableGroup, Played, Player, SerializedRollouts
+from meshrl.rollout.stages import BEGINNING, RolloutStage
+from meshrl.rollout.waiting_report import LOOK_EVERY_S, WaitingReport
 from meshrl.wire.errors import MeshError, Reason
-from meshrl.wire.types import (
-    EnvironmentInfo,
-    Rollout,
-    RolloutEvent,
-    RolloutFailure,
-    RolloutRequest,
-    RolloutStatus,
-)
-
-
-class PlayableGroup(Protocol):
-    """A group whose task is found: its rollouts can be played."""
-
-    async def play(self, index: int) -> tuple[Rollout, ...] | RolloutFailure:
-        """Plays rollout `index` to its end; cancelling the call ends it. Raises nothing but CancelledError."""
-
-    def doing(self, index: int) -> str:
-        """What a rollout that is being played does now, such as "it was in a model call at ..."."""
-
-
-class Player(Protocol):
-    """Plays the groups of one environment."""
-
-    @property
-    def info(self) -> EnvironmentInfo: ...
-
-    async def open(self, request: RolloutRequest) -> PlayableGroup:
-        """Finds the group's task. Raises MeshError when there is none."""
+from meshrl.wire.types import EngineEndpoint, RolloutEvent, RolloutFailure, RolloutRequest, RolloutStatus
 
 
 @dataclass(eq=False)
@@ -58,11 +33,15 @@ class _RunningGroup:
     group: AdmittedGroup
     request: RolloutRequest
     opened: PlayableGroup
-    events: asyncio.Queue[RolloutEvent | None] = field(default_factory=asyncio.Queue)
+    events: asyncio.Queue[RolloutEvent | bytes | None] = field(default_factory=asyncio.Queue)
     playing: dict[int, asyncio.Task[None]] = field(default_factory=dict)
 
     def doing(self, index: int) -> str:
-        return self.opened.doing(index) if index in self.playing else "it waited for a place in max_concurrent"
+        """What a rollout that has not ended does, for the message of whoever ends it."""
+        if index not in self.playing:
+            return "it waited for a place in max_concurrent"
+        stage = self.opened.stage(index)
+        return f"it was {BEGINNING}" if stage is None else stage.describe(time.time())
 
 
 class GroupRunner:
@@ -75,12 +54,15 @@ class GroupRunner:
         router: PolicyServers,
         limit: RolloutLimit,
         clock: Callable[[], float] = time.monotonic,
+        in_flight: Callable[[], Mapping[str, int]] | None = None,
     ) -> None:
+        """`in_flight` says how many model calls the players of other processes have at each engine."""
         self.environments = environments
         self._limit = limit
         self._table = table
         self._router = router
         self._clock = clock
+        self._in_flight = in_flight
         self._running: dict[str, _RunningGroup] = {}  # by request id
         self._tasks: set[asyncio.Task[None]] = set()
         self._counted: set[str] = set()  # engines of the limit that the log has told last
@@ -89,8 +71,8 @@ class GroupRunner:
         self._follow_engines()
         router.on_look = self._follow_engines
 
-    async def run(self, request: RolloutRequest) -> AsyncGenerator[RolloutEvent, None]:
-        """Plays a group; yields each rollout or failure as it ends, then the summary.
+    async def run(self, request: RolloutRequest) -> AsyncGenerator[RolloutEvent | bytes, None]:
+        """Plays a group; yields each rollout or failure as it ends, then the summary. Bytes are a RunRolloutsResponse.
 
         Closing the iterator cancels what still runs. Raises MeshError UNKNOWN_ENVIRONMENT, UNKNOWN_TASK,
         INVALID_REQUEST, VERSION_NOT_AVAILABLE, LOGPROBS_BIASED, DRAINING, DUPLICATE_REQUEST or OVERLOADED before the
@@ -109,6 +91,7 @@ class GroupRunner:
             timer.cancel()
             self._cancel(running)
             self._table.remove(running.group)
+            running.opened.close()
             del self._running[request.request_id]
             if not self._running:
                 self._idle.set()
@@ -121,6 +104,19 @@ class GroupRunner:
         self._start_waiting()
         return stopped
 
+    async def report_waits(self) -> None:
+        """Says in the log, for as long as it is not cancelled, what the rollouts wait for longest."""
+        report = WaitingReport()
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            report.look(self._doing(), time.time())
+
+    def _doing(self) -> Iterator[tuple[str, RolloutStage]]:
+        for running in self._running.values():
+            for index in running.playing:
+                if (stage := running.opened.stage(index)) is not None:
+                    yield running.request.environment, stage
+
     def status(self) -> RolloutStatus:
         """What the server does now, in rollouts."""
         return RolloutStatus(
@@ -129,11 +125,15 @@ class GroupRunner:
             finished=self._table.finished,
             failures=dict(self._table.failures),
             rollouts_per_s=self._table.rate(self._clock()),
-            engines=self._router.engines.endpoints(),
+            engines=self._engines(),
             draining=self._table.draining,
             max_concurrent=self._table.max_concurrent,
             limit_reason=self._limit.reason,
         )
+
+    def _engines(self) -> tuple[EngineEndpoint, ...]:
+        endpoints, calls = self._router.engines.endpoints(), self._in_flight() if self._in_flight is not None else {}
+        return tuple(replace(engine, in_flight=engine.in_flight + calls.get(engine.url, 0)) for engine in endpoints)
 
     async def drain(self, grace_s: float) -> None:
         """Admits no more groups, gives those that run `grace_s` seconds, then cancels them."""
@@ -157,10 +157,14 @@ class GroupRunner:
             )
         self._table.refuse(request.request_id, request.group_id, request.group_size, self._clock())
         opened = await player.open(request)
-        sampling = request.sampling.over(player.info.default_sampling)
-        shaped = () if request.scores_only else reshaping(sampling)
-        await self._router.require(replace(Requirement.of(request), reshaped_by=shaped))
-        group = self._table.admit(request.request_id, request.group_id, request.group_size, self._clock())
+        try:
+            sampling = request.sampling.over(player.info.default_sampling)
+            shaped = () if request.scores_only else reshaping(sampling)
+            await self._router.require(replace(Requirement.of(request), reshaped_by=shaped))
+            group = self._table.admit(request.request_id, request.group_id, request.group_size, self._clock())
+        except BaseException:  # refused, or the caller has gone
+            opened.close()
+            raise
         running = self._running[request.request_id] = _RunningGroup(group, request, opened)
         self._idle.clear()
         return running
@@ -189,34 +193,36 @@ class GroupRunner:
         try:
             played = await running.opened.play(index)
         except asyncio.CancelledError:  # whoever cancelled has counted it, unless the loop itself is ending
-            self._record(running, index, None)
+            recorded = self._table.record_outcome(running.group, index, Outcome.CANCELLED, self._clock())
+            if recorded and running.group.over:
+                running.events.put_nowait(None)
         else:
             self._record(running, index, played)
         finally:
             running.playing.pop(index, None)
             self._start_waiting()
 
-    def _record(self, running: _RunningGroup, index: int, played: tuple[Rollout, ...] | RolloutFailure | None) -> None:
-        """Counts how a rollout ended (None: cancelled) and streams it, unless a cancel or the deadline ended it."""
+    def _record(self, running: _RunningGroup, index: int, played: Played) -> None:
+        """Counts how a rollout ended and streams it, unless a cancel or the deadline ended it before."""
         group, now = running.group, self._clock()
-        if played is None:
-            recorded = self._table.record_outcome(group, index, Outcome.CANCELLED, now)
-        elif isinstance(played, RolloutFailure):
+        if isinstance(played, RolloutFailure):
             recorded = self._table.record_outcome(group, index, Outcome.FAILED, now, reason=played.reason)
         else:
-            self._limit.shape.observe(played)
-            tokens = sum(int(sample.loss_mask.sum()) for rollout in played for sample in rollout.samples)
+            sizes = played.sizes if isinstance(played, SerializedRollouts) else EpisodeSizes.of(played)
+            self._limit.shape.take(sizes)
+            tokens = sizes.sampled_tokens
             recorded = self._table.record_outcome(group, index, Outcome.FINISHED, now, sampled_tokens=tokens)
         if not recorded:
             return
         if isinstance(played, RolloutFailure):
             running.events.put_nowait(played)
-            logger.warning(
-                "rollout {} of {} failed: {}: {}",
-                played.rollout_id, running.request.environment, played.reason, played.message,
-            )  # fmt: skip
-        for rollout in played if isinstance(played, tuple) else ():
-            running.events.put_nowait(rollout)
+            name = running.request.environment
+            logger.bind(env=name).warning(
+                "rollout {} of {} failed: {}: {}", played.rollout_id, name, played.reason, played.message
+            )
+        else:
+            for rollout in played.messages if isinstance(played, SerializedRollouts) else played:
+                running.events.put_nowait(rollout)
         if group.over:
             running.events.put_nowait(None)
 
@@ -227,7 +233,10 @@ class GroupRunner:
         reason, request = Reason.DEADLINE_PASSED, running.request
         playing, waiting = self._table.end(running.group, Outcome.FAILED, self._clock(), reason=reason.name)
         lost = (*playing, *waiting)
-        logger.warning("{} rollouts of group {} were late; {}", len(lost), request.group_id, running.doing(lost[0]))
+        said = "{} rollouts of group {} of {} were late; {}"
+        logger.bind(env=request.environment).warning(
+            said, len(lost), request.group_id, request.environment, running.doing(lost[0])
+        )
         for index in lost:
             error = MeshError(reason, f"{late(request)}: {running.doing(index)}")
             running.events.put_nowait(rollout_failure(request, error, str(uuid.uuid4())))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 
+import grpc
 import grpc.aio
 
 from meshrl.rollout.group_runner import GroupRunner
@@ -12,6 +13,25 @@ from meshrl.v1 import rollout_pb2 as pb
 from meshrl.v1 import rollout_pb2_grpc as pb_grpc
 from meshrl.wire import convert, validate
 from meshrl.wire.types import CONTRACT_VERSION
+
+SERVICE = "meshrl.v1.RolloutService"
+
+
+def add_to_server(servicer: RolloutServicer, server: grpc.aio.Server) -> None:
+    """Adds the service as the generated function does, but for rollouts that come as bytes: they go out as they are."""
+    pb_grpc.add_RolloutServiceServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]  # generated
+    handlers = {
+        "RunRollouts": grpc.unary_stream_rpc_method_handler(
+            servicer.RunRollouts,
+            request_deserializer=pb.RunRolloutsRequest.FromString,
+            response_serializer=_serialize,
+        )
+    }
+    server.add_registered_method_handlers(SERVICE, handlers)
+
+
+def _serialize(event: pb.RunRolloutsResponse | bytes) -> bytes:
+    return event if isinstance(event, bytes) else event.SerializeToString()
 
 
 class RolloutServicer(pb_grpc.RolloutServiceServicer):
@@ -31,11 +51,11 @@ class RolloutServicer(pb_grpc.RolloutServiceServicer):
 
     async def RunRollouts(  # noqa: N802  # the name of the RPC
         self, request: pb.RunRolloutsRequest, context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[pb.RunRolloutsResponse]:
+    ) -> AsyncIterator[pb.RunRolloutsResponse | bytes]:
         validate.validate_rollout_request(request)
         async with aclosing(self._runner.run(convert.rollout_request_from_proto(request))) as events:
             async for event in events:
-                yield convert.rollout_event_to_proto(event)
+                yield event if isinstance(event, bytes) else convert.rollout_event_to_proto(event)
 
     async def CancelRollouts(  # noqa: N802  # the name of the RPC
         self, request: pb.CancelRolloutsRequest, context: grpc.aio.ServicerContext

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 from loguru import logger
 
-from meshrl.launch.supervise import Grace, Program, Supervisor, how_it_ended
+from meshrl.core.program import how_it_ended
+from meshrl.launch.supervise import Grace, Program, Supervisor
 
 PYTHON = [sys.executable, "-I", "-S", "-c"]
 # Writes its pid first, so that a test knows when it is up.

@@ -20,9 +20,8 @@ from meshrl.client import RolloutClient
 from meshrl.core.rpc.serve import GrpcServer
 from meshrl.rollout.config import RolloutConfig
 from meshrl.rollout.group_runner import GroupRunner
-from meshrl.rollout.main import SERVICE, build
-from meshrl.rollout.service import RolloutServicer
-from meshrl.v1.rollout_pb2_grpc import add_RolloutServiceServicer_to_server
+from meshrl.rollout.main import build
+from meshrl.rollout.service import SERVICE, RolloutServicer, add_to_server
 from meshrl.wire.types import RolloutRequest
 
 sys.path.append(str(Path(__file__).parent / "tasksets"))  # verifiers loads tasksets as top-level modules
@@ -178,6 +177,7 @@ async def start_mesh(tokenizer_dir: Path, tmp_path: Path) -> AsyncIterator[Start
 
         async def start(engines: list[ScriptedEngine], **options: Any) -> Mesh:
             options.setdefault("env", [{"id": "mesh_echo"}])
+            options.setdefault("workers", 0)
             client = {"base_url": [engine.url for engine in engines], "probe_interval_s": 0.1, "failover_s": 2.0}
             config = RolloutConfig(
                 client={**client, **options.pop("client", {})},
@@ -194,7 +194,7 @@ async def start_mesh(tokenizer_dir: Path, tmp_path: Path) -> AsyncIterator[Start
             )
             runner = await build(config, stack, TracerProvider().get_tracer("test"))
             server = GrpcServer(config.server)
-            server.add(SERVICE, add_RolloutServiceServicer_to_server, RolloutServicer(runner))
+            server.add(SERVICE, add_to_server, RolloutServicer(runner))
             port = await server.start()
             server.set_serving()
             stack.push_async_callback(server.drain, 0.0)

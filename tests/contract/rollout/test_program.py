@@ -21,6 +21,7 @@ def write_config(folder: Path, tokenizer: Path, url: str, env: str = "mesh_echo"
         tokenizer = "{tokenizer}"
         output_dir = "{folder}/out"
         seq_len = 256
+        workers = 0
         [client]
         base_url = ["{url}/v1/"]
         [renderer]

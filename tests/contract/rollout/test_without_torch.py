@@ -27,6 +27,7 @@ async def test_the_rollout_program_plays_an_environment_without_torch(tmp_path, 
         f"""
         tokenizer = "{tokenizer_dir}"
         output_dir = "{tmp_path}/out"
+        workers = 0
         [server]
         port = {port}
         [client]

@@ -190,8 +190,8 @@ class EnvConfig(BaseConfig):
     gets one by itself."""
 
     max_memory_mib: int | None = Field(default=None, ge=64)
-    """Most MiB of memory that a worker of its own may use (so it gets one) before it is replaced; None takes
-    rollout.max_memory_mib."""
+    """Most MiB of memory that its worker, then one of its own, may take beyond what it has once its tasks are loaded; a
+    worker that takes more is replaced. None takes rollout.max_memory_mib."""
 
     deadlines: StageDeadlinesConfig = StageDeadlinesConfig()
     """Seconds that a rollout may take, as a whole and in each stage."""

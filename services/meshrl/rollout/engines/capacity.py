@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -74,6 +74,32 @@ def capacity_in_metrics(text: str) -> EngineCapacity:
     return EngineCapacity(kv_tokens=tokens or None)
 
 
+@dataclass(frozen=True)
+class EpisodeSizes:
+    """What one rollout took: tokens that the policy sampled, KV cache that a call of it held, seconds in all and in
+    model calls."""
+
+    sampled_tokens: int
+    held_tokens: float
+    total_s: float
+    calls_s: float
+
+    @classmethod
+    def of(cls, rollouts: Sequence[Rollout]) -> EpisodeSizes:
+        """Those of an episode, which is one `Rollout` an agent.
+
+        What a call holds grows with each token that is sampled, so over its life that is the prompt and half of the
+        completion.
+        """
+        samples = [(len(one.token_ids), int(one.loss_mask.sum())) for rollout in rollouts for one in rollout.samples]
+        return cls(
+            sampled_tokens=sum(sampled for _, sampled in samples),
+            held_tokens=max((length - sampled / 2 for length, sampled in samples), default=0.0),
+            total_s=max((rollout.timings_s.get("total", 0.0) for rollout in rollouts), default=0.0),
+            calls_s=sum(rollout.timings_s.get("generation", 0.0) for rollout in rollouts),
+        )
+
+
 class RolloutShape:
     """What a rollout takes of an engine, on average over the last ones: KV cache in tokens, share of time in calls."""
 
@@ -83,24 +109,17 @@ class RolloutShape:
         self._seen = 0
 
     def observe(self, rollouts: Iterable[Rollout]) -> None:
-        """One rollout that finished, one `Rollout` an agent.
+        """One rollout that finished, one `Rollout` an agent."""
+        self.take(EpisodeSizes.of(tuple(rollouts)))
 
-        What a call holds grows with each token that is sampled, so over its life that is the prompt and half of the
-        completion.
-        """
-        played = tuple(rollouts)
-        held = max(
-            (len(one.token_ids) - int(one.loss_mask.sum()) / 2 for rollout in played for one in rollout.samples),
-            default=0.0,
-        )
-        total_s = max((rollout.timings_s.get("total", 0.0) for rollout in played), default=0.0)
-        calls_s = sum(rollout.timings_s.get("generation", 0.0) for rollout in played)
+    def take(self, sizes: EpisodeSizes) -> None:
+        """One rollout that finished."""
         self._seen += 1
         weight = 1 / min(self._seen, REMEMBERED)
-        before = held if self.held_tokens is None else self.held_tokens
-        self.held_tokens = before + weight * (held - before)
-        if total_s > 0.0:
-            self.time_in_calls += weight * (min(1.0, calls_s / total_s) - self.time_in_calls)
+        before = sizes.held_tokens if self.held_tokens is None else self.held_tokens
+        self.held_tokens = before + weight * (sizes.held_tokens - before)
+        if sizes.total_s > 0.0:
+            self.time_in_calls += weight * (min(1.0, sizes.calls_s / sizes.total_s) - self.time_in_calls)
 
 
 class RolloutLimit:

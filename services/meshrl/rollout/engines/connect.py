@@ -1,0 +1,42 @@
+"""Connects to the engines that the configuration or the weight hub names: the service's front, and each worker."""
+
+from __future__ import annotations
+
+import os
+from contextlib import AsyncExitStack
+
+from meshrl.client import ChannelOptions, WeightSyncClient
+from meshrl.core.secret import read_secret
+from meshrl.rollout.config import RolloutConfig
+from meshrl.rollout.engines.engine_table import EngineTable
+from meshrl.rollout.engines.router import Discovery, EngineRouter
+
+
+async def connect_engines(config: RolloutConfig, stack: AsyncExitStack, *, first: int = 0) -> EngineRouter:
+    """A router that has looked at every engine once; `stack` closes it. Raises ConfigError for a key without a file.
+
+    Among engines that are equally busy the one at place `first` of the list comes first, modulo its length: workers
+    that choose for themselves begin at different ones.
+    """
+    urls = [url.rstrip("/").removesuffix("/v1") for url in config.engine_urls]
+    turned = first % len(urls) if urls else 0
+    engines = EngineTable([*urls[turned:], *urls[:turned]], config.client.pool)
+    api_key = read_secret(
+        "rollout.client.api_key", None, file=config.client.api_key_file, variable=config.client.api_key_var,
+        environ=os.environ,
+    )  # fmt: skip
+    discovery = await _discovery(config, stack)
+    return await stack.enter_async_context(EngineRouter(engines, config.client, api_key=api_key, discovery=discovery))
+
+
+async def _discovery(config: RolloutConfig, stack: AsyncExitStack) -> Discovery | None:
+    """Asks the weight hub for the engines it routes to, where one is configured."""
+    if config.weights is None:
+        return None
+    options = ChannelOptions(unary_deadline_s=config.client.probe_deadline_s)
+    hub = await stack.enter_async_context(WeightSyncClient(config.weights, options))
+
+    async def engines() -> list[tuple[str, str]]:
+        return [(engine.url.rstrip("/"), engine.engine_pool) for engine in await hub.list_engines() if engine.routable]
+
+    return engines

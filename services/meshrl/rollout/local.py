@@ -1,0 +1,54 @@
+"""Loads environments and what plays them in this process: the renderer, the model client, the players.
+
+Used by every worker for its environments, and by `main` where there are no workers. All that is heavy is imported from
+here, so that a front with workers stays light.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Collection
+from contextlib import AsyncExitStack
+
+from loguru import logger
+from opentelemetry.trace import Tracer
+
+from meshrl.rollout import hosting
+from meshrl.rollout.config import RolloutConfig
+from meshrl.rollout.engines.model_client import EngineClient
+from meshrl.rollout.engines.rendering import PolicyRenderer, load_renderer
+from meshrl.rollout.engines.router import EngineRouter
+from meshrl.rollout.engines.sessions import SessionBook
+from meshrl.rollout.episodes import EpisodePlayer
+from meshrl.rollout.overdue import TimedPlayer
+from meshrl.rollout.stages import shortest_s
+
+
+async def open_players(
+    config: RolloutConfig, names: Collection[str], router: EngineRouter, stack: AsyncExitStack, tracer: Tracer
+) -> dict[str, EpisodePlayer | TimedPlayer]:
+    """Players of the environments in `names`, in configured order; `stack` closes them. Raises ConfigError."""
+    logging.getLogger("verifiers.v1").setLevel(config.vf_level.upper())
+    renderer = await asyncio.to_thread(load_renderer, config.tokenizer or config.model.name, config.renderer)
+    book = SessionBook()
+    client = EngineClient(PolicyRenderer(renderer), router, book, tracer, seq_len=config.seq_len)
+    players: dict[str, EpisodePlayer | TimedPlayer] = {}
+    for entry in config.env:
+        if entry.resolved_name not in names:
+            continue
+        defaults = entry.sampling.to_wire().over(config.sampling.to_wire())
+        hosted = await asyncio.to_thread(
+            hosting.load,
+            entry,
+            model=config.model.name,
+            harness=config.harness,
+            max_turns=config.max_turns,
+            default_sampling=defaults,
+        )
+        await stack.enter_async_context(hosted.serving(client))
+        player = EpisodePlayer(hosted, book, tracer)
+        limited = shortest_s(entry.deadlines) is not None
+        players[hosted.name] = TimedPlayer(player, entry.deadlines) if limited else player
+        logger.info("environment {}: {} tasks", hosted.name, hosted.tasks.num_tasks or "infinitely many")
+    return players

@@ -1,0 +1,59 @@
+"""The stages of a rollout, and what makes it overdue. No I/O, no clock: the time comes with each question.
+
+`episodes` says which stage a rollout is in, `overdue` and the workers' front hold it against the deadlines of its
+environment, and the log and the failures name it.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from meshrl.core.config.shared import StageDeadlinesConfig
+
+
+class StageKind(enum.StrEnum):
+    """Which deadline a stage falls under."""
+
+    SETUP = "setup_s"
+    TURN = "turn_s"
+    SCORING = "scoring_s"
+    OTHER = ""
+
+
+@dataclass(frozen=True)
+class RolloutStage:
+    """What a rollout does, such as "in its rewards and metrics", since `began_s` (time.time)."""
+
+    what: str
+    began_s: float
+    kind: StageKind = StageKind.OTHER
+    worker: str = ""
+    """Which worker plays it, and what holds that up; "" without workers."""
+
+    def seconds(self, now_s: float) -> float:
+        return max(0.0, now_s - self.began_s)
+
+    def describe(self, now_s: float) -> str:
+        """For the message of whoever ends the rollout."""
+        return f"it was {self.what}, {self.seconds(now_s):.1f} s into this stage"
+
+
+BEGINNING = "beginning its episode"
+
+
+def overdue(deadlines: StageDeadlinesConfig, stage: RolloutStage, began_s: float, now_s: float) -> str:
+    """What a rollout that began at `began_s` and is in `stage` has overstepped, as words for its failure; "" where it
+    has time left."""
+    if deadlines.rollout_s is not None and now_s - began_s > deadlines.rollout_s:
+        return f"not finished within deadlines.rollout_s = {deadlines.rollout_s:g}"
+    most_s: float | None = getattr(deadlines, stage.kind.value) if stage.kind.value else None
+    if most_s is not None and stage.seconds(now_s) > most_s:
+        return f"longer in one stage than deadlines.{stage.kind.value} = {most_s:g}"
+    return ""
+
+
+def shortest_s(deadlines: StageDeadlinesConfig) -> float | None:
+    """The shortest deadline that is set, in seconds; None where none is."""
+    given = (deadlines.setup_s, deadlines.turn_s, deadlines.scoring_s, deadlines.rollout_s)
+    return min((most_s for most_s in given if most_s is not None), default=None)

@@ -1,0 +1,219 @@
+"""All workers of the service: which environment is played where, and what follows when a worker is lost.
+
+Asked by the players (`players`) for a worker for each group. Environments share the workers of `rollout.workers`
+unless they ask for their own. When a shared worker is lost, the environment whose code did it gets workers of its own,
+so that it costs the others nothing from then on; where nobody knows whose it was, each that played there gets its own,
+and the next loss tells.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import time
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+from loguru import logger
+
+from meshrl.core.config.shared import EnvConfig
+from meshrl.core.waiting import Pulse
+from meshrl.rollout.config import RolloutConfig
+from meshrl.rollout.stages import overdue
+from meshrl.rollout.workers.process import WorkerProcess
+from meshrl.rollout.workers.slot import Loss, SlotLimits, WorkerSlot
+from meshrl.wire.types import EnvironmentInfo
+
+LOOK_EVERY_S = 0.25
+STOOD_STILL_S = 1.0
+STOP_GRACE_S = 5.0
+MOST_WORKERS = 32
+
+
+class WorkerFleet:
+    """The workers of a service. Use as an async context manager, from one event loop."""
+
+    def __init__(self, config: RolloutConfig) -> None:
+        self._entries = {entry.resolved_name: entry for entry in config.env}
+        self._max_memory_mib = config.max_memory_mib or machine_memory_mib() // 2
+        self._blocked_s = config.blocked_s
+        self._config = config.model_dump_json()
+        own = {name: max(entry.workers or 0, 1) for name, entry in self._entries.items() if _asks_for_own(entry)}
+        self._shared_names = {name for name in self._entries if name not in own}
+        self._numbers = itertools.count(1)
+        self._groups = itertools.count(1)
+        shared = count_of(config) if self._shared_names else 0
+        self._shared = [self._slot(None) for _ in range(shared)]
+        self._own = {name: [self._slot(name) for _ in range(count)] for name, count in own.items()}
+        self._infos: dict[str, EnvironmentInfo] = {}
+        self._changed = Pulse()
+        self._looking: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> WorkerFleet:
+        """Starts all workers. Raises ConfigError when an environment cannot be loaded."""
+        started = await asyncio.gather(*(slot.first() for slot in self._slots()), return_exceptions=True)
+        for worker in started:
+            if isinstance(worker, BaseException):
+                await self.__aexit__()
+                raise worker
+            self._infos |= {info.name: info for info in worker.infos}
+        self._looking = asyncio.create_task(self._look_forever())
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        if self._looking is not None:
+            self._looking.cancel()
+        await asyncio.gather(*(slot.close(STOP_GRACE_S) for slot in self._slots()))
+
+    @property
+    def count(self) -> int:
+        """How many workers there are."""
+        return len(self._slots())
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The environments, in configured order."""
+        return tuple(self._entries)
+
+    def info(self, environment: str) -> EnvironmentInfo:
+        return self._infos[environment]
+
+    def in_flight(self) -> Mapping[str, int]:
+        """Model calls in flight by engine, over all workers."""
+        calls: Counter[str] = Counter()
+        for slot in self._slots():
+            if slot.worker is not None:
+                calls.update(slot.worker.in_flight)
+        return calls
+
+    def next_group(self) -> int:
+        """A number for a group, which no other has."""
+        return next(self._groups)
+
+    def plays_here(self, environment: str, worker: WorkerProcess) -> bool:
+        """True while groups of the environment may go on in this worker."""
+        return worker.usable and any(slot.worker is worker for slot in self._slots_of(environment))
+
+    async def worker_for(self, environment: str) -> WorkerProcess:
+        """The worker for the next group: the least loaded one, of those that answer where there are some. Waits for
+        one that is being started."""
+        while True:
+            upcoming = self._changed.upcoming
+            usable = [slot.worker for slot in self._slots_of(environment) if slot.worker and slot.worker.usable]
+            if usable:
+                return min(usable, key=lambda worker: (worker.hold() is not None, worker.load))
+            await upcoming.wait()
+
+    def waits_for(self, environment: str) -> str:
+        """What a group that has no worker waits for."""
+        now_s = time.monotonic()
+        soonest = min((slot.again_at_s for slot in self._slots_of(environment)), default=now_s)
+        return f"waiting for a worker, the next of which starts in {max(0.0, soonest - now_s):.0f} s"
+
+    def _slots(self) -> list[WorkerSlot]:
+        return [*self._shared, *itertools.chain.from_iterable(self._own.values())]
+
+    def _slots_of(self, environment: str) -> list[WorkerSlot]:
+        return self._own.get(environment, self._shared)
+
+    def _slot(self, environment: str | None) -> WorkerSlot:
+        """A slot of one environment, or for those that share."""
+        if environment is None and len(self._shared_names) == 1:
+            (environment,) = self._shared_names
+        if environment is None:
+            limits = SlotLimits(self._blocked_s, self._max_memory_mib)
+            names = self._sharing
+        else:
+            entry, alone = self._entries[environment], (environment,)
+            limits = SlotLimits(entry.deadlines.blocked_s, entry.max_memory_mib or self._max_memory_mib)
+
+            def names() -> tuple[str, ...]:
+                return alone
+
+        return WorkerSlot(next(self._numbers), self._config, names, limits, self._on_lost, self._on_change)
+
+    def _sharing(self) -> tuple[str, ...]:
+        return tuple(name for name in self._entries if name in self._shared_names)
+
+    def _on_change(self) -> None:
+        self._changed.beat()
+
+    def _on_lost(self, worker: WorkerProcess, loss: Loss) -> None:
+        """Finds out whose doing it was, moves that environment where others shared the worker, and answers for what
+        the worker had."""
+        hosted, number = worker.order.names, worker.order.number
+        busy = {assigned.environment for assigned in worker.rollouts.values()}
+        busy |= {environment for environment, _ in worker.groups.values()}
+        suspects = {loss.culprit} if loss.culprit else busy
+        known = len(suspects) == 1
+        causes = {name: f"environment {name}: its worker {number} {loss.words}" for name in busy}
+        for name in suspects if known else ():
+            logger.bind(env=name).error("environment {}: its worker {} {}", name, number, loss.words)
+        if not known:
+            names = ", ".join(sorted(suspects)) or "nothing"
+            logger.error("worker {}, which played {}, {}", number, names, loss.words)
+        if len(hosted) > 1:
+            for name in sorted(suspects & self._shared_names):
+                self._move_out(name, known=known)
+        worker.lose(causes, frozenset(suspects) if known else frozenset())
+        self._changed.beat()
+
+    def _move_out(self, name: str, *, known: bool) -> None:
+        """Gives an environment a worker of its own from now on."""
+        self._shared_names.discard(name)
+        slot = self._slot(name)
+        self._own[name] = [slot]
+        slot.keep_starting()
+        why = "so that others keep their pace" if known else "to find out whose code it was"
+        logger.bind(env=name).warning(
+            "environment {} gets worker {} of its own, {}; isolated = true does so from the start",
+            name, slot.number, why,
+        )  # fmt: skip
+
+    async def _look_forever(self) -> None:
+        looked_s = time.monotonic()
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            now_s = time.monotonic()
+            stood_still_s = now_s - looked_s - LOOK_EVERY_S
+            looked_s = now_s
+            for slot in self._slots():
+                if stood_still_s > STOOD_STILL_S:
+                    slot.forgive(stood_still_s)
+                    continue
+                slot.look()
+                if slot.worker is not None and (slot.worker.hold() is not None or now_s - slot.worker.heard_s > 1.0):
+                    self._end_overdue(slot.worker)
+
+    def _end_overdue(self, worker: WorkerProcess) -> None:
+        """Gives rollouts up that are overdue in a worker that cannot do so itself: its event loop stands still."""
+        now_s = time.time()
+        for (group, index), assigned in list(worker.rollouts.items()):
+            deadlines = self._entries[assigned.environment].deadlines
+            late = overdue(deadlines, assigned.stage, assigned.began_s, now_s)
+            if late and not assigned.answer.done():
+                stage = worker.stage(group, index) or assigned.stage
+                worker.give_up(group, index, f"{late}: {stage.describe(now_s)} ({stage.worker})")
+
+
+def _asks_for_own(entry: EnvConfig) -> bool:
+    return entry.isolated or entry.workers is not None or entry.max_memory_mib is not None
+
+
+def count_of(config: RolloutConfig) -> int:
+    """How many workers the environments share."""
+    if config.workers != "auto":
+        return config.workers
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(cores - max(2, cores // 4), MOST_WORKERS))
+
+
+def machine_memory_mib() -> int:
+    """Memory that this machine has, or this container may use, in MiB."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for limit in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
+        if limit.exists() and (text := limit.read_text().strip()).isdigit():
+            total = min(total, int(text))
+    return total >> 20

@@ -1,0 +1,106 @@
+"""Where a worker's output goes: a file for each environment it hosts, and one for what belongs to none.
+
+logs/envs/{train,eval}/NAME/env_worker_N.log has what was logged or printed while the environment NAME played in worker
+N. A worker of one environment writes everything there; of several, what cannot be told apart (a program that one of
+them starts, a crash of the interpreter) goes to logs/envs/env_worker_N.log.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from loguru import logger
+
+from meshrl.core.config.shared import EnvConfig, LogConfig
+from meshrl.core.paths import Layout
+from meshrl.core.telemetry.logs import setup_logging
+from meshrl.rollout.config import RolloutConfig
+from meshrl.rollout.workers.watchdog import environment_now
+
+SERVER_LOG = "env_server.log"
+LINE = "{time:HH:mm:ss.SSS} {level: <7} {message}"
+
+
+def env_folder(output_dir: Path, entry: EnvConfig) -> Path:
+    """The folder with the logs of one environment."""
+    return Layout(output_dir).logs / "envs" / entry.part / entry.resolved_name.replace("/", "_")
+
+
+def log_environments(config: RolloutConfig) -> None:
+    """Sends what the front says of an environment, or plays itself, to the environment's env_server.log too."""
+    for entry in config.env:
+        path = env_folder(config.output_dir, entry) / SERVER_LOG
+        logger.add(path, filter=_only(entry.resolved_name), level="DEBUG", delay=True, format=LINE, colorize=False)
+
+
+@dataclass(frozen=True)
+class WorkerLogs:
+    """The files of worker `number`: one for each environment by name, and one for the rest."""
+
+    number: int
+    by_environment: Mapping[str, Path]
+    rest: Path
+
+    @classmethod
+    def of(cls, config: RolloutConfig, names: Collection[str], number: int) -> WorkerLogs:
+        file = f"env_worker_{number}.log"
+        hosted = {
+            entry.resolved_name: env_folder(config.output_dir, entry) / file
+            for entry in config.env
+            if entry.resolved_name in names
+        }
+        alone = next(iter(hosted.values())) if len(hosted) == 1 else None
+        return cls(number, {} if alone else hosted, alone or Layout(config.output_dir).logs / "envs" / file)
+
+
+def take_over_output(logs: WorkerLogs, config: LogConfig) -> None:
+    """Leads stdout, stderr and the log of this process into its files."""
+    logs.rest.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(logs.rest, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in (1, 2):
+        os.dup2(descriptor, stream)
+    os.close(descriptor)
+    faulthandler.enable(sys.stderr)
+    setup_logging(f"worker {logs.number}", config.level, json_logging=config.json_logging)
+    for name, path in logs.by_environment.items():
+        logger.add(path, filter=_only(name), level=config.level.upper(), delay=True, format=LINE, colorize=False)
+    if logs.by_environment:
+        sys.stdout = _ByEnvironment(sys.stdout, logs.by_environment)
+        sys.stderr = _ByEnvironment(sys.stderr, logs.by_environment)
+
+
+class _ByEnvironment:
+    """A text stream that leads what an environment's code prints into that environment's file."""
+
+    def __init__(self, rest: TextIO, paths: Mapping[str, Path]) -> None:
+        self._rest = rest
+        self._paths = paths
+        self._files: dict[str, TextIO] = {}
+
+    def write(self, text: str) -> int:
+        name = environment_now()
+        if name not in self._paths:
+            return self._rest.write(text)
+        if name not in self._files:
+            self._paths[name].parent.mkdir(parents=True, exist_ok=True)
+            self._files[name] = self._paths[name].open("a", buffering=1)
+        return self._files[name].write(text)
+
+    def flush(self) -> None:
+        self._rest.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._rest, name)
+
+
+def _only(environment: str) -> Callable[[Any], bool]:
+    def belongs(record: Any) -> bool:
+        return bool(record["extra"].get("env") == environment)
+
+    return belongs

@@ -1,0 +1,117 @@
+"""Plays groups in worker processes: what `episodes` is for a service that plays itself.
+
+Asked by `group_runner`. A group is played in one worker; a rollout that a worker was lost with is played again in
+another, where the loss was somebody else's doing, and is a failure that says what happened where it was its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+
+from meshrl.rollout.groups import late, rollout_failure
+from meshrl.rollout.played import Played
+from meshrl.rollout.stages import RolloutStage
+from meshrl.rollout.workers.fleet import WorkerFleet
+from meshrl.rollout.workers.process import WorkerLostError, WorkerProcess
+from meshrl.wire import convert
+from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.types import EnvironmentInfo, RolloutRequest
+
+MOST_TRIES = 3
+
+
+class WorkerPlayer:
+    """Plays groups of one environment in the workers of a fleet."""
+
+    def __init__(self, fleet: WorkerFleet, environment: str) -> None:
+        self._fleet = fleet
+        self._environment = environment
+
+    @property
+    def info(self) -> EnvironmentInfo:
+        return self._fleet.info(self._environment)
+
+    async def open(self, request: RolloutRequest) -> WorkerGroup:
+        """Has a worker find the group's task. Raises what the environment's own player does there, DEADLINE_PASSED
+        when no worker came up in time, and ENVIRONMENT_FAILED when the environment ended one after the other.
+        """
+        group = WorkerGroup(self._fleet, request)
+        try:
+            async with asyncio.timeout(request.deadline_s):
+                await group.place()
+        except TimeoutError as error:
+            waits = self._fleet.waits_for(self._environment)
+            message = f"{late(request)}: environment {self._environment} was {waits}"
+            raise MeshError(Reason.DEADLINE_PASSED, message) from error
+        return group
+
+
+class WorkerGroup:
+    """The rollouts of one group, in the worker that has it open."""
+
+    def __init__(self, fleet: WorkerFleet, request: RolloutRequest) -> None:
+        self._fleet = fleet
+        self._request = request
+        self._payload = convert.rollout_request_to_proto(request).SerializeToString()
+        self._places: list[tuple[WorkerProcess, int]] = []  # the last one is the one to use
+        self._placing = asyncio.Lock()
+        self._playing: dict[int, tuple[WorkerProcess, int]] = {}
+        self._waiting_since: dict[int, float] = {}
+
+    async def place(self) -> tuple[WorkerProcess, int]:
+        """The worker that has the group open, and the group's number there; opens it again where that one is gone.
+
+        Raises MeshError.
+        """
+        environment, lost = self._request.environment, ""
+        async with self._placing:
+            for _ in range(MOST_TRIES):
+                if self._places and self._fleet.plays_here(environment, self._places[-1][0]):
+                    return self._places[-1]
+                worker, number = await self._fleet.worker_for(environment), self._fleet.next_group()
+                try:
+                    await worker.open(number, environment, self._request.group_size, self._payload)
+                except WorkerLostError as error:  # another one may do better
+                    lost = str(error)
+                else:
+                    self._places.append((worker, number))
+                    return self._places[-1]
+        raise MeshError(Reason.ENVIRONMENT_FAILED, lost)
+
+    async def play(self, index: int) -> Played:
+        """Raises nothing but CancelledError."""
+        try:
+            return await self._play(index)
+        except MeshError as error:
+            return rollout_failure(self._request, error, str(uuid.uuid4()))
+        finally:
+            self._playing.pop(index, None)
+            self._waiting_since.pop(index, None)
+
+    async def _play(self, index: int) -> Played:
+        for tries_left in reversed(range(MOST_TRIES)):
+            self._waiting_since[index] = time.time()
+            worker, number = self._playing[index] = await self.place()
+            try:
+                return await worker.play(number, index)
+            except asyncio.CancelledError:
+                worker.cancel(number, index)
+                raise
+            except WorkerLostError as error:
+                if error.guilty or not tries_left:
+                    raise MeshError(Reason.ENVIRONMENT_FAILED, str(error)) from error
+            self._playing.pop(index, None)
+        raise AssertionError("the last try returns or raises")
+
+    def stage(self, index: int) -> RolloutStage | None:
+        if (playing := self._playing.get(index)) is not None:
+            return playing[0].stage(playing[1], index)
+        since_s = self._waiting_since.get(index)
+        return None if since_s is None else RolloutStage(self._fleet.waits_for(self._request.environment), since_s)
+
+    def close(self) -> None:
+        """Has its workers forget the group."""
+        for worker, number in self._places:
+            worker.close_group(number)

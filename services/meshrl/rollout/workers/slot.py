@@ -1,0 +1,176 @@
+"""One place for a worker: starts its process, sees how it fares, ends one that is stuck, starts the next.
+
+The fleet owns slots and is told of each worker that is lost and why; who is to blame is its business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+from loguru import logger
+
+from meshrl.core.config import ConfigError
+from meshrl.core.waiting import CANCEL_DEADLINE_S
+from meshrl.rollout.workers.order import WorkerOrder
+from meshrl.rollout.workers.process import WorkerProcess
+
+START_DEADLINE_S = 900.0
+LIVED_WELL_S = 60.0
+FIRST_PAUSE_S = 0.5
+LONGEST_PAUSE_S = 15.0
+SILENT_FACTOR = 3.0
+SHORTEST_SILENCE_S = 10.0
+"""A worker from which nothing comes at all may be starved of the processor, unlike one that says that it is blocked."""
+
+
+@dataclass(frozen=True)
+class Loss:
+    """How a worker was lost: in words that follow "its worker", and whose code did it, "" where that is not known."""
+
+    words: str
+    culprit: str = ""
+
+
+@dataclass(frozen=True)
+class SlotLimits:
+    """How long the event loop of its workers may be held up, and how much memory they may use."""
+
+    blocked_s: float
+    max_memory_mib: int
+
+
+class WorkerSlot:
+    """Keeps one worker running, for the environments that `names()` returns when it starts."""
+
+    def __init__(
+        self,
+        number: int,
+        config: str,
+        names: Callable[[], Collection[str]],
+        limits: SlotLimits,
+        on_lost: Callable[[WorkerProcess, Loss], None],
+        on_change: Callable[[], None],
+    ) -> None:
+        self.number = number
+        self.limits = limits
+        self.worker: WorkerProcess | None = None
+        self.again_at_s = 0.0
+        """When the next worker starts (time.monotonic), while there is none."""
+        self._config = config
+        self._names = names
+        self._on_lost = on_lost
+        self._on_change = on_change
+        self._killed: Loss | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    async def first(self) -> WorkerProcess:
+        """Starts the first worker and waits until it is ready. Raises ConfigError where it cannot be."""
+        worker = await self._start()
+        self._task = asyncio.create_task(self._keep(worker))
+        return worker
+
+    def keep_starting(self) -> None:
+        """Starts workers from now on, without waiting for the first."""
+        self._task = asyncio.create_task(self._keep(None))
+
+    async def close(self, grace_s: float) -> None:
+        """Asks the worker to exit, and ends it after the grace."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait({self._task}, timeout=CANCEL_DEADLINE_S)
+        worker = self.worker
+        if worker is None:
+            return
+        worker.stop()
+        try:
+            await asyncio.wait_for(worker.gone.wait(), grace_s)
+        except TimeoutError:  # code of an environment that does not end
+            worker.kill("the service ends")
+        await worker.wait_gone()
+
+    def look(self) -> None:
+        """Ends the worker if it is stuck or too large; called a few times a second."""
+        worker = self.worker
+        if worker is None or not worker.usable:
+            return
+        hold, limit_s = worker.hold(), self.limits.blocked_s
+        silent_s = time.monotonic() - worker.heard_s
+        if hold is not None and hold.environment and hold.seconds > limit_s and worker.rollouts:
+            words = f"was replaced: its event loop was blocked for {hold.seconds:.1f} s in {hold.where}"
+            self._kill(worker, Loss(words, hold.environment))
+        elif silent_s > max(SILENT_FACTOR * limit_s, SHORTEST_SILENCE_S):
+            self._kill(worker, Loss(f"was replaced: nothing was heard of it for {silent_s:.0f} s"))
+        elif (grown_mib := worker.grown_mib()) > self.limits.max_memory_mib:
+            most = self.limits.max_memory_mib
+            self._kill(worker, Loss(f"was replaced: it took {grown_mib} MiB of memory, and max_memory_mib is {most}"))
+
+    def forgive(self, stood_still_s: float) -> None:
+        """This process stood still itself: the worker may have been heard."""
+        if self.worker is not None:
+            self.worker.heard_s += stood_still_s
+
+    def _kill(self, worker: WorkerProcess, loss: Loss) -> None:
+        self._killed = loss
+        worker.kill(loss.words)
+
+    async def _start(self) -> WorkerProcess:
+        order = WorkerOrder(
+            number=self.number,
+            config=self._config,
+            names=tuple(self._names()),
+            max_memory_mib=self.limits.max_memory_mib,
+        )
+        worker = self.worker = WorkerProcess(order)
+        self._killed = None
+        await worker.start()
+        ending = asyncio.create_task(worker.gone.wait())
+        try:
+            ends: set[asyncio.Future[Any]] = {worker.ready, ending}
+            await asyncio.wait(ends, timeout=START_DEADLINE_S, return_when=asyncio.FIRST_COMPLETED)
+            if worker.ready.done():
+                worker.ready.result()
+                return worker
+            slow = not worker.gone.is_set()
+            worker.kill("it did not start")
+            how = await worker.wait_gone()
+            names = ", ".join(order.names)
+            raise ConfigError(
+                f"environments {names}: their worker "
+                + (f"was not ready after {START_DEADLINE_S:g} s" if slow else f"{how} while it loaded them")
+                + f"; logs/envs/*/*/env_worker_{self.number}.log has what it printed"
+            )
+        except BaseException:
+            if not worker.gone.is_set():
+                worker.kill("its start was broken off")
+            worker.close()
+            self.worker = None
+            raise
+        finally:
+            ending.cancel()
+
+    async def _keep(self, worker: WorkerProcess | None) -> None:
+        pause_s = 0.0
+        while True:
+            if worker is None:
+                self.again_at_s = time.monotonic() + pause_s
+                await asyncio.sleep(pause_s)
+                try:
+                    worker = await self._start()
+                except (ConfigError, OSError) as error:
+                    logger.error("worker {} cannot be started: {}", self.number, error)
+                    pause_s = min(max(2 * pause_s, FIRST_PAUSE_S), LONGEST_PAUSE_S)
+                    continue
+                logger.info("worker {} plays {}", self.number, ", ".join(worker.order.names))
+            self._on_change()
+            began_s = time.monotonic()
+            how = await worker.wait_gone()
+            loss = self._killed or Loss(how, worker.exiter)
+            self.worker = None
+            self._on_lost(worker, loss)
+            worker = None
+            lived_s = time.monotonic() - began_s
+            pause_s = 0.0 if lived_s > LIVED_WELL_S else min(max(2 * pause_s, FIRST_PAUSE_S), LONGEST_PAUSE_S)

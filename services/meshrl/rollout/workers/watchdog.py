@@ -1,0 +1,99 @@
+"""Finds out, inside a worker, which environment's code holds the event loop up or ends the process.
+
+A thread looks at what the loop runs. The code of an environment runs in a context that names it (`playing`), and the
+loop's own frame at the bottom of the stack holds that context. What the thread finds goes to the front on a socket of
+its own, since the loop's is not to be written from a thread. It says nothing while code in C holds the interpreter's
+lock; the front then hears nothing at all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from contextvars import Context, ContextVar
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from meshrl.rollout.workers.frames import FrameKind, encode
+
+LOOK_EVERY_S = 0.25
+BLOCKED_AFTER_S = 0.75
+
+_PLAYING: ContextVar[str] = ContextVar("meshrl_playing", default="")
+
+
+@contextmanager
+def playing(environment: str) -> Iterator[None]:
+    """Whatever starts within belongs to this environment, in tasks and threads that asyncio starts as well."""
+    token = _PLAYING.set(environment)
+    try:
+        yield
+    finally:
+        _PLAYING.reset(token)
+
+
+def environment_now() -> str:
+    """The environment whose code runs here; "" where it is none's."""
+    return _PLAYING.get()
+
+
+class Watchdog:
+    """Watches the event loop of the thread that makes it. `start` it there, once."""
+
+    def __init__(self, alarm: socket.socket) -> None:
+        self._alarm = alarm
+        self._thread_id = threading.get_ident()
+
+    def start(self) -> None:
+        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+        exit_at_once = os._exit
+
+        def leave(status: int) -> NoReturn:
+            if environment := environment_now():
+                self._say(FrameKind.LEAVING, {"environment": environment, "what": f"called os._exit({status})"})
+            exit_at_once(status)
+
+        os._exit = leave  # the one way out of a process that leaves no trace of who took it
+
+    def _watch(self) -> None:
+        # The handle itself, not its id: a new one may take the place of one that is gone.
+        seen: asyncio.Handle | None = None
+        since = said = 0.0
+        while True:
+            time.sleep(LOOK_EVERY_S)
+            handle, top = self._running_handle()
+            now = time.monotonic()
+            if handle is None or handle is not seen:
+                seen, since, said = handle, now, 0.0
+                continue
+            if now - since < BLOCKED_AFTER_S or now - said < BLOCKED_AFTER_S:
+                continue
+            said = now
+            context: Context = handle._context  # type: ignore[attr-defined]  # public from Python 3.12 on
+            environment = context.get(_PLAYING) or ""
+            self._say(FrameKind.BLOCKED, {"environment": environment, "where": _place(top), "seconds": now - since})
+
+    def _running_handle(self) -> tuple[asyncio.Handle | None, FrameType | None]:
+        """What the loop runs now, and the innermost frame of it."""
+        top = frame = sys._current_frames().get(self._thread_id)
+        while frame is not None:
+            if frame.f_code is asyncio.Handle._run.__code__:
+                return frame.f_locals["self"], top
+            frame = frame.f_back
+        return None, None
+
+    def _say(self, kind: FrameKind, what: dict[str, object]) -> None:
+        with suppress(OSError):  # the front is gone, or has not read the last ones yet
+            self._alarm.send(encode(kind, payload=json.dumps(what).encode()), socket.MSG_DONTWAIT)
+
+
+def _place(frame: FrameType | None) -> str:
+    return "" if frame is None else f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"

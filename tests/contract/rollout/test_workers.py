@@ -1,0 +1,165 @@
+"""Environments in worker processes: what dies, blocks or hangs there costs its own rollouts, and says so."""
+
+import asyncio
+import os
+import re
+import signal
+
+import pytest
+from loguru import logger
+
+from meshrl.wire.types import Rollout, RolloutFailure, RolloutSummary
+
+PATIENCE_S = 120.0
+"""For a machine that is ten times slower, or stands still for a while."""
+
+
+async def collect(mesh, request):
+    return [event async for event in mesh.client.run_rollouts(request)]
+
+
+def zoo(kind, **options):
+    """An environment in which every reward goes wrong in this way."""
+    return {"id": "mesh_zoo", "name": kind, "args": {"kind": kind, "seconds": 3600.0}, **options}
+
+
+@pytest.fixture
+def said():
+    """What the front logs about environments."""
+    lines = []
+    sink = logger.add(lambda message: lines.append(message.record["message"]), level="INFO")
+    yield lines
+    logger.remove(sink)
+
+
+class Gate:
+    """Holds the model calls of healthy rollouts until it is opened; calls of others pass."""
+
+    def __init__(self, engine, tokens):
+        self.opened, self.held = asyncio.Event(), asyncio.Queue()
+        self._mark = tokens("Say it back.")
+        engine.on_call = self
+
+    async def __call__(self, request, body):
+        prompt = body["token_ids"]
+        if any(prompt[at : at + len(self._mark)] == self._mark for at in range(len(prompt))):
+            self.held.put_nowait(None)
+            await self.opened.wait()
+
+
+async def test_a_worker_plays_as_the_service_itself_does(start_mesh, engine, make_group):
+    engine.version, engine.spans = 4, lambda n: [[0, n, 4]]
+    env = [{"id": "mesh_echo"}, {"id": "mesh_debate"}]
+    alone = await start_mesh([engine], env=env)
+    mesh = await start_mesh([engine], env=env, workers=1)
+    assert await mesh.client.list_environments() == await alone.client.list_environments()
+    for fields in ({"group_size": 2}, {"environment": "mesh_debate"}):
+        here = await collect(alone, make_group(**fields))
+        there = await collect(mesh, make_group(deadline_s=PATIENCE_S, **fields))
+        assert there[-1] == here[-1]
+        assert [(event.agent, event.reward, event.samples[0].token_ids.tolist()) for event in there[:-1]] == [
+            (event.agent, event.reward, event.samples[0].token_ids.tolist()) for event in here[:-1]
+        ]
+        assert all(event.samples[0].version_spans[0].version == 4 for event in there[:-1])
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("dies", r"environment dies: its worker \d ended with exit code 7"),
+        (
+            "blocks",
+            r"environment blocks: its worker \d was replaced: its event loop was blocked for [\d.]+ s in go_wrong"
+            r" \(mesh_zoo.py:\d+\)",
+        ),
+    ],
+)
+async def test_what_ends_or_blocks_a_shared_worker_fails_and_moves_out_and_others_are_played_again(
+    start_mesh, engine, make_group, tokens, said, kind, words
+):
+    gate = Gate(engine, tokens)
+    mesh = await start_mesh([engine], env=[{"id": "mesh_echo"}, zoo(kind)], workers=1, blocked_s=1.0)
+    healthy = asyncio.create_task(collect(mesh, make_group(group_size=2, deadline_s=PATIENCE_S)))
+    await gate.held.get()
+    await gate.held.get()
+    failure, summary = await collect(mesh, make_group(environment=kind, deadline_s=PATIENCE_S))
+    assert isinstance(failure, RolloutFailure)
+    assert failure.reason == "ENVIRONMENT_FAILED"
+    assert re.fullmatch(words, failure.message), failure.message
+    assert summary == RolloutSummary(finished=0, failed=1, cancelled=0, sampled_tokens=0)
+    gate.opened.set()
+    *rollouts, summary = await healthy
+    assert [type(rollout) for rollout in rollouts] == [Rollout, Rollout]
+    assert summary.finished == 2
+    assert any(f"environment {kind} gets worker 2 of its own" in line for line in said)
+
+
+async def test_a_hanging_rollout_is_given_up_at_its_stages_deadline_and_loses_its_place(start_mesh, engine, make_group):
+    env = [{"id": "mesh_echo"}, zoo("hangs", deadlines={"scoring_s": 0.5})]
+    mesh = await start_mesh([engine], env=env, workers=1, max_concurrent=1)
+    hanging = asyncio.create_task(collect(mesh, make_group(environment="hangs", deadline_s=PATIENCE_S)))
+    (rollout, _) = await collect(mesh, make_group(deadline_s=PATIENCE_S))
+    assert isinstance(rollout, Rollout)
+    failure, _ = await hanging
+    assert failure.reason == "DEADLINE_PASSED"
+    words = r"longer in one stage than deadlines.scoring_s = 0.5: it was in its rewards and metrics, [\d.]+ s .*"
+    assert re.fullmatch(words, failure.message), failure.message
+    assert (await mesh.client.get_status()).running == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("exits", "raised SystemExit('no more')"),
+        ("exits in a task", "raised SystemExit('no more, from a task')"),
+        ("cancels", "raised CancelledError()"),
+    ],
+)
+async def test_an_exit_or_a_cancellation_of_the_environments_own_is_a_failure_of_its_rollout_alone(
+    start_mesh, engine, make_group, said, kind, words
+):
+    mesh = await start_mesh([engine], env=[{"id": "mesh_echo"}, zoo(kind)], workers=1)
+    failure, summary = await collect(mesh, make_group(environment=kind, deadline_s=PATIENCE_S))
+    assert (failure.reason, summary.failed) == ("ENVIRONMENT_FAILED", 1)
+    assert words in failure.message
+    assert isinstance((await collect(mesh, make_group(deadline_s=PATIENCE_S)))[0], Rollout)
+    assert not any("of its own" in line for line in said)
+
+
+async def test_a_worker_that_takes_too_much_memory_is_replaced(start_mesh, engine, make_group):
+    mesh = await start_mesh([engine], env=[zoo("grows", max_memory_mib=256)])
+    failure, _ = await collect(mesh, make_group(environment="grows", deadline_s=PATIENCE_S))
+    assert (
+        re.fullmatch(
+            r"environment grows: its worker 1 was replaced: it took \d+ MiB of memory, and max_memory_mib is 256",
+            failure.message,
+        )
+        or "MemoryError" in failure.message
+    ), failure.message
+
+
+async def test_a_killed_worker_costs_what_it_played_and_is_replaced(start_mesh, engine, make_group, tokens, tmp_path):
+    gate = Gate(engine, tokens)
+    mesh = await start_mesh([engine], env=[{"id": "mesh_echo"}], workers=1)
+    playing = asyncio.create_task(collect(mesh, make_group(group_size=2, deadline_s=PATIENCE_S)))
+    await gate.held.get()
+    await gate.held.get()
+    (pid,) = await asyncio.to_thread(worker_pids)
+    os.kill(pid, signal.SIGKILL)
+    *failures, summary = await playing
+    message = "environment mesh_echo: its worker 1 was killed by SIGKILL (-9)"
+    assert [failure.message for failure in failures] == [message] * 2
+    assert summary.failed == 2
+    gate.opened.set()
+    assert isinstance((await collect(mesh, make_group(deadline_s=PATIENCE_S)))[0], Rollout)
+    logs = tmp_path / "logs" / "envs" / "train" / "mesh_echo"
+    assert sorted(path.name for path in logs.iterdir()) == ["env_server.log", "env_worker_1.log"]
+    assert message in (logs / "env_server.log").read_text()
+
+
+def worker_pids() -> list[int]:
+    """Processes that the fork server of this test process has started."""
+    from multiprocessing.forkserver import _forkserver
+
+    with open(f"/proc/{_forkserver._forkserver_pid}/task/{_forkserver._forkserver_pid}/children") as children:
+        return [int(pid) for pid in children.read().split()]
