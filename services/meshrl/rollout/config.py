@@ -100,14 +100,14 @@ class RolloutConfig(BaseConfig):
 
     workers: int | Literal["auto"] = "auto"
     """Worker processes shared by all environments that ask for none of their own. auto: as many as the machine's cores
-    allow, beside those that the other programs need. 0 plays in this process, where an environment that blocks or exits
-    takes the program with it."""
+    allow, beside those that the other programs need. 0 plays those environments in this process, where one that blocks
+    or exits takes the program with it."""
 
     max_memory_mib: int | None = Field(default=None, ge=64)
     """Most MiB of memory that one worker may take beyond what it has once its tasks are loaded; one that takes more is
     replaced. None is half of the machine's memory."""
 
-    blocked_s: float = Field(default=5.0, gt=0.0)
+    blocked_s: float = Field(default=3.0, gt=0.0)
     """How long an environment may block the event loop of a worker that others share before the worker is replaced and
     the environment gets one of its own."""
 

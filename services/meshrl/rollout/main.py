@@ -18,6 +18,7 @@ from meshrl.rollout.engines.capacity import RolloutLimit
 from meshrl.rollout.engines.connect import connect_engines
 from meshrl.rollout.group_runner import GroupRunner
 from meshrl.rollout.groups import GroupTable
+from meshrl.rollout.played import Player
 from meshrl.rollout.service import SERVICE, RolloutServicer, add_to_server
 from meshrl.rollout.workers.fleet import WorkerFleet
 from meshrl.rollout.workers.outputs import log_environments
@@ -63,15 +64,16 @@ async def build(config: RolloutConfig, stack: AsyncExitStack, tracer: Tracer) ->
     router = await connect_engines(config, stack)
     limit = RolloutLimit(None if config.max_concurrent == "auto" else config.max_concurrent)
     table = GroupTable(max_concurrent=limit.rollouts, max_queued=config.max_queued)
-    if config.workers == 0:
+    fleet = await stack.enter_async_context(WorkerFleet(config))
+    players: dict[str, Player] = {name: WorkerPlayer(fleet, name) for name in fleet.names}
+    if fleet.names:
+        logger.info("{} workers play {}", fleet.count, ", ".join(fleet.names))
+    names = [entry.resolved_name for entry in config.env]
+    if here := [name for name in names if name not in players]:
         from meshrl.rollout.local import open_players  # imports verifiers, which takes seconds
 
-        names = [entry.resolved_name for entry in config.env]
-        return GroupRunner(await open_players(config, names, router, stack, tracer), table, router, limit)
-    fleet = await stack.enter_async_context(WorkerFleet(config))
-    logger.info("{} workers play {}", fleet.count, ", ".join(fleet.names))
-    players = {name: WorkerPlayer(fleet, name) for name in fleet.names}
-    return GroupRunner(players, table, router, limit, in_flight=fleet.in_flight)
+        players |= await open_players(config, here, router, stack, tracer)
+    return GroupRunner({name: players[name] for name in names}, table, router, limit, in_flight=fleet.in_flight)
 
 
 if __name__ == "__main__":

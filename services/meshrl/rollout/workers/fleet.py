@@ -36,7 +36,7 @@ class WorkerFleet:
     """The workers of a service. Use as an async context manager, from one event loop."""
 
     def __init__(self, config: RolloutConfig) -> None:
-        self._entries = {entry.resolved_name: entry for entry in config.env}
+        self._entries = {entry.resolved_name: entry for entry in config.env if config.workers or _asks_for_own(entry)}
         self._max_memory_mib = config.max_memory_mib or machine_memory_mib() // 2
         self._blocked_s = config.blocked_s
         self._config = config.model_dump_json()
@@ -74,7 +74,7 @@ class WorkerFleet:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The environments, in configured order."""
+        """The environments that workers play, in configured order."""
         return tuple(self._entries)
 
     def info(self, environment: str) -> EnvironmentInfo:

@@ -66,20 +66,22 @@ class Watchdog:
     def _watch(self) -> None:
         # The handle itself, not its id: a new one may take the place of one that is gone.
         seen: asyncio.Handle | None = None
-        since = said = 0.0
+        blocked_s = said_s = 0.0
+        looked = time.monotonic()
         while True:
             time.sleep(LOOK_EVERY_S)
             handle, top = self._running_handle()
-            now = time.monotonic()
+            looked, before = time.monotonic(), looked
             if handle is None or handle is not seen:
-                seen, since, said = handle, now, 0.0
+                seen, blocked_s, said_s = handle, 0.0, 0.0
                 continue
-            if now - since < BLOCKED_AFTER_S or now - said < BLOCKED_AFTER_S:
+            blocked_s += min(looked - before, 2 * LOOK_EVERY_S)  # what a machine that stood still took is nobody's
+            if blocked_s - said_s < BLOCKED_AFTER_S:
                 continue
-            said = now
+            said_s = blocked_s
             context: Context = handle._context  # type: ignore[attr-defined]  # public from Python 3.12 on
             environment = context.get(_PLAYING) or ""
-            self._say(FrameKind.BLOCKED, {"environment": environment, "where": _place(top), "seconds": now - since})
+            self._say(FrameKind.BLOCKED, {"environment": environment, "where": _place(top), "seconds": blocked_s})
 
     def _running_handle(self) -> tuple[asyncio.Handle | None, FrameType | None]:
         """What the loop runs now, and the innermost frame of it."""
