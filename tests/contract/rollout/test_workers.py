@@ -127,7 +127,7 @@ async def test_an_exit_or_a_cancellation_of_the_environments_own_is_a_failure_of
 
 
 async def test_a_worker_that_takes_too_much_memory_is_replaced(start_mesh, engine, make_group):
-    mesh = await start_mesh([engine], env=[zoo("grows", max_memory_mib=256)])
+    mesh = await start_mesh([engine], env=[zoo("grows", max_memory_mib=256)], workers=1)
     failure, _ = await collect(mesh, make_group(environment="grows", deadline_s=PATIENCE_S))
     assert (
         re.fullmatch(

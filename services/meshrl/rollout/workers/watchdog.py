@@ -54,10 +54,10 @@ class Watchdog:
 
     def start(self) -> None:
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
-        exit_at_once = os._exit
+        exit_at_once, worker = os._exit, os.getpid()
 
         def leave(status: int) -> NoReturn:
-            if environment := environment_now():
+            if os.getpid() == worker and (environment := environment_now()):  # not in what an environment forks
                 self._say(FrameKind.LEAVING, {"environment": environment, "what": f"called os._exit({status})"})
             exit_at_once(status)
 
