@@ -16,23 +16,36 @@ from opentelemetry.trace import Tracer
 
 from meshrl.rollout import hosting
 from meshrl.rollout.config import RolloutConfig
+from meshrl.rollout.engines.chat_servers import ChatServers
 from meshrl.rollout.engines.model_client import EngineClient
 from meshrl.rollout.engines.rendering import PolicyRenderer, load_renderer
 from meshrl.rollout.engines.router import EngineRouter
 from meshrl.rollout.engines.sessions import SessionBook
 from meshrl.rollout.episodes import EpisodePlayer
+from meshrl.rollout.hosting import PolicyClient
 from meshrl.rollout.overdue import TimedPlayer
 from meshrl.rollout.stages import shortest_s
 
 
 async def open_players(
-    config: RolloutConfig, names: Collection[str], router: EngineRouter, stack: AsyncExitStack, tracer: Tracer
+    config: RolloutConfig,
+    names: Collection[str],
+    servers: EngineRouter | ChatServers,
+    book: SessionBook,
+    stack: AsyncExitStack,
+    tracer: Tracer,
 ) -> dict[str, EpisodePlayer | TimedPlayer]:
-    """Players of the environments in `names`, in configured order; `stack` closes them. Raises ConfigError."""
+    """Players of the environments in `names`, in configured order; `stack` closes them. Raises ConfigError.
+
+    The policy is sampled from `servers`, with sessions in `book`.
+    """
     logging.getLogger("verifiers.v1").setLevel(config.vf_level.upper())
-    renderer = await asyncio.to_thread(load_renderer, config.tokenizer or config.model.name, config.renderer)
-    book = SessionBook()
-    client = EngineClient(PolicyRenderer(renderer), router, book, tracer, seq_len=config.seq_len)
+    client: PolicyClient
+    if isinstance(servers, ChatServers):
+        client = servers
+    else:
+        renderer = await asyncio.to_thread(load_renderer, config.tokenizer or config.model.name, config.renderer)
+        client = EngineClient(PolicyRenderer(renderer), servers, book, tracer, seq_len=config.seq_len)
     players: dict[str, EpisodePlayer | TimedPlayer] = {}
     for entry in config.env:
         if entry.resolved_name not in names:

@@ -15,7 +15,8 @@ from meshrl.core.readiness import say_ready
 from meshrl.core.rpc.serve import GrpcServer
 from meshrl.rollout.config import RolloutConfig
 from meshrl.rollout.engines.capacity import RolloutLimit
-from meshrl.rollout.engines.connect import connect_engines
+from meshrl.rollout.engines.connect import connect_servers
+from meshrl.rollout.engines.sessions import SessionBook
 from meshrl.rollout.group_runner import GroupRunner
 from meshrl.rollout.groups import GroupTable
 from meshrl.rollout.played import Player
@@ -61,19 +62,21 @@ async def build(config: RolloutConfig, stack: AsyncExitStack, tracer: Tracer) ->
     Raises ConfigError.
     """
     log_environments(config)
-    router = await connect_engines(config, stack)
+    book = SessionBook()
+    servers = await connect_servers(config, book, stack, tracer)
     limit = RolloutLimit(None if config.max_concurrent == "auto" else config.max_concurrent)
     table = GroupTable(max_concurrent=limit.rollouts, max_queued=config.max_queued)
     fleet = await stack.enter_async_context(WorkerFleet(config))
     players: dict[str, Player] = {name: WorkerPlayer(fleet, name) for name in fleet.names}
-    if fleet.names:
-        logger.info("{} workers play {}", fleet.count, ", ".join(fleet.names))
+    for name in fleet.names:
+        tasks = fleet.info(name).num_tasks or "infinitely many"
+        logger.bind(env=name).info("environment {}: {} tasks, played by {}", name, tasks, fleet.workers_of(name))
     names = [entry.resolved_name for entry in config.env]
     if here := [name for name in names if name not in players]:
         from meshrl.rollout.local import open_players  # imports verifiers, which takes seconds
 
-        players |= await open_players(config, here, router, stack, tracer)
-    return GroupRunner({name: players[name] for name in names}, table, router, limit, in_flight=fleet.in_flight)
+        players |= await open_players(config, here, servers, book, stack, tracer)
+    return GroupRunner({name: players[name] for name in names}, table, servers, limit, in_flight=fleet.in_flight)
 
 
 if __name__ == "__main__":

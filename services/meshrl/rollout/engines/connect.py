@@ -1,30 +1,44 @@
-"""Connects to the engines that the configuration or the weight hub names: the service's front, and each worker."""
+"""Connects to what the policy is sampled from, as configuration and weight hub name it; front and workers do so."""
 
 from __future__ import annotations
 
 import os
 from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING
+
+from opentelemetry.trace import Tracer
 
 from meshrl.client import ChannelOptions, WeightSyncClient
 from meshrl.core.secret import read_secret
 from meshrl.rollout.config import RolloutConfig
 from meshrl.rollout.engines.engine_table import EngineTable
 from meshrl.rollout.engines.router import Discovery, EngineRouter
+from meshrl.rollout.engines.sessions import SessionBook
+
+if TYPE_CHECKING:
+    from meshrl.rollout.engines.chat_servers import ChatServers
 
 
-async def connect_engines(config: RolloutConfig, stack: AsyncExitStack, *, first: int = 0) -> EngineRouter:
-    """A router that has looked at every engine once; `stack` closes it. Raises ConfigError for a key without a file.
+async def connect_servers(
+    config: RolloutConfig, book: SessionBook, stack: AsyncExitStack, tracer: Tracer, *, first: int = 0
+) -> EngineRouter | ChatServers:
+    """A router that has looked at every engine once, or chat servers; `stack` closes it. Raises ConfigError for a key
+    without a file.
 
     Among engines that are equally busy the one at place `first` of the list comes first, modulo its length: workers
     that choose for themselves begin at different ones.
     """
-    urls = [url.rstrip("/").removesuffix("/v1") for url in config.engine_urls]
-    turned = first % len(urls) if urls else 0
-    engines = EngineTable([*urls[turned:], *urls[:turned]], config.client.pool)
     api_key = read_secret(
         "rollout.client.api_key", None, file=config.client.api_key_file, variable=config.client.api_key_var,
         environ=os.environ,
     )  # fmt: skip
+    if config.client.api == "chat_completions":
+        from meshrl.rollout.engines.chat_servers import ChatServers  # imports verifiers, which takes seconds
+
+        return await stack.enter_async_context(ChatServers(config.client, book, tracer, api_key=api_key))
+    urls = [url.rstrip("/").removesuffix("/v1") for url in config.engine_urls]
+    turned = first % len(urls) if urls else 0
+    engines = EngineTable([*urls[turned:], *urls[:turned]], config.client.pool)
     discovery = await _discovery(config, stack)
     return await stack.enter_async_context(EngineRouter(engines, config.client, api_key=api_key, discovery=discovery))
 

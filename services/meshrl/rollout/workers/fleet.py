@@ -68,14 +68,15 @@ class WorkerFleet:
         await asyncio.gather(*(slot.close(STOP_GRACE_S) for slot in self._slots()))
 
     @property
-    def count(self) -> int:
-        """How many workers there are."""
-        return len(self._slots())
-
-    @property
     def names(self) -> tuple[str, ...]:
         """The environments that workers play, in configured order."""
         return tuple(self._entries)
+
+    def workers_of(self, environment: str) -> str:
+        """The workers that play an environment, in words."""
+        numbers = [slot.number for slot in self._slots_of(environment)]
+        which = f"worker {numbers[0]}" if len(numbers) == 1 else f"workers {numbers[0]} to {numbers[-1]}"
+        return which + (" of its own" if environment in self._own else "")
 
     def info(self, environment: str) -> EnvironmentInfo:
         return self._infos[environment]

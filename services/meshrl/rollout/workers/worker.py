@@ -31,8 +31,9 @@ from meshrl.core.program import raise_open_file_limit
 from meshrl.core.telemetry.tracing import setup_tracing
 from meshrl.rollout.config import RolloutConfig
 from meshrl.rollout.engines.capacity import EpisodeSizes
-from meshrl.rollout.engines.connect import connect_engines
-from meshrl.rollout.engines.router import EngineRouter
+from meshrl.rollout.engines.connect import connect_servers
+from meshrl.rollout.engines.engine_table import PolicyServers
+from meshrl.rollout.engines.sessions import SessionBook
 from meshrl.rollout.local import open_players
 from meshrl.rollout.played import PlayableGroup, Played, Player, SerializedRollouts
 from meshrl.rollout.stages import RolloutStage
@@ -115,11 +116,14 @@ class _Worker:
         self._front = await Channel.over(front, self._on_frame, self._stop.set)
         Watchdog(alarm).start()
         async with AsyncExitStack() as stack:
-            router = await connect_engines(self._config, stack, first=self._order.number - 1)
-            beating = asyncio.create_task(self._beat(router))
+            book = SessionBook()
+            servers = await connect_servers(self._config, book, stack, self._tracer, first=self._order.number - 1)
+            beating = asyncio.create_task(self._beat(servers))
             stack.callback(beating.cancel)
             try:
-                self._players.update(await open_players(self._config, self._order.names, router, stack, self._tracer))
+                self._players.update(
+                    await open_players(self._config, self._order.names, servers, book, stack, self._tracer)
+                )
             except ConfigError as error:
                 self._send(FrameKind.UNUSABLE, payload=str(error).encode())
                 await asyncio.wait_for(self._stop.wait(), CLOSE_S)
@@ -194,7 +198,7 @@ class _Worker:
         sizes = EpisodeSizes.of(played)
         self._send(FrameKind.FINISHED, group, index, pack_rollouts(SerializedRollouts(messages, sizes)))
 
-    async def _beat(self, router: EngineRouter) -> None:
+    async def _beat(self, servers: PolicyServers) -> None:
         while True:
             stages = []
             for group, index in self._rollouts:
@@ -203,7 +207,7 @@ class _Worker:
                 if stage is not None and self._told.get((group, index)) != stage:
                     self._told[group, index] = stage
                     stages.append((group, index, stage))
-            in_flight = {engine.url: engine.in_flight for engine in router.engines.listed}
+            in_flight = {engine.url: engine.in_flight for engine in servers.engines.listed}
             self._send(FrameKind.BEAT, payload=Beat(stages, in_flight).encode())
             await asyncio.sleep(BEAT_EVERY_S)
 
