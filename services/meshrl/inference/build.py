@@ -48,7 +48,7 @@ def build_engine(config: InferenceConfig) -> EmbeddedEngine:
     return EmbeddedEngine(
         model,
         max_model_len=_max_model_len(config, model),
-        num_slots=config.max_num_seqs or SLOTS,
+        num_slots=SLOTS if config.max_num_seqs == "auto" else config.max_num_seqs,
         max_queue=config.max_queue,
         max_num_batched_tokens=config.max_num_batched_tokens or PREFILL_TOKENS,
         kv_cache_bytes=config.kv_cache_bytes or int(CACHE_SHARE * _free_bytes(model.device)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, SecretStr, field_validator, model_validator
 
@@ -89,13 +89,14 @@ class InferenceConfig(BaseConfig):
     max_model_len: int = Field(default=2048, ge=2)
     """Longest sequence in tokens, prompt and completion together."""
 
-    max_num_seqs: int | None = Field(default=None, ge=1)
-    """Most sequences decoded at once. None means vLLM's own default, and 128 for the embedded engine, whose KV cache
-    has one slot of max_model_len tokens for each."""
+    max_num_seqs: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    """Most sequences decoded at once. auto: for vLLM on a GPU up to 1024, as many as its KV cache will hold for the
+    model, the context and the GPU that is there; 64 for vLLM on a CPU, 128 for the embedded engine, whose KV cache has
+    one slot of max_model_len tokens for each. The log says what it came to and why."""
 
     max_num_batched_tokens: int | None = Field(default=None, ge=1)
     """Most tokens computed in one step; longer prompts are spread over several steps beside the decoding. None means
-    vLLM's own default, and 2048 prompt tokens for the embedded engine."""
+    8192 for vLLM on a GPU of 70 GiB and more, else 2048; 2048 prompt tokens for the embedded engine."""
 
     max_prompt_bytes: int | None = Field(default=None, ge=1)
     """Longest text that is tokenized for one prompt, in bytes of UTF-8, the chat template's own text included; longer
@@ -133,8 +134,9 @@ class InferenceConfig(BaseConfig):
     headless: bool = False
     """vLLM: only run this node's copies for the node at data_parallel_address, which serves the requests."""
 
-    gpu_memory_utilization: float | None = Field(default=None, gt=0.0, le=1.0)
-    """vLLM: share of the GPU's memory for weights, activations and KV cache."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0)] | Literal["auto"] = "auto"
+    """vLLM: share of the GPU's memory for weights, activations and KV cache. auto leaves room for the second copy of
+    the weights, which versions come into; on a GPU that a trainer shares it is 0.5."""
 
     enforce_eager: bool | None = None
     """vLLM: run without CUDA graphs and compilation: slower, and up sooner."""
@@ -208,7 +210,7 @@ class InferenceConfig(BaseConfig):
         problems += [
             f"inference.{key} and inference.vllm.{key} are both set; keep only inference.{key}"
             for key in self.vllm
-            if key in (*VLLM_KEYS, *BOTH_ENGINES) and getattr(self, key) is not None
+            if key in (*VLLM_KEYS, *BOTH_ENGINES) and self._own(key) is not None
         ]
         if self.sleep_while_training and self.vllm.get("enable_sleep_mode") is False:
             problems.append(
@@ -226,13 +228,13 @@ class InferenceConfig(BaseConfig):
     @property
     def vllm_only(self) -> tuple[str, ...]:
         """The keys that are set and that only vLLM knows."""
-        own = [key for key in VLLM_KEYS if getattr(self, key) is not None]
+        own = [key for key in VLLM_KEYS if self._own(key) is not None]
         own += [key for key in ("headless", "sleep_while_training") if getattr(self, key)]
         return (*own, *(f"vllm.{key}" for key in self.vllm))
 
     def vllm_arguments(self) -> dict[str, Any]:
-        """vLLM's engine arguments: what is set here and in the `vllm` table, and the model."""
-        given = {key: getattr(self, key) for key in (*VLLM_KEYS, *BOTH_ENGINES)}
+        """vLLM's engine arguments: what is set here and in the `vllm` table, and the model; not what is auto."""
+        given = {key: self._own(key) for key in (*VLLM_KEYS, *BOTH_ENGINES)}
         if self.share_gpu and "gpu_memory_utilization" not in self.vllm and given["gpu_memory_utilization"] is None:
             given["gpu_memory_utilization"] = SHARED_GPU_UTILIZATION
         if self.sleep_while_training:
@@ -260,8 +262,13 @@ class InferenceConfig(BaseConfig):
 
     def vllm_argument(self, key: str) -> Any:
         """One argument of vLLM, wherever it is set; None where it is not."""
-        own = getattr(self, key, None)
+        own = self._own(key)
         return self.vllm.get(key) if own is None else own
+
+    def _own(self, key: str) -> Any:
+        """The value of a key of this section; None where it has no such key, or it is not set or auto."""
+        value = getattr(self, key, None)
+        return None if value == "auto" else value
 
     def _size(self, key: str) -> int:
         return int(self.vllm_argument(key) or 1)

@@ -6,7 +6,7 @@ import pytest
 
 from meshrl.core.config import dump_toml, load_config
 from meshrl.inference.config import InferenceConfig
-from meshrl.inference.engine_choice import EngineChoice, choose_engine, decide
+from meshrl.inference.engine_choice import EngineChoice, choose_engine, cost_of, decide
 
 
 def load(*argv: str) -> InferenceConfig:
@@ -83,9 +83,19 @@ def test_an_engine_that_shares_its_gpu_takes_half_of_it_unless_told_otherwise() 
         return load(*argv).vllm_arguments().get("gpu_memory_utilization")
 
     assert share() is None
+    assert share("--gpu-memory-utilization", "auto") is None
     assert share("--share-gpu") == 0.5
     assert share("--share-gpu", "--gpu-memory-utilization", "0.3") == 0.3
     assert share("--share-gpu", "--vllm.gpu_memory_utilization", "0.3") == 0.3
+
+
+def test_what_is_auto_is_not_handed_to_vllm_and_a_number_is_wherever_it_is_set() -> None:
+    assert "max_num_seqs" not in load().vllm_arguments()
+    assert "max_num_seqs" not in load("--max-num-seqs", "auto").vllm_arguments()
+    assert load("--max-num-seqs", "300").vllm_arguments()["max_num_seqs"] == 300
+    assert load("--vllm.max-num-seqs", "300").vllm_arguments()["max_num_seqs"] == 300
+    assert load().vllm_only == ()
+    assert load("--gpu-memory-utilization", "0.5").vllm_only == ("gpu_memory_utilization",)
 
 
 @pytest.mark.parametrize(
@@ -131,6 +141,8 @@ def test_auto_takes_vllm_where_it_can_run_on_a_gpu(
     choice = decide(load(*argv), has_vllm=has_vllm, has_gpu=has_gpu)
     assert choice.engine == engine
     assert reason in choice.reason
+    cost = cost_of(choice, load(*argv), has_gpu=has_gpu)
+    assert ("uv sync --extra vllm" in cost) == (not argv and has_gpu and not has_vllm), "only where nobody chose it"
 
 
 def test_keys_of_vllm_are_refused_when_auto_comes_to_the_embedded_engine() -> None:

@@ -8,7 +8,13 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
+from loguru import logger
+
+from meshrl.inference.config import InferenceConfig
+from meshrl.inference.sizing import CPU_SLOTS, GIB, engine_size, fits, shape_of
 from meshrl.inference.vllm.installed import VllmError, check_supported
+from meshrl.models.load import empty_model
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -56,6 +62,54 @@ def engine_arguments(given: Mapping[str, Any], *, torch_threads: int | None = No
         return AsyncEngineArgs(**values)
     except (TypeError, ValueError) as error:
         raise VllmError(f"inference.vllm: {error}") from error
+
+
+def automatic(config: InferenceConfig, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Slots, tokens a step and share of memory where `given` has none, for the model and the device that are there.
+
+    Raises ModelError when the model is not one.
+    """
+    check_supported()
+    from vllm.platforms import current_platform
+
+    if not {"max_num_seqs", "gpu_memory_utilization"} - given.keys():
+        return {}
+    if current_platform.is_cpu():
+        logger.info("max_num_seqs is {} on a CPU", given.get("max_num_seqs", CPU_SLOTS))
+        return {"max_num_seqs": CPU_SLOTS}
+    model = empty_model(config.model, dtype=torch.bfloat16)
+    shape = shape_of(
+        model.config.get_text_config(),
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        bytes_per_value=4 if config.model.dtype == "float32" else 2,
+    )
+    gpus = int(given.get("tensor_parallel_size", 1)) * int(given.get("pipeline_parallel_size", 1))
+    memory, versions = int(current_platform.get_device_total_memory()), config.weight_broadcast is not None
+    if versions and not fits(shape, gpu_bytes=memory, gpus=gpus):
+        logger.warning(
+            "weights and the second copy that versions come into need {:.0f} GiB on each of {} GPU(s) of {:.0f} GiB;"
+            " set inference.tensor_parallel_size to split the model over more",
+            2 * shape.weight_bytes(gpus) / GIB, gpus, memory / GIB,
+        )  # fmt: skip
+    size = engine_size(
+        shape,
+        gpu_bytes=memory,
+        max_model_len=config.max_model_len,
+        gpus=gpus,
+        versions=versions,
+        share=given.get("gpu_memory_utilization"),
+    )
+    whole_prompts = config.max_model_len if given.get("enable_chunked_prefill") is False else 1
+    batched = int(given.get("max_num_batched_tokens", max(size.max_num_batched_tokens, whole_prompts)))
+    slots = int(given.get("max_num_seqs", min(size.max_num_seqs, batched)))
+    chosen = {
+        "max_num_seqs": slots,
+        "max_num_batched_tokens": max(batched, slots),
+        "gpu_memory_utilization": size.gpu_memory_utilization,
+    }
+    told = ", ".join(f"{key} = {value}" for key, value in chosen.items() if key not in given)
+    logger.info("chosen for this GPU and model: {} ({}); set them to have others", told, size.reason)
+    return chosen
 
 
 def _on_this_device(given: Mapping[str, Any], torch_threads: int | None) -> dict[str, bool | str]:
