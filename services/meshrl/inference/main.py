@@ -6,12 +6,10 @@ import asyncio
 import os
 import sys
 from contextlib import suppress
-from typing import Any
 
 from aiohttp import web
 from loguru import logger
 
-from meshrl.client import WeightSyncClient
 from meshrl.core.config import load_config
 from meshrl.core.heap import freeze_loaded
 from meshrl.core.program import log_as, run
@@ -19,7 +17,7 @@ from meshrl.core.readiness import say_ready
 from meshrl.core.rpc.serve import check_bind
 from meshrl.core.secret import read_secret
 from meshrl.core.waiting import StoppedError, set_within, stop_or_first, unless_stopped
-from meshrl.inference.agent.agent import WeightAgent
+from meshrl.inference.agent.follower import HubFollower
 from meshrl.inference.bench import bench
 from meshrl.inference.build import open_engine
 from meshrl.inference.checkpoints import WeightLoader
@@ -52,7 +50,8 @@ async def serve(config: InferenceConfig, stop: asyncio.Event) -> int:
     except (ModelError, ValueError) as error:  # a configuration that no retry mends: say it once, without a traceback
         logger.error("{}", error)
         return 2
-    runner = web.AppRunner(_app(config, engine, codec, api_key), handler_cancellation=True, access_log=None)
+    follower = HubFollower(engine, config)
+    runner = web.AppRunner(_app(config, engine, codec, api_key, follower), handler_cancellation=True, access_log=None)
     await runner.setup()
     freeze_loaded()
     site = web.TCPSite(runner, config.server.host, config.server.port, backlog=1024)
@@ -69,7 +68,7 @@ async def serve(config: InferenceConfig, stop: asyncio.Event) -> int:
         config.model.name, host, port, engine.stats().slots, engine.max_model_len,
     )  # fmt: skip
     say_ready()
-    code = await _until_stopped(config, engine, f"{host}:{port}", stop)
+    code = await _until_stopped(engine, follower, f"{host}:{port}", stop)
     engine.begin_drain()
     logger.info("draining {} requests in flight", engine.in_flight)
     await engine.close(config.drain_deadline_s)
@@ -77,7 +76,9 @@ async def serve(config: InferenceConfig, stop: asyncio.Event) -> int:
     return code
 
 
-def _app(config: InferenceConfig, engine: Engine, codec: TextCodec | None, api_key: str | None) -> web.Application:
+def _app(
+    config: InferenceConfig, engine: Engine, codec: TextCodec | None, api_key: str | None, follower: HubFollower
+) -> web.Application:
     server = InferenceServer(
         engine,
         model_name=config.served_model_name or config.model.name,
@@ -85,6 +86,7 @@ def _app(config: InferenceConfig, engine: Engine, codec: TextCodec | None, api_k
         loader=WeightLoader(engine, config.model.name),
         request_deadline_s=config.request_deadline_s,
         api_key=api_key,
+        follower=follower,
     )
     return server.app()
 
@@ -102,23 +104,20 @@ async def _codec(config: InferenceConfig, max_model_len: int) -> TextCodec | Non
     )
 
 
-async def _until_stopped(config: InferenceConfig, engine: Engine, address: str, stop: asyncio.Event) -> int:
+async def _until_stopped(engine: Engine, follower: HubFollower, address: str, stop: asyncio.Event) -> int:
     """Waits for `stop`, with the weight agent beside it; returns 1 when that fails or the engine is lost before."""
-    if config.weight_broadcast is None:
-        return await _until_lost(engine, stop)
-    async with WeightSyncClient(config.weight_broadcast.address) as client:
-        agent = asyncio.create_task(_run_agent(config, engine, client, address, stop))
-        watch = asyncio.create_task(_until_lost(engine, stop))
-        await stop_or_first(stop, agent, watch)
-        if not stop.is_set():
-            if agent.done():
-                logger.error("the weight agent ended: {}", agent.exception() or "no reason given")
-            for task in (agent, watch):
-                task.cancel()
-            return 1
+    following = asyncio.create_task(follower.run(address, stop))
+    watch = asyncio.create_task(_until_lost(engine, stop))
+    await stop_or_first(stop, following, watch)
+    if stop.is_set():
         with suppress(TimeoutError, asyncio.CancelledError, MeshError):  # leaving anyway; the hub's lease runs out
-            await asyncio.wait_for(agent, CLOSE_DEADLINE_S)
-    return 0
+            await asyncio.wait_for(following, 2 * CLOSE_DEADLINE_S)
+        return 0
+    if following.done():
+        logger.error("the weight agent ended: {}", following.exception() or "no reason given")
+    for task in (following, watch):
+        task.cancel()
+    return 1
 
 
 async def _until_lost(engine: Engine, stop: asyncio.Event) -> int:
@@ -129,13 +128,6 @@ async def _until_lost(engine: Engine, stop: asyncio.Event) -> int:
             return 1
         await set_within(stop, LOOK_S)
     return 0
-
-
-async def _run_agent(
-    config: InferenceConfig, engine: Engine, client: WeightSyncClient, address: str, stop: asyncio.Event
-) -> Any:
-    agent = WeightAgent(client, engine, config, address)
-    return await agent.run(stop)
 
 
 def main() -> None:

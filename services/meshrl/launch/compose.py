@@ -15,7 +15,7 @@ from meshrl.inference.config import InferenceConfig
 from meshrl.launch.config import RLConfig
 from meshrl.launch.gpus import VARIABLE, Placement, place
 from meshrl.orchestrator.config import OrchestratorConfig
-from meshrl.rollout.config import ClientConfig, RolloutConfig
+from meshrl.rollout.config import RolloutConfig
 from meshrl.trainer.config import TrainerConfig
 from meshrl.weights.config import WeightsConfig
 
@@ -71,21 +71,20 @@ def compose(
     ConfigError when there are too few of them.
     """
     placement = place(config, gpus)
-    rollout = _with_port(_own_keys(RolloutConfig, config.rollout, {}), free_port)
     trainer = _with_port(_own_keys(TrainerConfig, config.trainer, {"wandb": True}), free_port)
     weights = _with_port(_own_keys(WeightsConfig, config.weights, {"transport": True}), free_port)
     orchestrator = _own_keys(OrchestratorConfig, config.orchestrator, _KEYS_OF_THE_ROLLOUT_PROGRAM)
     running = config.orchestrator.services.given()
     hub = config.orchestrator.services.weights or reach(weights.server)
     engines = _engines(config, hub, placement, free_port)
-    rollout_values, weights_values = dict[str, object](), dict[str, object]()
-    if engines:
-        rollout_values |= {"client.base_url": [], "weights": hub}  # engines come and go; the hub knows those there are
-        if "min_engines" not in config.weights.model_fields_set:
-            weights_values["min_engines"] = len(engines)
-    if config.inference is not None:
-        rollout_values |= _key_source(config.inference, config.rollout.client)
-    rollout = with_values(rollout, rollout_values)
+    rollout = _with_port(_rollout(config, hub), free_port)
+    weights_values: dict[str, object] = {
+        "engines": [*weights.engines, *config.running_engines],
+        "engine_api_key_var": rollout.client.api_key_var,
+        "engine_api_key_file": rollout.client.api_key_file,
+    }
+    if engines and "min_engines" not in config.weights.model_fields_set:
+        weights_values["min_engines"] = len(engines)
     trainer_values: dict[str, object] = {"weight_broadcast.address": hub, **_transport(config, placement)}
     addresses = {"rollout": reach(rollout.server), "trainer": reach(trainer.server), "weights": hub}
     addresses |= config.orchestrator.services.model_dump(exclude_none=True)
@@ -103,6 +102,7 @@ def compose(
             module="meshrl.weights.main",
             config=with_values(weights, weights_values),
             end_stage=HUB,
+            environ=_key_environ(config.inference, rollout.client.api_key_var) if config.running_engines else {},
             restarts=config.restarts,
         ),
         *_engine_parts(config, engines, placement),
@@ -131,6 +131,14 @@ def compose(
         ),
     )
     return tuple(part for part in parts if part.name not in running)
+
+
+def _rollout(config: RLConfig, hub: str) -> RolloutConfig:
+    """The rollout program, with the engines that the hub names: they come and go, and have the run's versions."""
+    client = {**config.rollout.client.model_dump(), "base_url": []}
+    if config.inference is not None and not {"api_key_var", "api_key_file"} & config.rollout.client.model_fields_set:
+        client |= {"api_key_var": config.inference.api_key_var, "api_key_file": config.inference.api_key_file}
+    return RolloutConfig.model_validate({**config.rollout.model_dump(), "client": client, "weights": hub})
 
 
 def _transport(config: RLConfig, placement: Placement) -> dict[str, object]:
@@ -188,13 +196,6 @@ def _key_environ(inference: InferenceConfig | None, variable: str) -> dict[str, 
     """The engines' key, where the configuration holds it, in the variable that a program reads it from."""
     key = None if inference is None else inference.api_key
     return {} if key is None else {variable: checked(key.get_secret_value(), "inference.api_key")}
-
-
-def _key_source(inference: InferenceConfig, client: ClientConfig) -> dict[str, object]:
-    """Where the rollout program finds the key that its engines ask for, unless it says so itself."""
-    if {"api_key_var", "api_key_file"} & client.model_fields_set:
-        return {}
-    return {"client.api_key_var": inference.api_key_var, "client.api_key_file": inference.api_key_file}
 
 
 def shown(gpus: Sequence[str] | None) -> dict[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from meshrl.core.config import BaseConfig
 from meshrl.core.config.shared import LogConfig, ServerConfig
@@ -40,8 +40,27 @@ class WeightsConfig(BaseConfig):
     commit_deadline_s: float = Field(default=20.0, gt=0.0)
     """Seconds an engine may take to apply a decided version before it is ejected from the pool."""
 
+    engines: list[str] = Field(default_factory=list)
+    """Base URLs of inference servers that run already, with or without a trailing /v1. Each is called, by its admin
+    route /follow_hub, until it follows this hub, and again when it is gone; engines that were started for this hub need
+    not be listed. rl lists those of orchestrator.client.base_url."""
+
+    engine_api_key_var: str = Field(default="MESHRL_API_KEY", min_length=1)
+    """Environment variable that holds the key of these servers; none is sent while it is unset."""
+
+    engine_api_key_file: Path | None = None
+    """File that holds the key instead of the variable."""
+
     verify_files: Literal["digests", "sizes"] = "digests"
     """What sealing a version made of files checks: sizes, or every digest as well. Agents always check digests."""
 
     log: LogConfig = LogConfig()
     """Logging."""
+
+    @field_validator("engines")
+    @classmethod
+    def _base_urls(cls, given: list[str]) -> list[str]:
+        wrong = [url for url in given if not url.startswith(("http://", "https://"))]
+        if wrong:
+            raise ValueError(f"weights.engines must hold URLs like http://127.0.0.1:8000, got {wrong[0]!r}")
+        return list(dict.fromkeys(url.rstrip("/").removesuffix("/v1") for url in given))

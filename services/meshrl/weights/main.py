@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 
 from loguru import logger
 from opentelemetry import trace
@@ -12,9 +13,11 @@ from meshrl.core.disk import disk_trouble
 from meshrl.core.program import run_program
 from meshrl.core.readiness import say_ready
 from meshrl.core.rpc.serve import GrpcServer
+from meshrl.core.secret import read_secret
 from meshrl.core.waiting import stop_or_first
 from meshrl.weights.config import WeightsConfig
 from meshrl.weights.coordinator.coordinator import Coordinator
+from meshrl.weights.engine_calls import EngineCaller
 from meshrl.weights.hub import Hub
 from meshrl.weights.service import WeightSyncService
 from meshrl.weights.storage.log import LogError
@@ -43,6 +46,11 @@ def build_hub(config: WeightsConfig, tracer: trace.Tracer | None = None) -> Hub:
 
 async def serve(config: WeightsConfig, stop: asyncio.Event, tracer: trace.Tracer) -> int:
     """Runs the hub until `stop` is set or its log fails; returns the exit code."""
+    api_key = read_secret(
+        "weights.engine_api_key", None, file=config.engine_api_key_file, variable=config.engine_api_key_var,
+        environ=os.environ,
+    )  # fmt: skip
+    calling: asyncio.Task[None] | None = None
     hub = build_hub(config, tracer)
     try:
         await hub.start()
@@ -56,8 +64,18 @@ async def serve(config: WeightsConfig, stop: asyncio.Event, tracer: trace.Tracer
         server.set_serving()
         say_ready()
         logger.info("weights: serving WeightSync at {}:{}", config.server.host, port)
-        await stop_or_first(stop, hub.failed)
+        caller = EngineCaller(
+            config.engines,
+            host=config.server.host,
+            port=port,
+            api_key=api_key,
+            registered=lambda: {engine.url for engine in hub.list_engines("")},
+        )
+        calling = asyncio.create_task(caller.run(stop))
+        await stop_or_first(stop, hub.failed, *([calling] if config.engines else []))
     finally:
+        if calling is not None:
+            calling.cancel()
         server.set_not_serving()
         hub.close_streams()
         await server.drain(DRAIN_GRACE_S)

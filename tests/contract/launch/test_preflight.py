@@ -9,8 +9,9 @@ import socket
 import struct
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent import futures
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from meshrl.core.config import load_config
 from meshrl.launch.compose import compose
 from meshrl.launch.config import RLConfig
 from meshrl.launch.main import main
-from meshrl.launch.preflight import machine, models, plugins, services, storage
+from meshrl.launch.preflight import engines, machine, models, plugins, services, storage
 from meshrl.launch.preflight.findings import Check, Plan
 from meshrl.v1 import rollout_pb2, rollout_pb2_grpc
 from meshrl.wire import convert
@@ -398,3 +399,47 @@ def test_our_own_taskset_without_options_needs_no_look(monkeypatch: pytest.Monke
 
     monkeypatch.setattr("subprocess.run", unexpected)
     assert found(plugins.check_plugins, plan()) == []
+
+
+@pytest.fixture
+def engine_answering() -> Iterator[Callable[[dict[str, object]], str]]:
+    """Starts servers that answer GET /version with what they are given; returns the URL."""
+    servers: list[ThreadingHTTPServer] = []
+
+    def start(answer: dict[str, object]) -> str:
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write(json.dumps(answer).encode())
+
+            def log_message(self, *_: object) -> None: ...
+
+        servers.append(ThreadingHTTPServer(("127.0.0.1", 0), Handler))
+        threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
+        return f"http://127.0.0.1:{servers[-1].server_port}"
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def test_engines_that_run_already_must_take_versions(engine_answering: Callable[[dict[str, object]], str]) -> None:
+    foreign, free = engine_answering({"version": "0.11.0"}), engine_answering({"version": 3, "hub": None})
+    taken = engine_answering({"version": 3, "hub": "127.0.0.1:5", "hub_is_there": True})
+
+    def named(*urls: str, more: tuple[str, ...] = ("--no-inference",)) -> list[str]:
+        return found(engines.check_engines, plan(*more, "--orchestrator.client.base-url", *urls))
+
+    assert named(f"{free}/v1") == []
+    assert named(free, more=()) == []
+    (text,) = named(foreign)
+    assert text.startswith(f"error: engine {foreign} cannot take weight versions: it is no `inference` of meshrl")
+    assert [line.split(":")[0] for line in (*named(foreign, free), *named(foreign, more=()))] == ["warning", "warning"]
+    (text,) = named(taken)
+    assert text.startswith(f"error: engine {taken} follows the weight hub at 127.0.0.1:5, whose run is going on")
+    (text,) = named("http://127.0.0.1:1")
+    assert text.startswith("warning: engine http://127.0.0.1:1 does not answer yet")
+    (text,) = named(free, more=("--no-inference", "--orchestrator.services.weights", "127.0.0.1:5"))
+    assert text.startswith("note: the hub at 127.0.0.1:5 runs already: it calls the engines of its own --engines")

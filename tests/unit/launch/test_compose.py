@@ -42,8 +42,27 @@ def test_without_an_inference_section_no_engine_is_started(argv: list[str]) -> N
     url = "http://10.0.0.1:8000/v1"
     parts = parts_of(load(*argv, "--orchestrator.client.base-url", url))
     assert sorted(parts) == ["orchestrator", "rollout", "trainer", "weights"]
-    assert (parts["rollout"].config.weights, parts["rollout"].config.client.base_url) == (None, [url])
     assert parts["weights"].config.server.port == 50053  # where an engine that already runs looks for it
+    assert (parts["rollout"].config.weights, parts["rollout"].config.client.base_url) == ("127.0.0.1:50053", [])
+    assert parts["weights"].config.engines == ["http://10.0.0.1:8000"]  # and is called from
+
+
+def test_the_usual_engine_is_called_where_none_is_started_or_named() -> None:
+    assert parts_of(load())["weights"].config.engines == ["http://127.0.0.1:8000"]
+    assert parts_of(load("--inference"))["weights"].config.engines == []
+
+
+def test_running_engines_are_used_beside_those_that_are_started() -> None:
+    parts = parts_of(
+        load(
+            "--inference", "--orchestrator.client.base-url", "http://10.0.0.1:8000/v1", "http://10.0.0.2:8000",
+            "--orchestrator.client.api-key-var", "ENGINES",
+        )
+    )  # fmt: skip
+    assert parts["weights"].config.engines == ["http://10.0.0.1:8000", "http://10.0.0.2:8000"]
+    assert parts["weights"].config.engine_api_key_var == parts["rollout"].config.client.api_key_var == "ENGINES"
+    assert parts["weights"].config.min_engines == 1
+    assert "inference" in parts
 
 
 def test_no_inference_beats_a_file(tmp_path: Path) -> None:

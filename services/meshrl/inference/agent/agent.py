@@ -81,17 +81,21 @@ class WeightAgent:
         hold_deadline_s: float = 30.0,
         sleep_deadline_s: float = SLEEP_DEADLINE_S,
         spool_dir: Path | None = None,
+        url: str = "",
+        away_s: float | None = None,
     ) -> None:
-        """`address` is the host:port at which the engine serves.
+        """`address` is the host:port at which the engine serves; `url` is how the hub reaches it, where it says so.
 
         fetch_stall_s: give up a fetch after this long without a new chunk; hold_deadline_s: end a gang's pause if the
         hub never does; sleep_deadline_s: for the engine to fall asleep or wake up; spool_dir: where streamed versions
-        become files for engines that want files, /dev/shm where there is one and it has room.
+        become files for engines that want files, /dev/shm where there is one and it has room; away_s: how long the hub
+        may be away before the agent ends, None for ever.
         """
         self._client = client
         self._engine = engine
         self._engine_id, self._engine_pool = config.engine_id or address, config.engine_pool
-        self._url = f"http://{address}"
+        self._url, self._away_s = url or f"http://{address}", away_s
+        self.connected = False  # to the hub, which then decides what is served
         spool = Spool(spool_dir, self._engine_id) if engine.stages_from_files else None
         self._loader = VersionLoader(client, engine, VersionFetcher(client, stall_s=fetch_stall_s, spool=spool))
         self._hold_deadline_s, self._sleep_deadline_s = hold_deadline_s, sleep_deadline_s
@@ -111,20 +115,31 @@ class WeightAgent:
     # --- life -----------------------------------------------------------------------------------
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Registers and follows the hub. Raises what waiting cannot mend: CONTRACT_MISMATCH, or a defect."""
+        """Registers and follows the hub. Raises what waiting cannot mend: CONTRACT_MISMATCH, or a defect.
+
+        Ends by itself once the hub was away for `away_s`.
+        """
         self._live_root = self._engine.root or await self._engine.weights_root()
         stopping = asyncio.create_task(stop.wait())
         stopping.add_done_callback(lambda _: self._leave.set())
         backoff = Backoff(*BACKOFF_S)
+        gone_s: float | None = None  # when the hub was last there, while it is away
         try:
             while not self._leave.is_set():
                 began_s = time.monotonic()
                 try:
                     await unless_stopped(self._leave, self._follow())
+                    gone_s = None
                 except MeshError as error:
                     if error.reason in _PERMANENT:
                         raise
+                    gone_s = time.monotonic() if gone_s is None or self.connected else gone_s
+                    if self._away_s is not None and time.monotonic() - gone_s >= self._away_s:
+                        logger.info("the weight hub is away for {:g} s; the engine waits for another", self._away_s)
+                        break
                     logger.warning("the weight hub is away: {}; calling again", error)
+                finally:
+                    self.connected = False
                 if time.monotonic() - began_s > BACKOFF_S[1]:
                     backoff.reset()
                 await set_within(self._leave, backoff.next_s())
@@ -164,7 +179,7 @@ class WeightAgent:
                 can_sleep=self._engine.can_sleep,
             )
         )
-        self._outbox = asyncio.Queue()
+        self._outbox, self.connected = asyncio.Queue(), True
         self._perform(self.machine.connected())
         logger.info("registered at the weight hub as {}", self._engine_id)
         async for command in self._client.session(self._reports(self._lease)):

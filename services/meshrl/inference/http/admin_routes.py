@@ -1,8 +1,8 @@
 """Routes that change an engine: pausing it, putting it to sleep, loading weights by hand, joining a group by hand.
 
-They are for an engine that follows no weight hub, such as one under a trainer of its own. Where there is a hub, its
-agent does all of this; what is loaded by hand is then undone as soon as the agent notices, and a group joined by hand
-takes the place of the hub's until the next one is opened.
+Most are for an engine that follows no weight hub, such as one under a trainer of its own; /follow_hub is how a hub
+calls it. Where there is a hub, its agent does all of this; what is loaded by hand is then undone as soon as the agent
+notices, and a group joined by hand takes the place of the hub's until the next one is opened.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field
 
+from meshrl.inference.agent.follower import HubFollower
 from meshrl.inference.checkpoints import WeightLoader
 from meshrl.inference.engine import Engine
 from meshrl.inference.http.schemas import WeightsBody, parse
@@ -21,7 +22,7 @@ from meshrl.wire.types import JoinGroup
 ADMIN_PATHS = frozenset(
     {
         "/pause", "/resume", "/sleep", "/wake_up", "/is_sleeping", "/update_weights", "/reload_weights",
-        "/load_lora_adapter", "/init_broadcaster",
+        "/load_lora_adapter", "/init_broadcaster", "/follow_hub",
     }
 )  # fmt: skip
 
@@ -54,12 +55,28 @@ class GroupBody(BaseModel):
     deadline_s: float = Field(default=60.0, gt=0.0)
 
 
-class AdminRoutes:
-    """Handlers; who may call them is the server's business. Without a loader nothing is read from disk."""
+class HubBody(BaseModel):
+    """POST /follow_hub: the weight hub to take versions from, and how it reaches this engine.
 
-    def __init__(self, engine: Engine, loader: WeightLoader | None) -> None:
+    A hub that listens everywhere leaves `host` empty: it is on the host that calls.
+    """
+
+    model_config = ConfigDict(extra="ignore")
+
+    host: str = ""
+    port: int = Field(ge=1, le=65535)
+    url: str = ""
+
+
+class AdminRoutes:
+    """Handlers; who may call them is the server's business. Without a loader nothing is read from disk, and without a
+    follower no hub can call.
+    """
+
+    def __init__(self, engine: Engine, loader: WeightLoader | None, follower: HubFollower | None = None) -> None:
         self._engine = engine
         self._given_loader = loader
+        self._follower = follower
 
     def add_to(self, router: web.UrlDispatcher) -> None:
         router.add_post("/pause", self._pause)
@@ -71,6 +88,7 @@ class AdminRoutes:
         router.add_post("/reload_weights", self._reload_weights)
         router.add_post("/load_lora_adapter", self._load_lora_adapter)
         router.add_post("/init_broadcaster", self._init_broadcaster)
+        router.add_post("/follow_hub", self._follow_hub)
 
     async def _pause(self, _request: web.Request) -> web.StreamResponse:
         return web.json_response({"status": "paused", "in_flight": await self._engine.pause()})
@@ -138,6 +156,15 @@ class AdminRoutes:
             )
         )
         return web.json_response({"status": "ok", "generation": body.generation, "ranks": seat.ranks})
+
+    async def _follow_hub(self, request: web.Request) -> web.StreamResponse:
+        body = parse(HubBody, await request.read())
+        if self._follower is None:
+            raise MeshError(Reason.NOT_SUPPORTED, "this engine was started without an agent for weight hubs")
+        host = body.host or request.remote or ""
+        hub = f"[{host}]:{body.port}" if ":" in host else f"{host}:{body.port}"
+        await self._follower.follow(hub, body.url)
+        return web.json_response({"status": "following", "hub": hub})
 
     @property
     def _loader(self) -> WeightLoader:

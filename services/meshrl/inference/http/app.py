@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
+from meshrl.inference.agent.follower import HubFollower
 from meshrl.inference.checkpoints import WeightLoader
 from meshrl.inference.engine import Engine
 from meshrl.inference.http.access import Access
@@ -33,10 +34,11 @@ class InferenceServer:
 
     def __init__(
         self, engine: Engine, *, model_name: str, codec: TextCodec | None, loader: WeightLoader | None,
-        request_deadline_s: float = 600.0, api_key: str | None = None,
+        request_deadline_s: float = 600.0, api_key: str | None = None, follower: HubFollower | None = None,
     ) -> None:  # fmt: skip
         self._engine = engine
         self._loader = loader
+        self._follower = follower
         self._access = Access(api_key)
         self._started = int(time.time())
         self._serving = Serving(
@@ -62,7 +64,7 @@ class InferenceServer:
         app.router.add_get("/ping", self._health)
         app.router.add_get("/version", self._version)
         app.router.add_get("/metrics", self._metrics)
-        AdminRoutes(self._engine, self._loader).add_to(app.router)
+        AdminRoutes(self._engine, self._loader, self._follower).add_to(app.router)
         return app
 
     @web.middleware
@@ -119,8 +121,14 @@ class InferenceServer:
                 "logprobs_mode": self._engine.logprobs_mode,
                 "slots": stats.slots,
                 "kv_tokens": stats.kv_tokens,
+                **self._hub(),
             }
         )
+
+    def _hub(self) -> dict[str, str | bool | None]:
+        """The weight hub that the engine follows; nothing for one that can follow none."""
+        follower = self._follower
+        return {} if follower is None else {"hub": follower.hub, "hub_is_there": follower.connected}
 
     async def _metrics(self, _request: web.Request) -> web.StreamResponse:
         metrics = EngineMetrics(self._engine.stats(), self._engine.version)

@@ -179,6 +179,8 @@ STATUS_OF: dict[Reason, int] = {
     Reason.NOT_SUPPORTED: 400,
     Reason.LAYOUT_MISMATCH: 400,
     Reason.OVERLOADED: 429,
+    Reason.RUN_LIMIT_REACHED: 409,
+    Reason.UNREACHABLE: 502,
     Reason.DRAINING: 503,
     Reason.VERSION_NOT_AVAILABLE: 503,
     Reason.ENGINE_FAILED: 503,

@@ -27,6 +27,9 @@ def complete(values: ReadTable) -> Table:
         server = _section(completed.setdefault(name, {}), "server")
         if server is not None:
             server.setdefault("port", 0)
+    client = _section(completed["rollout"], "client")
+    if starts_engine and client is not None:
+        client.setdefault("base_url", [])  # those that are started are known to the hub
     gpus, deployment = completed.get("trainer_gpu_ids"), _section(completed["trainer"], "deployment")
     if isinstance(gpus, list) and gpus and deployment is not None:
         deployment.setdefault("num_train_gpus", len(gpus))  # one process for each GPU

@@ -168,7 +168,8 @@ class RLConfig(BaseConfig):
     """The orchestrator."""
 
     inference: InferenceConfig | None = None
-    """The inference engine to start; None starts none and uses the running ones of orchestrator.client.base_url."""
+    """The inference engine to start; None starts none. Those of orchestrator.client.base_url run already and are used
+    as well; where neither is given it is the one at http://127.0.0.1:8000."""
 
     rollout: RolloutSection
     """The rollout program; its environments are those of the orchestrator unless rollout.env lists them."""
@@ -183,6 +184,11 @@ class RLConfig(BaseConfig):
             return 0
         given = self._given_gpus()
         return self.num_engines or max(1, (given or 0) // self.inference.gpus_per_engine())
+
+    @property
+    def running_engines(self) -> tuple[str, ...]:
+        """Base URLs of engines that run already: those that are given, else the usual one where none is started."""
+        return tuple(url.rstrip("/").removesuffix("/v1") for url in self.rollout.client.base_url)
 
     @property
     def engine_gpus(self) -> int:

@@ -68,6 +68,10 @@ class RolloutSection(RolloutConfig):
             )
         return self
 
+    @model_validator(mode="after")
+    def _engines(self) -> Self:
+        return self  # rl names the hub, which knows the engines
+
 
 class TrainerSection(TrainerConfig):
     """The trainer, with a key that other launchers know and that has no effect here."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from meshrl.core.config.report import indent
+from meshrl.launch.preflight.engines import check_engines
 from meshrl.launch.preflight.findings import Check, Finding, Plan
 from meshrl.launch.preflight.machine import check_open_files, check_ports, check_wandb
 from meshrl.launch.preflight.models import check_models
@@ -19,6 +20,7 @@ CHECKS: tuple[Check, ...] = (
     check_running_services,
     check_environments_elsewhere,
     check_hub,
+    check_engines,
     check_ports,
     check_open_files,
     check_disk,

@@ -66,7 +66,8 @@ class VersionRelay:
                 raise RunError(
                     f"{_SERVICE} at {address} has {len(engines)} inference engines after {deadline_s:g} s,"
                     f" need {wanted};"
-                    f" start `inference` with --weight-broadcast.address {address}"
+                    f" start `inference` with --weight-broadcast.address {address}, or name engines that run already"
+                    " in orchestrator.client.base_url of rl, or in --engines of `weights`"
                 )
             await self._clock.sleep(0.1)
 

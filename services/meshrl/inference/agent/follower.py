@@ -1,0 +1,131 @@
+"""Which weight hub an engine follows: the one it was started for, or the one that calls it.
+
+An engine may outlive runs. The hub of each run calls the engines that the run lists (POST /follow_hub), and the engine
+then takes its versions from that hub until it has gone: one hub at a time, and never one in place of another that is
+still there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from dataclasses import dataclass
+
+from loguru import logger
+
+from meshrl.client import WeightSyncClient
+from meshrl.core.waiting import Pulse
+from meshrl.inference.agent.agent import WeightAgent
+from meshrl.inference.config import InferenceConfig
+from meshrl.inference.engine import Engine
+from meshrl.wire.errors import MeshError, Reason
+
+REACH_S = 5.0
+LEAVE_S = 90.0  # an apply that is under way comes to its end first
+CLOSE_S = 5.0
+AWAY_S = 120.0  # a hub that is started again by then is followed on
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Following:
+    """One hub and the agent that follows it."""
+
+    hub: str
+    agent: WeightAgent
+    task: asyncio.Task[None]
+    leave: asyncio.Event
+
+
+class HubFollower:
+    """Runs at most one agent beside an engine. `run` is the life of it all."""
+
+    def __init__(self, engine: Engine, config: InferenceConfig, *, away_s: float = AWAY_S) -> None:
+        """away_s: how long a hub that called may be away before it is followed no more."""
+        self._engine, self._config, self._away_s = engine, config, away_s
+        self._address = ""
+        self._following: _Following | None = None
+        self._changing = asyncio.Lock()
+        self._changed = Pulse()
+
+    @property
+    def hub(self) -> str | None:
+        """host:port of the hub that is followed; None while there is none."""
+        return None if self._following is None else self._following.hub
+
+    @property
+    def connected(self) -> bool:
+        """Whether that hub is there."""
+        return self._following is not None and self._following.agent.connected
+
+    async def run(self, address: str, stop: asyncio.Event) -> None:
+        """Follows until `stop` is set; `address` is the host:port at which the engine serves.
+
+        Raises what ends the engine: a defect of an agent, or a hub of the configuration that speaks another contract.
+        """
+        self._address = address
+        if self._config.weight_broadcast is not None:
+            self._begin(self._config.weight_broadcast.address, url="", away_s=None)
+        stopping = asyncio.create_task(stop.wait())
+        try:
+            while not stop.is_set():
+                changed = asyncio.create_task(self._changed.upcoming.wait())
+                following = self._following
+                await asyncio.wait(
+                    {stopping, changed, *([following.task] if following else [])}, return_when=asyncio.FIRST_COMPLETED
+                )
+                changed.cancel()
+                if following is not None and following is self._following and following.task.done():
+                    self._following = None
+                    await following.task  # raises what ended it
+        finally:
+            stopping.cancel()
+            await self._leave(CLOSE_S)
+
+    async def follow(self, hub: str, url: str) -> None:
+        """Follows the hub at `hub` from now on and tells it that this engine is reached at `url`; returns once the hub
+        has answered. The hub that is followed already is followed on.
+
+        Raises MeshError: RUN_LIMIT_REACHED while another hub is there, UNREACHABLE for one that does not answer.
+        """
+        async with self._changing:
+            if self.hub == hub and self._following is not None and not self._following.task.done():
+                return
+            if self.connected:
+                raise MeshError(
+                    Reason.RUN_LIMIT_REACHED,
+                    f"this engine follows the hub at {self.hub}, whose run is going on; wait for its end, or take"
+                    " another engine",
+                )
+            async with WeightSyncClient(hub) as client:
+                await client.wait_until_serving(REACH_S)
+            if self._following is not None:
+                logger.info("the hub at {} has gone; the one at {} is followed now", self.hub, hub)
+            await self._leave(LEAVE_S)
+            await self._engine.leave_group()
+            self._begin(hub, url=url, away_s=self._away_s)
+
+    def _begin(self, hub: str, *, url: str, away_s: float | None) -> None:
+        leave = asyncio.Event()
+        client = WeightSyncClient(hub)
+        agent = WeightAgent(client, self._engine, self._config, self._address, url=url, away_s=away_s)
+        task = asyncio.create_task(_run(client, agent, leave, called=away_s is not None))
+        self._following = _Following(hub=hub, agent=agent, task=task, leave=leave)
+        self._changed.beat()
+
+    async def _leave(self, deadline_s: float) -> None:
+        """Ends the agent there is."""
+        following, self._following = self._following, None
+        if following is not None:
+            following.leave.set()
+            with suppress(TimeoutError, asyncio.CancelledError, MeshError):  # the hub's lease runs out anyway
+                await asyncio.wait_for(following.task, deadline_s)
+
+
+async def _run(client: WeightSyncClient, agent: WeightAgent, leave: asyncio.Event, *, called: bool) -> None:
+    async with client:
+        try:
+            await agent.run(leave)
+        except MeshError as error:
+            if not called:
+                raise
+            logger.error("the hub that called is followed no more: {}", error)

@@ -1,0 +1,62 @@
+"""Do the engines that run already take versions from a run's hub, and is no other run using them?"""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+
+from meshrl.launch.preflight.findings import Finding, Plan, error, note, warning
+
+ANSWER_DEADLINE_S = 3.0
+
+_HTTP = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+def check_engines(plan: Plan) -> Iterator[Finding]:
+    """Asks each engine that is listed for its version, and whether it follows a hub."""
+    urls = plan.config.running_engines
+    if plan.config.inference is None and not urls:
+        yield note("no engine is started or named: the run waits for those that are started for its weight hub")
+    if urls and not plan.starts("weights"):
+        hub = plan.config.orchestrator.services.weights
+        yield note(f"the hub at {hub} runs already: it calls the engines of its own --engines, not {', '.join(urls)}")
+        return
+    answers = {url: _version(url) for url in urls}
+    fixed = [url for url, answer in answers.items() if isinstance(answer, Mapping) and "hub" not in answer]
+    alone = plan.config.inference is None and len(fixed) == len(urls)
+    for url in fixed:
+        text = f"engine {url} cannot take weight versions: it is no `inference` of meshrl, or an older one"
+        if alone:
+            yield error(
+                f"{text}, so a run would be trained on rollouts of the weights that it was started with; start it with"
+                " `inference`, or let rl start one with [inference]"
+            )
+        else:
+            yield warning(f"{text}; nothing is sampled from it, take it out of orchestrator.client.base_url")
+    for url, answer in answers.items():
+        if isinstance(answer, str):
+            yield warning(
+                f"engine {url} does not answer yet ({answer}): the run waits for it; start it with `inference`, correct"
+                " orchestrator.client.base_url, or let rl start one with [inference]"
+            )
+        elif answer.get("hub_is_there"):
+            yield error(
+                f"engine {url} follows the weight hub at {answer['hub']}, whose run is going on; wait for its end, or"
+                " take another engine"
+            )
+
+
+def _version(url: str) -> Mapping[str, object] | str:
+    """What an engine answers to GET /version; empty for a server without it. Text says why there is no answer."""
+    try:
+        with _HTTP.open(f"{url}/version", timeout=ANSWER_DEADLINE_S) as answer:
+            found = json.loads(answer.read())
+    except urllib.error.HTTPError:  # a server of another kind
+        return {}
+    except OSError as problem:
+        return str(getattr(problem, "reason", problem))
+    except ValueError:  # no JSON
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,91 @@
+"""Calls engines that run already, so that they take their versions from this hub: POST /follow_hub at each.
+
+Started by the hub's main beside the server. An engine that follows registers like any other, and is called again only
+once its lease is over: it was started anew, or cannot reach the hub.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Collection, Sequence
+
+from loguru import logger
+
+from meshrl.core.waiting import set_within
+
+CALL_EVERY_S = 2.0
+CALL_DEADLINE_S = 10.0  # the engine looks for the hub before it answers
+FOLLOW_PATH = "/follow_hub"
+EVERYWHERE = ("0.0.0.0", "::")
+
+_HTTP = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # engines are hosts of our own
+
+
+class EngineCaller:
+    """Calls engines at their URLs until each has registered."""
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        *,
+        host: str,
+        port: int,
+        api_key: str | None,
+        registered: Callable[[], Collection[str]],
+        every_s: float = CALL_EVERY_S,
+    ) -> None:
+        """`host` and `port` are where this hub listens; `registered` gives the URLs of engines that hold a lease."""
+        self._urls, self._registered, self._every_s = tuple(urls), registered, every_s
+        self._hub = {"host": "" if host in EVERYWHERE else host, "port": port}
+        self._headers = {"Content-Type": "application/json"}
+        if api_key is not None:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._told: dict[str, str] = {}  # what was last said of an engine in the log
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Calls until `stop` is set."""
+        while not stop.is_set():
+            missing = set(self._urls) - set(self._registered())
+            await asyncio.gather(*(self._call(url) for url in self._urls if url in missing))
+            await set_within(stop, self._every_s)
+
+    async def _call(self, url: str) -> None:
+        said = await asyncio.to_thread(self._ask, url)
+        if self._told.get(url) != said:
+            self._told[url] = said
+            logger.log("INFO" if not said else "WARNING", "engine {} {}", url, said or "follows this hub")
+
+    def _ask(self, url: str) -> str:
+        """Why an engine does not follow; empty when it does. Blocking."""
+        body = json.dumps({**self._hub, "url": url}).encode()
+        request = urllib.request.Request(url + FOLLOW_PATH, data=body, headers=self._headers, method="POST")
+        try:
+            with _HTTP.open(request, timeout=CALL_DEADLINE_S) as answer:
+                answer.read()
+        except urllib.error.HTTPError as error:
+            return _refusal(error.code, error.read())
+        except (OSError, ValueError) as error:  # not there yet, or something that speaks no HTTP
+            return f"does not answer ({getattr(error, 'reason', error)}); it is called until it does"
+        return ""
+
+
+def _refusal(status: int, body: bytes) -> str:
+    """What an engine's answer means for whoever runs the hub."""
+    if status in (404, 405):
+        return (
+            "gets no versions: it has no POST /follow_hub, so it is no `inference` of meshrl, or an older one; start it"
+            " with `inference`, or do not list it"
+        )
+    try:
+        message = json.loads(body)["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        message = body[:200].decode(errors="replace")
+    if status == 502:
+        return (
+            f"does not reach this hub: {message}; set weights.server.host to an address that it reaches, and allow it"
+            " with weights.server.insecure where there is no TLS"
+        )
+    return f"refused to follow ({status}): {message}"

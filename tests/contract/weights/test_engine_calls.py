@@ -1,0 +1,172 @@
+"""A hub calls engines that run already: they follow it until it has gone, and then the next one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import urllib.request
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from loguru import logger
+
+from meshrl.inference.agent.follower import HubFollower
+from meshrl.inference.config import InferenceConfig
+from meshrl.inference.http.app import InferenceServer
+from meshrl.weights.engine_calls import EngineCaller
+from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.types import Transport
+
+DEADLINE_S = 60.0
+KEY = "a-key"
+
+
+class Kept:
+    """An engine behind its server, and what follows for it."""
+
+    def __init__(self, engine: Any, *, away_s: float) -> None:
+        self.engine = engine
+        engine.max_model_len, engine.draining, engine.logprobs_mode = 8, False, "processed_logprobs"
+        engine.leave_group = self._leave_group
+        self.follower = HubFollower(engine, InferenceConfig(), away_s=away_s)
+        server = InferenceServer(engine, model_name="m", codec=None, loader=None, api_key=KEY, follower=self.follower)
+        self.runner = web.AppRunner(server.app())
+        self.url = ""
+
+    async def _leave_group(self) -> None:
+        self.engine.history.append("leave group")
+
+    async def version(self) -> dict[str, Any]:
+        def ask() -> dict[str, Any]:
+            with urllib.request.urlopen(f"{self.url}/version", timeout=10.0) as answer:
+                found: dict[str, Any] = json.loads(answer.read())
+                return found
+
+        return await asyncio.to_thread(ask)
+
+
+@pytest.fixture
+async def kept(new_engine: Callable[[int], Any]) -> AsyncIterator[Kept]:
+    kept = Kept(new_engine(7), away_s=0.5)
+    await kept.runner.setup()
+    site = web.TCPSite(kept.runner, "127.0.0.1", 0)
+    await site.start()
+    host, port = kept.runner.addresses[0][:2]
+    kept.url = f"http://{host}:{port}"
+    stop = asyncio.Event()
+    running = asyncio.create_task(kept.follower.run(f"{host}:{port}", stop))
+    yield kept
+    stop.set()
+    await asyncio.wait_for(running, DEADLINE_S)
+    await kept.runner.cleanup()
+
+
+@pytest.fixture
+async def second_mesh(mesh: Any, tmp_path: Path) -> AsyncIterator[Any]:
+    second = type(mesh)(tmp_path / "second")
+    await second.start_hub()
+    yield second
+    await second.close()
+
+
+@pytest.fixture
+def lines() -> Any:
+    """What is logged."""
+    heard: list[str] = []
+    sink = logger.add(heard.append, format="{level} {message}", level="INFO")
+    yield heard
+    logger.remove(sink)
+
+
+@asynccontextmanager
+async def calling(mesh: Any, *urls: str, key: str = KEY) -> AsyncIterator[None]:
+    stop = asyncio.Event()
+    caller = EngineCaller(
+        urls, host="127.0.0.1", port=mesh.port, api_key=key, every_s=0.05,
+        registered=lambda: {engine.url for engine in mesh.hub.list_engines("")},
+    )  # fmt: skip
+    task = asyncio.create_task(caller.run(stop))
+    yield
+    stop.set()
+    await asyncio.wait_for(task, DEADLINE_S)
+
+
+async def test_an_engine_follows_the_hub_that_calls_and_then_the_next(
+    mesh: Any, second_mesh: Any, kept: Kept, state: Any, lines: list[str]
+) -> None:
+    """Both runs have a version 1: that of the first is not taken for that of the second."""
+    for number, hub in enumerate((mesh, second_mesh)):
+        publisher = hub.publisher(Transport.STREAM)
+        async with calling(hub, kept.url):
+            await hub.until_registered()
+            assert [engine.url for engine in hub.hub.list_engines("")] == [kept.url]
+            assert not any(engine.routable for engine in hub.hub.list_engines(""))  # it holds another run's weights
+            await publisher.publish(1, state(number))
+            await hub.client().activate_version(run_id="run", version=1, prepare_deadline_s=DEADLINE_S)
+            assert kept.engine.holds(state(number))
+            assert [engine.routable for engine in hub.hub.list_engines("")] == [True]
+            answer = await kept.version()
+            assert (answer["version"], answer["hub"], answer["hub_is_there"]) == (1, f"127.0.0.1:{hub.port}", True)
+            assert any(f"engine {kept.url} follows this hub" in line for line in lines)
+        await publisher.close()
+        await hub.kill_hub()
+        await hub.until(lambda: kept.follower.hub is None, DEADLINE_S)  # it gives the hub up after a while
+    assert kept.engine.version == 1  # and serves on
+
+
+async def test_a_hub_does_not_take_an_engine_from_another_that_is_there(
+    mesh: Any, second_mesh: Any, kept: Kept, lines: list[str]
+) -> None:
+    async with calling(mesh, kept.url):
+        await mesh.until_registered()
+        async with calling(second_mesh, kept.url):
+            await mesh.until(lambda: any("whose run is going on" in line for line in lines), DEADLINE_S)
+            assert kept.follower.hub == f"127.0.0.1:{mesh.port}"
+            assert second_mesh.hub.list_engines("") == ()
+        await mesh.kill_hub()
+        async with calling(second_mesh, kept.url):  # now it may
+            await second_mesh.until_registered()
+    assert kept.follower.hub == f"127.0.0.1:{second_mesh.port}"
+
+
+async def test_a_hub_that_was_started_again_is_followed_on(mesh: Any, kept: Kept, state: Any) -> None:
+    async with calling(mesh, kept.url):
+        await mesh.until_registered()
+        await mesh.kill_hub()
+        await mesh.start_hub()
+        await mesh.until_registered()
+        await mesh.publisher(Transport.STREAM).publish(1, state(1))
+        await mesh.client().activate_version(run_id="run", version=1, prepare_deadline_s=DEADLINE_S)
+    assert kept.engine.holds(state(1))
+
+
+async def test_who_cannot_follow_is_named_once(mesh: Any, kept: Kept, lines: list[str]) -> None:
+    async def version(_request: web.Request) -> web.Response:
+        return web.json_response({"version": "0.11"})
+
+    other = web.Application()
+    other.router.add_get("/version", version)
+    runner = web.AppRunner(other)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    async with calling(mesh, url, kept.url, "http://127.0.0.1:1", key="wrong"):
+        await mesh.until(lambda: len([line for line in lines if line.startswith("WARNING engine ")]) >= 3, DEADLINE_S)
+        await asyncio.sleep(0.2)  # several rounds
+    said = [line for line in lines if line.startswith("WARNING engine ")]
+    assert len(said) == 3
+    assert any(f"{url} gets no versions: it has no POST /follow_hub" in line for line in said)
+    assert any("refused to follow (401): the Authorization header must carry" in line for line in said)
+    assert any("http://127.0.0.1:1 does not answer" in line for line in said)
+    await runner.cleanup()
+
+
+async def test_a_hub_that_the_engine_does_not_reach_is_refused(kept: Kept) -> None:
+    with pytest.raises(MeshError) as refused:
+        await kept.follower.follow("127.0.0.1:1", kept.url)
+    assert refused.value.reason is Reason.UNREACHABLE
+    assert kept.follower.hub is None
