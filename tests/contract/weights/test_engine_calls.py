@@ -16,6 +16,7 @@ from loguru import logger
 
 from meshrl.inference.agent.follower import HubFollower
 from meshrl.inference.config import InferenceConfig
+from meshrl.inference.engine import EngineStats
 from meshrl.inference.http.app import InferenceServer
 from meshrl.weights.engine_calls import EngineCaller
 from meshrl.wire.errors import MeshError, Reason
@@ -31,7 +32,7 @@ class Kept:
     def __init__(self, engine: Any, *, away_s: float) -> None:
         self.engine = engine
         engine.max_model_len, engine.draining, engine.logprobs_mode = 8, False, "processed_logprobs"
-        engine.leave_group = self._leave_group
+        engine.leave_group, engine.stats = self._leave_group, _stats
         self.follower = HubFollower(engine, InferenceConfig(), away_s=away_s)
         server = InferenceServer(engine, model_name="m", codec=None, loader=None, api_key=KEY, follower=self.follower)
         self.runner = web.AppRunner(server.app())
@@ -47,6 +48,13 @@ class Kept:
                 return found
 
         return await asyncio.to_thread(ask)
+
+
+def _stats() -> EngineStats:
+    counters = dict.fromkeys(
+        ("running", "waiting", "generated_tokens", "prefilled_tokens", "shared_prompt_tokens", "finished_requests"), 0
+    )
+    return EngineStats(slots=1, steps=0, busy_s=0.0, **counters)
 
 
 @pytest.fixture

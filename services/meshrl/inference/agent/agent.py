@@ -133,11 +133,12 @@ class WeightAgent:
                 except MeshError as error:
                     if error.reason in _PERMANENT:
                         raise
-                    gone_s = time.monotonic() if gone_s is None or self.connected else gone_s
+                    if gone_s is None or self.connected:  # said once each time that it goes
+                        logger.warning("the weight hub is away: {}; calling again", error)
+                        gone_s = time.monotonic()
                     if self._away_s is not None and time.monotonic() - gone_s >= self._away_s:
                         logger.info("the weight hub is away for {:g} s; the engine waits for another", self._away_s)
                         break
-                    logger.warning("the weight hub is away: {}; calling again", error)
                 finally:
                     self.connected = False
                 if time.monotonic() - began_s > BACKOFF_S[1]:
