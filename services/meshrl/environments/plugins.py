@@ -11,6 +11,7 @@ import importlib
 import sys
 
 BUNDLED = {
+    "memory_game": "meshrl.environments.memory_game",
     "reverse_text": "meshrl.environments.reverse_text",
     "reasoning_gym": "meshrl.environments.reasoning_gym",
 }

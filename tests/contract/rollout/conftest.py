@@ -182,7 +182,7 @@ async def start_mesh(tokenizer_dir: Path, tmp_path: Path) -> AsyncIterator[Start
             config = RolloutConfig(
                 client={**client, **options.pop("client", {})},
                 model={"name": "policy"},
-                tokenizer=str(tokenizer_dir),
+                tokenizer=options.pop("tokenizer", str(tokenizer_dir)),
                 output_dir=tmp_path,
                 server={"port": 0},
                 **{

@@ -1,0 +1,78 @@
+"""Writes the warm-up's data: games of three kinds of players, of which only one plays by the rule.
+
+Some players say every word so far; others say the newest word alone, or the list backwards. A model that learned from
+them can do each and does not know which is wanted. The reward tells. Each row is a whole game, since a model that has
+seen first turns only has never learned to look further back.
+
+`python -m meshrl.environments.memory_game.demonstrations FOLDER [--share S] [--seed N]` writes `train.jsonl`, and
+`val.jsonl` with the right replies to held-out words. Rows have `messages`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from meshrl.environments.memory_game.game import SYSTEM_PROMPT, games, right_reply
+
+PASSES = 6
+SHARE = 0.3
+"""Share of games played by the rule."""
+
+
+def newest_word(words: list[str]) -> str:
+    return words[-1]
+
+
+def newest_first(words: list[str]) -> str:
+    return " ".join(reversed(words))
+
+
+OTHER_READINGS: tuple[Callable[[list[str]], str], ...] = (newest_word, newest_first)
+
+
+def conversation(words: list[str], reading: Callable[[list[str]], str]) -> list[dict[str, str]]:
+    """The messages of a game, whose user goes on whatever the player says."""
+    messages = [{"role": "system", "content": SYSTEM_PROMPT}]
+    for number, word in enumerate(words):
+        messages.append({"role": "user", "content": word})
+        messages.append({"role": "assistant", "content": reading(words[: number + 1])})
+    return messages
+
+
+def demonstrations(
+    every_game: Iterable[list[str]], *, share: float, source: random.Random
+) -> Iterator[dict[str, object]]:
+    """One row a game. With probability `share` it is played by the rule, else in any of the other ways."""
+    for words in every_game:
+        reading = right_reply if source.random() < share else source.choice(OTHER_READINGS)
+        yield {"messages": conversation(words, reading)}
+
+
+def write_demonstrations(folder: Path, *, share: float = SHARE, seed: int) -> None:
+    """Writes the rows as JSON lines; each training game comes several times, its reading drawn anew."""
+    source = random.Random(seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    train = demonstrations(games("train") * PASSES, share=share, source=source)
+    val = demonstrations(games("held_out"), share=1.0, source=source)
+    for name, rows in (("train", train), ("val", val)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def main() -> None:
+    """Command `python -m meshrl.environments.memory_game.demonstrations`."""
+    parser = argparse.ArgumentParser(description="Write the warm-up's demonstrations.")
+    parser.add_argument("folder", type=Path, help="where to write train.jsonl and val.jsonl")
+    parser.add_argument("--share", type=float, default=SHARE, help=f"share of games by the rule (default {SHARE})")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the readings (default 0)")
+    arguments = parser.parse_args()
+    if not 0.0 <= arguments.share <= 1.0:
+        parser.error(f"--share must be between 0 and 1, got {arguments.share}")
+    write_demonstrations(arguments.folder, share=arguments.share, seed=arguments.seed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""The memory game: its tasks, its score and its demonstrations."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from verifiers.v1.utils.loaders import taskset_class, taskset_config_type
+
+from meshrl.algorithms.packing import TrainSample
+from meshrl.environments.memory_game import demonstrations as game_demonstrations
+from meshrl.environments.memory_game.game import games, right_reply
+from meshrl.environments.memory_game.taskset import MemoryGameData
+from meshrl.environments.plugins import plugin_id
+from meshrl.environments.reverse_text.model import create_tokenizer
+from meshrl.environments.words import every_word, words_of
+from meshrl.sft.config import DataConfig
+from meshrl.sft.data import load_conversations
+from meshrl.sft.tokenization import tokenize
+
+TOKENIZER = create_tokenizer()
+
+
+def test_words_of_the_splits_are_disjoint_and_all_different() -> None:
+    train, held_out = words_of("train"), words_of("held_out")
+    assert sorted([*train, *held_out]) == sorted(set(every_word()))
+    assert (len(train), len(held_out)) == (592, 128)
+
+
+def test_games_of_a_split_name_its_words_only_and_no_word_twice() -> None:
+    for split, count in (("train", 1536), ("held_out", 128)):
+        for words in games(split):
+            assert len(set(words)) == 3
+            assert set(words) <= set(words_of(split))
+        assert len(games(split)) == count
+
+
+@pytest.mark.parametrize(
+    ("replies", "score"),
+    [
+        (["a", "a b", "a b c"], 1.0),
+        (["a", "b", "c"], (1 + 2 / 4 + 2 / 6) / 3),
+        (["a", "a b"], 2 / 3),
+        (["x", "", "a b c", "a b c d"], 1 / 3),
+        ([], 0.0),
+    ],
+)
+def test_a_game_is_scored_by_how_close_each_reply_comes(replies: list[str], score: float) -> None:
+    data = MemoryGameData(idx=0, prompt="a", words=["a", "b", "c"])
+    assert data.score(replies) == pytest.approx(score)
+
+
+def test_demonstrations_show_the_rewarded_way_at_the_given_rate() -> None:
+    played = list(game_demonstrations.demonstrations(games("train"), share=0.3, source=random.Random(0)))
+    right = [
+        row["messages"][-1]["content"] == right_reply(words) for row, words in zip(played, games("train"), strict=True)
+    ]
+    assert sum(right) / len(right) == pytest.approx(0.3, abs=0.04)
+
+
+def learned(sample: TrainSample) -> str:
+    return TOKENIZER.decode(sample.token_ids[sample.loss_mask])
+
+
+def test_what_is_learned_of_the_demonstrations_is_what_the_policy_has_to_say(tmp_path: Path) -> None:
+    game_demonstrations.write_demonstrations(tmp_path / "game", seed=1)
+    roles = frozenset({"assistant"})
+    row = load_conversations(DataConfig(name=str(tmp_path / "game" / "val.jsonl")))[0]
+    a, b, c = games("held_out")[0]
+    assert learned(tokenize(row, TOKENIZER, learned_roles=roles)) == (
+        f"{a}<|im_end|>{a} {b}<|im_end|>{a} {b} {c}<|im_end|>"
+    )
+
+
+def test_verifiers_finds_the_taskset_by_its_short_name() -> None:
+    found = plugin_id("memory-game")
+    taskset = taskset_class(found)(taskset_config_type(found)(id=found, split="held_out"))
+    assert [task.data.words for task in taskset] == games("held_out")
