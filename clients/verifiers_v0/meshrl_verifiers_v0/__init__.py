@@ -1,0 +1,1 @@
+"""Serves environments of the older verifiers API as a RolloutService."""

@@ -1,0 +1,57 @@
+"""The RolloutService servicer: checks requests, converts, plays, converts back; errors as the contract has them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import NoReturn
+
+import grpc.aio
+
+from meshrl.v1 import rollout_pb2 as pb
+from meshrl.v1 import rollout_pb2_grpc as pb_grpc
+from meshrl.wire import convert, validate
+from meshrl.wire.errors import MeshError, to_rpc_status
+from meshrl.wire.types import CONTRACT_VERSION
+from meshrl_verifiers_v0.groups import GroupPlayer
+
+STATUS_DETAILS = "grpc-status-details-bin"
+
+
+class OldEnvServicer(pb_grpc.RolloutServiceServicer):
+    """One object a server."""
+
+    def __init__(self, player: GroupPlayer) -> None:
+        self._player = player
+
+    async def ListEnvironments(self, request, context):  # noqa: N802  # the name of the RPC
+        try:
+            validate.validate_contract_version(request.contract_version)
+        except MeshError as error:
+            await abort(context, error)
+        infos = [env.info for env in self._player.environments.values()]
+        return pb.ListEnvironmentsResponse(
+            contract_version=CONTRACT_VERSION, environments=[convert.environment_to_proto(info) for info in infos]
+        )
+
+    async def RunRollouts(self, request, context) -> AsyncIterator[pb.RunRolloutsResponse]:  # noqa: N802  # the same
+        try:
+            validate.validate_rollout_request(request)
+            async with aclosing(self._player.run(convert.rollout_request_from_proto(request))) as events:
+                async for event in events:
+                    yield convert.rollout_event_to_proto(event)
+        except MeshError as error:
+            await abort(context, error)
+
+    async def CancelRollouts(self, request, context):  # noqa: N802  # the same
+        return pb.CancelRolloutsResponse(cancelled=self._player.cancel(tuple(request.group_ids)))
+
+    async def GetRolloutStatus(self, request, context):  # noqa: N802  # the same
+        return convert.rollout_status_to_proto(self._player.status())
+
+
+async def abort(context: grpc.aio.ServicerContext, error: MeshError) -> NoReturn:
+    """Ends a call with the error and its details."""
+    status = to_rpc_status(error)
+    await context.abort(error.reason.code, status.message, ((STATUS_DETAILS, status.SerializeToString()),))
+    raise AssertionError("abort raises")
