@@ -136,6 +136,7 @@ class GroupEpisodes:
                 request.sampling.stop_token_ids,
                 traceparent,
                 stream=len(sessions),
+                seq_len=self._hosted.seq_len,
                 scores_only=request.scores_only or not trace.agent.trainable,
             )
             sessions[trace.id] = session

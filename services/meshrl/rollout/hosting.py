@@ -63,6 +63,7 @@ class HostedEnvironment:
 
     def __init__(self, config: EnvConfig, env: Env, *, model: str, default_sampling: Sampling) -> None:
         self.name = config.resolved_name
+        self.seq_len = config.seq_len
         self.env = env
         self.tasks = TaskSource(env.taskset, self.name)
         self._taskset_id = config.id

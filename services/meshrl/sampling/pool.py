@@ -150,9 +150,9 @@ class RolloutPool:
         while True:
             try:
                 await self.look(host)
+                self._give_up_groups(host)
             except Exception:  # noqa: BLE001  # a defect in looking must not leave a service unwatched
                 logger.exception(f"looking at the rollout service at {host.address} failed")
-            self._give_up_groups(host)
             await self._clock.sleep(WATCH_S)
 
     async def look(self, host: RolloutHost) -> None:
@@ -223,7 +223,8 @@ class RolloutPool:
         if host.state is not HostState.AWAY or self._clock.now() - host.since_s < self._unreachable_s:
             return
         for place in host.groups.values():
-            if place.limit is not None and self.table.replaceable(host, place.environment):
+            stands = place.limit is not None and not place.limit.expired()
+            if place.limit is not None and stands and self.table.replaceable(host, place.environment):
                 place.limit.reschedule(asyncio.get_running_loop().time())
 
     # --- groups -------------------------------------------------------------------------------------
@@ -268,7 +269,7 @@ class RolloutPool:
             host.refuses_until_s = self._clock.now() + wait_s
         elif error.reason is Reason.DRAINING:
             self._turn(host, HostState.DRAINING, str(error))
-        elif error.reason is Reason.UNREACHABLE:
+        elif error.reason is Reason.UNREACHABLE and host.state is not HostState.AWAY:  # else it is known why
             self._turn(host, HostState.AWAY, str(error))
 
     def given_up(self, environment: str) -> bool:

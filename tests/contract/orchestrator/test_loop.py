@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from meshrl.orchestrator.ledger.audit import audit
 from meshrl.orchestrator.work.task_schedule import TaskSchedule, TrainSource
 from meshrl.sampling.retry import RunError
 from meshrl.wire.errors import Reason
@@ -294,6 +295,43 @@ async def test_records_say_what_of_the_slots_was_idle_where_the_service_says_how
     else:
         assert all(0.5 <= idle <= 1.0 for idle, _ in shares), "8 rollouts a step never fill 16 slots"
         assert all(0.0 < tail <= idle for idle, tail in shares)
+
+
+async def test_each_evaluation_environment_has_its_own_interval_tasks_and_group_size(
+    mesh, script, make_config, start, tmp_path
+) -> None:
+    script.environments = {"echo": 50, "often": 9, "rarely": 9}
+    own = {"id": "often", "interval": 1, "num_examples": 2, "rollouts_per_example": 3, "sampling": {"max_tokens": 7}}
+    evals = {"interval": 2, "num_examples": 4, "eval_final": False, "env": [own, {"id": "rarely"}]}
+    config = make_config(mesh.services, max_async_level=0, max_steps=3, eval=evals)
+    async with start(config) as (loop, _):
+        await loop.train()
+    written = [line for line in records(tmp_path) if "eval/version" in line]
+    found = [
+        (line["step"], line.get("eval/often/asked"), line.get("eval/rarely/asked"), "eval/often/avg@3" in line)
+        for line in written
+    ]
+    assert found == [(0, 6, 4, True), (1, 6, None, True), (2, 6, 4, True), (3, 6, None, True)]
+    assert {(r.group_size, r.sampling.max_tokens) for r in script.requests if r.environment == "often"} == {(3, 7)}
+
+
+async def test_group_sizes_of_environments_reach_their_requests_and_the_batch(
+    mesh, script, make_config, start, tmp_path
+) -> None:
+    script.environments = {"pairs": 50, "fours": 50}
+    train = {"env": [{"id": "pairs", "group_size": 2, "ratio": 2.0}, {"id": "fours"}]}
+    async with start(make_config(mesh.services, train=train, max_async_level=1)) as (loop, ledger):
+        await loop.train()
+        ledger.end()
+    assert {(r.environment, r.group_size) for r in script.requests} == {("pairs", 2), ("fours", 4)}
+    assert {len(rollouts) for rollouts in script.batches.values()} <= {8, 10}
+    written = records(tmp_path)
+    assert written[0]["mixture/pairs/ratio"] == 0.5
+    trained = [(line["mixture/pairs/rollouts"], line["batch/rollouts"]) for line in written]
+    assert sum(share * size for share, size in trained) / sum(size for _, size in trained) == pytest.approx(
+        0.5, abs=0.1
+    )
+    assert audit(tmp_path).violations == ()
 
 
 async def test_a_config_that_does_not_fit_the_services_is_refused(mesh, make_config, start) -> None:

@@ -178,6 +178,22 @@ async def test_what_came_back_of_a_group_stays_when_its_service_is_lost(script) 
     assert (group.lost, group.failures, group.cut_short) == (0, [], "")
 
 
+async def test_groups_of_a_service_that_says_it_does_not_serve_move_though_their_streams_stand(script) -> None:
+    script.engine_version = 0
+    stuck, other = Host(script, {"echo": 50}, gate=asyncio.Event()), Host(script, {"echo": 50})
+    async with hosts(stuck, other) as addresses, pooled(addresses, unreachable_s=0.2) as pool:
+        pool.table.hosts[1].refuses_until_s = Clock().now() + 60.0
+        sampling = asyncio.create_task(sampler_of(pool).sample(ticket("echo", size=3), sampling=Sampling()))
+        await until(lambda: stuck.held)
+        pool.table.hosts[1].refuses_until_s = 0.0
+        assert stuck.server is not None
+        stuck.server.set_not_serving()
+        group = await asyncio.wait_for(sampling, 60.0)
+        assert pool.table.hosts[0].why == "its health says NOT_SERVING"
+    assert [request.group_size for request in other.asked] == [2]
+    assert (len(group.rollouts), group.cut_short) == (3, "")
+
+
 async def test_environments_of_one_service_wait_for_it_while_the_others_go_on(
     mesh, script, make_config, start, tmp_path, said
 ) -> None:
@@ -266,8 +282,8 @@ async def test_a_run_begins_without_a_service_that_it_does_not_need(
 
 
 @asynccontextmanager
-async def pooled(addresses: list[str]) -> AsyncIterator[RolloutPool]:
-    pool = RolloutPool(addresses, unreachable_s=60.0)
+async def pooled(addresses: list[str], unreachable_s: float = 60.0) -> AsyncIterator[RolloutPool]:
+    pool = RolloutPool(addresses, unreachable_s=unreachable_s)
     try:
         await pool.gather((), startup_s=60.0)
         async with pool.watching():

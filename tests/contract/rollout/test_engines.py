@@ -275,3 +275,14 @@ async def test_agents_that_train_become_rollouts_of_their_own(start_mesh, make_g
     assert pro.metrics["rounds"] == con.metrics["rounds"] == 1.0
     assert summary.finished == 1
     assert len(engine.requests) == 3
+
+
+async def test_an_environment_may_have_shorter_sequences_than_the_program(start_mesh, engine, make_group):
+    engine.reply = lambda request: "a" * 400
+    entries = [{"id": "mesh_echo", "name": "whole"}, {"id": "mesh_echo", "name": "short", "seq_len": 90}]
+    mesh = await start_mesh([engine], env=entries, seq_len=200, sampling={"max_tokens": 400, "temperature": 1.0})
+    lengths = {}
+    for name in ("whole", "short"):
+        rollout, _ = [event async for event in mesh.client.run_rollouts(make_group(environment=name))]
+        lengths[name] = rollout.num_tokens
+    assert lengths == {"whole": 200, "short": 90}

@@ -122,10 +122,11 @@ class EngineClient(Client):  # type: ignore[misc]  # verifiers is untyped for th
         self, session: Session, session_id: str, model: str, prompt_ids: list[int], sampling: SamplingConfig
     ) -> SampledCompletion:
         """Has an engine complete the prompt, and notes the call in the session. Raises ProviderError."""
-        room = self._seq_len - len(prompt_ids)
+        seq_len = self._seq_len if session.seq_len is None else min(session.seq_len, self._seq_len)
+        room = seq_len - len(prompt_ids)
         if room < 1:
             raise ProviderError(
-                f"Prompt length ({len(prompt_ids)}) exceeds maximum context length ({self._seq_len - 1}).",
+                f"Prompt length ({len(prompt_ids)}) exceeds maximum context length ({seq_len - 1}).",
                 status_code=400,
             )
         params = _NEUTRAL | sampling.model_dump(exclude_none=True)

@@ -45,6 +45,7 @@ class Session:
     `reachable`: set-up has come to its tool servers. `doing` says what it waits for afterwards, as far as its harness
     or its model call told.
     `stream` numbers the agent runs of one rollout and `started` the model calls of this one: each call draws anew.
+    `seq_len` is the environment's longest sequence, where it has one of its own.
     `scores_only`: nothing trains on its tokens, so the logprobs of any engine will do.
     """
 
@@ -59,6 +60,7 @@ class Session:
     scores_only: bool = False
     reachable: bool = False
     doing: str = ""
+    seq_len: int | None = None
 
     def next_seed(self, seed: int) -> int:
         """The seed of the next model call of a rollout with `seed`: that itself for the first, others far apart."""
