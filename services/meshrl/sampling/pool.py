@@ -170,6 +170,8 @@ class RolloutPool:
         if not why and host.state is not HostState.SERVING:
             infos = await client.list_environments(LOOK_DEADLINE_S)
             if differs := self._differs(host, infos):
+                if host.why != differs:
+                    logger.warning(f"the rollout service at {host.address} is not used: {differs}")
                 return HostState.AWAY, differs
             host.environments = self._without_orphans(host) | {info.name: info for info in infos}
         if await self._drains(host):

@@ -17,6 +17,7 @@ from meshrl.orchestrator.reports.wait_log import WaitLog
 from meshrl.sampling import pool as pool_module
 from meshrl.sampling.attempts import SamplerDeadlines
 from meshrl.sampling.groups import GroupTicket, TaskRef
+from meshrl.sampling.hosts import HostState
 from meshrl.sampling.pool import RolloutPool
 from meshrl.sampling.retry import RunError
 from meshrl.sampling.sampler import GroupSampler
@@ -279,6 +280,23 @@ async def test_a_run_begins_without_a_service_that_it_does_not_need(
         await absent.start()
     assert len(here.asked) == 4
     assert any(f"begins without the rollout service at {absent.address}" in line for line in said)
+
+
+async def test_a_service_that_comes_back_with_other_tasks_is_not_used_and_one_with_new_ones_is(script, said) -> None:
+    stays, changes = Host(script, {"echo": 50}), Host(script, {"echo": 50})
+    async with hosts(stays, changes) as addresses, pooled(addresses) as pool:
+        await changes.kill()
+        await until(lambda: pool.table.hosts[1].state is HostState.AWAY)
+        changes.environments = {"echo": 20}
+        await changes.start()
+        await until(
+            lambda: any(f"at {changes.address} is not used: environment 'echo' has 50 tasks" in line for line in said)
+        )
+        await changes.kill()
+        changes.environments = {"echo": 50, "new": 5}
+        await changes.start()
+        await until(lambda: pool.table.hosts[1].state is HostState.SERVING)
+        assert [host.address for host in pool.table.hosting("new")] == [changes.address]
 
 
 @asynccontextmanager
