@@ -1,0 +1,107 @@
+"""One run over three rollout services: two of Python, of which one is killed and comes back, and one of JavaScript."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import node_service
+from mesh_run import Run
+from meshrl.client import RolloutClient, WeightSyncClient
+from meshrl.orchestrator.ledger.audit import audit
+from trainer_kit import free_port
+
+pytestmark = [
+    pytest.mark.mesh,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(
+        shutil.which("npm") is None and "CI" not in os.environ, reason="a service in JavaScript needs Node.js and npm"
+    ),
+]
+UP_S = 300.0
+
+
+@pytest.fixture
+def start_program(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+    """Starts a program by hand, as a user would in another terminal."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(*command: str) -> subprocess.Popen[bytes]:
+        with (tmp_path / f"program_{len(started)}.txt").open("wb") as out:
+            started.append(subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait(10)
+
+
+async def serving(address: str) -> int:
+    """Waits for a rollout service; returns the rollouts that it has finished."""
+    async with RolloutClient(address) as client:
+        await client.wait_until_serving(UP_S)
+        return (await client.get_status()).finished
+
+
+async def test_services_of_two_languages_play_one_run_and_the_loss_of_one_costs_nothing(
+    start_run: Callable[..., Run],
+    start_program: Callable[..., subprocess.Popen[bytes]],
+    model_dir: Path,
+    tmp_path: Path,
+) -> None:
+    hub, dies, stays, node = (f"127.0.0.1:{free_port()}" for _ in range(4))
+
+    def program(name: str, address: str, *flags: str) -> tuple[str, ...]:
+        folder = tmp_path / f"{name}_{address.rpartition(':')[2]}"
+        own = ("--server.port", address.rpartition(":")[2], "--output-dir", str(folder))
+        return (sys.executable, "-m", f"meshrl.{name}.main", *own, *flags)
+
+    def rollout(address: str) -> tuple[str, ...]:
+        model = ("--model.name", str(model_dir), "--seq-len", "128", "--weights", hub)
+        return program("rollout", address, *model, "--env.0.id", "reverse_text")
+
+    start_program(*program("weights", hub))
+    first = start_program(*rollout(dies))
+    start_program(*rollout(stays))
+    start_program(*node_service.command(port=int(node.rpartition(":")[2]), hub=hub))
+    async with WeightSyncClient(hub) as weights:
+        await weights.wait_until_serving(UP_S)
+    for address in (dies, stays, node):
+        await serving(address)
+    run = start_run(
+        "--orchestrator.services.rollout", f"{dies},{stays},{node}", "--orchestrator.services.weights", hub,
+        "--orchestrator.train.env.0.id", "reverse_text", "--orchestrator.train.env.1.id", "node-copy",
+        "--orchestrator.train.env.1.name", "copy", "--orchestrator.train.env.1.group-size", "2",
+    )  # fmt: skip
+    run.wait_for(lambda: len(run.steps()) >= 3, UP_S)
+    assert await serving(dies) > 0
+    first.send_signal(signal.SIGKILL)
+    run.wait_for(lambda: f"the rollout service at {dies} is away" in run.log("orchestrator"), UP_S)
+    step = len(run.steps())
+    start_program(*rollout(dies))
+    run.wait_for(lambda: len(run.steps()) >= step + 2, UP_S)
+    run.wait_for(lambda: f"the rollout service at {dies} serves again" in run.log("orchestrator"), UP_S)
+    while not await serving(dies):
+        step = len(run.steps())
+        run.wait_for(lambda step=step: len(run.steps()) > step, UP_S)
+    run.process.send_signal(signal.SIGTERM)
+    assert run.finish(UP_S) == 0, run.console.read_text()
+    report = audit(run.output_dir)
+    assert report.violations == (), report.table()
+    failed = {reason: count for (state, reason), count in report.counts.items() if state == "failed"}
+    assert failed == {}, report.table()
+    for address in (dies, stays, node):
+        assert await serving(address) > 0
+    shares = [(record["mixture/reverse_text/rollouts"], record["mixture/copy/rollouts"]) for record in run.records()]
+    assert all(sum(pair) == pytest.approx(1.0) for pair in shares)
+    assert sum(copied for _, copied in shares) / len(shares) == pytest.approx(2 / 6, abs=0.15)
+    assert run.records()[0]["mixture/copy/ratio"] == pytest.approx(2 / 6)
+    assert not run.left_running()
