@@ -212,6 +212,7 @@ class RolloutPool:
         self.changed.beat()
         if state is HostState.SERVING:
             host.refuses_until_s = 0.0
+            host.achieved.clear()  # another process, as a rule: what the one before was slow at says nothing of it
             logger.info(f"the rollout service at {host.address} serves again, after {now_s - since_s:.0f} s")
         elif before is HostState.SERVING:
             alone = sorted(name for name in host.environments if not self.table.replaceable(host, name))
