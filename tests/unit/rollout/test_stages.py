@@ -1,0 +1,70 @@
+"""Which deadline a rollout oversteps, what is said of long waits, and the frames between front and worker."""
+
+from __future__ import annotations
+
+import pytest
+from loguru import logger
+
+from meshrl.core.config.shared import StageDeadlinesConfig
+from meshrl.rollout.engines.capacity import EpisodeSizes
+from meshrl.rollout.played import SerializedRollouts
+from meshrl.rollout.stages import RolloutStage, StageKind, overdue, shortest_s
+from meshrl.rollout.waiting_report import WaitingReport
+from meshrl.rollout.workers.frames import Channel, FrameKind, encode, pack_rollouts, unpack_rollouts
+
+
+@pytest.mark.parametrize(
+    ("kind", "began_s", "words"),
+    [
+        (StageKind.SETUP, 92.0, ""),
+        (StageKind.SETUP, 89.0, "longer in one stage than deadlines.setup_s = 10"),
+        (StageKind.TURN, 89.0, ""),
+        (StageKind.SCORING, 96.0, "longer in one stage than deadlines.scoring_s = 3"),
+        (StageKind.OTHER, 0.0, ""),
+    ],
+)
+def test_a_stage_is_held_against_its_own_deadline(kind, began_s, words):
+    deadlines = StageDeadlinesConfig(setup_s=10.0, scoring_s=3.0)
+    assert overdue(deadlines, RolloutStage("busy", began_s, kind), 0.0, 100.0) == words
+
+
+def test_the_whole_rollout_has_a_deadline_in_every_stage():
+    deadlines = StageDeadlinesConfig(rollout_s=60.0)
+    stage = RolloutStage("busy", 99.0, StageKind.TURN)
+    assert overdue(deadlines, stage, 39.0, 100.0) == "not finished within deadlines.rollout_s = 60"
+    assert overdue(deadlines, stage, 41.0, 100.0) == ""
+    assert (shortest_s(deadlines), shortest_s(StageDeadlinesConfig())) == (60.0, None)
+
+
+def test_long_waits_are_said_once_a_minute_by_environment_and_stage():
+    lines: list[str] = []
+    sink = logger.add(lambda message: lines.append(message.record["message"]), level="WARNING")
+    report = WaitingReport()
+    slow = RolloutStage("in its rewards and metrics", 0.0, StageKind.SCORING, worker="worker 2")
+    doing = [("judge", slow), ("judge", slow), ("quick", RolloutStage("in a model call", 90.0))]
+    try:
+        for now_s in (20.0, 100.0, 130.0, 161.0):
+            report.look(doing, now_s)
+    finally:
+        logger.remove(sink)
+    said = [line.split(";")[0] for line in lines]
+    assert said == [
+        "waiting for environment judge: 2 rollouts in its rewards and metrics, the longest for 100 s (worker 2)",
+        "waiting for environment judge: 2 rollouts in its rewards and metrics, the longest for 161 s (worker 2)",
+        "waiting for environment quick: 1 rollouts in a model call, the longest for 71 s",
+    ]
+
+
+def test_frames_arrive_whole_however_the_bytes_are_cut():
+    got: list[tuple[FrameKind, int, int, bytes]] = []
+    played = SerializedRollouts([b"one", b""], EpisodeSizes(7, 12.5, 2.0, 1.5))
+    sent = encode(FrameKind.FINISHED, 3, 1, pack_rollouts(played)) + encode(FrameKind.STOP)
+    for size in (1, 5, len(sent)):
+        got.clear()
+        channel = Channel(lambda *frame: got.append(frame))
+        for start in range(0, len(sent), size):
+            channel.data_received(sent[start : start + size])
+        assert got[1] == (FrameKind.STOP, 0, -1, b"")
+        kind, group, index, payload = got[0]
+        assert (kind, group, index) == (FrameKind.FINISHED, 3, 1)
+        assert unpack_rollouts(payload) == played
