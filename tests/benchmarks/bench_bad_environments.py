@@ -164,7 +164,8 @@ async def measure(client: RolloutClient, kind: str, options: argparse.Namespace)
     await healthy.end()
     words = "; ".join(f"{count} x {what}" for what, count in bad.words.most_common(2)) or "none has ended"
     failed = sum(count for what, count in healthy.words.items() if what != "finished")
-    return f"| {kind} | {alone:.1f} | {finding / alone:.2f} | {beside / alone:.2f} | {failed} | {words} |"
+    shares = " | ".join(f"{part / alone:.2f}" if alone else "-" for part in (finding, beside))
+    return f"| {kind} | {alone:.1f} | {shares} | {failed} | {words} |"
 
 
 async def main() -> None:
