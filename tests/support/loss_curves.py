@@ -29,24 +29,33 @@ from meshrl.training.parallel.rank_group import RankGroup
 from meshrl.wire.types import MicroBatch
 
 
-def stream_batch(step: int, *, dp_size: int, vocab_size: int) -> tuple[MicroBatch, ...]:
-    """The batch of a step: the same samples whatever the number of ranks, packed for it."""
+def stream_batch(
+    step: int, *, dp_size: int, vocab_size: int, prompt: int = 0, share: bool = False
+) -> tuple[MicroBatch, ...]:
+    """The batch of a step: the same samples whatever the number of ranks, packed for it.
+
+    With `prompt` they begin with so many tokens of one of two prompts, which rows hold once with `share`.
+    """
     source = np.random.default_rng(step)
+    prompts = source.integers(0, vocab_size, (2, prompt)) if prompt else np.zeros((2, 0), np.int64)
     samples = [
         TrainSample(
-            token_ids=source.integers(0, vocab_size, length).astype(np.int32),
-            loss_mask=np.arange(length) >= 2,
-            logprobs=(source.normal(scale=0.3, size=length) - np.log(vocab_size)).astype(np.float32),
+            token_ids=np.concatenate([prompts[index % 2], source.integers(0, vocab_size, length)]).astype(np.int32),
+            loss_mask=np.arange(prompt + length) >= max(2, prompt),
+            logprobs=(source.normal(scale=0.3, size=prompt + length) - np.log(vocab_size)).astype(np.float32),
             advantage=float(source.normal()),
             temperature=float(source.uniform(0.7, 1.3)),
+            group=str(index % 2),
         )
-        for length in source.integers(4, 40, 11)
+        for index, length in enumerate(source.integers(4, 40, 11))
     ]
-    return pack_samples(samples, seq_len=96, dp_size=dp_size).micro_batches
+    return pack_samples(samples, seq_len=96, dp_size=dp_size, min_shared_prefix=0.0 if share else None).micro_batches
 
 
 def curve(settings: dict[str, Any], model: str, steps: int) -> dict[str, Any]:
-    """One training. `max_logits_bytes` and `optim` among the settings are the learner's, the rest the model's."""
+    """One training. `prompt` and `share` among the settings are the stream's, `max_logits_bytes` and `optim` the
+    learner's, the rest the model's."""
+    stream = {name: settings.pop(name) for name in ("prompt", "share") if name in settings}
     logits_bytes = settings.pop("max_logits_bytes", None)
     optim = OptimConfig.model_validate({"lr": 1e-3, **settings.pop("optim", {})})
     config = TrainerModelConfig.model_validate({"name": model, "device": "cpu", **settings})
@@ -62,7 +71,8 @@ def curve(settings: dict[str, Any], model: str, steps: int) -> dict[str, Any]:
     )
     vocab_size = int(learner.model.config.vocab_size)
     results = [
-        learner.step(stream_batch(step, dp_size=parallel.plan.dp_size, vocab_size=vocab_size)) for step in range(steps)
+        learner.step(stream_batch(step, dp_size=parallel.plan.dp_size, vocab_size=vocab_size, **stream))
+        for step in range(steps)
     ]
     weights = gather_state(learner.model)
     return {

@@ -257,16 +257,23 @@ def _attention_with_prefixes(
         raise NotImplementedError(f"a sliding window of {window} tokens over a sample of {prefixes.longest}")
     if layout.fused is not None:
         return fused_prefix_attention(query_THD, key_TKD, value_TKD, layout.fused, prefixes, scale=scale)
-    out_THD: torch.Tensor = cpu_attention(
-        query_THD,
-        key_TKD,
-        value_TKD,
-        blocks=[block.gather for block in layout.blocks],
-        scatter=layout.scatter,
-        spans=prefixes.spans,
-        scale=scale,
-    )
+    out_THD: torch.Tensor = _attention_with_prefixes_by_blocks(query_THD, key_TKD, value_TKD, layout, prefixes, scale)
     return out_THD
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # as below
+def _attention_with_prefixes_by_blocks(
+    query_THD: torch.Tensor,
+    key_TKD: torch.Tensor,
+    value_TKD: torch.Tensor,
+    layout: PackedLayout,
+    prefixes: PrefixPlan,
+    scale: float,
+) -> torch.Tensor:
+    blocks = [block.gather for block in layout.blocks]
+    return cpu_attention(
+        query_THD, key_TKD, value_TKD, blocks=blocks, scatter=layout.scatter, spans=prefixes.spans, scale=scale
+    )
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # every row's blocks have other shapes: never compiled

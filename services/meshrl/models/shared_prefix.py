@@ -100,7 +100,6 @@ def merge(
 # --- the CPU: padded blocks of samples, then span by span ---------------------------------------------
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # every row's blocks have other shapes: never compiled
 def cpu_attention(
     query_THD: torch.Tensor,
     key_TKD: torch.Tensor,

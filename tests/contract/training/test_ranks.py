@@ -26,6 +26,7 @@ ON_TWO_RANKS: dict[str, dict[str, Any]] = {
     "muon": {"optim": {"type": "muon"}},
     "lora": {"lora": {"rank": 4}},
     "lora of half precision": {"lora": {"rank": 4}, "dtype": "bfloat16"},
+    "shared prompts": {"prompt": 12, "share": True},
 }
 ALONE: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -38,7 +39,9 @@ ALONE: dict[str, dict[str, Any]] = {
     "head in pieces": {"max_logits_bytes": 4096},
     "optimizer state on the host": {"optim_cpu_offload": True},
 }
-OF_THEIR_OWN = {name: ON_TWO_RANKS[name] for name in ("muon", "lora", "lora of half precision")}
+OF_THEIR_OWN = {name: ON_TWO_RANKS[name] for name in ("muon", "lora", "lora of half precision")} | {
+    "shared prompts": {"prompt": 12, "share": False},
+}
 TOLERANCES = {"muon": 1e-4, "lora of half precision": 1e-2}  # muon makes matrices orthogonal in bfloat16
 
 
@@ -94,7 +97,7 @@ def test_what_saves_memory_or_time_changes_no_number(name: str, alone: dict[str,
 @pytest.mark.parametrize("name", ON_TWO_RANKS)
 def test_two_ranks_train_as_one(name: str, alone: dict[str, Any], two_ranks: dict[str, Any]) -> None:
     plain, other = alone[name if name in OF_THEIR_OWN else "plain"], two_ranks[name]
-    assert other["tokens"] == plain["tokens"]
+    assert other["tokens"] == plain["tokens"]  # no loss token is lost, nor counted twice
     tolerance = TOLERANCES.get(name, 1e-5)
     assert other["loss"] == pytest.approx(plain["loss"], abs=tolerance)
     assert other["grad_norm"] == pytest.approx(plain["grad_norm"], rel=10 * tolerance)
