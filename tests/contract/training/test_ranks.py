@@ -79,7 +79,7 @@ def run(launcher: list[str], model: Path, result: Path, wanted: dict[str, Any]) 
     arguments = [loss_curves.__file__, str(model), str(result), str(STEPS), json.dumps(wanted)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, *launcher, *arguments], env=environment, capture_output=True, text=True, timeout=115
+        [sys.executable, *launcher, *arguments], env=environment, capture_output=True, text=True, timeout=220
     )
     assert done.returncode == 0, done.stderr[-3000:]
     curves: dict[str, Any] = json.loads(result.read_text())
