@@ -2,34 +2,46 @@
 
 Fed by verifiers with a task and the address of its interception server, which samples, records and scores. The
 harnesses that ship with verifiers start a program for each rollout; this one is a coroutine, so a rollout costs
-milliseconds. The hosting process lends it one set of HTTP connections for all rollouts and is told what each is doing
-(`hosted_by`); without a host a rollout has connections of its own.
+milliseconds. The hosting process (`hosted_by`) takes its turns without HTTP where nothing of verifiers' stands between
+(`Turns`), lends it one set of HTTP connections for the others, and is told what each rollout is doing; without a host a
+rollout has connections of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import aiohttp
 from verifiers.v1.clients import ModelContext
 from verifiers.v1.configs.harness import HarnessConfig
-from verifiers.v1.dialects.chat import message_to_wire
+from verifiers.v1.dialects.chat import message_to_wire, parse_message, parse_tools
 from verifiers.v1.errors import HarnessError, InterceptionError
 from verifiers.v1.harness import Harness, HarnessSession
 from verifiers.v1.harnesses.utils.compaction import CONTEXT_OVERFLOW_MARKERS, bound_tool_message
-from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
+from verifiers.v1.harnesses.utils.mcp import MCPConnection, call_mcp
 from verifiers.v1.runtimes import ProgramResult, Runtime
 from verifiers.v1.task import TaskData
 from verifiers.v1.trace import Trace
-from verifiers.v1.types import Messages
+from verifiers.v1.types import AssistantMessage, Message, Messages, Tool, ToolCall
 
-__all__ = ["HarnessHost", "InProcessHarness", "InProcessHarnessConfig", "hosted_by", "open_connections"]
+from meshrl.environments.tool_connections import ToolConnections
+
+__all__ = [
+    "ChatMessage",
+    "HarnessHost",
+    "InProcessHarness",
+    "InProcessHarnessConfig",
+    "RefusedCall",
+    "Turns",
+    "hosted_by",
+    "open_connections",
+]
 
 ChatMessage = dict[str, Any]
 """A message, or a tool, as the chat completions API writes it."""
@@ -39,15 +51,36 @@ OK = ProgramResult(exit_code=0, stdout="", stderr="")
 
 
 @dataclass(frozen=True)
+class RefusedCall:
+    """A model call that failed: the HTTP status and body that the interception server answers, or would answer."""
+
+    status: int
+    detail: str
+
+
+class Turns(Protocol):
+    """Takes the turns of one conversation in this process."""
+
+    def read(self, messages: Sequence[ChatMessage]) -> list[Message]:
+        """The conversation's next messages, typed."""
+
+    async def complete(self, messages: list[Message], tools: list[Tool]) -> AssistantMessage | RefusedCall | None:
+        """One completion; None when the rollout was stopped instead of answered."""
+
+
+@dataclass(frozen=True)
 class HarnessHost:
     """What the process that hosts the harness gives its conversations: connections, which they leave open, and a
     listener.
 
     `doing(trace_id, what)` is told what a conversation waits for besides the model, and "" when that is over.
+    `turns(trace_id)` takes its turns; None where they go over HTTP. `tools` are connections to its tool servers.
     """
 
     http: aiohttp.ClientSession
     doing: Callable[[str, str], None]
+    turns: Callable[[str], Turns | None] = lambda trace_id: None
+    tools: ToolConnections = field(default_factory=ToolConnections)
 
 
 _HOST: ContextVar[HarnessHost | None] = ContextVar("harness_host", default=None)
@@ -145,15 +178,20 @@ class ChatSession(HarnessSession):  # type: ignore[misc]  # verifiers is untyped
         self._stack = AsyncExitStack()
         self._host = _HOST.get()
         self._http: aiohttp.ClientSession | None = None
+        self._turns = None if self._host is None or tool_interception_url else self._host.turns(trace.id)
         self._tools: list[ChatMessage] = []
+        self._typed_tools: list[Tool] = []
         self._dispatch: dict[str, tuple[str, str]] = {}
-        self._servers: dict[str, object] = {}
+        self._servers: dict[str, MCPConnection] = {}
+        self._messages: list[ChatMessage] = []  # of a conversation over HTTP
+        self._typed: list[Message] = []  # of one whose turns are taken here
         system, prompt = harness.resolve_prompt(data)
-        self._messages: list[ChatMessage] = [{"role": "system", "content": system}] if system else []
+        if system:
+            self._add({"role": "system", "content": system})
         if isinstance(prompt, str):
-            self._messages.append({"role": "user", "content": prompt})
+            self._add({"role": "user", "content": prompt})
         elif prompt is not None:
-            self._messages.extend(message_to_wire(message) for message in prompt)
+            self._add(*map(message_to_wire, prompt))
 
     async def _run(self, messages: Messages | None) -> ProgramResult:
         return await self.segment(messages)
@@ -166,21 +204,17 @@ class ChatSession(HarnessSession):  # type: ignore[misc]  # verifiers is untyped
         """
         if self._http is None:
             await self._open()
-        self._messages.extend(message_to_wire(message) for message in messages or ())
+        self._add(*map(message_to_wire, messages or ()))
         while True:
             try:
-                reply = await self._complete()
+                calls = await self._complete()
             except ContextExhaustedError:  # a length limit, not a fault: the rollout is scored as it stands
                 self.trace.stop("max_total_tokens")
                 return OK
-            if reply is None:
-                return OK
-            self._messages.append(reply)
-            calls = reply.get("tool_calls")
             if not calls:
                 return OK
             for call in calls:
-                self._messages.append(await self._use_tool(call))
+                self._add(await self._use_tool(call))
 
     async def close(self) -> None:
         """Closes the tools, and connections of its own. Idempotent."""
@@ -196,35 +230,58 @@ class ChatSession(HarnessSession):  # type: ignore[misc]  # verifiers is untyped
             return
         timeout_s = self.harness.config.tool_timeout
         servers = {name: {"url": url, "timeout": timeout_s} for name, url in self.mcp_urls.items()}
+        connections = ToolConnections() if self._host is None else self._host.tools
         try:
             waits = f"waiting for tool servers ({', '.join(sorted(self.mcp_urls))}) to list their tools"
             with self._doing(waits):
                 async with asyncio.timeout(TOOL_DISCOVERY_DEADLINE_S):
-                    tools, self._dispatch, self._servers = await connect_mcp({"mcpServers": servers}, self._stack)
+                    connection = await connections.take(servers)
+                    self._stack.push_async_callback(connections.give_back, connection)
         except TimeoutError as error:
             names = ", ".join(sorted(self.mcp_urls))
             raise HarnessError(
                 f"tool servers ({names}) did not list their tools in {TOOL_DISCOVERY_DEADLINE_S:g} s"
             ) from error
+        self._dispatch, self._servers = connection.dispatch, connection.servers
         disabled = set(self.harness.config.disabled_tools or ())
-        self._tools = [tool for tool in tools if tool["function"]["name"] not in disabled]
+        self._tools = [tool for tool in connection.tools if tool["function"]["name"] not in disabled]
+        self._typed_tools = parse_tools(self._tools) or []
 
-    async def _complete(self) -> ChatMessage | None:
-        """One completion; None when the rollout was stopped instead of answered."""
+    def _add(self, *messages: ChatMessage) -> None:
+        if self._turns is None:
+            self._messages.extend(messages)
+        else:
+            self._typed.extend(self._turns.read(messages))
+
+    async def _complete(self) -> list[ToolCall]:
+        """Adds one completion; returns the tools that it calls, none also when the rollout was stopped instead."""
+        reply = await (
+            self._ask_server() if self._turns is None else self._turns.complete(self._typed, self._typed_tools)
+        )
+        if isinstance(reply, AssistantMessage):
+            if self._turns is not None:
+                self._typed.append(reply)
+            return reply.tool_calls or []
+        if reply is None or self.trace.stop_condition is not None:
+            return []
+        overflow = reply.status in (400, 413) and any(
+            marker in reply.detail.casefold() for marker in CONTEXT_OVERFLOW_MARKERS
+        )
+        if overflow and self.trace.num_turns:
+            raise ContextExhaustedError(reply.detail)
+        raise HarnessError(f"model call answered {reply.status}: {reply.detail[-2000:]}")
+
+    async def _ask_server(self) -> AssistantMessage | RefusedCall:
+        """One completion from the interception server, which the conversation keeps as it came."""
         body: dict[str, object] = {"model": self.ctx.model, "messages": self._messages}
         if self._tools:
             body["tools"] = self._tools
         status, raw = await self._post(f"{self.endpoint}/chat/completions", body)
-        if status == 200:
-            message: ChatMessage = json.loads(raw)["choices"][0]["message"]
-            return message
-        if self.trace.stop_condition is not None:
-            return None
-        detail = raw.decode(errors="replace")
-        overflow = status in (400, 413) and any(marker in detail.casefold() for marker in CONTEXT_OVERFLOW_MARKERS)
-        if overflow and self.trace.num_turns:
-            raise ContextExhaustedError(detail)
-        raise HarnessError(f"model call answered {status}: {detail[-2000:]}")
+        if status != 200:
+            return RefusedCall(status, raw.decode(errors="replace"))
+        message = json.loads(raw)["choices"][0]["message"]
+        self._messages.append(message)
+        return parse_message(message)
 
     async def _post(self, url: str, body: Mapping[str, object]) -> tuple[int, bytes]:
         assert self._http is not None  # opened by the segment
@@ -235,9 +292,9 @@ class ChatSession(HarnessSession):  # type: ignore[misc]  # verifiers is untyped
         except aiohttp.ClientError as error:
             raise InterceptionError(f"no answer from the interception server at {url}: {error}") from error
 
-    async def _use_tool(self, call: ChatMessage) -> ChatMessage:
+    async def _use_tool(self, call: ToolCall) -> ChatMessage:
         """Runs one tool call and returns its message; what goes wrong is told to the model."""
-        name, arguments = call["function"]["name"], call["function"].get("arguments") or "{}"
+        name, arguments = call.name, call.arguments or "{}"
         try:
             parsed = json.loads(arguments)
         except json.JSONDecodeError as error:
@@ -245,12 +302,12 @@ class ChatSession(HarnessSession):  # type: ignore[misc]  # verifiers is untyped
             content: object = f"error: the arguments are not JSON ({error}); send the call again with valid JSON"
         else:
             content = f"error: the arguments must be a JSON object, got {type(parsed).__name__}; send an object"
-        denied = await self._gate(call["id"], name, arguments if parsed is None else parsed)
+        denied = await self._gate(call.id, name, arguments if parsed is None else parsed)
         if denied is not None:
             return dict(bound_tool_message(denied))
         if isinstance(parsed, dict):
             content = await self._call_tool(name, parsed)
-        message = {"role": "tool", "tool_call_id": call["id"], "name": name, "content": content}
+        message = {"role": "tool", "tool_call_id": call.id, "name": name, "content": content}
         return dict(bound_tool_message(message))
 
     async def _call_tool(self, name: str, arguments: Mapping[str, object]) -> object:

@@ -78,6 +78,7 @@ class GroupEpisodes:
 
         Raises nothing but CancelledError.
         """
+        await self._hosted.turn()  # groups may come a hundred at a time
         sessions: dict[str, Session] = {}
         request = self._request
         self._playing[index] = _Progress()

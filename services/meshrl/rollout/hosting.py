@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
@@ -40,8 +40,11 @@ from meshrl.core.config.shared import EnvConfig
 from meshrl.environments.harness import HarnessHost, hosted_by, open_connections
 from meshrl.environments.missing import why_not_loaded
 from meshrl.environments.plugins import plugin_id, split_choice
+from meshrl.environments.tool_connections import ToolConnections
+from meshrl.rollout import caches
 from meshrl.rollout.engines.chat_servers import ChatServers, refuse_training
 from meshrl.rollout.engines.model_client import EngineClient, EngineInterception
+from meshrl.rollout.engines.pace import Pace
 from meshrl.rollout.tasks import TaskSource
 from meshrl.wire.types import EnvironmentInfo, RolloutRequest, Sampling
 
@@ -72,6 +75,7 @@ class HostedEnvironment:
         self._default_sampling = default_sampling
         self._package_version = _package_version(type(env.taskset).__module__)
         self._host: HarnessHost | None = None
+        self._pace = Pace()
         self._gives_tokens = True
         self._endpoint = TrainClientConfig(base_url="http://engine-pool.invalid/v1", api_key_var="MESHRL_API_KEY")
 
@@ -89,14 +93,25 @@ class HostedEnvironment:
     @asynccontextmanager
     async def serving(self, client: PolicyClient) -> AsyncIterator[None]:
         """Holds the environment's shared tools and interception server, with the policy's calls going to `client`."""
-        async with self.env.serving(), open_connections() as http:
-            self._host = HarnessHost(http, client.doing)
+        async with self.env.serving(), open_connections() as http, AsyncExitStack() as stack:
+            # A server that is told whose call it answers has an address of its own for each rollout.
+            shared = frozenset(server.url for server in self.env._shared_tools.values() if not server.state_secret)
+            tools = ToolConnections(shared)
+            stack.push_async_callback(tools.close)
             self._gives_tokens = isinstance(client, EngineClient)
-            if not self._gives_tokens:  # a harness may then read a completion as it is made
+            if isinstance(client, EngineClient):
+                self._host = HarnessHost(http, client.doing, client.turns, tools)
+                self._pace = client.pace
+            else:  # a harness may then read a completion as it is made
+                self._host = HarnessHost(http, client.doing, tools=tools)
                 self._endpoint = EvalClientConfig(base_url="http://chat-servers.invalid/v1", api_key_var="")
             # The one reach into verifiers: 0.4 takes no interception of one's own. A contract test guards it.
             self.env._interception = EngineInterception(self.env._interception, client, self._endpoint)
             yield
+
+    async def turn(self) -> None:
+        """Returns when this process has time for another rollout's work."""
+        await self._pace.turn()
 
     def check(self, request: RolloutRequest) -> None:
         """Raises MeshError INVALID_REQUEST for rollouts that this server cannot play as they are asked for."""
@@ -127,6 +142,7 @@ def load(
     Raises ConfigError when it cannot be found, its options are wrong, or its own code fails.
     """
     name = config.resolved_name
+    caches.remember()
     resolved = configured(config, harness=harness, max_turns=max_turns)
     try:
         env = load_environment(resolved)

@@ -1,4 +1,4 @@
-"""Connections of the in-process harness to the interception server of its own process."""
+"""Connections of the in-process harness to the interception server of its process: none but where a task needs it."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -30,18 +30,31 @@ async def watched_connects(monkeypatch: pytest.MonkeyPatch, port: int, before=No
 
 
 def interception_port(mesh) -> int:
-    return mesh.runner.environments["mesh_echo"].hosted.env._interception._inner.port
+    (player,) = mesh.runner.environments.values()
+    return player.hosted.env._interception._inner.port
+
+
+POLICED = [{"id": "mesh_policed"}]
+"""A taskset whose task looks at requests: its turns go over HTTP."""
 
 
 async def play(mesh, request) -> list[Rollout]:
     return [event async for event in mesh.client.run_rollouts(request)][:-1]
 
 
-async def test_rollouts_one_after_another_share_a_connection(start_mesh, engine, make_group, monkeypatch):
+async def test_a_taskset_that_polices_nothing_needs_no_connection(start_mesh, engine, make_group, monkeypatch):
     mesh = await start_mesh([engine])
     async with watched_connects(monkeypatch, interception_port(mesh)) as made:
+        events = await play(mesh, make_group(group_size=4))
+    assert [type(event) for event in events] == [Rollout] * 4
+    assert made == []
+
+
+async def test_rollouts_one_after_another_share_a_connection(start_mesh, engine, make_group, monkeypatch):
+    mesh = await start_mesh([engine], env=POLICED)
+    async with watched_connects(monkeypatch, interception_port(mesh)) as made:
         for _ in range(6):
-            (rollout,) = await play(mesh, make_group())
+            (rollout,) = await play(mesh, make_group(environment="mesh_policed"))
             assert getattr(rollout, "message", "") == ""
     assert len(made) == 1
 
@@ -49,15 +62,17 @@ async def test_rollouts_one_after_another_share_a_connection(start_mesh, engine,
 async def test_rollouts_at_the_same_time_need_a_connection_each_and_no_more(
     start_mesh, engine, make_group, monkeypatch
 ):
-    mesh = await start_mesh([engine])
+    mesh = await start_mesh([engine], env=POLICED)
     async with watched_connects(monkeypatch, interception_port(mesh)) as made:
         for _ in range(3):
-            assert [type(event) for event in await play(mesh, make_group(group_size=4))] == [Rollout] * 4
+            assert [
+                type(event) for event in await play(mesh, make_group(environment="mesh_policed", group_size=4))
+            ] == [Rollout] * 4
     assert 1 <= len(made) <= 4
 
 
 async def test_an_event_loop_that_is_busy_for_a_minute_fails_no_rollout(start_mesh, engine, make_group, monkeypatch):
-    mesh = await start_mesh([engine])
+    mesh = await start_mesh([engine], env=POLICED)
     loop = asyncio.get_running_loop()
     clock = loop.time
 
@@ -67,7 +82,7 @@ async def test_an_event_loop_that_is_busy_for_a_minute_fails_no_rollout(start_me
             await asyncio.sleep(0)
 
     async with watched_connects(monkeypatch, interception_port(mesh), busy_for_a_minute) as made:
-        (event,) = await play(mesh, make_group(deadline_s=LONG_S))
+        (event,) = await play(mesh, make_group(environment="mesh_policed", deadline_s=LONG_S))
     assert len(made) == 1
     assert getattr(event, "message", "") == ""
     assert isinstance(event, Rollout)

@@ -9,6 +9,7 @@ import pytest
 import uvicorn
 from mcp.server.mcpserver import MCPServer
 from mcp.server.transport_security import TransportSecuritySettings
+from verifiers.v1.harnesses.utils.mcp import MCPConnection
 
 TOOL_CALL, TOOL_CALL_END = 99, 100  # where the fixture's tokenizer has its two marks
 
@@ -80,3 +81,41 @@ async def test_a_rollout_whose_tool_is_late_names_the_tool(start_mesh, make_grou
     request = make_group(environment="mesh_tools", deadline_s=3.0)
     failure, _ = [event async for event in mesh.client.run_rollouts(request)]
     assert failure.message.startswith("not finished within deadline_s = 3: it was in a call of tool text_wait")
+
+
+async def test_rollouts_share_the_connection_to_a_shared_tool_server(
+    start_mesh, make_group, engine, tokens, tools_url, monkeypatch
+):
+    """Kept from one rollout to the next, but not after a call on it was broken off."""
+    opened, serve = [], MCPConnection.serve
+
+    async def watched(self, *args):
+        opened.append(self)
+        await serve(self, *args)
+
+    monkeypatch.setattr(MCPConnection, "serve", watched)
+    mesh = await start_mesh(
+        [engine],
+        env=[{"id": "mesh_tools", "args": {"tools_url": tools_url}}],
+        renderer={"name": "default", "tool_parser": "qwen3"},
+        sampling={"max_tokens": 100},
+        seq_len=1024,
+    )
+
+    async def play(tool: str, arguments: str, deadline_s: float = 120.0) -> object:
+        engine.requests.clear()
+        call = [TOOL_CALL, *tokens(f'{{"name": "{tool}", "arguments": {arguments}}}'), TOOL_CALL_END]
+        engine.reply = lambda request: call if len(engine.requests) == 1 else tokens("5")
+        request = make_group(environment="mesh_tools", deadline_s=deadline_s)
+        event, _ = [event async for event in mesh.client.run_rollouts(request)]
+        return event
+
+    for _ in range(3):
+        rollout = await play("text_length", '{"word": "house"}')
+        assert rollout.num_turns == 2
+    assert len(opened) == 1
+    failure = await play("text_wait", "{}", deadline_s=3.0)
+    assert "text_wait" in failure.message
+    rollout = await play("text_length", '{"word": "house"}')
+    assert rollout.num_turns == 2
+    assert len(opened) == 2

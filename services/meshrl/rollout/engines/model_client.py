@@ -23,14 +23,16 @@ from verifiers.v1.errors import ProviderError
 from verifiers.v1.graph import PendingTurn
 from verifiers.v1.interception import Interception, Slot
 from verifiers.v1.session import RolloutSession
-from verifiers.v1.types import Response, SamplingConfig
+from verifiers.v1.types import Message, Response, SamplingConfig, Tool
 
 from meshrl.core.telemetry.tracing import context_from
 from meshrl.rollout.engines.answers import SampledCompletion, read
 from meshrl.rollout.engines.logprobs_mode import reshaping
+from meshrl.rollout.engines.pace import Pace
 from meshrl.rollout.engines.rendering import PolicyRenderer, UnrenderableError
 from meshrl.rollout.engines.router import EngineRefusedError, EngineRouter
 from meshrl.rollout.engines.sessions import Call, Session, SessionBook
+from meshrl.rollout.engines.turns import DirectTurns, plays_in_process
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Sampling
 
@@ -42,7 +44,7 @@ without anybody knowing."""
 class EngineClient(Client):  # type: ignore[misc]  # verifiers is untyped for the checker
     """Samples the policy's turns from the engines, and keeps which version sampled which token.
 
-    `seq_len` bounds prompt plus completion, in tokens.
+    `seq_len` bounds prompt plus completion, in tokens. `pace` is what the rollouts of this process share the loop by.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class EngineClient(Client):  # type: ignore[misc]  # verifiers is untyped for th
         self._router = router
         self._book = book
         self._seq_len = seq_len
+        self.pace = Pace()
 
     async def get_response(
         self,
@@ -63,19 +66,37 @@ class EngineClient(Client):  # type: ignore[misc]  # verifiers is untyped for th
         turn: PendingTurn | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> Response:
-        """One completion of a turn. Raises ProviderError; the session's `failure` then says what to report."""
+        """One completion of a request that came over HTTP; `raw` is what is answered. Raises as `respond` does."""
         if not isinstance(dialect, ChatDialect):
             raise ProviderError(
                 f"the policy speaks the chat completions API only, got {type(dialect).__name__};"
                 " use a harness that calls /v1/chat/completions",
                 status_code=400,
             )
-        session, model = self._book.get(session_id or "") or Session(), str(body["model"])
-        if turn is None:
-            request = dialect.parse_request(body)
-            messages, tools, tail = request.messages, request.tools, []
+        model = str(body["model"])
+        if turn is not None:
+            response = await self.respond(model, sampling, session_id or "", turn)
         else:
-            messages, tools, tail = turn.prompt, turn.tools, turn.tail
+            request = dialect.parse_request(body)
+            response = await self._respond(model, sampling, session_id or "", None, request.messages, request.tools, [])
+        response.raw = serialize_completion(response, model)
+        return response
+
+    async def respond(self, model: str, sampling: SamplingConfig, session_id: str, turn: PendingTurn) -> Response:
+        """One completion of a turn. Raises ProviderError; the session's `failure` then says what to report."""
+        return await self._respond(model, sampling, session_id, turn, turn.prompt, turn.tools, turn.tail)
+
+    async def _respond(
+        self,
+        model: str,
+        sampling: SamplingConfig,
+        session_id: str,
+        turn: PendingTurn | None,
+        messages: list[Message],
+        tools: list[Tool] | None,
+        tail: list[Message],
+    ) -> Response:
+        session = self._book.get(session_id) or Session()
         wire_tools = [tool_to_wire(tool) for tool in tools] if tools else None
         if wire_tools and not self._renderer.supports_tools:
             raise ProviderError(
@@ -89,7 +110,7 @@ class EngineClient(Client):  # type: ignore[misc]  # verifiers is untyped for th
         with self._tracer.start_as_current_span(
             f"chat {model}", context=context_from(session.traceparent), kind=SpanKind.CLIENT
         ) as span:
-            sampled = await self._sample(session, session_id or "", model, prompt.token_ids, sampling)
+            sampled = await self._sample(session, session_id, model, prompt.token_ids, sampling)
             span.set_attributes(
                 {
                     "gen_ai.operation.name": "chat",
@@ -114,9 +135,7 @@ class EngineClient(Client):  # type: ignore[misc]  # verifiers is untyped for th
             "tool_calls": parsed.tool_calls,
             "prompt_attribution": prompt.attribution,
         }
-        response = response_from_generate(generated, model, turn if prompt.bridged else None)
-        response.raw = serialize_completion(response, model)
-        return response
+        return response_from_generate(generated, model, turn if prompt.bridged else None)
 
     async def _sample(
         self, session: Session, session_id: str, model: str, prompt_ids: list[int], sampling: SamplingConfig
@@ -145,7 +164,10 @@ class EngineClient(Client):  # type: ignore[misc]  # verifiers is untyped for th
             used = {name: params[name] for name in _NEUTRAL}
             need = replace(need, reshaped_by=reshaping(Sampling(**used)))
         try:
-            sampled = read(await self._router.generate(session, session_id, json.dumps(request).encode(), need))
+            answer = await self._router.generate(session, session_id, json.dumps(request).encode(), need)
+            session.doing = ""
+            await self.pace.turn()  # answers may come a thousand at a time
+            sampled = read(answer)
             for start, end, version in sampled.spans:
                 if not need.met_by(version):
                     raise MeshError(
@@ -176,6 +198,16 @@ class EngineClient(Client):  # type: ignore[misc]  # verifiers is untyped for th
         if (session := self._book.get(session_id)) is not None:
             session.reachable = True
 
+    def take_here(self, run: RolloutSession) -> None:
+        """The turns of an agent's run are to be taken in this process."""
+        if (session := self._book.get(run.trace.id)) is not None:
+            session.turns = DirectTurns(run, self)
+
+    def turns(self, session_id: str) -> DirectTurns | None:
+        """What takes an agent's turns in this process; None where they go over HTTP."""
+        session = self._book.get(session_id)
+        return None if session is None else session.turns
+
 
 class PolicyTurns(Protocol):
     """Samples the policy's turns, and is told when an agent has got the address for them."""
@@ -200,8 +232,11 @@ class EngineInterception(Interception):  # type: ignore[misc]  # verifiers is un
 
     @asynccontextmanager
     async def acquire(self, session: RolloutSession) -> AsyncIterator[Slot]:
+        ours = session.ctx.client == self._endpoint  # an agent with an endpoint of its own keeps it
         self._client.reachable(session.trace.id)
+        if ours and isinstance(self._client, EngineClient) and plays_in_process(session):
+            self._client.take_here(session)
         async with self._inner.acquire(session) as slot:
-            if session.ctx.client == self._endpoint:  # an agent with an endpoint of its own keeps it
+            if ours:
                 session.client = self._client
             yield slot

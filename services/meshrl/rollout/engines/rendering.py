@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from loguru import logger
 from pydantic import TypeAdapter, ValidationError
@@ -20,6 +21,7 @@ from verifiers.v1.graph import PendingTurn
 from verifiers.v1.types import Message
 
 from meshrl.core.config import ConfigError
+from meshrl.rollout.engines.render_cache import PROMPT_TOKENS, RenderCache, quicken, remember_prefixes
 
 INLINE_CHARACTERS = 16_384
 """Prompts up to this long are tokenized on the event loop: the hop to a thread would cost more than the work."""
@@ -50,6 +52,7 @@ class PolicyRenderer:
     def __init__(self, renderer: Renderer) -> None:
         self._renderer = renderer
         self._lock = asyncio.Lock()
+        self._first_prompts = RenderCache[RenderedTokens](PROMPT_TOKENS)
         self.stop_token_ids: tuple[int, ...] = tuple(renderer.get_stop_token_ids())
         self.supports_tools: bool = getattr(renderer, "supports_tools", True)
 
@@ -67,14 +70,22 @@ class PolicyRenderer:
         wire_tail: list[WireMessage] = [message_to_wire(message) for message in tail]
         previous = turn.previous_renderer_token_ids() if turn is not None and _can_be_appended(wire_tail) else None
 
+        # The rollouts of a group begin with the same prompt.
+        key = None if turn is not None and turn.prefix_node_ids else RenderCache.key(wire, tools)
+
         def render() -> RenderedPrompt:
             if previous is not None:
                 bridged = self._renderer.bridge_to_next_turn(*previous, wire_tail, tools=tools)
                 if bridged is not None:
                     return RenderedPrompt(token_ids=bridged.token_ids, attribution=bridged, bridged=True)
-            rendered = self._renderer.render(wire, tools=tools, add_generation_prompt=True)
+            rendered = self._first_prompts.get(key)
+            if rendered is None:
+                rendered = self._renderer.render(wire, tools=tools, add_generation_prompt=True)
+                self._first_prompts.put(key, rendered, len(rendered.token_ids))
             return RenderedPrompt(token_ids=rendered.token_ids, attribution=rendered, bridged=False)
 
+        if self._first_prompts.get(key) is not None:
+            return render()
         contents = [message.get("content") for message in wire]
         characters = sum(len(content) for content in contents if isinstance(content, str | list))
         async with self._lock:
@@ -108,6 +119,13 @@ def load_renderer(tokenizer: str, options: Mapping[str, object]) -> Renderer:
         loaded = load_tokenizer(tokenizer)
     except (OSError, ValueError) as error:
         raise ConfigError(f"rollout.tokenizer: cannot load {tokenizer!r}: {error}") from error
+    quicken(loaded)
+    renderer = _create(loaded, tokenizer, options)
+    remember_prefixes(renderer)
+    return renderer
+
+
+def _create(loaded: Any, tokenizer: str, options: Mapping[str, object]) -> Renderer:
     if options:
         try:
             return create_renderer(loaded, TypeAdapter(RendererConfig).validate_python(dict(options)))

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from meshrl.rollout.engines.engine_table import Requirement
 from meshrl.wire.errors import MeshError
 from meshrl.wire.types import VersionSpan
+
+if TYPE_CHECKING:
+    from meshrl.rollout.engines.turns import DirectTurns
 
 # Far apart modulo 2**63, the range that vLLM takes, so that neighbouring seeds of a group do not meet.
 CALL_STRIDE = 0x1E3779B97F4A7C15
@@ -42,6 +46,7 @@ class Call:
 class Session:
     """One agent's run. `engine` is the URL that answered last; `failure` says why a model call could not be made.
 
+    `turns` takes its turns in this process; None while it has none, or where they go over HTTP.
     `reachable`: set-up has come to its tool servers. `doing` says what it waits for afterwards, as far as its harness
     or its model call told.
     `stream` numbers the agent runs of one rollout and `started` the model calls of this one: each call draws anew.
@@ -61,6 +66,7 @@ class Session:
     reachable: bool = False
     doing: str = ""
     seq_len: int | None = None
+    turns: DirectTurns | None = None
 
     def next_seed(self, seed: int) -> int:
         """The seed of the next model call of a rollout with `seed`: that itself for the first, others far apart."""

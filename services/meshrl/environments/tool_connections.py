@@ -1,0 +1,111 @@
+"""Keeps connections to tool servers that all rollouts of an environment share, from one rollout to the next.
+
+Lent by the host of the in-process harness to its conversations. Opening one costs as much as many calls: a handshake, a
+listing of the tools, and certificates read for a server that has none. Only what cannot tell rollouts apart is kept: a
+shared server at one address for all, and a protocol without sessions.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from verifiers.v1.harnesses.utils.mcp import MCPConnection, connect_mcp
+
+IDLE_AT_MOST = 512
+KEPT_S = 60.0
+"""After so long the server is asked again which tools it has."""
+
+Servers = Mapping[str, Mapping[str, object]]
+"""Tool servers by name: `url` and `timeout` of each."""
+
+
+@dataclass(eq=False)
+class ToolConnection:
+    """Open connections to the tool servers of one rollout, and the tools that they listed, as the chat API has them."""
+
+    key: str
+    stack: AsyncExitStack
+    tools: list[dict[str, Any]]
+    dispatch: dict[str, tuple[str, str]]
+    servers: dict[str, MCPConnection]
+    opened_s: float
+
+    @property
+    def without_sessions(self) -> bool:
+        """True while all are up and speak a protocol in which the server keeps nothing between two calls."""
+        from mcp_types.version import MODERN_PROTOCOL_VERSIONS  # only tasksets with tools load it
+
+        return all(
+            server.task is not None
+            and not server.task.done()
+            and server.ready is not None
+            and server.ready.done()
+            and server.ready.result().protocol_version in MODERN_PROTOCOL_VERSIONS
+            for server in self.servers.values()
+        )
+
+
+class ToolConnections:
+    """Connections that wait for their next rollout. `shared`: addresses that are the same for all rollouts."""
+
+    def __init__(self, shared: frozenset[str] = frozenset(), clock: Callable[[], float] = time.monotonic) -> None:
+        self._shared = shared
+        self._clock = clock
+        self._idle: defaultdict[str, list[ToolConnection]] = defaultdict(list)
+
+    async def take(self, servers: Servers) -> ToolConnection:
+        """Connections to `servers`: kept ones, or new ones. Raises what connecting raises."""
+        key = repr(sorted((name, *sorted(spec.items())) for name, spec in servers.items()))
+        while idle := self._idle[key]:
+            kept = idle.pop()
+            if self._clock() - kept.opened_s < KEPT_S and kept.without_sessions:
+                return kept
+            await kept.stack.aclose()
+        _share_certificates()
+        async with AsyncExitStack() as stack:
+            tools, dispatch, opened = await connect_mcp({"mcpServers": servers}, stack)
+            return ToolConnection(key, stack.pop_all(), tools, dispatch, opened, self._clock())
+
+    async def give_back(self, connection: ToolConnection) -> None:
+        """Keeps connections for the next rollout where that cannot matter to it; else closes them."""
+        shared = all(server.spec["url"] in self._shared for server in connection.servers.values())
+        idle = self._idle[connection.key]
+        if shared and connection.without_sessions and len(idle) < IDLE_AT_MOST:
+            idle.append(connection)
+            return
+        if not idle:
+            del self._idle[connection.key]
+        await connection.stack.aclose()
+
+    async def close(self) -> None:
+        """Closes what waits."""
+        waiting = [connection for idle in self._idle.values() for connection in idle]
+        self._idle.clear()
+        for connection in waiting:
+            await connection.stack.aclose()
+
+
+@functools.cache
+def _share_certificates() -> None:
+    """Has the HTTP client of the tools' protocol read the system's certificates once; each connection reads them anew,
+    also one without TLS, which takes 20 ms of the event loop."""
+    default: Any = import_module("httpx2._transports.default")  # only tasksets with tools load it
+    inner = default.create_ssl_context
+    usual: dict[bool, Any] = {}
+
+    @functools.wraps(inner)
+    def create_ssl_context(verify: Any = True, cert: Any = None, trust_env: bool = True) -> Any:
+        if verify is not True or cert is not None:
+            return inner(verify=verify, cert=cert, trust_env=trust_env)
+        if trust_env not in usual:
+            usual[trust_env] = inner(trust_env=trust_env)
+        return usual[trust_env]
+
+    default.create_ssl_context = create_ssl_context

@@ -1,0 +1,82 @@
+"""Remembers what pydantic, verifiers and tokenizers work out anew in every rollout though it never changes.
+
+Called once by whoever hosts environments. Each function is replaced by one with the same results, and only where the
+installed version still has it; the contract tests compare them. Together they were 40% of a rollout's CPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from types import MethodType, ModuleType
+from typing import Any
+
+import pydantic._internal._fields as pydantic_fields
+from verifiers.v1 import harness, rollout, session, task
+from verifiers.v1.utils import decorators, loaders
+
+KEPT = 4096
+"""Callables remembered, of each kind."""
+
+
+def remember() -> None:
+    """Puts the caches in place; a second call changes nothing."""
+    # Which default factories take the data validated so far: pydantic parses their signatures for each object it makes.
+    _replace((pydantic_fields,), "takes_validated_data_argument", functools.lru_cache(KEPT))
+    # Where a harness is found: a search of the import path for each episode.
+    _replace((loaders,), "harness_class", functools.lru_cache(KEPT))
+    _replace((decorators, harness, rollout, task), "discover_decorated", _remember_names)
+    _replace((decorators, rollout, session), "invoke", _remember_parameters)
+
+
+def _replace(
+    modules: tuple[ModuleType, ...], name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> None:
+    """Wraps the function that all of `modules` know by `name`."""
+    found = getattr(modules[0], name, None)
+    if found is None or hasattr(found, "__wrapped__"):
+        return
+    wrapped = wrap(found)
+    for module in modules:
+        if getattr(module, name, None) is found:
+            setattr(module, name, wrapped)
+
+
+def _remember_names(discover: Callable[[object, str], list[Callable[..., Any]]]) -> Callable[..., Any]:
+    """`discover_decorated`, which looks through all attributes of a class for those that are marked."""
+    names_of: dict[tuple[type, str], dict[str, None]] = {}
+
+    @functools.wraps(discover)
+    def remembered(obj: object, attr: str) -> list[Callable[..., Any]]:
+        key = (type(obj), attr)
+        if (names := names_of.get(key)) is not None and names.keys().isdisjoint(vars(obj)):
+            return [getattr(obj, name) for name in names]
+        found = discover(obj, attr)
+        names = {method.__name__: None for method in found}
+        plain = all(isinstance(method, MethodType) and method.__self__ is obj for method in found)
+        # What an instance itself carries may differ from one to the next; a method may be known by another name.
+        if plain and [getattr(obj, name, None) for name in names] == found and len(names_of) < KEPT:
+            names_of[key] = names
+        return found
+
+    return remembered
+
+
+def _remember_parameters(invoke: Callable[..., Any]) -> Callable[..., Any]:
+    """`invoke`, which reads a hook's signature to learn what it wants."""
+
+    wanted: dict[Callable[..., Any], tuple[str, ...]] = {}
+
+    @functools.wraps(invoke)
+    def remembered(fn: Callable[..., Any], available: dict[Any, Any]) -> Any:
+        if type(fn) is not MethodType or not all(type(key) is str for key in available):
+            return invoke(fn, available)
+        names = wanted.get(fn.__func__)
+        if names is None:
+            names = tuple(inspect.signature(fn).parameters)
+            if len(wanted) < KEPT:
+                wanted[fn.__func__] = names
+        return fn(**{name: available[name] for name in names if name in available})
+
+    return remembered

@@ -1,0 +1,107 @@
+"""Keeps the tokens of prompts that are rendered again and again: the first prompt of a group's rollouts, earlier turns.
+
+Used by `rendering` around a renderer and its tokenizer, which do the same work for each rollout of a group.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import time
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
+
+from renderers.base import Renderer
+from renderers.default import DefaultRenderer
+
+ValueT = TypeVar("ValueT")
+
+KEPT_S = 300.0
+"""A template may write the date into a prompt, so none is kept longer."""
+PROMPT_TOKENS = 256_000
+PREFIX_TOKENS = 1_000_000
+SHORT_TEXT = 64
+
+
+class RenderCache(Generic[ValueT]):
+    """Rendered prompts by what was rendered; the least used go first when they hold more than `max_tokens` together."""
+
+    def __init__(self, max_tokens: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._max_tokens = max_tokens
+        self._clock = clock
+        self._held: OrderedDict[str, tuple[ValueT, int, float]] = OrderedDict()
+        self._tokens = 0
+
+    @staticmethod
+    def key(*parts: object) -> str | None:
+        """None for what cannot be told apart by its JSON."""
+        try:
+            return json.dumps(parts)
+        except (TypeError, ValueError):
+            return None
+
+    def get(self, key: str | None) -> ValueT | None:
+        if key is None or (found := self._held.get(key)) is None:
+            return None
+        value, num_tokens, since_s = found
+        if self._clock() - since_s > KEPT_S:
+            del self._held[key]
+            self._tokens -= num_tokens
+            return None
+        self._held.move_to_end(key)
+        return value
+
+    def put(self, key: str | None, value: ValueT, num_tokens: int) -> None:
+        if key is None or key in self._held or num_tokens > self._max_tokens:
+            return
+        self._held[key] = (value, num_tokens, self._clock())
+        self._tokens += num_tokens
+        while self._tokens > self._max_tokens:
+            self._tokens -= self._held.popitem(last=False)[1][1]
+
+
+def remember_prefixes(renderer: Renderer) -> None:
+    """Has the renderer for unknown chat templates, which renders each prefix of a conversation at each turn anew, keep
+    them from one turn to the next."""
+    if type(renderer) is not DefaultRenderer or not hasattr(renderer, "_apply"):
+        return
+    apply = renderer._apply
+    cache: RenderCache[array[int]] = RenderCache(PREFIX_TOKENS)
+
+    def kept(messages: Any, *, tools: Any = None, add_generation_prompt: bool = False) -> list[int]:
+        key = cache.key(messages, tools, add_generation_prompt)
+        if (found := cache.get(key)) is not None:
+            return found.tolist()
+        token_ids: list[int] = apply(messages, tools=tools, add_generation_prompt=add_generation_prompt)
+        cache.put(key, array("q", token_ids), len(token_ids))
+        return token_ids
+
+    renderer._apply = kept
+
+
+def quicken(tokenizer: Any) -> None:
+    """Has a tokenizer decode a list of ids without looking at each first, and keep the ids of short texts.
+
+    Renderers decode every completion twice and encode the same header three times to read it.
+    """
+    decode, encode = tokenizer.decode, tokenizer.encode
+    one_by_one = getattr(tokenizer, "_decode", None)
+
+    def quick_decode(token_ids: Any, skip_special_tokens: bool = False, **options: Any) -> Any:
+        plain = type(token_ids) is list and token_ids and type(token_ids[0]) is int and not options
+        if one_by_one is None or not plain:
+            return decode(token_ids, skip_special_tokens=skip_special_tokens, **options)
+        return one_by_one(token_ids=token_ids, skip_special_tokens=skip_special_tokens)
+
+    @functools.lru_cache(256)
+    def short(text: str, add_special_tokens: bool) -> tuple[int, ...]:
+        return tuple(encode(text, add_special_tokens=add_special_tokens))
+
+    def quick_encode(text: Any, *args: Any, add_special_tokens: bool = True, **options: Any) -> Sequence[int]:
+        if type(text) is str and len(text) <= SHORT_TEXT and not args and not options:
+            return list(short(text, add_special_tokens))
+        return encode(text, *args, add_special_tokens=add_special_tokens, **options)  # type: ignore[no-any-return]  # transformers says Any
+
+    tokenizer.decode, tokenizer.encode = quick_decode, quick_encode
