@@ -1,0 +1,41 @@
+"""Holds every token that trains to what the engine generated, over many multi-turn conversations with tools.
+
+    python tests/benchmarks/bench_tokens.py --rollouts 500
+
+Weights are swapped all the time, also in the middle of a completion, and templates strip or rewrite earlier turns. Each
+completion must be in exactly one sample, bit for bit, behind just the tokens which the engine saw before it.
+"""
+
+import argparse
+import asyncio
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+
+TESTS = Path(__file__).parent.parent
+sys.path[:0] = [str(TESTS / "support"), str(TESTS / "contract" / "rollout" / "tasksets")]
+
+
+async def main() -> None:
+    from loguru import logger
+
+    from recorded_engine import CASES, play
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rollouts", type=int, default=500, help="rollouts of each kind of template")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    logger.remove()
+    warnings.simplefilter("ignore", DeprecationWarning)
+    print("| template | rollouts | turns | samples | trained tokens | versions | completions of two versions | equal |")
+    print("|---|---|---|---|---|---|---|---|", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        for number, case in enumerate(CASES):
+            seen = await play(case, options.rollouts, Path(folder) / str(number), seed=options.seed + number)
+            counts = (seen.rollouts, seen.turns, seen.samples, seen.tokens, len(seen.versions), seen.split)
+            print(f"| {case} | {' | '.join(f'{count:,}' for count in counts)} | all |", flush=True)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
