@@ -18,8 +18,8 @@ from mesh_run import Run
 from meshrl.environments.reverse_text.model import create_model
 from trainer_kit import free_port
 
-pytestmark = [pytest.mark.mesh, pytest.mark.timeout(420)]
-UP_S = 180.0
+pytestmark = [pytest.mark.mesh, pytest.mark.timeout(900)]
+UP_S = 240.0
 KEY = "a-key-of-the-engines"
 
 
@@ -71,7 +71,7 @@ def test_two_runs_in_a_row_train_against_one_kept_engine(
     served = []
     for name, more in (("one", ()), ("two", ("--model.name", str(other)))):
         run = start_run(*flags, *more, output_dir=tmp_path / name)
-        assert run.finish() == 0, run.console.read_text()
+        assert run.finish(deadline_s=360.0) == 0, run.console.read_text()
         assert run.steps() == [1, 2]
         assert "started inference" not in run.log("rl")
         assert f"engine {kept_engine} follows this hub" in run.log("weights")
