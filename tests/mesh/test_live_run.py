@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -294,6 +295,7 @@ def test_the_meshrl_command_looks_up_a_rollout_of_a_live_run(live_run: Run) -> N
     rollout_id = listed.splitlines()[1].split()[0]
     story = meshrl(run, "rollouts", "show", rollout_id, "--json")
     assert story["state"] == "trained"
+    assert re.fullmatch("[0-9a-f]{32}", story["trace_id"])
     assert isinstance(story["advantage"], float)
     assert story["group"]["group_id"] == story["group_id"]
     worst = meshrl(run, "rollouts", "worst", str(story["step"]), "--json")

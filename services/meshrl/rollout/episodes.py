@@ -100,6 +100,7 @@ class GroupEpisodes:
             if not request.scores_only:
                 refuse_without_tokens(rollouts)
             span.set_attribute("meshrl.reward", rollouts[0].reward)
+            span.set_attribute("meshrl.rollout_ids", [rollout.rollout_id for rollout in rollouts])
             return rollouts
         except BaseException as error:  # what breaks in a rollout is its own failure, reported with its type
             if isinstance(error, asyncio.CancelledError) and _asked_to_end():

@@ -49,7 +49,8 @@ def test_every_dependency_is_imported(folder: str, sources: str) -> None:
     imported = {name for text in texts for name in IMPORT.findall(text)}
     providers = packages_distributions()
     used = {each.lower().replace("_", "-") for name in imported for each in providers.get(name, ())}
-    assert sorted(wanted - used - {"vllm"}) == []
+    by_verifiers = {"textarena", "nltk"}  # its taskset textarena imports them
+    assert sorted(wanted - used - by_verifiers - {"vllm"}) == []
     assert "vllm" not in wanted or "vllm" in imported
 
 

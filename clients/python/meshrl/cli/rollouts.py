@@ -110,7 +110,7 @@ def show(folder: RunFolder, rollout_id: str, as_json: bool) -> None:
     story = dict(row)
     story["group"] = {**group[0], "states": [other["state"] for other in others]} if group else None
     story["advantage"] = json.loads(records[0]["record"])["advantages"].get(row["rollout_id"]) if records else None
-    story["trace_id"] = _trace_of(folder, row["group_id"], row["rollout_id"])
+    story["trace_id"] = _trace_of(folder, row["rollout_id"])
     kept = next((line for line in folder.samples(row["step"] or 0) if line["rollout_id"] == row["rollout_id"]), None)
     if as_json:
         print_json({**story, "kept": kept})
@@ -125,12 +125,13 @@ def show(folder: RunFolder, rollout_id: str, as_json: bool) -> None:
         _print_rollout(kept)
 
 
-def _trace_of(folder: RunFolder, group_id: str, rollout_id: str) -> str | None:
+def _trace_of(folder: RunFolder, rollout_id: str) -> str | None:
     """The trace of the rollout, where its span names it, else None."""
     for _, span in folder.spans():
         if span["name"] == "rl.rollout":
-            values = {pair["key"]: pair["value"].get("stringValue") for pair in span.get("attributes", ())}
-            if values.get("meshrl.rollout_id") == rollout_id and values.get("meshrl.group_id") == group_id:
+            values = {pair["key"]: pair["value"] for pair in span.get("attributes", ())}
+            ids = values.get("meshrl.rollout_ids", {}).get("arrayValue", {}).get("values", ())
+            if rollout_id in (each.get("stringValue") for each in ids):
                 return str(span["traceId"])
     return None
 
