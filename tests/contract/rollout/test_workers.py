@@ -147,7 +147,7 @@ async def test_a_killed_worker_costs_what_it_played_and_is_replaced(start_mesh, 
     (pid,) = await asyncio.to_thread(worker_pids)
     os.kill(pid, signal.SIGKILL)
     *failures, summary = await playing
-    message = "environment mesh_echo: its worker 1 was killed by SIGKILL (-9)"
+    message = "environment mesh_echo: its worker 1 was killed by SIGKILL (9)"
     assert [failure.message for failure in failures] == [message] * 2
     assert summary.failed == 2
     gate.opened.set()
