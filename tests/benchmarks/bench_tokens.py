@@ -8,13 +8,17 @@ completion must be in exactly one sample, bit for bit, behind just the tokens wh
 
 import argparse
 import asyncio
+import logging
+import os
 import sys
 import tempfile
 import warnings
 from pathlib import Path
 
 TESTS = Path(__file__).parent.parent
-sys.path[:0] = [str(TESTS / "support"), str(TESTS / "contract" / "rollout" / "tasksets")]
+PATHS = [str(TESTS / "support"), str(TESTS / "contract" / "rollout" / "tasksets")]
+sys.path[:0] = PATHS
+os.environ["PYTHONPATH"] = os.pathsep.join([*PATHS, *filter(None, [os.environ.get("PYTHONPATH")])])  # of the workers
 
 
 async def main() -> None:
@@ -24,15 +28,19 @@ async def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rollouts", type=int, default=500, help="rollouts of each kind of template")
+    parser.add_argument("--workers", type=int, default=0, help="worker processes that play them; 0 plays them here")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     logger.remove()
     warnings.simplefilter("ignore", DeprecationWarning)
     print("| template | rollouts | turns | samples | trained tokens | versions | completions of two versions | equal |")
     print("|---|---|---|---|---|---|---|---|", flush=True)
+    logging.disable(logging.INFO)
     with tempfile.TemporaryDirectory() as folder:
         for number, case in enumerate(CASES):
-            seen = await play(case, options.rollouts, Path(folder) / str(number), seed=options.seed + number)
+            seen = await play(
+                case, options.rollouts, Path(folder) / str(number), seed=options.seed + number, workers=options.workers
+            )
             counts = (seen.rollouts, seen.turns, seen.samples, seen.tokens, len(seen.versions), seen.split)
             print(f"| {case} | {' | '.join(f'{count:,}' for count in counts)} | all |", flush=True)
 

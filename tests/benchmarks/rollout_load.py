@@ -97,6 +97,8 @@ class LoadProcess:
 def _main(pipe: Connection, target: Target, number: int) -> None:
     if target.source is not None:
         sys.path[:0] = [f"{target.source}/services", f"{target.source}/clients/python"]
+        for name in [name for name in sys.modules if name.partition(".")[0] == "meshrl"]:
+            del sys.modules[name]  # what the benchmark itself had loaded from this tree
     with asyncio.Runner() as runner:
         runner.run(_serve(pipe, target, number))
 

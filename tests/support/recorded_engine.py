@@ -222,13 +222,16 @@ async def tool_server() -> AsyncIterator[str]:
     await task
 
 
-async def play(case: str, num_rollouts: int, folder: Path, *, seed: int = 0, group_size: int = 5) -> Compared:
+async def play(
+    case: str, num_rollouts: int, folder: Path, *, seed: int = 0, group_size: int = 5, workers: int = 0
+) -> Compared:
     """Plays conversations with a tool, and with a user, in equal parts, and compares their samples."""
     from opentelemetry.sdk.trace import TracerProvider
 
     from meshrl.rollout.config import RolloutConfig
     from meshrl.rollout.main import build
     from meshrl.rollout.service import RolloutServicer
+    from meshrl.v1 import rollout_pb2 as pb
     from meshrl.wire import convert
     from meshrl.wire.types import Rollout, RolloutRequest
 
@@ -246,6 +249,7 @@ async def play(case: str, num_rollouts: int, folder: Path, *, seed: int = 0, gro
             sampling={"max_tokens": 90, "temperature": 1.0},
             seq_len=2048,
             max_turns=6,
+            workers=workers,
             output_dir=folder,
         )
         servicer = RolloutServicer(await build(config, stack, TracerProvider().get_tracer("tokens")))
@@ -260,6 +264,8 @@ async def play(case: str, num_rollouts: int, folder: Path, *, seed: int = 0, gro
                 deadline_s=600.0,
             )
             async for event in servicer.RunRollouts(convert.rollout_request_to_proto(request), None):
+                if isinstance(event, bytes):  # of a worker
+                    event = pb.RunRolloutsResponse.FromString(event)
                 assert not event.HasField("failure"), event.failure.message
                 if event.HasField("rollout"):
                     rollouts.append(convert.rollout_event_from_proto(event))
