@@ -54,7 +54,8 @@ def make_groups(step: int, tokens: int) -> list[RolloutGroup]:
 
 def make_batch(groups: list[RolloutGroup], step: int, tokens: int) -> AssembledBatch:
     return assemble(
-        [group.rollouts for group in groups], run_id="main", step=step, environments=["e"], dp_size=1,
+        [group.rollouts for group in groups], run_id="main", step=step, dp_size=1,
+        environments={"e": max(tokens, 4096)},
         advantage=lambda rewards, lengths: np.asarray(rewards) - 0.5, seq_len=max(tokens, 4096),
     )  # fmt: skip
 

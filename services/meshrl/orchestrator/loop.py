@@ -195,7 +195,7 @@ class RunLoop:
         run = self.run
         tally, run.tally = run.tally, StepTally()
         tally.idle_slots = run.slots.take()
-        longest = {env.resolved_name: env.seq_len for env in self.config.train.env if env.seq_len is not None}
+        room = {env.resolved_name: env.seq_len or self.config.seq_len for env in self.config.train.env}
         try:
             assembled = await asyncio.to_thread(
                 assemble,
@@ -203,9 +203,8 @@ class RunLoop:
                 run_id=run.run_id,
                 step=step,
                 advantage=self._advantage,
-                environments=[env.resolved_name for env in self.config.train.env],
+                environments=room,
                 seq_len=self.config.seq_len,
-                longest=longest,
                 dp_size=self._trainer.dp_size,
                 min_shared_prefix=self._trainer.min_shared_prefix,
                 traceparent=run.traces.traceparent(step),

@@ -15,7 +15,7 @@ def test_advantages_are_relative_to_the_group_and_reach_every_token(make_rollout
         run_id="main",
         step=4,
         advantage=mean_baseline_advantages,
-        environments=("echo", "math"),
+        environments={"echo": 64, "math": 64},
         seq_len=64,
         dp_size=1,
     )
@@ -32,7 +32,7 @@ def test_advantages_are_relative_to_the_group_and_reach_every_token(make_rollout
 def test_rows_respect_the_token_budget_and_the_ranks(make_rollout) -> None:
     group = [make_rollout(f"r{index}", reward=index) for index in range(6)]
     assembled = assemble(
-        [group], run_id="", step=1, advantage=mean_baseline_advantages, environments=("echo",), seq_len=10, dp_size=2
+        [group], run_id="", step=1, advantage=mean_baseline_advantages, environments={"echo": 10}, seq_len=10, dp_size=2
     )
     rows = assembled.batch.micro_batches
     assert len(rows) % 2 == 0
@@ -42,22 +42,21 @@ def test_rows_respect_the_token_budget_and_the_ranks(make_rollout) -> None:
 def test_a_rollout_whose_sampled_tokens_lie_beyond_the_budget_is_reported(make_rollout) -> None:
     group = [make_rollout("long", reward=1.0, prompt=20), make_rollout("short", reward=0.0)]
     assembled = assemble(
-        [group], run_id="", step=1, advantage=mean_baseline_advantages, environments=("echo",), seq_len=16, dp_size=1
+        [group], run_id="", step=1, advantage=mean_baseline_advantages, environments={"echo": 16}, seq_len=16, dp_size=1
     )
     assert assembled.untrainable == {"long"}
     assert assembled.dropped_samples == 1
 
 
 def test_an_environment_may_have_shorter_samples_than_a_row(make_rollout) -> None:
-    names = ("echo", "math")
     group = [
         make_rollout(f"{name}{index}", reward=index, prompt=4, sampled=6, environment=name)
-        for name in names
+        for name in ("echo", "math")
         for index in range(2)
     ]
     assembled = assemble(
-        [group], run_id="", step=1, advantage=mean_baseline_advantages, environments=names, seq_len=10, dp_size=1,
-        longest={"math": 7},
+        [group], run_id="", step=1, advantage=mean_baseline_advantages, environments={"echo": 10, "math": 7},
+        seq_len=10, dp_size=1,
     )  # fmt: skip
     rows = assembled.batch.micro_batches
     lengths = {
@@ -77,7 +76,7 @@ def test_no_trainable_token_is_an_error(make_rollout) -> None:
             run_id="",
             step=1,
             advantage=mean_baseline_advantages,
-            environments=("echo",),
+            environments={"echo": 16},
             seq_len=16,
             dp_size=1,
         )

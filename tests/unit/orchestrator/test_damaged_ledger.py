@@ -61,7 +61,7 @@ async def folder(tmp_path: Path, make_group, make_rollout) -> Path:
         group = finished(f"g{step}")
         assembled = assemble(
             [group.rollouts], run_id="main", step=step, advantage=lambda rewards, lengths: np.asarray(rewards),
-            environments=["echo"], seq_len=64, dp_size=1, traceparent="00-1-2-01",
+            environments={"echo": 64}, seq_len=64, dp_size=1, traceparent="00-1-2-01",
         )  # fmt: skip
         ready = ReadyGroup(group=group, kept=tuple(group.rollouts))
         await journal.batch([ready], assembled, dp_size=1, drawn={"echo": step})

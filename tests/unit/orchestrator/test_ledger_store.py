@@ -54,7 +54,7 @@ def batch_of(rollouts: list[Rollout], step: int) -> Batch:
         run_id="main",
         step=step,
         advantage=lambda rewards, lengths: np.asarray(rewards),
-        environments=["echo"],
+        environments={"echo": 64},
         seq_len=64,
         dp_size=1,
         traceparent="00-1-2-01",

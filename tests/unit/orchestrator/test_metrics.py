@@ -78,7 +78,7 @@ def test_what_each_environment_makes_up_of_a_batch_stands_beside_what_was_asked_
         groups.append(ReadyGroup(group=make_group(name, members, environment=name), kept=members))
     assembled = assemble(
         [ready.kept for ready in groups], run_id="", step=1, advantage=mean_baseline_advantages,
-        environments=("a", "b", "c", "late"), seq_len=32, dp_size=1,
+        environments=dict.fromkeys(("a", "b", "c", "late"), 32), seq_len=32, dp_size=1,
     )  # fmt: skip
     metrics = mixture_metrics(assembled, groups, {"a": 0.5, "b": 0.25, "c": 0.125, "late": 0.125})
     assert [metrics[f"mixture/{name}/rollouts"] for name in ("a", "b", "c", "late")] == [4 / 6, 2 / 6, 0.0, 0.0]

@@ -53,7 +53,7 @@ from meshrl.wire.types import (
 
 _PERMANENT = frozenset({Reason.CONTRACT_MISMATCH, Reason.INVALID_REQUEST, Reason.NOT_SUPPORTED})
 APPLY_DEADLINE_S = 60.0
-SLEEP_DEADLINE_S = 240.0  # beyond what an engine gives itself
+SLEEP_DEADLINE_S = 240.0  # to fall asleep or wake up, beyond what an engine gives itself
 BACKOFF_S = (0.1, 5.0)
 
 
@@ -79,7 +79,6 @@ class WeightAgent:
         *,
         fetch_stall_s: float = 30.0,
         hold_deadline_s: float = 30.0,
-        sleep_deadline_s: float = SLEEP_DEADLINE_S,
         spool_dir: Path | None = None,
         url: str = "",
         away_s: float | None = None,
@@ -87,7 +86,7 @@ class WeightAgent:
         """`address` is the host:port at which the engine serves; `url` is how the hub reaches it, where it says so.
 
         fetch_stall_s: give up a fetch after this long without a new chunk; hold_deadline_s: end a gang's pause if the
-        hub never does; sleep_deadline_s: for the engine to fall asleep or wake up; spool_dir: where streamed versions
+        hub never does; spool_dir: where streamed versions
         become files for engines that want files, /dev/shm where there is one and it has room; away_s: how long the hub
         may be away before the agent ends, None for ever.
         """
@@ -98,7 +97,7 @@ class WeightAgent:
         self.connected = False  # to the hub, which then decides what is served
         spool = Spool(spool_dir, self._engine_id) if engine.stages_from_files else None
         self._loader = VersionLoader(client, engine, VersionFetcher(client, stall_s=fetch_stall_s, spool=spool))
-        self._hold_deadline_s, self._sleep_deadline_s = hold_deadline_s, sleep_deadline_s
+        self._hold_deadline_s = hold_deadline_s
         self.machine = AgentMachine(version=engine.version)
         self._lease: Lease | None = None
         self._outbox: asyncio.Queue[AgentReport] = asyncio.Queue()
@@ -288,9 +287,9 @@ class WeightAgent:
 
     async def _within_sleep_deadline(self, doing: str, work: Awaitable[object]) -> None:
         try:
-            await asyncio.wait_for(work, self._sleep_deadline_s)
+            await asyncio.wait_for(work, SLEEP_DEADLINE_S)
         except TimeoutError as error:
-            raise MeshError(Reason.DEADLINE_PASSED, f"{doing} took longer than {self._sleep_deadline_s:g} s") from error
+            raise MeshError(Reason.DEADLINE_PASSED, f"{doing} took longer than {SLEEP_DEADLINE_S:g} s") from error
 
     async def _fetch(self, version: int, artifact_id: str) -> None:
         began_s = time.monotonic()

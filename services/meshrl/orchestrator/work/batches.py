@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import numpy as np
 
@@ -48,29 +47,27 @@ def assemble(
     run_id: str,
     step: int,
     advantage: Advantage,
-    environments: Sequence[str],
+    environments: Mapping[str, int],
     seq_len: int,
     dp_size: int,
     min_shared_prefix: float | None = None,
     traceparent: str = "",
-    longest: Mapping[str, int] = MappingProxyType({}),
 ) -> AssembledBatch:
     """Packs whole groups into micro-batches of at most `seq_len` tokens, their number a multiple of `dp_size`.
 
-    `longest` has the most tokens of one sample of those environments that have less than `seq_len`, and
-    `min_shared_prefix` is what the trainer says (TrainerInfo). Raises ValueError when no sample has a loss token within
+    `environments` has the most tokens of one sample of each environment, at most `seq_len`, and `min_shared_prefix` is
+    what the trainer says (TrainerInfo). Raises ValueError when no sample has a loss token within
     its length.
     """
     advantages = {
         rollout_id: value for group in groups for rollout_id, value in group_advantages(group, advantage).items()
     }
     env_index = {name: index for index, name in enumerate(environments)}
-    room = {name: longest.get(name, seq_len) for name in environments}
     samples = [
         TrainSample(
-            token_ids=sample.token_ids[: room[rollout.environment]],
-            loss_mask=sample.loss_mask[: room[rollout.environment]],
-            logprobs=sample.logprobs[: room[rollout.environment]],
+            token_ids=sample.token_ids[: environments[rollout.environment]],
+            loss_mask=sample.loss_mask[: environments[rollout.environment]],
+            logprobs=sample.logprobs[: environments[rollout.environment]],
             advantage=advantages[rollout.rollout_id],
             temperature=sample.temperature,
             env_index=env_index[rollout.environment],
@@ -96,11 +93,11 @@ def assemble(
         advantages=advantages,
         untrainable=frozenset(advantages) - packed,
         truncated_samples=sum(
-            len(sample.token_ids) > room[rollout.environment]
+            len(sample.token_ids) > environments[rollout.environment]
             for group in groups
             for rollout in group
             for sample in rollout.samples
-            if sample.loss_mask[1 : room[rollout.environment]].any()
+            if sample.loss_mask[1 : environments[rollout.environment]].any()
         ),
         dropped_samples=packing.dropped_samples,
     )
