@@ -189,7 +189,7 @@ class World:
             run_id="main",
             step=self.recorded + 1,
             advantage=lambda rewards, lengths: np.asarray(rewards) - np.mean(rewards),
-            environments=["e"],
+            environments={"e": 64},
             seq_len=64,
             dp_size=1,
         )
