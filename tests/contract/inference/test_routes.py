@@ -11,7 +11,7 @@ async def test_health_is_ok_with_requests_in_flight_and_while_paused(client: Eng
     for path in ("/health", "/ping"):
         answer = await client.get(path)
         assert (answer.status, answer.body) == (200, {"status": "ok"})
-    running = asyncio.create_task(client.greedy([1, 2], 400))
+    running = asyncio.create_task(client.greedy([1, 2], 2000))
     await client.until_in_flight(1)
     assert (await client.get("/health")).status == 200
     await client.post("/pause")
