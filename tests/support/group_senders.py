@@ -90,7 +90,7 @@ class GroupSenders:
             *[
                 _on_thread(
                     lambda sender=sender: Sender.meet(
-                        reach_store(self.address, deadline_s=5.0),
+                        reach_store(self.address, deadline_s=60.0),
                         generation=generation,
                         backend=self.backend,
                         sender=sender,
