@@ -118,6 +118,13 @@ def test_a_line_has_what_was_said_and_every_token() -> None:
     assert line["trace_id"] == "0af7651916cd43dd8448eb211c80319c"
 
 
+def test_a_reward_that_is_no_number_is_the_worst_and_null_in_the_file() -> None:
+    step = submitted([group([rollout("a0", 0.5), rollout("a1", float("nan")), rollout("a2", -3.0)])])
+    assert picks(step, worst=1, best=1, random=0) == [("worst", "a1"), ("best", "a0")]
+    (worst,) = chosen(step, RolloutSamplesConfig(worst=1, best=0, random=0))
+    assert (worst["reward"], worst["reward_parts"]) == (None, {"exact": None})
+
+
 def test_a_step_takes_no_more_bytes_than_it_may() -> None:
     lines = [{"text": "x" * length} for length in (10, 1000, 20)]
     assert [len(written) for written in within(lines, 60)] == [22, 32]

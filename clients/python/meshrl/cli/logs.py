@@ -14,6 +14,7 @@ from meshrl.cli.command import CliError, folder_option
 from meshrl.cli.run_folder import RunFolder
 
 FOLLOW_S = 0.5
+TAIL_BYTES = 2**20  # of each log, in which its last lines are looked for
 
 
 @click.command()
@@ -49,7 +50,9 @@ def _chosen(folder: RunFolder, services: tuple[str, ...]) -> dict[str, Path]:
 def _stamped(name: str, path: Path, end: int, number: int) -> list[tuple[str, str, str]]:
     """The last lines before byte `end`, each with the time it begins with, or that of the line before."""
     with path.open("rb") as file:
-        kept = deque(file.read(end).decode(errors="replace").splitlines(), maxlen=number)
+        begin = max(0, end - TAIL_BYTES)
+        file.seek(begin)
+        kept = deque(file.read(end - begin).decode(errors="replace").splitlines(), maxlen=number)
     stamped, stamp = [], ""
     for line in kept:
         stamp = line[:12] if line[2:3] == ":" else stamp

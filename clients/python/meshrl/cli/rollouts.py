@@ -196,9 +196,9 @@ def _kept(folder: RunFolder, step: int | None, environment: str | None) -> list[
 
 
 def _show_extreme(kept: Sequence[_Line], extreme: Callable[..., _Line], *, as_json: bool) -> None:
-    scored = [line for line in kept if "reward" in line]
+    scored = [line for line in kept if line.get("reward") is not None]
     if not scored:
-        raise CliError(f"all {len(kept)} kept rollouts failed; `meshrl rollouts samples` says why")
+        raise CliError(f"none of the {len(kept)} kept rollouts has a reward; `meshrl rollouts samples` says why")
     chosen = extreme(scored, key=lambda line: line["reward"])
     if as_json:
         print_json(chosen)

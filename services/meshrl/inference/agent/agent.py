@@ -86,9 +86,8 @@ class WeightAgent:
         """`address` is the host:port at which the engine serves; `url` is how the hub reaches it, where it says so.
 
         fetch_stall_s: give up a fetch after this long without a new chunk; hold_deadline_s: end a gang's pause if the
-        hub never does; spool_dir: where streamed versions
-        become files for engines that want files, /dev/shm where there is one and it has room; away_s: how long the hub
-        may be away before the agent ends, None for ever.
+        hub never does; spool_dir: where streamed versions become files for engines that want files, /dev/shm where
+        there is one with room; away_s: how long the hub may be away before the agent ends, None for ever.
         """
         self._client = client
         self._engine = engine

@@ -8,6 +8,7 @@ the worst and a few drawn by chance, of those that trained and those that were d
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,6 +18,7 @@ from typing import Any
 import zstandard
 from loguru import logger
 
+from meshrl.core.config.flags import flag
 from meshrl.core.durable import write_file
 from meshrl.orchestrator.config import RolloutSamplesConfig
 from meshrl.orchestrator.work.batches import SubmittedStep
@@ -47,7 +49,9 @@ class RolloutSamplesWriter:
             if not self._warned:
                 self._warned = True
                 logger.warning(
-                    "no rollouts are kept to be read: {}; free the disk, or set rollout_samples = None", error
+                    "no rollouts are kept to be read: {}; free the disk, or set {}",
+                    error,
+                    flag("rollout_samples", off=True),
                 )
 
 
@@ -86,10 +90,20 @@ def _taken(rollouts: list[Rollout], picked: str, number: int, *, seed: int) -> l
     if picked == "random":
         taken = random.Random(seed).sample(rollouts, min(number, len(rollouts)))
     else:
-        taken = sorted(rollouts, key=lambda rollout: rollout.reward, reverse=picked == "best")[:number]
+        taken = sorted(rollouts, key=_rank, reverse=picked == "best")[:number]
     of_taken = {id(rollout) for rollout in taken}
     rollouts[:] = [rollout for rollout in rollouts if id(rollout) not in of_taken]
     return taken
+
+
+def _rank(rollout: Rollout) -> float:
+    """Its reward; one that is no finite number is worse than any."""
+    return rollout.reward if math.isfinite(rollout.reward) else -math.inf
+
+
+def _finite(value: float) -> float | None:
+    """The value as JSON has it: null for what is no finite number."""
+    return value if math.isfinite(value) else None
 
 
 def _line(rollout: Rollout) -> _Line:
@@ -100,9 +114,9 @@ def _line(rollout: Rollout) -> _Line:
         "environment": rollout.environment,
         "task_key": rollout.task_key,
         "agent": rollout.agent,
-        "reward": rollout.reward,
-        "reward_parts": dict(rollout.reward_parts),
-        "metrics": dict(rollout.metrics),
+        "reward": _finite(rollout.reward),
+        "reward_parts": {name: _finite(value) for name, value in rollout.reward_parts.items()},
+        "metrics": {name: _finite(value) for name, value in rollout.metrics.items()},
         "finish_reason": rollout.finish_reason,
         "truncated": rollout.truncated,
         "num_turns": rollout.num_turns,
