@@ -79,9 +79,11 @@ async def _train(
         if config.bench:
             _report_bench(layout, loop.finisher.records)
     finally:
-        logger.info(f"rollouts: {journal.balance()}")
-        await asyncio.to_thread(journal.close)
-        await asyncio.to_thread(monitor.close)
+        try:
+            logger.info(f"rollouts: {journal.balance()}")
+            await asyncio.to_thread(journal.close)
+        finally:  # a disk that takes no ledger may still take what waits for metrics.jsonl
+            await asyncio.to_thread(monitor.close)
 
 
 def _report_bench(layout: Layout, records: Sequence[Mapping[str, float]]) -> None:
