@@ -26,6 +26,7 @@ from meshrl.core.config.shared import LogConfig
 from meshrl.core.disk import disk_trouble
 from meshrl.core.paths import Layout
 from meshrl.core.telemetry.logs import setup_logging
+from meshrl.core.telemetry.watchdog import ProgramWatch
 from meshrl.wire.errors import MeshError
 
 if TYPE_CHECKING:  # takes long to import, and not every process traces
@@ -96,8 +97,17 @@ def run_traced(
     from meshrl.core.telemetry.tracing import setup_tracing  # takes long to import, and not every process traces
 
     tracing = setup_tracing(name, Layout(config.output_dir).traces, config.log.traces_max_mib)
+
+    async def watched(stop: asyncio.Event) -> int:
+        watch = ProgramWatch(name, tracing.waits, config.output_dir)
+        watch.start()
+        try:
+            return await serve(config, stop, tracing)
+        finally:
+            watch.stop()
+
     try:
-        return run(lambda stop: serve(config, stop, tracing), blocking_threads=blocking_threads)
+        return run(watched, blocking_threads=blocking_threads)
     finally:
         tracing.close()
 

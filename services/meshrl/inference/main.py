@@ -9,13 +9,15 @@ from contextlib import suppress
 
 from aiohttp import web
 from loguru import logger
+from opentelemetry.trace import Tracer
 
 from meshrl.core.config import load_config
 from meshrl.core.heap import freeze_loaded
-from meshrl.core.program import log_as, run
+from meshrl.core.program import log_as, run, run_traced
 from meshrl.core.readiness import say_ready
 from meshrl.core.rpc.serve import check_bind
 from meshrl.core.secret import read_secret
+from meshrl.core.telemetry.waits import waits_of
 from meshrl.core.waiting import StoppedError, set_within, stop_or_first, unless_stopped
 from meshrl.inference.agent.follower import HubFollower
 from meshrl.inference.bench import bench
@@ -34,7 +36,7 @@ MIN_PROMPT_BYTES = 65536
 BYTES_PER_TOKEN = 16  # no text has so many all through
 
 
-async def serve(config: InferenceConfig, stop: asyncio.Event) -> int:
+async def serve(config: InferenceConfig, stop: asyncio.Event, tracer: Tracer) -> int:
     """Serves until `stop` is set, then drains; returns the exit code. Raises ConfigError for a bind or key that is not
     allowed.
     """
@@ -43,7 +45,8 @@ async def serve(config: InferenceConfig, stop: asyncio.Event) -> int:
         "inference.api_key", config.api_key, file=config.api_key_file, variable=config.api_key_var, environ=os.environ
     )
     try:
-        engine = await unless_stopped(stop, open_engine(config))
+        with waits_of(tracer).waiting("start", f"its engine of {config.model.name} to come up"):
+            engine = await unless_stopped(stop, open_engine(config))
         codec = await _codec(config, engine.max_model_len)
     except StoppedError:  # a large model takes minutes: whoever stops the program need not wait for it
         return 0
@@ -63,6 +66,7 @@ async def serve(config: InferenceConfig, stop: asyncio.Event) -> int:
         await runner.cleanup()
         return 2
     host, port = runner.addresses[0][:2]
+    waits_of(tracer).serves = (f"{host}:{port}",)
     logger.info(
         "serving {} on http://{}:{} ({} slots of {} tokens)",
         config.model.name, host, port, engine.stats().slots, engine.max_model_len,
@@ -132,7 +136,8 @@ async def _until_lost(engine: Engine, stop: asyncio.Event) -> int:
 
 def main() -> None:
     config = load_config(InferenceConfig, prog="inference")
-    log_as(f"inference-{config.engine_id}" if config.engine_id else "inference", config)
+    name = f"inference-{config.engine_id}" if config.engine_id else "inference"
+    log_as(name, config)
     if config.headless:
         from meshrl.inference.vllm.build import run_headless  # vLLM is an extra, and takes seconds to import
 
@@ -141,7 +146,7 @@ def main() -> None:
     settings = config.bench
     if settings is not None:
         sys.exit(run(lambda stop: bench(config, settings, stop)))
-    sys.exit(run(lambda stop: serve(config, stop)))
+    sys.exit(run_traced(name, config, serve))
 
 
 if __name__ == "__main__":

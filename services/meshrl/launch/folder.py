@@ -10,7 +10,7 @@ from meshrl.core.paths import Layout
 
 _OF_A_RUN = (
     "broadcasts", "checkpoints", "configs", "hub", "ledger.sqlite", "ledger.sqlite-shm", "ledger.sqlite-wal", "logs",
-    "metrics.jsonl", "rl.lock", "rollouts", "summary.json", "traces", "trainer_epoch", "weight_hub", "weights",
+    "metrics.jsonl", "rl.lock", "rollouts", "state", "summary.json", "traces", "trainer_epoch", "weight_hub", "weights",
 )  # fmt: skip
 
 

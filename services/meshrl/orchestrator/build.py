@@ -6,6 +6,7 @@ from opentelemetry.trace import Tracer
 
 from meshrl.core.clock import Clock
 from meshrl.core.telemetry.monitor import Monitor
+from meshrl.core.telemetry.waits import waits_of
 from meshrl.orchestrator.config import OrchestratorConfig
 from meshrl.orchestrator.dispatch import GroupDispatcher
 from meshrl.orchestrator.evals import Evaluator
@@ -82,7 +83,7 @@ def build_loop(
         journal=journal,
         traces=StepTraces(tracer),
         slots=SlotUse(clock.now, lambda: services.rollouts.slots),
-        clock=clock,
+        waits=waits_of(tracer),
     )
     deadlines = config.deadlines
     sampler = GroupSampler(

@@ -83,7 +83,10 @@ class StepFinisher:
         activation = None
         if version > run.plan.active_version:  # else engines have moved on: it was done before this process began
             try:
-                with trace.use_span(run.span(step)):
+                at_hub = run.waits.waiting(
+                    "version", f"version {version} to reach the engines", (self._config.services.weights,)
+                )
+                with trace.use_span(run.span(step)), at_hub:
                     activation = await self._relay.activate_or_skip(self._uploader, version)
             except asyncio.CancelledError:  # the run is stopped: the step is trained, and its record says so
                 await self._write(submitted, served, trainer=record.trainer_metrics(done))
@@ -100,7 +103,11 @@ class StepFinisher:
         await run.journal.state_checkpoint()
         if self._evaluator is not None and (due := self._evaluator.due(step)) and not redone:
             if synchronous:
-                with run.waits.waiting(lambda: f"the evaluation at step {step}: {self._dispatcher.where_groups_are()}"):
+                with run.waits.waiting(
+                    "evaluation",
+                    lambda: f"the evaluation at step {step}: {self._dispatcher.where_groups_are()}",
+                    self._config.services.rollout,
+                ):
                     await self._evaluator.evaluate(step, due, version=version if active else run.plan.active_version)
             else:
                 tasks.create_task(self._evaluator.evaluate(step, due, version=run.plan.active_version))

@@ -16,7 +16,8 @@ What a restarted orchestrator or trainer finds is in the journal: see `ledger.re
 from __future__ import annotations
 
 import asyncio
-from contextlib import nullcontext
+from collections.abc import Collection
+from contextlib import AbstractContextManager, nullcontext
 
 from loguru import logger
 
@@ -70,22 +71,23 @@ class RunLoop:
     async def train(self) -> None:
         """Until the last step's version is active. Raises RunError when the run cannot go on."""
         plan, first = self.run.plan, self.run.info.version
-        saying = asyncio.create_task(self.run.waits.say())
+        hub = (self.config.services.weights,)
         try:
-            await self.relay.wait_for_engines()
-            await self.relay.activate_first(first)
+            with self.run.waits.waiting("engines", "engines to register at the weight hub", hub):
+                await self.relay.wait_for_engines()
+            with self.run.waits.waiting("version", f"version {first} to reach the engines", hub):
+                await self.relay.activate_first(first)
             if self._evaluator is not None and (due := self._evaluator.due_before(first)):
-                with self.run.waits.waiting(lambda: self._for_evaluation(0)):
+                with self._evaluation(0):
                     await self._evaluator.evaluate(0, due, version=plan.active_version)
             await self._train_steps()
             last = plan.next_step - 1
             if self._evaluator is not None and (due := self._evaluator.due_after(last)):
-                with self.run.waits.waiting(lambda: self._for_evaluation(last)):
+                with self._evaluation(last):
                     await self._evaluator.evaluate(last, due, version=plan.active_version)
         except BaseExceptionGroup as failures:  # tasks fail together; the first cause is what a person needs
             raise first_cause(failures) from failures
         finally:
-            saying.cancel()
             self.run.traces.close()
 
     async def _train_steps(self) -> None:
@@ -97,7 +99,7 @@ class RunLoop:
             self._dispatcher.start(tasks)
             while True:
                 began_s = self._clock.now()
-                with run.waits.waiting(self._for_trainer):
+                with run.waits.waiting("trainer", self._for_trainer, (self.config.services.trainer,)):
                     await uploader.place(1 if run.plan.exhausted else BATCHES_AT_TRAINER)  # the finisher has deadlines
                 run.tally.wait_for_ckpt_s += self._clock.now() - began_s
                 if uploader.refused is not None:
@@ -106,7 +108,7 @@ class RunLoop:
                 if run.plan.exhausted:
                     break
                 step = run.plan.next_step
-                with run.waits.waiting(self._for_groups):
+                with run.waits.waiting("groups", self._for_groups, self._who_has_groups):
                     groups = await self._gather()
                 if groups is None:
                     continue
@@ -172,21 +174,24 @@ class RunLoop:
         plan = self.run.plan
         if plan.in_flight == 0:
             needed = plan.law.required_version(plan.next_step)
-            return (
-                f"step {plan.next_step} begins with version {needed} on the engines, which serve {plan.active_version}"
-            )
+            return f"version {needed} on the engines, which serve {plan.active_version}, to begin step {plan.next_step}"
         where = self._dispatcher.where_groups_are()
-        return f"step {plan.next_step} has {plan.ready} groups and needs more of {plan.in_flight} in flight: {where}"
+        return f"groups of step {plan.next_step}, {plan.ready} are ready and {plan.in_flight} in flight: {where}"
 
     def _for_trainer(self) -> str:
         steps = self.run.steps
-        return (
-            f"the trainer at {self.config.services.trainer} has trained step {steps.trained}, and batches up to"
-            f" {steps.recorded} wait for it"
-        )
+        return f"the trainer, which has trained step {steps.trained}; batches up to {steps.recorded} wait for it"
 
-    def _for_evaluation(self, step: int) -> str:
-        return f"the evaluation at step {step}: {self._dispatcher.where_groups_are()}"
+    def _who_has_groups(self) -> Collection[str]:
+        services = self.config.services
+        return services.rollout if self.run.plan.in_flight else (services.trainer, services.weights)
+
+    def _evaluation(self, step: int) -> AbstractContextManager[None]:
+        return self.run.waits.waiting(
+            "evaluation",
+            lambda: f"the evaluation at step {step}: {self._dispatcher.where_groups_are()}",
+            self.config.services.rollout,
+        )
 
     # --- submit -----------------------------------------------------------------------------------
 

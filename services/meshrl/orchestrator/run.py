@@ -10,12 +10,11 @@ import asyncio
 
 from opentelemetry import trace
 
-from meshrl.core.clock import Clock
+from meshrl.core.telemetry.waits import Waits
 from meshrl.orchestrator.ledger.journal import Journal
 from meshrl.orchestrator.ledger.submitted_steps import SubmittedSteps
 from meshrl.orchestrator.peers.batch_uploader import StepCursors
 from meshrl.orchestrator.reports.step_traces import StepTraces
-from meshrl.orchestrator.reports.wait_log import WaitLog
 from meshrl.orchestrator.work.plan import WorkPlan
 from meshrl.orchestrator.work.screening import DropReason, Screened
 from meshrl.orchestrator.work.slot_use import SlotUse
@@ -35,7 +34,7 @@ class Run:
         journal: Journal,
         traces: StepTraces,
         slots: SlotUse,
-        clock: Clock,
+        waits: Waits,
     ) -> None:
         start = journal.starting_point
         self.info = info
@@ -47,7 +46,7 @@ class Run:
         self.submitted = SubmittedSteps(journal)
         self.tally = StepTally()
         """What was judged since the last batch was made."""
-        self.waits = WaitLog(clock)
+        self.waits = waits
         self.changed = asyncio.Event()
         """Set whenever a group, a version or a refusal may let the loop go on."""
         plan.next_step = start.recorded + 1

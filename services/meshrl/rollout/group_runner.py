@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from loguru import logger
 
+from meshrl.core.telemetry.waits import CountedWait
 from meshrl.rollout.engines.capacity import EpisodeSizes, RolloutLimit
 from meshrl.rollout.engines.engine_table import PolicyServers, Requirement
 from meshrl.rollout.engines.logprobs_mode import reshaping
@@ -109,13 +110,18 @@ class GroupRunner:
         report = WaitingReport()
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
-            report.look(self._doing(), time.time())
+            report.look(((environment, stage) for _, environment, stage in self._doing()), time.time())
 
-    def _doing(self) -> Iterator[tuple[str, RolloutStage]]:
+    def waits(self) -> Iterator[CountedWait]:
+        """What each rollout that is being played waits for."""
+        for key, environment, stage in self._doing():
+            yield stage.wait(key, environment)
+
+    def _doing(self) -> Iterator[tuple[tuple[str, int], str, RolloutStage]]:
         for running in self._running.values():
             for index in running.playing:
                 if (stage := running.opened.stage(index)) is not None:
-                    yield running.request.environment, stage
+                    yield (running.request.request_id, index), running.request.environment, stage
 
     def status(self) -> RolloutStatus:
         """What the server does now, in rollouts."""

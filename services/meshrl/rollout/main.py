@@ -13,6 +13,7 @@ from meshrl.core.heap import freeze_loaded
 from meshrl.core.program import run_program
 from meshrl.core.readiness import say_ready
 from meshrl.core.rpc.serve import GrpcServer
+from meshrl.core.telemetry.waits import waits_of
 from meshrl.rollout.config import RolloutConfig
 from meshrl.rollout.engines.capacity import RolloutLimit
 from meshrl.rollout.engines.connect import connect_servers
@@ -42,6 +43,9 @@ async def serve(config: RolloutConfig, stop: asyncio.Event, tracer: Tracer) -> i
         runner = await build(config, stack, tracer)
         server.add(SERVICE, add_to_server, RolloutServicer(runner))
         port = await server.start()
+        waits = waits_of(tracer)
+        waits.serves = (f"{config.server.host}:{port}",)
+        waits.count(runner.waits)
         stack.push_async_callback(server.drain, STOP_GRACE_S)
         freeze_loaded()
         server.set_serving()

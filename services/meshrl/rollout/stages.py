@@ -7,9 +7,14 @@ environment, and the log and the failures name it.
 from __future__ import annotations
 
 import enum
+import re
 from dataclasses import dataclass
 
 from meshrl.core.config.shared import StageDeadlinesConfig
+from meshrl.core.telemetry.waits import CountedWait
+
+_URL = re.compile(r"https?://[^\s,;)]+")
+_WORKER = re.compile(r"^worker (\d+)")
 
 
 class StageKind(enum.StrEnum):
@@ -33,6 +38,19 @@ class RolloutStage:
 
     def seconds(self, now_s: float) -> float:
         return max(0.0, now_s - self.began_s)
+
+    def wait(self, key: object, environment: str) -> CountedWait:
+        """The same as a wait: for the engine of a model call, else for the worker."""
+        engines = _URL.findall(self.what)
+        workers = [f"rollout_worker_{number}" for number in _WORKER.findall(self.worker)]
+        place = f" ({self.worker})" if self.worker else ""
+        return CountedWait(
+            key=key,
+            name=f"{environment} {self.kind or 'other'}",
+            on=tuple(engines or workers),
+            began_s=self.began_s,
+            words=f"rollouts of {environment!r} {self.what}{place}",
+        )
 
     def describe(self, now_s: float) -> str:
         """For the message of whoever ends the rollout."""

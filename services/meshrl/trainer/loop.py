@@ -16,6 +16,7 @@ from loguru import logger
 
 from meshrl.core.metrics.catalogue import Source
 from meshrl.core.metrics.names import CATALOGUE
+from meshrl.core.telemetry.waits import Waits
 from meshrl.trainer.metrics import step_metrics
 from meshrl.trainer.publishing.publisher import PublishReport
 from meshrl.trainer.ranks.commands import CommandSender, SaveCommand, SnapshotCommand, StopCommand, TrainCommand
@@ -41,6 +42,7 @@ class TrainerLoop:
         commands: CommandSender,
         *,
         ckpt: CheckpointConfig | None,
+        waits: Waits | None = None,
         release: Callable[[], None] = lambda: None,
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
@@ -51,7 +53,7 @@ class TrainerLoop:
         assert run.versions is not None, "publishing is set up before the first step"
         self._learner, self._queue, self._checkpointer = run.learner, run.queue, run.checkpointer
         self._versions = run.versions
-        self._spans, self._commands = spans, commands
+        self._spans, self._commands, self._waits = spans, commands, waits or Waits()
         self._ckpt = ckpt
         self._release, self._on_end = release, on_end
         self._publishing: Future[PublishReport] | None = None
@@ -64,7 +66,7 @@ class TrainerLoop:
         """Works until the queue closes, then writes the last checkpoint. Raises what the trainer cannot survive."""
         try:
             waited_since = time.perf_counter()
-            while (work := self._commands.wait(self._queue.take())) is not None:
+            while (work := self._next_work()) is not None:
                 if isinstance(work, SaveRequest):
                     self._save_on_request(work)
                 else:
@@ -80,8 +82,17 @@ class TrainerLoop:
             self._queue.crashed(f"the trainer stopped: {error}")
             raise
 
+    def _next_work(self) -> Batch | SaveRequest | None:
+        """Waits for a batch, for a checkpoint that somebody asks for, or for the end."""
+        with self._waits.waiting("batch", f"batch {self._learner.step_done + 1}", ("orchestrator",)):
+            return self._commands.wait(self._queue.take())
+
     def _train(self, batch: Batch, *, wait_s: float) -> None:
         """One step, from a batch to a publication under way."""
+        with self._waits.waiting("step", f"its own work on step {batch.step}"):
+            self._train_on(batch, wait_s=wait_s)
+
+    def _train_on(self, batch: Batch, *, wait_s: float) -> None:
         self._checkpointer.check()
         started = time.perf_counter()
         span = self._spans.start(batch)
@@ -202,8 +213,10 @@ class TrainerLoop:
         publishing, self._publishing = self._publishing, None
         if publishing is None:
             return
+        version = f"version {self._published_step} to be taken by the weight hub"
         try:
-            self._commands.wait(publishing, progress=self._versions.progress, stall_s=self._versions.stall_s)
+            with self._waits.waiting("publication", version, ("weights",)):
+                self._commands.wait(publishing, progress=self._versions.progress, stall_s=self._versions.stall_s)
         except TimeoutError as error:
             if publishing.done():  # its own
                 raise

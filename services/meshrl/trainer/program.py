@@ -17,6 +17,7 @@ from meshrl.core.heap import freeze_loaded
 from meshrl.core.program import exit_code_of, leave, run_traced
 from meshrl.core.readiness import say_ready
 from meshrl.core.rpc.serve import GrpcServer
+from meshrl.core.telemetry.waits import waits_of
 from meshrl.core.waiting import StoppedError, stop_or_first, unless_stopped
 from meshrl.trainer.build import TrainerParts, build_parts, min_shared_prefix
 from meshrl.trainer.config import TrainerConfig
@@ -76,7 +77,8 @@ async def serve(config: TrainerConfig, stop: asyncio.Event, tracer: trace.Tracer
 
 async def _build_and_serve(config: TrainerConfig, stop: asyncio.Event, tracer: trace.Tracer) -> int:
     thread = TrainingThread()
-    parts = await unless_stopped(stop, thread.call(lambda: build_parts(config, os.environ)))
+    with waits_of(tracer).waiting("start", f"its model {config.model.name} to be loaded"):
+        parts = await unless_stopped(stop, thread.call(lambda: build_parts(config, os.environ)))
     learner = parts.learner
     epoch = await asyncio.to_thread(next_epoch, config.output_dir / "trainer_epoch")
     queue = TrainingQueue(
@@ -97,6 +99,7 @@ async def _build_and_serve(config: TrainerConfig, stop: asyncio.Event, tracer: t
     servicer = TrainerServicer(RunTable(own, max_runs=config.max_concurrent_runs), said, on_drained=stop.set)
     server.add(SERVICE, add_TrainerServiceServicer_to_server, servicer)
     port = await server.start()
+    waits_of(tracer).serves = (f"{config.server.host}:{port}",)
     async with WeightSyncClient(config.weight_broadcast.address) as hub:
         commands, loop = CommandSender(parts.parallel), asyncio.get_running_loop()
         decided = asyncio.run_coroutine_threadsafe(decide(config, parts, hub, epoch, os.environ), loop)
@@ -150,6 +153,7 @@ def train_loop(
         TrainSpans(tracer),
         commands,
         ckpt=config.ckpt,
+        waits=waits_of(tracer),
         release=releaser(parts.learner.device, wanted=config.release_memory),
         on_end=parts.leave,
     )

@@ -19,6 +19,7 @@ from loguru import logger
 from opentelemetry import trace
 
 from meshrl.core.disk import disk_trouble
+from meshrl.core.telemetry.waits import waits_of
 from meshrl.core.waiting import Pulse
 from meshrl.versions.store import VersionStore
 from meshrl.weights.action_queue import ActionQueue, refuse
@@ -87,6 +88,7 @@ class Hub:
         self._max_chunk_bytes = max_chunk_bytes
         self._verify_files = verify_files
         self._tracer = tracer or trace.get_tracer("meshrl.weights")
+        self._waits = waits_of(self._tracer)
         self._now, self._wall = AwakeClock(monotonic), wall
         self._actions = ActionQueue(self._perform)
         self._sessions: dict[str, Session] = {}
@@ -280,7 +282,17 @@ class Hub:
         outcome: asyncio.Future[Activation] = asyncio.get_running_loop().create_future()
         self._waiters.setdefault(record.key, []).append(outcome)
         await self._actions.put(actions)
-        return await outcome
+        with self._waits.waiting(
+            "commit",
+            lambda: f"version {version} at {', '.join(self._without(version)) or 'engines, of which it has none'}",
+            lambda: tuple(self._without(version).values()),
+        ):
+            return await outcome
+
+    def _without(self, version: int) -> dict[str, str]:
+        """URL of each engine that does not serve the version, under its id."""
+        engines = self.list_engines("")
+        return {engine.engine_id: engine.url for engine in engines if engine.serving_version != version}
 
     async def sleep_engines(self, engine_pool: str, deadline_s: float) -> SleepOutcome:
         """Has engines sleep until there is work; waits for their answers, for at most `deadline_s`."""

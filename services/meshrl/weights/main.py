@@ -14,6 +14,7 @@ from meshrl.core.program import run_program
 from meshrl.core.readiness import say_ready
 from meshrl.core.rpc.serve import GrpcServer
 from meshrl.core.secret import read_secret
+from meshrl.core.telemetry.waits import waits_of
 from meshrl.core.waiting import stop_or_first
 from meshrl.weights.config import WeightsConfig
 from meshrl.weights.coordinator.coordinator import Coordinator
@@ -61,6 +62,7 @@ async def serve(config: WeightsConfig, stop: asyncio.Event, tracer: trace.Tracer
     server.add(frames.SERVICE, frames.add_weight_sync, WeightSyncService(hub))
     try:
         port = await server.start()
+        waits_of(tracer).serves = (f"{config.server.host}:{port}",)
         server.set_serving()
         say_ready()
         logger.info("weights: serving WeightSync at {}:{}", config.server.host, port)

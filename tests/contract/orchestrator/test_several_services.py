@@ -13,7 +13,6 @@ from meshrl.core.clock import Clock
 from meshrl.core.config.shared import ServerConfig
 from meshrl.core.rpc.serve import GrpcServer
 from meshrl.orchestrator.ledger.audit import audit
-from meshrl.orchestrator.reports.wait_log import WaitLog
 from meshrl.sampling import pool as pool_module
 from meshrl.sampling.attempts import SamplerDeadlines
 from meshrl.sampling.groups import GroupTicket, TaskRef
@@ -24,6 +23,7 @@ from meshrl.sampling.sampler import GroupSampler
 from meshrl.v1 import rollout_pb2_grpc
 from meshrl.wire import convert
 from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.program_state import WaitState
 from meshrl.wire.types import RolloutRequest, Sampling
 from scripted_services import RolloutServicer, Script
 
@@ -147,8 +147,7 @@ async def test_a_service_that_is_killed_loses_nothing_and_is_used_again_once_it_
     assert any(f"the rollout service at {dies.address} is draining" in line for line in said)
 
 
-async def test_what_a_step_waits_for_is_said_by_name(mesh, script, make_config, start, monkeypatch, said) -> None:
-    monkeypatch.setattr(WaitLog.__init__, "__kwdefaults__", {"every_s": 0.05})
+async def test_what_a_step_waits_for_is_said_by_name(mesh, script, make_config, start) -> None:
     quick, slow = Host(script, {"echo": 50}), Host(script, {"slow": 20}, gate=asyncio.Event())
     train = {"env": [{"id": "echo"}, {"id": "slow"}]}
     async with hosts(quick, slow) as addresses:
@@ -156,7 +155,12 @@ async def test_what_a_step_waits_for_is_said_by_name(mesh, script, make_config, 
         async with start(config) as (loop, _):
             running = asyncio.create_task(loop.train())
             words = f"of 'slow' at {slow.address}, the oldest for"
-            await until(lambda: any(line.startswith("waiting for") and words in line for line in said))
+
+            def found() -> list[WaitState]:
+                return [wait for wait in loop.run.waits.look(0.0) if wait.name == "groups" and words in wait.what]
+
+            await until(lambda: found())
+            assert found()[0].on == tuple(addresses)
             slow.gate.set()
             await asyncio.wait_for(running, 60.0)
 

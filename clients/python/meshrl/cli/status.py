@@ -19,8 +19,11 @@ from meshrl.cli.command import ago, folder_option, json_option, print_json, prin
 from meshrl.cli.run_folder import RunFolder
 from meshrl.client import ChannelOptions, RolloutClient, TrainerClient, WeightSyncClient
 from meshrl.wire.errors import MeshError
+from meshrl.wire.program_state import ProgramState, read_states, run_line
 from meshrl.wire.types import AgentState
 
+LATE_S = 1.0
+"""An event loop that answers later is named."""
 ANSWER_S = 3.0
 """How long a service may take to answer before its row says that it does not."""
 
@@ -51,10 +54,15 @@ class RunStatus:
     max_steps: int | None
     headline: str
     rows: tuple[ServiceRow, ...]
+    waiting: str = ""
+    """Who waits for whom, and programs that are in trouble, in one sentence."""
+    programs: tuple[ProgramState, ...] = ()
 
     @property
     def is_well(self) -> bool:
-        return bool(self.rows) and all(row.is_well for row in self.rows)
+        """Whether all answer, and no program of the run has said nothing for too long or is stuck."""
+        in_trouble = any(program.trouble(time.time()) for program in self.programs)
+        return bool(self.rows) and all(row.is_well for row in self.rows) and not in_trouble
 
 
 async def read_status(folder: RunFolder) -> RunStatus:
@@ -68,6 +76,7 @@ async def read_status(folder: RunFolder) -> RunStatus:
     last, now_s = folder.last_step(), time.time()
     if orchestrator := _orchestrator(folder, last, now_s):
         rows.append(orchestrator)
+    states = read_states(folder.path) if folder.is_held() else {}
     newest = max((row.version for row in rows if row.service == "trainer" and row.version is not None), default=None)
     step = None if last is None else int(last["step"])
     max_steps = folder.config("orchestrator").get("max_steps")
@@ -77,6 +86,8 @@ async def read_status(folder: RunFolder) -> RunStatus:
         max_steps=max_steps if isinstance(max_steps, int) else None,
         headline=_headline(folder, last, now_s),
         rows=tuple(_behind(row, newest) for row in rows),
+        waiting=run_line(states, now_s),
+        programs=tuple(states.values()),
     )
 
 
@@ -203,8 +214,13 @@ def _headline(folder: RunFolder, last: Mapping[str, Any] | None, now_s: float) -
 def show(status: RunStatus) -> None:
     """Prints a status for people."""
     click.echo(status.headline)
+    if status.waiting:
+        click.echo(f"now: {status.waiting}")
     rows = [(row.service, row.address, row.state, row.version, row.lag, row.detail) for row in status.rows]
     print_table(("service", "address", "state", "version", "lag", "what it does"), rows)
+    late = [program for program in status.programs if program.loop_lag_s > LATE_S]
+    for program in late:
+        click.echo(f"the event loop of {program.program} answers {program.loop_lag_s:.1f} s late")
 
 
 def _as_json(status: RunStatus) -> Mapping[str, Any]:

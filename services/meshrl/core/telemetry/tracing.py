@@ -19,6 +19,7 @@ from opentelemetry.sdk.trace import SpanLimits, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 
 from meshrl.core.telemetry.otlp_file import JsonLinesSpanExporter
+from meshrl.core.telemetry.waits import Waits
 from meshrl.wire.trace import context_from, current_traceparent, format_traceparent, link_from, links_from
 
 STEP_SPAN = "rl.step"
@@ -68,9 +69,10 @@ def traceparent_of(span: trace.Span) -> str:
 
 
 class Tracing(trace.Tracer):
-    """The tracer of a program, with an end: `close` writes what is still buffered."""
+    """The tracer of a program, with an end: `close` writes what is still buffered. `waits` is what it waits for."""
 
     def __init__(self, tracer: trace.Tracer, provider: TracerProvider | None) -> None:
+        self.waits = Waits()
         self._tracer = tracer
         self._provider = provider
 

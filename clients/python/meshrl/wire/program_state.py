@@ -1,0 +1,176 @@
+"""What a program says of itself in its run's folder: what it waits for, since when, and how late its event loop is.
+
+Each program of a run writes `state/PROGRAM.json` every two seconds (`meshrl.core.telemetry.watchdog`); the programs
+themselves and `meshrl status` follow what they say from one to the next: see `waiting_chain`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+FOLDER = "state"
+SILENT_AFTER_S = 10.0
+"""A program writes every two seconds. One that has not for so long is dead, stopped, or its machine is."""
+STUCK_AFTER_S = 5.0
+"""An event loop that has answered nothing for so long serves nobody."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WaitState:
+    """One wait that lasts now, or several of one kind: `name` says which kind, `what` which one, in words.
+
+    `on` names whom it waits for: programs, as their state files are called, or URLs of engines. `usual_s` is the median
+    of the waits of its kind that are over, None before there were any. `overdue` says that it is worth a line in the
+    log, `reported` that the program has a report of its own for such waits.
+    """
+
+    name: str
+    what: str
+    seconds: float
+    on: tuple[str, ...] = ()
+    usual_s: float | None = None
+    overdue: bool = False
+    reported: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgramState:
+    """What a program said of itself at `at_s` (time.time).
+
+    `loop_lag_s` is how late its event loop was at most since the state before, `stuck_s` for how long it has not
+    answered at all. `serves` lists addresses by which others may name it.
+    """
+
+    program: str
+    host: str
+    pid: int
+    at_s: float
+    loop_lag_s: float = 0.0
+    stuck_s: float = 0.0
+    serves: tuple[str, ...] = ()
+    waits: tuple[WaitState, ...] = ()
+
+    def trouble(self, now_s: float) -> str:
+        """Why nothing can be expected of it, in words; "" for a program that works."""
+        silent_s = now_s - self.at_s
+        letter = _process_state(self.pid) if self.host == socket.gethostname() else "?"
+        if letter in ("", "Z"):
+            return f"is gone: process {self.pid} ended {silent_s:.0f} s ago without saying so"
+        if letter == "T":
+            return f"is stopped: process {self.pid} got SIGSTOP, and kill -CONT {self.pid} lets it go on"
+        if silent_s > SILENT_AFTER_S:
+            return f"says nothing for {silent_s:.0f} s (process {self.pid} on {self.host})"
+        if self.stuck_s > STUCK_AFTER_S:
+            return f"answers nobody: its event loop is stuck for {self.stuck_s:.0f} s"
+        return ""
+
+    def longest(self) -> WaitState | None:
+        """Its wait that lasts longest, one that is overdue before the others; None when it waits for nothing."""
+        return max(self.waits, key=lambda wait: (wait.overdue, wait.seconds), default=None)
+
+    def to_json(self) -> str:
+        """As in the file."""
+        return json.dumps(asdict(self))
+
+
+def from_json(text: str) -> ProgramState:
+    """Raises ValueError for a text that is no program's state."""
+    read: dict[str, Any] = json.loads(text)
+    try:
+        waits = tuple(WaitState(**{**wait, "on": tuple(wait["on"])}) for wait in read["waits"])
+        return ProgramState(**{**read, "waits": waits, "serves": tuple(read["serves"])})
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"not the state of a program: {error}") from error
+
+
+def read_states(output_dir: Path) -> dict[str, ProgramState]:
+    """What the programs of a run say, by their names; those that have ended well have left nothing."""
+    states = {}
+    for path in sorted((output_dir / FOLDER).glob("*.json")):
+        try:
+            state = from_json(path.read_text())
+        except (OSError, ValueError):  # removed meanwhile, or by another release
+            continue
+        states[state.program] = state
+    return states
+
+
+def waiting_chain(states: Mapping[str, ProgramState], start: str, now_s: float) -> str:
+    """Who waits for whom, from `start` on, in one sentence; "" when it waits for nothing.
+
+    Follows each wait to whom it is on. Ends at one that waits for nobody, or of whom nothing can be expected.
+    """
+    said: list[str] = []
+    seen: set[str] = set()
+    state = _find(states, start)
+    while state is not None and state.program not in seen:
+        seen.add(state.program)
+        if trouble := state.trouble(now_s):
+            said.append(f"{state.program} {trouble}")
+            break
+        wait = state.longest()
+        if wait is None:
+            break
+        said.append(f"{state.program} waits for {wait.what}, {wait.seconds + now_s - state.at_s:.0f} s")
+        state = _next(states, wait.on, now_s)
+    return ": ".join(said)
+
+
+def run_line(states: Mapping[str, ProgramState], now_s: float) -> str:
+    """What a whole run waits for: the chain from the trainer on where it waits for a batch, else from the orchestrator.
+
+    Programs that are in trouble and that the chain does not come by are named after it.
+    """
+    trainer = states.get("trainer")
+    trains = trainer is not None and not any(wait.name == "batch" for wait in trainer.waits)
+    starts = ["orchestrator", "trainer"] if trains else ["trainer", "orchestrator"]
+    said = next((chain for start in starts if (chain := waiting_chain(states, start, now_s))), "")
+    beside = [f"{state.program} {trouble}" for state in states.values() if (trouble := state.trouble(now_s))]
+    return "; ".join(part for part in [said, *(text for text in beside if text not in said)] if part)
+
+
+def _find(states: Mapping[str, ProgramState], name: str) -> ProgramState | None:
+    if name in states:
+        return states[name]
+    bare = name.removeprefix("http://").removeprefix("https://").rstrip("/").removesuffix("/v1")
+    port = bare.rpartition(":")[2]
+    anywhere = {f"{host}:{port}" for host in ("0.0.0.0", "[::]")}  # a name that others have for it
+    found = [state for state in states.values() if bare in state.serves]
+    return next(iter([*found, *(state for state in states.values() if anywhere & set(state.serves))]), None)
+
+
+def _next(states: Mapping[str, ProgramState], names: tuple[str, ...], now_s: float) -> ProgramState | None:
+    """Of those that are waited for the one that explains most: in trouble, else waiting itself for longest."""
+    found = [state for name in names if (state := _find(states, name)) is not None]
+
+    def weight(state: ProgramState) -> tuple[bool, float]:
+        longest = state.longest()
+        return bool(state.trouble(now_s)), 0.0 if longest is None else longest.seconds
+
+    return max(found, key=weight, default=None)
+
+
+def _process_state(pid: int) -> str:
+    """The letter that the kernel has for a process of this machine; "" for one that is gone, "?" where unknown."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return "" if Path("/proc/self/stat").exists() or not _is_alive(pid) else "?"
+    except OSError:  # it ended while it was read
+        return ""
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # another user's
+        return True
+    return True

@@ -1,0 +1,129 @@
+"""Watches over one program from a thread of its own: its waits, its event loop, and what it says of both.
+
+Every two seconds it writes `state/PROGRAM.json` in the run's folder. A wait that is overdue is said in one line of the
+log with the whole chain of who waits for whom, as far as the other programs write to the same folder; again when it has
+lasted twice as long. An event loop that answers late is said once a minute at most.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import threading
+import time
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from loguru import logger
+
+from meshrl.core.telemetry.waits import Waits
+from meshrl.wire.program_state import FOLDER, ProgramState, WaitState, read_states, waiting_chain
+
+LOOK_EVERY_S = 1.0
+WRITE_EVERY_S = 2.0
+LATE_S = 1.0
+"""An event loop that answers later than this is said to."""
+SAY_LATE_EVERY_S = 60.0
+
+
+class ProgramWatch:
+    """`start` it on the program's event loop, `stop` it there at the end. `output_dir` None writes nothing."""
+
+    def __init__(self, program: str, waits: Waits, output_dir: Path | None) -> None:
+        self._program = program
+        self._waits = waits
+        self._output_dir = output_dir
+        self._path = None if output_dir is None else output_dir / FOLDER / f"{program}.json"
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._asked_s: float | None = None  # when the loop was asked for the answer that it owes
+        self._found: tuple[WaitState, ...] = ()
+        self._most_lag_s = 0.0  # since the last state that was written
+        self._said_s: dict[str, float] = {}  # how long each overdue wait had lasted when it was said, by its name
+        self._late_said_s = float("-inf")
+
+    def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the watch, and takes the state away: a program that ends well owes nothing."""
+        self._ended.set()
+        self._thread.join(timeout=LOOK_EVERY_S)
+        if self._path is not None:
+            with suppress(OSError):
+                self._path.unlink(missing_ok=True)
+
+    def state(self) -> ProgramState:
+        """What is written now."""
+        asked_s = self._asked_s
+        stuck_s = 0.0 if asked_s is None else time.monotonic() - asked_s
+        return ProgramState(
+            program=self._program,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            at_s=time.time(),
+            loop_lag_s=round(max(self._most_lag_s, stuck_s), 3),
+            stuck_s=round(stuck_s, 3),
+            serves=self._waits.serves,
+            waits=self._found,
+        )
+
+    # --- on the thread --------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        written_s = float("-inf")
+        while not self._ended.wait(LOOK_EVERY_S):
+            if self._asked_s is None:
+                self._asked_s = time.monotonic()
+                try:
+                    self._loop.call_soon_threadsafe(self._answer)  # type: ignore[union-attr]  # it was started
+                except RuntimeError:  # the loop is closed: the program ends
+                    return
+            if time.monotonic() - written_s >= WRITE_EVERY_S:
+                written_s = time.monotonic()
+                self._look()
+
+    def _look(self) -> None:
+        state = self.state()
+        self._most_lag_s = 0.0
+        if state.loop_lag_s > LATE_S and time.monotonic() - self._late_said_s > SAY_LATE_EVERY_S:
+            self._late_said_s = time.monotonic()
+            logger.warning(
+                "the event loop of {} answered {:.1f} s late: something blocks it, or the machine is too busy",
+                self._program, state.loop_lag_s,
+            )  # fmt: skip
+        self._write(state)
+        late = {wait.name: wait for wait in state.waits if wait.overdue and not wait.reported}
+        self._said_s = {name: said_s for name, said_s in self._said_s.items() if name in late}
+        for name, wait in late.items():
+            if wait.seconds >= 2 * self._said_s.get(name, 0.0):
+                self._said_s[name] = wait.seconds
+                self._say(state, wait)
+
+    def _say(self, state: ProgramState, wait: WaitState) -> None:
+        others = {} if self._output_dir is None else read_states(self._output_dir)
+        states = {**others, self._program: replace(state, waits=(wait,))}
+        usual = "" if wait.usual_s is None else f" (usually {wait.usual_s:.1f} s)"
+        chain = waiting_chain(states, self._program, state.at_s).removeprefix(f"{self._program} waits for ")
+        logger.info("waiting for {:.0f} s{}: {}", wait.seconds, usual, chain)
+
+    def _write(self, state: ProgramState) -> None:
+        if self._path is None:
+            return
+        part = self._path.with_suffix(".part")
+        with suppress(OSError):  # a full disk: what it says is that, in the log of whoever needs the room
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            part.write_text(state.to_json())
+            part.replace(self._path)
+
+    # --- on the event loop ----------------------------------------------------------------------
+
+    def _answer(self) -> None:
+        asked_s, self._asked_s = self._asked_s, None
+        if asked_s is not None:
+            self._most_lag_s = max(self._most_lag_s, time.monotonic() - asked_s)
+        self._found = self._waits.look(time.time())
