@@ -10,16 +10,17 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from loguru import logger
 
 from meshrl.core.orphans import guardian_command
 from meshrl.core.program import how_it_ended
 from meshrl.core.readiness import READY_FILE
-from meshrl.core.waiting import stop_or_first
+from meshrl.core.waiting import CANCEL_DEADLINE_S, stop_or_first
 from meshrl.launch.logtail import LogTail, last_lines
 
 RESTART_PAUSE_S = 0.5
@@ -102,27 +103,36 @@ class Supervisor:
         self._guardian: asyncio.subprocess.Process | None = None
         self._ready_folder = Path()  # made by `run`
 
-    async def run(self, stop: asyncio.Event) -> int:
-        """Returns the exit code: 0 when the run is over or was stopped in order, else 1."""
-        leader = next(program for program in self._programs if program.leader)
-        tail = LogTail(leader.log, self._show)
-        showing = asyncio.create_task(tail.follow(TAIL_POLL_S))
+    async def run(self, stop: asyncio.Event, lead: Coroutine[Any, Any, int] | None = None) -> int:
+        """Returns the exit code: 0 when the run is over or was stopped in order, else 1.
+
+        `lead` leads in place of a program, in this process: the run is over when it returns, with its exit code, and
+        what it raises is raised. It is cancelled when a program dies, or on `stop` where it does not end by itself.
+        """
+        tails = [LogTail(program.log, self._show) for program in self._programs if program.leader]
+        showing = [asyncio.create_task(tail.follow(TAIL_POLL_S)) for tail in tails]
+        leading = None if lead is None else asyncio.ensure_future(lead)
         try:
             with tempfile.TemporaryDirectory(prefix="meshrl-rl-", ignore_cleanup_errors=True) as folder:
                 self._ready_folder = Path(folder)
                 await self._start_guardian()
                 for program in self._programs:
                     await self._start(program, program.command, program.restarts)
-                return await self._watch(stop)
+                return await self._watch(stop, leading)
         except OSError as error:
             logger.error("a program cannot be started: {}", error)
             return 1
         finally:
+            if leading is not None:
+                leading.cancel()
+                await asyncio.wait({leading}, timeout=CANCEL_DEADLINE_S)
             await self._end(self._grace.failure_s, in_stages=False)
             await self._stop_guardian()
-            showing.cancel()
-            await asyncio.gather(showing, return_exceptions=True)
-            tail.read()
+            for task in showing:
+                task.cancel()
+            await asyncio.gather(*showing, return_exceptions=True)
+            for tail in tails:
+                tail.read()
 
     async def _start_guardian(self) -> None:
         self._guardian = await asyncio.create_subprocess_exec(
@@ -180,11 +190,14 @@ class Supervisor:
         self._children[program.name] = child
         logger.info("started {} (pid {}), log in {}", program.name, process.pid, program.log)
 
-    async def _watch(self, stop: asyncio.Event) -> int:
+    async def _watch(self, stop: asyncio.Event, leading: asyncio.Future[int] | None) -> int:
         """Waits for the end of the run, whatever it is, and ends the programs."""
+        ends = [] if leading is None else [leading]
         while True:
             exits = [child.exited for child in self._children.values() if child.exited is not None]
-            await stop_or_first(stop, *exits)
+            await stop_or_first(stop, *exits, *ends)
+            if leading is not None and (stop.is_set() or leading.done()):
+                return await self._after(leading)
             if stop.is_set():
                 logger.info("ending all programs")
                 return await self._end_in_order()
@@ -199,6 +212,12 @@ class Supervisor:
                     self._report(child, failed)
                     return 1  # the caller's way out ends the others
                 await self._restart(child, failed)
+
+    async def _after(self, leading: asyncio.Future[int]) -> int:
+        """Lets what leads in this process end, then the programs that it used. Raises what it raises."""
+        await asyncio.wait({leading}, timeout=self._grace.shutdown_s)
+        code = leading.result() if leading.done() else 1
+        return await self._end_in_order() or code
 
     def _ended(self) -> list[_Child]:
         """Programs that have ended: a leader that is done first, a leader that failed (perhaps by others) last."""
