@@ -47,6 +47,16 @@ def sft() -> None:
     _call("meshrl.sft.main")
 
 
+def eval() -> None:  # noqa: A001  # the console script's name
+    """Console script `eval`."""
+    _call("meshrl.eval.main")
+
+
+def synthesize() -> None:
+    """Console script `synthesize`."""
+    _call("meshrl.synthesize.main")
+
+
 def _call(module: str) -> None:
     signal.signal(signal.SIGINT, _leave)
     importlib.import_module(module).main()

@@ -18,6 +18,7 @@ class Source(enum.Enum):
     ORCHESTRATOR = "orchestrator"
     TRAINER = "trainer"
     SFT = "sft"
+    EVAL = "eval"
 
 
 class UndeclaredMetricError(Exception):

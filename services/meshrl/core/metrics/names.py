@@ -27,6 +27,8 @@ _trainer = _declaring(Source.TRAINER)
 _sft = _declaring(Source.SFT)
 _trainer_and_sft = _declaring(Source.TRAINER, Source.SFT)
 _orchestrator_and_sft = _declaring(Source.ORCHESTRATOR, Source.SFT)
+_orchestrator_and_eval = _declaring(Source.ORCHESTRATOR, Source.EVAL)
+_eval = _declaring(Source.EVAL)
 
 ROLLOUTS = (
     _orchestrator("reward/{scope}", "reward", "of the rollouts that came back for the step", MEAN, SPREAD, MOST, LEAST),
@@ -89,16 +91,21 @@ VERSIONS = (
 )
 
 EVALUATIONS = (
-    _orchestrator("eval/{environment}/avg@{k}", "reward", "mean over all scored rollouts, k a task"),
-    _orchestrator("eval/{environment}/pass@{k}", "share", "tasks with at least one rollout that passes, of k"),
-    _orchestrator("eval/{environment}/failed", "share", "rollouts that did not finish"),
-    _orchestrator("eval/{environment}/scored", "rollouts", "that the scores are over"),
-    _orchestrator("eval/{environment}/asked", "rollouts", "that were asked for"),
-    _orchestrator("eval/{environment}/reward", "reward", "of the scored rollouts", SPREAD, MOST, LEAST),
-    _orchestrator("eval/{environment}/seq_len", "tokens", "prompt and completion of a rollout", MEAN),
-    _orchestrator("eval/{environment}/is_truncated", "share", "rollouts cut off at their token limit", MEAN),
+    _orchestrator_and_eval("eval/{environment}/avg@{k}", "reward", "mean over all scored rollouts, k a task"),
+    _orchestrator_and_eval("eval/{environment}/pass@{k}", "share", "tasks with at least one rollout that passes, of k"),
+    _orchestrator_and_eval("eval/{environment}/failed", "share", "rollouts that did not finish"),
+    _orchestrator_and_eval("eval/{environment}/scored", "rollouts", "that the scores are over"),
+    _orchestrator_and_eval("eval/{environment}/asked", "rollouts", "that were asked for"),
+    _orchestrator_and_eval("eval/{environment}/reward", "reward", "of the scored rollouts", SPREAD, MOST, LEAST),
+    _orchestrator_and_eval("eval/{environment}/seq_len", "tokens", "prompt and completion of a rollout", MEAN),
+    _orchestrator_and_eval("eval/{environment}/is_truncated", "share", "rollouts cut off at their token limit", MEAN),
     _orchestrator("eval/{environment}/version", "version", "the oldest that sampled a token of a rollout", LEAST, MOST),
-    _orchestrator("eval/version", "version", "that was evaluated, or newer"),
+    _orchestrator_and_eval("eval/version", "version", "that was evaluated, or newer"),
+    _eval("eval/{environment}/avg@{k}/low", "reward", "lower bound of its 95% interval"),
+    _eval("eval/{environment}/avg@{k}/high", "reward", "upper bound of its 95% interval"),
+    _eval("eval/{environment}/pass@{k}/low", "share", "lower bound of its 95% interval"),
+    _eval("eval/{environment}/pass@{k}/high", "share", "upper bound of its 95% interval"),
+    _eval("eval/{environment}/num_turns", "turns", "model calls of a rollout", MEAN),
     _orchestrator("time/eval", "s", "of the whole evaluation"),
 )
 

@@ -1,0 +1,1 @@
+"""The `eval` program: scores models and checkpoints in environments."""

@@ -1,0 +1,58 @@
+"""Which weights are evaluated: those that are served, and the checkpoints of a run that `--weights-dir` names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshrl.core.config import ConfigError
+
+STEP_FOLDER = re.compile(r"step_(\d+)")
+BASE = "base"
+FINAL = "final"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluatedWeights:
+    """One set of weights. `folder` None is what the engine was started with; `name` stands in every result of it."""
+
+    name: str
+    step: int
+    folder: Path | None
+
+
+def weights_to_evaluate(weights_dir: Path | None, steps: Sequence[int] | None, *, base: bool) -> list[EvaluatedWeights]:
+    """The base model first, then the checkpoints by step: all that are there, or those of `steps`.
+
+    A folder without steps may hold `final` alone, as that of `sft` does. Raises ConfigError for what is not there.
+    """
+    found = [EvaluatedWeights(name=BASE, step=0, folder=None)] if base else []
+    if weights_dir is None:
+        return found
+    weights_dir = weights_dir.resolve()
+    there = _steps_in(weights_dir)
+    final = weights_dir / FINAL
+    if not there and not steps and final.is_dir():
+        return [*found, EvaluatedWeights(name=FINAL, step=1, folder=final)]
+    if not there:
+        raise ConfigError(
+            f"weights_dir {str(weights_dir)!r} holds no folder step_N with weights; give the folder `weights` in the"
+            " output_dir of a run with checkpoints (--ckpt --ckpt.interval 10)"
+        )
+    if missing := sorted(set(steps or ()) - there.keys()):
+        raise ConfigError(
+            f"steps {', '.join(map(str, missing))} are not in weights_dir {str(weights_dir)!r}; it has"
+            f" {', '.join(map(str, sorted(there)))}"
+        )
+    chosen = sorted(set(steps)) if steps else sorted(there)
+    return [*found, *(EvaluatedWeights(name=f"step_{step}", step=step, folder=there[step]) for step in chosen)]
+
+
+def _steps_in(weights_dir: Path) -> dict[int, Path]:
+    """The folders of checkpoints by step. One that is being written has another name."""
+    if not weights_dir.is_dir():
+        raise ConfigError(f"weights_dir {str(weights_dir)!r}: there is no such folder")
+    found = {path: STEP_FOLDER.fullmatch(path.name) for path in weights_dir.iterdir() if path.is_dir()}
+    return {int(match[1]): path for path, match in found.items() if match}

@@ -1,0 +1,53 @@
+"""Wires and runs the `eval` program: config, the weights to evaluate, results, the work."""
+
+from __future__ import annotations
+
+import sys
+
+from meshrl.core.config import ConfigError, load_config
+from meshrl.core.telemetry.monitor import ConsoleSink, Monitor, Sink, WandbSink
+from meshrl.eval.checkpoints import weights_to_evaluate
+from meshrl.eval.config import EvaluationConfig
+from meshrl.eval.program import Evaluation
+from meshrl.eval.report import CURVE, METRICS, SUMMARY, TABLE
+from meshrl.trials.program import run_trials
+from meshrl.trials.results import TrialResults, settings_of
+
+
+def main() -> None:
+    """Console script `eval`."""
+    config = load_config(EvaluationConfig, prog="eval")
+    try:
+        weights = weights_to_evaluate(config.weights_dir, config.steps, base=config.eval_base)
+    except ConfigError as error:
+        sys.stderr.write(f"eval: {error}\n")
+        sys.exit(2)
+    folder = None if config.weights_dir is None else str(config.weights_dir.resolve())
+    results = TrialResults(
+        config.output_dir,
+        settings_of(config, weights_dir=folder),
+        clean=config.clean_output_dir,
+        derived=(SUMMARY, TABLE, CURVE, METRICS),
+    )
+    run_trials("eval", config, results, Evaluation(config, weights, _monitor(config)).run)
+
+
+def _monitor(config: EvaluationConfig) -> Monitor:
+    sinks: list[Sink] = [ConsoleSink()]
+    if config.wandb is not None:
+        sinks.append(
+            WandbSink(
+                project=config.wandb.project,
+                name=config.wandb.name,
+                group=config.wandb.group,
+                tags=config.wandb.tags,
+                offline=config.wandb.offline,
+                folder=config.output_dir,
+                settings=config.model_dump(mode="json"),
+            )
+        )
+    return Monitor(sinks)
+
+
+if __name__ == "__main__":
+    main()

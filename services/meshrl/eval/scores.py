@@ -1,0 +1,136 @@
+"""Scores of one set of weights in one environment, with how sure they are; pure, over the rows of the results."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import comb
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """A mean over tasks, with the bounds of its 95% interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvironmentScores:
+    """What an evaluation says of one environment."""
+
+    environment: str
+    group_size: int
+    asked: int
+    scored: int
+    average: Estimate | None
+    """avg@k: the mean reward; None without a scored rollout."""
+    passes: Mapping[int, Estimate]
+    """pass@k by k: the probability that one of k rollouts of a task passes."""
+    rows: Sequence[Mapping[str, Any]]
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The same under the names that the evaluations of a run have."""
+        name, k = f"eval/{self.environment}", self.group_size
+        values = {
+            f"{name}/asked": float(self.asked),
+            f"{name}/scored": float(self.scored),
+            f"{name}/failed": 1.0 - self.scored / self.asked if self.asked else 0.0,
+        }
+        if self.average is not None:
+            values |= _of_estimate(f"{name}/avg@{k}", self.average)
+        for number, estimate in self.passes.items():
+            values |= _of_estimate(f"{name}/pass@{number}", estimate)
+        rewards = np.array([row["reward"] for row in self.rows], dtype=np.float64)
+        if rewards.size:
+            values |= {
+                f"{name}/reward/std": float(rewards.std()),
+                f"{name}/reward/max": float(rewards.max()),
+                f"{name}/reward/min": float(rewards.min()),
+                f"{name}/seq_len/mean": _mean(self.rows, "num_tokens"),
+                f"{name}/is_truncated/mean": _mean(self.rows, "truncated"),
+                f"{name}/num_turns/mean": _mean(self.rows, "num_turns"),
+            }
+        return values
+
+
+def score(
+    environment: str,
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    asked: int,
+    group_size: int,
+    pass_threshold: float,
+    resamplings: int,
+) -> EnvironmentScores:
+    """The scores over these rows, all of `environment` and of one set of weights."""
+    by_task: dict[int, list[float]] = defaultdict(list)
+    for row in rows:
+        by_task[row["task"]].append(row["reward"])
+    tasks = [by_task[task] for task in sorted(by_task)]
+    draws = _draws(len(tasks), resamplings)
+    average = None
+    if tasks:
+        sums = np.array([sum(rewards) for rewards in tasks])
+        average = _estimate(sums, np.array([len(rewards) for rewards in tasks], dtype=np.float64), draws)
+    passes: dict[int, Estimate] = {}
+    for k in _ks(group_size):
+        shares = [
+            pass_at_k(len(rewards), sum(reward >= pass_threshold for reward in rewards), k)
+            for rewards in tasks
+            if len(rewards) >= k
+        ]
+        if shares:
+            ones = np.ones(len(shares))
+            passes[k] = _estimate(np.array(shares), ones, _draws(len(shares), resamplings))
+    return EnvironmentScores(
+        environment=environment,
+        group_size=group_size,
+        asked=asked,
+        scored=len({(row["task"], row["number"]) for row in rows}),
+        average=average,
+        passes=passes,
+        rows=rows,
+    )
+
+
+def pass_at_k(tried: int, passed: int, k: int) -> float:
+    """The chance that one of `k` rollouts drawn from those `tried` is among those that `passed`, without replacement.
+
+    The unbiased estimator of Chen et al. 2021 (arXiv 2107.03374), eq. 1: 1 - C(n - c, k) / C(n, k).
+    """
+    return 1.0 - comb(tried - passed, k) / comb(tried, k)
+
+
+def _ks(group_size: int) -> list[int]:
+    """1, 2, 4 and so on, and the group size."""
+    return sorted({*(2**power for power in range(group_size.bit_length()) if 2**power <= group_size), group_size})
+
+
+def _draws(tasks: int, resamplings: int) -> NDArray[np.int64]:
+    """(resamplings, tasks): which tasks each resampling holds; the same for the same number of tasks."""
+    return np.random.default_rng(0).integers(0, max(1, tasks), size=(resamplings, tasks))
+
+
+def _estimate(sums: NDArray[np.float64], counts: NDArray[np.float64], draws: NDArray[np.int64]) -> Estimate:
+    """sum(sums) / sum(counts), with the percentile interval of bootstrap over tasks: rollouts of a task go together."""
+    means = sums[draws].sum(axis=1) / counts[draws].sum(axis=1)
+    low, high = np.quantile(means, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    return Estimate(value=float(sums.sum() / counts.sum()), low=float(low), high=float(high))
+
+
+def _of_estimate(name: str, estimate: Estimate) -> dict[str, float]:
+    return {name: estimate.value, f"{name}/low": estimate.low, f"{name}/high": estimate.high}
+
+
+def _mean(rows: Sequence[Mapping[str, Any]], field: str) -> float:
+    return float(np.mean([row[field] for row in rows]))

@@ -1,0 +1,195 @@
+"""What `eval` and `synthesize` are both told: which model, in which environments, how many rollouts, where to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AliasChoices, Field, model_validator
+
+from meshrl.core.config import BaseConfig
+from meshrl.core.config.shared import EnvConfig, LogConfig, ModelConfig, SamplingConfig, ServerConfig
+from meshrl.inference.config import InferenceConfig
+from meshrl.rollout.config import ClientConfig, RolloutConfig
+
+GROUP_SIZE_SPELLINGS = AliasChoices("group_size", "rollouts_per_example")
+DEFAULT_SEQ_LEN = 2048
+
+
+class TrialEnvConfig(EnvConfig):
+    """One environment to play. What it leaves at None is taken from the keys of the same name above it."""
+
+    num_examples: int | None = Field(default=None, ge=-1)
+    """Tasks of this environment, from the first on; -1 takes all; None takes num_examples."""
+
+    group_size: int | None = Field(default=None, ge=1, validation_alias=GROUP_SIZE_SPELLINGS)
+    """Rollouts per task; None takes group_size."""
+
+
+class TrialDeadlinesConfig(BaseConfig):
+    """How long to wait for whom, in seconds."""
+
+    startup_s: float = Field(default=60.0, gt=0.0)
+    """For servers of client.base_url to answer, from the first look on."""
+
+    engine_startup_s: float = Field(default=1800.0, gt=0.0)
+    """For the engine that is started here to serve; a large model loads and compiles for minutes."""
+
+    environments_s: float = Field(default=600.0, gt=0.0)
+    """For the environments to be loaded."""
+
+    rollout_s: float = Field(default=3600.0, gt=0.0)
+    """For one rollout, waiting for its place included; a later one has failed."""
+
+    load_s: float = Field(default=1800.0, gt=0.0)
+    """For an engine to load the weights of one checkpoint."""
+
+
+class TrialsConfig(BaseConfig):
+    """Plays tasks of environments with a fixed model and keeps every rollout; resumable by the same command."""
+
+    model: ModelConfig = ModelConfig()
+    """The model: for an API the name it is known by there; else its folder or its name on the Hugging Face hub, whose
+    tokenizer renders the prompts."""
+
+    environment_ids: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
+    """Tasksets to play, all at once, beside those of env; for those that need no settings of their own."""
+
+    env: list[TrialEnvConfig] = Field(default_factory=list)
+    """Environments to play, all at once, with settings of their own."""
+
+    num_examples: int = Field(default=-1, ge=-1)
+    """Tasks per environment, from the first on; -1 takes all."""
+
+    group_size: int = Field(default=1, ge=1, validation_alias=GROUP_SIZE_SPELLINGS)
+    """Rollouts per task. The older spelling rollouts_per_example is accepted."""
+
+    sampling: SamplingConfig = SamplingConfig()
+    """Sampling; an unset value takes the environment's default."""
+
+    seed: int = 0
+    """Seed of sampling, in the same way as that of the evaluations of a run: the rollouts of a task sample with the
+    same seeds whatever the model, so that scores differ by the model alone."""
+
+    client: ClientConfig = ClientConfig()
+    """The servers to sample from. What client.api leaves open is asked of them: an engine of ours is sampled token by
+    token, any other server through /v1/chat/completions."""
+
+    inference: InferenceConfig | None = None
+    """The engine to start, and to end afterwards; None starts none, and the servers of client.base_url run already."""
+
+    max_concurrent: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    """Most rollouts at once; auto is as many as the servers say they hold, and 256 where they say nothing."""
+
+    attempts: int = Field(default=3, ge=1)
+    """How often a rollout is tried before it counts as failed. Only failures that may pass are tried again."""
+
+    seq_len: int | None = Field(default=None, ge=2)
+    """Longest sequence in tokens. None takes what the engine says that it holds."""
+
+    max_turns: int | None = Field(default=None, ge=1)
+    """Most model calls of one agent in one rollout; None sets no limit."""
+
+    tokenizer: str | None = None
+    """Tokenizer to render prompts with; None takes model.name."""
+
+    renderer: dict[str, Any] = Field(default={})
+    """Renderer of chat messages, as rollout.renderer: {name = "auto"}, "default" or one of the renderers package."""
+
+    workers: int | Literal["auto"] = "auto"
+    """Processes that play the environments; 0 plays them in this one."""
+
+    harness: str = "meshrl.environments.harness"
+    """Module of the harness that plays an environment that brings none of its own."""
+
+    deadlines: TrialDeadlinesConfig = TrialDeadlinesConfig()
+    """How long to wait for whom."""
+
+    output_dir: Path = Path("outputs")
+    """Folder for results and logs. One that holds results of the same settings is gone on with."""
+
+    clean_output_dir: bool = False
+    """Delete the results that output_dir holds, and begin anew."""
+
+    log: LogConfig = LogConfig()
+    """Logging."""
+
+    vf_level: str = "warning"
+    """Log level of the verifiers package."""
+
+    @property
+    def environments(self) -> tuple[TrialEnvConfig, ...]:
+        """All environments to play: those named by environment_ids first."""
+        return (*(TrialEnvConfig(id=name, part="eval") for name in self.environment_ids), *self.env)
+
+    def group_size_of(self, env: TrialEnvConfig) -> int:
+        return self.group_size if env.group_size is None else env.group_size
+
+    def num_examples_of(self, env: TrialEnvConfig) -> int:
+        return self.num_examples if env.num_examples is None else env.num_examples
+
+    @property
+    def engine_urls(self) -> tuple[str, ...]:
+        """Base URLs of the servers that run already, without a trailing /v1."""
+        if self.inference is not None:
+            return ()
+        return tuple(url.rstrip("/").removesuffix("/v1") for url in self.client.base_url)
+
+    def rollout_config(
+        self, urls: list[str], api: Literal["generate", "chat_completions"], *, seq_len: int, port: int
+    ) -> RolloutConfig:
+        """The rollout service that plays, at `port` of this machine, against the servers at `urls`."""
+        client = {**self.client.model_dump(), "base_url": urls, "api": api}
+        return RolloutConfig(
+            env=[EnvConfig.model_validate(_hosted(env)) for env in self.environments],
+            client=ClientConfig.model_validate(client),
+            model=self.model,
+            tokenizer=self.tokenizer,
+            renderer=self.renderer,
+            sampling=self.sampling,
+            seq_len=seq_len,
+            max_concurrent=self.max_concurrent,
+            max_turns=self.max_turns,
+            workers=self.workers,
+            harness=self.harness,
+            drain_deadline_s=0.0,
+            server=ServerConfig(port=port),
+            output_dir=self.output_dir,
+            log=self.log,
+            vf_level=self.vf_level,
+        )
+
+    @model_validator(mode="after")
+    def _environments(self) -> Self:
+        if not self.environments:
+            raise ValueError(
+                "needs at least one environment, got none; name them with environment_ids"
+                " (--environment-ids a,b), or add [[env]] with id = '<taskset>'"
+            )
+        names = [env.resolved_name for env in self.environments]
+        if repeated := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(
+                f"env and environment_ids must have distinct names, got {', '.join(repeated)} more than once; name each"
+                " once, or give each [[env]] its own name"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if self.inference is None:
+            return self
+        given = self.client.model_fields_set & {"base_url", "api"}
+        if given:
+            raise ValueError(
+                f"client.{min(given)} names servers that run already, but [inference] starts one; leave one out"
+            )
+        if self.inference.api_key is not None:
+            raise ValueError(
+                f"inference.api_key is not taken here; put the key into the variable {self.client.api_key_var}"
+            )
+        return self
+
+
+def _hosted(env: TrialEnvConfig) -> dict[str, object]:
+    """What the rollout service is told of an environment."""
+    return {**env.model_dump(exclude={"num_examples", "group_size"}), "part": "eval"}

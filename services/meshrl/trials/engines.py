@@ -1,0 +1,164 @@
+"""The servers that are sampled from: what kind they are, how long a sequence may be, and loading a checkpoint there."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any, Literal
+
+import aiohttp
+from loguru import logger
+
+from meshrl.core.secret import read_secret
+from meshrl.sampling.retry import RunError
+from meshrl.trials.config import DEFAULT_SEQ_LEN, TrialsConfig
+
+Api = Literal["generate", "chat_completions"]
+
+LOOK_S = 0.5
+LOOK_DEADLINE_S = 5.0
+ADAPTER = "adapter_config.json"
+OURS = "logprobs_mode"
+"""What GET /version of an engine of ours says and that of other servers does not."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerFacts:
+    """What the servers said they are."""
+
+    urls: tuple[str, ...]
+    """As configured for chat servers, without /v1 for engines."""
+    api: Api
+    seq_len: int
+
+
+class PolicyEndpoints:
+    """The servers of one command. Use as an async context manager.
+
+    `urls` are without a trailing /v1; `started` says that they are started by this command, and with the base model.
+    """
+
+    def __init__(self, config: TrialsConfig, urls: Sequence[str], *, started: bool) -> None:
+        self._config = config
+        self._urls = tuple(urls)
+        self._started = started
+        self._http: aiohttp.ClientSession | None = None
+        self._serves_base = started
+        self.version: int | None = None
+        """The version that was loaded here last; None while none was, and any may answer."""
+
+    async def __aenter__(self) -> PolicyEndpoints:
+        """Raises ConfigError for a key that no header carries."""
+        client = self._config.client
+        key = read_secret(
+            "client.api_key", None, file=client.api_key_file, variable=client.api_key_var, environ=os.environ
+        )
+        self._http = aiohttp.ClientSession(headers={"Authorization": f"Bearer {key}"} if key else {})
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        if self._http is not None:
+            await self._http.close()
+
+    async def look(self) -> ServerFacts:
+        """Waits until every server answers, and says what they are. Raises RunError for one that does not."""
+        deadlines = self._config.deadlines
+        until_s = time.monotonic() + (deadlines.engine_startup_s if self._started else deadlines.startup_s)
+        client = self._config.client
+        said = [await self._version_of(url, until_s) for url in self._urls]
+        given = "api" in client.model_fields_set
+        ours = all(OURS in answer for answer in said)
+        api: Api = client.api if given else "generate" if ours else "chat_completions"
+        if not given:
+            kind = "engines of ours" if ours else "servers of /v1/chat/completions"
+            logger.info("sampling from {} at {}", kind, ", ".join(self._urls))
+        if api == "chat_completions":
+            urls = self._urls if self._started else tuple(client.base_url)
+            return ServerFacts(urls=urls, api=api, seq_len=self._config.seq_len or DEFAULT_SEQ_LEN)
+        lengths = [await self._max_model_len(url) for url in self._urls]
+        known = [length for length in lengths if length is not None]
+        held = min(known, default=DEFAULT_SEQ_LEN)
+        return ServerFacts(urls=self._urls, api=api, seq_len=min(held, self._config.seq_len or held))
+
+    async def load(self, folder: Path | None, version: int, *, what: str) -> None:
+        """Has every engine serve the weights in `folder`, an absolute path, as `version`; None is the base model.
+
+        Raises RunError when one cannot.
+        """
+        if folder is None and self._serves_base:
+            return
+        route: str = "/reload_weights"
+        body: dict[str, object] = {"version": version}
+        if folder is not None:
+            adapter = (folder / ADAPTER).exists()
+            route = "/load_lora_adapter" if adapter else "/update_weights"
+            body["lora_path" if adapter else "weight_dir"] = str(folder)
+        for url in self._urls:
+            status, answer = await self._post(url + route, body, what)
+            if status == HTTPStatus.NOT_FOUND:
+                raise RunError(
+                    f"the server at {url} has no {route}: checkpoints are loaded into engines that `inference` starts;"
+                    " start one with the base model, or let this command start it (--inference)"
+                )
+            if status != HTTPStatus.OK:
+                raise RunError(f"the engine at {url} does not load {what}: {_message(answer)}")
+        self.version, self._serves_base = version, folder is None
+        logger.info("{} is loaded", what)
+
+    async def _version_of(self, url: str, until_s: float) -> dict[str, Any]:
+        """The answer of GET /version, empty from a server that has no such route or says something else."""
+        while True:
+            try:
+                async with self._session.get(url + "/version", timeout=_timeout(LOOK_DEADLINE_S)) as answer:
+                    said = await answer.json(content_type=None) if answer.status == HTTPStatus.OK else {}
+                return said if isinstance(said, dict) else {}
+            except ValueError:  # no JSON: some other server
+                return {}
+            except (aiohttp.ClientError, TimeoutError) as error:
+                if time.monotonic() >= until_s:
+                    raise RunError(
+                        f"no server answers at {url} ({error}): start one with `inference --model.name"
+                        f" {self._config.model.name}`, name another with --client.base-url, or add --inference to have"
+                        " one started"
+                    ) from error
+                await asyncio.sleep(LOOK_S)
+
+    async def _max_model_len(self, url: str) -> int | None:
+        try:
+            async with self._session.get(url + "/v1/models", timeout=_timeout(LOOK_DEADLINE_S)) as answer:
+                said = (await answer.json(content_type=None))["data"][0]["max_model_len"]
+            return said if isinstance(said, int) else None
+        except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, IndexError, TypeError):  # it does not say
+            return None
+
+    async def _post(self, url: str, body: object, what: str) -> tuple[int, Any]:
+        deadline_s = self._config.deadlines.load_s
+        try:
+            async with self._session.post(url, json=body, timeout=_timeout(deadline_s)) as answer:
+                return answer.status, await answer.json(content_type=None)
+        except ValueError:  # no JSON
+            return HTTPStatus.BAD_GATEWAY, "no JSON came back"
+        except TimeoutError as error:
+            raise RunError(f"{url} did not load {what} within {deadline_s:g} s (deadlines.load_s)") from error
+        except aiohttp.ClientError as error:
+            raise RunError(f"{url} failed while loading {what}: {error}") from error
+
+    @property
+    def _session(self) -> aiohttp.ClientSession:
+        assert self._http is not None, "it is entered"
+        return self._http
+
+
+def _timeout(total_s: float) -> aiohttp.ClientTimeout:
+    return aiohttp.ClientTimeout(total=total_s)
+
+
+def _message(answer: object) -> str:
+    """What an error answer says, in OpenAI's form or any other."""
+    error = answer.get("error", answer) if isinstance(answer, dict) else answer
+    return str(error.get("message", error) if isinstance(error, dict) else error)

@@ -1,0 +1,65 @@
+"""Which rollouts are to be played: every number of every task of every environment; pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+TrialKey = tuple[str, str, int, int]
+"""Checkpoint, environment, task, number of the rollout among those of its task: what names a trial for good."""
+
+MAX_SEED = 2**31
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One rollout to be played."""
+
+    environment: str
+    task: int
+    number: int
+    seed: int
+
+    def key(self, checkpoint: str) -> TrialKey:
+        return (checkpoint, self.environment, self.task, self.number)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskSpan:
+    """The first `tasks` tasks of an environment, `group_size` rollouts each."""
+
+    environment: str
+    tasks: int
+    group_size: int
+
+    @property
+    def rollouts(self) -> int:
+        return self.tasks * self.group_size
+
+
+def plan_trials(spans: Sequence[TaskSpan], *, seed: int, checkpoint: str, done: Collection[TrialKey]) -> list[Trial]:
+    """The trials of one checkpoint that are not done, with the environments evenly mixed from first to last.
+
+    A rollout has the seed that it has in an evaluation during a run of this seed.
+    """
+    base = (seed % MAX_SEED) << 32
+    placed: list[tuple[float, Trial]] = []
+    for span in spans:
+        for place in range(span.rollouts):
+            task, number = divmod(place, span.group_size)
+            trial = Trial(environment=span.environment, task=task, number=number, seed=base + place)
+            if trial.key(checkpoint) not in done:
+                placed.append((place / span.rollouts, trial))
+    return [trial for _, trial in sorted(placed, key=lambda pair: pair[0])]
+
+
+def differing_settings(kept: Mapping[str, object], now: Mapping[str, object], prefix: str = "") -> list[str]:
+    """The settings that are not as they were, as `key was X and is Y`; a table that only grew is as it was."""
+    problems: list[str] = []
+    for key, was in kept.items():
+        name, new = f"{prefix}{key}", now.get(key)
+        if isinstance(was, Mapping) and isinstance(new, Mapping):
+            problems += differing_settings(was, new, f"{name}.")
+        elif new != was and not (prefix == "env." and new is None):  # an environment may be left out
+            problems.append(f"{name} was {was!r} and is {new!r}")
+    return problems

@@ -1,0 +1,116 @@
+"""Plays trials at the rollout service, as many at once as it takes, and hands each over as it ends.
+
+Fed with the trials that are not done, drained into the file of results. Waits for a trial to end where as many run as
+may; unblocks nobody but its caller.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+
+from loguru import logger
+
+from meshrl.sampling.groups import GroupTicket, RolloutGroup, TaskRef
+from meshrl.sampling.retry import RunError
+from meshrl.sampling.sampler import GroupSampler
+from meshrl.trials.config import TrialEnvConfig, TrialsConfig
+from meshrl.trials.plan import Trial
+from meshrl.wire.types import Sampling
+
+MOST_FAILURES_IN_A_ROW = 64
+"""So many failures without a rollout between them are one cause, which the rest would meet as well."""
+UNKNOWN_LIMIT = 256
+
+OnEnd = Callable[[Trial, RolloutGroup], None]
+
+
+class TrialPlayer:
+    """Plays trials with one sampler. `slots` says how many rollouts the service runs at once; None is unknown."""
+
+    def __init__(
+        self, config: TrialsConfig, sampler: GroupSampler, *, slots: Callable[[], int | None], conversations: bool
+    ) -> None:
+        self._config = config
+        self._sampler = sampler
+        self._slots = slots
+        self._conversations = conversations
+        self._sampling: Mapping[str, Sampling] = {
+            env.resolved_name: _sampling_of(env, config) for env in config.environments
+        }
+
+    async def play(self, trials: Sequence[Trial], *, version: int | None, on_end: OnEnd) -> None:
+        """Returns once every trial has ended; `on_end` gets each with what came of it, from this event loop.
+
+        `version` is what must have sampled every token; None takes any. Raises RunError when nothing works any more,
+        and whatever `on_end` raises; what ran then is cancelled.
+        """
+        waiting = iter(trials)
+        running: dict[asyncio.Task[RolloutGroup], Trial] = {}
+        failed_in_a_row = 0
+        try:
+            while True:
+                while len(running) < self._limit() and (trial := next(waiting, None)) is not None:
+                    running[asyncio.create_task(self._sample(trial, version))] = trial
+                if not running:
+                    return
+                done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    trial, group = running.pop(task), task.result()
+                    failed_in_a_row = 0 if group.rollouts else failed_in_a_row + 1
+                    on_end(trial, group)
+                    if failed_in_a_row >= MOST_FAILURES_IN_A_ROW:
+                        raise RunError(f"{failed_in_a_row} rollouts in a row failed, the last with {why_failed(group)}")
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+
+    def _limit(self) -> int:
+        given = self._config.max_concurrent
+        return given if isinstance(given, int) else self._slots() or UNKNOWN_LIMIT
+
+    async def _sample(self, trial: Trial, version: int | None) -> RolloutGroup:
+        ticket = GroupTicket(
+            group_id=f"trial-{uuid.uuid4()}",
+            task=TaskRef(environment=trial.environment, index=trial.task),
+            size=1,
+            for_step=0,
+            min_version=version or 0,
+            active_version=version or 0,
+            seed=trial.seed,
+        )
+        group = await self._sampler.sample_whole(
+            ticket,
+            sampling=self._sampling[trial.environment],
+            attempts=self._config.attempts,
+        )
+        if version is not None:
+            _check_version(group, version)
+        return group
+
+
+def why_failed(group: RolloutGroup) -> str:
+    """Why a trial has no rollout, for a person."""
+    if group.failures:
+        return f"{group.failures[-1].reason}: {group.failures[-1].message}"
+    return group.cut_short or "the rollout was cancelled"
+
+
+def _sampling_of(env: TrialEnvConfig, config: TrialsConfig) -> Sampling:
+    return env.sampling.to_wire().over(config.sampling.to_wire())
+
+
+def _check_version(group: RolloutGroup, version: int) -> None:
+    """Raises RunError when other weights answered than those that were loaded."""
+    found = {
+        span.version for rollout in group.rollouts for sample in rollout.samples for span in sample.version_spans
+    } - {version}
+    if found:
+        logger.debug("group {} was sampled from versions {}", group.ticket.group_id, found)
+        raise RunError(
+            f"version {min(found)} answered where version {version} was loaded: somebody else loads weights into the"
+            " engines, such as the hub of a run; use engines that follow none, or let this command start one"
+            " (--inference)"
+        )

@@ -1,0 +1,183 @@
+"""Brings up what plays trials (an engine where one is asked for, the rollout service) and ends it behind the work.
+
+One of `eval` and `synthesize` runs here with its own work; a signal ends it in order, and the same command goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeVar
+
+from loguru import logger
+from opentelemetry.trace import Tracer
+
+from meshrl.core.clock import Clock
+from meshrl.core.config import ConfigError, dump_toml
+from meshrl.core.paths import Layout
+from meshrl.core.program import FAILED, run_program
+from meshrl.core.waiting import StoppedError, unless_stopped
+from meshrl.inference.config import InferenceConfig
+from meshrl.launch.compose import with_values
+from meshrl.launch.ports import FreePorts
+from meshrl.launch.supervise import Program, Supervisor
+from meshrl.sampling.attempts import SamplerDeadlines
+from meshrl.sampling.retry import RunError
+from meshrl.sampling.sampler import GroupSampler
+from meshrl.trials.config import TrialsConfig
+from meshrl.trials.engines import PolicyEndpoints, ServerFacts
+from meshrl.trials.plan import TaskSpan, plan_trials
+from meshrl.trials.play import OnEnd, TrialPlayer
+from meshrl.trials.progress import TrialProgress
+from meshrl.trials.results import TrialResults
+from meshrl.trials.service import UNREACHABLE_S, rollout_service, task_spans
+
+TrialsConfigT = TypeVar("TrialsConfigT", bound=TrialsConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialRun:
+    """What plays, while a command runs."""
+
+    config: TrialsConfig
+    endpoints: PolicyEndpoints
+    facts: ServerFacts
+    spans: Sequence[TaskSpan]
+    player: TrialPlayer
+    results: TrialResults
+
+    async def play(self, checkpoint: str, version: int | None, on_end: OnEnd) -> None:
+        """Plays what is not done of one checkpoint, with `on_end` called for each trial. Raises RunError."""
+        trials = plan_trials(self.spans, seed=self.config.seed, checkpoint=checkpoint, done=self.results.done)
+        done = {span.environment: 0 for span in self.spans}
+        for key in self.results.done:
+            if key[0] == checkpoint and key[1] in done:
+                done[key[1]] += 1
+        if any(done.values()):
+            logger.info("{}: {} rollouts are there, {} are left", checkpoint, sum(done.values()), len(trials))
+        progress = TrialProgress(checkpoint, self.spans, done)
+
+        def ended(trial: Any, group: Any) -> None:
+            on_end(trial, group)
+            progress.ended(trial.environment, group.rollouts[0].reward if group.rollouts else None)
+
+        try:
+            await self.player.play(trials, version=version, on_end=ended)
+        finally:
+            progress.close()
+
+    def left(self, checkpoint: str) -> int:
+        """Trials of a checkpoint that are not done."""
+        return len(plan_trials(self.spans, seed=0, checkpoint=checkpoint, done=self.results.done))
+
+
+Work = Callable[[TrialRun], Coroutine[Any, Any, int]]
+
+
+def run_trials(
+    name: str, config: TrialsConfigT, results: TrialResults, work: Work, *, conversations: bool = False
+) -> NoReturn:
+    """Runs a whole program as `serve_trials` does, and ends the process with its exit code."""
+
+    async def serve(config: TrialsConfigT, stop: asyncio.Event, tracer: Tracer) -> int:
+        return await serve_trials(config, results, work, stop, tracer, conversations=conversations)
+
+    run_program(name, config, serve, blocking_threads=None)
+
+
+async def serve_trials(
+    config: TrialsConfig,
+    results: TrialResults,
+    work: Work,
+    stop: asyncio.Event,
+    tracer: Tracer,
+    *,
+    conversations: bool = False,
+) -> int:
+    """Opens `results`, brings up what plays, does the work; returns the exit code, 1 also for one that was stopped.
+
+    `conversations` asks for the messages of every rollout. Raises ConfigError.
+    """
+    with results, FreePorts() as ports:
+        engine = None if config.inference is None else _engine(config, config.inference, ports)
+        urls = config.engine_urls if engine is None else (f"http://{engine.server.address}",)
+        lead = unless_stopped(stop, _lead(config, results, urls, ports("127.0.0.1"), tracer, work, conversations))
+        try:
+            if engine is None:
+                return await lead
+            return await Supervisor([_program(config, engine)]).run(stop, lead)
+        except RunError as error:
+            logger.error("{}", error)
+        except StoppedError:
+            logger.warning(
+                "stopped with {} rollouts in {}; the same command goes on from there",
+                len(results.done), results.stored().path,
+            )  # fmt: skip
+        return FAILED
+
+
+async def _lead(
+    config: TrialsConfig,
+    results: TrialResults,
+    urls: Sequence[str],
+    port: int,
+    tracer: Tracer,
+    work: Work,
+    conversations: bool,
+) -> int:
+    """Waits for the servers and the environments, then does the work. Raises ConfigError and RunError."""
+    async with AsyncExitStack() as stack:
+        endpoints = PolicyEndpoints(config, urls, started=config.inference is not None)
+        await stack.enter_async_context(endpoints)
+        facts = await endpoints.look()
+        names = [env.resolved_name for env in config.environments]
+        served = config.rollout_config(list(facts.urls), facts.api, seq_len=facts.seq_len, port=port)
+        deadlines = config.deadlines
+        pool = await stack.enter_async_context(
+            rollout_service(served, names, tracer, startup_s=deadlines.environments_s)
+        )
+        sampler = GroupSampler(
+            pool,
+            deadlines=SamplerDeadlines(
+                group_s=deadlines.rollout_s, retry_s=deadlines.rollout_s, unreachable_s=UNREACHABLE_S
+            ),
+            clock=Clock(),
+        )
+        player = TrialPlayer(config, sampler, slots=lambda: pool.slots, conversations=conversations)
+        spans = task_spans(config, dict(pool.environments()))
+        return await work(
+            TrialRun(
+                config=config, endpoints=endpoints, facts=facts, spans=spans, player=player, results=results
+            )
+        )  # fmt: skip
+
+
+def _engine(config: TrialsConfig, given: InferenceConfig, ports: FreePorts) -> InferenceConfig:
+    """The engine to start, with its configuration written to the folder. Raises ConfigError."""
+    values: dict[str, object] = {"output_dir": config.output_dir}
+    if "model" not in given.model_fields_set:
+        values["model"] = config.model.model_dump()
+    if not given.server.port or "server" not in given.model_fields_set:
+        values["server.port"] = ports(given.server.host)
+    if config.seq_len is not None and "max_model_len" not in given.model_fields_set:
+        values["max_model_len"] = config.seq_len
+    engine = with_values(given, values)
+    path = Layout(config.output_dir).config("inference")
+    try:
+        dump_toml(engine, path)
+    except OSError as error:
+        raise ConfigError(f"output_dir: {path} cannot be written: {error.strerror}; choose another") from error
+    return engine
+
+
+def _program(config: TrialsConfig, engine: InferenceConfig) -> Program:
+    layout = Layout(config.output_dir)
+    python = str(engine.python or sys.executable)
+    return Program(
+        name="inference",
+        command=[python, "-m", "meshrl.inference.main", "@", str(layout.config("inference"))],
+        log=layout.log("inference"),
+    )

@@ -1,0 +1,150 @@
+"""What a command leaves in its folder: every rollout, every failure, and the settings that they were made with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Self
+
+from meshrl.core.config import ConfigError
+from meshrl.core.durable import write_file
+from meshrl.sampling.groups import RolloutGroup
+from meshrl.trials.config import TrialsConfig
+from meshrl.trials.plan import Trial, TrialKey, differing_settings
+from meshrl.trials.play import why_failed
+from meshrl.trials.rows import ROLLOUTS_OF_EPISODE, RowFile, key_of, whole_episodes
+from meshrl.wire.types import Rollout
+
+RESULTS, FAILURES, SETTINGS = "results.jsonl", "failures.jsonl", "settings.json"
+LONG_FIELDS = ("completion", "conversations")
+"""What a row holds for readers of the file and no score is made of; it is not kept in memory."""
+
+
+class TrialResults:
+    """The results of one command in `folder`, with those of earlier processes of it. A context manager.
+
+    `settings` is what makes results comparable: a folder with others is refused. `clean` deletes what is there, and
+    the files of the folder that `derived` names.
+    """
+
+    def __init__(
+        self, folder: Path, settings: Mapping[str, Any], *, clean: bool = False, derived: Sequence[str] = ()
+    ) -> None:
+        self.rows: list[dict[str, Any]] = []
+        """Every rollout so far, without its long fields, in the order in which they ended."""
+        self.done: set[TrialKey] = set()
+        self._folder = folder
+        self._settings = settings
+        self._clean = clean
+        self._derived = derived
+        self._results = RowFile(folder / RESULTS)
+        self._failures = RowFile(folder / FAILURES)
+        self._open = ExitStack()
+
+    def __enter__(self) -> Self:
+        """Raises ConfigError for a folder that cannot be used."""
+        with ExitStack() as opening:
+            opening.enter_context(self._results)
+            opening.enter_context(self._failures)
+            if self._clean:
+                self._empty()
+            self._check_settings()
+            rows = [_short(row) for row in self._results]
+            self.done = whole_episodes(rows)
+            self.rows = [row for row in rows if key_of(row) in self.done]
+            self._open = opening.pop_all()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._open.close()
+
+    def record(self, checkpoint: str, trial: Trial, group: RolloutGroup) -> list[dict[str, Any]]:
+        """Writes what came of a trial; returns its rows, none where it failed. Raises OSError."""
+        rows = [_row(checkpoint, trial, rollout, len(group.rollouts)) for rollout in group.rollouts]
+        if not rows:
+            place = {"checkpoint": checkpoint, "environment": trial.environment, "task": trial.task}
+            self._failures.append([{**place, "number": trial.number, "error": why_failed(group)}])
+            return []
+        self._results.append(rows)
+        self.done.add(trial.key(checkpoint))
+        self.rows += [_short(row) for row in rows]
+        return rows
+
+    def stored(self) -> RowFile:
+        """The file with every row whole."""
+        return self._results
+
+    def _check_settings(self) -> None:
+        path = self._folder / SETTINGS
+        try:
+            kept = json.loads(path.read_text()) if path.exists() else None
+        except ValueError:  # half written, before the first result
+            kept = None
+        if kept is None or not isinstance(kept, dict):
+            write_file(path, json.dumps(self._settings, indent=2) + "\n")
+            return
+        if problems := differing_settings(kept, self._settings):
+            raise ConfigError(
+                f"output_dir: {self._folder} holds results of other settings ({'; '.join(problems)}); choose another"
+                " output_dir, or have them deleted (--clean-output-dir)"
+            )
+        environments = {**kept.get("env", {}), **self._settings.get("env", {})}
+        write_file(path, json.dumps({**self._settings, "env": environments}, indent=2) + "\n")
+
+    def _empty(self) -> None:
+        for name in (RESULTS, FAILURES):
+            (self._folder / name).write_bytes(b"")  # the locked file itself
+        for name in (SETTINGS, *self._derived):
+            (self._folder / name).unlink(missing_ok=True)
+
+
+def settings_of(config: TrialsConfig, **more: object) -> dict[str, Any]:
+    """What makes results comparable, as JSON has it."""
+    environments = {
+        env.resolved_name: {
+            "id": env.id,
+            "args": env.args,
+            "group_size": config.group_size_of(env),
+            "sampling": env.sampling.model_dump(exclude_none=True),
+        }
+        for env in config.environments
+    }
+    settings = {
+        "model": config.model.name,
+        "seed": config.seed,
+        "sampling": config.sampling.model_dump(exclude_none=True),
+        "max_turns": config.max_turns,
+        "env": environments,
+        **more,
+    }
+    return dict(json.loads(json.dumps(settings, default=str)))
+
+
+def _row(checkpoint: str, trial: Trial, rollout: Rollout, rollouts_of_episode: int) -> dict[str, Any]:
+    return {
+        "rollout_id": rollout.rollout_id,
+        "checkpoint": checkpoint,
+        "version": rollout.oldest_version,
+        "environment": trial.environment,
+        "task": trial.task,
+        "task_key": rollout.task_key,
+        "number": trial.number,
+        "seed": trial.seed,
+        "agent": rollout.agent,
+        "reward": rollout.reward,
+        "reward_parts": dict(rollout.reward_parts),
+        "metrics": dict(rollout.metrics),
+        "finish_reason": rollout.finish_reason,
+        "truncated": rollout.truncated,
+        "num_turns": rollout.num_turns,
+        "num_tokens": rollout.num_tokens,
+        "timings_s": dict(rollout.timings_s),
+        ROLLOUTS_OF_EPISODE: rollouts_of_episode,
+        "completion": rollout.completion,
+    }
+
+
+def _short(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if name not in LONG_FIELDS}

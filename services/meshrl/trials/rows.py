@@ -1,0 +1,89 @@
+"""The file of results: a line for each rollout that was played, written as it ends, read again when a command resumes.
+
+What counts is what is in the file: a rollout whose line is there is never played again. A process that is killed loses
+what it was playing; a line that a power cut left half written is cut off.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from meshrl.core.config import ConfigError
+from meshrl.trials.plan import TrialKey
+
+ROLLOUTS_OF_EPISODE = "rollouts_of_episode"
+"""How many lines the episode has: one for each of its agents that train."""
+
+
+class RowFile:
+    """JSON lines at `path`, appended to by one process at a time. A context manager."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._descriptor = -1
+
+    def __enter__(self) -> Self:
+        """Raises ConfigError when the file cannot be written, or another process has it."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._cut_half_line()
+        except BlockingIOError as error:
+            os.close(self._descriptor)
+            raise ConfigError(
+                f"output_dir: {self.path} is written by another process; wait for its end, or choose another output_dir"
+            ) from error
+        except OSError as error:
+            raise ConfigError(
+                f"output_dir: {str(self.path)!r} cannot be written: {error.strerror}; choose another output_dir"
+            ) from error
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        os.fsync(self._descriptor)
+        os.close(self._descriptor)
+        self._descriptor = -1
+
+    def append(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Writes the lines of one episode at once. Raises OSError."""
+        left = memoryview("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
+        while left:
+            left = left[os.write(self._descriptor, left) :]
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """The lines so far, from the first. Raises ConfigError for one that is none of ours."""
+        with self.path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                try:
+                    row = json.loads(line)
+                    if not isinstance(row, dict):
+                        raise ValueError("no object")
+                except ValueError as error:
+                    raise ConfigError(
+                        f"output_dir: line {number} of {self.path} is no result ({error}); delete it, or choose another"
+                        " output_dir"
+                    ) from error
+                yield row
+
+    def _cut_half_line(self) -> None:
+        """Cuts off what is behind the last line feed."""
+        content = self.path.read_bytes()
+        if content and not content.endswith(b"\n"):
+            os.truncate(self._descriptor, content.rfind(b"\n") + 1)
+
+
+def key_of(row: Mapping[str, Any]) -> TrialKey:
+    return (row["checkpoint"], row["environment"], row["task"], row["number"])
+
+
+def whole_episodes(rows: Sequence[Mapping[str, Any]]) -> set[TrialKey]:
+    """The trials of which every line is there."""
+    lines = Counter(key_of(row) for row in rows)
+    return {key for row in rows if lines[key := key_of(row)] >= row[ROLLOUTS_OF_EPISODE]}

@@ -1,0 +1,64 @@
+"""The rollout service of one command: hosts its environments in this process and worker processes, at a port of its
+own, and ends with the command.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+from opentelemetry.trace import Tracer
+
+from meshrl.client import ChannelOptions
+from meshrl.rollout.config import RolloutConfig
+from meshrl.rollout.main import serve
+from meshrl.sampling.pool import RolloutPool
+from meshrl.sampling.retry import RunError
+from meshrl.trials.config import TrialsConfig
+from meshrl.trials.plan import TaskSpan
+from meshrl.wire.types import EnvironmentInfo
+
+UNREACHABLE_S = 60.0
+END_DEADLINE_S = 30.0
+
+
+@asynccontextmanager
+async def rollout_service(
+    config: RolloutConfig, names: Sequence[str], tracer: Tracer, *, startup_s: float
+) -> AsyncIterator[RolloutPool]:
+    """Yields the pool of the one service, once it hosts `names`. Raises ConfigError and RunError."""
+    stop = asyncio.Event()
+    serving = asyncio.create_task(serve(config, stop, tracer))
+    options = ChannelOptions(reconnect_s=UNREACHABLE_S)
+    pool = RolloutPool([config.server.address], unreachable_s=UNREACHABLE_S, options=options)
+    gathering = asyncio.create_task(pool.gather(names, startup_s=startup_s))
+    try:
+        await asyncio.wait({serving, gathering}, return_when=asyncio.FIRST_COMPLETED)
+        if serving.done():
+            serving.result()
+            raise RunError("the rollout service ended before it served; see the log")
+        await gathering
+        async with pool.watching():
+            yield pool
+    finally:
+        gathering.cancel()
+        await asyncio.wait({gathering})
+        await pool.close()
+        stop.set()
+        await asyncio.wait({serving}, timeout=END_DEADLINE_S)
+        serving.cancel()
+        await asyncio.gather(serving, gathering, return_exceptions=True)
+
+
+def task_spans(config: TrialsConfig, infos: dict[str, EnvironmentInfo]) -> list[TaskSpan]:
+    """How much is to be played of each environment. Raises RunError for one without end."""
+    spans: list[TaskSpan] = []
+    for env in config.environments:
+        name, wanted = env.resolved_name, config.num_examples_of(env)
+        there = infos[name].num_tasks
+        if there is None and wanted < 0:
+            raise RunError(f"{name} never runs out of tasks; say how many to play (--num-examples 100)")
+        tasks = wanted if there is None else there if wanted < 0 else min(wanted, there)
+        spans.append(TaskSpan(environment=name, tasks=tasks, group_size=config.group_size_of(env)))
+    return spans
