@@ -14,6 +14,7 @@ from meshrl.core.program import run_program
 from meshrl.core.readiness import say_ready
 from meshrl.core.rpc.serve import GrpcServer
 from meshrl.core.telemetry.monitor import open_monitor
+from meshrl.core.telemetry.waits import waits_of
 from meshrl.core.waiting import StoppedError, unless_stopped
 from meshrl.orchestrator.build import build_loop
 from meshrl.orchestrator.config import OrchestratorConfig
@@ -47,7 +48,12 @@ async def orchestrate(config: OrchestratorConfig, stop: asyncio.Event, tracer: T
             server.add(HEALTH_NAME, _no_methods, None)
             logger.info(f"health of the orchestrator on port {await server.start()}")
             server.set_serving()
-        await _train(config, services, await unless_stopped(stop, wait_for_services(config, services)), tracer, stop)
+        named = config.services
+        with waits_of(tracer).waiting(
+            "services", "the services to answer", (*named.rollout, named.trainer, named.weights)
+        ):
+            mesh = await unless_stopped(stop, wait_for_services(config, services))
+        await _train(config, services, mesh, tracer, stop)
     except StoppedError:
         return 0
     except RunError as error:  # said once, without a traceback: the message tells what to change
