@@ -14,6 +14,7 @@ BUNDLED = {
     "memory_game": "meshrl.environments.memory_game",
     "reverse_text": "meshrl.environments.reverse_text",
     "reasoning_gym": "meshrl.environments.reasoning_gym",
+    "word_trail": "meshrl.environments.word_trail",
 }
 """Short names of the tasksets in this package."""
 

@@ -1,4 +1,4 @@
-"""The made-up words of the memory game: short, the same on every machine, split into two parts."""
+"""The made-up words of the examples with several turns: short, the same on every machine, split into two parts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal
 Split = Literal["train", "held_out"]
 
 HELD_OUT = 128
-"""Words that neither warm-up nor training ever names."""
+"""Words that neither warm-up nor training ever names or starts from, as each example says."""
 
 _CONSONANTS, _VOWELS = "bdfgklmnprst", "aeiou"
 

@@ -1,6 +1,7 @@
-"""Makes the example's model: a Qwen3 of about 1.3 million random parameters with a byte-level tokenizer.
+"""Makes the examples' model: a Qwen3 of about 1.3 million random parameters with a byte-level tokenizer.
 
-`python -m meshrl.environments.reverse_text.model FOLDER [--seed N] [--head-dim N]` writes it as a Hugging Face folder.
+`python -m meshrl.environments.reverse_text.model FOLDER [--seed N] [--head-dim N] [--tool-calls]` writes it as a
+Hugging Face folder.
 """
 
 from __future__ import annotations
@@ -25,20 +26,68 @@ CHAT_TEMPLATE = (
 )
 """ChatML. A conversation's tokens are a prefix of the longer conversation's."""
 
+TOOL_MARKS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+TOOLS_HEADER = (
+    "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
+    "You are provided with function signatures within <tools></tools> XML tags:\n<tools>"
+)
+TOOLS_FOOTER = (
+    "\n</tools>\n\nFor each function call, return a json object with function name and arguments within "
+    "<tool_call></tool_call> XML tags:\n<tool_call>\n"
+    '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
+)
+TOOL_JSON = (
+    '{"type": "function", "function": {"name": "', '", "description": "',
+    '", "parameters": {"type": "object", "properties": {"',
+    '": {"title": "', '", "type": "string"}}, "required": ["', '"], "title": "', 'Arguments"}}}',
+    '\n{"name": "', '", "arguments": {"', '": "', '"}}\n',
+)  # fmt: skip
+"""What Qwen3 writes around tools. A token each, like the headers: a tool would fill the example's prompt otherwise."""
 
-def create_tokenizer() -> PreTrainedTokenizerFast:
-    """A token for each byte and each special string: any text round-trips."""
+TOOL_TEMPLATE = (
+    "{% if tools %}{{ '<|im_start|>system\n' }}"
+    "{% if messages[0]['role'] == 'system' %}{{ messages[0]['content'] + '\n\n' }}{% endif %}{{ "
+    + repr(TOOLS_HEADER)
+    + " }}{% for tool in tools %}{{ '\n' + (tool | tojson) }}{% endfor %}{{ "
+    + repr(TOOLS_FOOTER)
+    + " + '<|im_end|>\n' }}{% endif %}"
+    "{% for message in messages %}"
+    "{% if message['role'] == 'system' and loop.first and tools %}"
+    "{% elif message['role'] == 'tool' %}"
+    "{% if loop.first or messages[loop.index0 - 1]['role'] != 'tool' %}{{ '<|im_start|>user' }}{% endif %}"
+    "{{ '\n<tool_response>\n' + message['content'] + '\n</tool_response>' }}"
+    "{% if loop.last or messages[loop.index0 + 1]['role'] != 'tool' %}{{ '<|im_end|>\n' }}{% endif %}"
+    "{% else %}{{ '<|im_start|>' + message['role'] + '\n' + (message['content'] or '') }}"
+    "{% for call in message['tool_calls'] or [] %}"
+    "{% if not loop.first or message['content'] %}{{ '\n' }}{% endif %}"
+    "{{ '<tool_call>\n{\"name\": \"' + call['function']['name'] + '\", \"arguments\": ' }}"
+    "{% if call['function']['arguments'] is string %}{{ call['function']['arguments'] }}"
+    "{% else %}{{ call['function']['arguments'] | tojson }}{% endif %}{{ '}\n</tool_call>' }}"
+    "{% endfor %}{{ '<|im_end|>\n' }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""How Qwen3 shows tools, their calls and their results, without its thinking."""
+
+
+def create_tokenizer(*, tool_calls: bool = False) -> PreTrainedTokenizerFast:
+    """A token for each byte and each special string: any text round-trips.
+
+    `tool_calls` adds the marks and the template with which Qwen3 calls tools.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={byte: index for index, byte in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     special = (PADDING, "<|im_start|>", END_OF_TURN, *HEADERS)
     tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in special])
+    if tool_calls:
+        texts = (*TOOL_MARKS, TOOLS_HEADER, TOOLS_FOOTER, *TOOL_JSON)
+        tokenizer.add_tokens([AddedToken(text, normalized=False) for text in texts])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=END_OF_TURN,
         pad_token=PADDING,
-        chat_template=CHAT_TEMPLATE,
+        chat_template=TOOL_TEMPLATE if tool_calls else CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,
     )
 
@@ -52,12 +101,14 @@ def create_model(
     num_heads: int = 4,
     num_key_value_heads: int = 2,
     head_dim: int | None = None,
+    tool_calls: bool = False,
 ) -> None:
     """Writes config, float32 weights and tokenizer to `folder`; the same seed gives the same weights.
 
-    `head_dim` is that of each attention head; None divides `hidden_size` among the heads.
+    `head_dim` is that of each attention head; None divides `hidden_size` among the heads. `tool_calls`: the tokenizer
+    has Qwen3's format of tools.
     """
-    tokenizer = create_tokenizer()
+    tokenizer = create_tokenizer(tool_calls=tool_calls)
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,
@@ -85,9 +136,10 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="where to write it")
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights (default: 0)")
     parser.add_argument("--head-dim", type=int, help="of each attention head (default: 40); vLLM on a CPU takes 32")
+    parser.add_argument("--tool-calls", action="store_true", help="with Qwen3's format of tools and their calls")
     arguments = parser.parse_args()
     disable_progress_bar()  # the file is written in an instant
-    create_model(arguments.folder, seed=arguments.seed, head_dim=arguments.head_dim)
+    create_model(arguments.folder, seed=arguments.seed, head_dim=arguments.head_dim, tool_calls=arguments.tool_calls)
 
 
 if __name__ == "__main__":

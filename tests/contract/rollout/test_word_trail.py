@@ -1,0 +1,86 @@
+"""The word trail, followed with its tool by a policy that answers token by token as a test tells it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from transformers import PreTrainedTokenizerFast
+
+from meshrl.environments.reverse_text.model import create_tokenizer
+from meshrl.environments.word_trail.demonstrations import write_demonstrations
+from meshrl.environments.word_trail.trail import trails
+from meshrl.sft.config import DataConfig
+from meshrl.sft.data import load_conversations
+from meshrl.sft.tokenization import tokenize
+
+# verifiers 0.4 passes an argument of tenacity by its old name when it connects to a tool server.
+pytestmark = pytest.mark.filterwarnings("ignore:The 'initial' parameter is deprecated:DeprecationWarning")
+
+Answer = Callable[[web.Request, dict[str, Any]], web.Response]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return create_tokenizer(tool_calls=True)
+
+
+@pytest.fixture
+def folder(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> str:
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    return str(tmp_path / "tokenizer")
+
+
+def answering(tokenizer: PreTrainedTokenizerFast, policy: Callable[[str], str]) -> Answer:
+    """Makes an engine say what `policy` makes of the prompt's text."""
+
+    def answer(request: web.Request, body: dict[str, Any]) -> web.Response:
+        said = policy(tokenizer.decode(body["token_ids"]))
+        token_ids = [*tokenizer.encode(said), tokenizer.eos_token_id]
+        content = [{"token": f"token_id:{token}", "logprob": -0.5} for token in token_ids]
+        choice = {"index": 0, "token_ids": token_ids, "finish_reason": "stop", "logprobs": {"content": content}}
+        return web.json_response({"request_id": "r", "choices": [choice]})
+
+    return answer
+
+
+async def test_a_trail_is_followed_with_the_tool_in_the_tokens_of_the_demonstrations(
+    start_mesh, make_group, engine, tokenizer, folder, tmp_path
+):
+    number = next(index for index, trail in enumerate(trails("held_out")) if trail.steps == 2)
+    trail = trails("held_out")[number]
+
+    def policy(prompt: str) -> str:
+        (asked, *told) = [text.strip() for text in prompt.split("<|im_start|>user")[1:]]
+        word = told[-1].split("\n")[1] if told else asked.split()[0]
+        if len(told) == trail.steps:
+            return word
+        return f'<tool_call>\n{{"name": "after", "arguments": {{"word": "{word}"}}}}\n</tool_call>'
+
+    engine.on_call = answering(tokenizer, policy)
+    mesh = await start_mesh(
+        [engine],
+        env=[{"id": "word_trail", "args": {"split": "held_out"}}],
+        renderer={"name": "default", "tool_parser": "qwen3"},
+        tokenizer=folder,
+        seq_len=256,
+    )
+    request = make_group(environment="word_trail", task_index=number, deadline_s=60.0)
+    rollout, _ = [event async for event in mesh.client.run_rollouts(request)]
+    assert getattr(rollout, "message", "") == ""
+    assert rollout.num_turns == 3
+    assert rollout.reward == 1.0
+    assert rollout.metrics["tool_calls"] == 2
+    (sample,) = rollout.samples
+    write_demonstrations(tmp_path / "data", seed=0)
+    row = load_conversations(DataConfig(name=str(tmp_path / "data" / "val.jsonl")))[number]
+    shown = tokenize(row, tokenizer, learned_roles=frozenset({"assistant"}))
+    assert sample.token_ids.tolist() == shown.token_ids.tolist()[: len(sample.token_ids)]
+    assert tokenizer.decode(shown.token_ids[len(sample.token_ids) :]) == "\n"
+    assert sample.loss_mask.tolist() == shown.loss_mask.tolist()[: len(sample.token_ids)]
+    assert [span.role for span in sample.message_spans] == [
+        "system", "user", "assistant", "tool", "assistant", "tool", "assistant",
+    ]  # fmt: skip
