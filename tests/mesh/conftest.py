@@ -12,38 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from mesh_run import Run
+from mesh_run import RUN_TOML, Run
 from meshrl.environments.reverse_text.model import create_model
-
-RUN_TOML = """
-[trainer]
-seq_len = 1024
-torch_threads = 1
-
-[trainer.optim]
-lr = 3e-4
-
-[inference]
-max_model_len = 128
-torch_threads = 1
-
-[rollout]
-seq_len = 128
-
-[orchestrator]
-batch_size = 16
-group_size = 4
-seq_len = 1024
-
-[orchestrator.filters]
-zero_signal = false
-
-[orchestrator.sampling]
-max_tokens = 16
-
-[[orchestrator.train.env]]
-id = "reverse_text"
-"""
 
 
 @pytest.fixture(scope="session")

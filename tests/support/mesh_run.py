@@ -15,6 +15,36 @@ from typing import Any
 
 PROGRAMS = ("rollout", "trainer", "weights", "inference", "orchestrator")
 READY_S = 240.0
+RUN_TOML = """
+[trainer]
+seq_len = 1024
+torch_threads = 1
+
+[trainer.optim]
+lr = 3e-4
+
+[inference]
+max_model_len = 128
+torch_threads = 1
+
+[rollout]
+seq_len = 128
+
+[orchestrator]
+batch_size = 16
+group_size = 4
+seq_len = 1024
+
+[orchestrator.filters]
+zero_signal = false
+
+[orchestrator.sampling]
+max_tokens = 16
+
+[[orchestrator.train.env]]
+id = "reverse_text"
+"""
+"""A run that is small enough for two CPU cores."""
 
 
 @dataclass

@@ -37,6 +37,11 @@ class Layout:
         return self.configs / f"{process}.toml"
 
     @property
+    def slurm(self) -> Path:
+        """The batch script of a run that is a SLURM job, and a log of each job that it was."""
+        return self.output_dir / "slurm"
+
+    @property
     def lock(self) -> Path:
         """Locked by the `rl` whose run this is, for as long as it lives; says who that is."""
         return self.output_dir / "rl.lock"

@@ -27,6 +27,7 @@ from meshrl.inference.config import InferenceConfig
 from meshrl.inference.engine import Engine
 from meshrl.inference.http.app import InferenceServer
 from meshrl.inference.http.tokenizer import TextCodec
+from meshrl.inference.submission import InferenceProgramConfig, submit_inference
 from meshrl.models.load import ModelError, load_tokenizer
 from meshrl.wire.errors import MeshError
 
@@ -135,7 +136,7 @@ async def _until_lost(engine: Engine, stop: asyncio.Event) -> int:
 
 
 def main() -> None:
-    config = load_config(InferenceConfig, prog="inference")
+    config = load_config(InferenceProgramConfig, prog="inference", instead=submit_inference)
     name = f"inference-{config.engine_id}" if config.engine_id else "inference"
     log_as(name, config)
     if config.headless:

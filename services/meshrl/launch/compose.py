@@ -61,22 +61,29 @@ START_MARGIN_S = 60.0
 
 
 def compose(
-    config: RLConfig, free_port: Callable[[str], int], *, session: str = "", gpus: Sequence[str] = ()
+    config: RLConfig,
+    free_port: Callable[[str], int],
+    *,
+    session: str = "",
+    gpus: Sequence[str] = (),
+    placement: Placement | None = None,
+    engine_hosts: Sequence[str] | None = None,
 ) -> tuple[Part, ...]:
     """The programs of a run, servers first; `free_port(host)` gives a port for every server that has none.
 
     Addresses of programs that are started here replace whatever the configuration says about them; for a service that
     runs already, in orchestrator.services, there is no part, and the others get its address. `session` names this
-    launch, so that a program that is started again knows that it goes on. `gpus` are those that may be used. Raises
-    ConfigError when there are too few of them.
+    launch, so that a program that is started again knows that it goes on. `gpus` are those that may be used; over
+    several nodes `placement` says instead who has which, and `engine_hosts` where each engine listens. Raises
+    ConfigError when there are too few GPUs.
     """
-    placement = place(config, gpus)
+    placement = placement or place(config, gpus)
     trainer = _with_port(_own_keys(TrainerConfig, config.trainer, {"wandb": True}), free_port)
     weights = _with_port(_own_keys(WeightsConfig, config.weights, {"transport": True}), free_port)
     orchestrator = _own_keys(OrchestratorConfig, config.orchestrator, _KEYS_OF_THE_ROLLOUT_PROGRAM)
     running = config.orchestrator.services.given()
     hub = config.orchestrator.services.weights or reach(weights.server)
-    engines = _engines(config, hub, placement, free_port)
+    engines = _engines(config, hub, placement, free_port, engine_hosts)
     rollout = _with_port(_rollout(config, hub), free_port)
     weights_values: dict[str, object] = {
         "engines": [*weights.engines, *config.running_engines],
@@ -214,7 +221,11 @@ def _own_keys(program: type[Config], section: BaseConfig, others: Mapping[str, b
 
 
 def _engines(
-    config: RLConfig, hub: str, placement: Placement, free_port: Callable[[str], int]
+    config: RLConfig,
+    hub: str,
+    placement: Placement,
+    free_port: Callable[[str], int],
+    hosts: Sequence[str] | None,
 ) -> list[InferenceConfig]:
     if config.inference is None:
         return []
@@ -222,9 +233,11 @@ def _engines(
     broadcast, lora = given.weight_broadcast or config.trainer.weight_broadcast, config.trainer.model.lora
     adapter_rank = lora.rank if lora is not None and config.trainer.weight_broadcast.lora_adapter_only else None
     engines = []
-    for number in range(config.engine_count):
-        port = given.server.port + number if given.server.port else free_port(given.server.host)
+    hosts = hosts or [given.server.host] * config.engine_count
+    for number, host in enumerate(hosts):
+        port = given.server.port + hosts[:number].count(host) if given.server.port else free_port(host)
         values: dict[str, object] = {
+            "server.host": host,
             "server.port": port,
             "weight_broadcast": {**broadcast.model_dump(), "address": hub},
             "share_gpu": given.share_gpu or placement.shared(number),
@@ -233,7 +246,7 @@ def _engines(
         }
         if (given.vllm_argument("data_parallel_size") or 1) > 1 and not given.vllm_argument("data_parallel_rpc_port"):
             # vLLM's own default is the same for all runs
-            values["data_parallel_rpc_port"] = free_port(given.server.host)
+            values["data_parallel_rpc_port"] = free_port(host)
         if config.engine_count > 1 and given.engine_id:
             values["engine_id"] = f"{given.engine_id}-{number + 1}"
         if number and given.seed is not None:

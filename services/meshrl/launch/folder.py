@@ -10,7 +10,8 @@ from meshrl.core.paths import Layout
 
 _OF_A_RUN = (
     "broadcasts", "checkpoints", "configs", "hub", "ledger.sqlite", "ledger.sqlite-shm", "ledger.sqlite-wal", "logs",
-    "metrics.jsonl", "rl.lock", "rollouts", "state", "summary.json", "traces", "trainer_epoch", "weight_hub", "weights",
+    "metrics.jsonl", "rl.lock", "rollouts", "slurm", "state", "summary.json", "traces", "trainer_epoch", "weight_hub",
+    "weights",
 )  # fmt: skip
 
 
@@ -51,8 +52,8 @@ def _why_not(folder: Path, keep: Path | None) -> str | None:
 
 
 def holds_a_run(output_dir: Path) -> bool:
-    """True when an earlier run has left more than resolved configurations and a lock file here."""
+    """True when an earlier run has left more here than resolved configurations, a batch script and a lock file."""
     if not output_dir.is_dir():
         return False
     layout = Layout(output_dir)
-    return any(entry not in (layout.configs, layout.lock) for entry in output_dir.iterdir())
+    return any(entry not in (layout.configs, layout.lock, layout.slurm) for entry in output_dir.iterdir())

@@ -24,9 +24,12 @@ from meshrl.launch.config import RLConfig
 from meshrl.launch.folder import empty_folder, holds_a_run
 from meshrl.launch.gpus import VARIABLE, visible
 from meshrl.launch.lock import FolderInUseError, FolderLock
+from meshrl.launch.nodes.job import NodeLostError, NodePorts, hand_over, look_at, nodes_of_job
+from meshrl.launch.nodes.spread import Spread, link_logs, on_nodes, spread_over
 from meshrl.launch.ports import FreePorts
 from meshrl.launch.preflight.checks import examine, refusal
 from meshrl.launch.preflight.findings import Finding, Plan, error
+from meshrl.launch.submission import submit_run
 from meshrl.launch.supervise import Grace, Program, Supervisor
 from meshrl.trainer.config import TrainerConfig
 from meshrl.trainer.publishing.transport_choice import SHM, shm_folder
@@ -34,9 +37,18 @@ from meshrl.trainer.publishing.transport_choice import SHM, shm_folder
 _NAME = "rl"
 
 
-def resolve(config: RLConfig, free_port: Callable[[str], int], *, gpus: Sequence[str] = ()) -> tuple[Part, ...]:
+def resolve(
+    config: RLConfig, free_port: Callable[[str], int], *, gpus: Sequence[str] = (), spread: Spread | None = None
+) -> tuple[Part, ...]:
     """The programs of a run. Raises ConfigError when what the configuration asks for is not there."""
-    parts = compose(config, free_port, session=uuid.uuid4().hex, gpus=gpus)
+    parts = compose(
+        config,
+        free_port,
+        session=uuid.uuid4().hex,
+        gpus=gpus,
+        placement=None if spread is None else spread.placement,
+        engine_hosts=None if spread is None else [node.address for node in spread.engines],
+    )
     for part in parts:
         if part.python is not None and not os.access(part.python, os.X_OK):
             raise ConfigError(f"{part.name}.python: {str(part.python)!r} is no program; give the path of a python")
@@ -118,7 +130,8 @@ def newest_checkpoint(output_dir: Path, *, since_s: float) -> int | None:
 
 
 def launch(config: RLConfig) -> int:
-    """Starts a run and watches over it; returns the exit code. Raises ConfigError before anything is started."""
+    """Starts a run and watches over it; returns the exit code. Raises ConfigError before anything is started, and
+    NodeLostError when a node of its job does not answer."""
     with FreePorts() as free_ports:
         return _launch(config, free_ports)
 
@@ -129,10 +142,20 @@ def _launch(config: RLConfig, free_ports: FreePorts) -> int:
     used = holds_a_run(config.output_dir) and not (config.clean_output_dir or resumes)
     try:
         with FolderLock(layout) as lock:
-            parts, findings = checked(config, free_ports)
+            ports: FreePorts | NodePorts = free_ports
+            spread = None
+            if config.deployment.type == "multi_node":
+                nodes, ports = look_at(nodes_of_job(os.environ, config.deployment.nodes), layout)
+                config, spread = spread_over(config, nodes)
+            parts, findings = checked(config, ports, spread=spread)
             write_configs(config, parts)
             if not config.dry_run:
-                return _run(config, parts, lock, findings, used=used)
+                started = programs(parts, layout)
+                if spread is not None:
+                    hand_over(nodes[1:], [layout.config(part.name) for part in parts])
+                    link_logs(layout)
+                    started = on_nodes(started, spread, layout, ports)
+                return _run(config, parts, started, lock, findings, used=used)
             outcome = f"resolved files are in {layout.configs}"
     except FolderInUseError as error:
         if not config.dry_run:
@@ -146,27 +169,43 @@ def _launch(config: RLConfig, free_ports: FreePorts) -> int:
 
 
 def checked(
-    config: RLConfig, free_ports: FreePorts, *, folder_in_use: bool = False
+    config: RLConfig, free_ports: FreePorts | NodePorts, *, spread: Spread | None = None, folder_in_use: bool = False
 ) -> tuple[tuple[Part, ...], list[Finding]]:
     """The programs of a run that can start, and what else there is to know. Raises ConfigError naming all problems."""
     gpus = visible(os.environ)
     if not config.preflight:
-        return resolve(config, free_ports, gpus=gpus), []
+        return resolve(config, free_ports, gpus=gpus, spread=spread), []
     parts: tuple[Part, ...] = ()
     findings = []
     try:
-        parts = resolve(config, free_ports, gpus=gpus)
+        parts = resolve(config, free_ports, gpus=gpus, spread=spread)
     except ConfigError as problem:  # one problem of all that there may be
         findings.append(error(str(problem)))
-    chosen = free_ports.given
-    findings += examine(Plan(config=config, parts=parts, gpus=gpus, chosen_ports=chosen, folder_in_use=folder_in_use))
+    findings += examine(
+        Plan(
+            config=config,
+            parts=parts,
+            gpus=gpus,
+            chosen_ports=free_ports.given,
+            elsewhere=() if spread is None else [node.address for node in (*spread.trainers[1:], *spread.engines)],
+            folder_in_use=folder_in_use,
+        )
+    )
     problems = refusal(findings)
     if problems is not None:
         raise ConfigError(problems)
     return parts, findings
 
 
-def _run(config: RLConfig, parts: Sequence[Part], lock: FolderLock, findings: Sequence[Finding], *, used: bool) -> int:
+def _run(
+    config: RLConfig,
+    parts: Sequence[Part],
+    started: Sequence[Program],
+    lock: FolderLock,
+    findings: Sequence[Finding],
+    *,
+    used: bool,
+) -> int:
     """Starts the programs and watches over them; returns the exit code."""
     layout = Layout(config.output_dir)
     setup_logging(_NAME, config.log.level, layout.log(_NAME), json_logging=config.log.json_logging)
@@ -187,7 +226,7 @@ def _run(config: RLConfig, parts: Sequence[Part], lock: FolderLock, findings: Se
         logger.info("{}", line)
     grace = Grace(shutdown_s=config.shutdown_grace_s, failure_s=config.failure_grace_s)
     supervisor = Supervisor(
-        programs(parts, layout),
+        started,
         grace=grace,
         show=_show,
         lock_fd=lock.fd,
@@ -232,11 +271,18 @@ def _show(text: str) -> None:
 def main() -> None:
     """Console script `rl`."""
     config = load_config(RLConfig, prog=_NAME)
+    code = 0
     try:
-        code = launch(config)
+        if config.slurm is None:
+            code = launch(config)
+        else:
+            _show(submit_run(config, config.slurm))
     except ConfigError as error:
         sys.stderr.write(f"{_NAME}: {error}\n")
         code = 2
+    except NodeLostError as error:
+        sys.stderr.write(f"{_NAME}: {error}\n")
+        code = 1
     sys.exit(code)
 
 

@@ -54,6 +54,9 @@ class Program:
     again: Callable[[], Sequence[str]] | None = None
     """The command of a restart, made when it is needed; None means the same command."""
 
+    ends_on_usr1: bool = False
+    """It is asked to end with USR1 instead of TERM: a step of a SLURM job, which srun kills on TERM."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Grace:
@@ -279,7 +282,7 @@ class Supervisor:
         for child in children:
             if child.process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
-                    child.process.terminate()
+                    child.process.send_signal(signal.SIGUSR1 if child.program.ends_on_usr1 else signal.SIGTERM)
         left_s = max(0.0, deadline - asyncio.get_running_loop().time())
         await asyncio.wait(waits, timeout=left_s)
         killed = {child.program.name for child in children if child.process.returncode is None}

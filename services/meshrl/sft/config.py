@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from meshrl.core.config import BaseConfig
 from meshrl.core.config.shared import LogConfig, WandbConfig
+from meshrl.core.slurm.config import DeploymentType, SlurmConfig
 from meshrl.training.bench.config import BenchConfig
 from meshrl.training.config import CheckpointConfig, OptimConfig, SchedulerConfig
 from meshrl.training.model_config import TrainerModelConfig
@@ -70,6 +71,43 @@ class ValConfig(BaseConfig):
     """What to validate on; all of it each time."""
 
 
+class SFTDeploymentConfig(DeploymentConfig):
+    """The processes that train together, on this machine or on the nodes of a job."""
+
+    type: DeploymentType = "single_node"
+    """multi_node trains on num_train_nodes nodes of a SLURM job."""
+
+    num_train_nodes: int = Field(default=1, ge=1)
+    """multi_node: how many nodes."""
+
+    gpus_per_node: int = Field(default=8, ge=0)
+    """In a SLURM job: GPUs of each node, with a training process each in multi_node; 0 for nodes without, which have
+    one process."""
+
+    nodes_per_fsdp_group: int | None = Field(default=None, ge=1)
+    """multi_node: nodes that hold one copy of the model between them; sets model.dp_replicate. None leaves that key as
+    it is."""
+
+    @property
+    def nodes(self) -> int:
+        """Nodes that train."""
+        return self.num_train_nodes if self.type == "multi_node" else 1
+
+    @model_validator(mode="after")
+    def _nodes_fit(self) -> Self:
+        if self.type == "single_node" and self.num_train_nodes > 1:
+            raise ValueError(
+                f"deployment.num_train_nodes is {self.num_train_nodes}, but deployment.type is 'single_node'; set it to"
+                " 'multi_node'"
+            )
+        if self.nodes_per_fsdp_group is not None and self.num_train_nodes % self.nodes_per_fsdp_group:
+            raise ValueError(
+                f"deployment.nodes_per_fsdp_group is {self.nodes_per_fsdp_group}, which does not divide"
+                f" deployment.num_train_nodes ({self.num_train_nodes}); use a divisor"
+            )
+        return self
+
+
 class SFTConfig(BaseConfig):
     """Fine-tunes a model on conversations."""
 
@@ -93,8 +131,11 @@ class SFTConfig(BaseConfig):
     scheduler: SchedulerConfig = SchedulerConfig()
     """The learning rate over the steps."""
 
-    deployment: DeploymentConfig = DeploymentConfig()
+    deployment: SFTDeploymentConfig = SFTDeploymentConfig()
     """The processes that train together."""
+
+    slurm: SlurmConfig | None = None
+    """Submit the program as a SLURM job; None starts it here."""
 
     bench: BenchConfig | None = None
     """Measure steps on fake data and end; off unless given."""

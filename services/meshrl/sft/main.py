@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from meshrl.core.config import load_config
 from meshrl.sft.config import SFTConfig
+from meshrl.sft.submission import submit_sft
 from meshrl.training.bench.config import BenchConfig
 from meshrl.training.parallel.rank_main import rank_main
 
 
 def main() -> None:
     """Console script `sft`."""
-    rank_main("sft", lambda: load_config(SFTConfig, prog="sft"), run_rank=_run_rank, run_bench=_run_bench)
+    rank_main(
+        "sft",
+        lambda: load_config(SFTConfig, prog="sft", instead=submit_sft),
+        run_rank=_run_rank,
+        run_bench=_run_bench,
+    )
 
 
 def _run_rank(config: SFTConfig, rank: int) -> None:

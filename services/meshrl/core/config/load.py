@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from pydantic import ValidationError
@@ -29,8 +29,12 @@ def load_config(
     *,
     prog: str,
     environ: Mapping[str, str] | None = None,
+    instead: Callable[[Config, bool], str | None] | None = None,
 ) -> Config:
     """The configuration that the command line asks for; `argv` is without the program's name, None takes sys.argv.
+
+    `instead` is what is done with it in place of running the program here, such as submitting it, given whether it is a
+    dry run: it returns what to tell the user, and the process ends with code 0; None lets the program run.
 
     Ends the process: with code 0 after --help, with code 2 and one message on stderr when the configuration is wrong.
     """
@@ -42,12 +46,17 @@ def load_config(
             sys.stdout.write(help_text(cls, prog, every_key=line.help == "every key"))
             raise SystemExit(0)
         config, warnings = build_config(cls, line, os.environ if environ is None else environ, older)
+        told = None if instead is None else instead(config, line.dry_run)
     except ConfigError as error:
         help_flag = "--help-all" if cls.everyday_keys else "--help"
         sys.stderr.write(one_message(prog, str(error), help_flag) + "\n")
         raise SystemExit(2) from None  # the message is all there is to say
     for warning in warnings:
         sys.stderr.write(f"{prog}: warning: {warning}\n")
+    if told is not None:
+        sys.stderr.writelines(f"{prog}: note: {note}\n" for note in config.notes)
+        sys.stdout.write(told)
+        raise SystemExit(0)
     if line.dry_run:
         sys.stderr.writelines(f"{prog}: note: {note}\n" for note in config.notes)
         sys.stdout.write(to_toml(config))

@@ -55,10 +55,7 @@ _TRAINERS = ("trainer", "sft")
 _SKIPS = ("skip_progress", "skip_scheduler", "skip_dataloader", "skip_optimizer")
 _OFF = ("1", "none", "auto")
 _PACKED = "rows are packed to seq_len tokens; lower trainer.seq_len where memory is short"
-_ONE_NODE = (
-    "rl starts programs on this machine only; start trainer ranks with torchrun and engines with `inference` on the"
-    " others (docs/operations.md)"
-)
+_WHOLE_RUN = "rl submits and spreads the whole run: set slurm and deployment at the top"
 _PARALLEL = "models are split by FSDP alone so far; leave it out, and add GPUs with deployment.num_train_gpus"
 _TEACHER = "there are no teachers yet: runs learn from rewards; `sft` learns from conversations that are there already"
 _MODEL_CODE = "every model runs as transformers defines it, with attention and output head of meshrl"
@@ -83,21 +80,9 @@ _RUN = (
     _moved("trainer.monitors.wandb", "trainer.wandb"),
     _moved("trainer.max_async_level", "max_async_level"),
     _moved("trainer.async_level", "max_async_level"),
-    _unused("deployment.type", "one machine is what rl always uses", "single_node"),
-    _absent("deployment.type", _ONE_NODE),
-    _unused("deployment.num_train_nodes", "one machine is what rl always uses", *_OFF),
-    _absent("deployment.num_train_nodes", _ONE_NODE),
-    _unused("deployment.num_infer_nodes", "one machine is what rl always uses", *_OFF),
-    _absent("deployment.num_infer_nodes", _ONE_NODE),
     _absent("deployment.num_infer_replicas", "num_engines is how many engines there are"),
-    _absent("deployment.nodes_per_fsdp_group", "trainer.model.dp_replicate is how many groups hold the whole model"),
-    _unused("deployment.gpus_per_node", "rl counts the GPUs that it may see"),
-    _unused("sft.deployment.type", "one machine is what sft starts processes on", "single_node"),
-    _absent("sft.deployment.type", "sft uses this machine alone; start it with torchrun -m meshrl.sft.main on several"),
     _moved("sft.deployment.num_gpus", "sft.deployment.num_train_gpus"),
-    _unused("sft.deployment.gpus_per_node", "deployment.num_train_gpus is how many processes there are"),
-    _absent("sft.slurm", "sft does not submit jobs; write its command into a batch script of your own and submit that"),
-    _absent("slurm", "rl does not submit jobs; write its command into a batch script of your own and submit that"),
+    _moved("sft.deployment.num_nodes", "sft.deployment.num_train_nodes"),
     _absent("env_vars", "programs inherit the environment that rl is started with; set the variables there"),
     _absent("run", "output_dir is what tells runs apart; set output_dir"),
     _absent("teacher_gpu_ids", _TEACHER),
@@ -269,8 +254,8 @@ _INFERENCE = (
     _unused("inference.api_server_count", "one server answers for an engine"),
     _absent("inference.model.chat_template", "the model's folder holds its template; see rollout.renderer"),
     _absent("inference.model.rope_scaling", "give vLLM's own argument in inference.vllm.hf_overrides"),
-    _absent("inference.deployment", _ONE_NODE),
-    _absent("inference.slurm", "inference does not submit jobs; write its command into a batch script of your own"),
+    _absent("inference.deployment", _WHOLE_RUN),
+    _absent("inference.slurm", _WHOLE_RUN),
     _absent("inference.router", "the rollout program routes each call itself; leave it out"),
 )  # fmt: skip
 

@@ -22,6 +22,9 @@ _CHATTY = ("aiohttp.access", "asyncio", "filelock", "httpcore", "httpx", "mcp", 
 # Errors of this module are a stranger's bytes that are no HTTP: answered with 400, but logged with a traceback each.
 _BAD_HTTP = "aiohttp.http_exceptions"
 
+LAUNCHER_LOGS = "MESHRL_LAUNCHER_LOGS"
+"""Set for a program whose output a launcher writes to its log on another node, where no look at stdout would tell."""
+
 
 class _IntoLoguru(logging.Handler):
     """Hands records of the standard library's logging to loguru, with the place they came from."""
@@ -101,6 +104,8 @@ def setup_logging(name: str, level: str, log_file: Path | None = None, *, json_l
 
 def stdout_goes_beside(log_file: Path) -> bool:
     """True when stdout is a file of the same folder: a launcher keeps the log, and every line would be there twice."""
+    if os.environ.get(LAUNCHER_LOGS):
+        return True
     try:
         stdout = os.fstat(sys.stdout.fileno())
     except (OSError, ValueError):  # closed, or no file at all, as under a test runner

@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from meshrl.core.config import BaseConfig
 from meshrl.core.config.schema import ReadTable, Table
 from meshrl.core.config.shared import EnvConfig, LogConfig, ModelConfig, WandbConfig, WeightBroadcastConfig
+from meshrl.core.slurm.config import SlurmConfig
 from meshrl.inference.config import InferenceConfig
 from meshrl.launch.config.completion import complete
 from meshrl.launch.config.presets import AlgorithmName, apply_preset
@@ -50,7 +51,7 @@ class RLConfig(BaseConfig):
         ),
         "Where it runs": (
             "inference", "num_engines", "deployment.num_train_gpus", "deployment.num_infer_gpus", "trainer_gpu_ids",
-            "inference_gpu_ids", "restarts",
+            "inference_gpu_ids", "restarts", "slurm", "deployment.type",
         ),
         "What it leaves": (
             "output_dir", "clean_output_dir", "ckpt", "ckpt.interval", "ckpt.resume_step", "wandb", "wandb.project",
@@ -120,7 +121,10 @@ class RLConfig(BaseConfig):
     deployment: Annotated[
         RunDeploymentConfig, HandedTo(("trainer.deployment.num_train_gpus",), key="num_train_gpus")
     ] = RunDeploymentConfig()
-    """GPUs of inference and of the trainer."""
+    """GPUs of inference and of the trainer, and the nodes of a job."""
+
+    slurm: SlurmConfig | None = None
+    """Submit the run as a SLURM job; None starts it here."""
 
     trainer_gpu_ids: list[int] | None = Field(default=None, min_length=1)
     """GPUs of the trainer, as places among the visible ones. Several run one training process each. None takes those

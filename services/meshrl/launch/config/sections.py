@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from meshrl.core.config import BaseConfig
 from meshrl.core.config.shared import Addresses, LogConfig, LogLevel, ModelConfig, WandbConfig
+from meshrl.core.slurm.config import DeploymentType
 from meshrl.orchestrator.config import OrchestratorConfig
 from meshrl.rollout.config import ClientConfig, RolloutConfig
 from meshrl.trainer.config import TrainerConfig
@@ -88,8 +89,62 @@ class WeightsSection(WeightsConfig):
 
 
 class RunDeploymentConfig(DeploymentConfig):
-    """How a run is spread over the GPUs of this machine."""
+    """How a run is spread over the GPUs of this machine, or over the nodes of a job."""
 
     num_infer_gpus: int | None = Field(default=None, ge=1)
     """GPUs for inference: the first of those visible; the trainer takes the next ones. None means what num_engines and
     the sizes of an engine ask for. inference_gpu_ids and trainer_gpu_ids choose the GPUs themselves."""
+
+    type: DeploymentType = "single_node"
+    """multi_node starts the trainer on the first num_train_nodes nodes of a SLURM job and engines on the next
+    num_infer_nodes; the other programs run on the first node."""
+
+    num_train_nodes: int = Field(default=1, ge=1)
+    """multi_node: nodes of the trainer."""
+
+    num_infer_nodes: int = Field(default=1, ge=1)
+    """multi_node: nodes of inference."""
+
+    gpus_per_node: int = Field(default=8, ge=0)
+    """In a SLURM job: GPUs of each node, all of which multi_node uses; 0 for nodes without, where a node has one
+    training process or one engine."""
+
+    nodes_per_fsdp_group: int | None = Field(default=None, ge=1)
+    """multi_node: nodes that hold one copy of the trainer's model between them; sets trainer.model.dp_replicate. None
+    leaves that key as it is."""
+
+    insecure: bool = False
+    """multi_node: allow the programs to talk to each other without encryption over the network of the nodes."""
+
+    @property
+    def nodes(self) -> int:
+        """Nodes of the whole run."""
+        return self.num_train_nodes + self.num_infer_nodes if self.type == "multi_node" else 1
+
+    @model_validator(mode="after")
+    def _whole_job(self) -> Self:
+        if self.type == "single_node":
+            for key in ("num_train_nodes", "num_infer_nodes"):
+                if getattr(self, key) > 1:
+                    raise ValueError(
+                        f"deployment.{key} is {getattr(self, key)}, but deployment.type is 'single_node'; set it to"
+                        " 'multi_node'"
+                    )
+            return self
+        if not self.insecure:
+            raise ValueError(
+                "deployment.type is 'multi_node', where the programs talk to each other over the network without"
+                " encryption; set deployment.insecure = true where nobody else reaches or reads that network"
+                " (docs/deployment.md)"
+            )
+        if self.nodes_per_fsdp_group is not None and self.num_train_nodes % self.nodes_per_fsdp_group:
+            raise ValueError(
+                f"deployment.nodes_per_fsdp_group is {self.nodes_per_fsdp_group}, which does not divide"
+                f" deployment.num_train_nodes ({self.num_train_nodes}); use a divisor"
+            )
+        if self.num_infer_gpus is not None:
+            raise ValueError(
+                "deployment.num_infer_gpus is for one node; with deployment.type 'multi_node' engines have"
+                " gpus_per_node GPUs on each of num_infer_nodes nodes, so leave it out"
+            )
+        return self

@@ -35,6 +35,9 @@ class Plan:
     chosen_ports: Collection[int] = field(default_factory=frozenset)
     """Ports that rl has found free itself."""
 
+    elsewhere: Collection[str] = ()
+    """Addresses of other nodes of the run, where nothing can be tried from here."""
+
     folder_in_use: bool = False
     """Another run lives in the output folder, so this one can only be looked at: its ports and hub are taken."""
 

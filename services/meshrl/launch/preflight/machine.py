@@ -33,6 +33,8 @@ def check_ports(plan: Plan) -> Iterator[Finding]:
             yield error(f"{key} is given to {owners[server.port]} as well; give each program a port of its own")
             continue
         owners[server.port] = part.name
+        if server.host in plan.elsewhere:
+            continue
         problem = why_not_free(server.host, server.port)
         if problem is not None:
             yield error(f"{key} cannot be used at {server.host} ({problem}); stop what listens there, or leave it out")

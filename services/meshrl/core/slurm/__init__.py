@@ -1,0 +1,1 @@
+"""Jobs on a cluster: the [slurm] section, and how a program writes its batch script and submits it."""

@@ -1,0 +1,69 @@
+"""The sections that place a program on a cluster: [slurm], and the nodes in [deployment]."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from meshrl.core.config.base import BaseConfig
+
+_NAME = r"^[A-Za-z0-9_.:+-]+$"
+_LINE = r"^[^\r\n]+$"
+_TIME = r"^(\d+|\d+:\d\d|\d+:\d\d:\d\d|\d+-\d+(:\d\d){0,2}|UNLIMITED)$"
+
+DeploymentType = Literal["single_node", "multi_node"]
+
+
+class SlurmConfig(BaseConfig):
+    """Submit the program as a SLURM job instead of starting it here."""
+
+    job_name: str = Field(default="meshrl", pattern=_NAME)
+    """Name of the job."""
+
+    partition: str | None = Field(default=None, pattern=_LINE)
+    """Partition of the job; None takes the cluster's default."""
+
+    account: str | None = Field(default=None, pattern=_LINE)
+    """Account that is charged; None takes yours."""
+
+    time: str | None = Field(default=None, pattern=_TIME)
+    """Time limit, as SLURM writes it: minutes, HH:MM:SS or D-HH:MM:SS. None takes the partition's."""
+
+    nodelist: str | None = Field(default=None, pattern=_LINE)
+    """Nodes that the job must have, such as node[01-04]."""
+
+    exclude: str | None = Field(default=None, pattern=_LINE)
+    """Nodes that the job must not have."""
+
+    template_path: Path | None = None
+    """A batch script of your own as a Jinja2 template; None takes the one that comes with the program."""
+
+    pre_run_command: str | None = Field(default=None, min_length=1)
+    """Shell command that is run once on each node before the program is started."""
+
+    exclusive: bool = True
+    """Take whole nodes. Without it name the cores and the memory in `options`."""
+
+    options: list[str] = Field(default_factory=list)
+    """Further options of sbatch, each as on its command line: --qos=high, --cpus-per-task=16."""
+
+    python: Path | None = None
+    """Interpreter on the nodes, with meshrl installed; None means the path of the one that submits."""
+
+    max_requeues: int = Field(default=5, ge=0)
+    """How many times a job whose run failed because a node went away puts itself back into the queue."""
+
+
+class InferenceDeploymentConfig(BaseConfig):
+    """The nodes of a job that serves one model."""
+
+    type: DeploymentType = "single_node"
+    """One node, or num_infer_nodes of them."""
+
+    num_infer_nodes: int = Field(default=1, ge=1)
+    """Nodes with an engine each, or with parts of one where data_parallel_size asks for more GPUs than a node has."""
+
+    gpus_per_node: int = Field(default=8, ge=0)
+    """GPUs that the job asks for on each node; 0 for nodes without."""

@@ -1,0 +1,66 @@
+"""Submits a run as a SLURM job instead of starting it: `rl` with a [slurm] section."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+from meshrl.core.config import ConfigError, dump_toml
+from meshrl.core.paths import Layout
+from meshrl.core.slurm.config import SlurmConfig
+from meshrl.core.slurm.submit import BatchJob, submit
+from meshrl.launch.compose import Part, compose
+from meshrl.launch.config import RLConfig
+from meshrl.launch.folder import empty_folder
+from meshrl.launch.lock import FolderLock
+from meshrl.launch.nodes.job import JobNode
+from meshrl.launch.nodes.spread import spread_over
+
+FIRST_PORT = 50051
+"""Of the addresses that a dry run shows; the job takes ports that are free on its nodes."""
+
+
+def submit_run(config: RLConfig, slurm: SlurmConfig) -> str:
+    """Checks the configuration, writes it and the batch script, and submits them unless `dry_run` is set.
+
+    Returns what to tell the user. Raises ConfigError when something is wrong, or sbatch refuses.
+    """
+    layout = Layout(config.output_dir)
+    in_job = config.model_copy(update={"slurm": None, "dry_run": False, "clean_output_dir": False})
+    parts = _as_in_the_job(in_job)
+    with FolderLock(layout):
+        if config.clean_output_dir and not config.dry_run:
+            empty_folder(config.output_dir, keep=Path(config.trainer.model.name))
+        if config.dry_run:
+            for part in parts:
+                dump_toml(part.config, layout.config(part.name))
+        given = config.inference
+        key = None if given is None else given.api_key
+        job = BatchJob(
+            program="rl",
+            module="meshrl.launch.main",
+            config=in_job,
+            output_dir=config.output_dir,
+            nodes=config.deployment.nodes,
+            gpus_per_node=config.deployment.gpus_per_node,
+            environ={} if given is None or key is None else {given.api_key_var: key.get_secret_value()},
+        )
+        notes = "".join(f"note: {text}\n" for text in config.notes)
+        return notes + submit(job, slurm, dry_run=config.dry_run)
+
+
+def _as_in_the_job(config: RLConfig) -> tuple[Part, ...]:
+    """The programs as they would be on nodes called node-0 and so on. Raises ConfigError for what does not fit."""
+    ports = itertools.count(FIRST_PORT)
+    gpus = [str(gpu) for gpu in range(config.deployment.gpus_per_node)]
+    if config.deployment.type == "single_node":
+        return compose(config, lambda _: next(ports), gpus=gpus)
+    if config.deployment.nodes < 2 or config.inference is None:
+        raise ConfigError(
+            "deployment.type 'multi_node' starts engines on num_infer_nodes nodes, but inference is off; add"
+            " [inference], or use 'single_node'"
+        )
+    names = [f"node-{number}" for number in range(config.deployment.nodes)]
+    spread_config, spread = spread_over(config, [JobNode(name=name, address=name) for name in names])
+    hosts = [node.address for node in spread.engines]
+    return compose(spread_config, lambda _: next(ports), placement=spread.placement, engine_hosts=hosts)
