@@ -24,6 +24,7 @@ from meshrl.orchestrator.work.batches import AssembledBatch, assemble
 from meshrl.orchestrator.work.screening import ReadyGroup
 from meshrl.sampling.groups import GroupTicket, RolloutGroup, TaskRef
 from meshrl.wire.types import Rollout, Sample, VersionSpan
+from rl_streams import rl_streams
 
 GROUPS, SIZE, PROMPT = 16, 8, 64
 KEPT_STEPS = 4  # batches and payloads that wait for a checkpoint
@@ -54,10 +55,14 @@ def make_groups(step: int, tokens: int) -> list[RolloutGroup]:
 
 def make_batch(groups: list[RolloutGroup], step: int, tokens: int) -> AssembledBatch:
     return assemble(
-        [group.rollouts for group in groups], run_id="main", step=step, dp_size=1,
+        [group.rollouts for group in groups],
+        run_id="main",
+        step=step,
+        dp_size=1,
         environments={"e": max(tokens, 4096)},
-        advantage=lambda rewards, lengths: np.asarray(rewards) - 0.5, seq_len=max(tokens, 4096),
-    )  # fmt: skip
+        streams=rl_streams([group.rollouts for group in groups], lambda rewards, lengths: np.asarray(rewards) - 0.5),
+        seq_len=max(tokens, 4096),
+    )
 
 
 def dispatch_and_finish(journal: Journal, groups: list[RolloutGroup]) -> None:

@@ -45,7 +45,7 @@ class Run:
                 batch_size=groups * max(sizes), group_sizes=dict(zip("ef", sizes, strict=True)), last_step=last_step
             ),
             schedule=TaskSchedule([TrainSource(environment=name, ratio=1, num_tasks=3) for name in "ef"], seed=0),
-            screen=lambda rollouts: screen_finished(rollouts, drop_empty=True, drop_zero_signal=True, tolerance=0.0),
+            screen=lambda _, rollouts: screen_finished(rollouts, drop_empty=True, drop_zero_signal=True, tolerance=0.0),
             next_step=1,
             active_version=0,
             seed=0,

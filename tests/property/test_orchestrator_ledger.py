@@ -28,6 +28,7 @@ from meshrl.orchestrator.ledger.open_run import open_journal
 from meshrl.orchestrator.ledger.rules import OPEN_STATES
 from meshrl.orchestrator.peers.connect import Mesh
 from meshrl.orchestrator.work.batches import assemble
+from meshrl.orchestrator.work.recipes import Recipes
 from meshrl.sampling.groups import GroupTicket, RolloutGroup
 from meshrl.wire.convert import batch_digest
 from meshrl.wire.types import (
@@ -39,6 +40,7 @@ from meshrl.wire.types import (
     TrainerInfo,
     VersionSpan,
 )
+from rl_streams import rl_streams
 
 MASK = np.array([False, True])
 GROUPS, SIZE = 2, 3
@@ -126,7 +128,7 @@ class World:
         mesh = Mesh(environments={"e": environment}, trainer=trainer, run=run)
         self.writer = LateWriter(self.config.output_dir / "ledger.sqlite")
         self.journal = open_journal(self.config, trainer, run, self.writer)
-        self.plan = make_plan(self.config, mesh)
+        self.plan = make_plan(self.config, mesh, Recipes(self.config))
         self.in_flight: list[tuple[GroupTicket, RolloutGroup]] = []
         start = self.journal.starting_point
         self.recorded, self.told = start.recorded, start.unlogged_from - 1
@@ -188,7 +190,9 @@ class World:
             [ready.kept for ready in groups],
             run_id="main",
             step=self.recorded + 1,
-            advantage=lambda rewards, lengths: np.asarray(rewards) - np.mean(rewards),
+            streams=rl_streams(
+                [ready.kept for ready in groups], lambda rewards, lengths: np.asarray(rewards) - np.mean(rewards)
+            ),
             environments={"e": 64},
             seq_len=64,
             dp_size=1,

@@ -1,10 +1,14 @@
-"""A user's own advantage and loss, as their import paths would name them; some break the contract."""
+"""A user's own advantage, loss and algorithm, as their import paths would name them; some break the contract."""
+
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from meshrl.algorithms.losses import SequenceInputs, SequenceLoss
+from meshrl.algorithms.recipes.base import Recipe, SampleStreams, Scores, Streams
+from meshrl.wire.types import Rollout
 
 
 def importance_weighted(sequence: SequenceInputs, *, scale: float = 1.0) -> SequenceLoss:
@@ -38,3 +42,24 @@ def one_for_all(rewards: NDArray[np.float64], lengths: NDArray[np.int64]) -> flo
 
 
 NOT_A_FUNCTION = 3
+
+
+class Imitate(Recipe):
+    """An algorithm of a user's own: cross-entropy on rollouts that got at least `least`."""
+
+    least_rollouts = 1
+    needs_signal = False
+
+    def __init__(self, least: float) -> None:
+        self._least = least
+
+    def streams(self, rollouts: Sequence[Rollout], scores: Scores) -> Streams:
+        return {
+            rollout.rollout_id: [
+                SampleStreams(ce_weights=sample.loss_mask.astype(np.float32))
+                if rollout.reward >= self._least
+                else SampleStreams()
+                for sample in rollout.samples
+            ]
+            for rollout in rollouts
+        }

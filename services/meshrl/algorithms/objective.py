@@ -93,7 +93,7 @@ class RowTokens:
     """
 
     logprobs: torch.Tensor  # log p; carries the gradient
-    inference_logprobs: torch.Tensor  # log q; read where rl_mask is true
+    inference_logprobs: torch.Tensor  # log q; read where rl_mask or sampled is true
     advantages: torch.Tensor  # read where rl_mask is true
     rl_mask: torch.Tensor  # bool (P,): sampled, so part of the rl term
     sequence_ids: torch.Tensor  # int64 (P,), ascending, below num_sequences
@@ -102,6 +102,7 @@ class RowTokens:
     ce_weights: torch.Tensor | None = None
     ref_kl_weights: torch.Tensor | None = None
     ref_logprobs: torch.Tensor | None = None  # log ref; read where ref_kl_weights is not 0
+    sampled: torch.Tensor | None = None  # bool (P,) tokens that have a log q; None: those of rl_mask
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -186,7 +187,7 @@ def _ref_kl_sum(objective: Objective, row: RowTokens, weights_P: torch.Tensor) -
         raise ValueError("ref_kl_weights need ref_logprobs: the reference's logprobs of the same tokens")
     logprobs = row.logprobs.index_select(0, at)
     ratio = saturated_ratio(logprobs - row.inference_logprobs[at]).detach().clamp(max=objective.ref_kl_delta)
-    ratio = torch.where(row.rl_mask[at], ratio, 1.0)
+    ratio = torch.where((row.rl_mask if row.sampled is None else row.sampled)[at], ratio, 1.0)
     divergence = (logprobs - row.ref_logprobs[at]).square() / 2
     return objective.ref_kl_tau * (weights_P[at] * ratio * divergence).sum()
 

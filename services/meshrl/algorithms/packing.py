@@ -29,7 +29,7 @@ class TrainSample:
 
     token_ids: NDArray[np.int32]  # (T,)
     loss_mask: NDArray[np.bool_]  # (T,) tokens the policy sampled; the first of a sample has nothing to predict it
-    logprobs: NDArray[np.float32]  # (T,) when sampled; ignored where loss_mask is false
+    logprobs: NDArray[np.float32]  # (T,) when sampled; ignored where loss_mask is false, but for ref_kl_sampled
     advantage: float = 1.0
     temperature: float = 1.0
     env_index: int = 0
@@ -39,6 +39,7 @@ class TrainSample:
     ce_weights: NDArray[np.float32] | None = None  # (T,)
     ref_kl_weights: NDArray[np.float32] | None = None  # (T,)
     ref_logprobs: NDArray[np.float32] | None = None  # (T,) with ref_kl_weights
+    ref_kl_sampled: bool = False  # the policy sampled the tokens of ref_kl, with `logprobs`, though they are none of rl
     group: str | None = None  # samples of one group may share their beginning; None shares with none
 
     @property
@@ -173,6 +174,7 @@ def _micro_batch(kept: Sequence[TrainSample], row: Sequence[Bundle], dp_rank: in
     samples = [_after(sample, prefix) for sample, prefix in zip(members, prefixes, strict=True)]
     lengths = [len(sample.token_ids) for sample in samples]
     mask = np.concatenate([sample.loss_mask for sample in samples])
+    known = np.concatenate([_has_logprobs(sample) for sample in samples])
     logprobs = np.concatenate([sample.logprobs for sample in samples]).astype(np.float32)
     advantages = np.repeat(np.array([sample.advantage for sample in samples], dtype=np.float32), lengths)
     return MicroBatch(
@@ -183,7 +185,7 @@ def _micro_batch(kept: Sequence[TrainSample], row: Sequence[Bundle], dp_rank: in
         ),
         loss_mask=mask,
         advantages=np.where(mask, advantages, np.float32(0.0)),
-        inference_logprobs=np.where(mask, logprobs, np.float32(0.0)),
+        inference_logprobs=np.where(known, logprobs, np.float32(0.0)),
         sample_offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
         temperatures=np.array([sample.temperature for sample in samples], dtype=np.float32),
         env_index=np.array([sample.env_index for sample in samples], dtype=np.int32),
@@ -193,6 +195,13 @@ def _micro_batch(kept: Sequence[TrainSample], row: Sequence[Bundle], dp_rank: in
         prefix_samples=np.array(roots, dtype=np.int32) if any(prefixes) else None,
         **{name: _weights(samples, name) for name in _WEIGHTS},
     )
+
+
+def _has_logprobs(sample: TrainSample) -> NDArray[np.bool_]:
+    """(T,) the tokens whose sampling logprob the objective reads: those of rl, and of ref_kl for its ratio."""
+    if sample.ref_kl_weights is None or not sample.ref_kl_sampled:
+        return sample.loss_mask
+    return sample.loss_mask | (sample.ref_kl_weights != 0)
 
 
 def _places(row: Sequence[Bundle]) -> list[int]:

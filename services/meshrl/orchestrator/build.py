@@ -21,6 +21,7 @@ from meshrl.orchestrator.reports.step_traces import StepTraces
 from meshrl.orchestrator.run import Run
 from meshrl.orchestrator.work.lost_groups import LostGroups
 from meshrl.orchestrator.work.plan import PlanLimits, WorkPlan
+from meshrl.orchestrator.work.recipes import Recipes
 from meshrl.orchestrator.work.screening import screen_finished
 from meshrl.orchestrator.work.slot_use import SlotUse
 from meshrl.orchestrator.work.staleness import StalenessLaw
@@ -30,7 +31,7 @@ from meshrl.sampling.retry import RunError
 from meshrl.sampling.sampler import GroupSampler
 
 
-def make_plan(config: OrchestratorConfig, mesh: Mesh) -> WorkPlan:
+def make_plan(config: OrchestratorConfig, mesh: Mesh, recipes: Recipes) -> WorkPlan:
     """The plan of work from the trainer's current step on. Raises RunError when there is nothing to sample."""
     sources = [
         TrainSource(
@@ -51,13 +52,15 @@ def make_plan(config: OrchestratorConfig, mesh: Mesh) -> WorkPlan:
             group_sizes=config.group_sizes,
             max_inflight_rollouts=config.max_inflight_rollouts,
             last_step=config.last_step,
+            least_rollouts=recipes.least_rollouts,
         ),
         schedule=schedule,
-        screen=lambda rollouts: screen_finished(
+        screen=lambda environment, rollouts: screen_finished(
             rollouts,
             drop_empty=config.filters.empty,
-            drop_zero_signal=config.filters.zero_signal,
+            drop_zero_signal=config.filters.zero_signal and recipes.needs_signal(environment),
             tolerance=config.filters.zero_signal_tolerance,
+            least=recipes.by_environment[environment].least_rollouts,
         ),
         next_step=mesh.run.step + 1,
         active_version=mesh.run.version,
@@ -77,9 +80,10 @@ def build_loop(
 ) -> RunLoop:
     """The loop of the mesh's run, with everything it works with. Raises RunError when there is nothing to sample."""
     clock = Clock() if clock is None else clock
+    recipes = Recipes(config)
     run = Run(
         mesh.run,
-        plan=make_plan(config, mesh),
+        plan=make_plan(config, mesh, recipes),
         journal=journal,
         traces=StepTraces(tracer),
         slots=SlotUse(clock.now, lambda: services.rollouts.slots),
@@ -129,6 +133,7 @@ def build_loop(
         run,
         config,
         mesh.trainer,
+        recipes=recipes,
         dispatcher=dispatcher,
         uploader=uploader,
         relay=relay,

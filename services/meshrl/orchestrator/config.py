@@ -3,78 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from meshrl.core.config import BaseConfig
 from meshrl.core.config.shared import LogConfig, SamplingConfig, ServerConfig, ServicesConfig, WandbConfig
+from meshrl.orchestrator.algo_config import AdvantageConfig, AlgoConfig
 from meshrl.orchestrator.env_config import GROUP_SIZE_SPELLINGS, EvalConfig, TrainEnvConfig, TrainEnvsConfig
-
-
-class LengthPenaltyConfig(BaseConfig):
-    """What long rollouts lose of their reward before advantages are made.
-
-    It does not count for filters.zero_signal: a group of equal rewards is dropped, although its lengths differ.
-    """
-
-    type: Literal["overlong", "per_token"]
-    """overlong: nothing up to max_length - buffer_length sampled tokens, then in proportion, weight from max_length on
-    (the soft overlong punishment of DAPO, arXiv 2503.14476); per_token: weight for each sampled token."""
-
-    weight: float = Field(ge=0.0)
-    """overlong: the most that comes off, 1 in DAPO; per_token: what comes off for each token, 1e-4 for example."""
-
-    max_length: int | None = Field(default=None, ge=1)
-    """overlong: sampled tokens at which the whole weight comes off; usually sampling.max_tokens."""
-
-    buffer_length: int | None = Field(default=None, ge=1)
-    """overlong: the last so many tokens before max_length over which the penalty grows."""
-
-    @model_validator(mode="after")
-    def _lengths_of_this_type(self) -> Self:
-        where = "orchestrator.advantage.length_penalty"
-        lengths = (self.max_length, self.buffer_length)
-        if self.type == "overlong":
-            if self.max_length is None or self.buffer_length is None or self.buffer_length > self.max_length:
-                raise ValueError(
-                    f"{where}: type overlong needs max_length and a buffer_length of at most that, got {lengths[0]} and"
-                    f" {lengths[1]}; 20480 and 4096 are those of DAPO"
-                )
-        elif lengths != (None, None):
-            raise ValueError(f"{where}: max_length and buffer_length belong to type overlong; leave them out")
-        return self
-
-
-class AdvantageConfig(BaseConfig):
-    """How rewards of a group become advantages."""
-
-    type: Literal["default", "grpo", "rloo", "opo", "custom"] = "default"
-    """default: reward minus the group's mean; grpo: that over the group's standard deviation; rloo: reward minus the
-    mean of the others; opo: reward minus the length-weighted mean; custom: a function of yours."""
-
-    length_penalty: LengthPenaltyConfig | None = None
-    """What long rollouts lose of their reward; None means nothing."""
-
-    import_path: str | None = None
-    """custom: `package.module.function`, called with the rewards and sampled lengths of a group, arrays (G,)."""
-
-    kwargs: dict[str, Any] = Field(default_factory=dict)
-    """custom: keyword arguments of the function."""
-
-    @model_validator(mode="after")
-    def _keys_of_this_type(self) -> Self:
-        if self.type == "custom" and self.import_path is None:
-            raise ValueError(
-                "orchestrator.advantage.type custom needs orchestrator.advantage.import_path: the"
-                " package.module.function that makes the advantages"
-            )
-        if self.type != "custom" and (self.import_path is not None or self.kwargs):
-            raise ValueError(
-                "orchestrator.advantage.import_path and kwargs belong to type custom, not to"
-                f" {self.type}; leave them out, or set orchestrator.advantage.type to custom"
-            )
-        return self
 
 
 class FilterConfig(BaseConfig):
@@ -175,7 +111,7 @@ class OrchestratorConfig(BaseConfig):
     batch_size: int = Field(default=128, ge=2)
     """Rollouts per step; a multiple of group_size, and of that of each environment with one of its own."""
 
-    group_size: int = Field(default=8, ge=2, validation_alias=GROUP_SIZE_SPELLINGS)
+    group_size: int = Field(default=8, ge=1, validation_alias=GROUP_SIZE_SPELLINGS)
     """Rollouts per task. The older spelling rollouts_per_example is accepted."""
 
     seq_len: int = Field(default=2048, ge=2)
@@ -195,7 +131,10 @@ class OrchestratorConfig(BaseConfig):
     (max_async_level + 1)."""
 
     advantage: AdvantageConfig = AdvantageConfig()
-    """How rewards of a group become advantages."""
+    """How rewards of a group become advantages, in the algorithms grpo, hierarchical_grpo and echo."""
+
+    algo: AlgoConfig = AlgoConfig()
+    """The algorithm of every training environment that names none of its own."""
 
     filters: FilterConfig = FilterConfig()
     """Which finished groups are dropped."""
@@ -258,7 +197,7 @@ class OrchestratorConfig(BaseConfig):
 
     @model_validator(mode="after")
     def _whole_groups(self) -> Self:
-        problems = [text for env in self.train.env if env.group_size is not None for text in self._of_env(env)]
+        problems = [text for env in self.train.env for text in self._of_env(env)]
         if any(env.group_size is None for env in self.train.env) or not self.train.env:
             problems += self._batch_of("group_size", self.group_size)
         largest = max(self.group_sizes.values(), default=self.group_size)
@@ -272,14 +211,15 @@ class OrchestratorConfig(BaseConfig):
         return self
 
     def _of_env(self, env: TrainEnvConfig) -> list[str]:
-        """What is wrong with an environment's own group size."""
-        size, name = env.group_size or 0, env.resolved_name
-        if size < 2:
+        """What is wrong with the size of an environment's groups."""
+        size, name = self.group_sizes[env.resolved_name], env.resolved_name
+        algo = self.algo_of(env)
+        if size < 2 and algo.compares:
             return [
                 f"orchestrator.train.env: group_size of {name!r} must be at least 2, got {size}: an advantage compares"
-                " the rollouts of one task; use 2 or more, or leave it out"
+                f" the rollouts of one task ({algo.type}); use 2 or more, or leave it out"
             ]
-        return self._batch_of(f"the group_size of environment {name!r}", size)
+        return [] if env.group_size is None else self._batch_of(f"the group_size of environment {name!r}", size)
 
     def _batch_of(self, what: str, size: int) -> list[str]:
         if not self.batch_size % size:
@@ -328,6 +268,10 @@ class OrchestratorConfig(BaseConfig):
         if self.sampling.seed is not None or self.seed is not None:
             return self.seed if self.sampling.seed is None else self.sampling.seed
         return None if all(env.sampling.seed is None for env in self.train.env) else self.task_seed
+
+    def algo_of(self, env: TrainEnvConfig) -> AlgoConfig:
+        """The algorithm that an environment is trained with."""
+        return self.algo if env.algo is None else env.algo
 
     @property
     def group_sizes(self) -> dict[str, int]:

@@ -8,6 +8,7 @@ from pydantic import AliasChoices, Field, model_validator
 
 from meshrl.core.config import BaseConfig
 from meshrl.core.config.shared import EnvConfig, SamplingConfig
+from meshrl.orchestrator.algo_config import AlgoConfig
 
 GROUP_SIZE_SPELLINGS = AliasChoices("group_size", "rollouts_per_example")
 
@@ -16,7 +17,10 @@ class TrainEnvConfig(EnvConfig):
     """One environment that training draws tasks from."""
 
     group_size: int | None = Field(default=None, ge=1, validation_alias=GROUP_SIZE_SPELLINGS)
-    """Rollouts per task of this environment, at least 2; None takes orchestrator.group_size."""
+    """Rollouts per task of this environment, at least 2 where they are compared; None takes orchestrator.group_size."""
+
+    algo: AlgoConfig | None = None
+    """The algorithm that this environment is trained with; None takes orchestrator.algo."""
 
 
 class TrainEnvsConfig(BaseConfig):

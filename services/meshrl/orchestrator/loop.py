@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 from loguru import logger
 
@@ -29,8 +30,8 @@ from meshrl.orchestrator.finish import StepFinisher
 from meshrl.orchestrator.peers.batch_uploader import BatchUploader
 from meshrl.orchestrator.peers.version_relay import VersionRelay
 from meshrl.orchestrator.run import Run
-from meshrl.orchestrator.work.advantage import build_advantage
-from meshrl.orchestrator.work.batches import SubmittedStep, assemble
+from meshrl.orchestrator.work.batches import AssembledBatch, SubmittedStep, assemble
+from meshrl.orchestrator.work.recipes import Recipes
 from meshrl.orchestrator.work.refused_batches import BatchRefusal, at_fault, without
 from meshrl.orchestrator.work.screening import DropReason, ReadyGroup, Screened
 from meshrl.orchestrator.work.tally import StepTally
@@ -50,6 +51,7 @@ class RunLoop:
         config: OrchestratorConfig,
         trainer: TrainerInfo,
         *,
+        recipes: Recipes,
         dispatcher: GroupDispatcher,
         uploader: BatchUploader,
         relay: VersionRelay,
@@ -65,7 +67,8 @@ class RunLoop:
         self._dispatcher = dispatcher
         self._uploader = uploader
         self._evaluator = evaluator
-        self._advantage = build_advantage(config.advantage)
+        self._recipes = recipes
+        recipes.restore(run.journal.algorithms(run.steps.recorded))
         self._clock = clock
 
     async def train(self) -> None:
@@ -200,15 +203,24 @@ class RunLoop:
         run = self.run
         tally, run.tally = run.tally, StepTally()
         tally.idle_slots = run.slots.take()
-        room = {env.resolved_name: env.seq_len or self.config.seq_len for env in self.config.train.env}
+        assembled = await asyncio.to_thread(self._assemble, step, groups)
+        for _ in assembled.untrainable:
+            tally.drop(DropReason.UNTRAINABLE)
+        await run.journal.batch(groups, assembled, dp_size=self._trainer.dp_size, drawn=run.plan.drawn())
+        run.submitted.add(SubmittedStep(step=step, groups=tuple(groups), assembled=assembled, tally=tally))
+        self._uploader.add(step)
+
+    def _assemble(self, step: int, groups: list[ReadyGroup]) -> AssembledBatch:
+        """The batch of a step, and what the algorithms remember after it. Raises RunError when nothing can be made."""
+        run, kept = self.run, [ready.kept for ready in groups]
+        streams = self._recipes.streams(kept, {})
         try:
-            assembled = await asyncio.to_thread(
-                assemble,
-                [ready.kept for ready in groups],
+            assembled = assemble(
+                kept,
                 run_id=run.run_id,
                 step=step,
-                advantage=self._advantage,
-                environments=room,
+                streams=streams,
+                environments={env.resolved_name: env.seq_len or self.config.seq_len for env in self.config.train.env},
                 seq_len=self.config.seq_len,
                 dp_size=self._trainer.dp_size,
                 min_shared_prefix=self._trainer.min_shared_prefix,
@@ -216,11 +228,7 @@ class RunLoop:
             )
         except ValueError as error:  # no rollout fits: a shorter prompt or a longer row is needed
             raise RunError(f"step {step} has nothing to train on: {error}; raise orchestrator.seq_len") from error
-        for _ in assembled.untrainable:
-            tally.drop(DropReason.UNTRAINABLE)
-        await run.journal.batch(groups, assembled, dp_size=self._trainer.dp_size, drawn=run.plan.drawn())
-        run.submitted.add(SubmittedStep(step=step, groups=tuple(groups), assembled=assembled, tally=tally))
-        self._uploader.add(step)
+        return replace(assembled, algorithms=self._recipes.state())
 
     # --- dissolve ---------------------------------------------------------------------------------
 
@@ -243,5 +251,6 @@ class RunLoop:
         logger.warning(
             f"batch {refusal.step} is made anew without {len(bad)} rollouts ({min(bad)} ...): {refusal.error}"
         )
+        self._recipes.restore(run.journal.algorithms(refusal.step - 1))
         self._uploader.withdraw(refusal.step)
         self._dispatcher.dispatch()

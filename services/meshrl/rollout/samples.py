@@ -39,7 +39,10 @@ def rollouts_of(
         raise MeshError(Reason.ENVIRONMENT_FAILED, f"{environment} ended without a run of an agent that trains")
     single = len({trace.agent.name for trace in episode.traces}) == 1
     return tuple(
-        _rollout(trace, sessions[trace.id], group_id, environment, "" if single else trace.agent.name)
+        replace(
+            _rollout(trace, sessions[trace.id], group_id, environment, "" if single else trace.agent.name),
+            episode_id=trace_uuid(episode.id),
+        )
         for trace in trainable
     )
 

@@ -44,3 +44,5 @@ def _problems(row: MicroBatch, vocab_size: int, takes_prefixes: bool) -> Iterato
     )
     if row.ref_logprobs is not None and not are_logprobs(row.ref_logprobs[row.ref_kl_weights != 0]):
         yield "ref_logprobs", "must be logprobs, so finite and not above 0"
+    if row.ref_kl_weights is not None and not are_logprobs(row.inference_logprobs[row.ref_kl_weights != 0]):
+        yield "inference_logprobs", "must be logprobs at the tokens of ref_kl, so finite and not above 0"

@@ -266,6 +266,9 @@ def to_tokens(micro_batch: MicroBatch, logprobs: torch.Tensor) -> RowTokens:
         ce_weights=at_predicted(micro_batch.ce_weights),
         ref_kl_weights=at_predicted(micro_batch.ref_kl_weights),
         ref_logprobs=at_predicted(micro_batch.ref_logprobs),
+        sampled=None
+        if micro_batch.ref_kl_weights is None
+        else at_predicted(micro_batch.loss_mask | (micro_batch.inference_logprobs != 0.0)),
     )
 
 

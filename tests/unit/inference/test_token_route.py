@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 from inference_kit import EngineFactory
+from transformers import PreTrainedModel
 
 from meshrl.inference.engine import FinishReason, GenerateRequest, TokenChunk
 from meshrl.inference.http.app import InferenceServer
@@ -95,12 +97,23 @@ async def test_what_a_frame_cannot_carry_is_answered_in_json(
         assert response.content_type == ("text/event-stream" if stream else "application/json")
 
 
-async def test_prompt_logprobs_of_an_engine_without_are_refused(start_engine: EngineFactory) -> None:
+@pytest.mark.parametrize("logits_at_once", [2**28, 1], ids=["one-pass", "a-token-a-pass"])
+async def test_prompt_logprobs_are_those_of_transformers_forward_pass(
+    start_engine: EngineFactory, model: PreTrainedModel, logits_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("meshrl.inference.embedded.runner.SCORED_LOGITS", logits_at_once)
     server = InferenceServer(await start_engine(), model_name="tiny", codec=None, loader=None)
-    body = {"token_ids": [1], "sampling_params": {"max_tokens": 2, "prompt_logprobs": 1}}
+    prompt = [5, 9, 2, 39, 7, 7, 31]
+    body = {"token_ids": prompt, "sampling_params": {"max_tokens": 1, "prompt_logprobs": 1, "temperature": 0.5}}
     async with TestClient(TestServer(server.app())) as client, client.post(PATH, json=body, headers=ACCEPT) as response:
-        assert response.status == 400
-        assert "this engine reports no prompt_logprobs" in await response.text()
+        assert response.content_type == "application/json"
+        first, *entries = (await response.json())["prompt_logprobs"]
+    assert first is None
+    with torch.inference_mode():
+        logits_TV = model(input_ids=torch.tensor([prompt])).logits[0]
+    expected = logits_TV.log_softmax(-1)[range(len(prompt) - 1), prompt[1:]]
+    found = [entry[str(token)]["logprob"] for entry, token in zip(entries, prompt[1:], strict=True)]
+    assert found == pytest.approx(expected.tolist(), abs=1e-4)
 
 
 class RichEngine:

@@ -19,6 +19,7 @@ from meshrl.orchestrator.ledger.store import LedgerStore
 from meshrl.orchestrator.work.batches import assemble
 from meshrl.orchestrator.work.screening import ReadyGroup
 from meshrl.sampling.groups import RolloutGroup
+from rl_streams import rl_streams
 
 
 @pytest.fixture
@@ -44,9 +45,14 @@ async def run(tmp_path: Path, make_group, make_rollout) -> Path:
     for step in (1, 2):
         group = finished(f"g{step}")
         assembled = assemble(
-            [group.rollouts], run_id="main", step=step, advantage=lambda rewards, lengths: np.asarray(rewards),
-            environments={"echo": 64}, seq_len=64, dp_size=1,
-        )  # fmt: skip
+            [group.rollouts],
+            run_id="main",
+            step=step,
+            streams=rl_streams([group.rollouts], lambda rewards, lengths: np.asarray(rewards)),
+            environments={"echo": 64},
+            seq_len=64,
+            dp_size=1,
+        )
         ready = ReadyGroup(group=group, kept=tuple(group.rollouts))
         await journal.batch([ready], assembled, dp_size=1, drawn={"echo": step})
         journal.trained(step)

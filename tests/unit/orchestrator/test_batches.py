@@ -2,7 +2,9 @@ import numpy as np
 import pytest
 
 from meshrl.algorithms.advantages import mean_baseline_advantages, opo_advantages
-from meshrl.orchestrator.work.batches import assemble, group_advantages
+from meshrl.algorithms.recipes.grpo import group_advantages
+from meshrl.orchestrator.work.batches import assemble
+from rl_streams import rl_streams
 
 
 def test_advantages_are_relative_to_the_group_and_reach_every_token(make_rollout) -> None:
@@ -14,7 +16,7 @@ def test_advantages_are_relative_to_the_group_and_reach_every_token(make_rollout
         groups,
         run_id="main",
         step=4,
-        advantage=mean_baseline_advantages,
+        streams=rl_streams(groups, mean_baseline_advantages),
         environments={"echo": 64, "math": 64},
         seq_len=64,
         dp_size=1,
@@ -32,7 +34,13 @@ def test_advantages_are_relative_to_the_group_and_reach_every_token(make_rollout
 def test_rows_respect_the_token_budget_and_the_ranks(make_rollout) -> None:
     group = [make_rollout(f"r{index}", reward=index) for index in range(6)]
     assembled = assemble(
-        [group], run_id="", step=1, advantage=mean_baseline_advantages, environments={"echo": 10}, seq_len=10, dp_size=2
+        [group],
+        run_id="",
+        step=1,
+        streams=rl_streams([group], mean_baseline_advantages),
+        environments={"echo": 10},
+        seq_len=10,
+        dp_size=2,
     )
     rows = assembled.batch.micro_batches
     assert len(rows) % 2 == 0
@@ -42,7 +50,13 @@ def test_rows_respect_the_token_budget_and_the_ranks(make_rollout) -> None:
 def test_a_rollout_whose_sampled_tokens_lie_beyond_the_budget_is_reported(make_rollout) -> None:
     group = [make_rollout("long", reward=1.0, prompt=20), make_rollout("short", reward=0.0)]
     assembled = assemble(
-        [group], run_id="", step=1, advantage=mean_baseline_advantages, environments={"echo": 16}, seq_len=16, dp_size=1
+        [group],
+        run_id="",
+        step=1,
+        streams=rl_streams([group], mean_baseline_advantages),
+        environments={"echo": 16},
+        seq_len=16,
+        dp_size=1,
     )
     assert assembled.untrainable == {"long"}
     assert assembled.dropped_samples == 1
@@ -55,9 +69,14 @@ def test_an_environment_may_have_shorter_samples_than_a_row(make_rollout) -> Non
         for index in range(2)
     ]
     assembled = assemble(
-        [group], run_id="", step=1, advantage=mean_baseline_advantages, environments={"echo": 10, "math": 7},
-        seq_len=10, dp_size=1,
-    )  # fmt: skip
+        [group],
+        run_id="",
+        step=1,
+        streams=rl_streams([group], mean_baseline_advantages),
+        environments={"echo": 10, "math": 7},
+        seq_len=10,
+        dp_size=1,
+    )
     rows = assembled.batch.micro_batches
     lengths = {
         name: int(end - start)
@@ -75,7 +94,7 @@ def test_no_trainable_token_is_an_error(make_rollout) -> None:
             [group],
             run_id="",
             step=1,
-            advantage=mean_baseline_advantages,
+            streams=rl_streams([group], mean_baseline_advantages),
             environments={"echo": 16},
             seq_len=16,
             dp_size=1,

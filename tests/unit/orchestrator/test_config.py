@@ -75,6 +75,21 @@ def test_every_group_size_that_does_not_fit_is_named() -> None:
     assert "batch_size must be a multiple of group_size (8), got 20; use 16 or 24" in text
 
 
+def test_algorithms_say_which_keys_are_theirs_and_who_compares() -> None:
+    def algo(**values) -> dict:
+        return {"algo": values, "train": {"env": [{"id": "a"}]}}
+
+    assert "algo: decay belongs to another type than 'grpo'; leave it out" in refusal(**algo(decay=0.5))
+    assert "algo.type custom needs algo.import_path" in refusal(**algo(type="custom"))
+    assert "group_size of 'a' must be at least 2, got 1: an advantage compares the rollouts of one task (max_rl)" in (
+        refusal(**algo(type="max_rl"), group_size=1)
+    )
+    train = {"env": [{"id": "a", "algo": {"type": "rae", "decay": 0.9}}, {"id": "b", "group_size": 4}]}
+    config = OrchestratorConfig.model_validate({"group_size": 1, "algo": {"type": "echo"}, "train": train})
+    assert [config.algo_of(env).type for env in config.train.env] == ["rae", "echo"]
+    assert config.group_sizes == {"a": 1, "b": 4}
+
+
 def test_group_size_of_the_run_is_held_against_nobody_where_each_environment_has_its_own() -> None:
     train = {"env": [{"id": "a", "group_size": 5}]}
     assert OrchestratorConfig.model_validate({"batch_size": 20, "train": train}).group_sizes == {"a": 5}

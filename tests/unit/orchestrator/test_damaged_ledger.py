@@ -25,6 +25,7 @@ from meshrl.orchestrator.work.tally import RunTotals
 from meshrl.sampling.groups import RolloutGroup
 from meshrl.sampling.retry import RunError
 from meshrl.wire.types import RunInfo, TrainerInfo
+from rl_streams import rl_streams
 
 
 def reopened(folder: Path, trainer_step: int) -> Journal:
@@ -60,9 +61,15 @@ async def folder(tmp_path: Path, make_group, make_rollout) -> Path:
     for step in (1, 2):
         group = finished(f"g{step}")
         assembled = assemble(
-            [group.rollouts], run_id="main", step=step, advantage=lambda rewards, lengths: np.asarray(rewards),
-            environments={"echo": 64}, seq_len=64, dp_size=1, traceparent="00-1-2-01",
-        )  # fmt: skip
+            [group.rollouts],
+            run_id="main",
+            step=step,
+            streams=rl_streams([group.rollouts], lambda rewards, lengths: np.asarray(rewards)),
+            environments={"echo": 64},
+            seq_len=64,
+            dp_size=1,
+            traceparent="00-1-2-01",
+        )
         ready = ReadyGroup(group=group, kept=tuple(group.rollouts))
         await journal.batch([ready], assembled, dp_size=1, drawn={"echo": step})
     finished("g3")
@@ -211,7 +218,7 @@ def test_a_checkpoints_totals_are_read_as_they_were_written_or_not_at_all(folder
     with closing(sqlite3.connect(layout.ledger)) as connection:
         (text,) = connection.execute("SELECT record FROM steps WHERE step = 1").fetchone()
     write_state(layout, StepRecord.from_json(text))
-    assert read_state(layout, 1) == (RunTotals(tokens=15, samples=3, problems=1), {"echo": 1})
+    assert read_state(layout, 1) == (RunTotals(tokens=15, samples=3, problems=1), {"echo": 1}, {})
     path = state_path(layout, 1)
     path.write_text(path.read_text().replace('"tokens": 15', '"tokens": 17'))
     with pytest.raises(RunError, match=r"progress.json, which has the run's totals up to step 1, is damaged"):

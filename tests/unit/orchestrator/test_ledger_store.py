@@ -16,6 +16,7 @@ from meshrl.orchestrator.work.tally import RunTotals
 from meshrl.sampling.groups import GroupTicket, RolloutGroup
 from meshrl.wire import convert
 from meshrl.wire.types import Batch, Rollout
+from rl_streams import rl_streams
 
 RUN = RunRow(run=0, run_id="main", session="", epoch=1, first_step=1, metrics_offset=0)
 
@@ -53,7 +54,7 @@ def batch_of(rollouts: list[Rollout], step: int) -> Batch:
         [rollouts],
         run_id="main",
         step=step,
-        advantage=lambda rewards, lengths: np.asarray(rewards),
+        streams=rl_streams([rollouts], lambda rewards, lengths: np.asarray(rewards)),
         environments={"echo": 64},
         seq_len=64,
         dp_size=1,
@@ -200,7 +201,7 @@ def test_what_the_end_of_a_run_cut_off_is_open_again_when_it_goes_on(make_group,
     assert {state for _, state, _ in states(path)} == {"dropped"}
 
     store, past = resumed(path, trainer_step=1)  # the trainer finished the step while it drained
-    plan = plan_resume(past, trainer_step=1, logged_step=0, fits=lambda record: True, environments={"echo"})
+    plan = plan_resume(past, trainer_step=1, logged_step=0, fits=lambda record: True, environments={"echo": 2})
     assert (plan.trained, plan.unlogged, plan.again) == ((1,), (1,), ())
     restore(Ledger(store.record), past, plan)
     store.close()

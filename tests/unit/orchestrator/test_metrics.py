@@ -15,6 +15,7 @@ from meshrl.orchestrator.reports.step_record import (
 from meshrl.orchestrator.work.batches import assemble
 from meshrl.orchestrator.work.screening import ReadyGroup
 from meshrl.wire.types import RolloutFailure, StepEvent, StepState
+from rl_streams import rl_streams
 
 
 def test_statistics_are_over_all_and_by_environment(make_rollout, make_group) -> None:
@@ -77,9 +78,14 @@ def test_what_each_environment_makes_up_of_a_batch_stands_beside_what_was_asked_
         )
         groups.append(ReadyGroup(group=make_group(name, members, environment=name), kept=members))
     assembled = assemble(
-        [ready.kept for ready in groups], run_id="", step=1, advantage=mean_baseline_advantages,
-        environments=dict.fromkeys(("a", "b", "c", "late"), 32), seq_len=32, dp_size=1,
-    )  # fmt: skip
+        [ready.kept for ready in groups],
+        run_id="",
+        step=1,
+        streams=rl_streams([ready.kept for ready in groups], mean_baseline_advantages),
+        environments=dict.fromkeys(("a", "b", "c", "late"), 32),
+        seq_len=32,
+        dp_size=1,
+    )
     metrics = mixture_metrics(assembled, groups, {"a": 0.5, "b": 0.25, "c": 0.125, "late": 0.125})
     assert [metrics[f"mixture/{name}/rollouts"] for name in ("a", "b", "c", "late")] == [4 / 6, 2 / 6, 0.0, 0.0]
     assert [metrics[f"mixture/{name}/tokens"] for name in ("a", "b", "c", "late")] == [0.5, 0.5, 0.0, 0.0]

@@ -28,7 +28,9 @@ def make_plan():
                 batch_size=2 * groups, group_sizes=sizes, max_inflight_rollouts=2 * cap, last_step=last_step
             ),
             schedule=TaskSchedule([TrainSource(environment=name, ratio=1, num_tasks=None) for name in sizes], seed=0),
-            screen=lambda rollouts: screen_finished(rollouts, drop_empty=True, drop_zero_signal=True, tolerance=1e-8),
+            screen=lambda _, rollouts: screen_finished(
+                rollouts, drop_empty=True, drop_zero_signal=True, tolerance=1e-8
+            ),
             next_step=1,
             active_version=0,
             seed=seed,

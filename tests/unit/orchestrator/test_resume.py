@@ -59,7 +59,7 @@ def past(make_group):
 
 
 def planned(past: Past, step: int, *, logged: int = 0, fits: bool = True):
-    return plan_resume(past, trainer_step=step, logged_step=logged, fits=lambda record: fits, environments={"echo"})
+    return plan_resume(past, trainer_step=step, logged_step=logged, fits=lambda record: fits, environments={"echo": 2})
 
 
 def test_what_the_trainer_did_is_trained_and_what_it_did_not_is_submitted_again(past) -> None:
@@ -124,7 +124,7 @@ def test_rollouts_without_payload_or_environment_are_dropped_with_a_reason(past)
         ("g2/0", DropReason.GROUP_LOST),
     }
     elsewhere = plan_resume(
-        past(left, over="g1 g2"), trainer_step=1, logged_step=0, fits=lambda record: True, environments={"math"}
+        past(left, over="g1 g2"), trainer_step=1, logged_step=0, fits=lambda record: True, environments={"math": 2}
     )
     assert {reason for _, reason in elsewhere.dropped} == {DropReason.REMOVED}
 

@@ -136,6 +136,7 @@ def rollout(**changes):
         timings_s={"total": 0.5},
         traceparent="t",
         completion="text",
+        episode_id="e",
     )
     return dataclasses.replace(made, **changes)
 

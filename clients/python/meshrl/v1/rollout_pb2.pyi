@@ -96,7 +96,7 @@ class RunRolloutsResponse(_message.Message):
     def __init__(self, rollout: _Optional[_Union[Rollout, _Mapping]] = ..., failure: _Optional[_Union[RolloutFailure, _Mapping]] = ..., summary: _Optional[_Union[RolloutSummary, _Mapping]] = ...) -> None: ...
 
 class Rollout(_message.Message):
-    __slots__ = ("rollout_id", "group_id", "task_key", "environment", "agent", "samples", "reward", "reward_parts", "metrics", "finish_reason", "truncated", "num_turns", "timings_s", "traceparent", "completion")
+    __slots__ = ("rollout_id", "group_id", "task_key", "environment", "agent", "samples", "reward", "reward_parts", "metrics", "finish_reason", "truncated", "num_turns", "timings_s", "traceparent", "completion", "episode_id")
     class RewardPartsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -133,6 +133,7 @@ class Rollout(_message.Message):
     TIMINGS_S_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_FIELD_NUMBER: _ClassVar[int]
+    EPISODE_ID_FIELD_NUMBER: _ClassVar[int]
     rollout_id: str
     group_id: str
     task_key: str
@@ -148,7 +149,8 @@ class Rollout(_message.Message):
     timings_s: _containers.ScalarMap[str, float]
     traceparent: str
     completion: str
-    def __init__(self, rollout_id: _Optional[str] = ..., group_id: _Optional[str] = ..., task_key: _Optional[str] = ..., environment: _Optional[str] = ..., agent: _Optional[str] = ..., samples: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ..., reward: _Optional[float] = ..., reward_parts: _Optional[_Mapping[str, float]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., finish_reason: _Optional[str] = ..., truncated: bool = ..., num_turns: _Optional[int] = ..., timings_s: _Optional[_Mapping[str, float]] = ..., traceparent: _Optional[str] = ..., completion: _Optional[str] = ...) -> None: ...
+    episode_id: str
+    def __init__(self, rollout_id: _Optional[str] = ..., group_id: _Optional[str] = ..., task_key: _Optional[str] = ..., environment: _Optional[str] = ..., agent: _Optional[str] = ..., samples: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ..., reward: _Optional[float] = ..., reward_parts: _Optional[_Mapping[str, float]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., finish_reason: _Optional[str] = ..., truncated: bool = ..., num_turns: _Optional[int] = ..., timings_s: _Optional[_Mapping[str, float]] = ..., traceparent: _Optional[str] = ..., completion: _Optional[str] = ..., episode_id: _Optional[str] = ...) -> None: ...
 
 class Sample(_message.Message):
     __slots__ = ("token_ids", "loss_mask", "logprobs", "version_spans", "message_spans", "temperature")

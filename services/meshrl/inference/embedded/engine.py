@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
 from loguru import logger
+from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from meshrl.inference.embedded.live_weights import LiveWeights
@@ -170,21 +172,34 @@ class EmbeddedEngine(NeverSleeps):
         )
         self._in_flight += 1
         self._idle.clear()
-        self._steps.submit(row)
-        over = False
+        submitted = over = False
         try:
+            prompt_logprobs = None
+            if params.prompt_logprobs is not None:
+                prompt_logprobs = await self._prompt_logprobs(request)
+            self._steps.submit(row)
+            submitted = True
             while not over:
                 chunk = await chunks.get()  # the caller bounds the wait: the HTTP layer has a deadline a request
                 over = isinstance(chunk, MeshError) or chunk.finish_reason is not None
                 if isinstance(chunk, MeshError):
                     raise chunk
-                yield chunk
+                yield chunk if prompt_logprobs is None else replace(chunk, prompt_logprobs=prompt_logprobs)
+                prompt_logprobs = None  # they go with the first chunk
         finally:
-            if not over:
+            if submitted and not over:
                 self._steps.cancel(row)
             self._in_flight -= 1
             if self._in_flight == 0:
                 self._idle.set()
+
+    async def _prompt_logprobs(self, request: GenerateRequest) -> NDArray[np.float32]:
+        """Of each prompt token. Raises MeshError ENGINE_FAILED where one but the first is not finite."""
+        found = await self._steps.call(lambda: self._steps.runner.prompt_logprobs(request.prompt_ids))
+        if not np.isfinite(found[1:]).all():
+            message = f"the model (version {self.version}) produced logits that are not finite; apply other weights"
+            raise MeshError(Reason.ENGINE_FAILED, message)
+        return found
 
     def _check_fit(self) -> None:
         if self.unfit is not None:

@@ -36,6 +36,7 @@ from meshrl.inference.engine import GREEDY_BELOW
 from meshrl.models.families import unpacked_reason
 
 RECOMPUTED_TOKENS = 8192  # in one forward pass, unless one sequence alone is longer
+SCORED_LOGITS = 2**28  # of a prompt, in one forward pass: a gigabyte of float32
 GPU_BLOCK = 64
 # not cuDNN: it plans anew for every length, which takes longer than the step
 GPU_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -72,6 +73,26 @@ class ModelRunner(ABC):
     @abstractmethod
     def _forward(self, table: SlotTable, pieces: Sequence[PrefillPiece]) -> torch.Tensor:
         """(R, V) logits of the decoding rows."""
+
+    def prompt_logprobs(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
+        """(P,) logprob of each token after those before it, at temperature 1; NaN for the first.
+
+        One plain forward pass of the live weights, between two steps, which wait for it. Where the logits of all tokens
+        would take more than a gigabyte there are several, of some tokens each.
+        """
+        ids_P = torch.tensor(token_ids, dtype=torch.long, device=self.device)
+        found = torch.full((len(ids_P),), torch.nan, device=self.device)
+        at_once = max(1, SCORED_LOGITS // self.model.config.get_text_config().vocab_size)
+        accepts = "logits_to_keep" in inspect.signature(self.model.forward).parameters
+        with torch.inference_mode():
+            for start in range(0, len(ids_P) - 1, at_once):
+                end = min(start + at_once, len(ids_P) - 1)
+                kept = {"logits_to_keep": torch.arange(start, end, device=self.device)} if accepts else {}
+                logits = self.model(input_ids=ids_P[None], use_cache=False, **kept).logits[0]
+                logits_CV = (logits if accepts else logits[start:end]).float()
+                chosen_C = logits_CV.gather(1, ids_P[start + 1 : end + 1, None])[:, 0]
+                found[start + 1 : end + 1] = chosen_C - logits_CV.logsumexp(1)
+        return found.cpu().numpy()
 
     def weights_changed(self) -> None:  # noqa: B027 - most keep nothing of the weights
         """Called after each swap of the model's weights, between two steps."""

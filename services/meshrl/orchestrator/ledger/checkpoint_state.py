@@ -28,7 +28,9 @@ def state_path(layout: Layout, step: int) -> Path:
 def write_state(layout: Layout, record: StepRecord) -> None:
     """Writes totals and the position in the tasks, whole or not at all. A disk that refuses costs no run."""
     path = state_path(layout, record.step)
-    state = {"step": record.step, **asdict(record.progress), "drawn": dict(record.drawn)}
+    state: dict[str, object] = {"step": record.step, **asdict(record.progress), "drawn": dict(record.drawn)}
+    if record.algorithms:
+        state["algorithms"] = record.algorithms
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_file(path, json.dumps({**state, "crc32": _checksum(state)}))
@@ -36,8 +38,9 @@ def write_state(layout: Layout, record: StepRecord) -> None:
         logger.warning(f"the orchestrator's part of checkpoint {record.step} was not written: {error}")
 
 
-def read_state(layout: Layout, step: int) -> tuple[RunTotals, dict[str, int]]:
-    """Totals and tasks drawn up to a step, as its checkpoint says; zeros when it says nothing.
+def read_state(layout: Layout, step: int) -> tuple[RunTotals, dict[str, int], dict[str, dict[str, float]]]:
+    """Totals and tasks drawn up to a step, as its checkpoint says, and what algorithms remember; zeros when it says
+    nothing.
 
     Raises RunError when the file is damaged. Files from before they had a checksum are read without that check.
     """
@@ -48,9 +51,14 @@ def read_state(layout: Layout, step: int) -> tuple[RunTotals, dict[str, int]]:
         if checksum is not None and checksum != _checksum(state):
             raise ValueError("it does not have the checksum it was written with")
         totals = {name: int(state[name]) for name in ("tokens", "samples", "problems")}
-        return RunTotals(**totals), {str(name): int(count) for name, count in state["drawn"].items()}
+        drawn = {str(name): int(count) for name, count in state["drawn"].items()}
+        algorithms = {
+            str(name): {str(key): float(value) for key, value in known.items()}
+            for name, known in state.get("algorithms", {}).items()
+        }
+        return RunTotals(**totals), drawn, algorithms
     except FileNotFoundError:
-        return RunTotals(), {}
+        return RunTotals(), {}, {}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise RunError(
             f"{path}, which has the run's totals up to step {step}, is damaged ({error}); resume another step with"

@@ -43,6 +43,8 @@ class StartingPoint:
     """What is finished of the groups to dispatch again, by the group that was cut off."""
     drawn: Mapping[str, int]
     next_sequence: int = 0
+    algorithms: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """What the algorithms remembered after the trainer's step, where no record of a step says it."""
 
 
 class Journal:
@@ -123,6 +125,7 @@ class Journal:
             dp_size=dp_size,
             progress=before.plus(groups),
             drawn=drawn,
+            algorithms=assembled.algorithms,
         )
         for rollout_id in record.untrainable:
             self.drop(rollout_id, DropReason.UNTRAINABLE)
@@ -153,6 +156,11 @@ class Journal:
     def progress(self, step: int) -> RunTotals:
         """Totals up to a step that was batched."""
         return self._records[step].progress
+
+    def algorithms(self, step: int) -> Mapping[str, Mapping[str, float]]:
+        """What the algorithms of the environments remembered after a step."""
+        record = self._records.get(step)
+        return self.starting_point.algorithms if record is None else record.algorithms
 
     def redone(self, step: int) -> bool:
         """Whether the step has a record from before."""

@@ -5,7 +5,7 @@ Called once when an orchestrator starts; the loop goes on from the journal's sta
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -51,7 +51,7 @@ def open_journal(
         start = _resume(config, trainer, ledger, store, past, step=run.step)
     else:
         store.begin(this)
-        progress, drawn = read_state(layout, run.step)
+        progress, drawn, algorithms = read_state(layout, run.step)
         start = StartingPoint(
             recorded=run.step,
             logged=run.step,
@@ -60,6 +60,7 @@ def open_journal(
             records={},
             drawn=drawn,
             next_sequence=sum(drawn.values()),
+            algorithms=algorithms,
         )
     return Journal(
         ledger,
@@ -82,18 +83,19 @@ def _resume(
         trainer_step=step,
         logged_step=logged,
         fits=lambda record: rows_fit(record, dp_size=trainer.dp_size, seq_len=trainer.seq_len),
-        environments={env.resolved_name for env in config.train.env},
+        environments={env.resolved_name: config.algo_of(env).least_rollouts for env in config.train.env},
     )
     past, plan, rollouts = _plan_without_damage(store, past, decide)
+    algorithms: Mapping[str, Mapping[str, float]] = {}
     if step in past.steps:
-        progress = past.steps[step].progress
+        progress, algorithms = past.steps[step].progress, past.steps[step].algorithms
     elif step in past.damaged_steps and not state_path(layout, step).exists():
         raise RunError(
             f"the record of step {step} in {layout.ledger} is damaged, and nothing else has the run's totals; resume"
             " another step with --ckpt.resume-step, or move the ledger away and start again: totals count from 0 then"
         )
     else:
-        progress, _ = read_state(layout, step)
+        progress, _, algorithms = read_state(layout, step)
     restore(ledger, past, plan)
     for group_id, members in plan.ready:
         past.groups[group_id].group.rollouts = [rollouts[one] for one in members]
@@ -125,6 +127,7 @@ def _resume(
         carried=carried,
         drawn=past.drawn,
         next_sequence=past.next_sequence,
+        algorithms=algorithms,
     )
 
 

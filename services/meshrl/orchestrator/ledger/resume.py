@@ -9,13 +9,13 @@ group that was cut off is completed: what has not come back is sampled again, so
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from meshrl.orchestrator.ledger.rows import Past, RunRow, StepRecord
 from meshrl.orchestrator.ledger.rules import Ledger, LedgerEntry, RolloutState
-from meshrl.orchestrator.work.screening import MIN_SURVIVORS, DropReason
+from meshrl.orchestrator.work.screening import DropReason
 from meshrl.sampling.groups import GroupTicket
 
 
@@ -60,11 +60,12 @@ def plan_resume(
     trainer_step: int,
     logged_step: int,
     fits: Callable[[StepRecord], bool],
-    environments: Collection[str],
+    environments: Mapping[str, int],
 ) -> ResumePlan:
     """Decides about everything that is open.
 
-    `fits` says whether the trainer can take a batch as it is, `environments` are those that the run trains on.
+    `fits` says whether the trainer can take a batch as it is, `environments` are those that the run trains on, with the
+    rollouts that a group of each needs at least.
     """
     taken: dict[int, list[LedgerEntry]] = {}
     for entry in past.entries:
@@ -83,7 +84,11 @@ def plan_resume(
     members, dropped = _members(past, loose, environments)
     tickets = _unfinished(past, loose, in_flight, environments)
     carried = tuple((group_id, members.pop(group_id)) for group_id in tickets if group_id in members)
-    ready = {group_id: rollouts for group_id, rollouts in members.items() if len(rollouts) >= MIN_SURVIVORS}
+    ready = {
+        group_id: rollouts
+        for group_id, rollouts in members.items()
+        if len(rollouts) >= environments[past.groups[group_id].group.ticket.task.environment]
+    }
     dropped += [(one, DropReason.GROUP_LOST) for known in members.keys() - ready for one in members[known]]
     logged = trainer_step  # before a step whose batch is damaged no record can be made
     while logged > logged_step and logged in past.kept and logged in past.steps:

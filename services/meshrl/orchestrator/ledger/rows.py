@@ -82,7 +82,9 @@ class RunRow:
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """What a step took. `progress` counts it and every step before; `drawn` are the tasks drawn by then."""
+    """What a step took. `progress` counts it and every step before; `drawn` are the tasks drawn by then, `algorithms`
+    what the algorithms of the environments remember.
+    """
 
     step: int
     digest: str
@@ -96,6 +98,7 @@ class StepRecord:
     dp_size: int
     progress: RunTotals
     drawn: Mapping[str, int]
+    algorithms: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -12,18 +12,20 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 
 import numpy as np
+from numpy.typing import NDArray
 
 from meshrl.algorithms.packing import shared_prefix_ratio
+from meshrl.algorithms.recipes.base import sampled_tokens
 from meshrl.core.metrics.catalogue import Source
 from meshrl.core.metrics.names import CATALOGUE
 from meshrl.core.metrics.statistics import distribution
 from meshrl.core.telemetry.monitor import SampleRow
-from meshrl.orchestrator.work.batches import AssembledBatch, sampled_tokens
+from meshrl.orchestrator.work.batches import AssembledBatch
 from meshrl.orchestrator.work.screening import DropReason, ReadyGroup, is_empty
 from meshrl.orchestrator.work.staleness import StalenessLaw
 from meshrl.orchestrator.work.tally import RunTotals, StepTally
 from meshrl.sampling.groups import RolloutGroup
-from meshrl.wire.types import Activation, Rollout, StepEvent
+from meshrl.wire.types import Activation, MicroBatch, Rollout, StepEvent
 
 Metrics = dict[str, float]
 
@@ -159,13 +161,22 @@ def mixture_metrics(assembled: AssembledBatch, groups: Sequence[ReadyGroup], ask
     tokens: Counter[str] = Counter()
     for row in assembled.batch.micro_batches:
         for index, start, end in zip(row.env_index, row.sample_offsets[:-1], row.sample_offsets[1:], strict=True):
-            tokens[assembled.batch.environments[index]] += int(np.count_nonzero(row.loss_mask[start:end]))
+            tokens[assembled.batch.environments[index]] += int(np.count_nonzero(trained_tokens(row)[start:end]))
     metrics: Metrics = {}
     for name, share in asked.items():
         metrics[f"mixture/{name}/ratio"] = share
         metrics[f"mixture/{name}/rollouts"] = rollouts[name] / max(1, rollouts.total())
         metrics[f"mixture/{name}/tokens"] = tokens[name] / max(1, tokens.total())
     return metrics
+
+
+def trained_tokens(row: MicroBatch) -> NDArray[np.bool_]:
+    """(T,) the tokens that some term of the objective has."""
+    trained = row.loss_mask.copy()
+    for weights in (row.ce_weights, row.ref_kl_weights):
+        if weights is not None:
+            trained |= weights != 0
+    return trained
 
 
 def filter_metrics(tally: StepTally, *, judged_groups: int) -> Metrics:

@@ -16,7 +16,7 @@ from meshrl.algorithms.advantages import (
     per_token_penalty,
     soft_overlong_penalty,
 )
-from meshrl.orchestrator.config import AdvantageConfig
+from meshrl.orchestrator.algo_config import AdvantageConfig
 from meshrl.sampling.retry import RunError
 
 _KEY = "orchestrator.advantage"

@@ -1,28 +1,33 @@
-"""Turns the groups that a step took into its batch: advantages, then rows of tokens; drained by the trainer."""
+"""Turns the groups that a step took into its batch: what each sample trains, in rows; drained by the trainer."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from meshrl.algorithms.advantages import Advantage
 from meshrl.algorithms.packing import TrainSample, pack_samples
-from meshrl.orchestrator.work.screening import ReadyGroup, by_agent
+from meshrl.algorithms.recipes.base import SampleStreams, Streams
+from meshrl.orchestrator.work.screening import ReadyGroup
 from meshrl.orchestrator.work.tally import StepTally
-from meshrl.wire.types import Batch, Rollout
+from meshrl.wire.types import Batch, Rollout, Sample
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AssembledBatch:
-    """A batch and what became of the rollouts in it. `advantages` is by rollout_id."""
+    """A batch and what became of the rollouts in it.
+
+    `advantages` is by rollout_id, 0 for one that the rl term has nothing of; `algorithms` is what the algorithms of the
+    environments remember after it.
+    """
 
     batch: Batch
     advantages: Mapping[str, float]
     untrainable: frozenset[str]
     truncated_samples: int
     dropped_samples: int
+    algorithms: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -46,7 +51,7 @@ def assemble(
     *,
     run_id: str,
     step: int,
-    advantage: Advantage,
+    streams: Streams,
     environments: Mapping[str, int],
     seq_len: int,
     dp_size: int,
@@ -55,32 +60,26 @@ def assemble(
 ) -> AssembledBatch:
     """Packs whole groups into micro-batches of at most `seq_len` tokens, their number a multiple of `dp_size`.
 
-    `environments` has the most tokens of one sample of each environment, at most `seq_len`, and `min_shared_prefix` is
-    what the trainer says (TrainerInfo). Raises ValueError when no sample has a loss token within
-    its length.
+    `streams` says what each sample trains, `environments` has the most tokens of one sample of each environment, at
+    most `seq_len`, and `min_shared_prefix` is what the trainer says (TrainerInfo). Raises ValueError when no sample has
+    a token to train on within its length.
     """
-    advantages = {
-        rollout_id: value for group in groups for rollout_id, value in group_advantages(group, advantage).items()
-    }
     env_index = {name: index for index, name in enumerate(environments)}
     samples = [
-        TrainSample(
-            token_ids=sample.token_ids[: environments[rollout.environment]],
-            loss_mask=sample.loss_mask[: environments[rollout.environment]],
-            logprobs=sample.logprobs[: environments[rollout.environment]],
-            advantage=advantages[rollout.rollout_id],
-            temperature=sample.temperature,
-            env_index=env_index[rollout.environment],
-            rollout_id=rollout.rollout_id,
-            traceparent=rollout.traceparent,
-            group=str(index),
+        _train_sample(
+            rollout, sample, trains, room=environments[rollout.environment], env_index=env_index, group=str(index)
         )
         for index, group in enumerate(groups)
         for rollout in group
-        for sample in rollout.samples
+        for sample, trains in zip(rollout.samples, streams[rollout.rollout_id], strict=True)
     ]
     packing = pack_samples(samples, seq_len=seq_len, dp_size=dp_size, min_shared_prefix=min_shared_prefix)
     packed = {rollout_id for row in packing.micro_batches for rollout_id in row.rollout_ids}
+    advantages = {
+        rollout.rollout_id: next((one.advantage for one in streams[rollout.rollout_id] if one.advantage), 0.0)
+        for group in groups
+        for rollout in group
+    }
     return AssembledBatch(
         batch=Batch(
             run_id=run_id,
@@ -103,17 +102,22 @@ def assemble(
     )
 
 
-def group_advantages(rollouts: Sequence[Rollout], advantage: Advantage) -> dict[str, float]:
-    """Advantage of each rollout relative to those of the same agent in its group, by rollout_id."""
-    result: dict[str, float] = {}
-    for members in by_agent(rollouts).values():
-        values = advantage(
-            [rollout.reward for rollout in members], [max(1, sampled_tokens(rollout)) for rollout in members]
-        )
-        result |= {rollout.rollout_id: float(value) for rollout, value in zip(members, values, strict=True)}
-    return result
-
-
-def sampled_tokens(rollout: Rollout) -> int:
-    """Tokens that the policy sampled."""
-    return int(sum(np.count_nonzero(sample.loss_mask) for sample in rollout.samples))
+def _train_sample(
+    rollout: Rollout, sample: Sample, streams: SampleStreams, *, room: int, env_index: Mapping[str, int], group: str
+) -> TrainSample:
+    """A sample with its terms, cut to `room` tokens; without an advantage none of its tokens is of the rl term."""
+    weights = {name: getattr(streams, name) for name in ("ce_weights", "ref_kl_weights", "ref_logprobs")}
+    mask = sample.loss_mask[:room]
+    return TrainSample(
+        token_ids=sample.token_ids[:room],
+        loss_mask=np.zeros_like(mask) if streams.advantage is None else mask,
+        logprobs=sample.logprobs[:room],
+        advantage=streams.advantage or 0.0,
+        temperature=sample.temperature,
+        env_index=env_index[rollout.environment],
+        rollout_id=rollout.rollout_id,
+        traceparent=rollout.traceparent,
+        ref_kl_sampled=True,
+        group=group,
+        **{name: None if array is None else array[:room] for name, array in weights.items()},
+    )

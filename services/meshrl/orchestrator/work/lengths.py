@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from meshrl.orchestrator.work.batches import sampled_tokens
+from meshrl.algorithms.recipes.base import sampled_tokens
 from meshrl.sampling.groups import GroupTicket, RolloutGroup, TaskRef
 
 REMEMBERED_TASKS = 65_536

@@ -7,7 +7,6 @@ from loguru import logger
 from meshrl.client.backoff import Backoff
 from meshrl.core.clock import Clock
 from meshrl.orchestrator.config import OrchestratorConfig
-from meshrl.orchestrator.work.screening import MIN_SURVIVORS
 from meshrl.sampling.groups import RolloutGroup
 from meshrl.sampling.retry import AWAY, RunError
 from meshrl.wire.errors import Reason
@@ -20,10 +19,11 @@ WAIT_S = (0.02, 2.0)
 
 
 class LostGroups:
-    """Counts the groups in a row that failures have left with too few rollouts."""
+    """Counts the groups in a row that failures have left with fewer rollouts than their algorithm needs."""
 
     def __init__(self, config: OrchestratorConfig, clock: Clock) -> None:
         self._config = config
+        self._least = {env.resolved_name: config.algo_of(env).least_rollouts for env in config.train.env}
         self._clock = clock
         self._backoff = Backoff(*WAIT_S, jitter=0.0)
         self._in_a_row = 0
@@ -34,7 +34,7 @@ class LostGroups:
 
         Raises RunError after too many; while an engine or the service is away, only once it has had `unreachable_s`.
         """
-        if len(group.rollouts) >= MIN_SURVIVORS or not group.errors:
+        if len(group.rollouts) >= self._least[group.ticket.task.environment] or not group.errors:
             self._in_a_row = 0
             self._backoff.reset()
             return

@@ -11,15 +11,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from meshrl.orchestrator.work.screening import DropReason, ReadyGroup, Screened, screen_stale
+from meshrl.orchestrator.work.screening import MIN_SURVIVORS, DropReason, ReadyGroup, Screened, screen_stale
 from meshrl.orchestrator.work.staleness import StalenessLaw
 from meshrl.orchestrator.work.task_schedule import TaskSchedule
 from meshrl.sampling.groups import GroupTicket, RolloutGroup
 from meshrl.wire.types import Rollout
 
-Screen = Callable[[Sequence[Rollout]], Screened]
+Screen = Callable[[str, Sequence[Rollout]], Screened]
+"""Judges the rollouts of a group of an environment."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +32,8 @@ class PlanLimits:
     """Rollouts a task, by environment."""
     max_inflight_rollouts: int | None = None
     last_step: int | None = None
+    least_rollouts: Mapping[str, int] = field(default_factory=dict)
+    """Of a group that loses some, by environment; MIN_SURVIVORS where not said."""
 
     @property
     def largest_group(self) -> int:
@@ -184,7 +187,7 @@ class WorkPlan:
 
     def _judge(self, group: RolloutGroup, rollouts: Sequence[Rollout]) -> Screened:
         group_id = group.ticket.group_id
-        screened = self._screen(rollouts)
+        screened = self._screen(group.ticket.task.environment, rollouts)
         if any(reason is DropReason.ZERO_SIGNAL for _, reason in screened.dropped):
             self.silent_groups_in_a_row += 1
         if screened.kept:
@@ -215,7 +218,8 @@ class WorkPlan:
         """Drops what the next step may not train on; returns each group that lost rollouts."""
         losses: list[tuple[RolloutGroup, Screened]] = []
         for group_id, ready in list(self._ready.items()):
-            screened = screen_stale(ready.kept, step=self.next_step, law=self.law)
+            least = self.limits.least_rollouts.get(ready.group.ticket.task.environment, MIN_SURVIVORS)
+            screened = screen_stale(ready.kept, step=self.next_step, law=self.law, least=least)
             if not screened.dropped:
                 continue
             losses.append((ready.group, screened))

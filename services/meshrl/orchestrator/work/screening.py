@@ -10,12 +10,13 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from meshrl.algorithms.recipes.base import by_agent
 from meshrl.orchestrator.work.staleness import StalenessLaw
 from meshrl.sampling.groups import RolloutGroup
 from meshrl.wire.types import Rollout
 
 MIN_SURVIVORS = 2
-"""A group needs two rollouts to compare; with fewer it has no baseline and is dropped."""
+"""What most algorithms need of a group: two rollouts to compare; with fewer it has no baseline and is dropped."""
 
 
 class DropReason(enum.Enum):
@@ -26,7 +27,7 @@ class DropReason(enum.Enum):
     NOT_FINITE = "reward_not_finite"
     """The reward is NaN or infinite."""
     GROUP_LOST = "group_lost"
-    """Fewer than two rollouts of its group are left."""
+    """Fewer rollouts of its group are left than its algorithm needs, which is two for most."""
     ZERO_SIGNAL = "zero_signal"
     """All rewards of its group are equal."""
     STALE = "stale"
@@ -34,7 +35,7 @@ class DropReason(enum.Enum):
     REFUSED = "refused_by_trainer"
     """The trainer refused a batch because of it."""
     UNTRAINABLE = "untrainable"
-    """No sampled token fits into the token budget."""
+    """No token that its algorithm trains fits into the token budget, or it trains none of it."""
     RUN_ENDED = "run_ended"
     """The run ended before a step took it."""
     RESTARTED = "orchestrator_restarted"
@@ -57,9 +58,11 @@ class Screened:
     dropped: tuple[tuple[Rollout, DropReason], ...]
 
 
-def with_survivors(kept: Sequence[Rollout], dropped: Sequence[tuple[Rollout, DropReason]]) -> Screened:
-    """Drops those left when they are too few to compare: a group survives losses with at least two rollouts."""
-    if len(kept) >= MIN_SURVIVORS:
+def with_survivors(
+    kept: Sequence[Rollout], dropped: Sequence[tuple[Rollout, DropReason]], *, least: int = MIN_SURVIVORS
+) -> Screened:
+    """Drops those left when they are fewer than `least`: too few for the algorithm of their environment."""
+    if len(kept) >= least:
         return Screened(kept=tuple(kept), dropped=tuple(dropped))
     lost = [(rollout, DropReason.GROUP_LOST) for rollout in kept]
     return Screened(kept=(), dropped=(*dropped, *lost))
@@ -74,9 +77,14 @@ class ReadyGroup:
 
 
 def screen_finished(
-    rollouts: Sequence[Rollout], *, drop_empty: bool, drop_zero_signal: bool, tolerance: float
+    rollouts: Sequence[Rollout],
+    *,
+    drop_empty: bool,
+    drop_zero_signal: bool,
+    tolerance: float,
+    least: int = MIN_SURVIVORS,
 ) -> Screened:
-    """Judges a whole group: losses first, then whether what is left says anything.
+    """Judges a whole group: losses first, which must leave `least` rollouts, then whether what is left says anything.
 
     Rewards are compared among rollouts of the same agent, as advantages are.
     """
@@ -89,18 +97,18 @@ def screen_finished(
             dropped.append((rollout, DropReason.EMPTY))
         else:
             kept.append(rollout)
-    screened = with_survivors(kept, dropped)
+    screened = with_survivors(kept, dropped, least=least)
     if drop_zero_signal and screened.kept and has_zero_signal(screened.kept, tolerance):
         silent = [(rollout, DropReason.ZERO_SIGNAL) for rollout in screened.kept]
         return Screened(kept=(), dropped=(*screened.dropped, *silent))
     return screened
 
 
-def screen_stale(rollouts: Sequence[Rollout], *, step: int, law: StalenessLaw) -> Screened:
+def screen_stale(rollouts: Sequence[Rollout], *, step: int, law: StalenessLaw, least: int = MIN_SURVIVORS) -> Screened:
     """Drops what `step` may not train on any more."""
     kept = [rollout for rollout in rollouts if is_usable(rollout, step=step, law=law)]
     stale = [(rollout, DropReason.STALE) for rollout in rollouts if not is_usable(rollout, step=step, law=law)]
-    return with_survivors(kept, stale)
+    return with_survivors(kept, stale, least=least)
 
 
 def is_usable(rollout: Rollout, *, step: int, law: StalenessLaw) -> bool:
@@ -119,10 +127,3 @@ def has_zero_signal(rollouts: Iterable[Rollout], tolerance: float) -> bool:
         max(rewards) - min(rewards) <= tolerance
         for rewards in ([rollout.reward for rollout in group] for group in by_agent(rollouts).values())
     )
-
-
-def by_agent(rollouts: Iterable[Rollout]) -> dict[str, list[Rollout]]:
-    agents: dict[str, list[Rollout]] = {}
-    for rollout in rollouts:
-        agents.setdefault(rollout.agent, []).append(rollout)
-    return agents

@@ -190,6 +190,7 @@ def rollout_to_proto(rollout: Rollout) -> pb.Rollout:
         timings_s=rollout.timings_s,
         traceparent=rollout.traceparent,
         completion=rollout.completion,
+        episode_id=rollout.episode_id,
     )
 
 
@@ -210,6 +211,7 @@ def rollout_from_proto(message: pb.Rollout) -> Rollout:
         timings_s=dict(message.timings_s),
         traceparent=message.traceparent,
         completion=message.completion,
+        episode_id=message.episode_id,
     )
 
 

@@ -29,7 +29,7 @@ class MicroBatch:
     position_ids: NDArray[np.int32]  # (T,) restart at 0, or at its prefix_tokens, with each sample
     loss_mask: NDArray[np.bool_]  # (T,)
     advantages: NDArray[np.float32]  # (T,)
-    inference_logprobs: NDArray[np.float32]  # (T,) 0 where loss_mask is false
+    inference_logprobs: NDArray[np.float32]  # (T,) 0 where loss_mask is false and no ref_kl token was sampled
     sample_offsets: NDArray[np.int64]  # (S + 1,) start of each sample, then T
     temperatures: NDArray[np.float32]  # (S,)
     env_index: NDArray[np.int32]  # (S,) index into Batch.environments

@@ -126,6 +126,7 @@ class Rollout:
     timings_s: Mapping[str, float] = field(default_factory=dict)
     traceparent: str = ""
     completion: str = ""
+    episode_id: str = ""  # of all agents' rollouts that one episode gave; empty: not said
 
     @property
     def oldest_version(self) -> int | None:

@@ -1,0 +1,111 @@
+"""What every algorithm of an environment says: who samples, what else is scored, what each sample trains.
+
+The orchestrator asks the recipe of an environment when a group is over (what is to be scored) and when a step becomes a
+batch (the streams); packing and trainer know the three terms of the objective and no algorithm.
+
+Shapes: T tokens of a sample, C tokens of context before it.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshrl.wire.types import Rollout
+
+
+class Actor(enum.Enum):
+    """A model that takes part in a run."""
+
+    POLICY = "policy"
+    """The one that is trained, with the newest weights that its engines serve."""
+    TEACHER = "teacher"
+    """Another one, whose weights stay as they are."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ScoreRequest:
+    """A sample whose tokens are to be scored: the logprob of each after those before it, at temperature 1."""
+
+    rollout_id: str
+    place: int
+    """Which sample of the rollout."""
+    token_ids: NDArray[np.int32]  # (C + T,)
+    context: int = 0
+    """C: tokens before the sample's own, which only the scoring model sees."""
+
+
+Scores = Mapping[tuple[str, int], NDArray[np.float32]]
+"""(T,) logprobs by rollout id and place of the sample; NaN for a token that has none, as the first of a sequence."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SampleStreams:
+    """What one sample trains; a term that it has no token of stays None."""
+
+    advantage: float | None = None
+    """rl: of each token that the policy sampled."""
+    ce_weights: NDArray[np.float32] | None = None  # (T,)
+    ref_kl_weights: NDArray[np.float32] | None = None  # (T,)
+    ref_logprobs: NDArray[np.float32] | None = None  # (T,) with ref_kl_weights
+
+
+Streams = Mapping[str, Sequence[SampleStreams]]
+"""By rollout id, one for each of its samples, in order."""
+
+
+class Recipe:
+    """An algorithm of one environment. Its own are subclasses: `type = "custom"` takes any by its import path."""
+
+    sampler: Actor = Actor.POLICY
+    """Who plays the rollouts."""
+    scored_by: Actor | None = None
+    """Who scores what `score_requests` names; None: nothing is scored."""
+    least_rollouts: int = 2
+    """A group that lost more than leave so many is dropped: an advantage compares the rollouts of a task."""
+    needs_signal: bool = True
+    """Whether a group whose rewards are all equal trains nothing, so that filters.zero_signal drops it."""
+
+    def score_requests(self, rollouts: Sequence[Rollout]) -> list[ScoreRequest]:
+        """What of a group is to be scored before its streams are made."""
+        return []
+
+    def streams(self, rollouts: Sequence[Rollout], scores: Scores) -> Streams:
+        """What each sample of a group trains; `scores` are those of `score_requests`, for the same rollouts.
+
+        Called once for each group of a step, in the order of the step. Raises ValueError, which ends the run, for
+        rollouts that it cannot be used with.
+        """
+        raise NotImplementedError
+
+    def state(self) -> Mapping[str, float]:
+        """What it remembers from step to step; kept with each batch, so that a restart goes on from there."""
+        return {}
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        """Goes back to what `state` said."""
+
+
+def by_agent(rollouts: Iterable[Rollout]) -> dict[str, list[Rollout]]:
+    """The rollouts of each agent, in order."""
+    agents: dict[str, list[Rollout]] = {}
+    for rollout in rollouts:
+        agents.setdefault(rollout.agent, []).append(rollout)
+    return agents
+
+
+def sampled_tokens(rollout: Rollout) -> int:
+    """Tokens that were sampled."""
+    return int(sum(np.count_nonzero(sample.loss_mask) for sample in rollout.samples))
+
+
+def with_advantages(rollouts: Sequence[Rollout], advantages: Mapping[str, float]) -> Streams:
+    """The rl stream alone, with an advantage for each rollout by its id."""
+    return {
+        rollout.rollout_id: [SampleStreams(advantage=advantages[rollout.rollout_id])] * len(rollout.samples)
+        for rollout in rollouts
+    }

@@ -1,0 +1,48 @@
+"""echo: rl as grpo, and cross-entropy on what the environment answered: the policy learns to expect observations."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshrl.algorithms.advantages import Advantage
+from meshrl.algorithms.recipes.base import Scores, Streams
+from meshrl.algorithms.recipes.grpo import GroupRelative
+from meshrl.wire.types import Rollout, Sample
+
+
+class Echo(GroupRelative):
+    """The policy samples, nothing is scored; tokens of messages of `roles` weigh `weight` in the ce term.
+
+    A group of equal rewards has observations to learn from all the same, so it is kept.
+    """
+
+    least_rollouts = 1
+    needs_signal = False
+
+    def __init__(self, advantage: Advantage, *, roles: Collection[str], weight: float) -> None:
+        super().__init__(advantage)
+        self._roles = frozenset(roles)
+        self._weight = weight
+
+    def streams(self, rollouts: Sequence[Rollout], scores: Scores) -> Streams:
+        acted = super().streams(rollouts, scores)
+        return {
+            rollout.rollout_id: [
+                replace(streams, ce_weights=self._observed(sample))
+                for streams, sample in zip(acted[rollout.rollout_id], rollout.samples, strict=True)
+            ]
+            for rollout in rollouts
+        }
+
+    def _observed(self, sample: Sample) -> NDArray[np.float32]:
+        """(T,) the weight of each token of an observation, 0 elsewhere and where the policy sampled."""
+        weights_T = np.zeros(len(sample.token_ids), dtype=np.float32)
+        for span in sample.message_spans:
+            if span.role in self._roles:
+                weights_T[span.start : span.end] = self._weight
+        weights_T[sample.loss_mask] = 0.0
+        return weights_T

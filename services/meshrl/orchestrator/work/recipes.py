@@ -1,0 +1,86 @@
+"""Makes the algorithm of each training environment from the configuration, and asks them what a step trains."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from meshrl.algorithms.recipes.base import Recipe, SampleStreams, Scores
+from meshrl.algorithms.recipes.custom import check_streams, load_recipe
+from meshrl.algorithms.recipes.echo import Echo
+from meshrl.algorithms.recipes.grpo import GroupRelative
+from meshrl.algorithms.recipes.hierarchical_grpo import HierarchicalGroupRelative
+from meshrl.algorithms.recipes.max_rl import MaxRL
+from meshrl.algorithms.recipes.rae import RoleBaseline
+from meshrl.orchestrator.algo_config import AlgoConfig
+from meshrl.orchestrator.config import OrchestratorConfig
+from meshrl.orchestrator.work.advantage import build_advantage
+from meshrl.sampling.retry import RunError
+from meshrl.wire.types import Rollout
+
+AlgorithmState = Mapping[str, Mapping[str, float]]
+"""What the algorithms remember from step to step, by environment."""
+
+
+class Recipes:
+    """The algorithms of a run, one for each training environment."""
+
+    def __init__(self, config: OrchestratorConfig) -> None:
+        """Raises RunError for a custom algorithm that cannot be made."""
+        self.by_environment: dict[str, Recipe] = {
+            env.resolved_name: _recipe(config.algo_of(env), config) for env in config.train.env
+        }
+
+    @property
+    def least_rollouts(self) -> dict[str, int]:
+        """What a group that loses rollouts must have left, by environment."""
+        return {name: recipe.least_rollouts for name, recipe in self.by_environment.items()}
+
+    def needs_signal(self, environment: str) -> bool:
+        """Whether groups of equal rewards train nothing."""
+        return self.by_environment[environment].needs_signal
+
+    def streams(self, groups: Sequence[Sequence[Rollout]], scores: Scores) -> dict[str, tuple[SampleStreams, ...]]:
+        """What each sample of a step trains, by rollout id. Raises RunError for what an algorithm cannot be used with.
+
+        The algorithms remember the step: `state` is then that after it.
+        """
+        made: dict[str, tuple[SampleStreams, ...]] = {}
+        for group in groups:
+            if not group:
+                continue
+            environment = group[0].environment
+            try:
+                streams = self.by_environment[environment].streams(group, scores)
+                check_streams(group, streams)
+            except ValueError as error:
+                raise RunError(f"the algorithm of environment {environment!r}: {error}") from error
+            made |= {rollout.rollout_id: tuple(streams[rollout.rollout_id]) for rollout in group}
+        return made
+
+    def state(self) -> AlgorithmState:
+        """What the algorithms remember; those that remember nothing are left out."""
+        states = {name: dict(recipe.state()) for name, recipe in self.by_environment.items()}
+        return {name: state for name, state in states.items() if state}
+
+    def restore(self, state: AlgorithmState) -> None:
+        """Goes back to what `state` said; what is said of environments that are no more is left."""
+        for name, recipe in self.by_environment.items():
+            recipe.restore(state.get(name, {}))
+
+
+def _recipe(algo: AlgoConfig, config: OrchestratorConfig) -> Recipe:
+    if algo.import_path is not None:
+        try:
+            return load_recipe(algo.import_path, algo.kwargs, key="orchestrator.algo")
+        except (ValueError, TypeError) as error:
+            raise RunError(str(error)) from error
+    if algo.type == "max_rl":
+        return MaxRL()
+    if algo.type == "rae":
+        return RoleBaseline(algo.decay)
+    advantage = build_advantage(config.advantage)
+    if algo.type == "hierarchical_grpo":
+        return HierarchicalGroupRelative(advantage, episode_agents=algo.episode_agents)
+    if algo.type == "echo":
+        return Echo(advantage, roles=algo.roles, weight=algo.weight)
+    return GroupRelative(advantage)

@@ -1,0 +1,107 @@
+"""Algorithms by environment in one run: what the trainer gets of each row, over real gRPC."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from meshrl.orchestrator.env_config import TrainEnvConfig, TrainEnvsConfig
+from meshrl.sampling.retry import RunError
+from meshrl.wire.types import Batch, MessageSpan, Rollout, RolloutRequest
+
+TOOL = (MessageSpan(start=0, end=1, role="user"), MessageSpan(start=1, end=2, role="tool"))
+
+
+def environments(**algorithms: dict) -> TrainEnvsConfig:
+    return TrainEnvsConfig(
+        env=[TrainEnvConfig.model_validate({"id": name, "algo": algo}) for name, algo in algorithms.items()]
+    )
+
+
+@pytest.fixture
+def batches(script) -> list[Batch]:
+    """What the trainer was given, in order."""
+    seen: list[Batch] = []
+
+    def look(batch: Batch) -> bool:
+        seen.append(batch)
+        return False
+
+    script.refuses = look
+    return seen
+
+
+def samples(batch: Batch) -> list[tuple[str, dict[str, list[float] | None]]]:
+    """Each sample's environment and tensors."""
+    names = ("loss_mask", "advantages", "inference_logprobs", "rl_weights", "ce_weights", "ref_kl_weights")
+    found = []
+    for row in batch.micro_batches:
+        for place, env in enumerate(row.env_index):
+            part = slice(row.sample_offsets[place], row.sample_offsets[place + 1])
+            tensors = {name: getattr(row, name) for name in names}
+            found.append(
+                (
+                    batch.environments[env],
+                    {name: None if all_ is None else all_[part].tolist() for name, all_ in tensors.items()},
+                )
+            )
+    return found
+
+
+async def test_environments_of_one_run_train_by_their_own_algorithm(mesh, script, batches, make_config, start) -> None:
+    script.environments = {"plain": 50, "tools": 50, "mine": 50}
+
+    def with_tool(request: RolloutRequest, place: int, rollout: Rollout) -> Rollout:
+        return replace(rollout, samples=(replace(rollout.samples[0], message_spans=TOOL),))
+
+    script.alter = with_tool
+    train = environments(
+        plain={"type": "grpo"},
+        tools={"type": "echo", "weight": 0.25},
+        mine={"type": "custom", "import_path": "custom_functions.Imitate", "kwargs": {"least": 1.0}},
+    )
+    config = make_config(mesh.services, train=train, batch_size=24, max_steps=2, max_async_level=0)
+    async with start(config) as (loop, ledger):
+        await loop.train()
+    acted, nothing = [False, False, True, True, True], [False] * 5
+    logprobs = [0, 0, -0.5, -0.5, -0.5]
+    seen = {name: [] for name in script.environments}
+    for name, sample in (each for batch in batches for each in samples(batch)):
+        seen[name].append(sample["advantages"][-1])
+        assert sample["ref_kl_weights"] is None
+        if name == "mine":  # what got less than 1 trains nothing and is not in the batch
+            assert (sample["loss_mask"], sample["advantages"]) == (nothing, [0.0] * 5)
+            assert (sample["ce_weights"], sample["inference_logprobs"]) == ([0, 0, 1, 1, 1], [0.0] * 5)
+        else:
+            observed = 0.25 if name == "tools" else 0.0
+            assert (sample["loss_mask"], sample["inference_logprobs"]) == (acted, logprobs)
+            assert (sample["ce_weights"] or [0.0] * 5) == [0, observed, 0, 0, 0]
+    assert sorted(seen["plain"]) == sorted(seen["tools"]) == [-0.5] * 8 + [0.5] * 8
+    assert len(seen["mine"]) == 8
+    assert ledger.balance().trained == 40
+
+
+async def test_baselines_of_self_play_survive_the_orchestrator(mesh, script, batches, make_config, start) -> None:
+    rewards = iter([1.0, 0.0, 0.5] * 99)
+    script.reward = lambda request, place: next(rewards)
+    script.alter = lambda request, place, rollout: replace(rollout, agent="white" if place % 2 else "black")
+    train = environments(echo={"type": "rae", "decay": 0.5})
+    config = make_config(mesh.services, train=train, max_steps=2)
+    async with start(config) as (loop, journal):
+        await loop.train()
+        state = journal.algorithms(2)
+    assert set(state["echo"]) == {"white", "black"}
+    async with start(make_config(mesh.services, train=train, max_steps=3)) as (loop, journal):
+        assert journal.algorithms(2) == state
+        await loop.train()
+    sample = next(tensors for _, tensors in samples(batches[-1]))
+    assert 0.0 < np.abs(sample["advantages"]).max() < 1.0  # against a baseline that had begun before this process
+
+
+async def test_an_algorithm_that_does_not_fit_the_rollouts_ends_the_run_and_says_why(
+    mesh, script, make_config, start
+) -> None:
+    script.reward = lambda request, place: float(place) - 1.0
+    async with start(make_config(mesh.services, train=environments(echo={"type": "max_rl"}))) as (loop, _):
+        with pytest.raises(RunError, match="the algorithm of environment 'echo': max_rl divides by the mean reward"):
+            await loop.train()
