@@ -124,7 +124,12 @@ class AlgoConfig(BaseConfig):
     @model_validator(mode="after")
     def _keys_of_its_type(self) -> Self:
         others = {key for keys in _KEYS_OF.values() for key in keys} - set(_KEYS_OF.get(self.type, ()))
-        if foreign := sorted(others & self.model_fields_set):
+        given = {
+            key
+            for key in others
+            if getattr(self, key) != type(self).model_fields[key].get_default(call_default_factory=True)
+        }
+        if foreign := sorted(given):
             raise ValueError(
                 f"algo: {', '.join(foreign)} belongs to another type than {self.type!r}; leave it out, or set algo.type"
             )
