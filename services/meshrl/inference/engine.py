@@ -77,6 +77,15 @@ class GenerateRequest:
     stream: bool = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class RequestTimes:
+    """How long a request waited for a slot, until its first token was there, and for the others."""
+
+    queue_s: float
+    prefill_s: float
+    decode_s: float
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TokenChunk:
     """Tokens [start, start + T) of a completion; K alternatives a token, most likely first.
@@ -96,6 +105,7 @@ class TokenChunk:
     stop_token_id: int | None = None
     prompt_logprobs: NDArray[np.float32] | None = None  # (P,) of each prompt token after those before it; first NaN
     routed_experts: NDArray[np.generic] | None = None  # (T, layers, experts) of a mixture of experts
+    times: RequestTimes | None = None  # with the last chunk, where the engine knows them
 
 
 @dataclass(frozen=True, kw_only=True)

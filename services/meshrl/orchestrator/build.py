@@ -118,6 +118,7 @@ def build_loop(
             seed=config.task_seed,
             monitor=monitor,
             clock=clock,
+            tracer=tracer,
         )
     finisher = StepFinisher(
         run,

@@ -7,11 +7,14 @@ import uuid
 from collections.abc import Mapping, Sequence
 
 from loguru import logger
+from opentelemetry.context import Context
+from opentelemetry.trace import NoOpTracer, Tracer
 
 from meshrl.core.clock import Clock
 from meshrl.core.metrics.catalogue import Source
 from meshrl.core.metrics.names import CATALOGUE
 from meshrl.core.telemetry.monitor import Monitor
+from meshrl.core.telemetry.tracing import EVALUATION_SPAN, current_traceparent
 from meshrl.orchestrator.env_config import EvalConfig, EvalEnvConfig
 from meshrl.sampling.groups import GroupTicket, RolloutGroup, TaskRef
 from meshrl.sampling.retry import RunError
@@ -36,6 +39,7 @@ class Evaluator:
         seed: int,
         monitor: Monitor,
         clock: Clock,
+        tracer: Tracer | None = None,
     ) -> None:
         self.busy = False
         """Whether an evaluation runs now."""
@@ -46,6 +50,7 @@ class Evaluator:
         self._seed = seed
         self._monitor = monitor
         self._clock = clock
+        self._tracer = tracer or NoOpTracer()
         self._one_at_a_time = asyncio.Lock()
 
     def due(self, step: int) -> list[EvalEnvConfig]:
@@ -71,7 +76,7 @@ class Evaluator:
         began_s = self._clock.now()
         try:
             async with self._one_at_a_time, asyncio.timeout(self._deadline_s):
-                scores = [await self._environment(env, version) for env in envs]
+                scores = [await self._traced(env, version, step) for env in envs]
         except TimeoutError:
             raise RunError(
                 f"evaluation of version {version} did not end within {self._deadline_s:g} s;"
@@ -81,6 +86,14 @@ class Evaluator:
         metrics |= {"time/eval": self._clock.now() - began_s, "eval/version": float(version)}
         self.busy = False
         await asyncio.to_thread(self._monitor.log, step, CATALOGUE.record(Source.ORCHESTRATOR, metrics))
+
+    async def _traced(self, env: EvalEnvConfig, version: int, step: int) -> dict[str, float]:
+        """`_environment` in a span of its own, which every rollout links to."""
+        named: dict[str, str | int] = {"rl.step": step, "rl.version": version, "meshrl.environment": env.resolved_name}
+        with self._tracer.start_as_current_span(EVALUATION_SPAN, context=Context(), attributes=named) as span:
+            scores = await self._environment(env, version)
+            span.set_attributes({name: value for name, value in scores.items() if "@" in name})
+            return scores
 
     async def _environment(self, env: EvalEnvConfig, version: int) -> dict[str, float]:
         """The scores of one environment. The log says how many rollouts they are over, and why others are missing."""
@@ -123,4 +136,6 @@ class Evaluator:
             seed=((self._seed % 2**31) << 32) + task.index * size,
         )
         async with slots:
-            return await self._sampler.sample_whole(ticket, sampling=sampling, attempts=ATTEMPTS)
+            return await self._sampler.sample_whole(
+                ticket, sampling=sampling, attempts=ATTEMPTS, traceparent=current_traceparent()
+            )

@@ -203,7 +203,10 @@ class RunLoop:
         run = self.run
         tally, run.tally = run.tally, StepTally()
         tally.idle_slots = run.slots.take()
-        assembled = await asyncio.to_thread(self._assemble, step, groups)
+        with run.traces.batch(step) as span:
+            assembled = await asyncio.to_thread(self._assemble, step, groups)
+            rows = assembled.batch.micro_batches
+            span.set_attributes({"rl.batch.groups": len(groups), "rl.batch.micro_batches": len(rows)})
         for _ in assembled.untrainable:
             tally.drop(DropReason.UNTRAINABLE)
         await run.journal.batch(groups, assembled, dp_size=self._trainer.dp_size, drawn=run.plan.drawn())

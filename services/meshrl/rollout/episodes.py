@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from loguru import logger
 from opentelemetry.context import Context
-from opentelemetry.trace import Status, StatusCode, Tracer
+from opentelemetry.trace import Span, Status, StatusCode, Tracer
 from verifiers.v1.task import Task
 from verifiers.v1.trace import Trace
 
@@ -99,8 +99,7 @@ class GroupEpisodes:
             )
             if not request.scores_only:
                 refuse_without_tokens(rollouts)
-            span.set_attribute("meshrl.reward", rollouts[0].reward)
-            span.set_attribute("meshrl.rollout_ids", [rollout.rollout_id for rollout in rollouts])
+            _describe(span, rollouts, sessions)
             return rollouts
         except BaseException as error:  # what breaks in a rollout is its own failure, reported with its type
             if isinstance(error, asyncio.CancelledError) and _asked_to_end():
@@ -193,6 +192,19 @@ def stage_of(trace: Trace, session: Session) -> RolloutStage:
         ("beginning", timing.start, setup),
     )
     return next(RolloutStage(what, began_s, kind) for what, began_s, kind in stages if began_s)
+
+
+def _describe(span: Span, rollouts: tuple[Rollout, ...], sessions: Mapping[str, Session]) -> None:
+    """Says what came of an episode, and links it to the commits that brought the versions it was sampled from."""
+    if not span.is_recording():
+        return
+    versions = {part.version for rollout in rollouts for sample in rollout.samples for part in sample.version_spans}
+    span.set_attribute("meshrl.task", rollouts[0].task_key)
+    span.set_attribute("meshrl.reward", rollouts[0].reward)
+    span.set_attribute("meshrl.rollout_ids", [rollout.rollout_id for rollout in rollouts])
+    span.set_attribute("meshrl.versions", sorted(versions))
+    for link in links_from(sorted(set().union(*(session.syncs for session in sessions.values())))):
+        span.add_link(link.context)
 
 
 def _asked_to_end() -> bool:

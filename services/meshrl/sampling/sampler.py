@@ -114,19 +114,21 @@ class GroupSampler:
         await self.pool.look(host)
         return host.state is not HostState.SERVING
 
-    async def sample_whole(self, ticket: GroupTicket, *, sampling: Sampling, attempts: int) -> RolloutGroup:
+    async def sample_whole(
+        self, ticket: GroupTicket, *, sampling: Sampling, attempts: int, traceparent: str = ""
+    ) -> RolloutGroup:
         """Samples a group for its scores alone; what is lost of it is sampled again, up to `attempts` in all.
 
         The group holds what came back, and what failed last. Raises RunError as `sample` does.
         """
-        whole = await self.sample(ticket, sampling=sampling, scores_only=True)
+        whole = await self.sample(ticket, sampling=sampling, scores_only=True, traceparent=traceparent)
         for attempt in range(1, attempts):
             missing = whole.lost + whole.cancelled + sum(failure.retryable for failure in whole.failures)
             if not missing:
                 break
             more = ticket.for_missing(missing, reseeds=attempt if whole.rollouts else 0)
             more = replace(more, group_id=f"eval-{uuid.uuid4()}")
-            again = await self.sample(more, sampling=sampling, scores_only=True)
+            again = await self.sample(more, sampling=sampling, scores_only=True, traceparent=traceparent)
             whole.rollouts += again.rollouts
             whole.failures = [one for one in whole.failures if not one.retryable] + again.failures
             whole.cancelled, whole.cut_short = again.cancelled, again.cut_short

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from opentelemetry import trace
+from opentelemetry.context import Context
 
-from meshrl.core.telemetry.tracing import SYNC_PAUSE_SPAN, SYNC_PREPARE_SPAN, SYNC_SPAN, link_from
+from meshrl.core.telemetry.tracing import SYNC_PAUSE_SPAN, SYNC_PREPARE_SPAN, SYNC_SPAN, chosen_ids, link_from
+from meshrl.wire.trace import sync_context
 from meshrl.wire.types import Activation
 
 
@@ -16,7 +18,11 @@ def record_sync(tracer: trace.Tracer, answer: Activation, wall_s: float) -> None
     """
     sealed_s = wall_s - answer.lag_s
     link = link_from(answer.version.traceparent)
-    sync = tracer.start_span(SYNC_SPAN, links=[link] if link is not None else [], start_time=_ns(sealed_s))
+    links = [link] if link is not None else []
+    roots = {engine.applied.root for engine in answer.engines}
+    own = sync_context(answer.version.version, roots.pop()) if len(roots) == 1 else None
+    with chosen_ids(own):  # whoever samples from the version links to it before it is over
+        sync = tracer.start_span(SYNC_SPAN, context=Context(), links=links, start_time=_ns(sealed_s))
     sync.set_attributes(
         {
             "meshrl.run_id": answer.version.run_id,

@@ -7,7 +7,9 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from meshrl.core.telemetry.tracing import SpanIds
 from meshrl.weights.spans import record_sync
+from meshrl.wire.trace import sync_context
 from meshrl.wire.types import Activation, ApplyReport, EngineReport, Transport, VersionInfo, VersionState
 
 TRACE, SPAN = "a" * 32, "b" * 16
@@ -30,7 +32,7 @@ def commit(*, lag_s: float, prepare_s: float, pause_s: float) -> Activation:
 
 def spans_of(activation: Activation) -> dict[str, ReadableSpan]:
     exporter = InMemorySpanExporter()
-    provider = TracerProvider()
+    provider = TracerProvider(id_generator=SpanIds())
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     record_sync(provider.get_tracer("test"), activation, 100.0)
     return {span.name: span for span in exporter.get_finished_spans()}
@@ -51,6 +53,17 @@ def test_prepare_begins_with_the_seal_and_the_pause_ends_with_the_commit() -> No
     assert (link.context.trace_id, link.context.span_id) == (int(TRACE, 16), int(SPAN, 16))
     assert spans["rl.sync.pause"].parent == spans["rl.sync"].context
     assert spans["rl.sync.pause"].attributes == {"meshrl.engine_id": "e0", "meshrl.requests_kept": 2}
+
+
+def test_whoever_knows_version_and_root_knows_the_span_of_its_commit() -> None:
+    spans = spans_of(commit(lag_s=1.0, prepare_s=0.5, pause_s=0.25))
+    expected, found = sync_context(4, b""), spans["rl.sync"].context
+    assert found is not None
+    assert (found.trace_id, found.span_id) == (expected.trace_id, expected.span_id)
+    assert sync_context(5, b"").span_id != expected.span_id != sync_context(4, b"other").span_id
+    pause = spans["rl.sync.pause"].context
+    assert pause is not None
+    assert pause.span_id != expected.span_id
 
 
 def test_prepare_that_followed_an_upload_begins_before_the_seal() -> None:

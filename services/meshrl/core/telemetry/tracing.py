@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from opentelemetry import trace
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import SpanLimits, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
+from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 
 from meshrl.core.telemetry.otlp_file import JsonLinesSpanExporter
 from meshrl.core.telemetry.waits import Waits
@@ -29,6 +31,7 @@ TRAIN_SPAN = "rl.train"
 TRAIN_FORWARD_BACKWARD_SPAN = "rl.train.forward_backward"
 TRAIN_OPTIMIZER_SPAN = "rl.train.optimizer"
 TRAIN_PUBLISH_SPAN = "rl.train.publish"
+EVALUATION_SPAN = "rl.evaluation"
 SYNC_SPAN = "rl.sync"
 SYNC_PREPARE_SPAN = "rl.sync.prepare"
 SYNC_PAUSE_SPAN = "rl.sync.pause"
@@ -41,6 +44,7 @@ _EXPORT_EVERY_MS = 1000
 
 __all__ = [
     "BATCH_SPAN",
+    "EVALUATION_SPAN",
     "ROLLOUT_SPAN",
     "STEP_SPAN",
     "SYNC_APPLY_SPAN",
@@ -53,6 +57,7 @@ __all__ = [
     "TRAIN_SPAN",
     "Tracing",
     "build_provider",
+    "chosen_ids",
     "context_from",
     "current_traceparent",
     "format_traceparent",
@@ -66,6 +71,31 @@ __all__ = [
 def traceparent_of(span: trace.Span) -> str:
     """Returns the W3C trace context of a span, or "" while tracing is off."""
     return format_traceparent(span.get_span_context())
+
+
+_CHOSEN: ContextVar[trace.SpanContext | None] = ContextVar("meshrl_chosen_ids", default=None)
+
+
+@contextmanager
+def chosen_ids(context: trace.SpanContext | None) -> Iterator[None]:
+    """The span that is started inside has these ids; None lets it have its own. It must be the root of its trace."""
+    token = _CHOSEN.set(context)
+    try:
+        yield
+    finally:
+        _CHOSEN.reset(token)
+
+
+class SpanIds(RandomIdGenerator):
+    """Random ids, but for a span whose ids are chosen."""
+
+    def generate_trace_id(self) -> int:
+        chosen = _CHOSEN.get()
+        return super().generate_trace_id() if chosen is None else chosen.trace_id
+
+    def generate_span_id(self) -> int:
+        chosen = _CHOSEN.get()
+        return super().generate_span_id() if chosen is None else chosen.span_id
 
 
 class Tracing(trace.Tracer):
@@ -121,7 +151,7 @@ def build_provider(service_name: str, exporters: list[SpanExporter]) -> TracerPr
     resource = Resource.create(
         {"service.name": service_name, "service.namespace": "meshrl", "process.pid": os.getpid()}
     )
-    provider = TracerProvider(resource=resource, span_limits=SpanLimits(max_links=MAX_LINKS))
+    provider = TracerProvider(resource=resource, span_limits=SpanLimits(max_links=MAX_LINKS), id_generator=SpanIds())
     for exporter in exporters:
         provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=_EXPORT_EVERY_MS))
     return provider

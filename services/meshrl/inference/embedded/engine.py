@@ -167,6 +167,7 @@ class EmbeddedEngine(NeverSleeps):
             stop_ids=tuple(dict.fromkeys((*params.stop_token_ids, *eos))),
             key=stream_keys(np.array([seed], np.uint64))[0],
             limit=min(params.max_tokens, self.max_model_len - len(request.prompt_ids)),
+            came_s=time.monotonic(),
             deliver=lambda chunk: self._steps.defer(lambda: chunks.put_nowait(chunk)),
             fail=lambda error: self._steps.defer(lambda: chunks.put_nowait(error)),
         )

@@ -1,9 +1,9 @@
 """Decides which request has which slot and what each step computes; fed and asked by the step thread.
 
-Pure logic over arrays: no model, clock or thread. Slots [0, decoding) decode, [decoding, occupied) are being prefilled,
-the rest is free; rows move so that this stays true, which keeps a step's cache reads one contiguous block. All prompt
-tokens but the last are prefilled; the last one is the first token to be decoded. Shapes: S slots, M tokens a slot,
-R decoding rows.
+Pure logic over arrays: no model or thread, and a clock only to note times. Slots [0, decoding) decode, [decoding,
+occupied) are being prefilled, the rest is free; rows move so that this stays true, which keeps a step's cache reads one
+contiguous block. All prompt tokens but the last are prefilled; the last one is the first token to be decoded. Shapes: S
+slots, M tokens a slot, R decoding rows.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from meshrl.inference.engine import FinishReason, GenerateRequest, TokenChunk
+from meshrl.inference.engine import FinishReason, GenerateRequest, RequestTimes, TokenChunk
 from meshrl.wire.errors import MeshError
 from meshrl.wire.types import VersionSpan
 
@@ -64,6 +64,14 @@ class RequestRow:
     spans: list[list[int]] = field(default_factory=list)  # [first token, version]
     prompt_version: int | None = None  # that computed the first part of the prompt, once the weights changed after it
     alternatives: list[tuple[NDArray[np.int32], NDArray[np.float32]]] = field(default_factory=list)
+    came_s: float = 0.0
+    seated_s: float = 0.0
+    first_s: float = 0.0  # when its first token was there
+
+    def times(self, now_s: float) -> RequestTimes:
+        return RequestTimes(
+            queue_s=self.seated_s - self.came_s, prefill_s=self.first_s - self.seated_s, decode_s=now_s - self.first_s
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -76,9 +84,12 @@ class PrefillPiece:
 
 
 class SlotTable:
-    """The slots, the queue before them and what has been sampled so far."""
+    """The slots, the queue before them and what has been sampled so far. `now` gives seconds for requests' times."""
 
-    def __init__(self, *, num_slots: int, max_len: int, store: SlotStore) -> None:
+    def __init__(
+        self, *, num_slots: int, max_len: int, store: SlotStore, now: Callable[[], float] = lambda: 0.0
+    ) -> None:
+        self._now = now
         self.num_slots = num_slots
         self.max_len = max_len
         self.decoding = 0
@@ -131,6 +142,7 @@ class SlotTable:
         self.stop_SW[slot] = -1
         self.stop_SW[slot, : len(row.stop_ids)] = row.stop_ids
         row.slot = slot
+        row.seated_s = self._now()
         self.rows.append(row)
         self.occupied += 1
 
@@ -208,6 +220,7 @@ class SlotTable:
                     row.alternatives.append((ids_K, logprobs_RK[row.slot, :wanted].copy()))
         for slot in np.flatnonzero(live["generated"] == 0):
             self.rows[slot].spans = [[0, version]]
+            self.rows[slot].first_s = self._now()
         live["generated"] += 1
         stopped = (self.stop_SW[:rows] == token_ids_R[:, None]).any(1) & (live["generated"] > live["min_tokens"])
         broken = ~np.isfinite(logprobs_R)
@@ -245,6 +258,7 @@ class SlotTable:
             version_spans=_spans(row, start, end),
             finish_reason=reason,
             stop_token_id=int(token_ids[-1]) if reason is FinishReason.STOP else None,
+            times=None if reason is None else row.times(self._now()),
         )
 
     # --- leaving and moving -----------------------------------------------------------------

@@ -77,7 +77,9 @@ class StepThread:
 
     def __init__(self, runner: ModelRunner, *, budget: int, version: int | None) -> None:
         self.runner = runner
-        self.table = SlotTable(num_slots=runner.num_slots, max_len=runner.max_len, store=runner.cache)
+        self.table = SlotTable(
+            num_slots=runner.num_slots, max_len=runner.max_len, store=runner.cache, now=time.monotonic
+        )
         self.version = version
         self.paused = False
         self.unfit: str | None = None  # why nothing may be served: a step or a swap of weights failed

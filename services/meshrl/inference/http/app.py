@@ -11,6 +11,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 from aiohttp import web
+from opentelemetry import context as otel_context
 
 from meshrl.inference.agent.follower import HubFollower
 from meshrl.inference.checkpoints import WeightLoader
@@ -23,6 +24,7 @@ from meshrl.inference.http.runs import STATUS_OF, Serving, as_mesh_error, error_
 from meshrl.inference.http.token_route import TokenRoute
 from meshrl.inference.http.tokenizer import TextCodec
 from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.trace import TRACEPARENT, context_from
 
 MAX_BODY_BYTES = 64 * 2**20
 
@@ -70,6 +72,8 @@ class InferenceServer:
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Keeps strangers out and turns errors into OpenAI's JSON."""
+        caller = context_from(request.headers.get(TRACEPARENT, ""))
+        token = None if caller is None else otel_context.attach(caller)
         try:
             refused = self._access.refusal(request)
             if refused is not None:
@@ -83,6 +87,9 @@ class InferenceServer:
             return _refusal(error.status, f"{request.method} {request.path}: {error.reason}")
         except Exception as error:  # noqa: BLE001 - a defect in a route must not drop the connection without an answer
             return _error_response(as_mesh_error(error, request))
+        finally:
+            if token is not None:
+                otel_context.detach(token)
 
     async def _needs_tokenizer(self, request: web.Request) -> web.StreamResponse:
         message = (

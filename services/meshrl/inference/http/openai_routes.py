@@ -121,7 +121,7 @@ class OpenAIRoutes:
     async def _whole(self, choice: _Choice) -> _Piece:
         chunks: list[TokenChunk] = []
         texts: list[str] = []
-        async with aclosing(self._serving.engine.generate(choice.request)) as stream:
+        async with aclosing(self._serving.spans.generate(choice.request)) as stream:
             async for chunk in stream:
                 chunks.append(chunk)
                 texts.append(_added_text(choice, chunk))
@@ -137,7 +137,7 @@ class OpenAIRoutes:
 
     async def _events(self, body: ChatBody | CompletionBody, choices: list[_Choice]) -> AsyncGenerator[str, None]:
         made, ended, opened = 0, 0, False
-        async with aclosing(interleave(self._serving.engine, [choice.request for choice in choices])) as chunks:
+        async with aclosing(interleave(self._serving.spans, [choice.request for choice in choices])) as chunks:
             async for index, chunk in chunks:
                 if isinstance(body, ChatBody) and not opened:  # not before: a refusal is answered with its own status
                     opened = True

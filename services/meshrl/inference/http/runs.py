@@ -13,10 +13,13 @@ from loguru import logger
 
 from meshrl.inference.engine import Engine, FinishReason, GenerateRequest, TokenChunk
 from meshrl.inference.http.results import Completion, join
+from meshrl.inference.http.spans import CompletionSpans
 from meshrl.wire.completion_frame import MEDIA_TYPE, CompletionFrame, encode
 from meshrl.wire.errors import MeshError, Reason
 
 VERSION_HEADER = "X-Policy-Version"
+SYNCS_HEADER = "X-Policy-Syncs"
+"""Trace contexts of the commits that brought the versions of an answer, with commas between them."""
 UNFINISHED = "the engine ended this completion without a reason; send it again"
 
 Result = TypeVar("Result")
@@ -30,6 +33,7 @@ class Serving:
         self.model_name = model_name
         self.max_model_len = max_model_len
         self.request_deadline_s = request_deadline_s
+        self.spans = CompletionSpans(engine, model_name)
 
     def room(self, prompt_tokens: int) -> int:
         """Tokens that fit behind a prompt. Raises: MeshError INVALID_REQUEST when none does."""
@@ -60,7 +64,7 @@ class Serving:
 
     async def complete(self, request: GenerateRequest) -> Completion:
         """The whole completion. Raises: MeshError DRAINING when it was cut by a shutdown."""
-        async with aclosing(self.engine.generate(request)) as chunks:
+        async with aclosing(self.spans.generate(request)) as chunks:
             completion = whole([chunk async for chunk in chunks])
         if completion.finish_reason is FinishReason.ABORT:
             raise MeshError(Reason.DRAINING, "the engine shut down before this completion was finished; send it again")
@@ -91,7 +95,9 @@ async def cancel(tasks: Sequence[asyncio.Future[Result]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def interleave(engine: Engine, requests: list[GenerateRequest]) -> AsyncGenerator[tuple[int, TokenChunk], None]:
+async def interleave(
+    spans: CompletionSpans, requests: list[GenerateRequest]
+) -> AsyncGenerator[tuple[int, TokenChunk], None]:
     """Chunks of several completions as they come, each with the index of its request.
 
     Raises: whatever one of the completions fails with, at once; the others end with it.
@@ -101,7 +107,7 @@ async def interleave(engine: Engine, requests: list[GenerateRequest]) -> AsyncGe
     async def pump(index: int, request: GenerateRequest) -> None:
         finished = False
         try:
-            async with aclosing(engine.generate(request)) as chunks:
+            async with aclosing(spans.generate(request)) as chunks:
                 async for chunk in chunks:
                     finished = chunk.finish_reason is not None
                     ready.put_nowait((index, chunk))
@@ -124,13 +130,17 @@ async def interleave(engine: Engine, requests: list[GenerateRequest]) -> AsyncGe
 
 
 def json_answer(text: str, version: int | None) -> web.Response:
-    headers = {} if version is None else {VERSION_HEADER: str(version)}
-    return web.Response(text=text, content_type="application/json", headers=headers)
+    return web.Response(text=text, content_type="application/json", headers=_headers(version, ""))
 
 
-def frame_answer(frame: CompletionFrame, version: int | None) -> web.Response:
+def frame_answer(frame: CompletionFrame, version: int | None, *, syncs: str = "") -> web.Response:
+    """`syncs`: see `CompletionSpans.syncs`."""
+    return web.Response(body=encode(frame), content_type=MEDIA_TYPE, headers=_headers(version, syncs))
+
+
+def _headers(version: int | None, syncs: str) -> dict[str, str]:
     headers = {} if version is None else {VERSION_HEADER: str(version)}
-    return web.Response(body=encode(frame), content_type=MEDIA_TYPE, headers=headers)
+    return {**headers, SYNCS_HEADER: syncs} if syncs else headers
 
 
 async def send_events(serving: Serving, request: web.Request, events: AsyncGenerator[str, None]) -> web.StreamResponse:

@@ -49,7 +49,8 @@ class TokenRoute:
                 prompt_tokens=len(body.token_ids),
                 choices=tuple(frame_choice(completion, logprobs=logprobs) for completion in completions),
             )
-            return frame_answer(frame, version)
+            spans = [span for completion in completions for span in completion.version_spans]
+            return frame_answer(frame, version, syncs=self._serving.spans.syncs(spans))
         return json_answer(self._answer(body, request_id, completions), version)
 
     def _requests(self, body: GenerateBody) -> list[GenerateRequest]:
@@ -101,6 +102,6 @@ class TokenRoute:
     async def _events(self, body: GenerateBody, requests: list[GenerateRequest]) -> AsyncGenerator[str, None]:
         """One event a step and choice."""
         head = json.dumps({"request_id": requests[0].request_id, "model": self._serving.model_name})[:-1]
-        async with aclosing(interleave(self._serving.engine, requests)) as chunks:
+        async with aclosing(interleave(self._serving.spans, requests)) as chunks:
             async for index, chunk in chunks:
                 yield f'{head},"choices":[{self._choice(body, index, join([chunk]))}]}}'

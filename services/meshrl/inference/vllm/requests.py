@@ -10,7 +10,7 @@ from vllm import SamplingParams as VllmSamplingParams
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
-from meshrl.inference.engine import FinishReason, GenerateRequest, TokenChunk
+from meshrl.inference.engine import FinishReason, GenerateRequest, RequestTimes, TokenChunk
 from meshrl.inference.vllm.version_clock import Parcel, VersionClock
 from meshrl.inference.vllm.whole_completions import PARCEL, WHOLE
 from meshrl.wire.errors import MeshError, Reason
@@ -78,7 +78,15 @@ class RequestCodec:
             stop_token_id=stop if isinstance(stop, int) else None,
             prompt_logprobs=_prompt_logprobs(output, request),
             routed_experts=completion.routed_experts,
+            times=_times(parcel),
         )
+
+
+def _times(parcel: Parcel | None) -> RequestTimes | None:
+    if parcel is None or "times" not in parcel:
+        return None
+    queue_s, prefill_s, decode_s = parcel["times"]
+    return RequestTimes(queue_s=queue_s, prefill_s=prefill_s, decode_s=decode_s)
 
 
 def _from_parcel(

@@ -8,6 +8,7 @@ many tokens generation was resumed, which is where one weight version ends and t
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -52,10 +53,16 @@ class Kept:
     prompt_pause: int | None = None  # pauses before the one that the prompt was computed before, if there was one
     resumed_at: list[int] = field(default_factory=list)  # tokens when a pause ended, one for each since it came
     prefill_stats: PrefillStats | None = None
+    came_s: float = field(default_factory=time.monotonic)
+    seated_s: float = 0.0
+    first_s: float = 0.0  # when its first token was there
 
     def parcel(self) -> Parcel:
         """What goes to the front end; arrays as little-endian bytes."""
         parcel: Parcel = {"first_pause": self.first_pause, "resumed_at": self.resumed_at}
+        if self.first_s:
+            begun_s = self.seated_s or self.came_s
+            parcel["times"] = [begun_s - self.came_s, self.first_s - begun_s, time.monotonic() - self.first_s]
         if self.prompt_pause is not None:
             parcel["prompt_pause"] = self.prompt_pause
         if self.whole and self.logprobs:
@@ -86,6 +93,13 @@ class WholeCompletions(Scheduler):  # type: ignore[misc]  # vLLM has no types he
                 first_pause=self._pauses,
             )
         super().add_request(request)
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        output: SchedulerOutput = super().schedule(*args, **kwargs)
+        for begun in output.scheduled_new_reqs:
+            if (kept := self._kept.get(begun.req_id)) is not None and not kept.seated_s:
+                kept.seated_s = time.monotonic()
+        return output
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
         finished: list[Request] = super().finish_requests(request_ids, finished_status)
@@ -139,6 +153,8 @@ class WholeCompletions(Scheduler):  # type: ignore[misc]  # vLLM has no types he
             return True
         count = len(output.new_token_ids)
         kept.num_tokens += count
+        if count and not kept.first_s:
+            kept.first_s = time.monotonic()
         if kept.whole:
             kept.tokens.extend(output.new_token_ids)
             if taken is not None and count:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from opentelemetry import trace
 
-from meshrl.core.telemetry.tracing import STEP_SPAN, traceparent_of
+from meshrl.core.telemetry.tracing import BATCH_SPAN, STEP_SPAN, traceparent_of
 
 
 class StepTraces:
@@ -25,6 +26,13 @@ class StepTraces:
     def traceparent(self, step: int) -> str:
         """W3C context of the step's span, for what carries it over queues and restarts."""
         return traceparent_of(self.span(step))
+
+    @contextmanager
+    def batch(self, step: int) -> Iterator[trace.Span]:
+        """The span of making the step's batch, for as long as the block runs."""
+        inside = trace.set_span_in_context(self.span(step))
+        with self._tracer.start_as_current_span(BATCH_SPAN, context=inside, attributes={"rl.step": step}) as span:
+            yield span
 
     def end(self, step: int, attributes: Mapping[str, float]) -> None:
         """The step's version is committed, or was skipped."""

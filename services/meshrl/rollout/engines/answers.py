@@ -32,6 +32,8 @@ class EngineAnswer:
     version_before: int | None
     version_after: int | None
     media_type: str = "application/json"
+    syncs: str = ""
+    """Trace contexts of the commits that brought its versions, with commas between them."""
 
 
 @dataclass(frozen=True, kw_only=True)

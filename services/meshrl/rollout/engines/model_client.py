@@ -168,6 +168,7 @@ class EngineClient(Client):  # type: ignore[misc]  # verifiers is untyped for th
             session.doing = ""
             await self.pace.turn()  # answers may come a thousand at a time
             sampled = read(answer)
+            session.syncs.update(part for part in answer.syncs.split(",") if part)
             for start, end, version in sampled.spans:
                 if not need.met_by(version):
                     raise MeshError(

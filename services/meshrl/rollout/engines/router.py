@@ -31,6 +31,7 @@ BUSY = frozenset({429, 503})
 BUSY_PAUSE_S = 0.2
 SESSION_HEADER = "X-Session-ID"
 VERSION_HEADER = "X-Policy-Version"
+SYNCS_HEADER = "X-Policy-Syncs"
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # seconds, seconds, unanswered probes
 
 Discovery = Callable[[], Awaitable[list[tuple[str, str]]]]
@@ -228,7 +229,7 @@ class EngineRouter:
                     raise EngineRefusedError(reply.status, f"{engine.url} answered {reply.status}: {_short(raw)}")
                 header = reply.headers.get(VERSION_HEADER, "")
                 after = int(header) if header.isdigit() else engine.version
-                return EngineAnswer(raw, before, after, reply.content_type)
+                return EngineAnswer(raw, before, after, reply.content_type, reply.headers.get(SYNCS_HEADER, ""))
         except aiohttp.ClientConnectionError as error:
             if not answered:
                 raise _UnreachableError(f"{type(error).__name__}: {error}") from error

@@ -51,6 +51,7 @@ class Session:
     or its model call told.
     `stream` numbers the agent runs of one rollout and `started` the model calls of this one: each call draws anew.
     `seq_len` is the environment's longest sequence, where it has one of its own.
+    `syncs` are the trace contexts of the commits that brought the versions it was sampled from.
     `scores_only`: nothing trains on its tokens, so the logprobs of any engine will do.
     """
 
@@ -67,6 +68,7 @@ class Session:
     doing: str = ""
     seq_len: int | None = None
     turns: DirectTurns | None = None
+    syncs: set[str] = field(default_factory=set)
 
     def next_seed(self, seed: int) -> int:
         """The seed of the next model call of a rollout with `seed`: that itself for the first, others far apart."""

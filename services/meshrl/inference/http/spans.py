@@ -1,0 +1,87 @@
+"""The trace of each completion: a span with how long it waited, was prefilled and decoded, its tokens and versions.
+
+Told by the routes' `Serving`. The attributes follow OpenTelemetry's conventions for generative AI as far as those go;
+what they have no word for begins with `meshrl.`. Which span of the hub brought a version is worked out from the
+version and its root hash, so that whoever samples from it can link to it: see `meshrl.wire.trace.sync_context`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+
+from opentelemetry import trace
+from opentelemetry.trace import SpanKind, Status, StatusCode
+
+from meshrl.inference.engine import Engine, GenerateRequest, TokenChunk
+from meshrl.wire.trace import format_traceparent, sync_context
+from meshrl.wire.types import VersionSpan
+
+REMEMBERED_VERSIONS = 64
+
+
+class CompletionSpans:
+    """Runs completions on an engine, each in a span under the caller's."""
+
+    def __init__(self, engine: Engine, model_name: str, tracer: trace.Tracer | None = None) -> None:
+        self._engine = engine
+        self._model_name = model_name
+        self._tracer = tracer or trace.get_tracer("meshrl.inference")
+        self._syncs: dict[int, str] = {}
+
+    def syncs(self, versions: Sequence[VersionSpan]) -> str:
+        """The trace contexts of the commits that brought these versions, for the answer's header; "" for none known."""
+        known = (self._syncs.get(span.version, "") for span in versions)
+        return ",".join(dict.fromkeys(traceparent for traceparent in known if traceparent))
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
+        """Yields the engine's chunks. A completion that fails, or that its caller leaves, is recorded as such."""
+        self._note_version()
+        span = self._tracer.start_span(f"text_completion {self._model_name}", kind=SpanKind.SERVER)
+        tokens, versions, ended = 0, list[int](), False
+        last: TokenChunk | None = None
+        try:
+            async with aclosing(self._engine.generate(request)) as chunks:
+                async for last in chunks:
+                    tokens += len(last.token_ids)
+                    versions += [each.version for each in last.version_spans]
+                    ended = last.finish_reason is not None
+                    if ended:
+                        self._note_version()
+                    yield last
+        except Exception as error:
+            span.set_status(Status(StatusCode.ERROR, str(error)))
+            raise
+        finally:
+            if span.is_recording():
+                if not ended:
+                    span.set_attribute("meshrl.left", True)
+                self._describe(span, request, tokens, versions, last)
+            span.end()
+
+    def _describe(
+        self, span: trace.Span, request: GenerateRequest, tokens: int, versions: list[int], last: TokenChunk | None
+    ) -> None:
+        span.set_attributes(
+            {
+                "gen_ai.operation.name": "text_completion",
+                "gen_ai.usage.input_tokens": len(request.prompt_ids),
+                "gen_ai.usage.output_tokens": tokens,
+                "meshrl.versions": list(dict.fromkeys(versions)),
+            }
+        )
+        if last is not None and last.finish_reason is not None:
+            span.set_attribute("gen_ai.response.finish_reasons", (last.finish_reason.value,))
+        if last is not None and last.times is not None:
+            span.set_attribute("meshrl.queue_s", round(last.times.queue_s, 4))
+            span.set_attribute("meshrl.prefill_s", round(last.times.prefill_s, 4))
+            span.set_attribute("meshrl.decode_s", round(last.times.decode_s, 4))
+
+    def _note_version(self) -> None:
+        """Remembers which commit the live weights came by."""
+        version, root = self._engine.version, self._engine.root
+        if version is None or not root:  # loaded by hand: no hub brought it
+            return
+        self._syncs.setdefault(version, format_traceparent(sync_context(version, root)))
+        while len(self._syncs) > REMEMBERED_VERSIONS:
+            del self._syncs[min(self._syncs)]
