@@ -47,7 +47,11 @@ def trained(ledger: Path) -> dict[int, set[str]]:
 
 
 def hold_against(spans: Iterable[Span], steps: dict[int, set[str]]) -> TraceReport:
-    """Every trained rollout must be linked from its step's rl.train and link to an rl.sync; no parent may be missing."""
+    """What is wrong with `spans`, where `steps` are the rollouts that each step trained.
+
+    Every one of them must be linked from its step's rl.train and link to the rl.sync of each of its versions; no parent
+    and no link may lead nowhere.
+    """
     report = TraceReport()
     by_key = {span.key: span for span in spans}
     report.spans.update(span.name for span in by_key.values())
@@ -55,7 +59,8 @@ def hold_against(spans: Iterable[Span], steps: dict[int, set[str]]) -> TraceRepo
     for span in by_key.values():
         if span.parent_id and (span.trace_id, span.parent_id) not in by_key:
             report.problems.append(f"{span.name} {span.span_id} has no parent {span.parent_id}")
-        report.problems += [f"{span.name} links to {key[1]}, which is nowhere" for key in span.links if key not in by_key]
+        lost = [key for key in span.links if key not in by_key]
+        report.problems += [f"{span.name} links to {span_id}, which is nowhere" for _, span_id in lost]
     trains = {int(str(span.attributes["rl.step"])): span for span in by_key.values() if span.name == "rl.train"}
     if missing := steps.keys() - trains.keys():
         report.problems.append(f"steps {sorted(missing)} have no rl.train")

@@ -50,7 +50,9 @@ async def orchestrate(config: OrchestratorConfig, stop: asyncio.Event, tracer: T
             server.set_serving()
         named = config.services
         with waits_of(tracer).waiting(
-            "services", "the services to answer", (*named.rollout, named.trainer, named.weights)
+            "services",
+            "the services to answer",
+            (*named.rollout, named.trainer, named.weights, "rollout", "trainer", "weights"),
         ):
             mesh = await unless_stopped(stop, wait_for_services(config, services))
         await _train(config, services, mesh, tracer, stop)

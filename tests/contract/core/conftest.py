@@ -30,6 +30,9 @@ class Script(rollout_grpc.RolloutServiceServicer, trainer_grpc.TrainerServiceSer
     async def GetRolloutStatus(self, request, context):
         return await self._unary("GetRolloutStatus", request, context)
 
+    async def CancelRollouts(self, request, context):
+        return await self._unary("CancelRollouts", request, context)
+
     async def GetTrainer(self, request, context):
         return await self._unary("GetTrainer", request, context)
 

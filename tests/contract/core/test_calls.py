@@ -195,21 +195,27 @@ async def test_calls_leave_a_client_and_a_server_span_of_one_trace(make_mesh, an
         seen.append(current_traceparent())
         raise MeshError(Reason.OVERLOADED)
 
-    mesh.script.on["GetRolloutStatus"], mesh.script.on["RunRollouts"] = call, summary_only
+    async def look(request, context):
+        return answers["GetRolloutStatus"]
+
+    mesh.script.on["CancelRollouts"], mesh.script.on["RunRollouts"] = call, summary_only
     async with RolloutClient(mesh.address, tracer=tracer) as client:
         with pytest.raises(MeshError):
-            await client.get_status()
+            await client.cancel_rollouts()
         assert [event async for event in client.run_rollouts(REQUEST)] == [SUMMARY]
+        mesh.script.on["GetRolloutStatus"] = look
+        await client.get_status()
     await mesh.server.drain(1.0)
     spans = {(span.name.rsplit("/")[-1], span.kind.name): span for span in exporter.get_finished_spans()}
-    client_span, server_span = spans["GetRolloutStatus", "CLIENT"], spans["GetRolloutStatus", "SERVER"]
+    client_span, server_span = spans["CancelRollouts", "CLIENT"], spans["CancelRollouts", "SERVER"]
     assert server_span.parent.span_id == client_span.context.span_id
     assert seen == [format_traceparent(server_span.context)]
-    assert client_span.name == "meshrl.v1.RolloutService/GetRolloutStatus"
+    assert client_span.name == "meshrl.v1.RolloutService/CancelRollouts"
     assert client_span.attributes["rpc.response.status_code"] == "RESOURCE_EXHAUSTED"
     assert client_span.attributes["error.type"] == "OVERLOADED"
     assert server_span.attributes["rpc.system.name"] == "grpc"
     assert spans["RunRollouts", "SERVER"].attributes["rpc.response.status_code"] == "OK"
+    assert not [method for method, _ in spans if method.startswith("Get")], "looks are made every second"
     provider.shutdown()
 
 

@@ -22,8 +22,8 @@ from meshrl.wire.errors import STATUS_DETAILS_KEY, MeshError, Reason, to_rpc_sta
 from meshrl.wire.trace import TRACEPARENT, context_from
 from meshrl.wire.types import CONTRACT_VERSION
 
-# Calls under these prefixes last as long as their caller, so a span of theirs would say nothing.
-_ENDLESS = ("Watch", "Session")
+# Spans of calls under these prefixes would say nothing: they last as long as their caller, or are made every second.
+_UNTRACED = ("Watch", "Session", "Get", "List")
 _OVER = (grpc.aio.AbortError, grpc.aio.InternalError)
 """The servicer has answered already; nothing can be sent, since the caller has left. gRPC itself deals with both."""
 _PUSHBACK_KEY = "grpc-retry-pushback-ms"
@@ -216,7 +216,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc
         for key, value in context.invocation_metadata() or ():
             if key == TRACEPARENT and isinstance(value, str):
                 remote = context_from(value)
-        if method.rsplit("/", 1)[-1].startswith(_ENDLESS):
+        if method.rsplit("/", 1)[-1].startswith(_UNTRACED):
             if remote is not None:
                 otel_context.attach(remote)
             return trace.INVALID_SPAN
