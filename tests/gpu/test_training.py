@@ -139,3 +139,26 @@ def test_what_saves_memory_or_time_changes_no_number(
         assert {parameter.dtype for parameter in learner.model.parameters()} == {torch.float32}
     assert losses[0][-1] < losses[0][0] - 0.02
     assert losses[1] == pytest.approx(losses[0], rel=2e-3)
+
+
+def test_rows_of_any_number_of_samples_need_no_new_graphs(group: RankGroup, tmp_path: Path) -> None:
+    """fullgraph makes torch.compile raise where it would give up on a block that it has compiled too often."""
+    build().cpu().save_pretrained(tmp_path)
+    config = TrainerModelConfig.model_validate(
+        {"name": str(tmp_path), "dtype": "bfloat16", "compile": {"fullgraph": True}, "ac": {"mode": "selective"}}
+    )
+    learner = build_learner(
+        config,
+        objective=Objective(loss=cross_entropy_loss),
+        optim=OptimConfig(lr=1e-3),
+        scheduler=SchedulerConfig(),
+        max_steps=None,
+        parallel=group,
+    )
+    numbers = []
+    for seed, median_length in enumerate((100, 200, 300, 500, 900, 1500) * 2):
+        bench = BenchConfig(rows=1, lengths="variable", median_length=median_length)
+        made = fake_batch(bench, seq_len=4096, vocab_size=VOCAB, dp_size=1, seed=seed)
+        numbers.append(len(made[0].sample_offsets))
+        assert np.isfinite(learner.step(made).loss)
+    assert len(set(numbers)) > 8  # dynamo's recompile_limit

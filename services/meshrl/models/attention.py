@@ -137,15 +137,23 @@ class Block:
 class PackedLayout:
     """Where the samples of a row lie, prepared once a row and used by every layer.
 
-    Either `fused` is there, or `blocks` with `scatter`.
+    Either `fused` is there, or `blocks` with `scatter`. Compiled blocks take this as an argument, and torch.compile
+    makes another graph for every other value of a number or length of a tuple: what differs from row to row is in
+    tensors of at least two elements.
     """
 
     fused: FusedPlan | None
     blocks: tuple[Block, ...]
     scatter: torch.Tensor  # int64 (T,): place of each token in the blocks' outputs laid end to end
-    lengths: tuple[int, ...]  # (S,) tokens of each sample
+    offsets: torch.Tensor  # int64 (S + 1,) on the CPU: where each sample begins, and the row ends
     kernels: Kernels
     prefixes: PrefixPlan | None = None  # beginnings that samples share; None where each has its own
+
+    @property
+    def lengths(self) -> list[int]:
+        """(S,) tokens of each sample."""
+        found: list[int] = self.offsets.diff().tolist()
+        return found
 
     @classmethod
     def from_offsets(
@@ -158,11 +166,11 @@ class PackedLayout:
         """Builds the layout of a row from (S + 1,) offsets; unfused unless `kernels` says otherwise."""
         kernels = kernels or Kernels()
         starts, lengths = sample_offsets[:-1], np.diff(sample_offsets)
-        known: tuple[int, ...] = tuple(lengths.tolist())
+        offsets = torch.from_numpy(sample_offsets.astype(np.int64))
         if kernels.fused:
             plan = FusedPlan.from_offsets(sample_offsets, device, long_from=kernels.long_from)
             nowhere = torch.empty(0, dtype=torch.int64, device=device)
-            return cls(fused=plan, blocks=(), scatter=nowhere, lengths=known, kernels=kernels, prefixes=prefixes)
+            return cls(fused=plan, blocks=(), scatter=nowhere, offsets=offsets, kernels=kernels, prefixes=prefixes)
         scatter = np.empty(int(sample_offsets[-1]), dtype=np.int64)
         blocks: list[Block] = []
         base = 0
@@ -175,7 +183,9 @@ class PackedLayout:
             base += gather.size
             blocks.append(Block(gather=torch.from_numpy(gather).to(device)))
         place_T = torch.from_numpy(scatter).to(device)
-        return cls(fused=None, blocks=tuple(blocks), scatter=place_T, lengths=known, kernels=kernels, prefixes=prefixes)
+        return cls(
+            fused=None, blocks=tuple(blocks), scatter=place_T, offsets=offsets, kernels=kernels, prefixes=prefixes
+        )
 
     def of_one(self, length: int) -> PackedLayout:
         """The layout of a row with one sample of `length` tokens, on the same device and kernels."""
@@ -253,8 +263,8 @@ def _attention_with_prefixes(
     scale: float,
     window: int | None,
 ) -> torch.Tensor:
-    if window is not None and window < prefixes.longest:  # families.prefix_reason names such models
-        raise NotImplementedError(f"a sliding window of {window} tokens over a sample of {prefixes.longest}")
+    if window is not None:  # families.prefix_reason names such models
+        raise NotImplementedError(f"samples that share their beginning under a sliding window of {window} tokens")
     if layout.fused is not None:
         return fused_prefix_attention(query_THD, key_TKD, value_TKD, layout.fused, prefixes, scale=scale)
     out_THD: torch.Tensor = _attention_with_prefixes_by_blocks(query_THD, key_TKD, value_TKD, layout, prefixes, scale)

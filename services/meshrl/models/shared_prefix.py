@@ -40,13 +40,18 @@ class Span(NamedTuple):
 class PrefixPlan:
     """Which tokens of a row see which prefix besides their own sample."""
 
-    spans: tuple[Span, ...]
-    longest: int  # tokens of a sample with its prefix
+    bounds: torch.Tensor  # int64 (4 * spans,) on the CPU: first and end of a span's queries, then of its keys
     query_index: torch.Tensor  # int64 on the device: the spans' queries, end to end
     query_offsets: torch.Tensor  # int32 on the device, (spans + 1,)
     key_index: torch.Tensor  # int64: the spans' prefixes
     key_offsets: torch.Tensor  # int32, (spans + 1,)
     host: torch.Tensor  # int64 on the CPU: most queries and most keys of a span
+
+    @property
+    def spans(self) -> list[Span]:
+        """Span by span, for kernels that take them one at a time."""
+        bounds = self.bounds.view(-1, 4).tolist()
+        return [Span(slice(first, end), slice(first_key, end_key)) for first, end, first_key, end_key in bounds]
 
     @classmethod
     def from_samples(
@@ -69,8 +74,7 @@ class PrefixPlan:
             spans.append(Span(slice(start, end), keys))
         queries, keys_of = [span.queries for span in spans], [span.keys for span in spans]
         return cls(
-            spans=tuple(spans),
-            longest=int((np.diff(sample_offsets) + prefix_tokens).max()),
+            bounds=torch.tensor([at for span in spans for part in span for at in (part.start, part.stop)]),
             query_index=_indices(queries).to(device),
             query_offsets=_offsets(queries).to(device),
             key_index=_indices(keys_of).to(device),

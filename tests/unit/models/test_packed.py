@@ -1,5 +1,7 @@
 """Packed rows give the numbers that each sample gives alone: logprobs, entropies and gradients."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -18,8 +20,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from meshrl.models.attention import PackedLayout
+from meshrl.models.attention import Kernels, PackedLayout
 from meshrl.models.logprobs import PackedPolicy, PackedRow, token_logprobs
+from meshrl.models.shared_prefix import PrefixPlan
 
 LENGTHS = (7, 31, 2, 30, 12, 5, 1)
 VOCAB = 24
@@ -150,6 +153,26 @@ def test_blocks_pad_no_sample_beyond_the_growth_bound() -> None:
     assert [tuple(block.gather.shape) for block in layout.blocks] == [(2, 100), (1, 60), (2, 20), (1, 3)]
     flat = torch.cat([block.gather.flatten() for block in layout.blocks])
     assert flat[layout.scatter].tolist() == list(range(int(lengths.sum())))
+
+
+def shapes_apart(value: object) -> object:
+    """What torch.compile makes another graph for: everything but the sizes of tensors of two elements or more."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.dim(), tuple(size if size < 2 else "any" for size in value.shape)
+    if dataclasses.is_dataclass(value):
+        return {field.name: shapes_apart(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    return value
+
+
+def test_rows_of_any_number_of_samples_are_one_shape_to_a_compiled_block() -> None:
+    seen = []
+    for lengths in ((300, 200), (100, 50, 20, 90, 40), (200,) * 7):
+        offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        shared = np.array([0] + [10] * (len(lengths) - 1), np.int32)
+        prefixes = PrefixPlan.from_samples(offsets, shared, np.zeros(len(lengths), np.int32), torch.device("cpu"))
+        kernels = Kernels(fused=True, long_from=150)
+        seen.append(shapes_apart(PackedLayout.from_offsets(offsets, torch.device("cpu"), kernels, prefixes)))
+    assert seen[0] == seen[1] == seen[2]
 
 
 def test_entropy_and_logprob_of_a_uniform_distribution() -> None:
