@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 GREEDY_BELOW = 1e-5
 RETRY_AFTER_S = 1.0  # what a refused client is told
+MAX_HELD_BACK = 120
+"""Stop tokens of a request with min_tokens: vLLM's engine process dies of more than 128, a model's own among them."""
 
 
 class FinishReason(enum.StrEnum):
@@ -302,5 +304,11 @@ def check_request(engine: Engine, request: GenerateRequest, *, capacity: int, vo
         raise MeshError(Reason.INVALID_REQUEST, f"prompt token ids must be in [0, {vocab_size})")
     if not all(0 <= token < vocab_size for token in request.sampling.stop_token_ids):
         raise MeshError(Reason.INVALID_REQUEST, f"stop_token_ids must be in [0, {vocab_size})")
+    if request.sampling.min_tokens > 0 and len(set(request.sampling.stop_token_ids)) > MAX_HELD_BACK:
+        raise MeshError(
+            Reason.INVALID_REQUEST,
+            f"{len(set(request.sampling.stop_token_ids))} different stop_token_ids with min_tokens, which holds back at"
+            f" most {MAX_HELD_BACK}; name fewer, or leave min_tokens out",
+        )
     if request.sampling.max_tokens < 1:
         raise MeshError(Reason.INVALID_REQUEST, f"max_tokens must be at least 1, got {request.sampling.max_tokens}")

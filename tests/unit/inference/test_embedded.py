@@ -9,7 +9,7 @@ from inference_kit import VOCAB, EngineFactory, ask, collect, complete, full_for
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
 
 from meshrl.inference.embedded.slots import MIN_SHARED_TOKENS
-from meshrl.inference.engine import FinishReason, HostVersion
+from meshrl.inference.engine import FinishReason, GenerateRequest, HostVersion, check_request
 from meshrl.wire.errors import MeshError, Reason
 
 TOLERANCE = 1e-4
@@ -254,3 +254,15 @@ async def test_the_drain_deadline_aborts_what_is_left(start_engine: EngineFactor
     await asyncio.sleep(0.01)
     await engine.close(0.0)
     assert (await running).finish_reason is FinishReason.ABORT
+
+
+async def test_no_more_stop_tokens_are_held_back_than_every_engine_takes(start_engine: EngineFactory) -> None:
+    engine = await start_engine()
+
+    def asked(count: int, min_tokens: int) -> GenerateRequest:
+        return ask([1], stop_token_ids=tuple(range(count)), min_tokens=min_tokens)
+
+    for count, min_tokens in ((120, 1), (1000, 0)):
+        check_request(engine, asked(count, min_tokens), capacity=8, vocab_size=1000)
+    with pytest.raises(MeshError, match=r"121 different stop_token_ids with min_tokens.*name fewer"):
+        check_request(engine, asked(121, 1), capacity=8, vocab_size=1000)
