@@ -45,6 +45,7 @@ TINY = {
 }
 PROMPT_CHARACTERS = (108, 236, 364, 490)  # the template adds some twenty tokens, a character a token
 LONGEST_PROMPT, MEAN_PROMPT = 512, 320
+MOST_ENDS = 120  # vLLM takes no more than 128 tokens that end a completion
 COLUMNS = (
     ("sampled/s", "sampled_tokens_per_s", "{:,.0f}"),
     ("trained/s", "trained_tokens_per_s", "{:,.0f}"),
@@ -72,7 +73,8 @@ def make_model(shape: str | None, folder: Path, *, ragged: bool, mean_tokens: in
     torch.manual_seed(0)
     fill_at_random(model)
     model.tie_weights()
-    ends = range(config.vocab_size // 2, config.vocab_size // 2 + config.vocab_size // mean_tokens) if ragged else ()
+    count = min(MOST_ENDS, config.vocab_size // mean_tokens) if ragged else 0
+    ends = range(config.vocab_size // 2, config.vocab_size // 2 + count)
     model.generation_config = GenerationConfig(eos_token_id=[2, *ends])
     model.config.eos_token_id = [2, *ends]
     model.save_pretrained(folder)
