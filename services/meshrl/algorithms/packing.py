@@ -201,7 +201,8 @@ def _has_logprobs(sample: TrainSample) -> NDArray[np.bool_]:
     """(T,) the tokens whose sampling logprob the objective reads: those of rl, and of ref_kl for its ratio."""
     if sample.ref_kl_weights is None or not sample.ref_kl_sampled:
         return sample.loss_mask
-    return sample.loss_mask | (sample.ref_kl_weights != 0)
+    known: NDArray[np.bool_] = sample.loss_mask | (sample.ref_kl_weights != 0)
+    return known
 
 
 def _places(row: Sequence[Bundle]) -> list[int]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from meshrl.core.config import BaseConfig
 
@@ -74,13 +74,72 @@ class AdvantageConfig(BaseConfig):
         return self
 
 
-AlgoName = Literal["grpo", "max_rl", "rae", "hierarchical_grpo", "echo", "custom"]
+def _one_or_more(value: object) -> object:
+    """One URL as a list of one."""
+    return [value] if isinstance(value, str) else value
+
+
+class TeacherClientConfig(BaseConfig):
+    """How a teacher is reached."""
+
+    base_url: Annotated[list[str], Field(min_length=1), BeforeValidator(_one_or_more)] = Field(
+        default=["http://127.0.0.1:8001"]
+    )
+    """Base URLs of servers of the teacher, with or without a trailing /v1."""
+
+    api_key_var: str = "MESHRL_API_KEY"
+    """Environment variable that holds the servers' bearer token; none is sent while it is unset."""
+
+    call_deadline_s: float = Field(default=120.0, gt=0.0)
+    """Longest time that one call may take."""
+
+    failover_s: float = Field(default=60.0, gt=0.0)
+    """How long a call is tried again, at this server or another, before the run ends."""
+
+    @model_validator(mode="after")
+    def _urls(self) -> Self:
+        for url in self.base_url:
+            if not url.startswith(("http://", "https://")):
+                raise ValueError(f"teacher.client.base_url must hold URLs like http://127.0.0.1:8001, got {url!r}")
+        return self
+
+
+class TeacherModelConfig(BaseConfig):
+    """Which model the teacher is."""
+
+    name: str = ""
+    """The name that its servers know it by; empty leaves it out, where a server has one model."""
+
+
+class TeacherConfig(BaseConfig):
+    """A model that stays as it is, and that the policy learns from. Its servers are started by hand."""
+
+    client: TeacherClientConfig = TeacherClientConfig()
+    """How it is reached."""
+
+    model: TeacherModelConfig = TeacherModelConfig()
+    """Which model it is."""
+
+    max_inflight: int = Field(default=64, ge=1)
+    """Most calls for scores in flight at once."""
+
+    cache_tokens: int = Field(default=4_000_000, ge=0)
+    """Scores of so many tokens are kept, so that the same tokens are asked for once; 4 bytes each."""
+
+
+AlgoName = Literal["grpo", "max_rl", "rae", "hierarchical_grpo", "echo", "opd", "opsd", "custom"]
+
+TAUGHT = frozenset({"opd", "sft"})
+"""Algorithms that need a teacher."""
 
 _KEYS_OF: dict[str, tuple[str, ...]] = {
     "rae": ("decay",),
     "hierarchical_grpo": ("episode_agents",),
     "echo": ("roles", "weight"),
-    "custom": ("import_path", "kwargs"),
+    "opd": ("weight", "teacher"),
+    "opsd": ("weight", "context_tokens"),
+    "sft": ("weight", "teacher", "min_reward"),
+    "custom": ("import_path", "kwargs", "teacher"),
 }
 """Keys that only some types have."""
 
@@ -91,7 +150,9 @@ class AlgoConfig(BaseConfig):
     type: AlgoName = "grpo"
     """grpo: advantages by orchestrator.advantage; max_rl: reward minus the mean, over the mean; rae: each agent against
     its own usual reward, for self-play; hierarchical_grpo: solvers compared within an episode, other agents between
-    episodes; echo: grpo, and cross-entropy on what tools answer; custom: one of yours."""
+    episodes; echo: grpo, and cross-entropy on what tools answer; opd: the KL to a teacher on the policy's own tokens;
+    opsd: the same to the policy itself, once it has seen the best rollout of the task; sft: cross-entropy on rollouts
+    that a teacher plays; custom: one of yours."""
 
     decay: float = Field(default=0.95, ge=0.0, lt=1.0)
     """rae: how much of an agent's baseline stays with each rollout; it follows about its last 1 / (1 - decay)."""
@@ -102,8 +163,18 @@ class AlgoConfig(BaseConfig):
     roles: list[Literal["system", "user", "tool"]] = Field(default=["tool"], min_length=1)
     """echo: whose messages are learned by cross-entropy."""
 
-    weight: float = Field(default=0.1, gt=0.0)
-    """echo: weight of their tokens in the ce term."""
+    weight: float | None = Field(default=None, gt=0.0)
+    """echo, opd, opsd, sft: weight of their tokens in the ce or ref_kl term; None is 0.1 for echo, 1 for the others."""
+
+    context_tokens: int | None = Field(default=None, ge=2)
+    """opsd: most tokens of a demonstration and the sample behind it, less than the engines' max_model_len; None takes
+    orchestrator.seq_len less one."""
+
+    min_reward: float | None = None
+    """sft: learn only from the teacher's rollouts of at least this reward; None takes all."""
+
+    teacher: TeacherConfig | None = None
+    """opd, sft, custom: a teacher of this algorithm alone; None takes orchestrator.teacher."""
 
     import_path: str | None = None
     """custom: `package.module.Class`, a subclass of meshrl.algorithms.recipes.base.Recipe."""
@@ -119,7 +190,7 @@ class AlgoConfig(BaseConfig):
     @property
     def compares(self) -> bool:
         """Whether a group of one rollout has nothing to learn from."""
-        return self.type in ("grpo", "max_rl")
+        return self.type in ("grpo", "max_rl", "opsd")
 
     @model_validator(mode="after")
     def _keys_of_its_type(self) -> Self:

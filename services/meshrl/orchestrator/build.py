@@ -19,6 +19,7 @@ from meshrl.orchestrator.peers.stale_groups import StaleGroups
 from meshrl.orchestrator.peers.version_relay import VersionRelay
 from meshrl.orchestrator.reports.step_traces import StepTraces
 from meshrl.orchestrator.run import Run
+from meshrl.orchestrator.teachers.build import build_scorer
 from meshrl.orchestrator.work.lost_groups import LostGroups
 from meshrl.orchestrator.work.plan import PlanLimits, WorkPlan
 from meshrl.orchestrator.work.recipes import Recipes
@@ -87,6 +88,8 @@ def build_loop(
         journal=journal,
         traces=StepTraces(tracer),
         slots=SlotUse(clock.now, lambda: services.rollouts.slots),
+        recipes=recipes,
+        scorer=build_scorer(config, recipes, services.weights),
         waits=waits_of(tracer),
     )
     deadlines = config.deadlines
@@ -134,7 +137,6 @@ def build_loop(
         run,
         config,
         mesh.trainer,
-        recipes=recipes,
         dispatcher=dispatcher,
         uploader=uploader,
         relay=relay,

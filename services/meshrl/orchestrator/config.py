@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from meshrl.core.config import BaseConfig
 from meshrl.core.config.shared import LogConfig, SamplingConfig, ServerConfig, ServicesConfig, WandbConfig
-from meshrl.orchestrator.algo_config import AdvantageConfig, AlgoConfig
+from meshrl.orchestrator.algo_config import TAUGHT, AdvantageConfig, AlgoConfig, TeacherConfig
 from meshrl.orchestrator.env_config import GROUP_SIZE_SPELLINGS, EvalConfig, TrainEnvConfig, TrainEnvsConfig
 
 
@@ -133,8 +133,15 @@ class OrchestratorConfig(BaseConfig):
     advantage: AdvantageConfig = AdvantageConfig()
     """How rewards of a group become advantages, in the algorithms grpo, hierarchical_grpo and echo."""
 
-    algo: AlgoConfig = AlgoConfig()
-    """The algorithm of every training environment that names none of its own."""
+    algo: AlgoConfig | None = None
+    """The algorithm of every training environment that names none of its own; None is what training_mode says."""
+
+    training_mode: Literal["rl", "opd"] = "rl"
+    """What training learns from where no algorithm is named. rl: rewards (the algorithm grpo), without a teacher; opd:
+    what a teacher says of the policy's own tokens."""
+
+    teacher: TeacherConfig | None = None
+    """The model that algorithms with a teacher learn from; None means none. rl does not start it."""
 
     filters: FilterConfig = FilterConfig()
     """Which finished groups are dropped."""
@@ -232,6 +239,31 @@ class OrchestratorConfig(BaseConfig):
         ]
 
     @model_validator(mode="after")
+    def _teachers(self) -> Self:
+        mode = self.training_mode
+        if self.algo is not None and mode != "rl" and self.algo.type != mode:
+            raise ValueError(
+                f"orchestrator.training_mode is {mode!r} but orchestrator.algo.type is {self.algo.type!r}; set one"
+                " of them"
+            )
+        for env in self.train.env:
+            algo = self.algo_of(env)
+            if algo.type in TAUGHT and self.teacher_of(env) is None:
+                kind = "an engine that gives prompt logprobs (vLLM, or `inference`)"
+                raise ValueError(
+                    f"orchestrator.teacher is missing: {env.resolved_name!r} is trained by {algo.type}, which needs"
+                    f" {kind if algo.type == 'opd' else 'any server of /v1/chat/completions'}; set"
+                    " orchestrator.teacher.client.base_url and orchestrator.teacher.model.name"
+                )
+        unused = self.teacher is not None and all(self.teacher_of(env) is None for env in self.train.env)
+        if unused and self.train.env:
+            raise ValueError(
+                f"orchestrator.teacher is set, but no environment learns from a teacher (training_mode {mode!r}); leave"
+                " it out, or set orchestrator.training_mode to opd"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _sleep_needs_idle_engines(self) -> Self:
         if self.sleep_engines and self.max_async_level > 0:
             raise ValueError(
@@ -271,7 +303,13 @@ class OrchestratorConfig(BaseConfig):
 
     def algo_of(self, env: TrainEnvConfig) -> AlgoConfig:
         """The algorithm that an environment is trained with."""
-        return self.algo if env.algo is None else env.algo
+        mode = self.training_mode
+        return env.algo or self.algo or AlgoConfig(type="grpo" if mode == "rl" else mode)
+
+    def teacher_of(self, env: TrainEnvConfig) -> TeacherConfig | None:
+        """The teacher of an environment's algorithm; None for one that has none."""
+        algo = self.algo_of(env)
+        return (algo.teacher or self.teacher) if algo.type in (*TAUGHT, "custom") else None
 
     @property
     def group_sizes(self) -> dict[str, int]:

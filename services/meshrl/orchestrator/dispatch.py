@@ -9,6 +9,7 @@ unblocks   the loop, which waits for ready groups
 from __future__ import annotations
 
 import asyncio
+import math
 import uuid
 
 from opentelemetry import trace
@@ -97,6 +98,7 @@ class GroupDispatcher:
         too_old = self._stale.has(ticket.group_id)
         run.journal.close_group(group, cancelled_for=DropReason.STALE.value if too_old else "rollout_service")
         await self._lost.judge(group)
+        await run.scorer.score([[one for one in group.rollouts if math.isfinite(one.reward)]])  # the step finds it done
         screened = run.plan.finish(group)
         self._stale.forget(ticket.group_id)
         run.count(group, screened)

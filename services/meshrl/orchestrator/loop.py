@@ -22,6 +22,7 @@ from dataclasses import replace
 
 from loguru import logger
 
+from meshrl.algorithms.recipes.base import Scores
 from meshrl.core.clock import Clock
 from meshrl.orchestrator.config import OrchestratorConfig
 from meshrl.orchestrator.dispatch import GroupDispatcher
@@ -31,7 +32,6 @@ from meshrl.orchestrator.peers.batch_uploader import BatchUploader
 from meshrl.orchestrator.peers.version_relay import VersionRelay
 from meshrl.orchestrator.run import Run
 from meshrl.orchestrator.work.batches import AssembledBatch, SubmittedStep, assemble
-from meshrl.orchestrator.work.recipes import Recipes
 from meshrl.orchestrator.work.refused_batches import BatchRefusal, at_fault, without
 from meshrl.orchestrator.work.screening import DropReason, ReadyGroup, Screened
 from meshrl.orchestrator.work.tally import StepTally
@@ -51,7 +51,6 @@ class RunLoop:
         config: OrchestratorConfig,
         trainer: TrainerInfo,
         *,
-        recipes: Recipes,
         dispatcher: GroupDispatcher,
         uploader: BatchUploader,
         relay: VersionRelay,
@@ -67,8 +66,6 @@ class RunLoop:
         self._dispatcher = dispatcher
         self._uploader = uploader
         self._evaluator = evaluator
-        self._recipes = recipes
-        recipes.restore(run.journal.algorithms(run.steps.recorded))
         self._clock = clock
 
     async def train(self) -> None:
@@ -80,6 +77,7 @@ class RunLoop:
                 await self.relay.wait_for_engines()
             with self.run.waits.waiting("version", f"version {first} to reach the engines", hub):
                 await self.relay.activate_first(first)
+            await self.run.scorer.check()
             if self._evaluator is not None and (due := self._evaluator.due_before(first)):
                 with self._evaluation(0):
                     await self._evaluator.evaluate(0, due, version=plan.active_version)
@@ -92,6 +90,7 @@ class RunLoop:
             raise first_cause(failures) from failures
         finally:
             self.run.traces.close()
+            await self.run.scorer.close()
 
     async def _train_steps(self) -> None:
         """Every step from the next to the last, with sampling, uploading and finishing beside."""
@@ -204,7 +203,8 @@ class RunLoop:
         tally, run.tally = run.tally, StepTally()
         tally.idle_slots = run.slots.take()
         with run.traces.batch(step) as span:
-            assembled = await asyncio.to_thread(self._assemble, step, groups)
+            scores = await run.scorer.score([ready.kept for ready in groups])
+            assembled = await asyncio.to_thread(self._assemble, step, groups, scores)
             rows = assembled.batch.micro_batches
             span.set_attributes({"rl.batch.groups": len(groups), "rl.batch.micro_batches": len(rows)})
         for _ in assembled.untrainable:
@@ -213,10 +213,10 @@ class RunLoop:
         run.submitted.add(SubmittedStep(step=step, groups=tuple(groups), assembled=assembled, tally=tally))
         self._uploader.add(step)
 
-    def _assemble(self, step: int, groups: list[ReadyGroup]) -> AssembledBatch:
+    def _assemble(self, step: int, groups: list[ReadyGroup], scores: Scores) -> AssembledBatch:
         """The batch of a step, and what the algorithms remember after it. Raises RunError when nothing can be made."""
         run, kept = self.run, [ready.kept for ready in groups]
-        streams = self._recipes.streams(kept, {})
+        streams = run.recipes.streams(kept, scores)
         try:
             assembled = assemble(
                 kept,
@@ -231,7 +231,7 @@ class RunLoop:
             )
         except ValueError as error:  # no rollout fits: a shorter prompt or a longer row is needed
             raise RunError(f"step {step} has nothing to train on: {error}; raise orchestrator.seq_len") from error
-        return replace(assembled, algorithms=self._recipes.state())
+        return replace(assembled, algorithms=run.recipes.state())
 
     # --- dissolve ---------------------------------------------------------------------------------
 
@@ -254,6 +254,6 @@ class RunLoop:
         logger.warning(
             f"batch {refusal.step} is made anew without {len(bad)} rollouts ({min(bad)} ...): {refusal.error}"
         )
-        self._recipes.restore(run.journal.algorithms(refusal.step - 1))
+        run.recipes.restore(run.journal.algorithms(refusal.step - 1))
         self._uploader.withdraw(refusal.step)
         self._dispatcher.dispatch()

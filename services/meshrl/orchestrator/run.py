@@ -15,7 +15,9 @@ from meshrl.orchestrator.ledger.journal import Journal
 from meshrl.orchestrator.ledger.submitted_steps import SubmittedSteps
 from meshrl.orchestrator.peers.batch_uploader import StepCursors
 from meshrl.orchestrator.reports.step_traces import StepTraces
+from meshrl.orchestrator.teachers.scorer import GroupScorer
 from meshrl.orchestrator.work.plan import WorkPlan
+from meshrl.orchestrator.work.recipes import Recipes
 from meshrl.orchestrator.work.screening import DropReason, Screened
 from meshrl.orchestrator.work.slot_use import SlotUse
 from meshrl.orchestrator.work.tally import StepTally
@@ -34,6 +36,8 @@ class Run:
         journal: Journal,
         traces: StepTraces,
         slots: SlotUse,
+        recipes: Recipes,
+        scorer: GroupScorer,
         waits: Waits,
     ) -> None:
         start = journal.starting_point
@@ -42,6 +46,8 @@ class Run:
         self.journal = journal
         self.traces = traces
         self.slots = slots
+        self.recipes = recipes
+        self.scorer = scorer
         self.steps = StepCursors(recorded=start.recorded, uploaded=info.step, trained=start.unlogged_from - 1)
         self.submitted = SubmittedSteps(journal)
         self.tally = StepTally()
@@ -49,6 +55,7 @@ class Run:
         self.waits = waits
         self.changed = asyncio.Event()
         """Set whenever a group, a version or a refusal may let the loop go on."""
+        recipes.restore(journal.algorithms(start.recorded))
         plan.next_step = start.recorded + 1
         plan.go_on(drawn=start.drawn, next_sequence=start.next_sequence, again=start.redispatch)
         for group in start.ready:

@@ -1,6 +1,7 @@
 """What each algorithm makes of a group, beside an independent reference in plain Python (make_golden.py)."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,10 @@ from meshrl.algorithms.recipes.echo import Echo
 from meshrl.algorithms.recipes.grpo import GroupRelative
 from meshrl.algorithms.recipes.hierarchical_grpo import HierarchicalGroupRelative
 from meshrl.algorithms.recipes.max_rl import MaxRL
+from meshrl.algorithms.recipes.opd import OnPolicyDistillation
+from meshrl.algorithms.recipes.opsd import SelfDistillation
 from meshrl.algorithms.recipes.rae import RoleBaseline
+from meshrl.algorithms.recipes.sft import Imitation
 from meshrl.wire.types import MessageSpan, Rollout, Sample, VersionSpan
 
 GOLDEN = json.loads((Path(__file__).parent / "streams.json").read_text())
@@ -21,6 +25,9 @@ RECIPES = {
     "max_rl": MaxRL,
     "rae": lambda: RoleBaseline(GOLDEN["decay"]),
     "hierarchical_grpo": lambda: HierarchicalGroupRelative(mean_baseline_advantages, episode_agents=["solver"]),
+    "opd": lambda: OnPolicyDistillation(weight=1.0),
+    "opsd": lambda: SelfDistillation(weight=1.0, context_tokens=GOLDEN["room"]),
+    "sft": lambda: Imitation(weight=1.0, min_reward=0.5),
     "echo": lambda: Echo(mean_baseline_advantages, roles=["tool"], weight=GOLDEN["echo_weight"]),
 }
 
@@ -52,12 +59,17 @@ def sample(each: dict) -> Sample:
     )
 
 
-def scores(group: list[dict]) -> Scores:
-    return {
-        (one["id"], place): np.array([np.nan if s is None else s for s in each["scores"]], dtype=np.float32)
-        for one in group
-        for place, each in enumerate(one["samples"])
-    }
+def scores(recipe: Recipe, group: list[dict]) -> Scores:
+    """What was asked for, as the golden file has it."""
+    known = {(one["id"], place): each for one in group for place, each in enumerate(one["samples"])}
+    made = {}
+    for request in recipe.score_requests(rollouts(group)):
+        each = known[request.rollout_id, request.place]
+        assert request.token_ids[request.context :].tolist() == each["tokens"]
+        made[request.rollout_id, request.place] = np.array(
+            [np.nan if score is None else score for score in each["scores"]], dtype=np.float32
+        )
+    return made
 
 
 def assert_equal(found: SampleStreams, expected: dict) -> None:
@@ -79,11 +91,31 @@ def assert_equal(found: SampleStreams, expected: dict) -> None:
 def test_streams_are_those_of_the_plain_reference(name: str) -> None:
     recipe: Recipe = RECIPES[name]()
     for group, expected in zip(GOLDEN["groups"], GOLDEN["streams"][name], strict=True):
-        found = recipe.streams(rollouts(group), scores(group))
+        found = recipe.streams(rollouts(group), scores(recipe, group))
         assert found.keys() == expected.keys()
         for rollout_id, streams in expected.items():
             for one, other in zip(found[rollout_id], streams, strict=True):
                 assert_equal(one, other)
+
+
+def test_a_demonstration_is_the_first_of_the_best_attempts_of_the_same_agent() -> None:
+    for group, expected in zip(GOLDEN["groups"], GOLDEN["streams"]["opsd"], strict=True):
+        asked = RECIPES["opsd"]().score_requests(rollouts(group))
+        shown = {(one.rollout_id, one.place): one.token_ids[: one.context].tolist() for one in asked}
+        assert shown == {
+            (rollout_id, place): stream["shown"]
+            for rollout_id, streams in expected.items()
+            for place, stream in enumerate(streams)
+            if stream
+        }
+
+
+def test_scores_are_of_temperature_one() -> None:
+    warm = [replace(rollouts(GOLDEN["groups"][0])[0])]
+    warm[0] = replace(warm[0], samples=tuple(replace(each, temperature=0.7) for each in warm[0].samples))
+    known = {(warm[0].rollout_id, place): np.zeros(len(each.token_ids)) for place, each in enumerate(warm[0].samples)}
+    with pytest.raises(ValueError, match=r"sampled at temperature 0\.7, but scores are of temperature 1"):
+        RECIPES["opd"]().streams(warm, known)
 
 
 def test_rae_goes_on_from_the_state_that_it_gave() -> None:

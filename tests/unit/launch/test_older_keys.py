@@ -126,16 +126,16 @@ def test_two_spellings_that_agree_are_one(load: Callable[..., Any]) -> None:
 
 def test_what_is_not_there_is_said_together_with_all_that_is_wrong(refused: Callable[..., str]) -> None:
     lines = refused(
-        "batchsize = 4\n[orchestrator]\ngroup_size = 7\nbatchsize = 8\ntraining_mode = 'opd'\n"
+        "batchsize = 4\n[orchestrator]\ngroup_size = 7\nbatchsize = 8\nuse_sft_loss = true\n"
         "[trainer.optim]\nlr = 'x'\n[env_vars]\nname = 'x'\n[trainer.model]\ncp = 2\n",
-        "--orchestrator.teacher.client.base-url", "http://x", "--fooo", "1",
+        "--teacher-gpu-ids", "1", "--fooo", "1",
     ).splitlines()  # fmt: skip
     assert lines[0] == "rl: the configuration has 10 errors"
     keys = [line.strip().split(": ")[0] for line in lines[1:-1]]
     assert sorted(keys[1:]) == sorted(
         [
-            "env_vars is not there", "orchestrator.training_mode is not there", "trainer.model.cp is not there",
-            "orchestrator.teacher is not there", "trainer.optim.lr", "orchestrator.batchsize", "batchsize",
+            "env_vars is not there", "orchestrator.use_sft_loss is not there", "trainer.model.cp is not there",
+            "teacher_gpu_ids is not there", "trainer.optim.lr", "orchestrator.batchsize", "batchsize",
             "orchestrator.train.env",
             "orchestrator.batch_size must be a multiple of group_size (7), got 8; use 7 or 14",
         ]
@@ -145,7 +145,7 @@ def test_what_is_not_there_is_said_together_with_all_that_is_wrong(refused: Call
 
 def test_values_that_change_nothing_are_taken(load: Callable[..., Any]) -> None:
     config = load(
-        ENVIRONMENT + "[orchestrator]\ntraining_mode = 'rl'\nmask_truncated_completions = false\n"
+        ENVIRONMENT + "[orchestrator]\nneed_sft_loss = false\nmask_truncated_completions = false\n"
         "[trainer.model]\ncp = 1\nep = 'auto'\n[deployment]\nnum_train_nodes = 1\n"
     )
     assert len(config.notes) == 5

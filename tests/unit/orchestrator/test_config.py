@@ -90,6 +90,24 @@ def test_algorithms_say_which_keys_are_theirs_and_who_compares() -> None:
     assert config.group_sizes == {"a": 1, "b": 4}
 
 
+def test_training_modes_name_an_algorithm_and_say_whether_there_is_a_teacher() -> None:
+    teacher, train = {"client": {"base_url": "http://127.0.0.1:9"}, "model": {"name": "t"}}, {"env": [{"id": "a"}]}
+    assert "no environment learns from a teacher (training_mode 'rl')" in refusal(teacher=teacher, train=train)
+    assert "orchestrator.teacher is missing: 'a' is trained by opd, which needs an engine that gives prompt" in refusal(
+        training_mode="opd", train=train
+    )
+    assert "training_mode is 'opd' but orchestrator.algo.type is 'grpo'; set one of them" in refusal(
+        training_mode="opd", algo={"type": "grpo"}, teacher=teacher, train=train
+    )
+    config = OrchestratorConfig.model_validate({"training_mode": "opd", "teacher": teacher, "train": train})
+    (env,) = config.train.env
+    assert (config.algo_of(env).type, config.teacher_of(env)) == ("opd", config.teacher)
+    assert config.teacher is not None
+    assert config.teacher.client.base_url == ["http://127.0.0.1:9"]
+    own = {"env": [{"id": "a", "algo": {"type": "opd", "teacher": teacher}}]}
+    assert OrchestratorConfig.model_validate({"train": own}).teacher is None
+
+
 def test_group_size_of_the_run_is_held_against_nobody_where_each_environment_has_its_own() -> None:
     train = {"env": [{"id": "a", "group_size": 5}]}
     assert OrchestratorConfig.model_validate({"batch_size": 20, "train": train}).group_sizes == {"a": 5}

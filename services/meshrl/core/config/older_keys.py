@@ -57,7 +57,7 @@ _OFF = ("1", "none", "auto")
 _PACKED = "rows are packed to seq_len tokens; lower trainer.seq_len where memory is short"
 _WHOLE_RUN = "rl submits and spreads the whole run: set slurm and deployment at the top"
 _PARALLEL = "models are split by FSDP alone so far; leave it out, and add GPUs with deployment.num_train_gpus"
-_TEACHER = "there are no teachers yet: runs learn from rewards; `sft` learns from conversations that are there already"
+_TEACHER = "rl starts no teacher: start `inference`, and name it in orchestrator.teacher.client.base_url"
 _MODEL_CODE = "every model runs as transformers defines it, with attention and output head of meshrl"
 _DIFFICULTY = "tasks are drawn in their order; orchestrator.filters.zero_signal drops groups without signal"
 _HARNESS = "a taskset brings its harness, or rollout.harness names one for all"
@@ -130,16 +130,12 @@ _ORCHESTRATOR = (
     *(_absent(f"{each}.min_tokens", "a completion may end at once; leave it out") for each in _SAMPLINGS),
     *(_absent(f"{each}.extra_body", "the keys of sampling are all that engines are asked") for each in _SAMPLINGS),
     *(_absent(f"{each}.temp_scheduler", "the temperature stays; set sampling.temperature") for each in _SAMPLINGS),
-    _unused("orchestrator.training_mode", "learning from rewards is what a run always does", "rl"),
-    _absent("orchestrator.training_mode", _TEACHER),
-    _absent("orchestrator.teacher", _TEACHER),
-    _absent("orchestrator.teacher_model", _TEACHER),
-    _absent("orchestrator.teacher_rollout_model", _TEACHER),
+    _moved("orchestrator.teacher_model", "orchestrator.teacher"),
+    _moved("orchestrator.teacher_rollout_model", "orchestrator.teacher"),
     _unused("orchestrator.use_sft_loss", "learning from rewards is what a run always does", "false"),
     _absent("orchestrator.use_sft_loss", _TEACHER),
     _unused("orchestrator.need_sft_loss", "learning from rewards is what a run always does", "false"),
     _absent("orchestrator.need_sft_loss", _TEACHER),
-    _absent("orchestrator.algo", "algorithm names advantage and loss for all environments"),
     _unused("orchestrator.prime_monitor", "metrics go to metrics.jsonl and, with wandb, to Weights & Biases"),
     _unused("orchestrator.oversampling_factor", "orchestrator.max_inflight_rollouts is how much is under way"),
     _unused("orchestrator.concurrency", "rollout.max_concurrent is how many rollouts run at once"),

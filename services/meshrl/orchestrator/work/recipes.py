@@ -10,12 +10,16 @@ from meshrl.algorithms.recipes.echo import Echo
 from meshrl.algorithms.recipes.grpo import GroupRelative
 from meshrl.algorithms.recipes.hierarchical_grpo import HierarchicalGroupRelative
 from meshrl.algorithms.recipes.max_rl import MaxRL
+from meshrl.algorithms.recipes.opd import OnPolicyDistillation
+from meshrl.algorithms.recipes.opsd import SelfDistillation
 from meshrl.algorithms.recipes.rae import RoleBaseline
 from meshrl.orchestrator.algo_config import AlgoConfig
 from meshrl.orchestrator.config import OrchestratorConfig
 from meshrl.orchestrator.work.advantage import build_advantage
 from meshrl.sampling.retry import RunError
 from meshrl.wire.types import Rollout
+
+ECHO_WEIGHT = 0.1
 
 AlgorithmState = Mapping[str, Mapping[str, float]]
 """What the algorithms remember from step to step, by environment."""
@@ -78,9 +82,14 @@ def _recipe(algo: AlgoConfig, config: OrchestratorConfig) -> Recipe:
         return MaxRL()
     if algo.type == "rae":
         return RoleBaseline(algo.decay)
+    weight = algo.weight or 1.0
+    if algo.type == "opd":
+        return OnPolicyDistillation(weight=weight)
+    if algo.type == "opsd":
+        return SelfDistillation(weight=weight, context_tokens=algo.context_tokens or config.seq_len - 1)
     advantage = build_advantage(config.advantage)
     if algo.type == "hierarchical_grpo":
         return HierarchicalGroupRelative(advantage, episode_agents=algo.episode_agents)
     if algo.type == "echo":
-        return Echo(advantage, roles=algo.roles, weight=algo.weight)
+        return Echo(advantage, roles=algo.roles, weight=algo.weight or ECHO_WEIGHT)
     return GroupRelative(advantage)

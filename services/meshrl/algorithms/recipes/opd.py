@@ -1,0 +1,63 @@
+"""opd: on-policy distillation. The policy samples, a teacher scores every token of it, and nothing else is learned."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from meshrl.algorithms.recipes.base import Actor, Recipe, SampleStreams, ScoreRequest, Scores, Streams
+from meshrl.wire.types import Rollout, Sample
+
+LEAST_LOGPROB = -20.0
+"""What a teacher says below this counts as this: one token that it all but rules out is not to drown the others."""
+
+
+class OnPolicyDistillation(Recipe):
+    """ref_kl alone, towards the teacher's logprobs of the policy's own tokens: the reverse KL of the policy from the
+    teacher (https://thinkingmachines.ai/blog/on-policy-distillation/), token by token, whatever the reward.
+
+    The teacher must read the policy's tokens, so it has the same tokenizer. Groups may be of one rollout.
+    """
+
+    scored_by = Actor.TEACHER
+    least_rollouts = 1
+    needs_signal = False
+
+    def __init__(self, *, weight: float) -> None:
+        self._weight = weight
+
+    def score_requests(self, rollouts: Sequence[Rollout]) -> list[ScoreRequest]:
+        return [
+            ScoreRequest(rollout_id=rollout.rollout_id, place=place, token_ids=sample.token_ids)
+            for rollout in rollouts
+            for place, sample in enumerate(rollout.samples)
+        ]
+
+    def streams(self, rollouts: Sequence[Rollout], scores: Scores) -> Streams:
+        return {
+            rollout.rollout_id: [
+                towards(sample, scores.get((rollout.rollout_id, place)), weight=self._weight)
+                for place, sample in enumerate(rollout.samples)
+            ]
+            for rollout in rollouts
+        }
+
+
+def towards(sample: Sample, logprobs_T: np.ndarray | None, *, weight: float) -> SampleStreams:
+    """The ref_kl stream of the sampled tokens that have a score. None where there are no scores.
+
+    Raises ValueError for a sample of another temperature than 1, at which scores are given.
+    """
+    if logprobs_T is None:
+        return SampleStreams()
+    if abs(sample.temperature - 1.0) > 1e-6:
+        raise ValueError(
+            f"its rollouts were sampled at temperature {sample.temperature:g}, but scores are of temperature 1; set"
+            " orchestrator.sampling.temperature to 1"
+        )
+    known_T = sample.loss_mask & ~np.isnan(logprobs_T)
+    return SampleStreams(
+        ref_kl_weights=np.where(known_T, np.float32(weight), np.float32(0.0)).astype(np.float32),
+        ref_logprobs=np.where(known_T, np.clip(logprobs_T, LEAST_LOGPROB, 0.0), 0.0).astype(np.float32),
+    )

@@ -1,0 +1,56 @@
+"""opsd: on-policy self-distillation. The policy is its own teacher: it scores its tokens after a better attempt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from meshrl.algorithms.recipes.base import Actor, Recipe, ScoreRequest, Scores, Streams, by_agent
+from meshrl.algorithms.recipes.opd import towards
+from meshrl.wire.types import Rollout
+
+
+class SelfDistillation(Recipe):
+    """ref_kl alone, towards what the live policy says of the same tokens after a demonstration (SDFT, 2601.19897).
+
+    The demonstration is the best rollout of the same task and agent in the group, whole, put before the sample as it
+    stands: no expert is needed, and no tokenizer. A rollout that none is better than, and one that does not fit behind
+    the demonstration within `context_tokens`, trains nothing; so do groups of equal rewards.
+    """
+
+    scored_by = Actor.POLICY
+
+    def __init__(self, *, weight: float, context_tokens: int) -> None:
+        self._weight = weight
+        self._context_tokens = context_tokens
+
+    def score_requests(self, rollouts: Sequence[Rollout]) -> list[ScoreRequest]:
+        requests = []
+        for members in by_agent(rollouts).values():
+            best = max(members, key=lambda rollout: rollout.reward)  # the first of the best
+            if not best.samples:
+                continue
+            shown_C = best.samples[-1].token_ids
+            requests += [
+                ScoreRequest(
+                    rollout_id=rollout.rollout_id,
+                    place=place,
+                    token_ids=np.concatenate([shown_C, sample.token_ids]),
+                    context=len(shown_C),
+                )
+                for rollout in members
+                if rollout.reward < best.reward
+                for place, sample in enumerate(rollout.samples)
+                if len(shown_C) + len(sample.token_ids) <= self._context_tokens
+            ]
+        return requests
+
+    def streams(self, rollouts: Sequence[Rollout], scores: Scores) -> Streams:
+        return {
+            rollout.rollout_id: [
+                towards(sample, scores.get((rollout.rollout_id, place)), weight=self._weight)
+                for place, sample in enumerate(rollout.samples)
+            ]
+            for rollout in rollouts
+        }

@@ -1,0 +1,105 @@
+"""Asks engines for the logprobs of given tokens: POST /inference/v1/generate with prompt_logprobs, as vLLM has it.
+
+Asked by the scorer. A call that fails in passing is made again, at the next server, for a while.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Awaitable, Callable, Sequence
+
+import httpx
+import numpy as np
+from numpy.typing import NDArray
+
+from meshrl.client.backoff import Backoff
+from meshrl.orchestrator.algo_config import TeacherConfig
+from meshrl.sampling.retry import RunError
+
+AGAIN = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
+PAUSE_S = (0.1, 5.0)
+SCORE_PATH, MODELS_PATH = "/inference/v1/generate", "/v1/models"
+NEEDS = (
+    "it must be an engine that gives prompt logprobs: vLLM with /inference/v1/generate, or `inference`; a server of"
+    " /v1/chat/completions alone can only teach by training_mode 'sft'"
+)
+
+
+class LogprobServers:
+    """Servers of one model. `urls` gives them anew for each call, since engines of the policy come and go."""
+
+    def __init__(
+        self, who: str, urls: Callable[[], Awaitable[Sequence[str]]], *, config: TeacherConfig, api_key: str | None
+    ) -> None:
+        """`who` is what messages call the model."""
+        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self._who, self._urls, self._model = who, urls, config.model.name
+        self._failover_s = config.client.failover_s
+        timeout = httpx.Timeout(config.client.call_deadline_s, connect=min(10.0, config.client.call_deadline_s))
+        limits = httpx.Limits(max_connections=config.max_inflight, max_keepalive_connections=config.max_inflight)
+        self._http = httpx.AsyncClient(headers=headers, timeout=timeout, limits=limits, trust_env=False)
+        self._slots = asyncio.Semaphore(config.max_inflight)
+        self._turn = itertools.count()
+        self._longest: int | None = None
+
+    async def close(self) -> None:
+        """Closes the connections."""
+        await self._http.aclose()
+
+    async def check(self) -> None:
+        """Learns how long a sequence may be, and scores two tokens. Raises RunError when the model cannot score."""
+        await self.score(np.zeros(2, dtype=np.int32))
+
+    async def score(self, token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
+        """(T,) logprob of each token after those before it; NaN for the first, and for those beyond the model's length.
+
+        Raises RunError when no server answers in `failover_s`, or one cannot do it.
+        """
+        found = np.full(len(token_ids), np.nan, dtype=np.float32)
+        async with self._slots:
+            if self._longest is None:
+                models = await self._ask("GET", MODELS_PATH, None)
+                listed = models.get("data") if isinstance(models, dict) else None
+                said = listed[0].get("max_model_len") if listed and isinstance(listed[0], dict) else None
+                self._longest = int(said) if said else 2**31
+            asked = token_ids[: self._longest - 1].tolist()  # one is left for the token that engines must sample
+            if len(asked) < 2:
+                return found
+            sampling = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 1}
+            body: dict[str, object] = {"token_ids": asked, "sampling_params": sampling}
+            if self._model:
+                body["model"] = self._model
+            answer = await self._ask("POST", SCORE_PATH, body)
+        try:
+            entries = answer["prompt_logprobs"]  # type: ignore[index]  # told as an error just below
+            found[1 : len(asked)] = [
+                entry[str(token)]["logprob"] for token, entry in zip(asked[1:], entries[1:], strict=True)
+            ]
+        except (KeyError, TypeError, ValueError) as error:
+            raise RunError(
+                f"{self._who} gave no prompt_logprobs for {len(asked)} tokens ({error!r}): {NEEDS}"
+            ) from error
+        return found
+
+    async def _ask(self, method: str, path: str, body: object) -> object:
+        """The JSON of an answer, from whichever server gives one. Raises RunError."""
+        give_up_at, backoff = time.monotonic() + self._failover_s, Backoff(*PAUSE_S)
+        while True:
+            urls, why = await self._urls(), "it has no engine"
+            if urls:
+                url = urls[next(self._turn) % len(urls)].rstrip("/").removesuffix("/v1")
+                try:
+                    answer = await self._http.request(method, url + path, json=body)
+                except httpx.HTTPError as error:
+                    why = f"{url} does not answer ({type(error).__name__}: {error})"
+                else:
+                    if answer.status_code == 200:
+                        return answer.json()
+                    why = f"{url}{path} answered {answer.status_code}: {answer.text[:300]}"
+                    if answer.status_code not in AGAIN:
+                        raise RunError(f"{self._who} cannot score tokens: {why}; {NEEDS}")
+            if time.monotonic() >= give_up_at:
+                raise RunError(f"{self._who} scored nothing for {self._failover_s:g} s: {why}; is it running?")
+            await asyncio.sleep(backoff.next_s())

@@ -1,0 +1,89 @@
+"""Has rollouts scored as the algorithms of their environments ask; between a group's end and the batch of its step.
+
+A group is scored when it is over, so that a step finds its scores waiting; what is missing then, after a restart for
+example, is asked for before the batch is made. A teacher's scores are kept by its tokens; those of the live policy
+belong to one rollout, since the policy is another soon after.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from meshrl.algorithms.recipes.base import Actor, Recipe, ScoreRequest, Scores
+from meshrl.orchestrator.teachers.logprob_servers import LogprobServers
+from meshrl.wire.types import Rollout
+
+
+class ScoreCache:
+    """Scores by key, the least recently used given up beyond `max_tokens`."""
+
+    def __init__(self, max_tokens: int) -> None:
+        self._max_tokens = max_tokens
+        self._tokens = 0
+        self._kept: OrderedDict[bytes, NDArray[np.float32]] = OrderedDict()
+
+    def get(self, key: bytes) -> NDArray[np.float32] | None:
+        found = self._kept.get(key)
+        if found is not None:
+            self._kept.move_to_end(key)
+        return found
+
+    def put(self, key: bytes, logprobs: NDArray[np.float32]) -> None:
+        if (before := self._kept.pop(key, None)) is not None:
+            self._tokens -= len(before)
+        self._kept[key] = logprobs
+        self._tokens += len(logprobs)
+        while self._tokens > self._max_tokens and self._kept:
+            _, dropped = self._kept.popitem(last=False)
+            self._tokens -= len(dropped)
+
+
+class GroupScorer:
+    """Scores groups. `servers` are those that an environment's algorithm asks; one without is not scored."""
+
+    def __init__(
+        self, recipes: Mapping[str, Recipe], servers: Mapping[str, LogprobServers], *, cache_tokens: int
+    ) -> None:
+        self._recipes = recipes
+        self._servers = servers
+        self._caches = {server: ScoreCache(cache_tokens) for server in servers.values()}
+
+    async def check(self) -> None:
+        """Raises RunError when a model that is to score cannot."""
+        for server in self._caches:
+            await server.check()
+
+    async def close(self) -> None:
+        """Closes the connections."""
+        for server in self._caches:
+            await server.close()
+
+    async def score(self, groups: Iterable[Sequence[Rollout]]) -> Scores:
+        """What the algorithms want to know of these groups. Raises RunError when a server does not tell."""
+        wanted: list[tuple[ScoreRequest, str]] = []
+        for group in groups:
+            if group and (environment := group[0].environment) in self._servers:
+                wanted += [(one, environment) for one in self._recipes[environment].score_requests(group)]
+        found = await asyncio.gather(*(self._one(request, environment) for request, environment in wanted))
+        return {
+            (request.rollout_id, request.place): logprobs for (request, _), logprobs in zip(wanted, found, strict=True)
+        }
+
+    async def _one(self, request: ScoreRequest, environment: str) -> NDArray[np.float32]:
+        """(T,) of the sample's own tokens; its first one is scored where a context stands before it."""
+        server = self._servers[environment]
+        cache = self._caches[server]
+        digest = blake3(np.ascontiguousarray(request.token_ids, "<i4").tobytes())
+        if self._recipes[environment].scored_by is Actor.POLICY:
+            digest.update(request.rollout_id.encode())
+        key = digest.digest()
+        if (known := cache.get(key)) is None:
+            known = await server.score(request.token_ids)
+            cache.put(key, known)
+        return known[request.context :]

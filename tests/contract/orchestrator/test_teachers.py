@@ -1,0 +1,142 @@
+"""Distillation in a run over real gRPC: a real engine behind HTTP scores what the scripted policy sampled."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import numpy as np
+import pytest
+import torch
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from meshrl.inference.embedded.engine import EmbeddedEngine
+from meshrl.inference.http.app import InferenceServer
+from meshrl.orchestrator.algo_config import TeacherConfig
+from meshrl.orchestrator.env_config import TrainEnvConfig, TrainEnvsConfig
+from meshrl.orchestrator.teachers.logprob_servers import LogprobServers
+from meshrl.sampling.retry import RunError
+from meshrl.wire.types import Batch
+
+TOKENS = list(range(5))  # of every scripted rollout, the last three sampled
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    return Qwen3ForCausalLM(Qwen3Config(vocab_size=100, initializer_range=0.5, **sizes, **heads)).eval()
+
+
+@pytest.fixture
+async def teacher(model: PreTrainedModel) -> AsyncIterator[tuple[str, list[str]]]:
+    """The URL of an engine, and the paths that it was asked for."""
+    asked: list[str] = []
+
+    @web.middleware
+    async def note(request: web.Request, handler):
+        asked.append(request.path)
+        return await handler(request)
+
+    engine = EmbeddedEngine(model, max_model_len=16, num_slots=4, seed=0)
+    engine.start()
+    app = InferenceServer(engine, model_name="t", codec=None, loader=None).app()
+    app.middlewares.append(note)
+    async with TestServer(app) as server:
+        yield str(server.make_url("")), asked
+    await engine.close()
+
+
+def expected_logprobs(model: PreTrainedModel) -> list[float]:
+    with torch.inference_mode():
+        logprobs_TV = model(input_ids=torch.tensor([TOKENS])).logits[0].log_softmax(-1)
+    return [float(logprobs_TV[at - 1, TOKENS[at]]) for at in (2, 3, 4)]
+
+
+async def test_a_teacher_and_rewards_train_environments_of_one_run(
+    mesh, script, make_config, start, model, teacher
+) -> None:
+    url, asked = teacher
+    script.environments = {"plain": 50, "taught": 50}
+    batches: list[Batch] = []
+    script.refuses = lambda batch: bool(batches.append(batch))
+    taught = {"type": "opd", "weight": 2.0}
+    train = TrainEnvsConfig(
+        env=[TrainEnvConfig(id="plain"), TrainEnvConfig.model_validate({"id": "taught", "algo": taught})]
+    )
+    script.reward = lambda request, place: float(place % 2) if request.environment == "plain" else 1.0
+    config = make_config(
+        mesh.services,
+        train=train,
+        batch_size=16,
+        max_steps=2,
+        max_async_level=0,
+        teacher=TeacherConfig.model_validate({"client": {"base_url": url}}),
+    )
+    async with start(config) as (loop, ledger):
+        await loop.train()
+    assert ledger.balance().trained == 32
+    seen = dict.fromkeys(script.environments, 0)
+    for row in (row for batch in batches for row in batch.micro_batches):
+        for place, env in enumerate(row.env_index):
+            part = slice(row.sample_offsets[place], row.sample_offsets[place + 1])
+            name = batches[0].environments[env]
+            seen[name] += 1
+            if name == "plain" and row.ref_kl_weights is None:
+                assert row.loss_mask[part].tolist() == [False, False, True, True, True]
+            elif name == "plain":
+                assert row.loss_mask[part].tolist() == [False, False, True, True, True]
+                assert not row.ref_kl_weights[part].any()
+            else:  # equal rewards, which rl would have dropped
+                assert not row.loss_mask[part].any()
+                assert row.ref_kl_weights[part].tolist() == [0, 0, 2, 2, 2]
+                assert row.ref_logprobs[part][2:].tolist() == pytest.approx(expected_logprobs(model), abs=1e-4)
+            assert row.inference_logprobs[part].tolist() == [0, 0, -0.5, -0.5, -0.5]  # the ratio of either term
+    assert seen == {"plain": 16, "taught": 16}
+    scored = asked.count("/inference/v1/generate")
+    assert 2 <= scored <= 17, "the same tokens are scored once, but for those that are asked for at the same moment"
+
+
+async def test_tokens_beyond_the_teachers_length_have_no_score(teacher, model) -> None:
+    servers = LogprobServers("the teacher", _at(teacher[0]), config=TeacherConfig(), api_key=None)
+    try:
+        found = await servers.score(np.arange(30, dtype=np.int32))
+    finally:
+        await servers.close()
+    assert np.isnan(found[[0, *range(15, 30)]]).all()
+    assert np.isfinite(found[1:15]).all()
+
+
+async def test_a_teacher_without_prompt_logprobs_is_an_error_that_says_what_is_needed() -> None:
+    app = web.Application()
+
+    async def models(request: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "chat"}]})
+
+    app.router.add_get("/v1/models", models)
+    async with TestServer(app) as server:
+        servers = LogprobServers("the teacher", _at(str(server.make_url("/v1"))), config=TeacherConfig(), api_key=None)
+        try:
+            with pytest.raises(RunError, match=r"answered 404.*must be an engine that gives prompt logprobs"):
+                await servers.check()
+        finally:
+            await servers.close()
+
+
+async def test_a_teacher_that_is_not_there_is_waited_for_and_then_named() -> None:
+    config = TeacherConfig.model_validate({"client": {"failover_s": 0.2}})
+    servers = LogprobServers("the teacher", _at("http://127.0.0.1:9"), config=config, api_key=None)
+    try:
+        with pytest.raises(RunError, match=r"the teacher scored nothing for 0.2 s: http://127.0.0.1:9 does not answer"):
+            async with asyncio.timeout(60.0):
+                await servers.check()
+    finally:
+        await servers.close()
+
+
+def _at(url: str):
+    async def urls() -> list[str]:
+        return [url]
+
+    return urls
