@@ -95,7 +95,12 @@ class GroupEpisodes:
                 on_trace = self._session_opener(index, sessions, traceparent_of(span))
                 episode = await self._hosted.play(self._task, sampling, on_trace)
             rollouts = rollouts_of(
-                self._hosted.env, episode, sessions, group_id=request.group_id, environment=request.environment
+                self._hosted.env,
+                episode,
+                sessions,
+                group_id=request.group_id,
+                environment=request.environment,
+                conversations=request.conversations,
             )
             if not request.scores_only:
                 refuse_without_tokens(rollouts)

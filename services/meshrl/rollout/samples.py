@@ -18,6 +18,7 @@ from verifiers.v1.episode import Episode
 from verifiers.v1.trace import Branch, Trace
 from verifiers.v1.types import Message
 
+from meshrl.rollout.conversations import conversations_of
 from meshrl.rollout.engines.sessions import Call, Session
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import MessageSpan, Rollout, Sample, VersionSpan
@@ -26,9 +27,16 @@ UNSCORED_STOPS = frozenset({"setup_timeout", "finalize_timeout", "scoring_timeou
 
 
 def rollouts_of(
-    env: Env, episode: Episode, sessions: Mapping[str, Session], *, group_id: str, environment: str
+    env: Env,
+    episode: Episode,
+    sessions: Mapping[str, Session],
+    *,
+    group_id: str,
+    environment: str,
+    conversations: bool = False,
 ) -> tuple[Rollout, ...]:
-    """The rollouts of an episode, one for each agent whose tokens train the policy.
+    """The rollouts of an episode, one for each agent whose tokens train the policy, with `conversations` also what was
+    said.
 
     Raises MeshError, with the reason to report, when the episode failed or was not scored to its end.
     """
@@ -42,6 +50,7 @@ def rollouts_of(
         replace(
             _rollout(trace, sessions[trace.id], group_id, environment, "" if single else trace.agent.name),
             episode_id=trace_uuid(episode.id),
+            conversations=conversations_of(trace) if conversations else (),
         )
         for trace in trainable
     )

@@ -53,13 +53,15 @@ class GroupSampler:
         sampling: Sampling,
         traceparent: str = "",
         scores_only: bool = False,
+        conversations: bool = False,
         problems_of: Callable[[Rollout], Problems] = lambda rollout: (),
         on_event: Callable[[RolloutEvent], None] = lambda event: None,
         is_wanted: Callable[[], bool] = lambda: True,
     ) -> RolloutGroup:
         """Returns the group once it is over; what was lost on the way counts as failures of the group.
 
-        With `scores_only` nothing trains on it, so its logprobs may be any. A rollout of which `problems_of` finds some
+        With `scores_only` nothing trains on it, so its logprobs may be any; with `conversations` its rollouts hold what
+        was said. A rollout of which `problems_of` finds some
         counts as failed. Once `is_wanted` says no, the group is asked for nowhere any more.
 
         Raises RunError when no service is there, or one refuses the group for good.
@@ -74,7 +76,7 @@ class GroupSampler:
                     break
                 host = await attempts.next_host(place)
                 rest = ticket.moved(place.left, moves=attempts.interrupted)
-                request = self._request(rest, sampling, traceparent, scores_only)
+                request = self._request(rest, sampling, traceparent, scores_only, conversations)
                 try:
                     await self._play(host, request, group, problems_of, on_event)
                     if not (group.cancelled and is_wanted() and await self._is_leaving(host)):
@@ -115,26 +117,38 @@ class GroupSampler:
         return host.state is not HostState.SERVING
 
     async def sample_whole(
-        self, ticket: GroupTicket, *, sampling: Sampling, attempts: int, traceparent: str = ""
+        self,
+        ticket: GroupTicket,
+        *,
+        sampling: Sampling,
+        attempts: int,
+        traceparent: str = "",
+        conversations: bool = False,
     ) -> RolloutGroup:
         """Samples a group for its scores alone; what is lost of it is sampled again, up to `attempts` in all.
 
         The group holds what came back, and what failed last. Raises RunError as `sample` does.
         """
-        whole = await self.sample(ticket, sampling=sampling, scores_only=True, traceparent=traceparent)
+        whole = await self.sample(
+            ticket, sampling=sampling, scores_only=True, traceparent=traceparent, conversations=conversations
+        )
         for attempt in range(1, attempts):
             missing = whole.lost + whole.cancelled + sum(failure.retryable for failure in whole.failures)
             if not missing:
                 break
             more = ticket.for_missing(missing, reseeds=attempt if whole.rollouts else 0)
             more = replace(more, group_id=f"eval-{uuid.uuid4()}")
-            again = await self.sample(more, sampling=sampling, scores_only=True, traceparent=traceparent)
+            again = await self.sample(
+                more, sampling=sampling, scores_only=True, traceparent=traceparent, conversations=conversations
+            )
             whole.rollouts += again.rollouts
             whole.failures = [one for one in whole.failures if not one.retryable] + again.failures
             whole.cancelled, whole.cut_short = again.cancelled, again.cut_short
         return whole
 
-    def _request(self, ticket: GroupTicket, sampling: Sampling, traceparent: str, scores_only: bool) -> RolloutRequest:
+    def _request(
+        self, ticket: GroupTicket, sampling: Sampling, traceparent: str, scores_only: bool, conversations: bool
+    ) -> RolloutRequest:
         return RolloutRequest(
             request_id=str(uuid.uuid4()),
             group_id=ticket.group_id,
@@ -147,6 +161,7 @@ class GroupSampler:
             deadline_s=self._deadlines.group_s,
             traceparent=traceparent,
             scores_only=scores_only,
+            conversations=conversations,
         )
 
     async def _gather(

@@ -85,6 +85,7 @@ class TrialPlayer:
             ticket,
             sampling=self._sampling[trial.environment],
             attempts=self._config.attempts,
+            conversations=self._conversations,
         )
         if version is not None:
             _check_version(group, version)

@@ -123,6 +123,7 @@ def settings_of(config: TrialsConfig, **more: object) -> dict[str, Any]:
 
 
 def _row(checkpoint: str, trial: Trial, rollout: Rollout, rollouts_of_episode: int) -> dict[str, Any]:
+    said = [json.loads(conversation) for conversation in rollout.conversations]
     return {
         "rollout_id": rollout.rollout_id,
         "checkpoint": checkpoint,
@@ -143,6 +144,7 @@ def _row(checkpoint: str, trial: Trial, rollout: Rollout, rollouts_of_episode: i
         "timings_s": dict(rollout.timings_s),
         ROLLOUTS_OF_EPISODE: rollouts_of_episode,
         "completion": rollout.completion,
+        **({"conversations": said} if said else {}),
     }
 
 

@@ -46,7 +46,7 @@ async def engine(models: Path, tmp_path: Path) -> AsyncIterator[str]:
             torch_threads=1,
             output_dir=tmp_path / "engine",
         )
-        serving = asyncio.create_task(serve(config, stop))
+        serving = asyncio.create_task(serve(config, stop, TracerProvider().get_tracer("test")))
         try:
             yield f"http://127.0.0.1:{port}"
         finally:

@@ -66,6 +66,7 @@ REQUEST = RolloutRequest(
     deadline_s=12.5,
     traceparent="t",
     scores_only=True,
+    conversations=True,
 )
 APPLIED = ApplyReport(version=3, root=b"r", pause_s=0.1, prepare_s=0.2, requests_kept=4)
 VERSION = VersionInfo(
@@ -137,6 +138,7 @@ def rollout(**changes):
         traceparent="t",
         completion="text",
         episode_id="e",
+        conversations=('{"messages": []}', "{}"),
     )
     return dataclasses.replace(made, **changes)
 

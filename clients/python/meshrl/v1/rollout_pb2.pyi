@@ -56,7 +56,7 @@ class Sampling(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., seed: _Optional[int] = ...) -> None: ...
 
 class RunRolloutsRequest(_message.Message):
-    __slots__ = ("request_id", "group_id", "environment", "task_index", "task_payload", "group_size", "sampling", "engine_pool", "min_version", "exact_version", "deadline_s", "traceparent", "scores_only")
+    __slots__ = ("request_id", "group_id", "environment", "task_index", "task_payload", "group_size", "sampling", "engine_pool", "min_version", "exact_version", "deadline_s", "traceparent", "scores_only", "conversations")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     GROUP_ID_FIELD_NUMBER: _ClassVar[int]
     ENVIRONMENT_FIELD_NUMBER: _ClassVar[int]
@@ -70,6 +70,7 @@ class RunRolloutsRequest(_message.Message):
     DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     SCORES_ONLY_FIELD_NUMBER: _ClassVar[int]
+    CONVERSATIONS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     group_id: str
     environment: str
@@ -83,7 +84,8 @@ class RunRolloutsRequest(_message.Message):
     deadline_s: float
     traceparent: str
     scores_only: bool
-    def __init__(self, request_id: _Optional[str] = ..., group_id: _Optional[str] = ..., environment: _Optional[str] = ..., task_index: _Optional[int] = ..., task_payload: _Optional[str] = ..., group_size: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., engine_pool: _Optional[str] = ..., min_version: _Optional[int] = ..., exact_version: _Optional[int] = ..., deadline_s: _Optional[float] = ..., traceparent: _Optional[str] = ..., scores_only: bool = ...) -> None: ...
+    conversations: bool
+    def __init__(self, request_id: _Optional[str] = ..., group_id: _Optional[str] = ..., environment: _Optional[str] = ..., task_index: _Optional[int] = ..., task_payload: _Optional[str] = ..., group_size: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., engine_pool: _Optional[str] = ..., min_version: _Optional[int] = ..., exact_version: _Optional[int] = ..., deadline_s: _Optional[float] = ..., traceparent: _Optional[str] = ..., scores_only: bool = ..., conversations: bool = ...) -> None: ...
 
 class RunRolloutsResponse(_message.Message):
     __slots__ = ("rollout", "failure", "summary")
@@ -96,7 +98,7 @@ class RunRolloutsResponse(_message.Message):
     def __init__(self, rollout: _Optional[_Union[Rollout, _Mapping]] = ..., failure: _Optional[_Union[RolloutFailure, _Mapping]] = ..., summary: _Optional[_Union[RolloutSummary, _Mapping]] = ...) -> None: ...
 
 class Rollout(_message.Message):
-    __slots__ = ("rollout_id", "group_id", "task_key", "environment", "agent", "samples", "reward", "reward_parts", "metrics", "finish_reason", "truncated", "num_turns", "timings_s", "traceparent", "completion", "episode_id")
+    __slots__ = ("rollout_id", "group_id", "task_key", "environment", "agent", "samples", "reward", "reward_parts", "metrics", "finish_reason", "truncated", "num_turns", "timings_s", "traceparent", "completion", "episode_id", "conversations")
     class RewardPartsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -134,6 +136,7 @@ class Rollout(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_FIELD_NUMBER: _ClassVar[int]
     EPISODE_ID_FIELD_NUMBER: _ClassVar[int]
+    CONVERSATIONS_FIELD_NUMBER: _ClassVar[int]
     rollout_id: str
     group_id: str
     task_key: str
@@ -150,7 +153,8 @@ class Rollout(_message.Message):
     traceparent: str
     completion: str
     episode_id: str
-    def __init__(self, rollout_id: _Optional[str] = ..., group_id: _Optional[str] = ..., task_key: _Optional[str] = ..., environment: _Optional[str] = ..., agent: _Optional[str] = ..., samples: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ..., reward: _Optional[float] = ..., reward_parts: _Optional[_Mapping[str, float]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., finish_reason: _Optional[str] = ..., truncated: bool = ..., num_turns: _Optional[int] = ..., timings_s: _Optional[_Mapping[str, float]] = ..., traceparent: _Optional[str] = ..., completion: _Optional[str] = ..., episode_id: _Optional[str] = ...) -> None: ...
+    conversations: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, rollout_id: _Optional[str] = ..., group_id: _Optional[str] = ..., task_key: _Optional[str] = ..., environment: _Optional[str] = ..., agent: _Optional[str] = ..., samples: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ..., reward: _Optional[float] = ..., reward_parts: _Optional[_Mapping[str, float]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., finish_reason: _Optional[str] = ..., truncated: bool = ..., num_turns: _Optional[int] = ..., timings_s: _Optional[_Mapping[str, float]] = ..., traceparent: _Optional[str] = ..., completion: _Optional[str] = ..., episode_id: _Optional[str] = ..., conversations: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Sample(_message.Message):
     __slots__ = ("token_ids", "loss_mask", "logprobs", "version_spans", "message_spans", "temperature")

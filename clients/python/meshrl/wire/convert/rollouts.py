@@ -92,6 +92,7 @@ def rollout_request_to_proto(request: RolloutRequest) -> pb.RunRolloutsRequest:
         deadline_s=request.deadline_s,
         traceparent=request.traceparent,
         scores_only=request.scores_only,
+        conversations=request.conversations,
     )
 
 
@@ -111,6 +112,7 @@ def rollout_request_from_proto(message: pb.RunRolloutsRequest) -> RolloutRequest
         deadline_s=message.deadline_s,
         traceparent=message.traceparent,
         scores_only=message.scores_only,
+        conversations=message.conversations,
     )
 
 
@@ -191,6 +193,7 @@ def rollout_to_proto(rollout: Rollout) -> pb.Rollout:
         traceparent=rollout.traceparent,
         completion=rollout.completion,
         episode_id=rollout.episode_id,
+        conversations=rollout.conversations,
     )
 
 
@@ -212,6 +215,7 @@ def rollout_from_proto(message: pb.Rollout) -> Rollout:
         traceparent=message.traceparent,
         completion=message.completion,
         episode_id=message.episode_id,
+        conversations=tuple(message.conversations),
     )
 
 

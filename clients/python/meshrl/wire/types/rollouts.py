@@ -53,7 +53,8 @@ class EnvironmentInfo:
 class RolloutRequest:
     """One group: `group_size` rollouts of one task. At most one of min_version, exact_version.
 
-    `scores_only`: only rewards count, as in an evaluation, so that logprobs need not fit training.
+    `scores_only`: only rewards count, as in an evaluation, so that logprobs need not fit training. `conversations`: the
+    rollouts are to hold what was said.
     """
 
     request_id: str
@@ -69,6 +70,7 @@ class RolloutRequest:
     deadline_s: float
     traceparent: str = ""
     scores_only: bool = False
+    conversations: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +129,7 @@ class Rollout:
     traceparent: str = ""
     completion: str = ""
     episode_id: str = ""  # of all agents' rollouts that one episode gave; empty: not said
+    conversations: tuple[str, ...] = ()  # where asked for: JSON of {"messages", "tools"}, one for each history
 
     @property
     def oldest_version(self) -> int | None:

@@ -1,0 +1,111 @@
+"""The dataset: conversations that were kept, a row each, in the columns that `sft` reads; fed with rows of results.
+
+A row has `messages` and, where there are some, `tools` (JSON), both in the shape of OpenAI's chat API; the other
+columns say where it comes from. Rows are appended and never changed; what a rollout has given is known by its id.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from loguru import logger
+
+from meshrl.trials.rows import RowFile
+
+REASONING = "reasoning_content"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowFilter:
+    """Which rollouts are kept."""
+
+    min_reward: float | None
+    keep_truncated: bool
+
+    def why_dropped(self, row: Mapping[str, Any]) -> str | None:
+        """Why a rollout is not kept; None when it is."""
+        if self.min_reward is not None and row["reward"] < self.min_reward:
+            return "reward"
+        if row["truncated"] and not self.keep_truncated:
+            return "truncated"
+        return None if row.get("conversations") else "empty"
+
+
+class ConversationDataset:
+    """The file at `path`, appended to. A context manager."""
+
+    def __init__(self, path: Path, *, model: str, keep: RowFilter, reasoning_field: str | None) -> None:
+        self.dropped: Counter[str] = Counter()
+        """Rollouts of this command that are not kept, by reason."""
+        self.kept = 0
+        """Rollouts of this command that are kept."""
+        self._file = RowFile(path)
+        self._model = model
+        self._keep = keep
+        self._reasoning_field = reasoning_field
+        self._there: set[str] = set()
+
+    def __enter__(self) -> Self:
+        """Raises ConfigError when the file cannot be used."""
+        self._file.__enter__()
+        self._there = {row["rollout_id"] for row in self._file if "rollout_id" in row}
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._file.__exit__()
+
+    def take(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Appends what is to be kept of these rollouts and not there yet. Raises OSError."""
+        for row in rows:
+            if (why := self._keep.why_dropped(row)) is not None:
+                self.dropped[why] += 1
+                continue
+            self.kept += 1
+            if row["rollout_id"] not in self._there:
+                self._file.append([self._row(row, said) for said in row["conversations"]])
+                self._there.add(row["rollout_id"])
+
+    def write_parquet(self) -> Path | None:
+        """Writes all rows of the file beside it as parquet; None without pyarrow. Blocks. Raises OSError."""
+        try:
+            import pyarrow as pa  # comes with datasets, an extra
+            import pyarrow.parquet as pq
+        except ImportError:
+            logger.info("no parquet file is written without pyarrow, which comes with the datasets package")
+            return None
+        path = self._file.path.with_suffix(".parquet")
+        rows = list(self._file)
+        if not rows:
+            return None
+        unfinished = path.with_name(path.name + ".tmp")
+        pq.write_table(pa.Table.from_pylist(_with_all_columns(rows)), unfinished)
+        unfinished.replace(path)
+        return path
+
+    def _row(self, row: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, Any]:
+        told: dict[str, Any] = {"messages": [self._message(message) for message in said["messages"]]}
+        if said.get("tools"):
+            told["tools"] = json.dumps(said["tools"], ensure_ascii=False)
+        from_row = ("reward", "environment", "task", "task_key", "agent", "rollout_id")
+        return {**told, **{name: row[name] for name in from_row}, "model": self._model}
+
+    def _message(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """The message with its reasoning where it is wanted."""
+        told = {name: value for name, value in message.items() if name != REASONING}
+        reasoning = message.get(REASONING)
+        if not reasoning or self._reasoning_field is None:
+            return told
+        if self._reasoning_field == "content":
+            return {**told, "content": f"<think>\n{reasoning}\n</think>\n\n{told.get('content') or ''}"}
+        return {**told, self._reasoning_field: reasoning}
+
+
+def _with_all_columns(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of one set of columns, as a table needs them; of rows that others wrote, those that ours have."""
+    columns = ("messages", "tools", "reward", "environment", "task", "task_key", "agent", "rollout_id", "model")
+    return [{name: row.get(name) for name in columns} for row in rows]

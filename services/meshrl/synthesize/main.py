@@ -1,0 +1,27 @@
+"""Wires and runs the `synthesize` program: config, results, the work."""
+
+from __future__ import annotations
+
+from meshrl.core.config import load_config
+from meshrl.synthesize.config import SynthesisConfig
+from meshrl.synthesize.program import SUMMARY, Synthesis
+from meshrl.trials.program import run_trials
+from meshrl.trials.results import TrialResults, settings_of
+
+
+def main() -> None:
+    """Console script `synthesize`."""
+    config = load_config(SynthesisConfig, prog="synthesize")
+    derived = (SUMMARY, "dataset.jsonl", "dataset.parquet") if config.dataset is None else (SUMMARY,)
+    settings = settings_of(
+        config,
+        min_reward=config.min_reward,
+        keep_truncated=config.keep_truncated,
+        reasoning_field=config.reasoning_field,
+    )
+    results = TrialResults(config.output_dir, settings, clean=config.clean_output_dir, derived=derived)
+    run_trials("synthesize", config, results, Synthesis(config).run, conversations=True)
+
+
+if __name__ == "__main__":
+    main()

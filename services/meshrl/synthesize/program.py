@@ -1,0 +1,62 @@
+"""The work of `synthesize`: plays what is missing and appends what is to be kept to the dataset."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+from loguru import logger
+
+from meshrl.core.durable import write_file
+from meshrl.sampling.groups import RolloutGroup
+from meshrl.synthesize.config import SynthesisConfig
+from meshrl.synthesize.dataset import ConversationDataset, RowFilter
+from meshrl.trials.plan import Trial
+from meshrl.trials.program import TrialRun
+
+SERVED = "served"
+"""Name of the one set of weights in the results: what the servers serve."""
+SUMMARY = "summary.json"
+
+
+class Synthesis:
+    """Makes one dataset."""
+
+    def __init__(self, config: SynthesisConfig) -> None:
+        self._config = config
+
+    async def run(self, run: TrialRun) -> int:
+        """Returns the exit code: 0 also where rollouts failed, which the summary says. Raises RunError."""
+        config = self._config
+        keep = RowFilter(min_reward=config.min_reward, keep_truncated=config.keep_truncated)
+        path, field = config.dataset_path, config.reasoning_field
+        with ConversationDataset(path, model=config.model.name, keep=keep, reasoning_field=field) as dataset:
+            await asyncio.to_thread(dataset.take, run.results.stored())  # where an earlier process was cut off
+
+            def on_end(trial: Trial, group: RolloutGroup) -> None:
+                dataset.take(run.results.record(SERVED, trial, group))
+
+            await run.play(SERVED, None, on_end)
+            parquet = await asyncio.to_thread(dataset.write_parquet)
+            await asyncio.to_thread(self._report, run, dataset)
+        logger.info("the dataset is {}{}", path, f" and {parquet}" if parquet else "")
+        return 0
+
+    def _report(self, run: TrialRun, dataset: ConversationDataset) -> None:
+        """Says what became of every rollout that was asked for, and writes it to summary.json."""
+        asked = sum(span.rollouts for span in run.spans)
+        played = {key[1:] for key in run.results.done}
+        groups = sum(span.tasks for span in run.spans)
+        failed_groups = groups - len({(environment, task) for environment, task, _ in played})
+        failed = run.left(SERVED)
+        dropped = dict(sorted(dataset.dropped.items()))
+        summary = {
+            "asked": asked, "kept": dataset.kept, "dropped": dropped, "failed": failed,
+            "groups": groups, "failed_groups": failed_groups,
+        }  # fmt: skip
+        write_file(self._config.output_dir / SUMMARY, json.dumps(summary, indent=2) + "\n")
+        reasons = ", ".join(f"{count} for {why}" for why, count in dropped.items()) or "none"
+        logger.info(
+            "{} rollouts kept of {} asked for; dropped: {}; {} failed; {} of {} groups failed whole and are dropped",
+            dataset.kept, asked, reasons, failed, failed_groups, groups,
+        )  # fmt: skip
