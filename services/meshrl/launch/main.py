@@ -17,11 +17,11 @@ from meshrl.core.config import ConfigError, dump_toml, load_config
 from meshrl.core.config.flags import SECTION
 from meshrl.core.paths import Layout, spool_name
 from meshrl.core.program import run
+from meshrl.core.run_folder import empty_folder, holds_a_run
 from meshrl.core.telemetry.logs import setup_logging
 from meshrl.inference.config import InferenceConfig
 from meshrl.launch.compose import Part, compose
 from meshrl.launch.config import RLConfig
-from meshrl.launch.folder import empty_folder, holds_a_run
 from meshrl.launch.gpus import VARIABLE, visible
 from meshrl.launch.lock import FolderInUseError, FolderLock
 from meshrl.launch.nodes.job import NodeLostError, NodePorts, hand_over, look_at, nodes_of_job
@@ -74,7 +74,7 @@ def write_configs(config: RLConfig, parts: Sequence[Part]) -> None:
     """
     layout = Layout(config.output_dir)
     if config.clean_output_dir and not config.dry_run:
-        empty_folder(config.output_dir, keep=Path(config.trainer.model.name))
+        empty_folder(config.output_dir, keep=[Path(config.trainer.model.name)])
     try:
         for part in parts:
             dump_toml(part.config, layout.config(part.name))

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from meshrl.core.config import ConfigError, dump_toml
 from meshrl.core.paths import Layout
+from meshrl.core.run_folder import empty_folder
 from meshrl.core.slurm.config import SlurmConfig
 from meshrl.core.slurm.submit import BatchJob, submit
 from meshrl.launch.compose import Part, compose
 from meshrl.launch.config import RLConfig
-from meshrl.launch.folder import empty_folder
 from meshrl.launch.lock import FolderLock
 from meshrl.launch.nodes.job import JobNode
 from meshrl.launch.nodes.spread import spread_over
@@ -30,7 +30,7 @@ def submit_run(config: RLConfig, slurm: SlurmConfig) -> str:
     parts = _as_in_the_job(in_job)
     with FolderLock(layout):
         if config.clean_output_dir and not config.dry_run:
-            empty_folder(config.output_dir, keep=Path(config.trainer.model.name))
+            empty_folder(config.output_dir, keep=[Path(config.trainer.model.name)])
         if config.dry_run:
             for part in parts:
                 dump_toml(part.config, layout.config(part.name))

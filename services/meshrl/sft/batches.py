@@ -1,56 +1,174 @@
-"""Deals tokenized conversations into steps of packed rows; between tokenization and the learner."""
+"""Deals tokenized conversations into steps of packed rows; between the loader and the learner.
+
+Keeps count of what was trained of each part of the mixture, and of the place to go on from: both are in DataProgress,
+which checkpoints carry.
+"""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-from meshrl.algorithms.packing import Packing, TrainSample, pack_samples
+from loguru import logger
+
+from meshrl.algorithms.packing import Packing, pack_samples
+from meshrl.sft.data import DataError
+from meshrl.sft.data_config import DataConfig
+from meshrl.sft.loader import DrawnSample
+from meshrl.sft.mixture import Cursor
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataProgress:
+    """Where a run stands in its data after a step: the row that comes next, and what was trained of each part."""
+
+    next: Cursor = field(default_factory=Cursor)
+    samples: Mapping[str, int] = field(default_factory=dict)
+    tokens: Mapping[str, int] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """As a checkpoint holds it."""
+        place = {"epoch": self.next.epoch, "position": self.next.position}
+        return {"next": place, "samples": dict(self.samples), "tokens": dict(self.tokens)}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> DataProgress:
+        """What `to_json` gave."""
+        return cls(next=Cursor(**values["next"]), samples=values["samples"], tokens=values["tokens"])
+
+    def ratios(self) -> dict[str, float]:
+        """The realised mixture by metric; empty where nothing is mixed."""
+        if len(self.samples) < 2:
+            return {}
+        shares: dict[str, float] = {}
+        for what, counts in (("samples", self.samples), ("tokens", self.tokens)):
+            total = sum(counts.values())
+            shares |= {f"progress/{part}/ratio_{what}": number / total for part, number in counts.items()}
+        return shares
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SFTBatch:
-    """One step's rows, and how often the data has been through when its last sample was taken."""
+    """One step's rows, how often the data has been through when its last sample was taken, and where it goes on."""
 
     packing: Packing
     samples: int
     tokens: int
     epoch: float
+    progress: DataProgress
 
 
 def training_batches(
-    samples: Sequence[TrainSample], *, batch_tokens: int, seq_len: int, seed: int, skip: int = 0, dp_size: int = 1
+    drawn: Iterator[DrawnSample],
+    data: DataConfig,
+    *,
+    parts: Sequence[str],
+    dp_size: int = 1,
+    progress: DataProgress | None = None,
 ) -> Iterator[SFTBatch]:
-    """Endless steps; each epoch sees every sample once, in an order of its own. `skip` leaves out the first steps;
-    each is divided among `dp_size` ranks.
+    """Endless steps; each is divided among `dp_size` ranks.
 
-    A step takes samples until one more would exceed `batch_tokens`, and at least one. `samples` must not be empty.
+    `drawn` goes on where `progress` says. With pack_function cat a step takes samples until one more would exceed
+    batch_size * seq_len tokens, and at least one; with stack it takes batch_size. The sample that did not fit is the
+    first of the next step. Raises DataError when a whole epoch has nothing to learn.
     """
-    stream = _epochs(len(samples), seed)
-    taken, held = 0, next(stream)
+    usable = _Usable(drawn, data)
+    counts = progress or DataProgress()
+    samples, tokens = (
+        {part: counts_of.get(part, 0) for part in parts} for counts_of in (counts.samples, counts.tokens)
+    )
+    held = next(usable)
     while True:
-        chosen: list[TrainSample] = []
-        tokens = 0
-        while not chosen or tokens + _length(samples[held], seq_len) <= batch_tokens:
-            chosen.append(samples[held])
-            tokens += _length(samples[held], seq_len)
-            held = next(stream)
-        taken += len(chosen)
-        if skip:
-            skip -= 1
-            continue
-        packing = pack_samples(chosen, seq_len=seq_len, dp_size=dp_size)
-        yield SFTBatch(packing=packing, samples=len(chosen), tokens=tokens, epoch=taken / len(samples))
+        chosen: list[DrawnSample] = []
+        room = data.batch_size * data.seq_len if data.pack_function == "cat" else data.batch_size
+        while not chosen or _size(held, data) <= room:
+            chosen.append(held)
+            room -= _size(held, data)
+            held = next(usable)
+        for each in chosen:
+            samples[parts[each.draw.part]] += 1
+            tokens[parts[each.draw.part]] += len(each.sample.token_ids)
+        last = chosen[-1].draw
+        if last.cursor.epoch > chosen[0].draw.cursor.epoch + 1:
+            usable.warn_of_small_data(data)
+        row_tokens = data.seq_len * data.micro_batch_size
+        packing = pack_samples([each.sample for each in chosen], seq_len=row_tokens, dp_size=dp_size)
+        yield SFTBatch(
+            packing=packing,
+            samples=len(chosen),
+            tokens=sum(len(each.sample.token_ids) for each in chosen),
+            epoch=last.cursor.epoch + last.passed,
+            progress=DataProgress(next=held.draw.cursor, samples=dict(samples), tokens=dict(tokens)),
+        )
 
 
-def _epochs(count: int, seed: int) -> Iterator[int]:
-    random_source = random.Random(seed)
-    while True:
-        order = list(range(count))
-        random_source.shuffle(order)
-        yield from order
+def _size(drawn: DrawnSample, data: DataConfig) -> int:
+    return len(drawn.sample.token_ids) if data.pack_function == "cat" else 1
 
 
-def _length(sample: TrainSample, seq_len: int) -> int:
-    return min(len(sample.token_ids), seq_len)
+class _Usable:
+    """The drawn samples that have something to learn; says once how many have not, and how many were cut."""
+
+    def __init__(self, drawn: Iterator[DrawnSample], data: DataConfig) -> None:
+        self._drawn = drawn
+        self._data = data
+        self._epoch: int | None = None  # None until a whole one begins: a resumed run may start in the midst
+        self._rows = self._useless = self._cut = 0
+        self._told = self._warned = False
+
+    def __next__(self) -> DrawnSample:
+        while True:
+            drawn = next(self._drawn)
+            cursor = drawn.draw.cursor
+            if self._epoch is None and cursor.position == 0:
+                self._epoch, self._rows, self._useless, self._cut = cursor.epoch, 0, 0, 0
+            if self._epoch is not None and cursor.epoch > self._epoch:
+                self._report()
+            self._rows += 1
+            self._useless += not drawn.usable
+            self._cut += drawn.cut
+            if drawn.usable:
+                return drawn
+
+    def _report(self) -> None:
+        """After the first epoch that was seen: what became of its rows."""
+        if self._told:
+            return
+        self._told = True
+        data = self._data
+        if self._useless == self._rows:
+            raise nothing_to_learn(data, self._rows)
+        if self._useless:
+            logger.warning("{}: {} of {} rows have nothing to learn", data.name, self._useless, self._rows)
+        if self._cut:
+            logger.warning(
+                "{}: {} of {} rows are longer than data.seq_len {} and were cut", data.name, self._cut, self._rows,
+                data.seq_len,
+            )  # fmt: skip
+
+    def warn_of_small_data(self, data: DataConfig) -> None:
+        """A step went through the data more than once."""
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "one step goes through the data more than once: data.batch_size {} is {}; lower it, or give more data",
+                data.batch_size,
+                f"samples of data.seq_len {data.seq_len} tokens" if data.pack_function == "cat" else "conversations",
+            )
+
+
+def nothing_to_learn(data: DataConfig, rows: int) -> DataError:
+    """The error for data without a token to train."""
+    return DataError(
+        f"data.name {data.name!r}: none of its {rows} rows has a token to learn within seq_len {data.seq_len}; see "
+        "loss_mask, or raise data.seq_len"
+    )
+
+
+def validation_rows(drawn: Sequence[DrawnSample], data: DataConfig, *, dp_size: int) -> Packing:
+    """All of the validation data in packed rows. Raises DataError when it has nothing to learn."""
+    usable = [each.sample for each in drawn if each.usable]
+    if not usable:
+        raise nothing_to_learn(data, len(drawn))
+    return pack_samples(usable, seq_len=data.seq_len * data.micro_batch_size, dp_size=dp_size)

@@ -3,42 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
 from meshrl.core.config import BaseConfig
 from meshrl.core.config.shared import LogConfig, WandbConfig
 from meshrl.core.slurm.config import DeploymentType, SlurmConfig
+from meshrl.sft.data_config import DataConfig
 from meshrl.training.bench.config import BenchConfig
 from meshrl.training.config import CheckpointConfig, OptimConfig, SchedulerConfig
 from meshrl.training.model_config import TrainerModelConfig
 from meshrl.training.parallel.deployment import DeploymentConfig
-
-
-class DataConfig(BaseConfig):
-    """Conversations to train on."""
-
-    name: str = Field(default="train.jsonl", min_length=1)
-    """A .jsonl or .parquet file, or the name of a dataset on the Hugging Face hub.
-
-    Rows have a messages column, or prompt and completion; tools (or tool_defs) and chat_template_kwargs are optional.
-    """
-
-    subset: str | None = None
-    """Subset of a hub dataset."""
-
-    split: str = "train"
-    """Split of a hub dataset."""
-
-    batch_size: int = Field(default=8192, ge=2)
-    """Tokens per step, packed: whole conversations are taken until one more would not fit."""
-
-    seq_len: int = Field(default=2048, ge=2)
-    """Longest packed row in tokens; a longer conversation is cut at its end."""
-
-    seed: int = 0
-    """Seed of the order, which is drawn anew each epoch."""
 
 
 class LossMaskConfig(BaseConfig):
@@ -69,6 +45,23 @@ class ValConfig(BaseConfig):
 
     data: DataConfig = DataConfig(name="val.jsonl")
     """What to validate on; all of it each time."""
+
+    @model_validator(mode="after")
+    def _conversations(self) -> Self:
+        if self.data.type == "fake":
+            raise ValueError("val.data.type 'fake' has nothing to validate on; leave [val] out, or name data")
+        return self
+
+
+class TokenizerConfig(BaseConfig):
+    """The tokenizer and its chat template."""
+
+    name: str | None = Field(default=None, min_length=1)
+    """Tokenizer, by folder or hub name; None takes the model's. It is saved with the weights."""
+
+    chat_template: str | None = None
+    """Chat template in place of the tokenizer's own: a file, the text of a Jinja template, or the name of one that
+    comes with sft (qwen3, which keeps the thinking of earlier turns). It is saved with the weights."""
 
 
 class SFTDeploymentConfig(DeploymentConfig):
@@ -119,6 +112,14 @@ class SFTConfig(BaseConfig):
     data: DataConfig = DataConfig()
     """What to train on."""
 
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    """The tokenizer and its chat template."""
+
+    renderer: dict[str, Any] = Field(default={})
+    """Renderer of conversations in place of the chat template: {name = "qwen3"} or any other name of the renderers
+    package, with its options; "auto" takes the one made for model.name. It knows which tokens the model samples, so it
+    needs no template that renders each message the same wherever it stands. Empty: the chat template."""
+
     loss_mask: LossMaskConfig = LossMaskConfig()
     """Whose messages are learned."""
 
@@ -159,11 +160,23 @@ class SFTConfig(BaseConfig):
     output_dir: Path = Path("outputs")
     """Folder for weights, checkpoints, metrics and logs."""
 
+    clean_output_dir: bool = False
+    """Empty output_dir first. Refused for a folder that does not look like a run's."""
+
+    dry_run: bool = False
+    """Check the configuration and the first rows of the data, write the resolved file to output_dir/configs and end."""
+
     log: LogConfig = LogConfig()
     """Logging."""
 
     wandb: WandbConfig | None = None
     """Weights & Biases; None means off."""
+
+    @property
+    def begins_with(self) -> list[Path]:
+        """What a run reads, where that is files: clean_output_dir must not delete it."""
+        validation = [self.val.data.name] if self.val is not None else []
+        return [Path(name) for name in (self.model.name, self.tokenizer.name, self.data.name, *validation) if name]
 
     @model_validator(mode="after")
     def _horizon(self) -> Self:
@@ -172,6 +185,8 @@ class SFTConfig(BaseConfig):
 
     @model_validator(mode="after")
     def _something_to_learn(self) -> Self:
+        if self.clean_output_dir and self.ckpt is not None and self.ckpt.resume_step is not None:
+            raise ValueError("clean_output_dir deletes the checkpoint that ckpt.resume_step asks for; leave one out")
         if not self.loss_mask.roles():
             raise ValueError("loss_mask leaves no role to learn from; switch one on, such as --loss-mask.assistant")
         return self

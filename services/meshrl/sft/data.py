@@ -1,14 +1,11 @@
-"""Reads rows of conversations from a file or the hub; first stage of fine-tuning, feeds tokenization."""
+"""Makes conversations of rows, whichever of the known columns they have; between `sources` and `tokenization`."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
-
-from meshrl.sft.config import DataConfig
 
 Row = Mapping[str, Any]  # columns by name, as JSON or a dataset has them
 Message = Row
@@ -23,102 +20,104 @@ class DataError(Exception):
 class Conversation:
     """One row. Messages before `learn_from` are context whatever their role."""
 
-    row: int
+    row: str
     messages: tuple[Message, ...]
     learn_from: int = 0
     tools: tuple[Tool, ...] = ()
     template_options: Mapping[str, object] = field(default_factory=dict)
 
 
-def load_conversations(config: DataConfig) -> list[Conversation]:
-    """Reads every row of the data. Raises DataError for data that is missing, malformed or empty."""
-    conversations = [_conversation(row, index) for index, row in enumerate(_rows(config))]
-    if not conversations:
-        raise DataError(f"data.name {config.name!r} holds no rows")
-    return conversations
+def to_conversation(row: Row, name: str) -> Conversation:
+    """The conversation of a row; `name` is what errors call the row.
 
-
-def _rows(config: DataConfig) -> Iterator[Row]:
-    path = Path(config.name)
-    if path.suffix in (".jsonl", ".json"):
-        if not path.is_file():
-            raise DataError(f"data.name {config.name!r}: there is no such file")
-        return _json_lines(path)
-    return _dataset(config)
-
-
-def _json_lines(path: Path) -> Iterator[Row]:
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise DataError(f"{path}, line {number}: not JSON ({error}); each line must be one object") from error
-            if not isinstance(row, dict):
-                raise DataError(f"{path}, line {number}: expected an object with columns, got {type(row).__name__}")
-            yield row
-
-
-def _dataset(config: DataConfig) -> Iterator[Row]:
-    try:
-        import datasets  # only needed for parquet files and the hub
-    except ImportError as error:
-        raise DataError(
-            f"data.name {config.name!r} needs the datasets package: pip install datasets, or use a .jsonl file"
-        ) from error
-    try:
-        if Path(config.name).suffix == ".parquet":
-            rows = datasets.load_dataset("parquet", data_files=config.name, split="train")
-        else:
-            rows = datasets.load_dataset(config.name, config.subset, split=config.split)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise DataError(f"cannot load data.name {config.name!r} (split {config.split!r}): {error}") from error
-    return iter(rows)
-
-
-def _conversation(row: Row, index: int) -> Conversation:
-    """messages take precedence over prompt and completion, as users of both columns expect."""
+    messages take precedence over prompt and completion, as users of both columns expect. Raises DataError for a row
+    that is malformed.
+    """
     if row.get("messages") is not None:
-        messages, learn_from = _messages(row["messages"], index, "messages", role="user"), 0
+        messages, learn_from = _messages(_parsed(row, "messages", name), name, "messages", role="user"), 0
     elif row.get("prompt") is not None and row.get("completion") is not None:
-        prompt = _messages(row["prompt"], index, "prompt", role="user")
-        messages = (*prompt, *_messages(row["completion"], index, "completion", role="assistant"))
+        prompt = _messages(row["prompt"], name, "prompt", role="user")
+        messages = (*prompt, *_messages(row["completion"], name, "completion", role="assistant"))
         learn_from = len(prompt)
     else:
-        raise DataError(f"row {index} has columns {sorted(row)}; expected messages, or prompt and completion")
+        raise DataError(f"{name} has columns {sorted(row)}; expected messages, or prompt and completion")
+    options = _parsed(row, "chat_template_kwargs", name) or {}
+    if not isinstance(options, Mapping):
+        raise DataError(f"{name}: chat_template_kwargs must be an object, got {type(options).__name__}")
     return Conversation(
-        row=index,
-        messages=messages,
-        learn_from=learn_from,
-        tools=_tools(row, index),
-        template_options=row.get("chat_template_kwargs") or {},
+        row=name, messages=messages, learn_from=learn_from, tools=_tools(row, name), template_options=options
     )
 
 
-def _messages(value: object, index: int, column: str, *, role: str) -> tuple[Message, ...]:
+def _messages(value: object, name: str, column: str, *, role: str) -> tuple[Message, ...]:
     """A list of messages; a plain string is one message of `role`."""
     if isinstance(value, str):
         return ({"role": role, "content": value},)
     if not isinstance(value, Sequence) or not value:
-        raise DataError(f"row {index}: {column} must be a list of messages or a string, got {type(value).__name__}")
+        raise DataError(f"{name}: {column} must be a list of messages or a string, got {type(value).__name__}")
     for message in value:
         if not isinstance(message, Mapping) or "role" not in message:
-            raise DataError(f"row {index}: each message of {column} needs a role and content, got {message!r:.80}")
-    return tuple(value)
+            raise DataError(f"{name}: each message of {column} needs a role and content, got {message!r:.80}")
+    return tuple(_with_arguments(message) for message in value)
 
 
-def _tools(row: Row, index: int) -> tuple[Tool, ...]:
+def _with_arguments(message: Message) -> Message:
+    """Tool calls with their arguments as an object, which templates iterate over; the API's wire has them as JSON."""
+    calls = message.get("tool_calls")
+    if isinstance(calls, str):
+        calls = _object_of(calls, calls)
+    if not isinstance(calls, Sequence) or isinstance(calls, str) or not calls:
+        return message
+    return {**message, "tool_calls": [_with_object(call) for call in calls]}
+
+
+def _with_object(call: Any) -> Any:
+    if isinstance(call, str):
+        call = _object_of(call, call)
+    if not isinstance(call, Mapping):
+        return call
+    function = call.get("function")
+    if isinstance(function, Mapping) and isinstance(function.get("arguments"), str):
+        arguments = _object_of(function["arguments"], function["arguments"])
+        return {**call, "function": {**function, "arguments": arguments}}
+    if function is None and "name" in call:  # the shape of verifiers
+        arguments = call.get("arguments")
+        if isinstance(arguments, str):
+            arguments = _object_of(arguments, arguments)
+        named = {"name": call["name"], "arguments": {} if arguments is None else arguments}
+        return {**({"id": call["id"]} if "id" in call else {}), "type": "function", "function": named}
+    return call
+
+
+def _object_of(text: str, otherwise: object) -> object:
+    try:
+        value = json.loads(text)
+    except ValueError:  # a model may have called a tool with anything
+        return otherwise
+    return value if isinstance(value, dict | list) else otherwise
+
+
+def _tools(row: Row, name: str) -> tuple[Tool, ...]:
     """Tool definitions in OpenAI's shape; those of verifiers (tool_defs) are brought into it."""
-    value = row.get("tools") if row.get("tools") is not None else row.get("tool_defs")
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except json.JSONDecodeError as error:
-            raise DataError(f"row {index}: tools is a string but not JSON ({error})") from error
+    column = "tools" if row.get("tools") is not None else "tool_defs"
+    value = _parsed(row, column, name)
     if not value:
         return ()
-    if not isinstance(value, Sequence):
-        raise DataError(f"row {index}: tools must be a list, got {type(value).__name__}")
-    return tuple(tool if "function" in tool else {"type": "function", "function": tool} for tool in value)
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise DataError(f"{name}: {column} must be a list, got {type(value).__name__}")
+    tools = [_parsed({column: tool}, column, name) for tool in value]
+    for tool in tools:
+        if not isinstance(tool, Mapping):
+            raise DataError(f"{name}: each of {column} must be an object with a name, got {tool!r:.80}")
+    return tuple(tool if "function" in tool else {"type": "function", "function": tool} for tool in tools)
+
+
+def _parsed(row: Row, column: str, name: str) -> Any:
+    """The column's value, which may be given as JSON text. A text in messages that is not JSON is one message."""
+    value = row.get(column)
+    if not isinstance(value, str) or (column == "messages" and value.lstrip()[:1] != "["):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise DataError(f"{name}: {column} is a string but not JSON ({error})") from error

@@ -1,22 +1,22 @@
 """The fine-tuning loop: takes a step's rows, makes a step, validates and saves when it is time; run by `program`.
 
-Consumes batches in order; produces a record a step for the monitor and, at the end, a Hugging Face folder.
+Consumes the feed's batches in order; produces a record a step for the monitor and, at the end, a Hugging Face folder.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshrl.algorithms.packing import Packing
 from meshrl.core.metrics.catalogue import Source
 from meshrl.core.metrics.names import CATALOGUE
 from meshrl.core.telemetry.monitor import Monitor
 from meshrl.sft.batches import SFTBatch
+from meshrl.sft.feed import Feed
 from meshrl.training.bench.throughput import peak_flops, peak_memory_gib, step_flops
 from meshrl.training.checkpoints.checkpointer import Checkpointer
 from meshrl.training.config import CheckpointConfig
@@ -29,41 +29,41 @@ class SFTLoop:
     def __init__(
         self,
         learner: Learner,
-        batches: Iterator[SFTBatch],
+        feed: Feed,
         monitor: Monitor,
         checkpointer: Checkpointer,
         *,
         max_steps: int,
         ckpt: CheckpointConfig | None,
-        validation: Packing | None,
-        validation_interval: int,
+        validation_interval: int | None,
     ) -> None:
         self._learner = learner
-        self._batches = batches
+        self._feed = feed
         self._monitor = monitor
         self._checkpointer = checkpointer
         self._max_steps = max_steps
         self._ckpt = ckpt
-        self._validation = validation
         self._validation_interval = validation_interval
         self._peak_flops = peak_flops(learner.device)
 
     def run(self, stopped: Callable[[], bool]) -> Path:
-        """Returns the folder of the final weights. Raises StepError when a step cannot be made."""
+        """Returns the folder of the final weights. Raises StepError when a step cannot be made, and DataError."""
         save_s = 0.0
         while self._learner.step_done < self._max_steps and not self._learner.parallel.any(stopped()):
             started = time.perf_counter()
             self._checkpointer.check()
-            batch = next(self._batches)
-            result = self._learner.step(batch.packing.micro_batches)
+            rows = self._feed.next_step()
+            data_s = time.perf_counter() - started
+            result = self._learner.step(rows.micro_batches)
             step_s = time.perf_counter() - started
             validated: dict[str, float] = {}
-            is_due = result.step % self._validation_interval == 0 or result.step == self._max_steps
-            if is_due and self._validation is not None:
-                record = self._learner.evaluate(self._validation.micro_batches)  # every rank takes part
+            interval = self._validation_interval
+            if interval is not None and (result.step % interval == 0 or result.step == self._max_steps):
+                record = self._learner.evaluate(self._feed.validation())  # every rank takes part
                 validated["val/loss"] = -_mean(record.logprobs)
-            if self._learner.parallel.plan.leads:  # which has the tokens of all ranks
-                metrics = self._metrics(batch, result, step_s) | validated | {"time/save_ckpt": save_s}
+            if rows.batch is not None:  # on rank 0, which has the tokens of all ranks
+                metrics = self._metrics(rows.batch, result, step_s)
+                metrics |= validated | {"time/load_data": data_s, "time/save_ckpt": save_s}
                 self._monitor.log(result.step, CATALOGUE.record(Source.SFT, metrics))
             save_s = 0.0
             if self._ckpt is not None and self._ckpt.interval and result.step % self._ckpt.interval == 0:
@@ -87,6 +87,7 @@ class SFTLoop:
         progress = self._checkpointer.progress
         progress.samples += batch.samples
         progress.tokens += batch.tokens
+        progress.data = batch.progress.to_json()
         rate = batch.tokens / step_s
         flops = step_flops(self._learner.model, batch.packing.micro_batches)
         return {
@@ -104,7 +105,7 @@ class SFTLoop:
             "perf/peak_memory": peak_memory_gib(self._learner.device),
             "time/step": step_s,
             "time/forward_backward": result.forward_backward_s,
-        }
+        } | batch.progress.ratios()
 
 
 def _mean(values: NDArray[np.float32]) -> float:

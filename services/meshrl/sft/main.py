@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from meshrl.core.config import load_config
+import math
+import os
+import sys
+
+from meshrl.core.config import ConfigError, dump_toml, load_config
+from meshrl.core.paths import Layout
+from meshrl.core.run_folder import empty_folder
 from meshrl.sft.config import SFTConfig
 from meshrl.sft.submission import submit_sft
 from meshrl.training.bench.config import BenchConfig
@@ -16,7 +22,47 @@ def main() -> None:
         lambda: load_config(SFTConfig, prog="sft", instead=submit_sft),
         run_rank=_run_rank,
         run_bench=_run_bench,
+        prepare=_prepare,
     )
+
+
+def _prepare(config: SFTConfig) -> None:
+    """Carries out --dry-run, which ends the process, and --clean-output-dir."""
+    try:
+        if config.dry_run:
+            _dry_run(config)
+            sys.exit(0)
+        if config.clean_output_dir:
+            empty_folder(config.output_dir, keep=config.begins_with)
+    except ConfigError as error:
+        sys.stderr.write(f"sft: {error}\n")
+        sys.exit(2)
+
+
+def _dry_run(config: SFTConfig) -> None:
+    from meshrl.models.load import ModelError  # takes seconds to import, and other runs load it in a rank
+    from meshrl.sft.check import check_data
+    from meshrl.sft.data import DataError
+
+    try:
+        checks = check_data(config)
+    except (DataError, ModelError) as error:
+        raise ConfigError(str(error)) from error
+    sys.stdout.writelines(f"note: {note}\n" for note in config.notes)
+    for check in checks:
+        sys.stdout.write(
+            f"{check.part}: {check.rows:,} rows; the first have {check.tokens:,} tokens on average, of which"
+            f" {check.learned:.0%} are learned\n"
+        )
+    doubt = config.data.doubt()
+    if doubt is not None:
+        sys.stdout.write(f"warning: {doubt}\n")
+    path = Layout(config.output_dir).config("sft")
+    try:
+        dump_toml(config.model_copy(update={"clean_output_dir": False, "dry_run": False}), path)
+    except OSError as error:
+        raise ConfigError(f"output_dir {str(config.output_dir)!r} cannot be written: {error.strerror}") from error
+    sys.stdout.write(f"dry run: the configuration is valid; the resolved file is {path}\n")
 
 
 def _run_rank(config: SFTConfig, rank: int) -> None:
@@ -26,6 +72,7 @@ def _run_rank(config: SFTConfig, rank: int) -> None:
 
 
 def _run_bench(config: SFTConfig, bench: BenchConfig) -> None:
+    """Made-up samples of the shape of `data`, so many that the ranks share batch_size; [bench] has the last word."""
     from meshrl.algorithms.losses import cross_entropy_loss  # the same
     from meshrl.algorithms.objective import Objective
     from meshrl.training.bench.run import bench_program
@@ -33,7 +80,14 @@ def _run_bench(config: SFTConfig, bench: BenchConfig) -> None:
     def objective() -> Objective:
         return Objective(loss=cross_entropy_loss, name="cross_entropy")
 
-    bench_program(config, bench, objective=objective, seq_len=config.data.seq_len)
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    of_data = {
+        "rows": math.ceil(config.data.batch_size / ranks),
+        "micro_batch_size": config.data.micro_batch_size,
+        "lengths": config.data.length,
+    }
+    shape = {key: value for key, value in of_data.items() if key not in bench.model_fields_set}
+    bench_program(config, bench.model_copy(update=shape), objective=objective, seq_len=config.data.seq_len)
 
 
 if __name__ == "__main__":

@@ -9,23 +9,23 @@ from collections.abc import Mapping
 
 import torch
 from loguru import logger
-from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from meshrl.algorithms.losses import cross_entropy_loss
 from meshrl.algorithms.objective import Objective
-from meshrl.algorithms.packing import Packing, TrainSample, pack_samples
 from meshrl.core.config import dump_toml
 from meshrl.core.orphans import Lifeline
 from meshrl.core.paths import Layout
 from meshrl.core.program import exit_code_of, leave, raise_open_file_limit
 from meshrl.core.telemetry.monitor import Monitor, open_monitor
-from meshrl.models.load import ModelError, load_tokenizer, resolve_device, resolve_dtype
-from meshrl.sft.batches import training_batches
-from meshrl.sft.config import DataConfig, SFTConfig
-from meshrl.sft.data import DataError, load_conversations
+from meshrl.models.load import ModelError, resolve_device, resolve_dtype
+from meshrl.sft.batches import DataProgress
+from meshrl.sft.check import check_data
+from meshrl.sft.config import SFTConfig
+from meshrl.sft.data import DataError
+from meshrl.sft.feed import Feed
 from meshrl.sft.loop import SFTLoop
-from meshrl.sft.tokenization import tokenize
+from meshrl.sft.rendering import load_sft_tokenizer
 from meshrl.training.auto_settings import suited
 from meshrl.training.build import build_learner
 from meshrl.training.checkpoints.checkpointer import Checkpointer, CheckpointError
@@ -67,13 +67,9 @@ def train(config: SFTConfig, stop: threading.Event, parallel: RankGroup) -> None
     torch.manual_seed(config.seed)
     if config.torch_threads is not None:
         torch.set_num_threads(config.torch_threads)
-    tokenizer = load_tokenizer(config.model)
-    samples = _samples(config.data, config, tokenizer)
-    validation: Packing | None = None
-    if config.val is not None:
-        validation = pack_samples(
-            _samples(config.val.data, config, tokenizer), seq_len=config.val.data.seq_len, dp_size=parallel.plan.dp_size
-        )
+    tokenizer = load_sft_tokenizer(config)
+    if parallel.plan.leads:
+        check_data(config)
     learner = _build(config, parallel)
     checkpointer = Checkpointer(
         learner,
@@ -85,31 +81,26 @@ def train(config: SFTConfig, stop: threading.Event, parallel: RankGroup) -> None
     )
     if config.ckpt is not None and config.ckpt.resume_step is not None:
         logger.info("resumed from step {}", checkpointer.restore(config.ckpt.resume_step))
-    batches = training_batches(
-        samples,
-        batch_tokens=config.data.batch_size,
-        seq_len=config.data.seq_len,
-        seed=config.data.seed,
-        skip=learner.step_done,
-        dp_size=parallel.plan.dp_size,
-    )
+    saved = checkpointer.progress.data
+    feed = Feed(config, parallel, vocab_size=int(learner.model.config.get_text_config().vocab_size))
     monitor = Monitor([])
     if parallel.plan.leads:
         monitor = open_monitor(layout, config.wandb, config.model_dump(mode="json"))
     try:
+        feed.start(DataProgress.from_json(saved) if saved else None, steps_done=learner.step_done)
         loop = SFTLoop(
             learner,
-            batches,
+            feed,
             monitor,
             checkpointer,
             max_steps=config.max_steps,
             ckpt=config.ckpt,
-            validation=validation,
-            validation_interval=config.val.interval if config.val else config.max_steps,
+            validation_interval=config.val.interval if config.val else None,
         )
         folder = loop.run(stop.is_set)
         logger.success("weights after step {} are in {}", learner.step_done, folder)
     finally:
+        feed.close()
         monitor.close()
 
 
@@ -126,7 +117,11 @@ def _build(config: SFTConfig, parallel: RankGroup) -> Learner:
     try:
         check_fits(config.model, config.optim, parallel)
         model, logits_bytes = suited(
-            config.model, config.optim, parallel, seq_len=config.data.seq_len, max_logits_mib=config.max_logits_mib
+            config.model,
+            config.optim,
+            parallel,
+            seq_len=config.data.seq_len * config.data.micro_batch_size,
+            max_logits_mib=config.max_logits_mib,
         )
         return build_learner(
             model,
@@ -140,18 +135,3 @@ def _build(config: SFTConfig, parallel: RankGroup) -> Learner:
         )
     except (ValueError, torch.OutOfMemoryError) as error:  # what other settings mend
         raise ModelError(str(error)) from error
-
-
-def _samples(data: DataConfig, config: SFTConfig, tokenizer: PreTrainedTokenizerBase) -> list[TrainSample]:
-    roles = config.loss_mask.roles()
-    conversations = load_conversations(data)
-    samples = [tokenize(conversation, tokenizer, learned_roles=roles) for conversation in conversations]
-    usable = [sample for sample in samples if sample.loss_mask[1 : data.seq_len].any()]
-    if not usable:
-        raise DataError(
-            f"data.name {data.name!r}: none of its {len(samples)} rows has a token to learn within seq_len "
-            f"{data.seq_len}; see loss_mask, or raise data.seq_len"
-        )
-    if len(usable) < len(samples):
-        logger.warning("{}: {} of {} rows have nothing to learn", data.name, len(samples) - len(usable), len(samples))
-    return usable

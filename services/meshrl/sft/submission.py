@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from meshrl.core.config import ConfigError
+from meshrl.core.run_folder import empty_folder
 from meshrl.core.slurm.submit import BatchJob, submit
 from meshrl.sft.config import SFTConfig
 from meshrl.training.parallel.deployment import is_rank
@@ -26,10 +27,12 @@ def submit_sft(config: SFTConfig, dry_run: bool) -> str | None:
     job = BatchJob(
         program="sft",
         module="meshrl.sft.main",
-        config=config.model_copy(update={"slurm": None, "model": model}),
+        config=config.model_copy(update={"slurm": None, "model": model, "dry_run": False, "clean_output_dir": False}),
         output_dir=config.output_dir,
         nodes=given.nodes,
         gpus_per_node=given.gpus_per_node,
         values={"ranks_per_node": max(1, given.gpus_per_node)},
     )
-    return submit(job, config.slurm, dry_run=dry_run)
+    if config.clean_output_dir and not config.dry_run:
+        empty_folder(config.output_dir, keep=config.begins_with)
+    return submit(job, config.slurm, dry_run=dry_run or config.dry_run)

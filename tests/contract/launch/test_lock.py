@@ -14,7 +14,7 @@ import pytest
 
 from meshrl.core.config import ConfigError
 from meshrl.core.paths import Layout
-from meshrl.launch.folder import empty_folder, holds_a_run
+from meshrl.core.run_folder import empty_folder, holds_a_run
 from meshrl.launch.lock import FolderInUseError, FolderLock
 from meshrl.launch.main import main
 

@@ -35,10 +35,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(folder: Path, output_dir: Path, lora: LoraConfig | None, **ckpt: Any) -> None:
+def run(folder: Path, output_dir: Path, lora: LoraConfig | None, data: DataConfig | None = None, **ckpt: Any) -> None:
     config = SFTConfig(
         model=TrainerModelConfig(name=str(folder / "model"), device="cpu", lora=lora),
-        data=DataConfig(name=str(folder / "train.jsonl"), batch_size=512, seq_len=256),
+        data=data or DataConfig(name=str(folder / "train.jsonl"), batch_size=2, seq_len=256),
         val=ValConfig(interval=5, data=DataConfig(name=str(folder / "train.jsonl"), seq_len=256)),
         optim=OptimConfig(lr=1e-2),
         scheduler=SchedulerConfig(type="linear", warmup_steps=3),
@@ -65,6 +65,29 @@ def state(output_dir: Path, step: int) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def test_a_mixture_with_loader_processes_resumes_to_the_bit(folder: Path, tmp_path: Path) -> None:
+    """Packed, weighed by probabilities, with a template of its own, and with another number of processes."""
+    mixed = tmp_path / "data"
+    rows = (folder / "train.jsonl").read_text().splitlines(keepends=True)
+    for name, part in (("many", rows[:50]), ("few", rows[50:])):
+        (mixed / name).mkdir(parents=True)
+        (mixed / name / "train.jsonl").write_text("".join(part))
+    data = {
+        "name": str(mixed), "subsets": ["many", "few"], "probabilities": [0.75, 0.25], "batch_size": 2,
+        "micro_batch_size": 2, "seq_len": 256,
+    }  # fmt: skip
+    lora = LoraConfig(rank=4, dropout=0.2)
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    run(folder, whole, lora, data=DataConfig(**data))
+    shutil.copytree(whole / "checkpoints" / "step_10", parts / "checkpoints" / "step_10")
+    run(folder, parts, lora, data=DataConfig(**data, num_workers=4), resume_step=10)
+    compare(whole, parts)
+    last = records(parts)[-1]
+    assert 0.6 < last["progress/many/ratio_samples"] < 0.9
+    assert last["progress/many/ratio_samples"] + last["progress/few/ratio_samples"] == pytest.approx(1.0)
+    assert last["progress/many/ratio_tokens"] + last["progress/few/ratio_tokens"] == pytest.approx(1.0)
+
+
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=4, dropout=0.2)], ids=["full", "lora with dropout"])
 @pytest.mark.parametrize("save_async", [False, True], ids=["saved", "saved in the background"])
 def test_ten_steps_resumed_for_ten_are_twenty(
@@ -76,6 +99,11 @@ def test_ten_steps_resumed_for_ten_are_twenty(
     torch.manual_seed(99)  # a new process has drawn other numbers until it restores
     run(folder, parts, lora, resume_step=-1)
 
+    compare(whole, parts)
+
+
+def compare(whole: Path, parts: Path) -> None:
+    """Steps 11 to 20 of both, and what they left."""
     expected, got = records(whole), records(parts)
     assert [record["step"] for record in got] == list(range(11, 21))
     volatile = ("timestamp", "time")

@@ -31,22 +31,22 @@ def learned(tokenizer: Any, conversation: Conversation, *roles: str) -> str:
 
 
 def test_assistant_turns_are_learned_with_their_end_and_without_their_header(tokenizer: Any) -> None:
-    conversation = Conversation(row=0, messages=MESSAGES)
+    conversation = Conversation(row="row 0", messages=MESSAGES)
     assert learned(tokenizer, conversation, "assistant") == "ba<|im_end|>dc<|im_end|>"
 
 
 def test_prompt_is_context_whatever_its_roles(tokenizer: Any) -> None:
-    conversation = Conversation(row=0, messages=MESSAGES, learn_from=3)
+    conversation = Conversation(row="row 0", messages=MESSAGES, learn_from=3)
     assert learned(tokenizer, conversation, "assistant") == "dc<|im_end|>"
 
 
 def test_other_roles_are_learned_on_request(tokenizer: Any) -> None:
-    conversation = Conversation(row=0, messages=MESSAGES[:2])
+    conversation = Conversation(row="row 0", messages=MESSAGES[:2])
     assert learned(tokenizer, conversation, "user") == "<|im_start|>user\nab<|im_end|>"
 
 
 def test_tokens_are_those_of_the_chat_template(tokenizer: Any) -> None:
-    sample = tokenize(Conversation(row=0, messages=MESSAGES), tokenizer, learned_roles=frozenset({"assistant"}))
+    sample = tokenize(Conversation(row="row 0", messages=MESSAGES), tokenizer, learned_roles=frozenset({"assistant"}))
     assert sample.token_ids.tolist() == tokenizer.apply_chat_template(list(MESSAGES), return_dict=False)
 
 
@@ -57,12 +57,12 @@ def test_a_template_without_the_prefix_property_is_refused() -> None:
         "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     )
-    with pytest.raises(DataError, match=r"row 7, message 2: the chat template lacks the prefix property"):
-        tokenize(Conversation(row=7, messages=MESSAGES), forgetful, learned_roles=frozenset({"assistant"}))
+    with pytest.raises(DataError, match=r"row 7, message 2 \(assistant\): the chat template lacks the prefix property"):
+        tokenize(Conversation(row="row 7", messages=MESSAGES), forgetful, learned_roles=frozenset({"assistant"}))
 
 
 def test_a_tokenizer_without_a_template_is_refused() -> None:
     bare = create_tokenizer()
     bare.chat_template = None
     with pytest.raises(DataError, match="row 0: the tokenizer cannot render messages"):
-        tokenize(Conversation(row=0, messages=MESSAGES), bare, learned_roles=frozenset({"assistant"}))
+        tokenize(Conversation(row="row 0", messages=MESSAGES), bare, learned_roles=frozenset({"assistant"}))

@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def config(folder: Path, output_dir: Path, **changes: Any) -> SFTConfig:
     values: dict[str, Any] = {
         "model": TrainerModelConfig(name=str(folder / "model"), device="cpu"),
-        "data": DataConfig(name=str(folder / "train.jsonl"), batch_size=512, seq_len=256),
+        "data": DataConfig(name=str(folder / "train.jsonl"), batch_size=2, seq_len=256),
         "val": ValConfig(interval=3, data=DataConfig(name=str(folder / "val.jsonl"), seq_len=1024)),
         "optim": OptimConfig(lr=1e-2),
         "max_steps": 6,
@@ -61,7 +61,7 @@ def test_training_lowers_the_loss_and_leaves_a_model_that_loads(folder: Path, tm
     named = {
         "loss/mean", "optim/grad_norm", "optim/lr", "optim/zero_grad_ratio", "perf/throughput",
         "perf/throughput_per_gpu", "perf/mfu", "perf/peak_memory", "progress/epoch", "progress/num_samples",
-        "progress/num_tokens", "time/step", "time/forward_backward", "time/save_ckpt",
+        "progress/num_tokens", "time/load_data", "time/step", "time/forward_backward", "time/save_ckpt",
     }  # fmt: skip
     assert named <= set(steps[0])
     saved = ModelConfig(name=str(tmp_path / "weights" / "final"), device="cpu")
@@ -89,7 +89,7 @@ def test_a_stopped_run_saves_what_it_has(folder: Path, tmp_path: Path) -> None:
 
 
 def test_data_without_anything_to_learn_is_refused(folder: Path, tmp_path: Path) -> None:
-    short = DataConfig(name=str(folder / "train.jsonl"), batch_size=512, seq_len=8)
+    short = DataConfig(name=str(folder / "train.jsonl"), batch_size=2, seq_len=8)
     with pytest.raises(DataError, match=r"none of its 64 rows has a token to learn within seq_len 8"):
         train(config(folder, tmp_path, data=short), threading.Event(), RankGroup())
 

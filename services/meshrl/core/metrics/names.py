@@ -146,6 +146,9 @@ SUPERVISED = (
     _sft("progress/epoch", "epochs", "passes over the data"),
     _sft("progress/num_samples", "samples", "trained since the start of the run"),
     _sft("progress/num_tokens", "tokens", "trained since the start of the run"),
+    _sft("progress/{subset}/ratio_samples", "share", "of the samples trained so far that are of a subset or split"),
+    _sft("progress/{subset}/ratio_tokens", "share", "of the tokens trained so far that are of a subset or split"),
+    _sft("time/load_data", "s", "wait for the step's rows to be read, tokenized and packed"),
     _sft("val/loss", "loss", "mean negative logprob of the validation data's loss tokens"),
 )
 

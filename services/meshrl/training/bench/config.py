@@ -19,8 +19,11 @@ class BenchConfig(BaseConfig):
     warmup_steps: int = Field(default=2, ge=0)
     """Steps before them, in which memory is claimed and kernels are compiled."""
 
-    rows: int = Field(default=1, ge=1)
-    """Rows of seq_len tokens that a rank trains a step."""
+    rows: int | None = Field(default=None, ge=1)
+    """Samples of seq_len tokens that a rank trains a step. None: what data.batch_size of sft comes to, 1 elsewhere."""
+
+    micro_batch_size: int = Field(default=1, ge=1)
+    """Samples of seq_len tokens that go through the model at once; sft takes data.micro_batch_size."""
 
     lengths: Literal["fixed", "variable"] = "fixed"
     """fixed: one sample fills a row; variable: samples of lognormal length, packed."""

@@ -12,12 +12,12 @@ from meshrl.wire.types import MicroBatch
 def fake_batch(
     config: BenchConfig, *, seq_len: int, vocab_size: int, dp_size: int, seed: int
 ) -> tuple[MicroBatch, ...]:
-    """`config.rows` rows for each of `dp_size` ranks. The same seed gives the same batch.
+    """`config.rows` samples for each of `dp_size` ranks, packed. The same seed gives the same batch.
 
     Variable lengths are lognormal with a spread of one e-fold around the median, cut at seq_len.
     """
     source = np.random.default_rng(seed)
-    rows = config.rows * dp_size
+    rows = (config.rows or 1) * dp_size
     lengths: list[int] = []
     if config.lengths == "fixed":
         lengths = [seq_len] * rows
@@ -35,4 +35,4 @@ def fake_batch(
         )
         for length in lengths
     ]
-    return pack_samples(samples, seq_len=seq_len, dp_size=dp_size).micro_batches
+    return pack_samples(samples, seq_len=seq_len * config.micro_batch_size, dp_size=dp_size).micro_batches

@@ -144,7 +144,11 @@ def bench_rank(
         environment, device=resolve_device(config.model.device), dp_replicate=config.model.dp_replicate
     )
     model, logits_bytes = suited(
-        config.model, config.optim, parallel, seq_len=seq_len, max_logits_mib=config.max_logits_mib
+        config.model,
+        config.optim,
+        parallel,
+        seq_len=seq_len * bench.micro_batch_size,
+        max_logits_mib=config.max_logits_mib,
     )
     learner = build_learner(
         model,

@@ -15,8 +15,9 @@ import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,6 +49,8 @@ class TrainingProgress:
 
     tokens: int = 0
     samples: int = 0
+    data: Mapping[str, Any] = field(default_factory=dict)
+    """Where the data goes on, as JSON has it; empty where the loop's data is none of the checkpoint's business."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -61,6 +64,7 @@ class _Job:
     random_state: Mapping[str, torch.Tensor]
     tokens: int
     samples: int
+    data: Mapping[str, Any]
 
 
 class Checkpointer:
@@ -220,7 +224,7 @@ class Checkpointer:
             saved = train_state.read_random_state(folder / train_state.random_file(group.plan.rank))
             train_state.restore_random_state(saved, self._learner.device)
         self._learner.step_done = self.durable_step = step
-        self.progress.tokens, self.progress.samples = manifest.tokens, manifest.samples
+        self.progress = TrainingProgress(tokens=manifest.tokens, samples=manifest.samples, data=manifest.data)
         self._own |= {folder, self._weights_folder(step)}
         self._group.together("set aside later checkpoints", lambda: self._leave_other_branch(step))
         return step
@@ -288,6 +292,7 @@ class Checkpointer:
             random_state=train_state.random_state(self._learner.device),
             tokens=self.progress.tokens,
             samples=self.progress.samples,
+            data=self.progress.data,
         )
 
     def _write(self, job: _Job) -> None:
@@ -336,6 +341,7 @@ class Checkpointer:
             optimizer=train_state.optimizer_kind(self._learner),
             tokens=job.tokens,
             samples=job.samples,
+            data=job.data,
             files={name: FileMark(**mark) for part in parts for name, mark in json.loads(part.tobytes()).items()},
         )
 

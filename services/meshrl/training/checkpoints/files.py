@@ -12,7 +12,7 @@ import shutil
 import zlib
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,7 @@ class CheckpointManifest:
     tokens: int  # trained up to the step
     samples: int
     files: Mapping[str, FileMark]
+    data: Mapping[str, Any] = field(default_factory=dict)  # where the data goes on, of a loop that has its own
 
     def write(self, folder: Path) -> None:
         """Writes it, and flushes the names that the folder holds."""

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
-from meshrl.core.orphans import end_with_agent
+from meshrl.core.orphans import AGENT_PID, end_with_agent
 from meshrl.core.paths import Layout
 from meshrl.core.program import ProgramConfig, log_as
 from meshrl.training.bench.config import BenchConfig
@@ -36,14 +36,18 @@ def rank_main(
     *,
     run_rank: Callable[[ConfigT, int], None],
     run_bench: Callable[[ConfigT, BenchConfig], None],
+    prepare: Callable[[ConfigT], None] = lambda config: None,
 ) -> None:
     """Runs the program `name`, whose module is `meshrl.<name>.main`, and ends the process with its exit code.
 
+    `prepare` is called once for a group, by the process that is started first, before anything is written.
     `run_rank` is given the configuration and this process's rank. It and `run_bench` import what they need when they
     are called, since that takes seconds and an agent needs none of it. Only rank 0 writes the program's log file.
     """
     end_with_agent(os.environ)
     config = load()
+    if own_rank(os.environ) == 0 and AGENT_PID not in os.environ:
+        prepare(config)
     if config.deployment.num_train_gpus > 1 and not is_rank(os.environ):
         from meshrl.training.parallel.torchrun import run_ranks  # a rank has no use for it
 

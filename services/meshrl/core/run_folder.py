@@ -1,24 +1,28 @@
-"""The output folder of a run before it starts: emptied when asked for and safe, else looked at for an older run."""
+"""The output folder of a run before it starts: emptied when asked for and safe, else looked at for an older run.
+
+Used by `rl` and `sft`.
+"""
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 from meshrl.core.config import ConfigError
 from meshrl.core.paths import Layout
 
 _OF_A_RUN = (
-    "broadcasts", "checkpoints", "configs", "hub", "ledger.sqlite", "ledger.sqlite-shm", "ledger.sqlite-wal", "logs",
-    "metrics.jsonl", "rl.lock", "rollouts", "slurm", "state", "summary.json", "traces", "trainer_epoch", "weight_hub",
-    "weights",
+    "bench", "broadcasts", "checkpoints", "configs", "hub", "ledger.sqlite", "ledger.sqlite-shm", "ledger.sqlite-wal",
+    "logs", "metrics.jsonl", "rl.lock", "rollouts", "slurm", "state", "summary.json", "traces", "trainer_epoch",
+    "weight_hub", "weights",
 )  # fmt: skip
 
 
-def empty_folder(output_dir: Path, keep: Path | None = None) -> None:
+def empty_folder(output_dir: Path, keep: Sequence[Path] = ()) -> None:
     """Deletes what is in the folder of an earlier run, but for the lock file of this one.
 
-    Raises ConfigError for a folder that is no run's, that holds the home or current folder, or that holds `keep`.
+    Raises ConfigError for a folder that is no run's, or that holds the home folder, the current one or one of `keep`.
     """
     folder = output_dir.resolve()
     if not folder.exists():
@@ -35,15 +39,16 @@ def empty_folder(output_dir: Path, keep: Path | None = None) -> None:
             entry.unlink()
 
 
-def _why_not(folder: Path, keep: Path | None) -> str | None:
+def _why_not(folder: Path, keep: Sequence[Path]) -> str | None:
     if not folder.is_dir():
         return "it is no folder"
     for place, what in ((Path.home(), "the home folder"), (Path.cwd(), "the current folder")):
         if place.resolve().is_relative_to(folder):
             return f"it is or holds {what}"
-    if keep is not None and keep.exists() and keep.resolve().is_relative_to(folder):
-        return f"it holds the model {str(keep)!r}"
-    if Layout(folder).config("rl").exists():
+    for needed in keep:
+        if needed.exists() and needed.resolve().is_relative_to(folder):
+            return f"it holds {str(needed)!r}, which the run begins with"
+    if any(Layout(folder).config(program).exists() for program in ("rl", "sft")):
         return None
     strangers = sorted(entry.name for entry in folder.iterdir() if entry.name not in _OF_A_RUN)
     if strangers:

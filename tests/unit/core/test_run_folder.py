@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from meshrl.core.config import ConfigError
-from meshrl.launch.folder import empty_folder, holds_a_run
+from meshrl.core.run_folder import empty_folder, holds_a_run
 
 
 @pytest.fixture
@@ -67,8 +67,8 @@ def test_folders_above_home_and_current_folder_are_refused(
 def test_folder_that_holds_the_model_is_refused(folder: Path) -> None:
     model = folder / "weights" / "step_1"
     model.mkdir(parents=True)
-    with pytest.raises(ConfigError, match="it holds the model"):
-        empty_folder(folder, keep=model)
+    with pytest.raises(ConfigError, match=r"it holds .*, which the run begins with"):
+        empty_folder(folder, keep=[model])
     assert model.exists()
 
 

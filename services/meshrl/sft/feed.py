@@ -1,0 +1,152 @@
+"""Brings each step's rows to every rank: rank 0 reads and tokenizes, and sends the others what it packed.
+
+The loop takes its batches here. A row is tokenized once for the whole group, and while a step trains where processes
+of the loader run ahead.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from loguru import logger
+
+from meshrl.sft.batches import DataProgress, SFTBatch, training_batches, validation_rows
+from meshrl.sft.config import SFTConfig
+from meshrl.sft.data import DataError
+from meshrl.sft.loader import TokenizedRows, drawn_samples, fake_samples
+from meshrl.training.parallel.rank_group import RankGroup
+from meshrl.v1 import trainer_pb2 as pb
+from meshrl.wire.convert.micro_batches import micro_batch_from_proto, micro_batch_to_proto
+from meshrl.wire.types import MicroBatch
+
+AUTO_WORKERS = 2  # where a GPU trains; a CPU's cores have enough to do
+_LENGTH = struct.Struct("<Q")
+_ROWS, _ERROR = b"R", b"E"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepRows:
+    """What a rank needs of a step: everybody's rows, and on rank 0 what was dealt."""
+
+    micro_batches: Sequence[MicroBatch]
+    batch: SFTBatch | None
+
+
+class Feed:
+    """The batches of a run, and its validation rows; every rank calls the same methods in the same order."""
+
+    def __init__(self, config: SFTConfig, parallel: RankGroup, *, vocab_size: int) -> None:
+        self._config = config
+        self._parallel = parallel
+        self._vocab_size = vocab_size
+        self._batches: Iterator[SFTBatch] | None = None
+        self._close: Callable[[], None] = lambda: None
+        self._validation: Sequence[MicroBatch] | None = None
+
+    def start(self, progress: DataProgress | None, *, steps_done: int) -> None:
+        """Goes on where `progress` says, on rank 0. Without it the batches of `steps_done` steps are left out.
+
+        Raises DataError, on all ranks.
+        """
+
+        def open_data() -> bytes:
+            self._batches = self._open(progress or DataProgress())
+            for _ in range(steps_done if progress is None else 0):
+                next(self._batches)
+            return b""
+
+        self._from_first(open_data)
+
+    def next_step(self) -> StepRows:
+        """The rows of the next step. Raises DataError, on all ranks."""
+        dealt: list[SFTBatch] = []
+
+        def deal() -> bytes:
+            assert self._batches is not None, "start was not called"
+            dealt.append(next(self._batches))
+            return b"" if self._parallel.plan.is_alone else _encode(dealt[0].packing.micro_batches)
+
+        sent = self._from_first(deal)
+        if dealt:
+            return StepRows(micro_batches=dealt[0].packing.micro_batches, batch=dealt[0])
+        return StepRows(micro_batches=_decode(sent), batch=None)
+
+    def validation(self) -> Sequence[MicroBatch]:
+        """The rows of the validation data, tokenized when they are first asked for. Raises DataError, on all ranks."""
+        if self._validation is None:
+            rows: list[Sequence[MicroBatch]] = []
+
+            def read() -> bytes:
+                assert self._config.val is not None
+                data = self._config.val.data
+                drawn = TokenizedRows(self._config, data).in_order()
+                rows.append(validation_rows(drawn, data, dp_size=self._parallel.plan.dp_size).micro_batches)
+                return b"" if self._parallel.plan.is_alone else _encode(rows[0])
+
+            sent = self._from_first(read)
+            self._validation = rows[0] if rows else _decode(sent)
+        return self._validation
+
+    def close(self) -> None:
+        """Ends the processes that tokenize."""
+        self._batches = None
+        self._close()
+
+    def _open(self, progress: DataProgress) -> Iterator[SFTBatch]:
+        data = self._config.data
+        doubt = data.doubt()
+        if doubt is not None:
+            logger.warning("{}", doubt)
+        if data.type == "fake":
+            parts = ["fake"]
+            drawn = fake_samples(data, progress.next, vocab_size=self._vocab_size)
+        else:
+            rows = TokenizedRows(self._config, data)
+            parts = list(rows.parts)
+            logger.info(
+                "{}: {}", data.name, ", ".join(f"{len(of):,} rows{_of(name, parts)}" for name, of in rows.parts.items())
+            )
+            workers = data.num_workers
+            if workers == "auto":
+                workers = AUTO_WORKERS if self._parallel.device.type == "cuda" else 0
+            drawn = drawn_samples(rows, progress.next, num_workers=workers)
+        self._close = getattr(drawn, "close", self._close)
+        return training_batches(drawn, data, parts=parts, dp_size=self._parallel.plan.dp_size, progress=progress)
+
+    def _from_first(self, make: Callable[[], bytes]) -> bytes:
+        """What rank 0 makes, on every rank. Its DataError is raised on all of them."""
+        if not self._parallel.plan.leads:
+            sent = self._parallel.broadcast(None)
+            if sent[:1] == _ERROR:
+                raise DataError(json.loads(sent[1:]))
+            return sent[1:]
+        try:
+            made = make()
+        except DataError as error:
+            self._parallel.broadcast(_ERROR + json.dumps(str(error)).encode())
+            raise
+        self._parallel.broadcast(_ROWS + made)
+        return made
+
+
+def _of(name: str, parts: Sequence[str]) -> str:
+    return f" of {name}" if len(parts) > 1 else ""
+
+
+def _encode(rows: Sequence[MicroBatch]) -> bytes:
+    """Protobuf messages, each after its length (uint64, little-endian)."""
+    messages = [micro_batch_to_proto(row).SerializeToString() for row in rows]
+    return b"".join(_LENGTH.pack(len(message)) + message for message in messages)
+
+
+def _decode(data: bytes) -> list[MicroBatch]:
+    rows: list[MicroBatch] = []
+    rest = memoryview(data)
+    while rest:
+        (length,) = _LENGTH.unpack_from(rest)
+        rows.append(micro_batch_from_proto(pb.MicroBatch.FromString(bytes(rest[_LENGTH.size : _LENGTH.size + length]))))
+        rest = rest[_LENGTH.size + length :]
+    return rows

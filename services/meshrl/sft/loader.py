@@ -1,0 +1,156 @@
+"""Tokenizes rows in the order of the mixture, as they are needed, here or in processes that run ahead of training.
+
+`batches` takes what comes out. The order does not depend on the number of processes: torch's DataLoader hands results
+out in the order in which they were asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import count, islice
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from meshrl.algorithms.packing import TrainSample
+from meshrl.sft.config import SFTConfig
+from meshrl.sft.data import DataError, to_conversation
+from meshrl.sft.data_config import DataConfig
+from meshrl.sft.mixture import Cursor, Draw, Mixture
+from meshrl.sft.rendering import Renderers, load_sft_tokenizer
+from meshrl.sft.sources import Rows, every_row, open_parts, row_name
+from meshrl.sft.tokenization import ConversationTokenizer
+
+ROWS_AT_ONCE = 16  # rows that a process tokenizes before it hands them over
+LOADER_DEADLINE_S = 600.0
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DrawnSample:
+    """One row of the order in tokens, cut to seq_len. `usable` is false where nothing is left to learn."""
+
+    draw: Draw
+    sample: TrainSample
+    usable: bool
+    cut: bool
+
+
+class TokenizedRows(Dataset[object]):
+    """The rows of a data section in tokens. Opened at first use, so that each process opens its own."""
+
+    def __init__(self, config: SFTConfig, data: DataConfig) -> None:
+        self._config = config
+        self._data = data
+        self._parts: dict[str, Rows] | None = None
+        self._tokenize: ConversationTokenizer | None = None
+
+    @property
+    def parts(self) -> dict[str, Rows]:
+        """The rows of each part by name. Raises DataError."""
+        if self._parts is None:
+            self._parts = open_parts(self._data)
+        return self._parts
+
+    def sample(self, draw: Draw) -> DrawnSample:
+        """One row. Raises DataError when it is malformed, and ModelError when the tokenizer cannot be loaded."""
+        if self._tokenize is None:
+            tokenizer = load_sft_tokenizer(self._config)
+            renderers = Renderers(tokenizer, self._config.renderer) if self._config.renderer else None
+            self._tokenize = ConversationTokenizer(tokenizer, renderers, learned_roles=self._config.loss_mask.roles())
+        name = list(self.parts)[draw.part]
+        row = self.parts[name][draw.row]
+        sample = self._tokenize(to_conversation(row, row_name(name, draw.row, mixed=len(self.parts) > 1)))
+        return _fitted(draw, sample, self._data.seq_len)
+
+    def __getitem__(self, draws: Sequence[Draw]) -> list[DrawnSample] | str:
+        """What the DataLoader asks for: several rows, or what is wrong with one of them."""
+        try:
+            return [self.sample(draw) for draw in draws]
+        except DataError as error:  # as a value, since the DataLoader would wrap it in its own words
+            return str(error)
+
+    def __getstate__(self) -> dict[str, object]:
+        return {"_config": self._config, "_data": self._data, "_parts": None, "_tokenize": None}
+
+    def in_order(self) -> list[DrawnSample]:
+        """Every row once, as validation takes them. Raises DataError."""
+        return [
+            self.sample(Draw(cursor=Cursor(position=position), part=part, row=row, passed=0.0))
+            for position, (part, row) in enumerate(every_row(self.parts))
+        ]
+
+    def mixture(self) -> Mixture:
+        """The order in which they are trained."""
+        return Mixture(
+            [len(rows) for rows in self.parts.values()],
+            probabilities=self._data.probabilities,
+            stopping_strategy=self._data.stopping_strategy,
+            shuffle=self._data.shuffle,
+            seed=self._data.seed,
+        )
+
+
+def _fitted(draw: Draw, sample: TrainSample, seq_len: int) -> DrawnSample:
+    cut = len(sample.token_ids) > seq_len
+    if cut:
+        sample = replace(
+            sample,
+            token_ids=sample.token_ids[:seq_len],
+            loss_mask=sample.loss_mask[:seq_len],
+            logprobs=sample.logprobs[:seq_len],
+        )
+    return DrawnSample(draw=draw, sample=sample, usable=bool(sample.loss_mask[1:].any()), cut=cut)
+
+
+def drawn_samples(rows: TokenizedRows, start: Cursor, *, num_workers: int) -> Iterator[DrawnSample]:
+    """The endless order from a place on, tokenized. Raises DataError for a malformed row."""
+    draws = rows.mixture().draws(start)
+    if num_workers == 0:
+        return map(rows.sample, draws)
+    loader: DataLoader[object] = DataLoader(
+        rows,
+        sampler=iter(lambda: list(islice(draws, ROWS_AT_ONCE)), []),
+        batch_size=None,
+        num_workers=num_workers,
+        collate_fn=_as_it_is,
+        multiprocessing_context="spawn",  # this process has threads, and may have a GPU
+        timeout=LOADER_DEADLINE_S,
+        generator=torch.Generator(),  # of its own: training must draw the same numbers with any number of workers
+    )
+    return _unpacked(loader)
+
+
+def _unpacked(loader: DataLoader[object]) -> Iterator[DrawnSample]:
+    for found in loader:
+        if isinstance(found, str):
+            raise DataError(found)
+        assert isinstance(found, list)
+        yield from found
+
+
+def _as_it_is(found: object) -> object:
+    return found
+
+
+def fake_samples(data: DataConfig, start: Cursor, *, vocab_size: int) -> Iterator[DrawnSample]:
+    """Endless made-up samples of the shape that `data` describes; every token but the first is learned.
+
+    Variable lengths are lognormal around an eighth of seq_len, with a spread of one e-fold.
+    """
+    for position in count(start.position):
+        source = np.random.default_rng([data.seed & 0xFFFFFFFF, position])
+        length = data.seq_len
+        if data.length == "variable":
+            length = int(np.clip(source.lognormal(np.log(max(2, data.seq_len // 8))), 2, data.seq_len))
+        if data.input_ids == "random":
+            token_ids = source.integers(0, vocab_size, length)
+        else:
+            token_ids = (source.integers(0, vocab_size) + np.arange(length)) % vocab_size
+        sample = TrainSample(
+            token_ids=token_ids.astype(np.int32),
+            loss_mask=np.ones(length, dtype=np.bool_),
+            logprobs=np.zeros(length, dtype=np.float32),
+        )
+        yield _fitted(Draw(cursor=Cursor(position=position), part=0, row=position, passed=0.0), sample, data.seq_len)

@@ -1,0 +1,80 @@
+"""The tokenizer of a fine-tuning run, its chat template, and the renderer that may take the template's place.
+
+Loaded once by each process that tokenizes. `tokenization` asks what is made here for the tokens of a conversation.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from loguru import logger
+from pydantic import TypeAdapter, ValidationError
+from transformers import PreTrainedTokenizerBase
+
+from meshrl.models.load import ModelError, load_tokenizer
+from meshrl.sft.config import SFTConfig
+
+TEMPLATES = Path(__file__).with_name("templates")
+
+
+def load_sft_tokenizer(config: SFTConfig) -> PreTrainedTokenizerBase:
+    """The model's tokenizer, or the one that is named, with the chat template that is asked for.
+
+    Raises ModelError for a tokenizer or template that cannot be loaded.
+    """
+    named = config.tokenizer.name
+    tokenizer = load_tokenizer(config.model if named is None else config.model.model_copy(update={"name": named}))
+    if config.tokenizer.chat_template is not None:
+        tokenizer.chat_template = _chat_template(config.tokenizer.chat_template)
+    return tokenizer
+
+
+def _chat_template(given: str) -> str:
+    """The template's text: of one that comes with `sft`, of a file, or as it was given."""
+    shipped = TEMPLATES / f"{given}.jinja"
+    if given.isidentifier() and shipped.is_file():
+        return shipped.read_text(encoding="utf-8")
+    if "{" in given:
+        return given
+    path = Path(given).expanduser()
+    if not path.is_file():
+        known = ", ".join(sorted(file.stem for file in TEMPLATES.glob("*.jinja")))
+        raise ModelError(
+            f"tokenizer.chat_template {given!r} is neither a template that comes with sft ({known}), nor a file, nor"
+            " the text of a Jinja template"
+        )
+    return path.read_text(encoding="utf-8")
+
+
+class Renderers:
+    """Renderers of one tokenizer, one for each set of options that a row's chat_template_kwargs may give."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> None:
+        """Raises ModelError when the options name no renderer, or one that does not fit the tokenizer."""
+        from renderers import RendererConfig  # takes a moment, and most runs render by their template
+
+        self._tokenizer = tokenizer
+        self._made: dict[str, Any] = {}
+        try:
+            self._config = TypeAdapter(RendererConfig).validate_python(dict(options))
+            self.of({})
+        except (ValidationError, ValueError, OSError, AssertionError) as error:
+            raise ModelError(
+                f"renderer {dict(options)} does not fit the tokenizer {tokenizer.name_or_path!r}: {error}; name the"
+                " renderer of the model's family, or leave [renderer] out and use its chat template"
+            ) from error
+        logger.info("conversations are rendered by {}", type(self.of({})).__name__)
+
+    def of(self, template_options: Mapping[str, object]) -> Any:
+        """The renderer for a row. Raises ValueError for options that it has not."""
+        from renderers import create_renderer
+
+        key = json.dumps(template_options, sort_keys=True, default=str)
+        if key not in self._made:
+            self._made[key] = create_renderer(
+                self._tokenizer, self._config, chat_template_kwargs=dict(template_options) or None
+            )
+        return self._made[key]

@@ -1,0 +1,182 @@
+"""Opens what `data.name` names: files, folders and datasets of the Hugging Face hub as rows by their index.
+
+First stage of fine-tuning. Rows are read when they are asked for, so that a dataset may be larger than memory.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshrl.sft.data import Conversation, DataError, Row, to_conversation
+from meshrl.sft.data_config import DataConfig
+
+Rows = Sequence[Row]
+SAVED = ("state.json", "dataset_dict.json")  # what `save_to_disk` of datasets leaves in a folder
+
+
+class JsonLines(Sequence[Row]):
+    """The rows of a .jsonl file; only the places of its lines are kept in memory."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises DataError when there is no such file."""
+        self._path = path
+        offsets: list[int] = []
+        numbers: list[int] = []
+        at = 0
+        try:
+            with path.open("rb") as file:
+                for number, line in enumerate(file, 1):
+                    if line.strip():
+                        offsets.append(at)
+                        numbers.append(number)
+                    at += len(line)
+        except OSError as error:
+            raise DataError(f"data.name {str(path)!r} cannot be read: {error.strerror}") from error
+        self._offsets, self._numbers = np.array(offsets, dtype=np.int64), np.array(numbers, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def __getitem__(self, index: Any) -> Any:
+        with self._path.open("rb") as file:
+            file.seek(int(self._offsets[index]))
+            line = file.readline()
+        return _row(line, f"{self._path}, line {self._numbers[index]}")
+
+
+class _DatasetRows(Sequence[Row]):
+    """The rows of a Hugging Face dataset. Its columns are typed, so keys that a row lacks come as None: they go."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: Any) -> Any:
+        return _without_absent(self._dataset[int(index)])
+
+
+def open_parts(config: DataConfig) -> dict[str, Rows]:
+    """The rows of each part of the mixture by its name in metrics: the subset, or the split, or both.
+
+    Raises DataError for data that is missing, cannot be read or is empty.
+    """
+    parts = config.parts()
+    subsets, splits = {subset for subset, _ in parts}, {split for _, split in parts}
+    opened: dict[str, Rows] = {}
+    for subset, split in parts:
+        if len(subsets) == len(parts) and subset is not None:
+            name = subset
+        else:
+            name = split if len(splits) == len(parts) else f"{subset}-{split}"
+        opened[name] = rows = _open(config.name, subset, split)
+        if not len(rows):
+            raise DataError(f"data.name {config.name!r} holds no rows{f' in {name}' if len(parts) > 1 else ''}")
+    return opened
+
+
+def _open(name: str, subset: str | None, split: str) -> Rows:
+    path = Path(name)
+    if path.suffix in (".jsonl", ".json"):
+        if not path.is_file():
+            raise DataError(f"data.name {name!r}: there is no such file")
+        return _json(path)
+    if path.suffix == ".parquet" and not path.is_file():
+        raise DataError(f"data.name {name!r}: there is no such file")
+    if path.is_dir():
+        for file in (path / (subset or "") / f"{split}{suffix}" for suffix in (".jsonl", ".json")):
+            if file.is_file():
+                return _json(file)
+    return _dataset(name, subset, split)
+
+
+def _json(path: Path) -> Rows:
+    """Lines of objects; a .json file may also be one list of them."""
+    if path.suffix == ".json":
+        with path.open(encoding="utf-8") as file:
+            if file.read(4096).lstrip()[:1] == "[":
+                file.seek(0)
+                try:
+                    rows = json.load(file)
+                except json.JSONDecodeError as error:
+                    raise DataError(f"{path}: not JSON ({error}); it begins as a list of rows") from error
+                return [_object(row, f"{path}, row {index}") for index, row in enumerate(rows)]
+    return JsonLines(path)
+
+
+def _row(line: bytes, where: str) -> Row:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise DataError(f"{where}: not JSON ({error}); each line must be one object") from error
+    return _object(row, where)
+
+
+def _object(row: object, where: str) -> Row:
+    if not isinstance(row, dict):
+        raise DataError(f"{where}: expected an object with columns, got {type(row).__name__}")
+    return row
+
+
+def _dataset(name: str, subset: str | None, split: str) -> Rows:
+    try:
+        import datasets  # only needed for parquet files, folders and the hub
+    except ImportError as error:
+        raise DataError(
+            f"data.name {name!r} needs the datasets package: pip install 'meshrl[trainer]', or use a .jsonl file"
+        ) from error
+    datasets.disable_progress_bars()
+    path = Path(name)
+    try:
+        if path.is_dir() and any((path / saved).is_file() for saved in SAVED):
+            found = datasets.load_from_disk(name)
+            loaded = found[split] if isinstance(found, datasets.DatasetDict) else found
+        elif path.suffix == ".parquet":
+            loaded = datasets.load_dataset("parquet", data_files=name, split="train")
+        else:
+            loaded = datasets.load_dataset(name, subset, split=split)
+    except KeyError as error:
+        raise DataError(
+            f"data.name {name!r} has no split {split!r}, but {', '.join(found)}; set data.split to one of them"
+        ) from error
+    # Files that are missing or broken, names that the hub does not know, and a hub that does not answer.
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        part = f"split {split!r}" + (f" of subset {subset!r}" if subset else "")
+        kind = "folder" if path.is_dir() else "file" if path.is_file() else "name on the hub (no such folder here)"
+        raise DataError(f"cannot load data.name {name!r}, taken as a {kind}, {part}: {error}") from error
+    return _DatasetRows(loaded)
+
+
+def _without_absent(value: Any) -> Any:
+    """Without the None of keys that other rows have; a message's content may be None itself."""
+    if isinstance(value, Mapping):
+        return {key: _without_absent(each) for key, each in value.items() if each is not None or key == "content"}
+    if isinstance(value, list):
+        return [_without_absent(each) for each in value]
+    return value
+
+
+def every_row(parts: Mapping[str, Rows]) -> Iterator[tuple[int, int]]:
+    """Part and row of everything there is, in order."""
+    return ((part, row) for part, rows in enumerate(parts.values()) for row in range(len(rows)))
+
+
+def row_name(part: str, row: int, *, mixed: bool) -> str:
+    """What errors call a row."""
+    return f"row {row} of {part}" if mixed else f"row {row}"
+
+
+def load_conversations(config: DataConfig) -> list[Conversation]:
+    """Every row of the data. Raises DataError for data that is missing, malformed or empty."""
+    parts = open_parts(config)
+    names, rows = list(parts), list(parts.values())
+    return [
+        to_conversation(rows[part][row], row_name(names[part], row, mixed=len(names) > 1))
+        for part, row in every_row(parts)
+    ]
