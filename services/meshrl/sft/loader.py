@@ -6,6 +6,8 @@ out in the order in which they were asked for.
 
 from __future__ import annotations
 
+import multiprocessing
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, islice
@@ -109,21 +111,25 @@ def drawn_samples(rows: TokenizedRows, start: Cursor, *, num_workers: int) -> It
     draws = rows.mixture().draws(start)
     if num_workers == 0:
         return map(rows.sample, draws)
-    loader: DataLoader[object] = DataLoader(
-        rows,
-        sampler=iter(lambda: list(islice(draws, ROWS_AT_ONCE)), []),
-        batch_size=None,
-        num_workers=num_workers,
-        collate_fn=_as_it_is,
-        multiprocessing_context="spawn",  # this process has threads, and may have a GPU
-        timeout=LOADER_DEADLINE_S,
-        generator=torch.Generator(),  # of its own: training must draw the same numbers with any number of workers
-    )
-    return _unpacked(loader)
+    context = multiprocessing.get_context("forkserver")  # this process has threads, and may have a GPU
+    context.set_forkserver_preload([__name__])  # takes seconds to import: once for all of them
+    with warnings.catch_warnings():  # it finds more processes than cores too many, but they were asked for
+        warnings.filterwarnings("ignore", message="This DataLoader will create", category=UserWarning)
+        loader: DataLoader[object] = DataLoader(
+            rows,
+            sampler=iter(lambda: list(islice(draws, ROWS_AT_ONCE)), []),
+            batch_size=None,
+            num_workers=num_workers,
+            collate_fn=_as_it_is,
+            multiprocessing_context=context,
+            timeout=LOADER_DEADLINE_S,
+            generator=torch.Generator(),  # of its own: training must draw the same numbers with any number of workers
+        )
+        return _unpacked(iter(loader))
 
 
-def _unpacked(loader: DataLoader[object]) -> Iterator[DrawnSample]:
-    for found in loader:
+def _unpacked(loaded: Iterator[object]) -> Iterator[DrawnSample]:
+    for found in loaded:
         if isinstance(found, str):
             raise DataError(found)
         assert isinstance(found, list)

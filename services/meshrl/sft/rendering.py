@@ -62,8 +62,9 @@ class Renderers:
             self._config = TypeAdapter(RendererConfig).validate_python(dict(options))
             self.of({})
         except (ValidationError, ValueError, OSError, AssertionError) as error:
+            what = "; ".join(each["msg"] for each in error.errors()) if isinstance(error, ValidationError) else error
             raise ModelError(
-                f"renderer {dict(options)} does not fit the tokenizer {tokenizer.name_or_path!r}: {error}; name the"
+                f"renderer {dict(options)} does not fit the tokenizer {tokenizer.name_or_path!r}: {what}; name the"
                 " renderer of the model's family, or leave [renderer] out and use its chat template"
             ) from error
         logger.info("conversations are rendered by {}", type(self.of({})).__name__)

@@ -190,7 +190,7 @@ def test_a_trainer_holds_one_run(refused: Callable[..., str]) -> None:
     )
 
 
-@pytest.mark.parametrize("program", [name for name in PROGRAMS if name != "rl"])
+@pytest.mark.parametrize("program", [name for name in PROGRAMS if name not in ("rl", "sft")])
 def test_dry_run_of_a_program_alone_shows_its_configuration(
     load: Callable[..., Any], capsys: pytest.CaptureFixture[str], program: str
 ) -> None:
