@@ -1,0 +1,33 @@
+# meshrl-cpu: orchestrator, rollout and weights. No torch, no CUDA.
+#
+#   docker build -f deploy/images/cpu.Dockerfile -t meshrl-cpu:0.1.0 .
+#
+# EXTRAS adds environments: --build-arg EXTRAS="--extra rollout --extra reasoning-gym"
+ARG PYTHON=3.12.12
+
+FROM ghcr.io/astral-sh/uv:0.13.9 AS uv
+
+FROM python:${PYTHON}-slim-bookworm AS build
+COPY --from=uv /uv /usr/local/bin/uv
+ENV UV_COMPILE_BYTECODE=1 UV_LINK_MODE=copy UV_PYTHON_DOWNLOADS=never UV_PROJECT_ENVIRONMENT=/opt/meshrl
+ARG EXTRAS="--extra rollout"
+WORKDIR /src
+# What others wrote first: it changes seldom, and stays in the cache.
+COPY pyproject.toml uv.lock README.md LICENSE ./
+COPY clients/python/pyproject.toml clients/python/README.md clients/python/LICENSE clients/python/
+RUN uv sync --frozen --no-default-groups --no-install-workspace ${EXTRAS}
+COPY clients/python clients/python
+COPY services services
+RUN uv sync --frozen --no-default-groups --no-editable ${EXTRAS}
+
+FROM python:${PYTHON}-slim-bookworm
+COPY --from=build /opt/meshrl /opt/meshrl
+COPY deploy/images/healthcheck.py /opt/healthcheck.py
+ENV PATH=/opt/meshrl/bin:$PATH PYTHONUNBUFFERED=1 HOME=/tmp HF_HOME=/cache/huggingface
+RUN groupadd --gid 10001 meshrl && useradd --uid 10001 --gid 10001 --no-create-home meshrl \
+  && mkdir -p /outputs /cache && chown 10001:10001 /outputs /cache
+USER 10001:10001
+WORKDIR /outputs
+# MESHRL_HEALTH is where the program answers: host:port for gRPC, or a URL. Kubernetes has probes of its own.
+HEALTHCHECK --interval=10s --timeout=5s --start-period=300s --retries=6 CMD ["python", "/opt/healthcheck.py"]
+CMD ["meshrl", "--help"]

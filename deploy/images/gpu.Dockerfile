@@ -1,0 +1,39 @@
+# meshrl-gpu: trainer and inference. torch brings its own CUDA libraries; the driver is the host's.
+#
+#   docker build -f deploy/images/gpu.Dockerfile -t meshrl-gpu:0.1.0 .
+#
+# EXTRAS="--extra trainer --extra inference" leaves vLLM out, for a trainer alone or the embedded engine.
+# TORCH=cpu takes torch without CUDA, for a laptop.
+ARG PYTHON=3.12.12
+
+FROM ghcr.io/astral-sh/uv:0.13.9 AS uv
+
+FROM python:${PYTHON}-slim-bookworm AS build
+COPY --from=uv /uv /usr/local/bin/uv
+ENV UV_COMPILE_BYTECODE=1 UV_LINK_MODE=copy UV_PYTHON_DOWNLOADS=never UV_PROJECT_ENVIRONMENT=/opt/meshrl
+ARG EXTRAS="--extra trainer --extra inference --extra vllm"
+ARG TORCH=locked
+WORKDIR /src
+COPY pyproject.toml uv.lock README.md LICENSE ./
+COPY clients/python/pyproject.toml clients/python/README.md clients/python/LICENSE clients/python/
+COPY deploy/images/install_dependencies.sh /usr/local/bin/
+RUN install_dependencies.sh "${TORCH}" ${EXTRAS}
+COPY clients/python clients/python
+COPY services services
+RUN uv pip install --python /opt/meshrl/bin/python --no-deps ./clients/python .
+
+FROM python:${PYTHON}-slim-bookworm
+# torch compiles kernels at run time.
+RUN apt-get update && apt-get install --yes --no-install-recommends gcc=4:12.2.0-3 libc6-dev=2.36-9+deb12u* libnuma1=2.0.16-1 \
+  && rm -rf /var/lib/apt/lists/*
+COPY --from=build /opt/meshrl /opt/meshrl
+COPY deploy/images/healthcheck.py /opt/healthcheck.py
+ENV PATH=/opt/meshrl/bin:$PATH PYTHONUNBUFFERED=1 HOME=/tmp HF_HOME=/cache/huggingface \
+  TRITON_CACHE_DIR=/tmp/triton TORCHINDUCTOR_CACHE_DIR=/tmp/inductor \
+  NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
+RUN groupadd --gid 10001 meshrl && useradd --uid 10001 --gid 10001 --no-create-home meshrl \
+  && mkdir -p /outputs /cache && chown 10001:10001 /outputs /cache
+USER 10001:10001
+WORKDIR /outputs
+HEALTHCHECK --interval=10s --timeout=5s --start-period=900s --retries=6 CMD ["python", "/opt/healthcheck.py"]
+CMD ["meshrl", "--help"]
