@@ -26,7 +26,6 @@ from meshrl.core.config.shared import LogConfig
 from meshrl.core.disk import disk_trouble
 from meshrl.core.paths import Layout
 from meshrl.core.telemetry.logs import setup_logging
-from meshrl.core.telemetry.watchdog import ProgramWatch
 from meshrl.wire.errors import MeshError
 
 if TYPE_CHECKING:  # takes long to import, and not every process traces
@@ -94,17 +93,14 @@ def run_traced(
     blocking_threads: int | None = BLOCKING_THREADS,
 ) -> int:
     """Runs `serve` as `run_program` does, in a process that logs already; returns its exit code."""
-    from meshrl.core.telemetry.tracing import setup_tracing  # takes long to import, and not every process traces
+    from meshrl.core.telemetry.exposition import observed  # takes long to import, and not every process traces
+    from meshrl.core.telemetry.tracing import setup_tracing  # the same
 
     tracing = setup_tracing(name, Layout(config.output_dir).traces, config.log.traces_max_mib)
 
     async def watched(stop: asyncio.Event) -> int:
-        watch = ProgramWatch(name, tracing.waits, config.output_dir)
-        watch.start()
-        try:
+        with observed(name, tracing.waits, tracing.registry, config.log, config.output_dir):
             return await serve(config, stop, tracing)
-        finally:
-            watch.stop()
 
     try:
         return run(watched, blocking_threads=blocking_threads)

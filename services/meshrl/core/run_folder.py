@@ -14,8 +14,8 @@ from meshrl.core.paths import Layout
 
 _OF_A_RUN = (
     "bench", "broadcasts", "checkpoints", "configs", "hub", "ledger.sqlite", "ledger.sqlite-shm", "ledger.sqlite-wal",
-    "logs", "metrics.jsonl", "rl.lock", "rollouts", "slurm", "state", "summary.json", "traces", "trainer_epoch",
-    "weight_hub", "weights",
+    "logs", "metrics.jsonl", "metrics_targets", "rl.lock", "rollouts", "slurm", "state", "summary.json", "traces",
+    "trainer_epoch", "weight_hub", "weights",
 )  # fmt: skip
 
 

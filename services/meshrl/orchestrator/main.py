@@ -13,6 +13,7 @@ from meshrl.core.paths import Layout
 from meshrl.core.program import run_program
 from meshrl.core.readiness import say_ready
 from meshrl.core.rpc.serve import GrpcServer
+from meshrl.core.telemetry.exposition import RecordMetrics, registry_of
 from meshrl.core.telemetry.monitor import open_monitor
 from meshrl.core.telemetry.waits import waits_of
 from meshrl.core.waiting import StoppedError, unless_stopped
@@ -73,7 +74,9 @@ async def _train(
 ) -> None:
     layout = Layout(config.output_dir)
     journal = await asyncio.to_thread(open_journal, config, mesh.trainer, mesh.run)
-    monitor = await asyncio.to_thread(open_monitor, layout, config.wandb, config.model_dump(mode="json"))
+    shown = RecordMetrics()
+    registry_of(tracer).register(shown)
+    monitor = await asyncio.to_thread(open_monitor, layout, config.wandb, config.model_dump(mode="json"), more=[shown])
     try:
         loop = build_loop(config, services, mesh, journal=journal, monitor=monitor, tracer=tracer)
         say_ready()

@@ -60,6 +60,13 @@ class LogConfig(BaseConfig):
     """Most MiB of spans that each program keeps below traces/. When PROGRAM.jsonl holds half of it, it becomes
     PROGRAM.1.jsonl in place of the one before, whose spans are gone. None keeps all, some 2 kB a rollout."""
 
+    metrics_port: int | None = Field(default=None, ge=0, le=65535)
+    """Port at which each program offers its metrics to Prometheus, at /metrics; 0 takes a free one, None offers none.
+    metrics_targets/PROGRAM.json says which."""
+
+    metrics_host: str = "127.0.0.1"
+    """Address to offer them at. Whoever reaches it can read them."""
+
     @model_validator(mode="before")
     @classmethod
     def _other_spellings(cls, values: Any) -> Any:

@@ -45,6 +45,12 @@ class Metric:
         """Its names, with the placeholders that they have."""
         return tuple(f"{self.name}/{statistic}" for statistic in self.statistics) or (self.name,)
 
+    @property
+    def exported(self) -> str:
+        """Its name at Prometheus: without placeholders, which are labels there."""
+        words = re.findall(r"[A-Za-z0-9]+", re.sub(r"\{\w+\}", "", self.name))
+        return "_".join(["meshrl", *words])
+
 
 class Catalogue:
     """All declarations. Raises ValueError when two are of one name, or let two sources fill one record's name."""
@@ -53,7 +59,7 @@ class Catalogue:
         self.metrics = tuple(metrics)
         self._exact: dict[str, Metric] = {}
         self._sent = {metric.sent_as: metric for metric in self.metrics if metric.sent_as}
-        self._patterns: list[tuple[re.Pattern[str], Metric]] = []
+        self._patterns: list[tuple[re.Pattern[str], str, Metric]] = []
         declared: set[str] = set()
         for metric in self.metrics:
             if {Source.ORCHESTRATOR, Source.TRAINER} <= set(metric.filled_by):
@@ -63,8 +69,10 @@ class Catalogue:
                     raise ValueError(f"metric {name!r} is declared twice")
                 declared.add(name)
                 if "{" in name:
-                    literals = [re.escape(part) for part in re.split(r"\{\w+\}", name)]
-                    self._patterns.append((re.compile(".*".join(literals), re.DOTALL), metric))
+                    parts = re.split(r"\{(\w+)\}", name)  # every second one is a placeholder
+                    groups = [f"(?P<{part}>.*)" if place % 2 else re.escape(part) for place, part in enumerate(parts)]
+                    statistic = name.removeprefix(metric.name).removeprefix("/")
+                    self._patterns.append((re.compile("".join(groups), re.DOTALL), statistic, metric))
                 else:
                     self._exact[name] = metric
 
@@ -72,7 +80,17 @@ class Catalogue:
         """The declaration of a name, None without one. A name without placeholders comes before those with them."""
         if (metric := self._exact.get(name)) is not None:
             return metric
-        return next((metric for pattern, metric in self._patterns if pattern.fullmatch(name)), None)
+        return next((metric for pattern, _, metric in self._patterns if pattern.fullmatch(name)), None)
+
+    def parts(self, name: str) -> tuple[Metric, dict[str, str]] | None:
+        """The declaration of a name, what its placeholders stand for, and its statistic; None for one without."""
+        if (metric := self._exact.get(name)) is not None:
+            statistic = name.removeprefix(metric.name).removeprefix("/")
+            return metric, {"statistic": statistic} if statistic else {}
+        for pattern, statistic, metric in self._patterns:
+            if (match := pattern.fullmatch(name)) is not None:
+                return metric, {**match.groupdict(), "statistic": statistic} if statistic else match.groupdict()
+        return None
 
     def record(self, source: Source, values: Mapping[str, float]) -> dict[str, float]:
         """A record of `source`. Raises UndeclaredMetricError for a name that is not declared to be filled by it."""

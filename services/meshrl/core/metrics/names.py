@@ -6,7 +6,7 @@ the console, to metrics.jsonl and to Weights & Biases, so a name that is changed
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from meshrl.core.metrics.catalogue import Catalogue, Metric, Source
 
@@ -154,9 +154,15 @@ SUPERVISED = (
 
 STEP_TIME = _orchestrator_and_sft("time/step", "s", "wall time of the step; a record that has it is a step's")
 
-CATALOGUE = Catalogue(
-    [
-        *(*ROLLOUTS, *BATCHES, *RUN, *VERSIONS, *EVALUATIONS),
-        *(*TRAINING, *RL_TRAINING, *SUPERVISED, STEP_TIME),
-    ]
-)
+SECTIONS: Mapping[str, tuple[Metric, ...]] = {
+    "Rollouts": ROLLOUTS,
+    "Batches": BATCHES,
+    "The run": (*RUN, STEP_TIME),
+    "Weight versions": VERSIONS,
+    "Evaluations": EVALUATIONS,
+    "Training": TRAINING,
+    "Reinforcement learning": RL_TRAINING,
+    "Supervised fine-tuning": SUPERVISED,
+}
+
+CATALOGUE = Catalogue(metric for section in SECTIONS.values() for metric in section)

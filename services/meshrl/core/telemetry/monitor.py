@@ -263,9 +263,12 @@ class WandbSink:
             self._run = None
 
 
-def open_monitor(layout: Layout, wandb: WandbConfig | None, settings: Mapping[str, Any]) -> Monitor:
-    """Returns the monitor of a run: console and JSONL always, W&B when configured, which shows `settings`, too."""
-    sinks: list[Sink] = [ConsoleSink(), JsonlSink(layout.metrics_jsonl)]
+def open_monitor(
+    layout: Layout, wandb: WandbConfig | None, settings: Mapping[str, Any], more: Sequence[Sink] = ()
+) -> Monitor:
+    """Returns the monitor of a run: console and JSONL always, W&B when configured, which shows `settings`, too; and
+    whatever `more` there is."""
+    sinks: list[Sink] = [ConsoleSink(), JsonlSink(layout.metrics_jsonl), *more]
     if wandb is not None:
         sinks.append(
             WandbSink(

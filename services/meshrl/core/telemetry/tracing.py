@@ -19,6 +19,7 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import SpanLimits, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
+from prometheus_client import CollectorRegistry
 
 from meshrl.core.telemetry.otlp_file import JsonLinesSpanExporter
 from meshrl.core.telemetry.waits import Waits
@@ -99,10 +100,12 @@ class SpanIds(RandomIdGenerator):
 
 
 class Tracing(trace.Tracer):
-    """The tracer of a program, with an end: `close` writes what is still buffered. `waits` is what it waits for."""
+    """The tracer of a program, with an end: `close` writes what is still buffered.
+    `waits` is what the program waits for, `registry` has its metrics for Prometheus."""
 
     def __init__(self, tracer: trace.Tracer, provider: TracerProvider | None) -> None:
         self.waits = Waits()
+        self.registry = CollectorRegistry()
         self._tracer = tracer
         self._provider = provider
 

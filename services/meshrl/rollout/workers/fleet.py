@@ -19,6 +19,7 @@ from pathlib import Path
 from loguru import logger
 
 from meshrl.core.config.shared import EnvConfig
+from meshrl.core.telemetry.tracing import ENDPOINT_VARIABLES
 from meshrl.core.waiting import Pulse
 from meshrl.rollout.config import RolloutConfig
 from meshrl.rollout.stages import overdue
@@ -29,6 +30,8 @@ from meshrl.wire.types import EnvironmentInfo
 LOOK_EVERY_S = 0.25
 STOOD_STILL_S = 1.0
 STOP_GRACE_S = 5.0
+EXPORT_GRACE_S = 30.0
+"""A worker that is told to end sends its last spans to the collector first, where there is one."""
 MOST_WORKERS = 32
 
 
@@ -65,7 +68,8 @@ class WorkerFleet:
     async def __aexit__(self, *exc: object) -> None:
         if self._looking is not None:
             self._looking.cancel()
-        await asyncio.gather(*(slot.close(STOP_GRACE_S) for slot in self._slots()))
+        grace_s = EXPORT_GRACE_S if any(os.environ.get(name) for name in ENDPOINT_VARIABLES) else STOP_GRACE_S
+        await asyncio.gather(*(slot.close(grace_s) for slot in self._slots()))
 
     @property
     def names(self) -> tuple[str, ...]:

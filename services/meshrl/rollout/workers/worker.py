@@ -28,9 +28,9 @@ from meshrl.core.heap import freeze_loaded
 from meshrl.core.orphans import end_with_parent
 from meshrl.core.paths import Layout
 from meshrl.core.program import raise_open_file_limit
+from meshrl.core.telemetry.exposition import observed, registry_of
 from meshrl.core.telemetry.tracing import setup_tracing
 from meshrl.core.telemetry.waits import waits_of
-from meshrl.core.telemetry.watchdog import ProgramWatch
 from meshrl.rollout.config import RolloutConfig
 from meshrl.rollout.engines.capacity import EpisodeSizes
 from meshrl.rollout.engines.connect import connect_servers
@@ -117,10 +117,12 @@ class _Worker:
     async def serve(self, front: socket.socket, alarm: socket.socket) -> None:
         self._front = await Channel.over(front, self._on_frame, self._stop.set)
         Watchdog(alarm).start()
-        watch = ProgramWatch(f"rollout_worker_{self._order.number}", waits_of(self._tracer), self._config.output_dir)
-        watch.start()
+        name, log = f"rollout_worker_{self._order.number}", self._config.log
+        if log.metrics_port:  # the front has it
+            log = log.model_copy(update={"metrics_port": 0})
         async with AsyncExitStack() as stack:
-            stack.callback(watch.stop)
+            waits, registry = waits_of(self._tracer), registry_of(self._tracer)
+            stack.enter_context(observed(name, waits, registry, log, self._config.output_dir))
             book = SessionBook()
             servers = await connect_servers(self._config, book, stack, self._tracer, first=self._order.number - 1)
             beating = asyncio.create_task(self._beat(servers))
