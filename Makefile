@@ -21,7 +21,7 @@ WORKERS ?= 0
 UNIT := tests/unit tests/property tests/golden
 test unit: export PYTHONDONTWRITEBYTECODE = # what tests and their programs import is compiled once
 
-.PHONY: help setup vllm demo test unit check lint format types layers contracts drift bench proto clean
+.PHONY: help setup vllm demo test unit check lint format types layers contracts drift bench wheels proto clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -72,6 +72,9 @@ contracts: $(BUF)
 
 drift: setup
 	UV=$(UV) scripts/check_stubs.sh
+
+wheels: setup ## Build the distributions, install them in an empty environment and make a short run there (two minutes)
+	UV=$(UV) scripts/check_wheels.sh
 
 proto: setup ## Regenerate clients/python/meshrl/v1 from proto/
 	UV=$(UV) scripts/generate_stubs.sh

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-COMMANDS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue")
+COMMANDS = ("setpriv", "munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue")
 DEADLINE_S = 120.0
 CONF = """
 ClusterName=meshrl
@@ -88,7 +88,11 @@ class SlurmCluster:
     def _start(self, *command: str, key: str = "") -> None:
         with (self.folder / f"{key or command[0]}.log").open("wb") as log:
             self._daemons[key or command[0]] = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+                ["setpriv", "--pdeathsig", "KILL", *command],  # a killed test runner leaves no daemon
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
 
     def ask(self, *command: str) -> str:

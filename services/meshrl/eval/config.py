@@ -9,6 +9,7 @@ from typing import Annotated, ClassVar, Self
 from pydantic import Field, model_validator
 
 from meshrl.core.config.shared import WandbConfig
+from meshrl.core.slurm.config import OneNodeConfig, SlurmConfig
 from meshrl.trials.config import TrialsConfig
 
 
@@ -31,6 +32,12 @@ class EvaluationConfig(TrialsConfig):
         "Where the model is": ("client.base_url", "client.api_key_var", "client.api", "inference"),
         "What it leaves": ("output_dir", "clean_output_dir", "wandb", "log.level"),
     }  # fmt: skip
+
+    slurm: SlurmConfig | None = None
+    """Submit the evaluation as a SLURM job; None starts it here."""
+
+    deployment: OneNodeConfig = OneNodeConfig()
+    """The node of the job."""
 
     weights_dir: Path | None = None
     """Folder of the checkpoints of a run, OUTPUT_DIR/weights: they are loaded into the engines one after the other,

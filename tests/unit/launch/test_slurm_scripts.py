@@ -18,6 +18,8 @@ from pathlib import Path
 import pytest
 
 from meshrl.core.config import BaseConfig, ConfigError, load_config
+from meshrl.eval.config import EvaluationConfig
+from meshrl.eval.submission import submit_eval
 from meshrl.inference.submission import InferenceProgramConfig, submit_inference
 from meshrl.launch.config import RLConfig
 from meshrl.launch.submission import submit_run
@@ -41,6 +43,7 @@ CASES = {
     "memory_game_rl": ("rl", ["@", "configs/memory_game/rl.toml", "--slurm", "--deployment.gpus-per-node", "0"]),
     "reverse_text_sft": ("sft", ["@", "configs/reverse_text/sft.toml", "--slurm"]),
     "memory_game_sft_nodes": ("sft", ["@", "configs/memory_game/sft.toml", *TWO, "--deployment.num-train-nodes", "2"]),
+    "eval": ("eval", ["--env.0.id", "reverse_text", "--inference", "--slurm", "--deployment.gpus-per-node", "1"]),
     "inference_nodes": ("inference", [*TWO, "--deployment.num-infer-nodes", "3", "--server.host", "0.0.0.0"]),
     "inference_one_engine": (
         "inference",
@@ -64,6 +67,7 @@ def submitted(cls: type[BaseConfig], submit: Callable[..., str | None], argv: li
 PROGRAMS: dict[str, Callable[[list[str]], str]] = {
     "rl": lambda argv: submitted_rl([*argv, "--dry-run"]),
     "sft": lambda argv: submitted(SFTConfig, submit_sft, argv),
+    "eval": lambda argv: submitted(EvaluationConfig, submit_eval, argv),
     "inference": lambda argv: submitted(InferenceProgramConfig, submit_inference, argv),
 }
 

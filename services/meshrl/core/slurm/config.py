@@ -56,6 +56,16 @@ class SlurmConfig(BaseConfig):
     """How many times a job whose run failed because a node went away puts itself back into the queue."""
 
 
+class OneNodeConfig(BaseConfig):
+    """The node of a job."""
+
+    type: Literal["single_node"] = "single_node"
+    """One node is all that there is."""
+
+    gpus_per_node: int = Field(default=8, ge=0)
+    """GPUs that the job asks for; 0 for a node without."""
+
+
 class InferenceDeploymentConfig(BaseConfig):
     """The nodes of a job that serves one model."""
 

@@ -1,0 +1,58 @@
+#!/bin/bash
+#SBATCH --job-name=meshrl
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --exclusive
+#SBATCH --gres=gpu:1
+#SBATCH --output=/run/out/slurm/%j.log
+#SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --signal=B:USR1@120
+set -uo pipefail
+
+readonly PYTHON=/venv/bin/python
+readonly OUTPUT_DIR=/run/out
+readonly CONFIG=/run/out/configs/eval.toml
+export SLURM_EXPORT_ENV=ALL # what sbatch was given reaches every step
+
+# The configuration travels in this script, so that the first node needs no file of the one that submitted it.
+mkdir -p "$OUTPUT_DIR/configs" || exit 2
+(umask 077 && cat >"$CONFIG") <<'END_OF_CONFIGURATION'
+...
+END_OF_CONFIGURATION
+
+# A job that was put back into the queue goes on from its newest checkpoint.
+resume=()
+if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] && compgen -G "$OUTPUT_DIR/checkpoints/step_*" >/dev/null; then
+  resume=(--ckpt.resume-step -1)
+fi
+echo "job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, start $((${SLURM_RESTART_COUNT:-0} + 1))${resume:+, resuming}"
+
+if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then
+  resume=(--no-clean-output-dir) # only what is missing in its results is played
+else
+  resume=()
+fi
+
+before_the_limit() {
+  echo "USR1: every result is on disk already; scontrol requeue goes on from there"
+}
+
+srun --overlap --nodes=1 --ntasks=1 --kill-on-bad-exit=1 \
+  "$PYTHON" -m meshrl.eval.main @ "$CONFIG" "${resume[@]}" &
+main=$!
+trap : TERM # scancel tells the steps as well, which drain
+trap before_the_limit USR1
+while :; do # a signal ends `wait`, not the program
+  wait "$main"
+  code=$?
+  kill -0 "$main" 2>/dev/null || break
+done
+
+# A run that failed because a node went away goes back into the queue. Nodes that answer had no part in it.
+if [ "$code" -ne 0 ] && [ "$code" -ne 2 ] && [ "${SLURM_RESTART_COUNT:-0}" -lt 5 ] &&
+  ! timeout 60 srun --overlap --nodes=1 --ntasks=1 --ntasks-per-node=1 true; then
+  echo "a node of this job does not answer: requeueing"
+  scontrol requeue "$SLURM_JOB_ID" && sleep 60
+fi
+exit "$code"
