@@ -31,12 +31,13 @@ from meshrl.sft.rendering import Renderers
 from meshrl.sft.tokenization import render
 
 LEARNED = frozenset({"assistant"})
-CHATML = ("<|im_start|>assistant\n", ("<|im_end|>",))
-LLAMA = ("<|start_header_id|>assistant<|end_header_id|>\n\n", ("<|eot_id|>", "<|eom_id|>"))
-GLM = ("<|assistant|>", ("<|user|>", "<|observation|>", "<|endoftext|>"))
+CHATML = (("<|im_start|>assistant\n",), ("<|im_end|>",))
+LLAMA = (("<|start_header_id|>assistant<|end_header_id|>\n\n",), ("<|eot_id|>", "<|eom_id|>"))
+GLM = (("<|assistant|></think>", "<|assistant|>"), ("<|user|>", "<|observation|>", "<|endoftext|>"))
 BAR, UNDER = "\uff5c", "\u2581"  # the wide bar and the low block of DeepSeek's tokens
-DEEPSEEK = (f"<{BAR}Assistant{BAR}>", (f"<{BAR}end{UNDER}of{UNDER}sentence{BAR}>",))
-KIMI = ("<|im_assistant|>assistant<|im_middle|>", ("<|im_end|>",))
+TOOLS_END = f"<{BAR}tool{UNDER}outputs{UNDER}end{BAR}>"  # after which it goes on without a header
+DEEPSEEK = ((f"<{BAR}Assistant{BAR}>", TOOLS_END), (f"<{BAR}end{UNDER}of{UNDER}sentence{BAR}>",))
+KIMI = (("<|im_assistant|>assistant<|im_middle|>",), ("<|im_end|>",))
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Family:
 
     renderer: str
     template: str | None
-    header: str
+    headers: tuple[str, ...]
     ends: tuple[str, ...]
 
 
@@ -58,15 +59,15 @@ FAMILIES = (
     Family("nemotron-3", "nemotron_3_nano", *CHATML),
     Family("nemotron-3-ultra", "nemotron_3_ultra", *CHATML),
     Family("llama-3", "llama3_2", *LLAMA),
-    Family("glm-4.5", "glm4moe", "<|assistant|>\n", GLM[1]),
+    Family("glm-4.5", "glm4moe", ("<|assistant|>\n",), GLM[1]),
     Family("glm-5", None, *GLM),
     Family("glm-5.1", None, *GLM),
     Family("deepseek-v3", "deepseekv3", *DEEPSEEK),
     Family("deepseek-r1", None, *DEEPSEEK),
     Family("kimi-k2", None, *KIMI),
     Family("kimi-k2.5", None, *KIMI),
-    Family("minimax-m2", None, "]~b]ai\n", ("[e~[",)),
-    Family("laguna-xs.2", None, "<assistant>\n", ("</assistant>",)),
+    Family("minimax-m2", None, ("]~b]ai\n",), ("[e~[",)),
+    Family("laguna-xs.2", None, ("<assistant>\n",), ("</assistant>",)),
 )
 STOCK = {"llama-3": {"bos_token": "<|begin_of_text|>", "date_string": "26 Jul 2024"}}
 """What a stock template wants to be told."""
@@ -86,7 +87,7 @@ def special_tokens() -> list[str]:
     folder = Path(renderers.__file__).parent
     text = "".join(path.read_text(encoding="utf-8") for path in folder.glob("*.py"))
     found = set(re.findall(r'_token_id\(\s*"([^"]+)"', text))
-    found |= set(re.findall(rf'"(<[|{BAR}][^"\s]{{1,40}}[|{BAR}]>)"', text))
+    found |= set(re.findall(rf'"(<[|{BAR}][^"\s|<>{BAR}]{{1,40}}[|{BAR}]>)"', text))
     named = re.findall(r'_get_special_token\(\s*f?"([^"]+)"', text)
     found |= {f"<{BAR}{name.replace('{_US}', UNDER)}{BAR}>" for name in named}
     return sorted(found, key=lambda token: (-len(token), token))
@@ -133,11 +134,12 @@ def conversation(source: random.Random, number: int) -> Conversation:
 
 def by_markup(tokenizer: Any, family: Family, tokens: Sequence[int]) -> list[bool]:
     """The mask that the markup alone tells."""
-    header = tokenizer.encode(family.header, add_special_tokens=False)
+    headers = [tokenizer.encode(header, add_special_tokens=False) for header in family.headers]
     ends = {tokenizer.convert_tokens_to_ids(end) for end in family.ends}
     mask, at = [False] * len(tokens), 0
     while at < len(tokens):
-        if list(tokens[at : at + len(header)]) != header:
+        header = next((each for each in headers if list(tokens[at : at + len(each)]) == each), None)
+        if header is None:
             at += 1
             continue
         at += len(header)
@@ -146,7 +148,6 @@ def by_markup(tokenizer: Any, family: Family, tokens: Sequence[int]) -> list[boo
             at += 1
             if tokens[at - 1] in ends:
                 break
-        at -= family.header in family.ends
     return mask
 
 
