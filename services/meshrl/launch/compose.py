@@ -134,10 +134,16 @@ def compose(
             module="meshrl.orchestrator.main",
             config=with_values(orchestrator, orchestrator_values),
             end_stage=0,
+            environ=_key_environ(config.inference, rollout.client.api_key_var) if _scores_policy(config) else {},
             restarts=config.restarts_of("orchestrator"),
         ),
     )
     return tuple(part for part in parts if part.name not in running)
+
+
+def _scores_policy(config: RLConfig) -> bool:
+    """Whether the orchestrator itself calls engines, which then want their key."""
+    return any(config.orchestrator.algo_of(env).type in ("opsd", "custom") for env in config.orchestrator.train.env)
 
 
 def _rollout(config: RLConfig, hub: str) -> RolloutConfig:

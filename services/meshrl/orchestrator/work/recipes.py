@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from meshrl.algorithms.recipes.base import Recipe, SampleStreams, Scores
+from meshrl.algorithms.recipes.base import Actor, Recipe, SampleStreams, Scores
 from meshrl.algorithms.recipes.custom import check_streams, load_recipe
 from meshrl.algorithms.recipes.echo import Echo
 from meshrl.algorithms.recipes.grpo import GroupRelative
@@ -33,6 +33,12 @@ class Recipes:
         self.by_environment: dict[str, Recipe] = {
             env.resolved_name: _recipe(config.algo_of(env), config) for env in config.train.env
         }
+        for name, recipe in self.by_environment.items():
+            if recipe.sampler is not Actor.POLICY:
+                raise RunError(
+                    f"the algorithm of environment {name!r} wants a teacher to play its rollouts, which none can; only"
+                    " the policy plays"
+                )
 
     @property
     def least_rollouts(self) -> dict[str, int]:
