@@ -30,6 +30,7 @@ DEADLINE_S = 1800.0
 SHARE = 0.95
 ALGORITHMS: Mapping[str, Sequence[str]] = {
     "opd": (),
+    "sft": ("--orchestrator.teacher.model.name", "teacher"),
     "max_rl": (),
     "rae": (),
     "hierarchical_grpo": (),
@@ -141,7 +142,7 @@ def main() -> None:
         weights = max((source / "weights").glob("step_*"), key=lambda path: int(path.name.partition("_")[2]))
         with serving(weights, folder) as url:
             for name in given.only:
-                taught = ["--orchestrator.teacher.client.base-url", url] if name == "opd" else []
+                taught = ["--orchestrator.teacher.client.base-url", url] if name in ("opd", "sft") else []
                 flags = ["--orchestrator.algo.type", name, *ALGORITHMS[name], *taught]
                 flags += ["--orchestrator.eval.interval", 2]
                 runs.append(train(name, flags, model=student, steps=given.steps, output_dir=folder / name))

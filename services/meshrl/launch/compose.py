@@ -96,6 +96,9 @@ def compose(
     addresses = {"rollout": reach(rollout.server), "trainer": reach(trainer.server), "weights": hub}
     addresses |= config.orchestrator.services.model_dump(exclude_none=True)
     orchestrator_values: dict[str, object] = {"services": addresses, **_deadlines(config)}
+    taught = _taught(config, rollout, free_port)
+    if taught is not None:
+        orchestrator_values["teacher.rollout"] = [reach(taught.server)]
     if session and not config.orchestrator.session:
         orchestrator_values["session"] = session
     if config.inference is not None and config.inference.sleep_while_training:
@@ -129,6 +132,7 @@ def compose(
             environ=_key_environ(config.inference, rollout.client.api_key_var),
             restarts=config.restarts,
         ),
+        *([] if taught is None else [_teachers_part(config, taught)]),
         Part(
             name="orchestrator",
             module="meshrl.orchestrator.main",
@@ -139,6 +143,36 @@ def compose(
         ),
     )
     return tuple(part for part in parts if part.name not in running)
+
+
+def _taught(config: RLConfig, rollout: RolloutConfig, free_port: Callable[[str], int]) -> RolloutConfig | None:
+    """The rollout program in which the teacher plays; None where it plays nothing, or one runs already."""
+    names, teacher = config.orchestrator.taught_environments, config.orchestrator.teacher
+    if not names or teacher is None or teacher.rollout is not None:
+        return None
+    values: dict[str, object] = {
+        "env": [entry.model_dump() for entry in rollout.env if entry.resolved_name in names],
+        "client": {
+            "api": "chat_completions",
+            "base_url": teacher.client.base_url,
+            "api_key_var": teacher.client.api_key_var,
+            "call_deadline_s": teacher.client.call_deadline_s,
+            "failover_s": teacher.client.failover_s,
+        },
+        "weights": None,
+        "tokenizer": rollout.tokenizer or rollout.model.name,
+        "model.name": teacher.model.name or rollout.model.name,
+        "text_samples": True,
+        "server.port": free_port(rollout.server.host),
+        "output_dir": rollout.output_dir / "teacher",
+    }
+    return with_values(rollout, values)
+
+
+def _teachers_part(config: RLConfig, taught: RolloutConfig) -> Part:
+    return Part(
+        name="teacher", module="meshrl.rollout.main", config=taught, end_stage=CLIENTS, restarts=config.restarts
+    )
 
 
 def _scores_policy(config: RLConfig) -> bool:

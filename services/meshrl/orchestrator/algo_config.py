@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from meshrl.core.config import BaseConfig
+from meshrl.core.config.shared import Addresses
 
 
 class LengthPenaltyConfig(BaseConfig):
@@ -120,6 +121,9 @@ class TeacherConfig(BaseConfig):
     model: TeacherModelConfig = TeacherModelConfig()
     """Which model it is."""
 
+    rollout: Addresses | None = None
+    """sft: host:port of rollout services in which the teacher plays (rollout.text_samples); rl starts one."""
+
     max_inflight: int = Field(default=64, ge=1)
     """Most calls for scores in flight at once."""
 
@@ -127,7 +131,7 @@ class TeacherConfig(BaseConfig):
     """Scores of so many tokens are kept, so that the same tokens are asked for once; 4 bytes each."""
 
 
-AlgoName = Literal["grpo", "max_rl", "rae", "hierarchical_grpo", "echo", "opd", "opsd", "custom"]
+AlgoName = Literal["grpo", "max_rl", "rae", "hierarchical_grpo", "echo", "opd", "opsd", "sft", "custom"]
 
 TAUGHT = frozenset({"opd", "sft"})
 """Algorithms that need a teacher."""
@@ -138,7 +142,7 @@ _KEYS_OF: dict[str, tuple[str, ...]] = {
     "echo": ("roles", "weight"),
     "opd": ("weight", "teacher"),
     "opsd": ("weight", "context_tokens"),
-    "sft": ("weight", "teacher", "min_reward"),
+    "sft": ("weight", "min_reward"),
     "custom": ("import_path", "kwargs", "teacher"),
 }
 """Keys that only some types have."""
@@ -174,7 +178,7 @@ class AlgoConfig(BaseConfig):
     """sft: learn only from the teacher's rollouts of at least this reward; None takes all."""
 
     teacher: TeacherConfig | None = None
-    """opd, sft, custom: a teacher of this algorithm alone; None takes orchestrator.teacher."""
+    """opd, custom: a teacher of this algorithm alone; None takes orchestrator.teacher."""
 
     import_path: str | None = None
     """custom: `package.module.Class`, a subclass of meshrl.algorithms.recipes.base.Recipe."""

@@ -93,14 +93,13 @@ def build_loop(
         waits=waits_of(tracer),
     )
     deadlines = config.deadlines
-    sampler = GroupSampler(
-        services.rollouts,
-        deadlines=SamplerDeadlines(
-            group_s=deadlines.group_s, retry_s=deadlines.retry_s, unreachable_s=deadlines.unreachable_s
-        ),
-        engine_pool=config.engine_pool,
-        clock=clock,
+    limits = SamplerDeadlines(
+        group_s=deadlines.group_s, retry_s=deadlines.retry_s, unreachable_s=deadlines.unreachable_s
     )
+    sampler = GroupSampler(services.rollouts, deadlines=limits, engine_pool=config.engine_pool, clock=clock)
+    teacher = None
+    if services.teachers is not None:
+        teacher = GroupSampler(services.teachers, deadlines=limits, clock=clock)
     dispatcher = GroupDispatcher(
         run,
         sampler,
@@ -108,6 +107,7 @@ def build_loop(
         vocab_size=mesh.trainer.vocab_size or None,
         stale=StaleGroups(services.rollouts),
         lost=LostGroups(config, clock),
+        teacher=teacher,
     )
     uploader = BatchUploader(services.trainer, run, address=config.services.trainer, deadlines=deadlines, clock=clock)
     relay = VersionRelay(services.weights, config=config, run_id=run.run_id, clock=clock)

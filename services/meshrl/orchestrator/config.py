@@ -136,9 +136,9 @@ class OrchestratorConfig(BaseConfig):
     algo: AlgoConfig | None = None
     """The algorithm of every training environment that names none of its own; None is what training_mode says."""
 
-    training_mode: Literal["rl", "opd"] = "rl"
+    training_mode: Literal["rl", "opd", "sft"] = "rl"
     """What training learns from where no algorithm is named. rl: rewards (the algorithm grpo), without a teacher; opd:
-    what a teacher says of the policy's own tokens."""
+    what a teacher says of the policy's own tokens; sft: rollouts that a teacher plays."""
 
     teacher: TeacherConfig | None = None
     """The model that algorithms with a teacher learn from; None means none. rl does not start it."""
@@ -259,7 +259,7 @@ class OrchestratorConfig(BaseConfig):
         if unused and self.train.env:
             raise ValueError(
                 f"orchestrator.teacher is set, but no environment learns from a teacher (training_mode {mode!r}); leave"
-                " it out, or set orchestrator.training_mode to opd"
+                " it out, or set orchestrator.training_mode to opd or sft"
             )
         return self
 
@@ -310,6 +310,11 @@ class OrchestratorConfig(BaseConfig):
         """The teacher of an environment's algorithm; None for one that has none."""
         algo = self.algo_of(env)
         return (algo.teacher or self.teacher) if algo.type in (*TAUGHT, "custom") else None
+
+    @property
+    def taught_environments(self) -> frozenset[str]:
+        """Environments whose training rollouts the teacher plays."""
+        return frozenset(env.resolved_name for env in self.train.env if self.algo_of(env).type == "sft")
 
     @property
     def group_sizes(self) -> dict[str, int]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 import uuid
+from dataclasses import replace
 
 from opentelemetry import trace
 
@@ -40,9 +41,12 @@ class GroupDispatcher:
         vocab_size: int | None,
         stale: StaleGroups,
         lost: LostGroups,
+        teacher: GroupSampler | None = None,
     ) -> None:
+        """`teacher` samples the environments that a teacher plays."""
         self._run = run
         self._sampler = sampler
+        self._teacher = teacher
         self._config = config
         self._vocab_size = vocab_size
         self._stale = stale
@@ -84,8 +88,10 @@ class GroupDispatcher:
         """One group from dispatch to verdict."""
         run = self._run
         with trace.use_span(run.span(ticket.for_step)):
-            group = await self._sampler.sample(
-                ticket,
+            taught = self._teacher is not None and ticket.task.environment in self._config.taught_environments
+            sampler = self._teacher if taught and self._teacher is not None else self._sampler
+            group = await sampler.sample(
+                replace(ticket, min_version=0) if taught else ticket,  # a teacher has no versions
                 sampling=self._sampling[ticket.task.environment],
                 traceparent=run.traces.traceparent(ticket.for_step),
                 problems_of=self._problems_of,
@@ -120,4 +126,8 @@ class GroupDispatcher:
         """What keeps the trainer from taking a rollout; no version is newer than the last step with a batch."""
         if self._run.journal.is_open(rollout.rollout_id):
             return [("rollout_id", f"must be a UUID of its own, got that of another, {rollout.rollout_id!r}")]
+        if rollout.oldest_version is None and rollout.environment not in self._config.taught_environments:
+            unsaid = [place for place, sample in enumerate(rollout.samples) if sample.loss_mask.any()]
+            if unsaid:
+                return [(f"samples[{unsaid[0]}].version_spans", "must say which version of the policy sampled what")]
         return rollout_problems(rollout, vocab_size=self._vocab_size, newest_version=self._run.steps.recorded)

@@ -43,7 +43,11 @@ async def orchestrate(config: OrchestratorConfig, stop: asyncio.Event, tracer: T
             " add [[train.env]] with id = '<taskset>' to its TOML file ([[orchestrator.train.env]] for rl)"
         )
     server = GrpcServer(config.server) if config.server is not None else None
-    services = connect(config)
+    try:
+        services = connect(config)
+    except RunError as error:
+        logger.error(str(error))
+        return 1
     try:
         if server is not None:
             server.add(HEALTH_NAME, _no_methods, None)
@@ -81,7 +85,7 @@ async def _train(
         loop = build_loop(config, services, mesh, journal=journal, monitor=monitor, tracer=tracer)
         say_ready()
         try:
-            async with services.rollouts.watching():
+            async with services.watching():
                 await unless_stopped(stop, loop.train())
             logger.success(f"trained up to step {loop.run.plan.next_step - 1}")
         except StoppedError:

@@ -86,6 +86,10 @@ class RolloutConfig(BaseConfig):
     sampling: SamplingConfig = SamplingConfig()
     """Sampling of every environment where neither the environment nor the request says otherwise."""
 
+    text_samples: bool = False
+    """client.api chat_completions: give what its model replied as tokens of `tokenizer`, for the policy to imitate. rl
+    sets it in the rollout program that a teacher plays in."""
+
     seq_len: int = Field(default=2048, ge=2)
     """Longest sequence in tokens; a model call gets at most what its prompt leaves of it."""
 
@@ -172,6 +176,10 @@ class RolloutConfig(BaseConfig):
             raise ValueError(
                 "rollout.weights names engines that serve versions of the policy, got it with client.api"
                 " 'chat_completions', whose servers have none; leave one of them out"
+            )
+        if self.text_samples and self.client.api != "chat_completions":
+            raise ValueError(
+                "rollout.text_samples is for servers that give no tokens, got client.api 'generate'; leave it out"
             )
         if not self.client.base_url and self.weights is None:
             raise ValueError(

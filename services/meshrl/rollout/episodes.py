@@ -10,6 +10,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from loguru import logger
 from opentelemetry.context import Context
@@ -25,6 +26,7 @@ from meshrl.rollout.groups import late, rollout_failure
 from meshrl.rollout.hosting import HostedEnvironment
 from meshrl.rollout.samples import rollouts_of, trace_uuid
 from meshrl.rollout.stages import BEGINNING, RolloutStage, StageKind
+from meshrl.rollout.text_samples import TextSamples
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import EnvironmentInfo, Rollout, RolloutFailure, RolloutRequest
 
@@ -32,8 +34,12 @@ from meshrl.wire.types import EnvironmentInfo, Rollout, RolloutFailure, RolloutR
 class EpisodePlayer:
     """Plays groups of one environment that this process hosts."""
 
-    def __init__(self, hosted: HostedEnvironment, book: SessionBook, tracer: Tracer) -> None:
+    def __init__(
+        self, hosted: HostedEnvironment, book: SessionBook, tracer: Tracer, *, text: TextSamples | None = None
+    ) -> None:
+        """`text` makes samples of what a model without tokens played."""
         self.hosted = hosted
+        self._text = text
         self._book = book
         self._tracer = tracer
 
@@ -45,7 +51,8 @@ class EpisodePlayer:
         """Finds the group's task. Raises MeshError UNKNOWN_TASK, INVALID_REQUEST or ENVIRONMENT_FAILED as `TaskSource`
         does, and DEADLINE_PASSED when an infinite taskset cannot be drawn so far in time.
         """
-        self.hosted.check(request)
+        if self._text is None:
+            self.hosted.check(request)
         tasks, index = self.hosted.tasks, request.task_index or 0
         if request.task_payload is not None:
             task = tasks.of_payload(request.task_payload)
@@ -56,15 +63,23 @@ class EpisodePlayer:
             except TimeoutError as error:
                 drawing = f"task {index} of {self.hosted.name} is still being drawn; try again later"
                 raise MeshError(Reason.DEADLINE_PASSED, f"{late(request)}: {drawing}") from error
-        return GroupEpisodes(self.hosted, task, request, self._book, self._tracer)
+        return GroupEpisodes(self.hosted, task, request, self._book, self._tracer, text=self._text)
 
 
 class GroupEpisodes:
     """The episodes of one group: one task, `group_size` times."""
 
     def __init__(
-        self, hosted: HostedEnvironment, task: Task, request: RolloutRequest, book: SessionBook, tracer: Tracer
+        self,
+        hosted: HostedEnvironment,
+        task: Task,
+        request: RolloutRequest,
+        book: SessionBook,
+        tracer: Tracer,
+        *,
+        text: TextSamples | None = None,
     ) -> None:
+        self._text = text
         self._hosted = hosted
         self._task = task
         self._request = request
@@ -102,6 +117,11 @@ class GroupEpisodes:
                 environment=request.environment,
                 conversations=request.conversations,
             )
+            if self._text is not None:
+                traces = {trace_uuid(trace.id): trace for trace in episode.traces}
+                rollouts = tuple(
+                    [replace(one, samples=await self._text.of(traces[one.rollout_id])) for one in rollouts]
+                )
             if not request.scores_only:
                 refuse_without_tokens(rollouts)
             _describe(span, rollouts, sessions)

@@ -25,6 +25,7 @@ from meshrl.rollout.episodes import EpisodePlayer
 from meshrl.rollout.hosting import PolicyClient
 from meshrl.rollout.overdue import TimedPlayer
 from meshrl.rollout.stages import shortest_s
+from meshrl.rollout.text_samples import TextSamples
 
 
 async def open_players(
@@ -41,6 +42,10 @@ async def open_players(
     """
     logging.getLogger("verifiers.v1").setLevel(config.vf_level.upper())
     client: PolicyClient
+    text: TextSamples | None = None
+    if isinstance(servers, ChatServers) and config.text_samples:
+        renderer = await asyncio.to_thread(load_renderer, config.tokenizer or config.model.name, config.renderer)
+        text = TextSamples(PolicyRenderer(renderer), seq_len=config.seq_len)
     if isinstance(servers, ChatServers):
         client = servers
     else:
@@ -60,7 +65,7 @@ async def open_players(
             default_sampling=defaults,
         )
         await stack.enter_async_context(hosted.serving(client))
-        player = EpisodePlayer(hosted, book, tracer)
+        player = EpisodePlayer(hosted, book, tracer, text=text)
         limited = shortest_s(entry.deadlines) is not None
         players[hosted.name] = TimedPlayer(player, entry.deadlines) if limited else player
         logger.info("environment {}: {} tasks", hosted.name, hosted.tasks.num_tasks or "infinitely many")

@@ -136,7 +136,7 @@ def start(tmp_path: Path):
             journal = await asyncio.to_thread(open_journal, config, met.trainer, met.run)
             try:
                 tracer = trace.get_tracer("test")
-                async with services.rollouts.watching():
+                async with services.watching():
                     yield build_loop(config, services, met, journal=journal, monitor=monitor, tracer=tracer), journal
             finally:
                 await asyncio.to_thread(journal.close)

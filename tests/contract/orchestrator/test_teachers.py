@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,13 +11,17 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
+from meshrl.core.config.shared import ServerConfig
+from meshrl.core.rpc.serve import GrpcServer
 from meshrl.inference.embedded.engine import EmbeddedEngine
 from meshrl.inference.http.app import InferenceServer
 from meshrl.orchestrator.algo_config import TeacherConfig
 from meshrl.orchestrator.env_config import TrainEnvConfig, TrainEnvsConfig
 from meshrl.orchestrator.teachers.logprob_servers import LogprobServers
 from meshrl.sampling.retry import RunError
-from meshrl.wire.types import Batch
+from meshrl.v1 import rollout_pb2_grpc
+from meshrl.wire.types import Batch, Rollout, RolloutRequest
+from scripted_services import RolloutServicer, Script
 
 TOKENS = list(range(5))  # of every scripted rollout, the last three sampled
 
@@ -96,6 +101,59 @@ async def test_a_teacher_and_rewards_train_environments_of_one_run(
     assert seen == {"plain": 16, "taught": 16}
     scored = asked.count("/inference/v1/generate")
     assert 2 <= scored <= 17, "the same tokens are scored once, but for those that are asked for at the same moment"
+
+
+async def test_a_teacher_plays_one_environment_and_the_policy_another(mesh, script, make_config, start) -> None:
+    script.environments = {"plain": 50, "shown": 50}
+    batches: list[Batch] = []
+    script.refuses = lambda batch: bool(batches.append(batch))
+    played = Script(environments={"shown": 50})
+
+    def as_text(request: RolloutRequest, place: int, rollout: Rollout) -> Rollout:
+        (sample,) = rollout.samples
+        return replace(rollout, samples=(replace(sample, version_spans=(), logprobs=np.zeros(5, np.float32)),))
+
+    played.alter = as_text
+    played.engine_version = 0
+    server = GrpcServer(ServerConfig(port=0))
+    adder = rollout_pb2_grpc.add_RolloutServiceServicer_to_server
+    server.add("meshrl.v1.RolloutService", adder, RolloutServicer(played))
+    address = f"127.0.0.1:{await server.start()}"
+    server.set_serving()
+    shown = {"id": "shown", "algo": {"type": "sft", "min_reward": 1.0}}
+    train = TrainEnvsConfig(env=[TrainEnvConfig(id="plain"), TrainEnvConfig.model_validate(shown)])
+    teacher = TeacherConfig.model_validate({"rollout": address})
+    values = {"batch_size": 16, "max_steps": 10, "max_async_level": 0, "max_off_policy_steps": 1}
+    try:
+        async with start(make_config(mesh.services, train=train, teacher=teacher, **values)) as (loop, ledger):
+            await loop.train()
+    finally:
+        await server.drain(grace_s=0.0)
+    assert {request.environment for request in script.requests} == {"plain"}
+    assert {(request.environment, request.min_version) for request in played.requests} == {("shown", 0)}
+    imitated = 0
+    for row in (row for batch in batches for row in batch.micro_batches):
+        for place, env in enumerate(row.env_index):
+            part = slice(row.sample_offsets[place], row.sample_offsets[place + 1])
+            if batches[0].environments[env] == "shown":
+                imitated += 1
+                assert not row.loss_mask[part].any()
+                assert row.ce_weights[part].tolist() == [0, 0, 1, 1, 1]
+            else:
+                assert row.loss_mask[part].tolist() == [False, False, True, True, True]
+    assert imitated == 40  # half of what the teacher played got the reward that is asked for
+    assert (ledger.balance().trained, ledger.balance().open) == (120, 0)  # and none was too old
+
+
+async def test_a_rollout_of_the_policy_says_its_versions(mesh, script, make_config, start) -> None:
+    def unsaid(request: RolloutRequest, place: int, rollout: Rollout) -> Rollout:
+        return replace(rollout, samples=(replace(rollout.samples[0], version_spans=()),))
+
+    script.alter = unsaid
+    filters = {"max_lost_groups": 1}
+    async with start(make_config(mesh.services, filters=filters)) as (loop, _):
+        with pytest.raises(RunError, match=r"BAD_ROLLOUT.*must say which version of the policy"):
+            await loop.train()
 
 
 async def test_tokens_beyond_the_teachers_length_have_no_score(teacher, model) -> None:

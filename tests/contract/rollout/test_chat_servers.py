@@ -162,3 +162,21 @@ def test_a_url_without_a_path_gets_v1_and_any_other_is_taken_as_it_is():
     assert api_url("http://127.0.0.1:8000/") == "http://127.0.0.1:8000/v1"
     assert api_url("https://openrouter.ai/api/v1") == "https://openrouter.ai/api/v1"
     assert api_url("https://some.host/v1beta/openai/") == "https://some.host/v1beta/openai"
+
+
+async def test_what_a_teacher_says_comes_back_as_the_policys_tokens(start_mesh, make_group, chat, tokenizer_dir):
+    mesh = await start_mesh([], client={"api": "chat_completions", "base_url": [chat.url]}, text_samples=True)
+    rollouts = await played(mesh, make_group(group_size=2))  # to be trained on
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
+    asked = chat.requests[0][1]["messages"]
+    ids = {"tokenize": True, "return_dict": False}
+    prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True, **ids)
+    whole = tokenizer.apply_chat_template([*asked, {"role": "assistant", "content": "cat"}], **ids)
+    for rollout in rollouts:
+        [sample] = rollout.samples
+        stop = whole.index(2, len(prompt))  # the end of the reply; what the template puts behind it nobody says
+        assert sample.token_ids.tolist() == whole[: stop + 1]
+        assert sample.loss_mask.tolist() == [False] * len(prompt) + [True] * (stop + 1 - len(prompt))
+        assert not sample.logprobs.any()
+        assert (sample.version_spans, sample.temperature) == ((), 1.0)
+        assert [(span.role, span.text) for span in sample.message_spans][-1] == ("assistant", "cat")

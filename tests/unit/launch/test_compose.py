@@ -137,3 +137,17 @@ def test_engines_are_told_of_the_adapters_that_the_trainer_publishes() -> None:
     assert (arguments["enable_lora"], arguments["max_lora_rank"]) == (True, 16)
     merged = ("--trainer.model.lora.rank", "12", "--no-trainer.weight-broadcast.lora-adapter-only")
     assert parts_of(load("--inference", *merged))["inference"].config.lora_rank is None
+
+
+def test_a_teacher_that_plays_gets_a_rollout_program_of_its_own() -> None:
+    teacher = ["--orchestrator.teacher.client.base-url", "http://t:1", "--orchestrator.teacher.model.name", "big"]
+    parts = parts_of(load("--inference", "--model.name", "m", "--orchestrator.training-mode", "sft", *teacher))
+    played, policy = parts["teacher"].config, parts["rollout"].config
+    assert (played.client.api, played.client.base_url, played.weights) == ("chat_completions", ["http://t:1"], None)
+    assert (played.model.name, played.tokenizer, played.text_samples) == ("big", "m", True)
+    assert [entry.resolved_name for entry in played.env] == [entry.resolved_name for entry in policy.env]
+    assert parts["orchestrator"].config.teacher.rollout == [f"127.0.0.1:{played.server.port}"]
+    assert played.output_dir == policy.output_dir / "teacher"
+    running = ["--orchestrator.teacher.rollout", "10.0.0.1:5"]
+    assert "teacher" not in parts_of(load("--inference", "--orchestrator.training-mode", "sft", *teacher, *running))
+    assert "teacher" not in parts_of(load("--inference", "--orchestrator.training-mode", "opd", *teacher))

@@ -104,6 +104,9 @@ def test_training_modes_name_an_algorithm_and_say_whether_there_is_a_teacher() -
     assert (config.algo_of(env).type, config.teacher_of(env)) == ("opd", config.teacher)
     assert config.teacher is not None
     assert config.teacher.client.base_url == ["http://127.0.0.1:9"]
+    assert "'a' is trained by sft, which needs any server of /v1/chat/completions" in refusal(
+        training_mode="sft", train=train
+    )
     own = {"env": [{"id": "a", "algo": {"type": "opd", "teacher": teacher}}]}
     assert OrchestratorConfig.model_validate({"train": own}).teacher is None
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 from loguru import logger
@@ -26,10 +27,22 @@ class Services:
     rollouts: RolloutPool
     trainer: TrainerClient
     weights: WeightSyncClient
+    teachers: RolloutPool | None = None
+    """Rollout services in which a teacher plays; None where none does."""
+
+    @asynccontextmanager
+    async def watching(self) -> AsyncIterator[None]:
+        """Follows the state of every rollout service."""
+        async with AsyncExitStack() as stack:
+            for pool in (self.rollouts, self.teachers):
+                if pool is not None:
+                    await stack.enter_async_context(pool.watching())
+            yield
 
     async def close(self) -> None:
-        for client in (self.rollouts, self.trainer, self.weights):
-            await client.close()
+        for client in (self.rollouts, self.trainer, self.weights, self.teachers):
+            if client is not None:
+                await client.close()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +63,21 @@ def connect(config: OrchestratorConfig, clock: Clock | None = None) -> Services:
         ),
         trainer=TrainerClient(config.services.trainer, options),
         weights=WeightSyncClient(config.services.weights, options),
+        teachers=_teachers(config, options, clock),
+    )
+
+
+def _teachers(config: OrchestratorConfig, options: ChannelOptions, clock: Clock | None) -> RolloutPool | None:
+    """The services in which the teacher plays. Raises RunError where an environment needs one and none is named."""
+    if not config.taught_environments:
+        return None
+    if config.teacher is None or config.teacher.rollout is None:
+        raise RunError(
+            "orchestrator.teacher.rollout must name the rollout service in which the teacher plays, got none; start"
+            " `rollout` with text_samples and client.api chat_completions, or let rl start it"
+        )
+    return RolloutPool(
+        config.teacher.rollout, unreachable_s=config.deadlines.unreachable_s, options=options, clock=clock
     )
 
 
@@ -64,6 +92,8 @@ async def wait_for_services(config: OrchestratorConfig, services: Services) -> M
     try:
         async with asyncio.TaskGroup() as waiting:
             waiting.create_task(services.rollouts.gather(wanted, startup_s=deadline_s))
+            if services.teachers is not None:
+                waiting.create_task(services.teachers.gather(config.taught_environments, startup_s=deadline_s))
             for name, address, client in waits:
                 waiting.create_task(_wait_for(name, address, client, deadline_s))
     except BaseExceptionGroup as failures:  # one that never comes is enough: the others are not waited for

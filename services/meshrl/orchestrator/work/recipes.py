@@ -13,6 +13,7 @@ from meshrl.algorithms.recipes.max_rl import MaxRL
 from meshrl.algorithms.recipes.opd import OnPolicyDistillation
 from meshrl.algorithms.recipes.opsd import SelfDistillation
 from meshrl.algorithms.recipes.rae import RoleBaseline
+from meshrl.algorithms.recipes.sft import Imitation
 from meshrl.orchestrator.algo_config import AlgoConfig
 from meshrl.orchestrator.config import OrchestratorConfig
 from meshrl.orchestrator.work.advantage import build_advantage
@@ -34,10 +35,10 @@ class Recipes:
             env.resolved_name: _recipe(config.algo_of(env), config) for env in config.train.env
         }
         for name, recipe in self.by_environment.items():
-            if recipe.sampler is not Actor.POLICY:
+            if recipe.sampler is Actor.TEACHER and name not in config.taught_environments:
                 raise RunError(
-                    f"the algorithm of environment {name!r} wants a teacher to play its rollouts, which none can; only"
-                    " the policy plays"
+                    f"the custom algorithm of environment {name!r} wants a teacher to play its rollouts, which only the"
+                    " algorithm sft has"
                 )
 
     @property
@@ -93,6 +94,8 @@ def _recipe(algo: AlgoConfig, config: OrchestratorConfig) -> Recipe:
         return OnPolicyDistillation(weight=weight)
     if algo.type == "opsd":
         return SelfDistillation(weight=weight, context_tokens=algo.context_tokens or config.seq_len - 1)
+    if algo.type == "sft":
+        return Imitation(weight=weight, min_reward=algo.min_reward)
     advantage = build_advantage(config.advantage)
     if algo.type == "hierarchical_grpo":
         return HierarchicalGroupRelative(advantage, episode_agents=algo.episode_agents)

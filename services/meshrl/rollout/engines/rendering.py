@@ -22,6 +22,7 @@ from verifiers.v1.types import Message
 
 from meshrl.core.config import ConfigError
 from meshrl.rollout.engines.render_cache import PROMPT_TOKENS, RenderCache, quicken, remember_prefixes
+from meshrl.wire.errors import MeshError, Reason
 
 INLINE_CHARACTERS = 16_384
 """Prompts up to this long are tokenized on the event loop: the hop to a thread would cost more than the work."""
@@ -90,6 +91,29 @@ class PolicyRenderer:
         characters = sum(len(content) for content in contents if isinstance(content, str | list))
         async with self._lock:
             return render() if characters <= INLINE_CHARACTERS else await asyncio.to_thread(render)
+
+    async def reply(self, messages: Sequence[Message], tools: list[WireMessage] | None) -> tuple[list[int], list[int]]:
+        """The tokens of a prompt and of the reply to it, the last of `messages`, up to its stop token.
+
+        Raises MeshError INVALID_REQUEST where the template does not render the reply right behind the prompt.
+        """
+        wire: list[WireMessage] = [message_to_wire(message) for message in messages]
+
+        def render() -> tuple[list[int], list[int]]:
+            prompt = self._renderer.render(wire[:-1], tools=tools, add_generation_prompt=True).token_ids
+            whole = self._renderer.render(wire, tools=tools).token_ids
+            if whole[: len(prompt)] != prompt:
+                raise MeshError(
+                    Reason.INVALID_REQUEST,
+                    "the chat template renders a reply otherwise than behind its prompt, so nobody can learn it; set"
+                    " rollout.renderer to one that does not, or give the tokenizer another chat template",
+                )
+            reply = whole[len(prompt) :]
+            stops = [place for place, token in enumerate(reply) if token in self.stop_token_ids]
+            return prompt, reply[: stops[0] + 1] if stops else reply
+
+        async with self._lock:
+            return await asyncio.to_thread(render)
 
     def parse(
         self, token_ids: Sequence[int], prompt_ids: Sequence[int], tools: list[WireMessage] | None

@@ -172,7 +172,8 @@ def _check_version_spans(reader: FieldReader, spans: tuple[VersionSpan, ...], lo
             return
         covered_T[span.start : span.end] = True
         last_end = span.end
-    reader.check(not bool((loss_mask_T & ~covered_T).any()), "version_spans", "must cover every token of loss_mask")
+    covered = not spans or not bool((loss_mask_T & ~covered_T).any())
+    reader.check(covered, "version_spans", "must cover every token of loss_mask, or be none at all")
 
 
 def rollout_to_proto(rollout: Rollout) -> pb.Rollout:
