@@ -130,8 +130,9 @@ def measure_alone(model: Path, folder: Path, options: argparse.Namespace, longes
     shortest = longest if folder.name == "equal" else min(128, longest // 2)
     mean = str(MEAN_PROMPT + (shortest + longest) // 2)
     trainer = ["--bench.random-weights", "--bench.rows", str(options.rows), "--bench.lengths", "variable"]
+    trainer += ["--bench.warmup-steps", "6"]  # every length has its kernels planned once
     trainer += ["--bench.median-length", mean, "--seq-len", str(options.seq_len)]
-    engine = ["--bench.requests", str(options.batch_size * 2), "--bench.prompt-tokens", str(MEAN_PROMPT)]
+    engine = ["--bench.requests", str(options.batch_size * 4), "--bench.prompt-tokens", str(MEAN_PROMPT)]
     engine += ["--bench.min-tokens", str(shortest), "--bench.max-tokens", str(longest), "--engine", options.engine]
     engine += ["--max-model-len", str(LONGEST_PROMPT + longest)]
     sides = {"trainer": [*trainer, *options.trainer_flags], "inference": [*engine, *options.engine_flags]}
@@ -167,7 +168,7 @@ def run(model: Path, folder: Path, options: argparse.Namespace, *, level: int, l
         "--rollout.seq-len",
         str(LONGEST_PROMPT + longest),
     ]
-    flags += ["--trainer.seq-len", str(options.seq_len), "--orchestrator.seq-len", str(LONGEST_PROMPT + longest)]
+    flags += ["--trainer.seq-len", str(options.seq_len), "--orchestrator.seq-len", str(options.seq_len)]
     flags += ["--no-orchestrator.filters.zero-signal", *environments(PROMPT_CHARACTERS)]
     if places:
         flags += ["--trainer-gpu-ids", ",".join(places[:cut]), "--inference-gpu-ids", ",".join(places[cut:])]
