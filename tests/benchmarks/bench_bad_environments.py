@@ -126,6 +126,7 @@ async def started(folder: Path, options: argparse.Namespace, url: str) -> tuple[
     config = folder / "rollout.toml"
     config.write_text(
         f'tokenizer = "{folder}"\noutput_dir = "{folder}/out"\nworkers = {options.workers!r}\nmax_memory_mib = 1024\n'
+        f"standby = {str(options.standby).lower()}\n"
         f'[sampling]\nmax_tokens = 3\n[server]\nport = {port}\n[client]\nbase_url = ["{url}"]\n'
         '[renderer]\nname = "default"\n' + "\n".join(entries)
     )
@@ -175,6 +176,7 @@ async def main() -> None:
     parser.add_argument("--in-flight", type=int, default=10, help="rollouts in flight, the bad one's included")
     parser.add_argument("--delay", type=float, default=0.5, help="seconds that a model call takes")
     parser.add_argument("--workers", default="auto", type=lambda text: int(text) if text.isdigit() else text)
+    parser.add_argument("--standby", action=argparse.BooleanOptionalAction, default=True, help="as rollout.standby")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -107,6 +107,10 @@ class RolloutConfig(BaseConfig):
     allow, beside those that the other programs need. 0 plays those environments in this process, where one that blocks
     or exits takes the program with it."""
 
+    standby: bool = True
+    """Where several environments share workers, keep one more that has loaded them, to take the place of one that is
+    lost: the others then go on at once. false saves its memory."""
+
     max_memory_mib: int | None = Field(default=None, ge=64)
     """Most MiB of memory that one worker may take beyond what it has once its tasks are loaded; one that takes more is
     replaced. None is half of the machine's memory."""

@@ -13,6 +13,8 @@ from meshrl.wire.types import Rollout, RolloutFailure, RolloutSummary
 PATIENCE_S = 120.0
 """For a machine that is ten times slower, or stands still for a while."""
 
+STANDS_BY = "worker 2 has loaded mesh_echo, {}"
+
 
 async def collect(mesh, request):
     return [event async for event in mesh.client.run_rollouts(request)]
@@ -23,11 +25,29 @@ def zoo(kind, **options):
     return {"id": "mesh_zoo", "name": kind, "args": {"kind": kind, "seconds": 3600.0}, **options}
 
 
+class Said(list):
+    """Lines of a log, some of which a test waits for."""
+
+    def __init__(self):
+        super().__init__()
+        self._more = asyncio.Event()
+
+    def add(self, line):
+        self.append(line)
+        self._more.set()
+
+    async def until(self, line):
+        async with asyncio.timeout(PATIENCE_S):
+            while line not in self:
+                self._more.clear()
+                await self._more.wait()
+
+
 @pytest.fixture
 def said():
     """What the front logs about environments."""
-    lines = []
-    sink = logger.add(lambda message: lines.append(message.record["message"]), level="INFO")
+    lines = Said()
+    sink = logger.add(lambda message: lines.add(message.record["message"]), level="INFO")
     yield lines
     logger.remove(sink)
 
@@ -74,11 +94,12 @@ async def test_a_worker_plays_as_the_service_itself_does(start_mesh, engine, mak
         ),
     ],
 )
-async def test_what_ends_or_blocks_a_shared_worker_fails_and_moves_out_and_others_are_played_again(
+async def test_what_ends_or_blocks_a_shared_worker_fails_and_moves_out_and_the_standby_plays_the_others_again(
     start_mesh, engine, make_group, tokens, said, kind, words
 ):
     gate = Gate(engine, tokens)
-    mesh = await start_mesh([engine], env=[{"id": "mesh_echo"}, zoo(kind)], workers=1, blocked_s=1.0)
+    mesh = await start_mesh([engine], env=[{"id": "mesh_echo"}, zoo(kind)], workers=1)
+    await said.until(STANDS_BY.format(kind))
     healthy = asyncio.create_task(collect(mesh, make_group(group_size=2, deadline_s=PATIENCE_S)))
     await gate.held.get()
     await gate.held.get()
@@ -91,7 +112,31 @@ async def test_what_ends_or_blocks_a_shared_worker_fails_and_moves_out_and_other
     *rollouts, summary = await healthy
     assert [type(rollout) for rollout in rollouts] == [Rollout, Rollout]
     assert summary.finished == 2
-    assert any(f"environment {kind} gets worker 2 of its own" in line for line in said)
+    assert any(f"environment {kind} gets worker 3 of its own" in line for line in said)
+    assert "worker 2 takes the place of worker 1" in said
+    assert not any(re.match("worker [12] has loaded", line) for line in said[said.index(STANDS_BY.format(kind)) + 1 :])
+
+
+async def test_where_nobody_knows_whose_code_it_was_what_played_most_goes_on_in_the_standby(
+    start_mesh, engine, make_group, tokens, said
+):
+    gate = Gate(engine, tokens)
+    env = [{"id": "mesh_echo", "name": name} for name in ("few", "many")]
+    mesh = await start_mesh([engine], env=env, workers=1)
+    (shared,) = await asyncio.to_thread(worker_pids)
+    await said.until("worker 2 has loaded few, many")
+    playing = [
+        asyncio.create_task(collect(mesh, make_group(environment=name, group_size=size, deadline_s=PATIENCE_S)))
+        for name, size in (("few", 1), ("many", 2))
+    ]
+    for _ in range(3):
+        await gate.held.get()
+    os.kill(shared, signal.SIGKILL)
+    await said.until("worker 3 has loaded few")
+    gate.opened.set()
+    assert [(await group)[-1].finished for group in playing] == [1, 2]
+    moves = [line.partition(",")[0] for line in said if "of its own" in line]
+    assert moves == ["environment many gets worker 2 of its own", "environment few gets worker 3 of its own"]
 
 
 async def test_a_hanging_rollout_is_given_up_at_its_stages_deadline_and_loses_its_place(start_mesh, engine, make_group):

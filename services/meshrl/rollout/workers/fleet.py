@@ -3,7 +3,8 @@
 Asked by the players (`players`) for a worker for each group. Environments share the workers of `rollout.workers`
 unless they ask for their own. When a shared worker is lost, the environment whose code did it gets workers of its own,
 so that it costs the others nothing from then on; where nobody knows whose it was, each that played there gets its own,
-and the next loss tells.
+and the next loss tells. A standby, which has loaded the shared environments too, takes the place of a lost worker at
+once, and the lost one's slot starts the next standby.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import itertools
 import os
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from loguru import logger
@@ -50,6 +51,8 @@ class WorkerFleet:
         shared = count_of(config) if self._shared_names else 0
         self._shared = [self._slot(None) for _ in range(shared)]
         self._own = {name: [self._slot(name) for _ in range(count)] for name, count in own.items()}
+        self._with_standby = config.standby and shared > 0
+        self._standby: WorkerSlot | None = None
         self._infos: dict[str, EnvironmentInfo] = {}
         self._changed = Pulse()
         self._looking: asyncio.Task[None] | None = None
@@ -62,6 +65,7 @@ class WorkerFleet:
                 await self.__aexit__()
                 raise worker
             self._infos |= {info.name: info for info in worker.infos}
+        self._start_standby()
         self._looking = asyncio.create_task(self._look_forever())
         return self
 
@@ -69,7 +73,7 @@ class WorkerFleet:
         if self._looking is not None:
             self._looking.cancel()
         grace_s = EXPORT_GRACE_S if any(os.environ.get(name) for name in ENDPOINT_VARIABLES) else STOP_GRACE_S
-        await asyncio.gather(*(slot.close(grace_s) for slot in self._slots()))
+        await asyncio.gather(*(slot.close(grace_s) for slot in self._slots_and_standby()))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -120,6 +124,9 @@ class WorkerFleet:
     def _slots(self) -> list[WorkerSlot]:
         return [*self._shared, *itertools.chain.from_iterable(self._own.values())]
 
+    def _slots_and_standby(self) -> list[WorkerSlot]:
+        return self._slots() if self._standby is None else [*self._slots(), self._standby]
+
     def _slots_of(self, environment: str) -> list[WorkerSlot]:
         return self._own.get(environment, self._shared)
 
@@ -129,15 +136,22 @@ class WorkerFleet:
             (environment,) = self._shared_names
         if environment is None:
             limits = SlotLimits(self._blocked_s, self._max_memory_mib)
-            names = self._sharing
+            hosts: tuple[Callable[[], Collection[str]], SlotLimits] = self._sharing, limits
         else:
-            entry, alone = self._entries[environment], (environment,)
-            limits = SlotLimits(entry.deadlines.blocked_s, entry.max_memory_mib or self._max_memory_mib)
+            hosts = self._alone(environment)
+        return WorkerSlot(next(self._numbers), self._config, *hosts, self._on_lost, self._on_change)
 
-            def names() -> tuple[str, ...]:
-                return alone
+    def _alone(self, environment: str) -> tuple[Callable[[], Collection[str]], SlotLimits]:
+        """What the slot of one environment starts its workers with."""
+        entry, names = self._entries[environment], (environment,)
+        limits = SlotLimits(entry.deadlines.blocked_s, entry.max_memory_mib or self._max_memory_mib)
+        return lambda: names, limits
 
-        return WorkerSlot(next(self._numbers), self._config, names, limits, self._on_lost, self._on_change)
+    def _start_standby(self) -> None:
+        """Has a worker ready where environments share: one that they lose would hold the others up."""
+        if self._with_standby and self._standby is None and len(self._shared_names) > 1:
+            self._standby = self._slot(None)
+            self._standby.keep_starting()
 
     def _sharing(self) -> tuple[str, ...]:
         return tuple(name for name in self._entries if name in self._shared_names)
@@ -159,23 +173,47 @@ class WorkerFleet:
         if not known:
             names = ", ".join(sorted(suspects)) or "nothing"
             logger.error("worker {}, which played {}, {}", number, names, loss.words)
-        if len(hosted) > 1:
-            for name in sorted(suspects & self._shared_names):
+        sharing = self._shared_names.intersection(hosted)
+        if len(sharing) > 1:
+            played: Counter[str] = Counter()
+            for environment, size in worker.groups.values():
+                played[environment] += size
+            for name in sorted(suspects & sharing, key=lambda name: (-played[name], name)):
                 self._move_out(name, known=known)
+        self._replace(number)
+        self._start_standby()
         worker.lose(causes, frozenset(suspects) if known else frozenset())
         self._changed.beat()
 
     def _move_out(self, name: str, *, known: bool) -> None:
         """Gives an environment a worker of its own from now on."""
         self._shared_names.discard(name)
-        slot = self._slot(name)
+        if self._standby is not None and not known:  # what played most goes on at once
+            slot, self._standby = self._standby, None
+            slot.host(*self._alone(name))
+        else:
+            slot = self._slot(name)
+            slot.keep_starting()
         self._own[name] = [slot]
-        slot.keep_starting()
         why = "so that others keep their pace" if known else "to find out whose code it was"
         logger.bind(env=name).warning(
             "environment {} gets worker {} of its own, {}; isolated = true does so from the start",
             name, slot.number, why,
         )  # fmt: skip
+
+    def _replace(self, number: int) -> None:
+        """Puts the standby in the place of the shared worker `number`, which is lost."""
+        lost = next((slot for slot in self._shared if slot.number == number), None)
+        if lost is None:  # it was not shared, or stood by
+            return
+        if self._standby is not None:
+            logger.info("worker {} takes the place of worker {}", self._standby.number, number)
+            self._shared[self._shared.index(lost)], self._standby = self._standby, lost
+        elif not self._shared_names:
+            self._shared.remove(lost)
+        if len(self._shared_names) < 2 and lost not in self._shared:
+            lost.retire()
+            self._standby = None
 
     async def _look_forever(self) -> None:
         looked_s = time.monotonic()
@@ -184,7 +222,7 @@ class WorkerFleet:
             now_s = time.monotonic()
             stood_still_s = now_s - looked_s - LOOK_EVERY_S
             looked_s = now_s
-            for slot in self._slots():
+            for slot in self._slots_and_standby():
                 if stood_still_s > STOOD_STILL_S:
                     slot.forgive(stood_still_s)
                     continue

@@ -65,6 +65,7 @@ class WorkerSlot:
         self._on_lost = on_lost
         self._on_change = on_change
         self._killed: Loss | None = None
+        self._retired = False
         self._task: asyncio.Task[None] | None = None
 
     async def first(self) -> WorkerProcess:
@@ -91,6 +92,14 @@ class WorkerSlot:
         except TimeoutError:  # code of an environment that does not end
             worker.kill("the service ends")
         await worker.wait_gone()
+
+    def host(self, names: Callable[[], Collection[str]], limits: SlotLimits) -> None:
+        """Changes what the next workers are started for, and the limits of this one."""
+        self._names, self.limits = names, limits
+
+    def retire(self) -> None:
+        """Starts no other worker when this one is lost."""
+        self._retired = True
 
     def look(self) -> None:
         """Ends the worker if it is stuck or too large; called a few times a second."""
@@ -164,13 +173,15 @@ class WorkerSlot:
                     logger.error("worker {} cannot be started: {}", self.number, error)
                     pause_s = min(max(2 * pause_s, FIRST_PAUSE_S), LONGEST_PAUSE_S)
                     continue
-                logger.info("worker {} plays {}", self.number, ", ".join(worker.order.names))
+                logger.info("worker {} has loaded {}", self.number, ", ".join(worker.order.names))
             self._on_change()
             began_s = time.monotonic()
             how = await worker.wait_gone()
             loss = self._killed or Loss(how, worker.exiter)
             self.worker = None
             self._on_lost(worker, loss)
+            if self._retired:
+                return
             worker = None
             lived_s = time.monotonic() - began_s
             pause_s = 0.0 if lived_s > LIVED_WELL_S else min(max(2 * pause_s, FIRST_PAUSE_S), LONGEST_PAUSE_S)
