@@ -14,14 +14,17 @@ BUNDLED = {
     "memory_game": "meshrl.environments.memory_game",
     "reverse_text": "meshrl.environments.reverse_text",
     "reasoning_gym": "meshrl.environments.reasoning_gym",
+    "textarena_games": "meshrl.environments.textarena_games",
     "word_trail": "meshrl.environments.word_trail",
 }
 """Short names of the tasksets in this package."""
 
 CHOOSING = {
-    "reasoning_gym": "dataset",
+    "reasoning_gym": ("reasoning_gym", "dataset"),
+    "textarena": ("textarena_games", "game"),  # verifiers has a taskset textarena, which fetches word lists
 }
-"""Bundled tasksets that are many: an id `reasoning_gym:leg_counting` says which, and sets this option."""
+"""Bundled tasksets that are many: an id `reasoning_gym:leg_counting` says which. By what stands before the colon the
+taskset's short name and the option that the rest sets."""
 
 
 def plugin_id(module_id: str) -> str:
@@ -47,11 +50,11 @@ def split_choice(taskset_id: str) -> tuple[str, dict[str, str]]:
     family, colon, choice = taskset_id.partition(":")
     if not colon:
         return taskset_id, {}
-    option = CHOOSING.get(_short(family))
-    if option is None or not choice:
-        known = ", ".join(f"{name}:<{option}>" for name, option in CHOOSING.items())
+    if _short(family) not in CHOOSING or not choice:
+        known = ", ".join(f"{name}:<{option}>" for name, (_, option) in CHOOSING.items())
         raise ValueError(f"{taskset_id!r} is no taskset: ids with a colon are {known}")
-    return _short(family), {option: choice}
+    name, option = CHOOSING[_short(family)]
+    return name, {option: choice}
 
 
 def is_bundled(taskset_id: str) -> bool:
