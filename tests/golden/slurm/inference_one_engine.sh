@@ -14,6 +14,7 @@ readonly PYTHON=/venv/bin/python
 readonly OUTPUT_DIR=/run/out
 readonly CONFIG=/run/out/configs/inference.toml
 export SLURM_EXPORT_ENV=ALL # what sbatch was given reaches every step
+export PYTHONUNBUFFERED=1
 
 # The configuration travels in this script, so that the first node needs no file of the one that submitted it.
 mkdir -p "$OUTPUT_DIR/configs" || exit 2
@@ -45,7 +46,8 @@ srun --overlap --nodes=2 --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=1 \
   "$PYTHON" -m meshrl.inference.main @ "$CONFIG" --data-parallel-address "$HEAD" --data-parallel-rpc-port "$RPC_PORT" \
   --data-parallel-size-local 2 &
 main=$!
-trap : TERM # scancel tells the steps as well, which drain
+cancelled=
+trap 'cancelled=1' TERM # scancel tells every process of the job
 trap before_the_limit USR1
 while :; do # a signal ends `wait`, not the program
   wait "$main"
@@ -54,7 +56,7 @@ while :; do # a signal ends `wait`, not the program
 done
 
 # A run that failed because a node went away goes back into the queue. Nodes that answer had no part in it.
-if [ "$code" -ne 0 ] && [ "$code" -ne 2 ] && [ "${SLURM_RESTART_COUNT:-0}" -lt 5 ] &&
+if [ -z "$cancelled" ] && [ "$code" -ne 0 ] && [ "$code" -ne 2 ] && [ "${SLURM_RESTART_COUNT:-0}" -lt 5 ] &&
   ! timeout 60 srun --overlap --nodes=2 --ntasks=2 --ntasks-per-node=1 true; then
   echo "a node of this job does not answer: requeueing"
   scontrol requeue "$SLURM_JOB_ID" && sleep 60
