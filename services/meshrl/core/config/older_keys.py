@@ -58,6 +58,7 @@ _PACKED = "rows are packed to seq_len tokens; lower trainer.seq_len where memory
 _WHOLE_RUN = "rl submits and spreads the whole run: set slurm and deployment at the top"
 _PARALLEL = "models are split by FSDP alone so far; leave it out, and add GPUs with deployment.num_train_gpus"
 _TEACHER = "rl starts no teacher: start `inference`, and name it in orchestrator.teacher.client.base_url"
+_IMITATION = "orchestrator.training_mode = 'sft' has the policy imitate what orchestrator.teacher plays"
 _MODEL_CODE = "every model runs as transformers defines it, with attention and output head of meshrl"
 _DIFFICULTY = "tasks are drawn in their order; orchestrator.filters.zero_signal drops groups without signal"
 _HARNESS = "a taskset brings its harness, or rollout.harness names one for all"
@@ -133,9 +134,9 @@ _ORCHESTRATOR = (
     _moved("orchestrator.teacher_model", "orchestrator.teacher"),
     _moved("orchestrator.teacher_rollout_model", "orchestrator.teacher"),
     _unused("orchestrator.use_sft_loss", "learning from rewards is what a run always does", "false"),
-    _absent("orchestrator.use_sft_loss", _TEACHER),
+    _absent("orchestrator.use_sft_loss", _IMITATION),
     _unused("orchestrator.need_sft_loss", "learning from rewards is what a run always does", "false"),
-    _absent("orchestrator.need_sft_loss", _TEACHER),
+    _absent("orchestrator.need_sft_loss", _IMITATION),
     _unused("orchestrator.prime_monitor", "metrics go to metrics.jsonl and, with wandb, to Weights & Biases"),
     _unused("orchestrator.oversampling_factor", "orchestrator.max_inflight_rollouts is how much is under way"),
     _unused("orchestrator.concurrency", "rollout.max_concurrent is how many rollouts run at once"),
