@@ -13,10 +13,11 @@ Then losses: packed rows against one conversation at a time, and against transfo
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from meshrl.sft.tokenization import render
 LEARNED = frozenset({"assistant"})
 CHATML = (("<|im_start|>assistant\n",), ("<|im_end|>",))
 LLAMA = (("<|start_header_id|>assistant<|end_header_id|>\n\n",), ("<|eot_id|>", "<|eom_id|>"))
-GLM = (("<|assistant|></think>", "<|assistant|>"), ("<|user|>", "<|observation|>", "<|endoftext|>"))
+GLM = (("<|assistant|></think>", "<|assistant|><think>"), ("<|user|>", "<|observation|>", "<|endoftext|>"))
 BAR, UNDER = "\uff5c", "\u2581"  # the wide bar and the low block of DeepSeek's tokens
 TOOLS_END = f"<{BAR}tool{UNDER}outputs{UNDER}end{BAR}>"  # after which it goes on without a header
 DEEPSEEK = ((f"<{BAR}Assistant{BAR}>", TOOLS_END), (f"<{BAR}end{UNDER}of{UNDER}sentence{BAR}>",))
@@ -69,8 +70,14 @@ FAMILIES = (
     Family("minimax-m2", None, ("]~b]ai\n",), ("[e~[",)),
     Family("laguna-xs.2", None, ("<assistant>\n",), ("</assistant>",)),
 )
-STOCK = {"llama-3": {"bos_token": "<|begin_of_text|>", "date_string": "26 Jul 2024"}}
+STOCK = {
+    "llama-3": {"bos_token": "<|begin_of_text|>", "date_string": "26 Jul 2024"},
+    "deepseek-v3": {"bos_token": f"<{BAR}begin{UNDER}of{UNDER}sentence{BAR}>"},
+}
 """What a stock template wants to be told."""
+
+AS_JSON = ("deepseek-v3",)
+"""Whose stock templates take arguments as JSON text alone."""
 
 TOOL = {
     "type": "function",
@@ -132,6 +139,15 @@ def conversation(source: random.Random, number: int) -> Conversation:
     return Conversation(row=f"row {number}", messages=tuple(messages), tools=(TOOL,) if with_tools else ())
 
 
+def with_json(message: Mapping[str, Any]) -> dict[str, Any]:
+    """The message with the arguments of its calls as JSON text."""
+    calls = [
+        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+        for call in message.get("tool_calls", ())
+    ]
+    return {**message, "tool_calls": calls} if calls else dict(message)
+
+
 def by_markup(tokenizer: Any, family: Family, tokens: Sequence[int]) -> list[bool]:
     """The mask that the markup alone tells."""
     headers = [tokenizer.encode(header, add_special_tokens=False) for header in family.headers]
@@ -159,18 +175,18 @@ def compare(family: Family, templates: Path | None, conversations: Sequence[Conv
     tokenizer.chat_template = None if file is None else file.read_text()
     stops = set(made.of({}).get_stop_token_ids())
     same_tokens = same_masks = compared = 0
-    for each in conversations:
+    for given in conversations:
         try:
-            sample = render(each, made, learned_roles=LEARNED)
+            sample = render(given, made, learned_roles=LEARNED)
         except DataError:  # such as two tool calls for a family that takes one
             continue
         compared += 1
         ours = sample.token_ids.tolist()
         same_masks += sample.loss_mask.tolist() == by_markup(tokenizer, family, ours)
         if file is not None:
-            stock = tokenizer.apply_chat_template(
-                list(each.messages), tools=list(each.tools) or None, return_dict=False, **STOCK.get(family.renderer, {})
-            )
+            messages = [with_json(each) if family.renderer in AS_JSON else dict(each) for each in given.messages]
+            told = STOCK.get(family.renderer, {})
+            stock = tokenizer.apply_chat_template(messages, tools=list(given.tools) or None, return_dict=False, **told)
             same_tokens += ours == stock or (ours[:-1] == stock and ours[-1] in stops)
     return ("no template" if file is None else f"{same_tokens}/{compared}"), f"{same_masks}/{compared}"
 
@@ -226,11 +242,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Compare tokens, masks and losses of sft with other implementations.")
     parser.add_argument("--templates", type=Path, help="folder of stock chat templates, such as trl/chat_templates")
     parser.add_argument("--conversations", type=int, default=200, help="how many (default 200)")
+    parser.add_argument("--only", nargs="+", help="renderers to compare (default: all)")
     read = parser.parse_args()
     source = random.Random(0)
     conversations = [conversation(source, number) for number in range(read.conversations)]
     print("| renderer | tokens of the stock template | mask of the markup |\n|---|---|---|")
-    for family in FAMILIES:
+    for family in FAMILIES if read.only is None else [each for each in FAMILIES if each.renderer in read.only]:
         tokens, masks = compare(family, read.templates, conversations)
         print(f"| {family.renderer} | {tokens} | {masks} |", flush=True)
     losses(conversations)
