@@ -20,7 +20,6 @@ cd "$work"
 venv/bin/python -c 'import meshrl.launch, sys; sys.exit("site-packages" not in meshrl.launch.__file__)'
 venv/bin/python -c 'from pathlib import Path; from meshrl.environments.reverse_text.model import create_model; create_model(Path("model"), seed=0)'
 venv/bin/rl @ rl.toml --model.name model --output-dir run --max-steps 2 --slurm --dry-run >/dev/null # the templates are there
-venv/bin/rl @ rl.toml --model.name model --output-dir run --max-steps 2
-venv/bin/meshrl weights list -o run 2>/dev/null || true
+venv/bin/rl @ rl.toml --model.name model --output-dir run --max-steps 2 --orchestrator.batch-size 16 --orchestrator.group-size 4
 test "$(wc -l <run/metrics.jsonl)" -ge 2
 echo "wheels: installed in an empty environment, and a run of two steps was made"
