@@ -115,7 +115,8 @@ class OrchestratorConfig(BaseConfig):
     """Rollouts per task. The older spelling rollouts_per_example is accepted."""
 
     seq_len: int = Field(default=2048, ge=2)
-    """Token budget of a micro-batch; longer rollouts are cut to it. At most the trainer's seq_len."""
+    """Token budget of a micro-batch; longer rollouts are cut to it. At most the trainer's seq_len, which rl takes
+    where it is longer and nothing is said here: a GPU computes long rows faster than short ones."""
 
     max_steps: int | None = Field(default=None, ge=1)
     """Stop after this many steps; None runs until it is stopped."""

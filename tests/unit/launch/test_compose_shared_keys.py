@@ -20,6 +20,8 @@ from run_config import COMPONENTS, load, parts_of, refusal
                 "inference.max_model_len": 64,
             },
         ),
+        (["--trainer.seq-len", "4096"], {"orchestrator.seq_len": 4096, "rollout.seq_len": 2048}),
+        (["--trainer.seq-len", "4096", "--orchestrator.seq-len", "256"], {"orchestrator.seq_len": 256}),
         (
             ["--model.name", "m"],
             {"trainer.model.name": "m", "inference.model.name": "m", "rollout.model.name": "m"},

@@ -8,6 +8,7 @@ from meshrl.core.config.schema import ReadTable, Table
 from meshrl.core.config.shared import ModelConfig
 from meshrl.launch.config.presets import fit_preset
 from meshrl.launch.config.shared_keys import drop_unused_inference
+from meshrl.orchestrator.config import OrchestratorConfig
 
 HOSTED_KEYS = (
     "id", "name", "args", "sampling", "seq_len", "workers", "isolated", "max_memory_mib", "deadlines", "part",
@@ -34,6 +35,8 @@ def complete(values: ReadTable) -> Table:
     if isinstance(gpus, list) and gpus and deployment is not None:
         deployment.setdefault("num_train_gpus", len(gpus))  # one process for each GPU
     _follow(completed, "rollout", "seq_len", "orchestrator")
+    if _is_longer(completed.get("trainer")):
+        _follow(completed, "orchestrator", "seq_len", "trainer")
     for name in ["rollout", *(["inference"] if starts_engine else [])]:
         _follow(completed, name, "model", "trainer")
     rollout = completed.setdefault("rollout", {})
@@ -56,6 +59,13 @@ def _follow(values: Table, name: str, key: str, other: str) -> None:
         if key == "model" and isinstance(value, Mapping):  # a trainer's model has keys that only trainers know
             value = {part: value[part] for part in value if part in ModelConfig.model_fields}
         section.setdefault(key, value)
+
+
+def _is_longer(trainer: object) -> bool:
+    """Whether the trainer takes longer rows than orchestrators pack by themselves: a GPU computes short ones slowly."""
+    seq_len = str(trainer.get("seq_len")) if isinstance(trainer, Mapping) else ""  # text where a flag gave it
+    usual: int = OrchestratorConfig.model_fields["seq_len"].default
+    return seq_len.isdecimal() and int(seq_len) > usual
 
 
 def _hosted_environments(orchestrator: object) -> list[Table]:

@@ -113,6 +113,11 @@ async def wait_for_services(config: OrchestratorConfig, services: Services) -> M
         f"trainer {trainer.model} at step {mesh.run.step} (run {mesh.run.run_id}, {trainer.objective} loss);"
         f" environments {', '.join(mesh.environments)}"
     )
+    if config.seq_len < trainer.seq_len:
+        logger.info(
+            f"rows of {config.seq_len} tokens are packed for a trainer that takes {trainer.seq_len}, which is faster;"
+            f" set orchestrator.seq_len = {trainer.seq_len}"
+        )
     return mesh
 
 
