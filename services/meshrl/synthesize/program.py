@@ -52,9 +52,9 @@ class Synthesis:
     def _report(self, run: TrialRun, dataset: ConversationDataset) -> None:
         """Says what became of every rollout that was asked for, and writes it to summary.json."""
         asked = sum(span.rollouts for span in run.spans)
-        played = {key[1:] for key in run.results.done}
+        played = {(environment, task) for _, environment, task, _ in run.results.done}
         groups = sum(span.tasks for span in run.spans)
-        failed_groups = groups - len({(environment, task) for environment, task, _ in played})
+        failed_groups = sum((span.environment, task) not in played for span in run.spans for task in range(span.tasks))
         failed = run.left(SERVED)
         dropped = dict(sorted(dataset.dropped.items()))
         summary = {

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -25,11 +26,12 @@ from meshrl.launch.compose import with_values
 from meshrl.launch.ports import FreePorts
 from meshrl.launch.supervise import Program, Supervisor
 from meshrl.sampling.attempts import SamplerDeadlines
+from meshrl.sampling.groups import RolloutGroup
 from meshrl.sampling.retry import RunError
 from meshrl.sampling.sampler import GroupSampler
 from meshrl.trials.config import TrialsConfig
 from meshrl.trials.engines import PolicyEndpoints, ServerFacts
-from meshrl.trials.plan import TaskSpan, plan_trials
+from meshrl.trials.plan import TaskSpan, Trial, plan_trials
 from meshrl.trials.play import OnEnd, TrialPlayer
 from meshrl.trials.progress import TrialProgress
 from meshrl.trials.results import TrialResults
@@ -52,15 +54,13 @@ class TrialRun:
     async def play(self, checkpoint: str, version: int | None, on_end: OnEnd) -> None:
         """Plays what is not done of one checkpoint, with `on_end` called for each trial. Raises RunError."""
         trials = plan_trials(self.spans, seed=self.config.seed, checkpoint=checkpoint, done=self.results.done)
-        done = {span.environment: 0 for span in self.spans}
-        for key in self.results.done:
-            if key[0] == checkpoint and key[1] in done:
-                done[key[1]] += 1
-        if any(done.values()):
-            logger.info("{}: {} rollouts are there, {} are left", checkpoint, sum(done.values()), len(trials))
-        progress = TrialProgress(checkpoint, self.spans, done)
+        left = Counter(trial.environment for trial in trials)
+        before = {span.environment: span.rollouts - left[span.environment] for span in self.spans}
+        if any(before.values()):
+            logger.info("{}: {} rollouts are there, {} are left", checkpoint, sum(before.values()), len(trials))
+        progress = TrialProgress(checkpoint, self.spans, before)
 
-        def ended(trial: Any, group: Any) -> None:
+        def ended(trial: Trial, group: RolloutGroup) -> None:
             on_end(trial, group)
             progress.ended(trial.environment, group.rollouts[0].reward if group.rollouts else None)
 
