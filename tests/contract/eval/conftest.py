@@ -62,8 +62,7 @@ def play() -> Callable[..., Any]:
         config: Any, results: TrialResults, work: Work, stop: asyncio.Event | None = None, **more: bool
     ) -> int:
         tracer = TracerProvider().get_tracer("test")
-        async with asyncio.timeout(200):
-            return await serve_trials(config, results, work, stop or asyncio.Event(), tracer, **more)
+        return await serve_trials(config, results, work, stop or asyncio.Event(), tracer, **more)
 
     return run
 

@@ -20,6 +20,8 @@ from meshrl.sampling.groups import RolloutGroup
 from meshrl.trials.plan import Trial
 from meshrl.trials.results import TrialResults, settings_of
 
+pytestmark = pytest.mark.timeout(900)  # imports, on a machine that may be busy
+
 TASKS, SIZE = 4, 2
 HELD_OUT = {"id": "reverse_text", "name": "held_out", "args": {"split": "held_out"}}
 

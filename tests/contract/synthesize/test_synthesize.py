@@ -84,11 +84,10 @@ class Stopping(TrialResults):
 
 async def run(config: SynthesisConfig, results: Stopping) -> int:
     tracer = TracerProvider().get_tracer("test")
-    async with asyncio.timeout(200):
-        work = Synthesis(config).run
-        return await serve_trials(config, results, work, results.stop, tracer, conversations=True)
+    return await serve_trials(config, results, Synthesis(config).run, results.stop, tracer, conversations=True)
 
 
+@pytest.mark.timeout(900)  # imports and a tool server, on a machine that may be busy
 @pytest.mark.filterwarnings("ignore:The 'initial' parameter is deprecated:DeprecationWarning")  # of the MCP client
 async def test_conversations_with_tools_are_kept_once_however_often_it_is_stopped(player: str, tmp_path: Path) -> None:
     config = SynthesisConfig.model_validate(
