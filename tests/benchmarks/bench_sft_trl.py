@@ -20,7 +20,6 @@ import time
 from pathlib import Path
 
 STEPS, FIRST = 50, 5  # steps of a run, and those that are not timed
-LR = 1e-3
 
 
 def make(folder: Path, *, batch: int, hidden: int, layers: int) -> None:
@@ -47,12 +46,12 @@ def make(folder: Path, *, batch: int, hidden: int, layers: int) -> None:
             file.write(json.dumps(row) + "\n")
 
 
-def ours(folder: Path, out: Path, batch: int) -> dict[str, list[float]]:
+def ours(folder: Path, out: Path, batch: int, lr: float) -> dict[str, list[float]]:
     """Runs the `sft` program; the loss and the end of each step."""
     flags = {
         "model.name": folder / "model", "data.name": folder / "train.jsonl", "output-dir": out,
         "data.pack-function": "stack", "data.batch-size": batch, "data.micro-batch-size": batch, "data.seq-len": 512,
-        "max-steps": STEPS, "optim.lr": LR, "optim.weight-decay": 0.0, "model.device": "cpu", "torch-threads": 1,
+        "max-steps": STEPS, "optim.lr": lr, "optim.weight-decay": 0.0, "model.device": "cpu", "torch-threads": 1,
     }  # fmt: skip
     command = [sys.executable, "-m", "meshrl.sft.main", "--no-data.shuffle"]
     for key, value in flags.items():
@@ -65,10 +64,10 @@ def ours(folder: Path, out: Path, batch: int) -> dict[str, list[float]]:
     }
 
 
-def theirs(python: Path, folder: Path, out: Path, batch: int) -> dict[str, list[float]]:
+def theirs(python: Path, folder: Path, out: Path, batch: int, lr: float) -> dict[str, list[float]]:
     """Runs this file under the interpreter that has TRL."""
     out.mkdir()
-    command = [str(python), __file__, "--side", str(folder), "--out", str(out), "--batch", str(batch)]
+    command = [str(python), __file__, "--side", str(folder), "--out", str(out), "--batch", str(batch), "--lr", str(lr)]
     ran = subprocess.run(
         command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=1800, check=False
     )
@@ -78,7 +77,7 @@ def theirs(python: Path, folder: Path, out: Path, batch: int) -> dict[str, list[
     return read
 
 
-def side(folder: Path, out: Path, batch: int) -> None:
+def side(folder: Path, out: Path, batch: int, lr: float) -> None:
     """TRL's half, under its own interpreter."""
     import torch
     from datasets import Dataset
@@ -106,7 +105,7 @@ def side(folder: Path, out: Path, batch: int) -> None:
 
     rows = [json.loads(line) for line in (folder / "tokens.jsonl").read_text().splitlines()]
     config = SFTConfig(
-        output_dir=str(out), max_steps=STEPS, per_device_train_batch_size=batch, learning_rate=LR,
+        output_dir=str(out), max_steps=STEPS, per_device_train_batch_size=batch, learning_rate=lr,
         lr_scheduler_type="constant", warmup_steps=0, weight_decay=0.0, max_grad_norm=1.0, optim="adamw_torch",
         adam_beta2=0.999, max_length=512, completion_only_loss=True, train_sampling_strategy="sequential",
         gradient_checkpointing=False, logging_steps=1, save_strategy="no", report_to=[], use_cpu=True, bf16=False,
@@ -123,16 +122,16 @@ def side(folder: Path, out: Path, batch: int) -> None:
     (out / "result.json").write_text(json.dumps({"losses": losses, "step_s": step_s}))
 
 
-def compare(python: Path, *, batch: int, hidden: int, layers: int, rounds: int) -> None:
+def compare(python: Path, *, batch: int, lr: float, hidden: int, layers: int, rounds: int) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make(folder, batch=batch, hidden=hidden, layers=layers)
         seconds: dict[str, list[float]] = {"sft": [], "TRL": []}
         worst = 0.0
         for round_ in range(rounds):
-            mine = ours(folder, folder / f"ours_{round_}", batch)
-            trl = theirs(python, folder, folder / f"trl_{round_}", batch)
-            worst = max(abs(a - b) for a, b in zip(mine["losses"], trl["losses"], strict=True))
+            mine = ours(folder, folder / f"ours_{round_}", batch, lr)
+            trl = theirs(python, folder, folder / f"trl_{round_}", batch, lr)
+            worst = max(worst, *(abs(a - b) for a, b in zip(mine["losses"], trl["losses"], strict=True)))
             seconds["sft"].append(sum(mine["step_s"][FIRST:]))
             seconds["TRL"].append(sum(trl["step_s"][FIRST:]))
             print(
@@ -150,6 +149,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Compare sft with TRL's SFTTrainer on the CPU.")
     parser.add_argument("--trl-python", type=Path, help="an interpreter that has trl")
     parser.add_argument("--batch", type=int, default=8, help="conversations a step (default 8)")
+    parser.add_argument("--lr", type=float, default=3e-4, help="learning rate (default 3e-4)")
     parser.add_argument("--hidden", type=int, default=256, help="width of the model (default 256)")
     parser.add_argument("--layers", type=int, default=6, help="layers of the model (default 6)")
     parser.add_argument("--rounds", type=int, default=2, help="runs of each (default 2)")
@@ -157,11 +157,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     read = parser.parse_args()
     if read.side is not None:
-        side(read.side, read.out, read.batch)
+        side(read.side, read.out, read.batch, read.lr)
     elif read.trl_python is None:
         parser.error("--trl-python must name an interpreter that has trl")
     else:
-        compare(read.trl_python, batch=read.batch, hidden=read.hidden, layers=read.layers, rounds=read.rounds)
+        compare(
+            read.trl_python, batch=read.batch, lr=read.lr, hidden=read.hidden, layers=read.layers, rounds=read.rounds
+        )
 
 
 if __name__ == "__main__":
