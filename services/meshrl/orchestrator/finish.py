@@ -24,10 +24,12 @@ from meshrl.orchestrator.peers.batch_uploader import BatchUploader
 from meshrl.orchestrator.peers.logprob_check import LogprobCheck
 from meshrl.orchestrator.peers.version_relay import VersionRelay
 from meshrl.orchestrator.reports import step_record as record
+from meshrl.orchestrator.reports.alerts import Alerts
 from meshrl.orchestrator.reports.rollout_samples import RolloutSamplesWriter
 from meshrl.orchestrator.reports.sample_tables import log_extras
 from meshrl.orchestrator.run import Run
 from meshrl.orchestrator.work.batches import SubmittedStep
+from meshrl.wire.program_state import read_states
 from meshrl.wire.types import StepEvent
 
 
@@ -61,6 +63,7 @@ class StepFinisher:
         kept, folder = config.rollout_samples, Layout(config.output_dir).rollouts
         self._samples = None if kept is None else RolloutSamplesWriter(kept, folder)
         self._logprobs = LogprobCheck(config.logprob_check)
+        self._alerts = Alerts(synchronous=config.max_async_level == 0)
         self._step_began_s = clock.now()
 
     async def finish_steps(self, tasks: asyncio.TaskGroup) -> None:
@@ -137,6 +140,9 @@ class StepFinisher:
         metrics |= {"policy/active_version": float(run.plan.active_version)} | served
         metrics |= {f"progress/epoch/{name}": value for name, value in run.plan.epochs().items()}
         metrics = record.merged(CATALOGUE.record(Source.ORCHESTRATOR, metrics), trainer=trainer)
+        states = await asyncio.to_thread(read_states, self._config.output_dir)
+        lags_s = {state.program: state.loop_lag_s for state in states.values()}
+        metrics |= CATALOGUE.record(Source.ORCHESTRATOR, self._alerts.look(metrics, lags_s))
         run.traces.end(submitted.step, {"rl.rollouts": metrics["batch/rollouts"], "rl.step.seconds": seconds})
         await asyncio.to_thread(self._monitor.log, submitted.step, metrics)
         run.journal.logged(submitted.step, forgotten=submitted.step > run.steps.trained)

@@ -66,6 +66,7 @@ RUN = (
     _orchestrator("progress/samples", "rollouts", "trained since the start of the run"),
     _orchestrator("progress/problems", "groups", "trained since the start of the run"),
     _orchestrator("progress/redone", "flag", "1 where the trainer did the step again after a restart"),
+    _orchestrator("alert/{alert}", "flag", "1 while the alert of this name lasts: reward_collapse, loop_lag and so on"),
     _orchestrator("progress/epoch/{environment}", "epochs", "passes over the tasks of a finite environment"),
     _orchestrator("policy/active_version", "version", "that the engines serve after the step"),
     _orchestrator("time/wait_for_rollouts", "s", "the loop waited for groups of rollouts"),

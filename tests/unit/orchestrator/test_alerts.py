@@ -1,0 +1,75 @@
+"""Each alert is said once when it begins, is in the record while it lasts, and is silent in a run that is well."""
+
+from collections.abc import Iterator
+
+import pytest
+from loguru import logger
+
+from meshrl.core.metrics.catalogue import Source
+from meshrl.core.metrics.names import CATALOGUE
+from meshrl.orchestrator.reports.alerts import Alerts
+
+WELL = {
+    "reward/all/mean": 0.6,
+    "mismatch_kl/all/mean": 1e-3,
+    "time/wait_for_batch": 0.5,
+    "time/train_step": 4.0,
+    "errored_rollouts/all": 0.01,
+    "weights/engines": 2.0,
+}
+
+
+@pytest.fixture
+def said() -> Iterator[list[str]]:
+    lines: list[str] = []
+    sink = logger.add(lambda message: lines.append(message.record["message"]), level="WARNING")
+    yield lines
+    logger.remove(sink)
+
+
+def after(alerts: Alerts, steps: int, **changed: float) -> dict[str, float]:
+    """What the last of so many steps gets, which are well but for what is `changed` (dots for slashes)."""
+    found: dict[str, float] = {}
+    for _ in range(steps):
+        found = alerts.look({**WELL, **changed}, {"trainer": 0.01})
+    return found
+
+
+@pytest.mark.parametrize(
+    ("changed", "name", "words"),
+    [
+        ({"reward/all/mean": 0.2}, "reward_collapse", "the mean reward of the last 5 steps is 0.2"),
+        ({"mismatch_kl/all/mean": 0.5}, "mismatch_growth", "mismatch_kl of the last 5 steps is 0.5, and was 0.001"),
+        ({"time/wait_for_batch": 3.5}, "starved_trainer", "of the last 5 steps: sampling is what takes long"),
+        ({"weights/engines": 1.0}, "stale_engine", "1 of 2 engines took the version"),
+        ({"errored_rollouts/all": 0.06}, "errored_rollouts", "6% of the rollouts fail"),
+    ],
+)
+def test_an_alert_is_said_once_and_is_in_every_record_while_it_lasts(
+    said: list[str], changed: dict[str, float], name: str, words: str
+) -> None:
+    alerts = Alerts(synchronous=False)
+    assert after(alerts, 30) == {}
+    found = after(alerts, 6, **changed)
+    assert found == {f"alert/{name}": 1.0}
+    assert CATALOGUE.record(Source.ORCHESTRATOR, found) == found
+    (line,) = said
+    assert line.startswith(f"alert {name}: ")
+    assert words in line
+    assert after(alerts, 6) == {}
+    after(alerts, 6, **changed)
+    assert len(said) == 2, "it has begun anew"
+
+
+def test_a_late_event_loop_is_named(said: list[str]) -> None:
+    alerts = Alerts(synchronous=False)
+    assert alerts.look(WELL, {"trainer": 0.2, "rollout_worker_2": 12.5}) == {"alert/loop_lag": 1.0}
+    assert said == ["alert loop_lag: rollout_worker_2 answers 12.5 s late"]
+
+
+def test_a_run_that_learns_and_a_synchronous_one_are_not_alarmed(said: list[str]) -> None:
+    alerts = Alerts(synchronous=True)
+    for step in range(60):
+        noisy = 0.2 + 0.01 * step + (0.1 if step % 2 else -0.1)
+        assert alerts.look({**WELL, "reward/all/mean": noisy, "time/wait_for_batch": 3.9}, {}) == {}
+    assert said == []
