@@ -1,12 +1,13 @@
 """Spans end up as OTLP JSON lines."""
 
 import json
+import threading
 
 import pytest
 from google.protobuf import json_format
 from loguru import logger
 from opentelemetry import trace
-from opentelemetry.sdk.trace.export import SpanExportResult
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from meshrl.core.telemetry import tracing as telemetry
 from meshrl.core.telemetry.otlp_file import JsonLinesSpanExporter
@@ -175,3 +176,30 @@ def test_bytes_in_attributes_are_read_back_by_the_official_schema(traced):
     assert stored["digest"].bytes_value == digest
     assert [each.bytes_value for each in stored["digests"].array_value.values] == [digest, b""]
     assert stored["empty"].WhichOneof("value") == "bytes_value"
+
+
+def test_a_collector_that_takes_nothing_does_not_hold_the_end_up(tmp_path, monkeypatch):
+    """The file comes first, so nothing is lost that a person could not read there."""
+    monkeypatch.setattr(telemetry, "CLOSE_S", 0.2)
+    let_go, said = threading.Event(), []
+
+    class Stuck(SpanExporter):
+        def export(self, spans):
+            let_go.wait(60.0)
+            return SpanExportResult.SUCCESS
+
+    path = tmp_path / "trainer.jsonl"
+    provider = build_provider("trainer", [JsonLinesSpanExporter(path), Stuck()])
+    tracing = Tracing(provider.get_tracer("meshrl"), provider)
+    tracing.start_span(TRAIN_SPAN).end()
+    sink = logger.add(lambda message: said.append(message.record["message"]), level="WARNING")
+    try:
+        tracing.close()
+        assert not let_go.is_set(), "it came back before the collector"
+    finally:
+        let_go.set()
+        logger.remove(sink)
+        provider.shutdown()
+    assert len(said) == 1
+    assert said[0].startswith("the collector did not take the last spans within 0.2 s")
+    assert TRAIN_SPAN in path.read_text()

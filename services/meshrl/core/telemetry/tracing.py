@@ -7,6 +7,7 @@ offered here too.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -42,6 +43,8 @@ ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_
 # A train span links to every rollout of its batch; the SDK's own limit is 128.
 MAX_LINKS = 8192
 _EXPORT_EVERY_MS = 1000
+CLOSE_S = 15.0
+"""How long a program that ends waits for its collector. No run fails for its traces."""
 
 __all__ = [
     "BATCH_SPAN",
@@ -123,9 +126,20 @@ class Tracing(trace.Tracer):
             yield span
 
     def close(self) -> None:
-        """Exports what is buffered and stops; blocks for as long as that takes. Spans after it are lost."""
-        if self._provider is not None:
-            self._provider.shutdown()
+        """Exports what is buffered and stops; blocks for as long as that takes, and for CLOSE_S at most.
+
+        Spans after it are lost, and those that a collector has not taken by then: they are in the file.
+        """
+        if self._provider is None:
+            return
+        closing = threading.Thread(target=self._provider.shutdown, name="tracing", daemon=True)
+        closing.start()
+        closing.join(CLOSE_S)
+        if closing.is_alive():
+            logger.warning(
+                "the collector did not take the last spans within {:g} s; they are in traces/ of the output folder",
+                CLOSE_S,
+            )
 
 
 def setup_tracing(service_name: str, traces_dir: Path | None, max_mib: int | None = None) -> Tracing:
@@ -154,7 +168,9 @@ def build_provider(service_name: str, exporters: list[SpanExporter]) -> TracerPr
     resource = Resource.create(
         {"service.name": service_name, "service.namespace": "meshrl", "process.pid": os.getpid()}
     )
-    provider = TracerProvider(resource=resource, span_limits=SpanLimits(max_links=MAX_LINKS), id_generator=SpanIds())
+    provider = TracerProvider(
+        resource=resource, span_limits=SpanLimits(max_links=MAX_LINKS), id_generator=SpanIds(), shutdown_on_exit=False
+    )
     for exporter in exporters:
         provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=_EXPORT_EVERY_MS))
     return provider

@@ -31,7 +31,7 @@ from meshrl.wire.types import EnvironmentInfo
 LOOK_EVERY_S = 0.25
 STOOD_STILL_S = 1.0
 STOP_GRACE_S = 5.0
-EXPORT_GRACE_S = 30.0
+EXPORT_GRACE_S = 20.0
 """A worker that is told to end sends its last spans to the collector first, where there is one."""
 MOST_WORKERS = 32
 
