@@ -17,6 +17,7 @@ from meshrl.core.program import log_as, run, run_traced
 from meshrl.core.readiness import say_ready
 from meshrl.core.rpc.serve import check_bind
 from meshrl.core.secret import read_secret
+from meshrl.core.telemetry.exposition import registry_of
 from meshrl.core.telemetry.waits import waits_of
 from meshrl.core.waiting import StoppedError, set_within, stop_or_first, unless_stopped
 from meshrl.inference.agent.follower import HubFollower
@@ -26,6 +27,7 @@ from meshrl.inference.checkpoints import WeightLoader
 from meshrl.inference.config import InferenceConfig
 from meshrl.inference.engine import Engine
 from meshrl.inference.http.app import InferenceServer
+from meshrl.inference.http.metrics import EngineMetrics
 from meshrl.inference.http.tokenizer import TextCodec
 from meshrl.inference.submission import InferenceProgramConfig, submit_inference
 from meshrl.models.load import ModelError, load_tokenizer
@@ -72,6 +74,7 @@ async def serve(config: InferenceConfig, stop: asyncio.Event, tracer: Tracer) ->
         "serving {} on http://{}:{} ({} slots of {} tokens)",
         config.model.name, host, port, engine.stats().slots, engine.max_model_len,
     )  # fmt: skip
+    registry_of(tracer).register(EngineMetrics.of(engine))
     say_ready()
     code = await _until_stopped(engine, follower, f"{host}:{port}", stop)
     engine.begin_drain()

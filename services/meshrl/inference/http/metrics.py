@@ -6,7 +6,7 @@ from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from meshrl.inference.engine import EngineStats
+from meshrl.inference.engine import Engine, EngineStats
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 
@@ -42,6 +42,19 @@ class EngineMetrics(Collector):
             *(CounterMetricFamily(f"meshrl_engine_{name}", what, value) for name, what, value in counters),
         ]
 
+    @staticmethod
+    def of(engine: Engine) -> Collector:
+        """A collector that looks at the engine anew for each scrape."""
+        return _Live(engine)
+
     def text(self) -> bytes:
         """Returns the body of the answer."""
         return generate_latest(self)
+
+
+class _Live(Collector):
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def collect(self) -> list[Metric]:
+        return EngineMetrics(self._engine.stats(), self._engine.version).collect()
