@@ -2,7 +2,7 @@
 
     python tests/benchmarks/bench_stalls.py outputs/mine
 
-A program is stopped with SIGSTOP, as one that hangs in the kernel or whose machine stalls, and goes on once it is named.
+A program is stopped with SIGSTOP, as one that hangs in the kernel, and goes on once it is named.
 """
 
 from __future__ import annotations
