@@ -5,6 +5,7 @@ own, and ends with the command.
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
@@ -49,6 +50,8 @@ async def rollout_service(
         await asyncio.wait({serving}, timeout=END_DEADLINE_S)
         serving.cancel()
         await asyncio.gather(serving, gathering, return_exceptions=True)
+        for worker in multiprocessing.active_children():  # whose start was broken off: Python's exit waits for them
+            worker.kill()
 
 
 def task_spans(config: TrialsConfig, infos: dict[str, EnvironmentInfo]) -> list[TaskSpan]:
