@@ -47,7 +47,7 @@ def traced(tmp_path: Path) -> Path:
 
 def test_help_lists_every_command_and_each_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     listed = meshrl("--help").output
-    for name in ("call", "doctor", "envs", "logs", "rollouts", "status", "trace", "trainer", "watch", "weights"):
+    for name in ("call", "doctor", "envs", "logs", "rollouts", "status", "trace", "trainer", "ui", "watch", "weights"):
         assert f"\n  {name} " in listed
         assert meshrl(name, "--help").exit_code == 0
 

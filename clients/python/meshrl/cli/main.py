@@ -19,6 +19,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "status": ("status", "Show every service, its version, and how far behind it is."),
     "trace": ("traces", "Show a step, the slowest spans, or export all for Perfetto."),
     "trainer": ("trainer", "Save a checkpoint now; drain the trainer."),
+    "ui": ("ui.command", "Show runs in a browser: now, rollouts, timeline, versions, ledger."),
     "watch": ("status", "Show the status again and again."),
     "weights": ("versions", "List weight versions and the engines that serve them."),
 }

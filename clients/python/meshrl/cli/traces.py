@@ -36,13 +36,14 @@ class RunSpan:
 
 def read_spans(folder: RunFolder) -> list[RunSpan]:
     """All spans of the run, by their start. Raises CliError when there are none."""
-    found = sorted((_span(program, raw) for program, raw in folder.spans()), key=lambda span: span.start_s)
+    found = sorted((to_run_span(program, raw) for program, raw in folder.spans()), key=lambda span: span.start_s)
     if not found:
         raise CliError(f"{folder.path} has no traces: name a run's output folder with -o")
     return found
 
 
-def _span(program: str, raw: Mapping[str, Any]) -> RunSpan:
+def to_run_span(program: str, raw: Mapping[str, Any]) -> RunSpan:
+    """A span of `program` from OTLP's JSON form."""
     start, end = int(raw["startTimeUnixNano"]), int(raw["endTimeUnixNano"])
     return RunSpan(
         program=program,

@@ -1,0 +1,45 @@
+"""`meshrl ui`: opens the page over the folders of one or more runs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from pathlib import Path
+
+import click
+
+from meshrl.cli.command import CliError
+from meshrl.cli.run_folder import RunFolder
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+@click.command()
+@click.argument("output_dirs", nargs=-1, type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--host", default="127.0.0.1", show_default=True, help="Where to listen; elsewhere it asks for a token.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8780, show_default=True, help="0 takes a free one.")
+def ui(output_dirs: tuple[Path, ...], host: str, port: int) -> None:
+    """Show runs in a browser: what happens now, rollouts, a timeline, versions and the ledger.
+
+    OUTPUT_DIRS are output folders of runs, by default ./outputs; a copy of one will do. Several can be compared.
+    """
+    runs = [RunFolder(path) for path in output_dirs or (Path("outputs"),)]
+    for run in runs:
+        if not (run.path / "metrics.jsonl").exists() and not (run.path / "configs").exists():
+            raise CliError(f"{run.path} holds no run: name the output folder of one, such as outputs/demo/rl")
+    try:
+        from meshrl.cli.ui.server import serve
+    except ModuleNotFoundError as error:
+        raise CliError(f"the page needs {error.name}: pip install 'meshrl-client[ui]'") from error
+    token = None if host in LOOPBACK else secrets.token_urlsafe(24)
+
+    def ready(port: int) -> None:
+        address = f"http://{f'[{host}]' if ':' in host else host}:{port}/"
+        click.echo(f"open {address}{'' if token is None else f'?token={token}'}  (Ctrl-C ends it)")
+
+    with contextlib.suppress(KeyboardInterrupt):
+        try:
+            asyncio.run(serve(runs, host=host, port=port, token=token, ready=ready))
+        except OSError as error:
+            raise CliError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port") from error

@@ -1,0 +1,93 @@
+"""The metrics of a run as columns, read from metrics.jsonl as it grows; what the page's charts are drawn from."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from array import array
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+_READ_BYTES = 2**22
+
+
+@dataclass
+class Column:
+    """One metric: its steps and values, in the order of the file."""
+
+    steps: array[int] = field(default_factory=lambda: array("q"))
+    values: array[float] = field(default_factory=lambda: array("d"))
+
+    def points(self, most: int) -> tuple[list[int], list[float]]:
+        """At most `most` points: the last step of each of as many stretches of equal length, and its mean value."""
+        count = len(self.steps)
+        stretches = min(most, count)
+        bounds = [count * place // stretches for place in range(stretches + 1)] if stretches else [0]
+        steps, values = [], []
+        for first, end in itertools.pairwise(bounds):
+            steps.append(self.steps[end - 1])
+            values.append(sum(self.values[first:end]) / (end - first))
+        return steps, values
+
+
+class MetricsHistory:
+    """Columns of one metrics.jsonl. A call of `read_on` takes what the file has gained; not for several threads."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self._columns: dict[str, Column] = {}
+        self.last: Mapping[str, Any] | None = None
+        """The newest record of a step."""
+
+    @property
+    def names(self) -> list[str]:
+        """Every metric that a record has had."""
+        return sorted(self._columns)
+
+    def read_on(self) -> bool:
+        """Reads whole lines that are new; returns whether there were any. A file that shrank is read anew."""
+        try:
+            size = self._path.stat().st_size
+            if size < self._offset:
+                self._offset, self._columns, self.last = 0, {}, None
+            if size == self._offset:
+                return False
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                grown = self._take(file.read(_READ_BYTES))
+                while grown and self._offset < size:
+                    file.seek(self._offset)
+                    if not self._take(file.read(_READ_BYTES)):
+                        break
+        except FileNotFoundError:  # no step has ended yet
+            return False
+        return grown
+
+    def _take(self, data: bytes) -> bool:
+        whole, end, _ = data.rpartition(b"\n")
+        self._offset += len(whole) + len(end)
+        for line in whole.split(b"\n") if end else ():
+            try:
+                record = json.loads(line)
+            except ValueError:  # a line that a full disk cut off
+                continue
+            if isinstance(record, dict) and isinstance(record.get("step"), int):
+                self._add(record)
+        return bool(end)
+
+    def _add(self, record: Mapping[str, Any]) -> None:
+        step: int = record["step"]
+        for name, value in record.items():
+            if name != "step" and isinstance(value, int | float):
+                column = self._columns.setdefault(name, Column())
+                column.steps.append(step)
+                column.values.append(value)
+        if "time/step" in record:
+            self.last = record
+
+    def series(self, names: Iterable[str], most: int) -> dict[str, tuple[list[int], list[float]]]:
+        """At most `most` points of each of the metrics; those that nobody wrote are left out."""
+        return {name: self._columns[name].points(most) for name in names if name in self._columns}

@@ -1,0 +1,264 @@
+"""The web server of `meshrl ui`: a page, what it asks for as JSON, and an event stream that says when a run went on.
+
+It reads the folders that it was given and asks the services that they name; it changes nothing. Whoever opens the page
+sees what policies wrote, so it listens on loopback; elsewhere every request needs the token that its address carries.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import json
+import mimetypes
+import socket
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from meshrl.cli.run_folder import RunFolder
+from meshrl.cli.status import read_status
+from meshrl.cli.ui.history import MetricsHistory
+from meshrl.cli.ui.views import LedgerFunnel, Traces, rollout_list, whole_rollout
+
+STATIC = Path(__file__).parent / "static"
+LOOK_S = 0.5
+"""Seconds between two looks at whether a run's files have grown."""
+STATUS_S = 2.0
+"""How long an answer of the services is good for, however many pages ask."""
+MOST_POINTS = 2000
+TOKEN_COOKIE = "meshrl_ui"
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:;"
+    " connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class ShownRun:
+    """One run's folder and what has been read of it so far. Files are read on a thread, one call at a time."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self.folder = folder
+        self.history = MetricsHistory(folder.path / "metrics.jsonl")
+        self.traces = Traces(folder)
+        self.funnel = LedgerFunnel(folder)
+        self._lock = asyncio.Lock()
+        self._status: tuple[float, dict[str, Any]] | None = None
+        self._asking = asyncio.Lock()
+
+    async def read(self, read: Callable[[], Any]) -> Any:
+        """The answer of a function that reads files."""
+        async with self._lock:
+            return await asyncio.to_thread(read)
+
+    async def status(self) -> dict[str, Any]:
+        """What the services and the files say now, at most STATUS_S old."""
+        async with self._asking:
+            if self._status is None or time.monotonic() - self._status[0] > STATUS_S:
+                now = await read_status(self.folder)
+                self._status = (time.monotonic(), {**asdict(now), "well": now.is_well})
+            return self._status[1]
+
+
+class Page:
+    """The routes of the page, for the runs in `runs`."""
+
+    def __init__(self, runs: Sequence[RunFolder]) -> None:
+        self._runs = [ShownRun(folder) for folder in runs]
+        self._ending = asyncio.Event()
+        self._files = {path.name: path.read_bytes() for path in STATIC.iterdir()}
+
+    def application(self, *, hosts: frozenset[str] | None, token: str | None) -> web.Application:
+        """The application. `hosts` are the names by which it may be called, None any; `token`, if any, is asked for."""
+        app = web.Application(middlewares=[_guard(hosts, token)])
+        app.add_routes(
+            [
+                web.get("/", self._index),
+                web.get("/api/runs", self._list),
+                web.get("/api/runs/{run}/now", self._now),
+                web.get("/api/runs/{run}/metrics", self._metrics),
+                web.get("/api/runs/{run}/rollouts", self._rollouts),
+                web.get("/api/runs/{run}/rollouts/{step}/{rollout_id}", self._rollout),
+                web.get("/api/runs/{run}/timeline", self._timeline),
+                web.get("/api/runs/{run}/ledger", self._ledger),
+                web.get("/api/runs/{run}/events", self._events),
+                web.get("/static/{name}", self._static),
+            ]
+        )
+        app.on_shutdown.append(self._end)
+        app.on_response_prepare.append(_add_headers)
+        return app
+
+    async def _end(self, _: web.Application) -> None:
+        self._ending.set()  # event streams would go on for ever
+
+    def _run(self, request: web.Request) -> ShownRun:
+        number = request.match_info["run"]
+        if not number.isdecimal() or int(number) >= len(self._runs):
+            raise web.HTTPNotFound(text=f"no run {number}; there are {len(self._runs)}, from 0 on")
+        return self._runs[int(number)]
+
+    async def _index(self, _: web.Request) -> web.Response:
+        return self._file("index.html")
+
+    async def _static(self, request: web.Request) -> web.Response:
+        return self._file(request.match_info["name"])
+
+    def _file(self, name: str) -> web.Response:
+        if name not in self._files:
+            raise web.HTTPNotFound(text=f"the page has no file {name!r}")
+        kind = mimetypes.guess_type(name)[0] or "text/plain"
+        return web.Response(body=self._files[name], content_type=kind, charset="utf-8")
+
+    async def _list(self, _: web.Request) -> web.Response:
+        return web.json_response([{"path": str(run.folder.path), "live": run.folder.is_held()} for run in self._runs])
+
+    async def _now(self, request: web.Request) -> web.Response:
+        return _json(await self._run(request).status())
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        """`names`, with commas between them, as at most `points` points each; without `names` what there is."""
+        run = self._run(request)
+        names = [name for name in request.query.get("names", "").split(",") if name]
+        most = _number(request, "points", 600, most=MOST_POINTS)
+
+        def read() -> dict[str, Any]:
+            run.history.read_on()
+            if not names:
+                return {"names": run.history.names, "last": run.history.last}
+            return {"series": run.history.series(names, most)}
+
+        return _json(await run.read(read))
+
+    async def _rollouts(self, request: web.Request) -> web.Response:
+        """The kept rollouts of `step`, by default the newest, and which steps there are."""
+        run = self._run(request)
+        steps = await run.read(run.folder.sampled_steps)
+        step = _number(request, "step", steps[-1] if steps else 0)
+        found = await run.read(lambda: rollout_list(run.folder, step))
+        return _json({"step": step, "steps": steps, "rollouts": found})
+
+    async def _rollout(self, request: web.Request) -> web.Response:
+        run, step = self._run(request), request.match_info["step"]
+        rollout_id = request.match_info["rollout_id"]
+        found = None
+        if step.isdecimal():
+            found = await run.read(lambda: whole_rollout(run.folder, int(step), rollout_id))
+        if found is None:
+            raise web.HTTPNotFound(text=f"no rollout {rollout_id} is kept of step {step}")
+        return _json(found)
+
+    async def _timeline(self, request: web.Request) -> web.Response:
+        """The spans of `step`, by default the last that has ended."""
+        run = self._run(request)
+        await run.read(run.traces.read_on)
+        await run.read(run.history.read_on)
+        steps = run.traces.steps
+        if not steps:
+            raise web.HTTPNotFound(text="no step has ended that left a trace in traces/")
+        trained = -1 if run.history.last is None else int(run.history.last["step"])  # a span may be of a step cut short
+        step = _number(request, "step", trained if trained in steps else steps[-1])
+        found = await run.read(lambda: run.traces.timeline(step))
+        if found is None:
+            raise web.HTTPNotFound(text=f"no trace of step {step}; there are steps from {steps[0]} to {steps[-1]}")
+        return _json(found)
+
+    async def _ledger(self, request: web.Request) -> web.Response:
+        run = self._run(request)
+        return _json(await run.read(run.funnel.read))
+
+    async def _events(self, request: web.Request) -> web.StreamResponse:
+        """An event each time that metrics.jsonl has grown, with its size; ends with the server."""
+        run = self._run(request)
+        answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        known = -1
+        with contextlib.suppress(ConnectionResetError):  # the page is gone
+            await answer.prepare(request)
+            while not self._ending.is_set():
+                size = await asyncio.to_thread(_size, run.folder.path / "metrics.jsonl")
+                grown = size != known
+                known = size
+                # A page that is gone is found out by writing to it, so a comment is written where there is no news.
+                await answer.write(f"data: {size}\n\n".encode() if grown else b": still here\n\n")
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._ending.wait(), LOOK_S)
+        return answer
+
+
+def _guard(hosts: frozenset[str] | None, token: str | None) -> Any:
+    """Refuses requests under another name, as DNS rebinding makes them, and those without the token."""
+
+    @web.middleware
+    async def guard(request: web.Request, handler: _Handler) -> web.StreamResponse:
+        if hosts is not None and request.host not in hosts:
+            raise web.HTTPForbidden(text=f"this page is not called {request.host!r}; open the address it printed")
+        given = request.query.get("token") or request.cookies.get(TOKEN_COOKIE, "")
+        if token is not None and not hmac.compare_digest(given.encode(), token.encode()):
+            raise web.HTTPUnauthorized(text="open the address that `meshrl ui` printed: it ends in ?token=...")
+        answer = await handler(request)
+        if token is not None and "token" in request.query and not answer.prepared:
+            answer.set_cookie(TOKEN_COOKIE, token, httponly=True, samesite="Strict")  # for what the page asks for
+        return answer
+
+    return guard
+
+
+async def _add_headers(_: web.Request, answer: web.StreamResponse) -> None:
+    answer.headers.update(HEADERS)
+
+
+def _number(request: web.Request, name: str, usual: int, *, most: int = 2**62) -> int:
+    text = request.query.get(name)
+    if text is None:
+        return usual
+    if not text.isdecimal():
+        raise web.HTTPBadRequest(text=f"{name} must be a whole number, got {text!r}")
+    return max(1, min(int(text), most)) if name == "points" else min(int(text), most)
+
+
+def _json(value: object) -> web.Response:
+    return web.json_response(value, dumps=lambda found: json.dumps(found, default=str))
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:  # no step has ended yet
+        return 0
+
+
+async def serve(
+    runs: Sequence[RunFolder], *, host: str, port: int, token: str | None, ready: Callable[[int], None]
+) -> None:
+    """Serves the page until it is cancelled; `ready` is called with the port once it listens. Raises OSError."""
+    page = Page(runs)
+    names = ("127.0.0.1", "localhost", "[::1]")
+    site_runner: web.AppRunner | None = None
+    try:
+        if port == 0:
+            port = _free_port(host)
+        hosts = frozenset(f"{name}:{port}" for name in names) if token is None else None
+        app = page.application(hosts=hosts, token=token)
+        site_runner = web.AppRunner(app, access_log=None, shutdown_timeout=2.0)
+        await site_runner.setup()
+        await web.TCPSite(site_runner, host, port).start()
+        ready(port)
+        await asyncio.Event().wait()
+    finally:
+        if site_runner is not None:
+            await site_runner.cleanup()
+
+
+def _free_port(host: str) -> int:
+    with socket.create_server((host, 0)) as server:
+        port: int = server.getsockname()[1]
+        return port

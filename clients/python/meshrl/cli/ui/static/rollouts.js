@@ -1,0 +1,85 @@
+// Rollouts: those that are kept of a step, a group side by side, and one as a conversation or token by token.
+import { element, get, number, table } from "./page.js";
+
+export async function drawRollouts(box, { run, query, go }) {
+  const step = query.get("step");
+  const found = await get(`/api/runs/${run}/rollouts${step ? `?step=${step}` : ""}`);
+  if (!found.steps.length) {
+    box.append(element("p", { class: "none" }, "no rollouts are kept; orchestrator.rollout_samples keeps some of every step"));
+    return;
+  }
+  const now = Object.fromEntries(query);
+  const choose = (values) => go({ ...now, step: found.step, ...values });
+  const shown = found.rollouts.filter(
+    (row) => (!now.env || row.environment === now.env) && (!now.picked || row.picked === now.picked) && (!now.group || row.group_id === now.group)
+      && (!now.least || row.reward >= Number(now.least)) && (!now.most || row.reward <= Number(now.most)),
+  );
+  const list = table(
+    [["picked", (row) => row.picked], ["environment", (row) => row.environment], ["reward", (row) => number(row.reward), "number"], ["advantage", (row) => number(row.advantage), "number"], ["turns", (row) => row.num_turns, "number"], ["ended by", (row) => row.finish_reason ?? row.reason], ["it says", (row) => row.says || row.message]],
+    shown,
+    { chosen: (row) => row.rollout_id === now.id, open: (row) => row.rollout_id && choose({ id: row.rollout_id }) },
+  );
+  const detail = element("div");
+  box.append(filters(found, now, choose), element("div", { class: "two" }, element("div", {}, list), detail));
+  const id = now.id ?? shown.find((row) => row.rollout_id)?.rollout_id;
+  if (id) drawRollout(detail, await get(`/api/runs/${run}/rollouts/${found.step}/${encodeURIComponent(id)}`), now, choose);
+}
+
+function filters(found, now, choose) {
+  const select = (name, values, every) =>
+    element("select", { "aria-label": name, onchange: (event) => choose({ [name]: event.target.value, id: "" }) },
+      element("option", { value: "" }, every),
+      ...values.map((value) => element("option", { value, ...(value === now[name] && { selected: true }) }, value)));
+  const bound = (name, words) => element("input", { type: "number", step: "any", placeholder: words, value: now[name] ?? "", onchange: (event) => choose({ [name]: event.target.value, id: "" }) });
+  const steps = found.steps;
+  const nearest = (wanted) => steps.reduce((best, one) => (Math.abs(one - wanted) < Math.abs(best - wanted) ? one : best));
+  const place = steps.indexOf(found.step);
+  return element("div", { class: "bar" },
+    element("button", { onclick: () => choose({ step: steps[Math.max(0, place - 1)], id: "" }) }, "earlier"),
+    element("label", {}, "step ", element("input", { type: "number", min: steps[0], max: steps.at(-1), value: found.step, onchange: (event) => choose({ step: nearest(Number(event.target.value)), id: "" }) })),
+    element("button", { onclick: () => choose({ step: steps[Math.min(steps.length - 1, place + 1)], id: "" }) }, "later"),
+    select("env", [...new Set(found.rollouts.map((row) => row.environment))], "all environments"),
+    select("picked", [...new Set(found.rollouts.map((row) => row.picked))], "all that are kept"),
+    bound("least", "reward from"), bound("most", "reward to"),
+    ...(now.group ? [element("button", { onclick: () => choose({ group: "" }) }, "all groups")] : []),
+  );
+}
+
+function drawRollout(box, rollout, now, choose) {
+  const parts = Object.entries(rollout.reward_parts ?? {}).map(([name, value]) => `${name} ${number(value)}`).join(", ");
+  box.append(
+    element("h3", {}, `${rollout.environment}: reward ${number(rollout.reward)}${parts ? ` (${parts})` : ""}, advantage ${number(rollout.advantage)}`),
+    element("p", { class: "none" }, `rollout ${rollout.rollout_id}, trace ${rollout.trace_id}`),
+  );
+  if (!rollout.samples) {
+    box.append(element("p", { class: "error" }, `${rollout.reason}: ${rollout.message}`));
+    return;
+  }
+  const looks = ["conversation", "logprobs", "versions"];
+  const look = looks.includes(now.look) ? now.look : "conversation";
+  box.append(element("div", { class: "bar" }, ...looks.map((one) => element("button", { ...(one === look && { disabled: true }), onclick: () => choose({ look: one, id: rollout.rollout_id }) }, one)),
+    element("button", { onclick: () => choose({ group: rollout.group_id, id: rollout.rollout_id }) }, "its group")));
+  for (const sample of rollout.samples) {
+    for (const message of sample.messages) {
+      const [first, end] = message.tokens;
+      const body = look === "conversation" ? element("pre", {}, message.text) : tokens(sample, first, end, look);
+      box.append(element("div", { class: `message ${message.role}` }, element("h4", {}, `${message.role}, tokens ${first} to ${end}`), body));
+    }
+  }
+}
+
+// The tokens by id, coloured by how unlikely each was when it was sampled, or by the version that sampled it. Tokens that
+// were not sampled, which no loss looks at, are pale. Built as one string: 32,000 elements made one by one are slow.
+function tokens(sample, first, end, look) {
+  const box = element("div", { class: "tokens" });
+  const version = (place) => sample.versions.findIndex(([from, to]) => from <= place && place < to);
+  let html = "";
+  for (let place = first; place < end; place++) {
+    const logprob = sample.logprobs[place];
+    const shade = logprob === null ? "t0" : look === "versions" ? `v${Math.max(0, version(place)) % 4}` : `t${logprob > -0.1 ? 1 : logprob > -1 ? 2 : logprob > -3 ? 3 : 4}`;
+    const about = logprob === null ? "not sampled" : look === "versions" ? `version ${sample.versions[version(place)]?.[2]}` : `logprob ${Number(logprob)}`;
+    html += `<i class="${shade}" title="${about}">${Number(sample.token_ids[place])}</i>`;
+  }
+  box.innerHTML = html; // numbers and words of this file alone
+  return box;
+}

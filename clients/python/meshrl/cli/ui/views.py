@@ -1,0 +1,156 @@
+"""What the page's views show, worked out from a run's files: rollouts of a step, its timeline, the ledger, versions."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from meshrl.cli.run_folder import RunFolder
+from meshrl.cli.traces import RunSpan, to_run_span
+
+FIRST_WORDS = 160
+"""Characters of what a policy said that a list of rollouts shows."""
+MOST_SPANS = 4000
+"""Spans of a timeline; of more the longest are shown."""
+KEPT_SPANS = 300_000
+"""Spans that are held, the newest; `meshrl trace` reads all there are."""
+
+FUNNEL_S, SLOW_S = 10.0, 0.2
+"""A count that took longer than SLOW_S stands for FUNNEL_S."""
+
+Json = Mapping[str, Any]
+
+
+def rollout_list(folder: RunFolder, step: int) -> list[Json]:
+    """A line for each rollout of a step that is kept, without its tokens."""
+    return [
+        {key: value for key, value in line.items() if key != "samples"} | {"says": _first_words(line)}
+        for line in folder.samples(step)
+    ]
+
+
+def _first_words(line: Json) -> str:
+    said = (
+        message["text"]
+        for sample in line.get("samples", ())
+        for message in sample["messages"]
+        if message["role"] == "assistant"
+    )
+    return " ".join(next(said, "").split())[:FIRST_WORDS]
+
+
+def whole_rollout(folder: RunFolder, step: int, rollout_id: str) -> Json | None:
+    """A kept rollout with all its tokens; None where the step has none of this id."""
+    return next((line for line in folder.samples(step) if line["rollout_id"] == rollout_id), None)
+
+
+class LedgerFunnel:
+    """How many rollouts of each environment are in each state, and why. Not for several threads.
+
+    Counting a million rollouts takes a second, so an answer is given again while the ledger has not changed, and for
+    FUNNEL_S after.
+    """
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+        self._counted: list[Json] = []
+        self._of: tuple[tuple[int, int], ...] = ()
+        self._until_s = 0.0
+
+    def read(self) -> list[Json]:
+        """The counts; none in a folder without a ledger."""
+        now = tuple(_state(self._folder.path / name) for name in ("ledger.sqlite", "ledger.sqlite-wal"))
+        if now == self._of or time.monotonic() < self._until_s:
+            return self._counted
+        ledger = self._folder.ledger()
+        if ledger is None:
+            return []
+        query = "SELECT environment, state, reason, COUNT(*) AS count FROM rollouts GROUP BY environment, state, reason"
+        began = time.monotonic()
+        with closing(ledger):
+            self._counted = [dict(row) for row in ledger.execute(query)]
+        self._of = now
+        self._until_s = time.monotonic() + (FUNNEL_S if time.monotonic() - began > SLOW_S else 0.0)
+        return self._counted
+
+
+def _state(path: Path) -> tuple[int, int]:
+    """What changes when a file is written: its size and time; zeros where there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return 0, 0
+    return found.st_size, found.st_mtime_ns
+
+
+class Traces:
+    """The newest spans of a run's traces, read on as the files grow. Not for several threads."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+        self._offsets: dict[Path, int] = {}
+        self._spans: deque[RunSpan] = deque(maxlen=KEPT_SPANS)
+        self._steps: dict[int, RunSpan] = {}
+
+    @property
+    def steps(self) -> list[int]:
+        """Steps whose span has ended."""
+        return sorted(self._steps)
+
+    def read_on(self) -> None:
+        """Takes what the files have gained since the last call."""
+        for path in sorted((self._folder.path / "traces").glob("*.jsonl")):
+            for raw in self._new_spans(path):
+                span = to_run_span(path.name.partition(".")[0], raw)
+                self._spans.append(span)
+                if span.name == "rl.step" and "rl.step" in span.attributes:
+                    self._steps[int(span.attributes["rl.step"])] = span
+
+    def _new_spans(self, path: Path) -> Iterator[Json]:
+        with path.open("rb") as file:
+            file.seek(self._offsets.get(path, 0))
+            whole, end, _ = file.read().rpartition(b"\n")
+        self._offsets[path] = self._offsets.get(path, 0) + len(whole) + len(end)
+        for line in whole.split(b"\n") if end else ():
+            try:
+                exported = json.loads(line)
+            except ValueError:  # cut off by a full disk
+                continue
+            for resource in exported["resourceSpans"]:
+                for scope in resource["scopeSpans"]:
+                    yield from scope["spans"]
+
+    def timeline(self, step: int) -> Json | None:
+        """The spans during a step, by the program that they ran in; None for a step without a span.
+
+        Spans of other steps that overlap it are among them: engines and trainer work on two steps at once.
+        """
+        root = self._steps.get(step)
+        if root is None:
+            return None
+        end_s = root.start_s + root.seconds
+        during = [span for span in self._spans if span.start_s < end_s and span.start_s + span.seconds > root.start_s]
+        during.sort(key=lambda span: span.seconds, reverse=True)
+        lanes: dict[str, list[Json]] = {}
+        for span in sorted(during[:MOST_SPANS], key=lambda span: span.start_s):
+            lanes.setdefault(span.program, []).append(
+                {
+                    "name": span.name,
+                    "start": span.start_s - root.start_s,
+                    "seconds": span.seconds,
+                    "step": span.attributes.get("rl.step"),
+                    "about": {key: str(value)[:200] for key, value in span.attributes.items()},
+                }
+            )
+        return {
+            "step": step,
+            "seconds": root.seconds,
+            "lanes": lanes,
+            "left_out": max(0, len(during) - MOST_SPANS),
+            "steps": [min(self._steps), max(self._steps)],
+        }

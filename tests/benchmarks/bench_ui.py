@@ -1,0 +1,116 @@
+"""How fast the page of `meshrl ui` is on a long run: 10,000 steps of 150 metrics, 1.3 million rollouts in the ledger.
+
+Makes the folder, serves it, and drives a headless Chromium: first paint of a page opened anew, each view's time from
+the change of address to its last element, and a rollout of 32,768 tokens. Prints a table; needs Chromium on PATH.
+
+    python tests/benchmarks/bench_ui.py [--steps N] [--rollouts N] [--repeats N] [--pictures FOLDER]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import sqlite3
+import statistics
+import sys
+import tempfile
+import time
+from contextlib import closing
+from pathlib import Path
+
+import zstandard
+from aiohttp.test_utils import TestServer
+
+sys.path.append(str(Path(__file__).parents[1] / "support"))
+
+from browser import browser_tab
+from made_run import make_run, rollout
+from meshrl.cli.run_folder import RunFolder
+from meshrl.cli.ui.server import Page
+
+VIEWS = {
+    "now": ("now?n={step}", "document.querySelectorAll('.u-wrap').length >= 5"),
+    "rollouts": ("rollouts?step={step}", "document.querySelectorAll('.message').length > 1"),
+    "rollout of 32k tokens": (
+        "rollouts?step=2&look=logprobs&n={step}", "document.querySelectorAll('.tokens i').length == 32768",
+    ),
+    "timeline": ("timeline?n={step}", "document.querySelectorAll('rect.span').length > 1"),
+    "weights": ("weights?n={step}", "document.querySelectorAll('.u-wrap').length >= 1"),
+    "ledger": ("ledger?n={step}", "document.querySelectorAll('table').length == 2"),
+    "compare": ("compare?n={step}", "document.querySelectorAll('.u-wrap').length == 1"),
+}  # fmt: skip
+NAMES = ("reward/all/mean", "time/step", "time/wait_for_rollouts", "perf/throughput", "mismatch_kl/all/mean",
+         "off_policy/all/mean", "completion_len/all/mean", "weights/lag_s", "weights/pause_s")  # fmt: skip
+
+
+def fill(folder: Path, steps: int, rollouts: int) -> None:
+    """A run of many steps in the folder that make_run makes."""
+    make_run(folder, steps=50)
+    names = [*NAMES, *(f"metrics/made/{number}" for number in range(150 - len(NAMES)))]
+    draw = random.Random(0)
+    with (folder / "metrics.jsonl").open("w") as file:
+        for step in range(1, steps + 1):
+            file.write(json.dumps({"step": step, **{name: round(draw.random(), 6) for name in names}}) + "\n")
+    with zstandard.open(folder / "rollouts/step_2.jsonl.zst", "wt", encoding="utf-8") as lines:
+        lines.write(json.dumps(rollout(2, "random", 0.5, "long", tokens=32768)) + "\n")
+    with closing(sqlite3.connect(folder / "ledger.sqlite")) as ledger, ledger:
+        ledger.execute(
+            "CREATE TABLE rollouts (key TEXT PRIMARY KEY, run INTEGER, group_id TEXT, environment TEXT, task_index"
+            " INTEGER, for_step INTEGER, state TEXT, rollout_id TEXT, oldest_version INTEGER, step INTEGER,"
+            " reason TEXT, updated_s REAL)"
+        )
+        ledger.executemany(
+            "INSERT INTO rollouts VALUES (?, 1, ?, ?, ?, ?, ?, ?, 0, ?, ?, 0)",
+            (
+                (str(n), f"group-{n // 8}", f"env_{n % 3}", n, n // 130, "trained" if n % 7 else "dropped", str(n),
+                 n // 130, "" if n % 7 else "zero_signal")
+                for n in range(rollouts)
+            ),
+        )  # fmt: skip
+
+
+async def measure(folder: Path, repeats: int, pictures: Path | None) -> None:
+    server = TestServer(Page([RunFolder(folder)]).application(hosts=None, token=None))
+    await server.start_server()
+    base = str(server.make_url("/"))
+    async with browser_tab() as tab:
+        paints = []
+        for number in range(repeats):
+            await tab.open(f"{base}?again={number}#/0/now")
+            await tab.until("performance.getEntriesByName('first-contentful-paint').length == 1")
+            paints.append(await tab.ask("performance.getEntriesByName('first-contentful-paint')[0].startTime"))
+        print(f"first paint: {statistics.median(paints):.0f} ms median, {max(paints):.0f} ms at most")
+        print("| view | first ms | median ms | p95 ms |\n|---|---|---|---|")
+        for name, (view, ready) in VIEWS.items():
+            times = []
+            for number in range(repeats):
+                await tab.ask("document.querySelector('#view').replaceChildren()")
+                began = time.perf_counter()
+                await tab.ask(f"location.hash = '/0/{view.format(step=number + 3)}'")
+                await tab.until(ready)
+                times.append((time.perf_counter() - began) * 1e3)
+            rest = sorted(times[1:])
+            p95 = rest[min(len(rest) - 1, int(0.95 * len(rest)))]
+            print(f"| {name} | {times[0]:.0f} | {statistics.median(rest):.0f} | {p95:.0f} |", flush=True)
+            if pictures is not None:
+                await tab.picture(pictures / f"{name.replace(' ', '_')}.png")
+        assert tab.errors == [], tab.errors
+    await server.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=10_000)
+    parser.add_argument("--rollouts", type=int, default=1_300_000)
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--pictures", type=Path)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        fill(Path(folder) / "run", options.steps, options.rollouts)
+        asyncio.run(measure(Path(folder) / "run", options.repeats, options.pictures))
+
+
+if __name__ == "__main__":
+    main()

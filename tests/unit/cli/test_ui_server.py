@@ -1,0 +1,139 @@
+"""The server of `meshrl ui` over a folder made here: what it answers, to whom, and how it follows a run."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from aiohttp import CookieJar
+from aiohttp.test_utils import TestClient, TestServer
+from click.testing import CliRunner
+
+from made_run import add_step, make_run
+from meshrl.cli.main import main
+from meshrl.cli.run_folder import RunFolder
+from meshrl.cli.ui.history import MetricsHistory
+from meshrl.cli.ui.server import Page
+
+
+@pytest.fixture
+def run_path(tmp_path: Path) -> Path:
+    return make_run(tmp_path / "run", steps=10)
+
+
+async def client_of(path: Path, **guard: object) -> TestClient:
+    app = Page([RunFolder(path)]).application(**{"hosts": None, "token": None, **guard})
+    client = TestClient(TestServer(app), cookie_jar=CookieJar(unsafe=True))  # of addresses without a name, too
+    await client.start_server()
+    return client
+
+
+@pytest.fixture
+async def client(run_path: Path) -> AsyncIterator[TestClient]:
+    client = await client_of(run_path)
+    yield client
+    await client.close()
+
+
+def test_points_are_the_means_of_equal_stretches(run_path: Path) -> None:
+    history = MetricsHistory(run_path / "metrics.jsonl")
+    assert history.read_on()
+    assert history.series(["reward/all/mean", "nobody/wrote/it"], 5) == {
+        "reward/all/mean": ([2, 4, 6, 8, 10], pytest.approx([0.15, 0.35, 0.55, 0.75, 0.95]))
+    }
+    assert history.series(["reward/all/mean"], 100)["reward/all/mean"][0] == list(range(1, 11))
+    assert not history.read_on()
+
+
+def test_a_half_written_line_is_read_when_it_is_whole_and_a_new_file_anew(run_path: Path) -> None:
+    path = run_path / "metrics.jsonl"
+    history = MetricsHistory(path)
+    history.read_on()
+    line = json.dumps({"step": 11, "reward/all/mean": 1.1, "time/step": 1.0}) + "\n"
+    for part in (line[:20], line[20:]):
+        with path.open("a") as file:
+            file.write(part)
+        history.read_on()
+    assert history.last is not None
+    assert history.last["step"] == 11
+    path.write_text(json.dumps({"step": 1, "time/step": 1.0}) + "\n")
+    assert history.read_on()
+    assert (history.last["step"], history.names) == (1, ["time/step"])
+
+
+async def test_the_page_and_what_it_asks_for(client: TestClient) -> None:
+    assert "<title>meshrl</title>" in await (await client.get("/")).text()
+    for name in ("app.js", "style.css", "uPlot.iife.min.js"):
+        assert (await client.get(f"/static/{name}")).status == 200
+    (run,) = await (await client.get("/api/runs")).json()
+    assert run["live"] is False
+    found = await (await client.get("/api/runs/0/rollouts")).json()
+    assert (found["step"], found["steps"]) == (10, list(range(1, 11)))
+    assert [(row["picked"], row["reward"], row["says"]) for row in found["rollouts"]] == [
+        ("worst", 0.0, "<img src=x onerror=alert(1)>"), ("best", 1.0, "good 10"),
+    ]  # fmt: skip
+    whole = await (await client.get(f"/api/runs/0/rollouts/10/{found['rollouts'][1]['rollout_id']}")).json()
+    assert whole["samples"][0]["token_ids"] == [1, 2, 3, 4]
+    timeline = await (await client.get("/api/runs/0/timeline?step=3")).json()
+    assert timeline["seconds"] == pytest.approx(9.0)
+    assert {name: [span["name"] for span in lane] for name, lane in timeline["lanes"].items()} == {
+        "orchestrator": ["rl.step"], "trainer": ["rl.train"],
+    }  # fmt: skip
+    assert await (await client.get("/api/runs/0/ledger")).json() == []
+
+
+@pytest.mark.parametrize(
+    ("address", "status", "words"),
+    [
+        ("/api/runs/1/now", 404, "no run 1; there are 1"),
+        ("/api/runs/x/now", 404, "no run x"),
+        ("/api/runs/0/rollouts?step=last", 400, "step must be a whole number, got 'last'"),
+        ("/api/runs/0/rollouts/10/nobody", 404, "no rollout nobody is kept of step 10"),
+        ("/api/runs/0/timeline?step=99", 404, "no trace of step 99; there are steps from 3 to 3"),
+        ("/static/../server.py", 404, ""),
+    ],
+)
+async def test_what_is_not_there_is_said(client: TestClient, address: str, status: int, words: str) -> None:
+    answer = await client.get(address)
+    assert answer.status == status
+    assert words in await answer.text()
+    assert "script-src 'self'" in answer.headers["Content-Security-Policy"]
+
+
+async def test_a_page_elsewhere_cannot_read_it_under_a_name_of_its_own(run_path: Path) -> None:
+    client = await client_of(run_path, hosts=frozenset({"127.0.0.1:1"}))
+    assert (await client.get("/api/runs", headers={"Host": "rebound.example"})).status == 403
+    assert (await client.get("/api/runs", headers={"Host": "127.0.0.1:1"})).status == 200
+    await client.close()
+
+
+async def test_off_loopback_every_request_needs_the_token_which_becomes_a_cookie(run_path: Path) -> None:
+    client = await client_of(run_path, token="secret")
+    for address in ("/", "/api/runs", "/static/app.js", "/?token=guess", "/?token=%C3%BC"):
+        assert (await client.get(address)).status == 401
+    assert not list(client.session.cookie_jar)
+    assert (await client.get("/?token=secret")).status == 200
+    assert (await client.get("/api/runs")).status == 200
+    await client.close()
+
+
+async def test_events_tell_of_every_growth_and_end_with_the_server(client: TestClient, run_path: Path) -> None:
+    async with client.get("/api/runs/0/events") as answer, asyncio.timeout(60.0):
+        seen = []
+        while len(seen) < 2:
+            line = (await answer.content.readline()).decode()
+            if line.startswith("data: "):
+                seen.append(int(line[6:]))
+                add_step(run_path, 11)
+        assert seen[1] > seen[0]
+        await client.server.close()
+        await answer.content.read()  # to its end
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+    result = CliRunner().invoke(main, ["ui", str(tmp_path)])
+    assert result.exit_code == 1
+    assert "holds no run: name the output folder of one" in result.output
