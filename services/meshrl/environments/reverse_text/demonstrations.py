@@ -10,12 +10,11 @@ take it no further; the reward tells.
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from meshrl.environments.demonstration_files import run_command, write_rows
 from meshrl.environments.reverse_text.prompt import SYSTEM_PROMPT
 from meshrl.environments.reverse_text.sentences import sentences
 
@@ -56,23 +55,14 @@ def demonstrations(texts: Iterable[str], *, share: float, random_source: random.
 def write_demonstrations(folder: Path, *, share: float = SHARE, seed: int) -> None:
     """Writes the rows as JSON lines; each training sentence comes several times, its reading drawn anew."""
     random_source = random.Random(seed)
-    folder.mkdir(parents=True, exist_ok=True)
     train = demonstrations(sentences("train") * PASSES, share=share, random_source=random_source)
     val = demonstrations(sentences("held_out"), share=1.0, random_source=random_source)
-    for name, rows in (("train", train), ("val", val)):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_rows(folder, train=train, val=val)
 
 
 def main() -> None:
     """Command `python -m meshrl.environments.reverse_text.demonstrations`."""
-    parser = argparse.ArgumentParser(description="Write the warm-up's demonstrations.")
-    parser.add_argument("folder", type=Path, help="where to write train.jsonl and val.jsonl")
-    parser.add_argument("--share", type=float, default=SHARE, help=f"share of letters reversed (default {SHARE})")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the readings (default 0)")
-    arguments = parser.parse_args()
-    if not 0.0 <= arguments.share <= 1.0:
-        parser.error(f"--share must be between 0 and 1, got {arguments.share}")
-    write_demonstrations(arguments.folder, share=arguments.share, seed=arguments.seed)
+    run_command(write_demonstrations, share=SHARE, share_of="letters reversed")
 
 
 if __name__ == "__main__":
