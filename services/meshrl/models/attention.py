@@ -169,6 +169,7 @@ class PackedLayout:
         offsets = torch.from_numpy(sample_offsets.astype(np.int64))
         if kernels.fused:
             plan = FusedPlan.from_offsets(sample_offsets, device, long_from=kernels.long_from)
+            _of_any_size(offsets, *vars(plan).values(), *(() if prefixes is None else vars(prefixes).values()))
             nowhere = torch.empty(0, dtype=torch.int64, device=device)
             return cls(fused=plan, blocks=(), scatter=nowhere, offsets=offsets, kernels=kernels, prefixes=prefixes)
         scatter = np.empty(int(sample_offsets[-1]), dtype=np.int64)
@@ -190,6 +191,14 @@ class PackedLayout:
     def of_one(self, length: int) -> PackedLayout:
         """The layout of a row with one sample of `length` tokens, on the same device and kernels."""
         return PackedLayout.from_offsets(np.array([0, length]), self.scatter.device, self.kernels)
+
+
+def _of_any_size(*tensors: torch.Tensor) -> None:
+    """Says to torch.compile that rows to come have these in other sizes, so that the first graph serves them, too."""
+    import torch._dynamo  # takes a second, which models that are not compiled on a GPU do without
+
+    for tensor in tensors:
+        torch._dynamo.maybe_mark_dynamic(tensor, 0)
 
 
 def _similar_lengths(lengths: NDArray[np.int64]) -> list[NDArray[np.int64]]:

@@ -1,6 +1,7 @@
 """Packed rows give the numbers that each sample gives alone: logprobs, entropies and gradients."""
 
 import dataclasses
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from transformers import (
 )
 
 from meshrl.models.attention import Kernels, PackedLayout
+from meshrl.models.fused_attention import fused_attention
 from meshrl.models.logprobs import PackedPolicy, PackedRow, token_logprobs
 from meshrl.models.shared_prefix import PrefixPlan
 
@@ -173,6 +175,25 @@ def test_rows_of_any_number_of_samples_are_one_shape_to_a_compiled_block() -> No
         kernels = Kernels(fused=True, long_from=150)
         seen.append(shapes_apart(PackedLayout.from_offsets(offsets, torch.device("cpu"), kernels, prefixes)))
     assert seen[0] == seen[1] == seen[2]
+
+
+def test_one_graph_serves_rows_of_any_number_of_samples() -> None:
+    graphs = []
+
+    def count(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> Callable[..., tuple[torch.Tensor]]:
+        graphs.append(graph)
+        return lambda *_: (torch.zeros(()),)  # the kernels need a GPU; how often it is asked for them does not
+
+    @torch.compile(backend=count, fullgraph=True)
+    def attend(query_THD: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
+        assert layout.fused is not None
+        return fused_attention(query_THD, query_THD, query_THD, layout.fused, scale=1.0, window=None).sum()
+
+    query_THD = torch.zeros(256, 2, 8)
+    for samples in (3, 5, 4, 7, 2, 9, 6, 1, 8, 12, 11):
+        offsets = np.linspace(0, 256, samples + 1).astype(np.int64)
+        attend(query_THD, PackedLayout.from_offsets(offsets, torch.device("cpu"), Kernels(fused=True, long_from=64)))
+    assert len(graphs) == 1
 
 
 def test_entropy_and_logprob_of_a_uniform_distribution() -> None:
