@@ -80,7 +80,13 @@ async def _train(
     journal = await asyncio.to_thread(open_journal, config, mesh.trainer, mesh.run)
     shown = RecordMetrics()
     registry_of(tracer).register(shown)
-    monitor = await asyncio.to_thread(open_monitor, layout, config.wandb, config.model_dump(mode="json"), more=[shown])
+    try:
+        monitor = await asyncio.to_thread(
+            open_monitor, layout, config.log, config.wandb, config.model_dump(mode="json"), more=[shown]
+        )
+    except ConfigError:
+        await asyncio.to_thread(journal.close)
+        raise
     try:
         loop = build_loop(config, services, mesh, journal=journal, monitor=monitor, tracer=tracer)
         say_ready()

@@ -85,7 +85,7 @@ def train(config: SFTConfig, stop: threading.Event, parallel: RankGroup) -> None
     feed = Feed(config, parallel, vocab_size=int(learner.model.config.get_text_config().vocab_size))
     monitor = Monitor([])
     if parallel.plan.leads:
-        monitor = open_monitor(layout, config.wandb, config.model_dump(mode="json"))
+        monitor = open_monitor(layout, config.log, config.wandb, config.model_dump(mode="json"))
     try:
         feed.start(DataProgress.from_json(saved) if saved else None, steps_done=learner.step_done)
         loop = SFTLoop(

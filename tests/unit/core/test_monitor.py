@@ -1,12 +1,21 @@
 import json
+import math
+import struct
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from loguru import logger
+from tensorboardX.proto.event_pb2 import Event
 
-from meshrl.core.telemetry.monitor import ConsoleSink, JsonlSink, Monitor, SampleRow, WandbSink
+from meshrl.core.config import ConfigError
+from meshrl.core.config.shared import LogConfig
+from meshrl.core.paths import Layout
+from meshrl.core.telemetry.monitor import ConsoleSink, JsonlSink, Monitor, SampleRow, WandbSink, open_monitor
 from small_disk import fill, mounted
+
+SAMPLE = SampleRow(environment="echo", task_key="t", prompt="say abc", completion="abc", reward=1.0, advantage=0.5)
 
 
 @pytest.fixture
@@ -66,9 +75,8 @@ def test_a_wandb_run_that_fails_is_switched_off_and_the_run_goes_on() -> None:
 
 def test_wandb_offline_takes_metrics_tables_and_histograms(tmp_path: Path) -> None:
     sink = WandbSink(project="p", name="n", offline=True, folder=tmp_path, settings={"seed": 1})
-    row = SampleRow(environment="echo", task_key="t", prompt="say abc", completion="abc", reward=1.0, advantage=0.5)
     sink.write(1, {"a": 1.0})
-    sink.write_samples(1, [row])
+    sink.write_samples(1, [SAMPLE])
     sink.write_distributions(1, {"distributions/reward": [0.0, 1.0]})
     sink.close()
     assert list(tmp_path.glob("wandb/offline-run-*"))
@@ -144,3 +152,39 @@ def test_records_that_a_full_disk_refuses_follow_once_there_is_room(small_disk: 
     monitor.close()
     steps = [json.loads(line)["step"] for line in (small_disk / "metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(1, 301))
+
+
+def tensorboard_events(folder: Path) -> list[Event]:
+    """The events of a folder's one file: records of a length, its checksum, the event, its checksum."""
+    (path,) = folder.iterdir()
+    data, events = path.read_bytes(), []
+    while data:
+        (length,) = struct.unpack("<Q", data[:8])
+        events.append(Event.FromString(data[12 : 12 + length]))
+        data = data[16 + length :]
+    return events
+
+
+def test_tensorboard_takes_metrics_samples_and_distributions(tmp_path: Path) -> None:
+    layout = Layout(tmp_path)
+    monitor = open_monitor(layout, LogConfig(tensorboard=True), None, {})
+    monitor.log(3, {"reward/all/mean": 0.5, "loss/mean": math.nan})
+    monitor.log_samples(3, [SAMPLE])
+    monitor.log_distributions(3, {"reward": [0.0, 1.0, 1.0], "empty": []})
+    monitor.close()
+    found = {
+        value.tag: value for event in tensorboard_events(tmp_path / "tensorboard") for value in event.summary.value
+    }
+    assert found["reward/all/mean"].simple_value == 0.5
+    assert math.isnan(found["loss/mean"].simple_value)
+    assert found["reward"].histo.num == 3
+    assert SAMPLE.completion in found["samples/0/text_summary"].tensor.string_val[0].decode()
+    assert "empty" not in found
+
+
+def test_tensorboard_that_is_not_installed_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    with pytest.raises(ConfigError, match=r"pip install 'meshrl\[tensorboard\]'"):
+        open_monitor(Layout(tmp_path), LogConfig(tensorboard=True), None, {})

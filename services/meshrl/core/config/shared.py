@@ -67,6 +67,10 @@ class LogConfig(BaseConfig):
     metrics_host: str = "127.0.0.1"
     """Address to offer them at. Whoever reaches it can read them."""
 
+    tensorboard: bool = False
+    """Write the records of steps and evaluations for TensorBoard, too, below tensorboard/ in output_dir. Needs
+    `pip install 'meshrl[tensorboard]'`; look with `tensorboard --logdir OUTPUT_DIR/tensorboard`."""
+
     @model_validator(mode="before")
     @classmethod
     def _other_spellings(cls, values: Any) -> Any:

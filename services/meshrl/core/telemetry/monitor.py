@@ -1,4 +1,4 @@
-"""Where metrics go: console, a JSONL file and Weights & Biases; fed by whoever leads a loop (orchestrator, sft).
+"""Where metrics go: console, a JSONL file, TensorBoard, W&B; fed by whoever leads a loop (orchestrator, sft).
 
 A destination that fails costs metrics, never the run: it is told once, with what to do, and again when it works.
 """
@@ -15,9 +15,11 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 from loguru import logger
 
-from meshrl.core.config.shared import WandbConfig
+from meshrl.core.config import ConfigError
+from meshrl.core.config.shared import LogConfig, WandbConfig
 from meshrl.core.paths import Layout
 
 CONSOLE_FIELDS: tuple[tuple[str, str, str], ...] = (
@@ -263,12 +265,46 @@ class WandbSink:
             self._run = None
 
 
+class TensorBoardSink:
+    """Event files for TensorBoard: metrics, samples as text, distributions as histograms; written by tensorboardX."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ConfigError where tensorboardX is not installed."""
+        try:
+            from tensorboardX import SummaryWriter  # an extra
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"log.tensorboard needs {error.name}: pip install 'meshrl[tensorboard]', or leave it out"
+            ) from error
+        self._writer = SummaryWriter(str(folder), flush_secs=5)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def write_samples(self, step: int, rows: Sequence[SampleRow]) -> None:
+        for number, row in enumerate(rows):
+            about = f"{row.environment}, reward {row.reward:.3f}, advantage {row.advantage:.3f}"
+            self._writer.add_text(f"samples/{number}", f"{about}\n\n    {row.prompt}\n\n    {row.completion}", step)
+
+    def write_distributions(self, step: int, values: Mapping[str, Sequence[float]]) -> None:
+        for name, numbers in values.items():
+            if len(numbers):
+                self._writer.add_histogram(name, np.asarray(numbers, np.float64), step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
 def open_monitor(
-    layout: Layout, wandb: WandbConfig | None, settings: Mapping[str, Any], more: Sequence[Sink] = ()
+    layout: Layout, log: LogConfig, wandb: WandbConfig | None, settings: Mapping[str, Any], more: Sequence[Sink] = ()
 ) -> Monitor:
-    """Returns the monitor of a run: console and JSONL always, W&B when configured, which shows `settings`, too; and
-    whatever `more` there is."""
+    """Returns the monitor of a run: console and JSONL always, TensorBoard and W&B when configured, and whatever `more`
+    there is. W&B shows `settings`, too. Raises ConfigError where a package for it is missing.
+    """
     sinks: list[Sink] = [ConsoleSink(), JsonlSink(layout.metrics_jsonl), *more]
+    if log.tensorboard:
+        sinks.append(TensorBoardSink(layout.output_dir / "tensorboard"))
     if wandb is not None:
         sinks.append(
             WandbSink(
