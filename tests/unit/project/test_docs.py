@@ -1,5 +1,6 @@
 """What the documents say of the code is so: links lead somewhere, drawn states are those of the tables."""
 
+import ast
 import re
 from collections.abc import Mapping
 from enum import Enum
@@ -41,3 +42,12 @@ def test_drawn_states_are_those_of_the_code(marker: str, table: Mapping[Enum, fr
 def test_every_page_is_reachable_from_the_readme() -> None:
     linked = set(LINK.findall((ROOT / "README.md").read_text()))
     assert {f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")} <= linked
+
+
+def test_the_walk_says_of_each_file_what_the_file_says_of_itself() -> None:
+    text = (ROOT / "docs" / "walk.md").read_text()
+    rows = re.findall(r"^\| \[[^\]]+\]\(\.\./([^)]+\.py)\) \| (.+) \|$", text, flags=re.MULTILINE)
+    assert len(rows) > 80
+    for name, said in rows:
+        docstring = ast.get_docstring(ast.parse((ROOT / name).read_text())) or ""
+        assert " ".join(docstring.split()).startswith(said), name
