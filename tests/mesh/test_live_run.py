@@ -11,6 +11,7 @@ import random
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -262,20 +263,34 @@ def meshrl(run: Run, *arguments: str) -> Any:
     return json.loads(done.stdout) if "--json" in arguments or arguments[0] == "call" else done.stdout
 
 
-def test_the_meshrl_command_shows_a_live_run(live_run: Run) -> None:
-    run = live_run
-    status = meshrl(run, "status", "--json")
-    assert {row["service"]: row["state"] for row in status["rows"]} == {
+def status_when_all_is_well(run: Run) -> Any:
+    """One look may fall into the moment in which an engine takes a version, or a busy machine answers nobody."""
+    command = [sys.executable, "-m", "meshrl.cli.main", "status", "--json", "-o", str(run.output_dir)]
+    well = {
         "rollout": "serving",
         "trainer": "serving",
         "weights": "serving",
         "engine": "ready",
         "orchestrator": "running",
     }
+    deadline = time.monotonic() + 120.0
+    while True:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        status = json.loads(done.stdout)
+        if done.returncode == 0 and {row["service"]: row["state"] for row in status["rows"]} == well:
+            return status
+        assert time.monotonic() < deadline, done.stdout
+        time.sleep(0.5)
+
+
+def test_the_meshrl_command_shows_a_live_run(live_run: Run) -> None:
+    run = live_run
+    status = status_when_all_is_well(run)
     assert status["step"] >= 1
     by_service = {row["service"]: row for row in status["rows"]}
     assert by_service["trainer"]["lag"] == 0
-    assert by_service["engine"]["version"] + by_service["engine"]["lag"] == by_service["trainer"]["version"]
+    newest, served = by_service["trainer"]["version"], by_service["engine"]["version"]
+    assert by_service["engine"]["lag"] == max(0, newest - served)  # the hub may have been asked after the next version
     shown = meshrl(run, "watch", "--count", "1")
     assert f"127.0.0.1:{run.port('trainer')}" in shown
     (engine,) = meshrl(run, "weights", "engines", "--json")

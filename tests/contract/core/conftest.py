@@ -31,6 +31,8 @@ class Script(rollout_grpc.RolloutServiceServicer, trainer_grpc.TrainerServiceSer
         return await self._unary("GetRolloutStatus", request, context)
 
     async def CancelRollouts(self, request, context):
+        if "CancelRollouts" not in self.on:  # as in a server that does not offer it
+            return await super().CancelRollouts(request, context)
         return await self._unary("CancelRollouts", request, context)
 
     async def GetTrainer(self, request, context):

@@ -262,16 +262,20 @@ def long_in_essays(request: RolloutRequest, place: int, rollout: Rollout) -> Rol
 
 @pytest.mark.parametrize(("seed", "first"), [(None, "essay"), (1, "echo")])
 async def test_groups_that_were_long_begin_first_within_their_step_unless_the_run_has_a_seed(
-    mesh, script, make_config, start, seed: int | None, first: str
+    mesh, script, make_config, start, monkeypatch: pytest.MonkeyPatch, seed: int | None, first: str
 ) -> None:
     script.environments = {"echo": 50, "essay": 50}
     script.alter = long_in_essays
+    begun: list[str] = []
     config = make_config(
         mesh.services, train={"env": [{"id": "echo"}, {"id": "essay"}]}, max_async_level=0, max_steps=4, seed=seed
     )
     async with start(config) as (loop, ledger):
+        begin = loop.run.slots.begin
+        monkeypatch.setattr(loop.run.slots, "begin", lambda group, size: (begun.append(group), begin(group, size)))
         await loop.train()
-    order = [request.environment for request in script.requests]
+    environment_of = {request.group_id: request.environment for request in script.requests}
+    order = [environment_of[group] for group in begun]  # requests that are sent at once arrive in either order
     assert order[:2] == ["echo", "essay"]  # as they were drawn: nothing is known of lengths yet
     assert order[2::2] == [first] * 3
     assert Counter(order) == {"echo": 4, "essay": 4}

@@ -19,11 +19,10 @@ from meshrl.core.config import dump_toml
 from meshrl.environments.reverse_text.demonstrations import demonstrations
 from meshrl.environments.reverse_text.model import create_model
 from meshrl.environments.reverse_text.sentences import sentences
-from meshrl.sft.config import DataConfig, SFTConfig, ValConfig
+from meshrl.sft.config import DataConfig, SFTConfig, SFTDeploymentConfig, ValConfig
 from meshrl.sft.program import train
 from meshrl.training.config import OptimConfig
 from meshrl.training.model_config import TrainerModelConfig
-from meshrl.training.parallel.deployment import DeploymentConfig
 from meshrl.training.parallel.rank_group import RankGroup
 
 
@@ -44,7 +43,7 @@ def configure(folder: Path, output_dir: Path, **changes: Any) -> SFTConfig:
         "optim": OptimConfig(lr=1e-2),
         "max_steps": 6,
         "torch_threads": 1,
-        "deployment": DeploymentConfig(num_train_gpus=2),
+        "deployment": SFTDeploymentConfig(num_train_gpus=2),
         "output_dir": output_dir,
     }
     return SFTConfig(**(values | changes))
