@@ -48,6 +48,14 @@ def test_points_are_the_means_of_equal_stretches(run_path: Path) -> None:
     assert not history.read_on()
 
 
+def test_a_file_is_read_whole_in_pieces_that_cut_its_lines(run_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshrl.cli.ui.history._READ_BYTES", 7)
+    history = MetricsHistory(run_path / "metrics.jsonl")
+    assert history.read_on()
+    assert history.series(["time/step"], 100) == {"time/step": (list(range(1, 11)), [1.0] * 10)}
+    assert not history.read_on()
+
+
 def test_a_half_written_line_is_read_when_it_is_whole_and_a_new_file_anew(run_path: Path) -> None:
     path = run_path / "metrics.jsonl"
     history = MetricsHistory(path)

@@ -49,7 +49,7 @@ class CompletionSpans:
                     if ended:
                         self._note_version()
                     yield last
-        except Exception as error:
+        except Exception as error:  # whatever it is: the span says so, and it goes on to who asked
             span.set_status(Status(StatusCode.ERROR, str(error)))
             raise
         finally:

@@ -55,28 +55,27 @@ class MetricsHistory:
                 self._offset, self._columns, self.last = 0, {}, None
             if size == self._offset:
                 return False
+            grown = False
             with self._path.open("rb") as file:
                 file.seek(self._offset)
-                grown = self._take(file.read(_READ_BYTES))
-                while grown and self._offset < size:
-                    file.seek(self._offset)
-                    if not self._take(file.read(_READ_BYTES)):
-                        break
+                rest = b""
+                while data := file.read(_READ_BYTES):
+                    whole, end, rest = (rest + data).rpartition(b"\n")
+                    self._offset += len(whole) + len(end)
+                    self._take(whole)
+                    grown = grown or bool(end)
         except FileNotFoundError:  # no step has ended yet
             return False
         return grown
 
-    def _take(self, data: bytes) -> bool:
-        whole, end, _ = data.rpartition(b"\n")
-        self._offset += len(whole) + len(end)
-        for line in whole.split(b"\n") if end else ():
+    def _take(self, lines: bytes) -> None:
+        for line in lines.split(b"\n"):
             try:
                 record = json.loads(line)
-            except ValueError:  # a line that a full disk cut off
+            except ValueError:  # empty, or cut off by a full disk
                 continue
             if isinstance(record, dict) and isinstance(record.get("step"), int):
                 self._add(record)
-        return bool(end)
 
     def _add(self, record: Mapping[str, Any]) -> None:
         step: int = record["step"]
