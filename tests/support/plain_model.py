@@ -148,6 +148,22 @@ def greedy_loop(model: PlainModel, prompt: Sequence[int], count: int) -> list[in
     return sequence[len(prompt) :]
 
 
+def reweighted(
+    logits_TV: torch.Tensor, prompt: Sequence[int], completion: Sequence[int], *, logit_bias: Mapping[str, float],
+    presence_penalty: float, frequency_penalty: float, repetition_penalty: float,
+) -> torch.Tensor:  # fmt: skip
+    """(T, V) logits after bias and penalties, token by token as OpenAI and vLLM define them."""
+    changed_TV = logits_TV.clone()
+    for place, row_V in enumerate(changed_TV):
+        made = list(completion[:place])
+        for token in range(len(row_V)):
+            value = float(row_V[token]) + logit_bias.get(str(token), 0.0)
+            if token in made or token in prompt:
+                value = value / repetition_penalty if value > 0 else value * repetition_penalty
+            row_V[token] = value - frequency_penalty * made.count(token) - presence_penalty * (token in made)
+    return changed_TV
+
+
 def processed_logprobs(
     logits_TV: torch.Tensor, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
 ) -> torch.Tensor:

@@ -40,9 +40,11 @@ class FinishReason(enum.StrEnum):
 class SamplingParams:
     """How to sample one completion.
 
-    The processed distribution is softmax(logits / temperature), cut by min_p, then top_k, then top_p, and normalised
-    again after the cuts. A temperature of 0 takes the most likely token; its logprob is then that of the uncut
-    distribution at temperature 1.
+    First logits are reweighted, in vLLM's order: logit_bias is added; then, of tokens in the prompt or the completion,
+    positive ones are divided by repetition_penalty and negative ones multiplied; then frequency_penalty is taken off
+    for each time that a token is in the completion, and presence_penalty once. The processed distribution is
+    softmax(reweighted / temperature), cut by min_p, then top_k, then top_p, and normalised again after the cuts. A
+    temperature of 0 takes the most likely token; its logprob is then that of the uncut distribution at temperature 1.
     """
 
     max_tokens: int
@@ -51,13 +53,17 @@ class SamplingParams:
     top_k: int = 0  # 0 keeps every token
     min_p: float = 0.0
     min_tokens: int = 0  # stop tokens cannot be sampled before this many
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)  # by token id
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     seed: int | None = None  # None takes one from the engine's own stream
     logprobs: bool = True  # False: nobody reads them, so they may be left out (NaN)
     top_logprobs: int = 0  # alternatives to report for each token
     prompt_logprobs: int | None = None  # report logprobs of the prompt's tokens; where the engine can
-    raw_logprobs: bool = False  # report the logprob at temperature 1 without cuts, too
+    raw_logprobs: bool = False  # report the logprob of the plain model, too: temperature 1, not reweighted, uncut
 
     @property
     def greedy(self) -> bool:
@@ -67,6 +73,16 @@ class SamplingParams:
     def truncated(self) -> bool:
         """Whether some token of the vocabulary may be cut off."""
         return not self.greedy and (self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0)
+
+    @property
+    def penalised(self) -> bool:
+        """Whether what a token weighs depends on the tokens before it."""
+        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
+
+    @property
+    def reweighted(self) -> bool:
+        """Whether logits are changed before the temperature."""
+        return self.penalised or bool(self.logit_bias)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -304,6 +320,8 @@ def check_request(engine: Engine, request: GenerateRequest, *, capacity: int, vo
         raise MeshError(Reason.INVALID_REQUEST, f"prompt token ids must be in [0, {vocab_size})")
     if not all(0 <= token < vocab_size for token in request.sampling.stop_token_ids):
         raise MeshError(Reason.INVALID_REQUEST, f"stop_token_ids must be in [0, {vocab_size})")
+    if not all(0 <= token < vocab_size for token in request.sampling.logit_bias):
+        raise MeshError(Reason.INVALID_REQUEST, f"token ids of logit_bias must be in [0, {vocab_size})")
     if request.sampling.min_tokens > 0 and len(set(request.sampling.stop_token_ids)) > MAX_HELD_BACK:
         raise MeshError(
             Reason.INVALID_REQUEST,

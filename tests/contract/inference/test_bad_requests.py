@@ -33,9 +33,12 @@ SAMPLING: dict[str, tuple[dict[str, Any], str]] = {
     "seed in words": ({"seed": "seven"}, "seed"),
     "logprobs below 0": ({"logprobs": -1}, "logprobs"),
     "too many alternatives": ({"logprobs": 1000}, "logprobs"),
-    "penalty": ({"presence_penalty": 0.5}, "presence_penalty is not supported"),
-    "repetition": ({"repetition_penalty": 1.1}, "repetition_penalty is not supported"),
-    "logit bias": ({"logit_bias": {"3": 1.0}}, "logit_bias is not supported"),
+    "penalty above 2": ({"presence_penalty": 2.5}, "presence_penalty"),
+    "penalty NaN": ({"frequency_penalty": float("nan")}, "frequency_penalty"),
+    "repetition 0": ({"repetition_penalty": 0.0}, "repetition_penalty"),
+    "logit bias above 100": ({"logit_bias": {"3": 101.0}}, "logit_bias"),
+    "logit bias in words": ({"logit_bias": {"three": 1.0}}, "logit_bias"),
+    "logit bias out of vocabulary": ({"logit_bias": {"64": 1.0}}, "logit_bias"),
     "stop string for token ids": ({"stop": "x"}, "use stop_token_ids"),
 }
 PROMPTS: dict[str, tuple[Any, str]] = {

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections import Counter
 from typing import Any
 
 import pytest
+import torch
 
 from engine_mesh import MAX_MODEL_LEN, EngineClient, EngineMesh, logprobs_of, reference
 from plain_checks import check_greedy, check_logprobs
-from plain_model import at, greedy_loop, logits_of, processed_logprobs
+from plain_model import at, greedy_loop, logits_of, processed_logprobs, reweighted
 
 PROMPTS = ([5], [1, 2, 3], [7] * 20, [*range(1, 64)] * 5)
 CUTS: dict[str, dict[str, Any]] = {
@@ -51,6 +53,32 @@ async def test_logprobs_are_of_the_distribution_sampled_from(
     for choice in choices:
         logits = logits_of(reference(mesh), [3, 1, 4], choice["token_ids"])
         check_logprobs(mesh.kind, logits, choice, how)
+
+
+async def test_penalties_and_biases_change_the_distribution_that_is_sampled_and_reported(
+    mesh: EngineMesh, client: EngineClient
+) -> None:
+    weights = {
+        "presence_penalty": 0.6, "frequency_penalty": 0.4, "repetition_penalty": 1.3,
+        "logit_bias": {"7": 4.0, "9": -90},
+    }  # fmt: skip
+    prompt, how = [3, 1, 4, 1], {"temperature": 0.7, "top_p": 0.9}
+    greedy, sampled, plain = await asyncio.gather(
+        client.one(prompt, max_tokens=30, temperature=0.0, ignore_eos=True, **weights),
+        client.generate(prompt, n=3, seed=11, max_tokens=40, ignore_eos=True, **how, **weights),
+        client.greedy(prompt),  # beside them, in the same steps
+    )
+
+    def expected(choice: dict[str, Any]) -> torch.Tensor:
+        tokens = choice["token_ids"]
+        return reweighted(logits_of(reference(mesh), prompt, tokens), prompt, tokens, **weights)
+
+    check_greedy(mesh.kind, expected(greedy), greedy)
+    for choice in sampled:
+        check_logprobs(mesh.kind, expected(choice), choice, how)
+        assert 9 not in choice["token_ids"]
+    check_greedy(mesh.kind, logits_of(reference(mesh), prompt, plain["token_ids"]), plain)
+    assert greedy["token_ids"] != plain["token_ids"][:30]
 
 
 async def test_packed_logprobs_are_the_same_numbers(client: EngineClient) -> None:

@@ -24,7 +24,7 @@ from meshrl.inference.embedded.engine import EmbeddedEngine
         ("/inference/v1/generate", {"token_ids": [VOCAB]}, "token ids must be in"),
         ("/v1/chat/completions", {"messages": []}, "messages"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "n": 0}, "n: "),
-        ("/v1/completions", {"prompt": "a", "presence_penalty": 1.0}, "presence_penalty is not supported"),
+        ("/v1/completions", {"prompt": "a", "presence_penalty": 3.0}, "presence_penalty"),
         ("/v1/completions", {"prompt": "a", "echo": True}, "echo"),
         ("/v1/completions", {"prompt": []}, "empty list"),
     ],

@@ -65,6 +65,15 @@ def test_temperature_scales_the_distribution_and_raw_logprobs_ignore_it() -> Non
     np.testing.assert_allclose(sampled.raw_logprobs, LOGITS.log_softmax(-1)[sampled.token_ids], atol=1e-6)
 
 
+def test_raw_logprobs_are_of_the_logits_before_they_were_reweighted() -> None:
+    other = LOGITS.flip(-1).expand(3, -1)
+    numbers = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
+    sampled = sample(other, numbers, BatchSampling(raw=True), LOGITS.expand(3, -1))
+    np.testing.assert_allclose(sampled.logprobs, other[0].log_softmax(-1)[sampled.token_ids], atol=1e-6)
+    assert sampled.raw_logprobs is not None
+    np.testing.assert_allclose(sampled.raw_logprobs, LOGITS.log_softmax(-1)[sampled.token_ids], atol=1e-6)
+
+
 def test_greedy_rows_take_the_best_token_beside_sampled_rows() -> None:
     numbers = torch.full((2,), 0.9999, dtype=torch.float64)
     sampled = sample(LOGITS.expand(2, -1), numbers, BatchSampling(greedy=torch.tensor([True, False])))

@@ -30,6 +30,7 @@ from meshrl.inference.embedded.cache import (
     register_attention,
 )
 from meshrl.inference.embedded.decoder import SmallDecoder
+from meshrl.inference.embedded.reweighting import reweight
 from meshrl.inference.embedded.sampler import BatchSampling, sample, uniforms
 from meshrl.inference.embedded.slots import PrefillPiece, SlotStore, SlotTable
 from meshrl.inference.engine import GREEDY_BELOW
@@ -69,6 +70,7 @@ class ModelRunner(ABC):
         self.max_len = max_len
         self.device = model.device
         self._params = BatchSampling()
+        self._reweighted: list[int] = []  # slots of decoding rows with penalties or biases
 
     @abstractmethod
     def _forward(self, table: SlotTable, pieces: Sequence[PrefillPiece]) -> torch.Tensor:
@@ -106,13 +108,18 @@ class ModelRunner(ABC):
                 return None
             if table.changed:
                 self._params = self._read_params(table)
+                params = [row.request.sampling for row in table.rows[:rows]]
+                self._reweighted = [slot for slot, each in enumerate(params) if each.reweighted]
                 table.changed = False
             live = table.slots[:rows]
             for slot in np.flatnonzero(live["generated"] < live["min_tokens"]):  # too early to stop
                 stops = table.stop_SW[slot]
                 logits_RV[slot, torch.from_numpy(stops[stops >= 0]).to(self.device)] = -torch.inf
             uniforms_R = uniforms(live["key"], live["generated"].astype(np.uint64))
-            sampled = sample(logits_RV, torch.from_numpy(uniforms_R).to(self.device), self._params)
+            plain_RV = logits_RV
+            if self._reweighted:
+                logits_RV = reweight(plain_RV, table, self._reweighted)
+            sampled = sample(logits_RV, torch.from_numpy(uniforms_R).to(self.device), self._params, plain_RV)
             tops = None
             if sampled.top_ids is not None and sampled.top_logprobs is not None:
                 tops = sampled.top_ids.cpu().numpy(), sampled.top_logprobs.cpu().numpy()

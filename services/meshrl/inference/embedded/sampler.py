@@ -64,10 +64,15 @@ class SampledTokens:
     top_logprobs: torch.Tensor | None = None  # (B, K)
 
 
-def sample(logits_BV: torch.Tensor, uniforms_B: torch.Tensor, how: BatchSampling) -> SampledTokens:
-    """Draws a token for each row; `uniforms_B` are float64 in [0, 1) on the device of the logits."""
+def sample(
+    logits_BV: torch.Tensor, uniforms_B: torch.Tensor, how: BatchSampling, plain_BV: torch.Tensor | None = None
+) -> SampledTokens:
+    """Draws a token for each row; `uniforms_B` are float64 in [0, 1) on the device of the logits.
+
+    `plain_BV` are the model's logits, for raw logprobs, where `logits_BV` were reweighted.
+    """
     logits_BV = logits_BV.float()
-    raw_BV = logits_BV.log_softmax(-1) if how.raw else None
+    raw_BV = (logits_BV if plain_BV is None else plain_BV.float()).log_softmax(-1) if how.raw else None
     scaled_BV = logits_BV if how.temperature is None else logits_BV / how.temperature
     if how.cut_rows is not None:
         scaled_BV = _cut(scaled_BV, how)

@@ -194,6 +194,12 @@ class SlotTable:
         positions_R = self.slots["cached"][:rows].copy()
         return self.tokens_SM[np.arange(rows), positions_R].astype(np.int64), positions_R
 
+    def sequence(self, slot: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """The tokens of a row: its prompt, and what was sampled so far."""
+        prompt, made = int(self.slots["prompt"][slot]), int(self.slots["generated"][slot])
+        tokens_M = self.tokens_SM[slot]
+        return tokens_M[:prompt], tokens_M[prompt : prompt + made]
+
     def absorb(
         self, token_ids_R: NDArray[np.int64], logprobs_R: NDArray[np.float32],
         raw_logprobs_R: NDArray[np.float32] | None,

@@ -1,12 +1,12 @@
 """Request bodies of the HTTP routes, checked at the door; turned into the engine's own request types.
 
 Unknown keys are ignored, as OpenAI clients send more than an engine needs. A known key that this engine cannot honour
-(penalties, logit bias) is an error unless it is neutral: silently sampling otherwise would be wrong.
+(such as response_format) is an error unless it is neutral: silently sampling otherwise would be wrong.
 """
 
 from __future__ import annotations
 
-from typing import Literal, Self, TypeVar
+from typing import Annotated, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
@@ -18,6 +18,7 @@ MAX_ALTERNATIVES = 64
 _SEED_STRIDE = 0x9E3779B97F4A7C15  # completions of one request draw from streams far apart
 
 Body = TypeVar("Body", bound=BaseModel)
+Bias = Annotated[float, Field(ge=-100.0, le=100.0, allow_inf_nan=False)]
 
 
 class SamplingFields(BaseModel):
@@ -37,25 +38,12 @@ class SamplingFields(BaseModel):
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
     skip_special_tokens: bool = True
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    presence_penalty: float | None = Field(default=None, ge=-2.0, le=2.0, allow_inf_nan=False)
+    frequency_penalty: float | None = Field(default=None, ge=-2.0, le=2.0, allow_inf_nan=False)
+    repetition_penalty: float | None = Field(default=None, gt=0.0, le=10.0, allow_inf_nan=False)
+    logit_bias: dict[int, Bias] | None = None
     prompt_logprobs: int | None = Field(default=None, ge=0, le=1)
     extra_args: dict[str, JsonValue] | None = None
-
-    @model_validator(mode="after")
-    def _supported(self) -> Self:
-        unsupported = {
-            "presence_penalty": self.presence_penalty not in (None, 0.0),
-            "frequency_penalty": self.frequency_penalty not in (None, 0.0),
-            "repetition_penalty": self.repetition_penalty not in (None, 1.0),
-            "logit_bias": bool(self.logit_bias),
-        }
-        named = [name for name, used in unsupported.items() if used]
-        if named:
-            raise ValueError(f"{', '.join(named)} is not supported by this engine; leave it out")
-        return self
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -76,6 +64,10 @@ class SamplingFields(BaseModel):
             top_k=max(self.top_k or 0, 0),
             min_p=self.min_p or 0.0,
             min_tokens=self.min_tokens or 0,
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
+            logit_bias=self.logit_bias or {},
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=self.ignore_eos,
             seed=None if self.seed is None else (self.seed + index * _SEED_STRIDE) % 2**64,

@@ -206,11 +206,12 @@ class VllmEngine:
         self._check_fit()
         check_request(self, request, capacity=self.num_slots + self._max_queue, vocab_size=self.vocab_size)
         sampling = request.sampling
-        if sampling.raw_logprobs and (sampling.truncated or sampling.temperature not in (0.0, 1.0)):
+        changed = sampling.reweighted or sampling.truncated or sampling.temperature not in (0.0, 1.0)
+        if sampling.raw_logprobs and changed:
             raise MeshError(
                 Reason.NOT_SUPPORTED,
                 "vLLM reports one kind of logprobs, those sampled from; leave raw_logprobs out, or sample at "
-                "temperature 1 without cuts, where both are the same",
+                "temperature 1 without cuts, penalties and biases, where both are the same",
             )
 
     def _check_fit(self) -> None:

@@ -39,6 +39,10 @@ class RequestCodec:
             top_k=sampling.top_k,
             min_p=sampling.min_p,
             min_tokens=min(sampling.min_tokens, sampling.max_tokens),
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            repetition_penalty=sampling.repetition_penalty,
+            logit_bias=dict(sampling.logit_bias) or None,
             stop_token_ids=list(dict.fromkeys((*sampling.stop_token_ids, *eos))),
             ignore_eos=True,  # the end tokens are among the stop tokens
             seed=None if sampling.seed is None else sampling.seed % 2**63,
