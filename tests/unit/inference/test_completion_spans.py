@@ -5,18 +5,21 @@ from __future__ import annotations
 from contextlib import aclosing
 
 import pytest
+from opentelemetry import trace
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind
 
+from meshrl.inference.agent.spans import apply_span
+from meshrl.inference.agent.version_loader import PreparedVersion
 from meshrl.inference.engine import GenerateRequest, SamplingParams
 from meshrl.inference.http.runs import VERSION_HEADER
 from meshrl.inference.http.spans import CompletionSpans
 from meshrl.wire.completion_frame import MEDIA_TYPE
 from meshrl.wire.errors import MeshError
 from meshrl.wire.trace import parse_traceparent, sync_context
-from meshrl.wire.types import VersionSpan
+from meshrl.wire.types import Manifest, Transport, VersionSpan
 
 ROOT = b"r" * 32
 
@@ -88,3 +91,22 @@ async def test_an_answer_names_the_commit_that_its_version_came_by(start_engine,
     reply = await client.post("/inference/v1/generate", json=body, headers={"Accept": MEDIA_TYPE})
     assert reply.headers[VERSION_HEADER] == "3"
     assert parse_traceparent(reply.headers["X-Policy-Syncs"]) == sync_context(3, ROOT)
+
+
+def test_the_swap_of_a_version_is_in_the_trace_of_its_commit(
+    finished: tuple[TracerProvider, InMemorySpanExporter],
+) -> None:
+    provider, exporter = finished
+    manifest = Manifest(
+        run_id="main", epoch=1, version=3, transport=Transport.STREAM, result_root=ROOT, layout_signature=b"",
+        tensors=(), chunks=(),
+    )  # fmt: skip
+    prepared = PreparedVersion(manifest=manifest, artifact_id="artifact", adopt=False, prepare_s=0.25)
+    with apply_span(3, prepared, "e0", provider.get_tracer("test")) as span:
+        assert trace.get_current_span() is span
+    (found,), commit = exporter.get_finished_spans(), sync_context(3, ROOT)
+    assert found.name == "rl.sync.apply"
+    assert found.parent == commit
+    assert found.attributes == {
+        "meshrl.version": 3, "meshrl.engine_id": "e0", "meshrl.artifact_id": "artifact", "meshrl.prepare_s": 0.25
+    }  # fmt: skip

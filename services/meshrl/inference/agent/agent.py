@@ -11,15 +11,17 @@ import asyncio
 import platform
 import time
 from collections.abc import AsyncIterator, Awaitable, Coroutine, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from loguru import logger
+from opentelemetry.trace import Span, Status, StatusCode
 
 from meshrl.client import WeightSyncClient
 from meshrl.client.backoff import Backoff
 from meshrl.core.waiting import StoppedError, set_within, unless_stopped
 from meshrl.inference.agent.fetching import VersionFetcher
+from meshrl.inference.agent.spans import apply_span
 from meshrl.inference.agent.states import (
     Action,
     AgentMachine,
@@ -33,7 +35,7 @@ from meshrl.inference.agent.states import (
     Tell,
     fault_of,
 )
-from meshrl.inference.agent.version_loader import VersionLoader
+from meshrl.inference.agent.version_loader import PreparedVersion, VersionLoader
 from meshrl.inference.config import InferenceConfig
 from meshrl.inference.engine import Engine
 from meshrl.versions.files import Spool
@@ -55,16 +57,6 @@ _PERMANENT = frozenset({Reason.CONTRACT_MISMATCH, Reason.INVALID_REQUEST, Reason
 APPLY_DEADLINE_S = 60.0
 SLEEP_DEADLINE_S = 240.0  # to fall asleep or wake up, beyond what an engine gives itself
 BACKOFF_S = (0.1, 5.0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Prepared:
-    """What is staged, or needs no staging because the live weights have its root."""
-
-    manifest: Manifest
-    artifact_id: str
-    adopt: bool
-    prepare_s: float
 
 
 class WeightAgent:
@@ -106,7 +98,7 @@ class WeightAgent:
         self._join_task: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._hold_timer: asyncio.Task[None] | None = None
-        self._prepared: _Prepared | None = None
+        self._prepared: PreparedVersion | None = None
         self._live_root = b""
         self._held: tuple[float, ApplyReport] | None = None  # when the held pause began, and what was applied
 
@@ -299,7 +291,7 @@ class WeightAgent:
             self._perform(self.machine.fetch_failed(artifact_id, fault_of(error)))
             return
         prepare_s = time.monotonic() - began_s
-        self._prepared = _Prepared(manifest=manifest, artifact_id=artifact_id, adopt=adopt, prepare_s=prepare_s)
+        self._prepared = PreparedVersion(manifest=manifest, artifact_id=artifact_id, adopt=adopt, prepare_s=prepare_s)
         logger.info("version {} is prepared in {:.3f} s", version, prepare_s)
         self._perform(self.machine.fetched(artifact_id))
 
@@ -327,7 +319,10 @@ class WeightAgent:
             await self._engine.leave_group()
 
     async def _apply(self, action: StartApply) -> None:
-        prepared = self._prepared
+        with apply_span(action.version, self._prepared, self._engine_id) as span:
+            await self._swap_in(action, self._prepared, span)
+
+    async def _swap_in(self, action: StartApply, prepared: PreparedVersion | None, span: Span) -> None:
         began_s = time.monotonic()
         try:
             if prepared is None or prepared.artifact_id != action.artifact_id:
@@ -336,12 +331,13 @@ class WeightAgent:
                 kept = await self._swap(prepared, action)
         except (MeshError, TimeoutError) as error:
             reason = error.reason if isinstance(error, MeshError) else Reason.DEADLINE_PASSED
-            self._poison(action.version, reason, str(error))
+            self._poison(action.version, reason, str(error), span)
             return
         except Exception as error:  # noqa: BLE001 (whatever it was, the weights may be torn: the engine stays paused)
-            self._poison(action.version, Reason.ENGINE_FAILED, repr(error))
+            self._poison(action.version, Reason.ENGINE_FAILED, repr(error), span)
             return
         self._prepared, self._live_root = None, prepared.manifest.result_root
+        span.set_attribute("meshrl.requests_kept", kept)
         report = ApplyReport(
             version=action.version,
             root=prepared.manifest.result_root,
@@ -356,7 +352,7 @@ class WeightAgent:
             logger.info("version {} is served, pause {:.4f} s, {} requests kept", action.version, report.pause_s, kept)
         self._perform(self.machine.applied(action.artifact_id, report))
 
-    async def _swap(self, prepared: _Prepared, action: StartApply) -> int:
+    async def _swap(self, prepared: PreparedVersion, action: StartApply) -> int:
         engine, version, root = self._engine, action.version, prepared.manifest.result_root
         if prepared.adopt and not action.hold:  # the very weights that are live: nothing to stand still for
             await engine.adopt(version, root)
@@ -387,7 +383,8 @@ class WeightAgent:
         logger.info("version {} is served, held pause {:.4f} s", report.version, report.pause_s)
         self._perform(self.machine.resumed(report))
 
-    def _poison(self, version: int, reason: Reason, message: str) -> None:
+    def _poison(self, version: int, reason: Reason, message: str, span: Span) -> None:
+        span.set_status(Status(StatusCode.ERROR, message))
         logger.error(
             "applying version {} failed, the engine serves nothing until it is seeded again: {}", version, message
         )

@@ -7,6 +7,7 @@ changed nothing.
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 
 from meshrl.client import WeightSyncClient
 from meshrl.inference.agent.fetching import VersionFetcher
@@ -15,6 +16,16 @@ from meshrl.versions.layout import mismatch
 from meshrl.wire import manifest as manifests
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Manifest, Transport, VersionKind
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedVersion:
+    """What is staged, or needs no staging because the live weights have its root (`adopt`)."""
+
+    manifest: Manifest
+    artifact_id: str
+    adopt: bool
+    prepare_s: float
 
 
 class VersionLoader:
