@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 from loguru import logger
+from opentelemetry import context, trace
 
 from meshrl.core.disk import disk_trouble
 from meshrl.core.paths import Layout
 from meshrl.core.telemetry.logs import setup_logging
+from meshrl.wire.trace import parse_traceparent
 from small_disk import fill, make_read_only, mounted
 
 
@@ -67,6 +69,28 @@ def test_json_lines_can_be_parsed(tmp_path):
     record = json.loads((tmp_path / "log").read_text())["record"]
     assert record["message"] == "committed"
     assert record["extra"] == {"process": "weights", "version": 4}
+
+
+def test_lines_inside_a_span_name_its_trace(tmp_path):
+    setup_logging("rollout", "info", tmp_path / "text.log")
+    inside = trace.set_span_in_context(trace.NonRecordingSpan(parse_traceparent(f"00-{'a' * 32}-{'b' * 16}-01")))
+    token = context.attach(inside)
+    try:
+        logger.info("inside")
+        logging.getLogger("somelib").warning("a library's")
+        logger.bind(trace_id="c" * 32).info("of another")
+        setup_logging("rollout", "info", tmp_path / "json.log", json_logging=True)
+        logger.info("inside")
+    finally:
+        context.detach(token)
+    setup_logging("rollout", "info", tmp_path / "text.log")
+    logger.info("outside")
+    lines = [line.split("rollout ")[1] for line in (tmp_path / "text.log").read_text().splitlines()]
+    assert lines == [
+        f"inside trace={'a' * 32}", f"a library's trace={'a' * 32}", f"of another trace={'c' * 32}", "outside"
+    ]  # fmt: skip
+    extra = json.loads((tmp_path / "json.log").read_text())["record"]["extra"]
+    assert extra == {"process": "rollout", "trace_id": "a" * 32, "span_id": "b" * 16}
 
 
 def test_setting_up_again_replaces_what_was_there(tmp_path):

@@ -1,4 +1,7 @@
-"""One log format for every program of the mesh: loguru, with the standard library's logging led into it."""
+"""One log format for every program of the mesh: loguru, with the standard library's logging led into it.
+
+A line that is logged while a span is current ends with the id of its trace; in JSON it is in `extra`, with the span's.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,17 @@ import logging
 import os
 import stat
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from loguru import logger
+from opentelemetry import trace
 
 from meshrl.core.disk import disk_trouble
+
+if TYPE_CHECKING:
+    from loguru import Record
 
 FORMAT = (
     "<green>{time:HH:mm:ss.SSS}</green> <level>{level: <7}</level> "
@@ -75,6 +84,23 @@ def _open_log(path: Path) -> _LogFile:
         raise SystemExit(disk_trouble(error) or f"cannot write {path}: {error}") from error
 
 
+def with_trace(line: str) -> Callable[[Record], str]:
+    """A format of text lines: `line`, and behind it the trace that a record belongs to, where it belongs to one."""
+
+    def of_record(record: Record) -> str:
+        behind = " <dim>trace={extra[trace_id]}</dim>" if "trace_id" in record["extra"] else ""
+        return f"{line}{behind}\n{{exception}}"
+
+    return of_record
+
+
+def _note_trace(record: Record) -> None:
+    """Gives a record the ids of the span that is current where it is logged, unless it has been given some."""
+    context = trace.get_current_span().get_span_context()
+    if context.is_valid and "trace_id" not in record["extra"]:
+        record["extra"] |= {"trace_id": f"{context.trace_id:032x}", "span_id": f"{context.span_id:016x}"}
+
+
 def setup_logging(name: str, level: str, log_file: Path | None = None, *, json_logging: bool = False) -> None:
     """Sends everything at `level` or above to stdout, and to `log_file` if given.
 
@@ -84,13 +110,14 @@ def setup_logging(name: str, level: str, log_file: Path | None = None, *, json_l
     """
     level = level.upper()
     logger.remove()
-    logger.configure(extra={"process": name})
-    logger.add(sys.stdout, level=level, format=FORMAT, serialize=json_logging, backtrace=False, diagnose=False)
+    logger.configure(extra={"process": name}, patcher=_note_trace)
+    line = with_trace(FORMAT)
+    logger.add(sys.stdout, level=level, format=line, serialize=json_logging, backtrace=False, diagnose=False)
     if log_file is not None and not stdout_goes_beside(log_file):
         logger.add(
             _open_log(log_file),
             level=level,
-            format=FORMAT,
+            format=line,
             serialize=json_logging,
             colorize=False,
             backtrace=False,

@@ -19,7 +19,7 @@ from loguru import logger
 
 from meshrl.core.config.shared import EnvConfig, LogConfig
 from meshrl.core.paths import Layout
-from meshrl.core.telemetry.logs import setup_logging
+from meshrl.core.telemetry.logs import setup_logging, with_trace
 from meshrl.rollout.config import RolloutConfig
 from meshrl.rollout.workers.watchdog import environment_now
 
@@ -36,7 +36,9 @@ def log_environments(config: RolloutConfig) -> None:
     """Sends what the front says of an environment, or plays itself, to the environment's env_server.log too."""
     for entry in config.env:
         path = env_folder(config.output_dir, entry) / SERVER_LOG
-        logger.add(path, filter=_only(entry.resolved_name), level="DEBUG", delay=True, format=LINE, colorize=False)
+        logger.add(
+            path, filter=_only(entry.resolved_name), level="DEBUG", delay=True, format=with_trace(LINE), colorize=False
+        )
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,9 @@ def take_over_output(logs: WorkerLogs, config: LogConfig) -> None:
     faulthandler.enable(sys.stderr)
     setup_logging(f"worker {logs.number}", config.level, json_logging=config.json_logging)
     for name, path in logs.by_environment.items():
-        logger.add(path, filter=_only(name), level=config.level.upper(), delay=True, format=LINE, colorize=False)
+        logger.add(
+            path, filter=_only(name), level=config.level.upper(), delay=True, format=with_trace(LINE), colorize=False
+        )
     if logs.by_environment:
         sys.stdout = _ByEnvironment(sys.stdout, logs.by_environment)
         sys.stderr = _ByEnvironment(sys.stderr, logs.by_environment)
