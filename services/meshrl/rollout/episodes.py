@@ -10,11 +10,12 @@ import asyncio
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 from loguru import logger
 from opentelemetry.context import Context
-from opentelemetry.trace import Span, Status, StatusCode, Tracer
+from opentelemetry.trace import Span, Status, StatusCode, Tracer, use_span
 from verifiers.v1.task import Task
 from verifiers.v1.trace import Trace
 
@@ -105,7 +106,7 @@ class GroupEpisodes:
             attributes={"meshrl.environment": request.environment, "meshrl.group_id": request.group_id},
         )
         try:
-            with logger.contextualize(env=self._hosted.name):
+            with logger.contextualize(env=self._hosted.name), _current(span):
                 sampling = self._hosted.sampling(request.sampling, index)
                 on_trace = self._session_opener(index, sessions, traceparent_of(span))
                 episode = await self._hosted.play(self._task, sampling, on_trace)
@@ -133,11 +134,12 @@ class GroupEpisodes:
             if not isinstance(error, Exception):  # an exit of the program, or a cancellation that nobody asked for
                 error = MeshError(Reason.ENVIRONMENT_FAILED, f"the environment's code raised {error!r}")
             elif not isinstance(error, MeshError):
-                logger.exception("rollout {} of group {} broke", index, request.group_id)
+                with _current(span):
+                    logger.exception("rollout {} of group {} broke", index, request.group_id)
                 error = MeshError(Reason.INTERNAL, f"{type(error).__name__}: {error}")
             span.set_status(Status(StatusCode.ERROR, error.reason.name))
             rollout_id = trace_uuid(next(reversed(sessions))) if sessions else str(uuid.uuid4())
-            return rollout_failure(request, error, rollout_id)
+            return rollout_failure(request, error, rollout_id, traceparent_of(span))
         finally:
             for session_id in sessions:
                 self._book.close(session_id)
@@ -230,6 +232,11 @@ def _describe(span: Span, rollouts: tuple[Rollout, ...], sessions: Mapping[str, 
     span.set_attribute("meshrl.versions", sorted(versions))
     for link in links_from(sorted(set().union(*(session.syncs for session in sessions.values())))):
         span.add_link(link.context)
+
+
+def _current(span: Span) -> AbstractContextManager[Span]:
+    """Makes the span current: log lines inside name its trace. What becomes of it is said where it ends."""
+    return use_span(span, record_exception=False, set_status_on_exception=False)
 
 
 def _asked_to_end() -> bool:

@@ -24,6 +24,7 @@ from meshrl.rollout.played import PlayableGroup, Played, Player, SerializedRollo
 from meshrl.rollout.stages import BEGINNING, RolloutStage
 from meshrl.rollout.waiting_report import LOOK_EVERY_S, WaitingReport
 from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.trace import trace_id_of
 from meshrl.wire.types import EngineEndpoint, RolloutEvent, RolloutFailure, RolloutRequest, RolloutStatus
 
 
@@ -223,7 +224,8 @@ class GroupRunner:
         if isinstance(played, RolloutFailure):
             running.events.put_nowait(played)
             name = running.request.environment
-            logger.bind(env=name).warning(
+            trace_id = trace_id_of(played.traceparent)
+            logger.bind(env=name, **({"trace_id": trace_id} if trace_id else {})).warning(
                 "rollout {} of {} failed: {}: {}", played.rollout_id, name, played.reason, played.message
             )
         else:

@@ -197,7 +197,9 @@ class GroupTable:
             del self._seen[request_id]
 
 
-def rollout_failure(request: RolloutRequest, error: MeshError, rollout_id: str) -> RolloutFailure:
+def rollout_failure(
+    request: RolloutRequest, error: MeshError, rollout_id: str, traceparent: str = ""
+) -> RolloutFailure:
     """What a group's stream says of a rollout that ended in `error`."""
     return RolloutFailure(
         rollout_id=rollout_id,
@@ -205,6 +207,7 @@ def rollout_failure(request: RolloutRequest, error: MeshError, rollout_id: str) 
         reason=error.reason.name,
         message=error.message,
         retryable=error.reason.retryable,
+        traceparent=traceparent,
     )
 
 

@@ -183,6 +183,7 @@ class GroupSampler:
                         reason=Reason.BAD_ROLLOUT.name,
                         message="; ".join(f"{field} {problem}" for field, problem in problems),
                         retryable=False,
+                        traceparent=event.traceparent,
                     )
                 if isinstance(event, RolloutFailure) and event.reason == Reason.BAD_ROLLOUT.name:
                     logger.warning(

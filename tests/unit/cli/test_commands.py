@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from click.testing import CliRunner, Result
 
 from meshrl.cli.command import ago
 from meshrl.cli.main import main
+from meshrl.orchestrator.ledger.rows import SCHEMA
 
 
 def meshrl(*arguments: str) -> Result:
@@ -43,6 +46,23 @@ def traced(tmp_path: Path) -> Path:
         line = json.dumps({"resourceSpans": [{"scopeSpans": [{"spans": spans}]}]})
         (tmp_path / "traces" / f"{program}.jsonl").write_text(f'{line}\n{{"resourceSp')
     return tmp_path
+
+
+def test_a_rollout_and_its_trace_are_found_either_way(traced: Path) -> None:
+    with closing(sqlite3.connect(traced / "ledger.sqlite")) as ledger, ledger:
+        ledger.executescript(SCHEMA)
+        row = "INSERT INTO rollouts VALUES (?, 1, 'g', 'echo', 0, 3, 'trained', ?, 2, 3, '', 0, ?)"
+        ledger.executemany(row, [("g/0", "5eed", "a" * 32), ("g/1", "0ther", "b" * 32), ("g/2", "01d", "")])
+    by_rollout = meshrl("trace", "show", "5ee", "--json", "-o", str(traced))
+    assert by_rollout.exit_code == 0, by_rollout.output
+    assert [each["span_id"] for each in json.loads(by_rollout.output)] == ["01", "02", "03", "04"]
+    assert meshrl("trace", "show", "aaaa", "--json", "-o", str(traced)).output == by_rollout.output
+    by_trace = json.loads(meshrl("rollouts", "show", "aaaa", "--json", "-o", str(traced)).output)
+    assert (by_trace["rollout_id"], by_trace["trace_id"]) == ("5eed", "a" * 32)
+    assert "no span of '0ther'" in meshrl("trace", "show", "0ther", "-o", str(traced)).output
+    with closing(sqlite3.connect(traced / "ledger.sqlite")) as ledger, ledger:  # as it was before
+        ledger.execute("ALTER TABLE rollouts DROP COLUMN trace_id")
+    assert "5eed" in meshrl("rollouts", "tail", "-o", str(traced)).output
 
 
 def test_help_lists_every_command_and_each_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

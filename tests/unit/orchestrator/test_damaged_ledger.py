@@ -229,6 +229,7 @@ def test_a_ledger_from_before_there_were_digests_goes_on(folder: Path) -> None:
     with closing(sqlite3.connect(folder / "ledger.sqlite")) as connection, connection:
         for table in ("payloads", "steps", "parts"):
             connection.execute(f"ALTER TABLE {table} DROP COLUMN seal")
+        connection.execute("ALTER TABLE rollouts DROP COLUMN trace_id")
         connection.execute("PRAGMA user_version = 1")
     journal = reopened(folder, 0)
     assert journal.starting_point.recorded == 2

@@ -208,6 +208,23 @@ def test_what_the_end_of_a_run_cut_off_is_open_again_when_it_goes_on(make_group,
     assert states(path) == [("g1/0", "trained", ""), ("g1/1", "trained", "")]
 
 
+def test_rollouts_keep_their_trace_over_a_restart(make_group, path: Path) -> None:
+    store, ticket = fresh(path), make_group("g1").ticket
+    ledger = Ledger(store.record)
+    ledger.dispatch(ticket)
+    ledger.finish(ticket, "r1", 0, "a" * 32)
+    ledger.fail("g1", "r2", "ENGINE_FAILED", "b" * 32)
+    store.close()
+
+    store, past = resumed(path, trainer_step=0)
+    again = Ledger(store.record)
+    again.restore(past.entries, past.ended)
+    again.drop("r1", "stale")
+    store.close()
+    found = query(path, "SELECT rollout_id, state, trace_id FROM rollouts WHERE rollout_id != '' ORDER BY key")
+    assert found == [("r1", "dropped", "a" * 32), ("r2", "failed", "b" * 32)]
+
+
 def test_a_file_of_an_older_layout_is_set_aside(path: Path) -> None:
     with closing(sqlite3.connect(path)) as connection, connection:
         connection.execute("CREATE TABLE rollouts (key TEXT PRIMARY KEY, state TEXT)")

@@ -54,7 +54,7 @@ def run_of(folder: Path, steps: int) -> None:
             text = one.to_json()
             connection.execute("INSERT INTO steps VALUES (1, ?, '', ?, ?)", (step, text, seal(text.encode(), 1, step)))
             connection.executemany(
-                "INSERT INTO rollouts VALUES (?, 1, ?, 'echo', 0, ?, 'trained', ?, 0, ?, '', 0.0)",
+                "INSERT INTO rollouts VALUES (?, 1, ?, 'echo', 0, ?, 'trained', ?, 0, ?, '', 0.0, '')",
                 [(f"g{step}/{place}", f"g{step}", step, name, step) for place, name in enumerate(names)],
             )
             connection.execute(

@@ -169,7 +169,9 @@ def rollout(**changes):
         (rollout(), convert.rollout_event_to_proto, convert.rollout_event_from_proto),
         (rollout(samples=()), convert.rollout_to_proto, convert.rollout_from_proto),
         (
-            RolloutFailure(rollout_id="o", group_id="g", reason="ENGINE_FAILED", message="m", retryable=True),
+            RolloutFailure(
+                rollout_id="o", group_id="g", reason="ENGINE_FAILED", message="m", retryable=True, traceparent="00-1"
+            ),
             convert.rollout_event_to_proto,
             convert.rollout_event_from_proto,
         ),

@@ -20,8 +20,25 @@ _Line = Mapping[str, Any]
 """A kept rollout, as in `rollouts/step_N.jsonl.zst`."""
 
 _ROW = """SELECT rollouts.rollout_id, rollouts.environment, rollouts.task_index, rollouts.state, rollouts.reason,
-  rollouts.step, rollouts.oldest_version, rollouts.group_id, rollouts.updated_s, rollouts.key, rollouts.run
-  FROM rollouts"""
+  rollouts.step, rollouts.oldest_version, rollouts.group_id, rollouts.updated_s, rollouts.key, rollouts.run,
+  {trace_id} AS trace_id FROM rollouts"""
+
+
+def _rows(ledger: sqlite3.Connection) -> str:
+    """The query for rollouts; ledgers from before they had traces have "" for theirs."""
+    columns = {column["name"] for column in _read(ledger, "PRAGMA table_info(rollouts)")}
+    return _ROW.format(trace_id="rollouts.trace_id" if "trace_id" in columns else "''")
+
+
+def find_trace(folder: RunFolder, name: str) -> str | None:
+    """The trace of the one rollout whose id begins with `name`, None where there is none. Raises CliError for more."""
+    if not (folder.path / "ledger.sqlite").exists():
+        return None
+    with closing(_open(folder)) as ledger:
+        found = _read(ledger, f"{_rows(ledger)} WHERE rollouts.rollout_id LIKE ? || '%' LIMIT 2", [name])
+    if len(found) > 1:
+        raise CliError(f"more than one rollout of {folder.path} begins with {name!r}; give more of its id")
+    return (found[0]["trace_id"] or _trace_of(folder, found[0]["rollout_id"])) if found else None
 
 
 def _open(folder: RunFolder) -> sqlite3.Connection:
@@ -31,7 +48,7 @@ def _open(folder: RunFolder) -> sqlite3.Connection:
     return ledger
 
 
-def _read(ledger: sqlite3.Connection, query: str, values: Sequence[object]) -> list[Mapping[str, Any]]:
+def _read(ledger: sqlite3.Connection, query: str, values: Sequence[object] = ()) -> list[Mapping[str, Any]]:
     try:
         return [dict(row) for row in ledger.execute(query, values)]
     except sqlite3.DatabaseError as error:
@@ -56,12 +73,13 @@ def tail(
     """List the rollouts whose state changed last, the newest at the end."""
     where, values = _filter(environment, state)
     with closing(_open(folder)) as ledger:
-        found = _read(ledger, f"{_ROW} WHERE {where} ORDER BY updated_s DESC LIMIT ?", [*values, number])[::-1]
+        row = _rows(ledger)
+        found = _read(ledger, f"{row} WHERE {where} ORDER BY updated_s DESC LIMIT ?", [*values, number])[::-1]
         _show(found, as_json=as_json)
         while follow:
             since = found[-1]["updated_s"] if found else 0.0
             time.sleep(FOLLOW_S)
-            news = _read(ledger, f"{_ROW} WHERE {where} AND updated_s > ? ORDER BY updated_s", [*values, since])
+            news = _read(ledger, f"{row} WHERE {where} AND updated_s > ? ORDER BY updated_s", [*values, since])
             _show(news, as_json=as_json)
             found = news or found
 
@@ -96,10 +114,11 @@ def _show(found: Sequence[Mapping[str, Any]], *, as_json: bool) -> None:
 def show(folder: RunFolder, rollout_id: str, as_json: bool) -> None:
     """Tell the story of one rollout: its group, the step it trained, its advantage, its trace.
 
-    The beginning of its id is enough.
+    The beginning of its id is enough, and so is that of its trace's id.
     """
     with closing(_open(folder)) as ledger:
-        found = _read(ledger, f"{_ROW} WHERE rollouts.rollout_id LIKE ? || '%' LIMIT 3", [rollout_id])
+        where = "rollouts.rollout_id LIKE ?1 || '%' OR trace_id LIKE ?1 || '%'"
+        found = _read(ledger, f"{_rows(ledger)} WHERE {where} LIMIT 3", [rollout_id])
         if len(found) != 1:
             what = "no rollout" if not found else "more than one rollout"
             raise CliError(f"{what} of {folder.path} begins with {rollout_id!r}; `meshrl rollouts tail` lists them")
@@ -110,7 +129,7 @@ def show(folder: RunFolder, rollout_id: str, as_json: bool) -> None:
     story = dict(row)
     story["group"] = {**group[0], "states": [other["state"] for other in others]} if group else None
     story["advantage"] = json.loads(records[0]["record"])["advantages"].get(row["rollout_id"]) if records else None
-    story["trace_id"] = _trace_of(folder, row["rollout_id"])
+    story["trace_id"] = row["trace_id"] or _trace_of(folder, row["rollout_id"])
     kept = next((line for line in folder.samples(row["step"] or 0) if line["rollout_id"] == row["rollout_id"]), None)
     if as_json:
         print_json({**story, "kept": kept})

@@ -13,9 +13,12 @@ from typing import Any
 import click
 
 from meshrl.cli.command import CliError, ago, folder_option, json_option, print_json, print_table
+from meshrl.cli.rollouts import find_trace
 from meshrl.cli.run_folder import RunFolder
 
 STEP_SPAN = "rl.step"
+_ID = 8
+"""Numbers of as many digits are the beginning of an id, not a step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,24 +68,39 @@ def trace() -> None:
 
 @trace.command()
 @folder_option
-@click.argument("step", type=int)
+@click.argument("what", metavar="STEP|ROLLOUT|TRACE")
 @json_option
-def show(folder: RunFolder, step: int, as_json: bool) -> None:
-    """Show what happened in one step, as a tree in the order of time."""
+def show(folder: RunFolder, what: str, as_json: bool) -> None:
+    """Show what happened in one step, one rollout or one trace, as a tree in the order of time.
+
+    A rollout is named by its id and a trace by its, both by their beginning.
+    """
     spans = read_spans(folder)
+    trace_id = _trace_of_step(folder, spans, int(what)) if what.isdecimal() and len(what) < _ID else None
+    if trace_id is None:
+        trace_id = find_trace(folder, what) or next((s.trace_id for s in spans if s.trace_id.startswith(what)), None)
+    found = [span for span in spans if span.trace_id == trace_id]
+    if not found:
+        raise CliError(
+            f"{folder.path}/traces have no span of {what!r}, which is no step and no id of a rollout or a trace there;"
+            " `meshrl rollouts tail` lists rollouts, and the oldest spans go (log.traces_max_mib)"
+        )
+    if as_json:
+        print_json([asdict(span) for span in found])
+        return
+    below: dict[str, list[RunSpan]] = defaultdict(list)
+    known = {span.span_id for span in found}
+    for span in found:
+        below[span.parent_id if span.parent_id in known else ""].append(span)
+    _print_tree(below[""], below, since_s=found[0].start_s, depth=0)
+
+
+def _trace_of_step(folder: RunFolder, spans: Sequence[RunSpan], step: int) -> str:
     steps = {int(span.attributes["rl.step"]): span for span in spans if span.name == STEP_SPAN}
     if step not in steps:
         there = f"steps {min(steps)} to {max(steps)}" if steps else "no steps"
         raise CliError(f"no span of step {step} in {folder.path}/traces: there are {there}")
-    root = steps[step]
-    of_step = [span for span in spans if span.trace_id == root.trace_id]
-    if as_json:
-        print_json([asdict(span) for span in of_step])
-        return
-    below: dict[str, list[RunSpan]] = defaultdict(list)
-    for span in of_step:
-        below[span.parent_id].append(span)
-    _print_tree([root], below, since_s=root.start_s, depth=0)
+    return steps[step].trace_id
 
 
 def _print_tree(

@@ -92,4 +92,5 @@ def _event(response: pb.RunRolloutsResponse) -> RolloutEvent | None:
             reason=Reason.BAD_ROLLOUT.name,
             message=str(error),
             retryable=False,
+            traceparent=rollout.traceparent,
         )

@@ -197,18 +197,20 @@ class MessageSpan(_message.Message):
     def __init__(self, start: _Optional[int] = ..., end: _Optional[int] = ..., role: _Optional[str] = ..., text: _Optional[str] = ...) -> None: ...
 
 class RolloutFailure(_message.Message):
-    __slots__ = ("rollout_id", "group_id", "reason", "message", "retryable")
+    __slots__ = ("rollout_id", "group_id", "reason", "message", "retryable", "traceparent")
     ROLLOUT_ID_FIELD_NUMBER: _ClassVar[int]
     GROUP_ID_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     RETRYABLE_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     rollout_id: str
     group_id: str
     reason: str
     message: str
     retryable: bool
-    def __init__(self, rollout_id: _Optional[str] = ..., group_id: _Optional[str] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ..., retryable: bool = ...) -> None: ...
+    traceparent: str
+    def __init__(self, rollout_id: _Optional[str] = ..., group_id: _Optional[str] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ..., retryable: bool = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class RolloutSummary(_message.Message):
     __slots__ = ("finished", "failed", "cancelled", "sampled_tokens")

@@ -55,6 +55,12 @@ def parse_traceparent(traceparent: str) -> trace.SpanContext | None:
     return span_context if span_context.is_valid else None
 
 
+def trace_id_of(traceparent: str) -> str:
+    """Returns the trace's id in hexadecimal, or "" for a text that is empty or malformed."""
+    span_context = parse_traceparent(traceparent)
+    return "" if span_context is None else f"{span_context.trace_id:032x}"
+
+
 def context_from(traceparent: str) -> context.Context | None:
     """Returns a context whose current span is the remote one, to start children in; None when there is no remote."""
     span_context = parse_traceparent(traceparent)

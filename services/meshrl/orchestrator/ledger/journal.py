@@ -21,6 +21,7 @@ from meshrl.orchestrator.work.tally import RunTotals
 from meshrl.sampling.groups import GroupTicket, RolloutGroup
 from meshrl.sampling.retry import RunError
 from meshrl.wire import convert
+from meshrl.wire.trace import trace_id_of
 from meshrl.wire.types import Batch, Rollout, RolloutEvent, RolloutFailure
 
 FLUSH_DEADLINE_S = 60.0
@@ -84,9 +85,10 @@ class Journal:
         """Enters a rollout the moment it comes back."""
         if isinstance(event, Rollout):
             self._store.keep(event)
-            self._ledger.finish(ticket, event.rollout_id, event.oldest_version)
+            trace_id = trace_id_of(event.traceparent)
+            self._ledger.finish(ticket, event.rollout_id, event.oldest_version, trace_id)
         elif isinstance(event, RolloutFailure):
-            self._ledger.fail(ticket.group_id, event.rollout_id, event.reason)
+            self._ledger.fail(ticket.group_id, event.rollout_id, event.reason, trace_id_of(event.traceparent))
 
     def is_open(self, rollout_id: str) -> bool:
         """True from when a rollout has come back until it is dropped, or trained."""

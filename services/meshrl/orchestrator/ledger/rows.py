@@ -8,7 +8,7 @@ steps     what each step took, and its totals
 parts     the messages of a step's batch as they are uploaded, until the step is durable
 
 Payloads, records of steps and parts have a digest (`seal`), which is checked whenever they are read. Files of layout 1
-had none: their rows are read unchecked.
+had none: their rows are read unchecked. `rollouts.trace_id` is new in layout 3.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from meshrl.orchestrator.work.screening import DropReason
 from meshrl.orchestrator.work.tally import RunTotals
 from meshrl.sampling.groups import GroupTicket, RolloutGroup, TaskRef
 
-LAYOUT = 2
+LAYOUT = 3
 UNSEEDED = -1
 """The seed that a row has of a group without one."""
 SCHEMA = """
@@ -44,7 +44,8 @@ CREATE TABLE IF NOT EXISTS groups (
 CREATE TABLE IF NOT EXISTS rollouts (
   key TEXT PRIMARY KEY, run INTEGER NOT NULL, group_id TEXT NOT NULL, environment TEXT NOT NULL,
   task_index INTEGER NOT NULL, for_step INTEGER NOT NULL, state TEXT NOT NULL, rollout_id TEXT NOT NULL,
-  oldest_version INTEGER, step INTEGER, reason TEXT NOT NULL, updated_s REAL NOT NULL
+  oldest_version INTEGER, step INTEGER, reason TEXT NOT NULL, updated_s REAL NOT NULL,
+  trace_id TEXT NOT NULL DEFAULT ''
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS rollouts_by_step ON rollouts (run, step) WHERE step IS NOT NULL;
 CREATE TABLE IF NOT EXISTS payloads (
@@ -59,12 +60,15 @@ CREATE TABLE IF NOT EXISTS parts (
   seal BLOB NOT NULL DEFAULT x'', PRIMARY KEY (run, step, part)
 );
 """
-SINCE_LAYOUT_1 = """
+CHANGES: Mapping[int, str] = {
+    1: """
 ALTER TABLE payloads ADD COLUMN seal BLOB NOT NULL DEFAULT x'';
 ALTER TABLE steps ADD COLUMN seal BLOB NOT NULL DEFAULT x'';
 ALTER TABLE parts ADD COLUMN seal BLOB NOT NULL DEFAULT x'';
-"""
-"""Brings a file of layout 1 to this one; its rows keep an empty seal."""
+""",
+    2: "ALTER TABLE rollouts ADD COLUMN trace_id TEXT NOT NULL DEFAULT '';",
+}
+"""Brings a file of a layout to the next one; rows of layout 1 keep an empty seal, those of 2 have no trace."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +186,8 @@ def read_past(connection: sqlite3.Connection, run: RunRow, *, trainer_step: int)
     forgotten = f"(state = 'trained' AND step > {int(trainer_step)})"
     wanted = f"(state IN ('dispatched', 'finished', 'batched') OR {cut_off} OR {forgotten})"
     rows = connection.execute(
-        "SELECT key, group_id, environment, task_index, for_step, state, rollout_id, oldest_version, step, reason"
+        "SELECT key, group_id, environment, task_index, for_step, state, rollout_id, oldest_version, step, reason,"
+        " trace_id"
         f" FROM rollouts WHERE run = ? AND {wanted}",
         (run.run,),
     ).fetchall()
@@ -266,8 +271,8 @@ def read_groups(connection: sqlite3.Connection, group_ids: list[str]) -> dict[st
     return found
 
 
-def _entry(row: tuple[str, str, str, int, int, str, str, int | None, int | None, str]) -> LedgerEntry:
-    key, group_id, environment, task_index, for_step, state, rollout_id, oldest_version, step, reason = row
+def _entry(row: tuple[str, str, str, int, int, str, str, int | None, int | None, str, str]) -> LedgerEntry:
+    key, group_id, environment, task_index, for_step, state, rollout_id, oldest_version, step, reason, trace_id = row
     if state == RolloutState.DROPPED.value:  # cut off by the end of the run
         state, reason = ("finished" if step is None else "batched"), ""
     return LedgerEntry(
@@ -281,4 +286,5 @@ def _entry(row: tuple[str, str, str, int, int, str, str, int | None, int | None,
         oldest_version=oldest_version,
         step=step,
         reason=reason,
+        trace_id=trace_id,
     )

@@ -49,7 +49,9 @@ class LedgerError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class LedgerEntry:
-    """One rollout. `key` is its place in its group, known before it has an id; `reason` says why it was lost."""
+    """One rollout. `key` is its place in its group, known before it has an id; `reason` says why it was lost.
+    `trace_id` is that of its own trace, in hexadecimal, from when it has come back; "" where it has none.
+    """
 
     key: str
     group_id: str
@@ -61,6 +63,7 @@ class LedgerEntry:
     oldest_version: int | None = None
     step: int | None = None
     reason: str = ""
+    trace_id: str = ""
 
     @property
     def place(self) -> tuple[str, int]:
@@ -119,7 +122,7 @@ class Ledger:
         for place in range(ticket.size):
             self._open_entry(ticket, place)
 
-    def finish(self, ticket: GroupTicket, rollout_id: str, oldest_version: int | None) -> None:
+    def finish(self, ticket: GroupTicket, rollout_id: str, oldest_version: int | None, trace_id: str = "") -> None:
         """A rollout came back scored. An episode of several agents yields more rollouts than it was dispatched as."""
         if rollout_id in self._key_of:
             raise LedgerError(f"rollout {rollout_id} finished before")
@@ -127,17 +130,17 @@ class Ledger:
             self._open_entry(ticket, self._dispatched)
         key = self._unassigned[ticket.group_id].pop(0)
         self._key_of[rollout_id] = key
-        self._move(key, RolloutState.FINISHED, rollout_id=rollout_id, oldest_version=oldest_version)
+        self._move(key, RolloutState.FINISHED, rollout_id=rollout_id, oldest_version=oldest_version, trace_id=trace_id)
 
     def is_open(self, rollout_id: str) -> bool:
         """True for a rollout that has finished and is neither dropped nor trained."""
         return rollout_id in self._key_of
 
-    def fail(self, group_id: str, rollout_id: str, reason: str) -> None:
+    def fail(self, group_id: str, rollout_id: str, reason: str, trace_id: str = "") -> None:
         """A rollout came back as a failure; one more failure than rollouts dispatched is ignored."""
         if self._unassigned[group_id]:
             key = self._unassigned[group_id].pop(0)
-            self._move(key, RolloutState.FAILED, rollout_id=rollout_id, reason=reason)
+            self._move(key, RolloutState.FAILED, rollout_id=rollout_id, reason=reason, trace_id=trace_id)
 
     def close_group(
         self, group_id: str, *, cancelled: int = 0, cancelled_for: str = "rollout_service", reason: str = ""
@@ -276,6 +279,7 @@ class Ledger:
         oldest_version: int | None = None,
         step: int | None = None,
         reason: str = "",
+        trace_id: str = "",
     ) -> None:
         entry = self._open[key]
         if state not in TRANSITIONS[entry.state]:
@@ -287,6 +291,7 @@ class Ledger:
             oldest_version=entry.oldest_version if oldest_version is None else oldest_version,
             step=None if state is RolloutState.FINISHED else entry.step if step is None else step,
             reason=reason,
+            trace_id=trace_id or entry.trace_id,
         )
         if state in OPEN_STATES:
             self._open[key] = entry

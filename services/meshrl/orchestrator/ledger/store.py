@@ -16,9 +16,9 @@ from google.protobuf.message import DecodeError
 from loguru import logger
 
 from meshrl.orchestrator.ledger.rows import (
+    CHANGES,
     LAYOUT,
     SCHEMA,
-    SINCE_LAYOUT_1,
     UNSEEDED,
     Past,
     PastGroup,
@@ -40,10 +40,11 @@ from meshrl.wire.errors import MeshError
 from meshrl.wire.types import Batch, Rollout
 
 _UPSERT = """
-INSERT INTO rollouts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
+INSERT INTO rollouts (key, run, group_id, environment, task_index, for_step, state, rollout_id, oldest_version, step,
+  reason, updated_s, trace_id) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
 ON CONFLICT (key) DO UPDATE SET state = excluded.state, rollout_id = excluded.rollout_id,
   oldest_version = excluded.oldest_version, step = excluded.step, reason = excluded.reason,
-  updated_s = excluded.updated_s
+  updated_s = excluded.updated_s, trace_id = excluded.trace_id
 """
 _ANY_LENGTH = 2**62
 _UNREADABLE = (ValueError, TypeError, DecodeError, MeshError)
@@ -76,8 +77,9 @@ class LedgerStore:
             connection.execute("PRAGMA journal_mode = WAL")
             known = connection.execute("SELECT COUNT(*) FROM sqlite_master WHERE name = 'rollouts'").fetchone()[0]
             layout = connection.execute("PRAGMA user_version").fetchone()[0]
-            if known and layout == 1:
-                connection.executescript(f"BEGIN IMMEDIATE; {SINCE_LAYOUT_1} PRAGMA user_version = {LAYOUT}; COMMIT;")
+            if known and layout in CHANGES:
+                changes = " ".join(CHANGES[earlier] for earlier in range(layout, LAYOUT))
+                connection.executescript(f"BEGIN IMMEDIATE; {changes} PRAGMA user_version = {LAYOUT}; COMMIT;")
             elif known and layout != LAYOUT:
                 connection.execute(f"ALTER TABLE rollouts RENAME TO rollouts_before_{time.time_ns()}")
             connection.executescript(SCHEMA)
@@ -137,6 +139,7 @@ class LedgerStore:
         row = (
             entry.key, self._run, entry.group_id, entry.environment, entry.task_index, entry.for_step,
             entry.state.value, entry.rollout_id, entry.oldest_version, entry.step, entry.reason, time.time(),
+            entry.trace_id,
         )  # fmt: skip
         gone = entry.state is RolloutState.DROPPED and entry.reason != DropReason.RUN_ENDED.value
 

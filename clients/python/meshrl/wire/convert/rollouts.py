@@ -227,6 +227,7 @@ def rollout_failure_to_proto(failure: RolloutFailure) -> pb.RolloutFailure:
         reason=failure.reason,
         message=failure.message,
         retryable=failure.retryable,
+        traceparent=failure.traceparent,
     )
 
 
@@ -237,6 +238,7 @@ def rollout_failure_from_proto(message: pb.RolloutFailure) -> RolloutFailure:
         reason=message.reason,
         message=message.message,
         retryable=message.retryable,
+        traceparent=message.traceparent,
     )
 
 

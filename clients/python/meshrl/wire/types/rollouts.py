@@ -143,13 +143,14 @@ class Rollout:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutFailure:
-    """A rollout that could not be finished; `reason` is from the error catalogue."""
+    """A rollout that could not be finished; `reason` is from the error catalogue, `traceparent` of its own trace."""
 
     rollout_id: str
     group_id: str
     reason: str
     message: str
     retryable: bool
+    traceparent: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
