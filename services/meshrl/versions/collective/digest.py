@@ -26,9 +26,9 @@ KERNEL_WORDS = 4096
 
 def sum128(tensor: torch.Tensor, first_word: int = 0) -> torch.Tensor:
     """The digest of a contiguous tensor whose first word has place `first_word`: (2,) int64 lanes on its device."""
-    words = _words(tensor)
-    if words.numel() == 0:
+    if tensor.numel() == 0:  # which may have no strides that a view wants
         return torch.zeros(2, dtype=torch.int64, device=tensor.device)
+    words = _words(tensor)
     if tensor.device.type == "cuda":
         return _on_gpu(words, first_word)
     return torch.from_numpy(_on_cpu(words.numpy().view(np.uint16), first_word).view(np.int64))

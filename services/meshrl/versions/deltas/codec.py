@@ -1,0 +1,238 @@
+"""The byte stream of a delta, codec "gap-ulp.zstd": which elements of the base change, and by how many steps.
+
+Made by publishers from two images of the weights, joined by the hub into one delta over several versions, applied by
+agents. docs/contract.md defines the bytes. A piece is a run of elements of one width in the version's byte stream; it
+has a gap and a step for each element that changes, a byte each as a rule, in two zstd frames.
+
+Blocking, and free of torch: the hub joins deltas, too.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import zstandard
+from numpy.typing import NDArray
+
+from meshrl.versions.deltas.words import UNSIGNED, Words, ordered, unzigzag, zigzag
+from meshrl.wire.tensors import DTYPES
+from meshrl.wire.types import TensorEntry
+
+BLOCK_VALUES = 2**22
+"""Elements of a piece, at most: as many as one thread takes at once."""
+ESCAPE = 255
+MAX_PIECE_VALUES = 2**31
+_LEVEL = 1
+_HEAD = struct.Struct("<4sHHQ")
+_ROW = struct.Struct("<QQQIIIIII")
+_MAGIC, _FORMAT = b"MRDL", 1
+
+
+class DeltaError(Exception):
+    """Bytes that are no delta, or none for this image."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stretch:
+    """Elements of `width` bytes in a version's byte stream, from byte `start` on."""
+
+    start: int
+    values: int
+    width: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Changes:
+    """What changes in a run: C `places` in it, rising, and the `steps` (C,), modulo 2^bits, none of them 0."""
+
+    run: Stretch
+    places: NDArray[np.int64]
+    steps: Words
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packed:
+    """Changes of a run as bytes: three zstd frames, and how many bytes each holds."""
+
+    run: Stretch
+    changed: int
+    raw: tuple[int, int, int]
+    frames: tuple[bytes, bytes, bytes]
+
+
+def runs_of(tensors: Sequence[TensorEntry], spans: Iterable[tuple[int, int]] | None = None) -> list[Stretch]:
+    """Cuts the byte stream of `tensors`, or (offset, length) `spans` of it, into runs of at most BLOCK_VALUES."""
+    found: list[Stretch] = []
+    widths = [(entry.offset, entry.offset + entry.num_bytes, DTYPES[entry.dtype].itemsize) for entry in tensors]
+    areas: list[list[int]] = []  # start, end, width
+    for start, length in [(0, widths[-1][1])] if spans is None else spans:
+        for first, last, width in widths:
+            at, end = max(first, start), min(last, start + length)
+            if at >= end:
+                continue
+            if areas and areas[-1][1] == at and areas[-1][2] == width:
+                areas[-1][1] = end
+            else:
+                areas.append([at, end, width])
+    for start, end, width in areas:
+        values = (end - start) // width
+        found += [
+            Stretch(start=start + at * width, values=min(BLOCK_VALUES, values - at), width=width)
+            for at in range(0, values, BLOCK_VALUES)
+        ]
+    return found
+
+
+def words_of(image: NDArray[np.uint8], run: Stretch) -> Words:
+    """The elements of a run as integers: a view where they are aligned, as they are in a version's byte stream."""
+    return image[run.start : run.start + run.values * run.width].view(UNSIGNED[run.width])
+
+
+def changes(run: Stretch, old: Words, new: Words) -> Changes:
+    """What changes between two states of a run."""
+    places = np.flatnonzero(old != new)
+    return Changes(run=run, places=places, steps=ordered(new[places]) - ordered(old[places]))
+
+
+def pack(found: Changes) -> Packed:
+    """The bytes of changes."""
+    gaps = np.diff(found.places, prepend=-1) - 1
+    skips = gaps // ESCAPE
+    ends = np.cumsum(skips + 1) - 1
+    gap_bytes = np.full(int(ends[-1]) + 1 if len(ends) else 0, ESCAPE, dtype=np.uint8)
+    gap_bytes[ends] = gaps - skips * ESCAPE
+    codes = zigzag(found.steps) - found.steps.dtype.type(1)  # no step is 0
+    wide = codes >= ESCAPE
+    step_bytes = np.where(wide, found.steps.dtype.type(ESCAPE), codes).astype(np.uint8)
+    return packed(found.run, len(found.places), (gap_bytes, step_bytes, codes[wide].view(np.uint8)))
+
+
+def packed(run: Stretch, changed: int, streams: tuple[NDArray[np.uint8], ...]) -> Packed:
+    """Compresses the three streams of a run: gaps, steps, and the steps that no byte holds."""
+    compressor = zstandard.ZstdCompressor(level=_LEVEL, write_content_size=True)
+    gaps, steps, escapes = (
+        compressor.compress(np.ascontiguousarray(stream).data) if stream.size else b"" for stream in streams
+    )
+    sizes = (streams[0].size, streams[1].size, streams[2].size)
+    return Packed(run=run, changed=changed, raw=sizes, frames=(gaps, steps, escapes))
+
+
+def unpack(piece: Packed) -> Changes:
+    """The changes of some bytes. Raises DeltaError for bytes that are not those of `pack`."""
+    run, dtype = piece.run, UNSIGNED[piece.run.width]
+    gap_bytes, step_bytes, escapes = (
+        _decompressed(frame, size) for frame, size in zip(piece.frames, piece.raw, strict=True)
+    )
+    ends = gap_bytes < ESCAPE
+    places = (np.cumsum(gap_bytes, dtype=np.int64) + np.cumsum(ends))[ends] - 1
+    wide = step_bytes == ESCAPE
+    if len(places) != piece.changed or len(step_bytes) != piece.changed or len(escapes) != wide.sum() * run.width:
+        raise DeltaError(f"the piece at {run.start} does not hold the {piece.changed} changes that it names")
+    if piece.changed and places[-1] >= run.values:
+        raise DeltaError(f"the piece at {run.start} changes an element beyond its {run.values}")
+    codes = step_bytes.astype(dtype)
+    codes[wide] = escapes.view(dtype)
+    return Changes(run=run, places=places, steps=unzigzag(codes + dtype.type(1)))
+
+
+def _decompressed(frame: bytes, size: int) -> NDArray[np.uint8]:
+    if not size:
+        return np.empty(0, np.uint8)
+    try:
+        if zstandard.frame_content_size(frame) != size:  # before any room is made for it
+            raise DeltaError(f"a frame does not hold the {size} bytes that its piece names")
+        return np.frombuffer(zstandard.ZstdDecompressor().decompress(frame), dtype=np.uint8)
+    except zstandard.ZstdError as error:
+        raise DeltaError(f"a frame cannot be decompressed: {error}") from error
+
+
+def join(pieces: Sequence[Packed]) -> NDArray[np.uint8]:
+    """The byte stream of a delta: what it is, a table of its pieces, then their frames."""
+    stream = [_HEAD.pack(_MAGIC, _FORMAT, 0, len(pieces))]
+    for piece in pieces:
+        run, lengths = piece.run, map(len, piece.frames)
+        stream.append(_ROW.pack(run.start, run.values, piece.changed, run.width, *piece.raw[::2], *lengths))
+    stream += [frame for piece in pieces for frame in piece.frames]
+    return np.frombuffer(b"".join(stream), dtype=np.uint8)
+
+
+def split(stream: NDArray[np.uint8]) -> list[Packed]:
+    """The pieces of a delta. Raises DeltaError for bytes that are none."""
+    view = memoryview(stream)  # type: ignore[arg-type]  # numpy arrays are buffers; its stubs say so from 3.12 on
+    if len(view) < _HEAD.size:
+        raise DeltaError("a delta has at least a header")
+    magic, form, _, count = _HEAD.unpack_from(view)
+    at = _HEAD.size + count * _ROW.size
+    if (magic, form) != (_MAGIC, _FORMAT) or at > len(view):
+        raise DeltaError("these bytes do not start as a delta does")
+    pieces, end = [], 0
+    for row in range(count):
+        start, values, changed, width, gaps, escapes, *lengths = _ROW.unpack_from(view, _HEAD.size + row * _ROW.size)
+        sound = width in UNSIGNED and start >= end and start % width == 0 and changed <= values <= MAX_PIECE_VALUES
+        if not sound or gaps > values or escapes > changed * width or at + sum(lengths) > len(view):
+            raise DeltaError(f"row {row} of the table of pieces makes no sense")
+        frames = []
+        for length in lengths:
+            frames.append(bytes(view[at : at + length]))
+            at += length
+        pieces.append(
+            Packed(
+                run=Stretch(start=start, values=values, width=width),
+                changed=changed,
+                raw=(gaps, changed, escapes),
+                frames=(frames[0], frames[1], frames[2]),
+            )
+        )
+        end = start + values * width
+    if at != len(view):
+        raise DeltaError(f"{len(view) - at} bytes follow the last piece")
+    return pieces
+
+
+def encode(
+    tensors: Sequence[TensorEntry], old: NDArray[np.uint8], new: NDArray[np.uint8], threads: ThreadPoolExecutor
+) -> list[tuple[Changes, Packed]]:
+    """Changes of the runs of a version in which there are any, with their bytes."""
+
+    def one(run: Stretch) -> tuple[Changes, Packed]:
+        found = changes(run, words_of(old, run), words_of(new, run))
+        return found, pack(found)
+
+    return [pair for pair in threads.map(one, runs_of(tensors)) if pair[1].changed]
+
+
+def squash(deltas: Sequence[NDArray[np.uint8]]) -> NDArray[np.uint8]:
+    """One delta that does what `deltas` do one after the other. Raises DeltaError."""
+    by_width: dict[int, list[tuple[NDArray[np.int64], Words]]] = {}
+    for stream in deltas:
+        for found in map(unpack, split(stream)):
+            elements = found.places + found.run.start // found.run.width
+            by_width.setdefault(found.run.width, []).append((elements, found.steps))
+    pieces = [piece for width, parts in by_width.items() for piece in _joined(width, parts)]
+    return join(sorted(pieces, key=lambda piece: piece.run.start))
+
+
+def _joined(width: int, parts: Sequence[tuple[NDArray[np.int64], Words]]) -> Iterator[Packed]:
+    """Adds the steps of each element up and cuts what is left into runs."""
+    elements = np.concatenate([part[0] for part in parts])
+    order = np.argsort(elements, kind="stable")
+    elements, steps = elements[order], np.concatenate([part[1] for part in parts])[order]
+    first = np.flatnonzero(np.diff(elements, prepend=-1))
+    steps, elements = np.add.reduceat(steps, first, dtype=steps.dtype), elements[first]
+    kept = steps != 0
+    elements, steps = elements[kept], steps[kept]
+    block = elements // BLOCK_VALUES
+    for begin, end in _groups(block):
+        start = int(elements[begin])  # not that of the block: before it may lie elements of another width
+        run = Stretch(start=start * width, values=int(elements[end - 1]) + 1 - start, width=width)
+        yield pack(Changes(run=run, places=elements[begin:end] - start, steps=steps[begin:end]))
+
+
+def _groups(keys: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
+    edges = [0, *(np.flatnonzero(np.diff(keys)) + 1).tolist(), len(keys)] if len(keys) else []
+    yield from pairwise(edges)

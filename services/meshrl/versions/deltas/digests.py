@@ -1,0 +1,110 @@
+"""What a few changes do to the additive digests of tensors: found from the changed words alone.
+
+`collective.digest.sum128` adds a term for each 16-bit word of a tensor, so a digest after changes is the digest before
+plus the terms of the new words minus those of the old ones, modulo 2^64. Publishers name the digests of a version this
+way, and agents check the root of a version without reading the rest of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshrl.versions.collective.digest import GOLDEN, MIX_1, MIX_2, SPREAD
+from meshrl.versions.deltas.words import Words
+from meshrl.wire.types import TensorEntry
+
+Lanes = NDArray[np.uint64]
+"""(T, 2) digests of tensors, or differences of them, modulo 2^64."""
+Image = NDArray[np.uint8]
+"""A version's byte stream."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Edit:
+    """C elements that change: their first bytes `at` (C,) in the version's byte stream, rising, and what they hold."""
+
+    at: NDArray[np.int64]
+    old: Words
+    new: Words
+
+
+def lanes_of(tensors: Sequence[TensorEntry]) -> Lanes:
+    """The digests of a manifest's tensors as numbers."""
+    return np.frombuffer(b"".join(entry.digest for entry in tensors), dtype="<u8").reshape(-1, 2)
+
+
+def lanes_after(
+    tensors: Sequence[TensorEntry], lanes: Lanes, image: Image, edits: Sequence[Edit], threads: ThreadPoolExecutor
+) -> Lanes:
+    """The digests of tensors once `edits` are made to `image`, whose digests are `lanes`. Blocking."""
+    after = lanes.copy()
+    wide = [edit for edit in edits if edit.old.itemsize > 1]
+    for found in threads.map(lambda edit: _differences(tensors, edit), [*wide, *_whole_words(tensors, image, edits)]):
+        for owner, difference in found.items():
+            after[owner] += difference
+    return after
+
+
+def _differences(tensors: Sequence[TensorEntry], edit: Edit) -> dict[int, Lanes]:
+    """How the digests of tensors change, by their index."""
+    owners = _owners(tensors, edit.at)
+    edges = [0, *(np.flatnonzero(np.diff(owners)) + 1).tolist(), len(owners)] if len(owners) else []
+    found: dict[int, Lanes] = {}
+    for begin, end in pairwise(edges):
+        tensor = tensors[int(owners[begin])]
+        at = edit.at[begin:end] - tensor.offset
+        before, after = (_terms(at, words[begin:end], tensor.num_bytes) for words in (edit.old, edit.new))
+        found[int(owners[begin])] = after - before
+    return found
+
+
+def _owners(tensors: Sequence[TensorEntry], at: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The tensor of each byte; of several at one offset it is the last, since the others are empty."""
+    return np.searchsorted(np.array([entry.offset for entry in tensors]), at, side="right") - 1
+
+
+def _whole_words(tensors: Sequence[TensorEntry], image: Image, edits: Sequence[Edit]) -> list[Edit]:
+    """The edits of single bytes as one, with the other byte of each 16-bit word, where its tensor has one."""
+    bytewise = [edit for edit in edits if edit.old.itemsize == 1]
+    if not bytewise:
+        return []
+    edited = np.concatenate([edit.at for edit in bytewise])
+    owners = _owners(tensors, edited)
+    starts = np.array([entry.offset for entry in tensors])[owners]
+    sizes = np.array([entry.num_bytes for entry in tensors])[owners]
+    other = (edited - starts) ^ 1
+    at = np.union1d(edited, (starts + other)[other < sizes])
+    old = image[at]
+    new = old.copy()
+    new[np.searchsorted(at, edited)] = np.concatenate([edit.new for edit in bytewise])
+    return [Edit(at=at, old=old, new=new)]
+
+
+def _terms(at: NDArray[np.int64], elements: Words, num_bytes: int) -> Lanes:
+    """(2,) sums of the terms of elements at byte `at` of a tensor."""
+    if elements.itemsize == 1:
+        low = at % 2 == 0
+        alone = low & (at == num_bytes - 1)  # the last byte of an odd number counts with a zero
+        place = at[low] // 2
+        high = np.zeros(len(place), dtype=np.uint64)
+        high[~alone[low]] = elements[~low]
+        return _sums(place, elements[low].astype(np.uint64) | high << np.uint64(8))
+    halves = elements.itemsize // 2
+    words = np.ascontiguousarray(elements).view("<u2").astype(np.uint64)
+    place = (at // 2)[:, None] + np.arange(halves) if halves > 1 else at // 2
+    return _sums(place.reshape(-1), words)
+
+
+def _sums(place: NDArray[np.int64], words: NDArray[np.uint64]) -> Lanes:
+    z = words + (place.astype(np.uint64) + np.uint64(1)) * np.uint64(GOLDEN)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(MIX_1)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(MIX_2)
+    z ^= z >> np.uint64(31)
+    spread = (z ^ (z >> np.uint64(29))) * np.uint64(SPREAD)
+    return np.array([z.sum(dtype=np.uint64), spread.sum(dtype=np.uint64)], dtype=np.uint64)

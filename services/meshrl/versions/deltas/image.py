@@ -1,0 +1,136 @@
+"""A version's weights in host memory that go from version to version by deltas, forth and back; never to a wrong state.
+
+An agent keeps one for an engine whose versions come as deltas, and stages versions from it. Before a delta is written
+into the image, its outcome is known to have the root that the manifest names, from the changed words alone. What lies
+at rest between two deltas is guarded by a BLAKE3 of each tensor of the image's own, so that a bit that flipped there
+ends the image and not in the engine.
+
+Blocking and for any thread: one thing is done at a time.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from meshrl.versions.deltas.codec import Changes, DeltaError, Packed, split, unpack, words_of
+from meshrl.versions.deltas.digests import Edit, lanes_after, lanes_of
+from meshrl.versions.deltas.words import from_ordered, ordered
+from meshrl.versions.files import HostBytes
+from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.manifest import result_root
+from meshrl.wire.types import Manifest, TensorEntry
+
+
+class WeightImage:
+    """The byte stream of one version. `manifest` is of that version: its tensors have `sum128` digests."""
+
+    def __init__(self, manifest: Manifest, held: HostBytes, *, num_threads: int = 1) -> None:
+        """Takes the verified bytes of a full version, in one part, and changes them from now on."""
+        self.manifest, self.held = manifest, held
+        self._bytes = held.parts[0][1]
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="weight-image")
+        self._lock = threading.Lock()
+        self._undo: list[tuple[Manifest, NDArray[np.uint8]]] = []  # the version before, and what led away from it
+        self._at_rest = self._hashes(range(len(manifest.tensors)))
+
+    @property
+    def root(self) -> bytes:
+        """Root of the weights in the image."""
+        return self.manifest.result_root
+
+    def keep(self) -> None:
+        """The version in the image is served: there is no way back from it any more."""
+        with self._lock:
+            self._undo.clear()
+
+    def apply(self, manifest: Manifest, delta: NDArray[np.uint8]) -> None:
+        """Goes to the version of `manifest` by its delta.
+
+        Raises MeshError DIGEST_MISMATCH and changes nothing where the delta is not for this image, does not lead to the
+        manifest's root, or where the image changed at rest.
+        """
+        with self._lock:
+            before = self.manifest
+            if manifest.base_root != before.result_root:
+                raise _refused(manifest, f"it is for other weights than those of version {before.version}")
+            self._go(manifest, delta, forth=True)
+            self._undo.append((before, delta))
+
+    def revert(self) -> None:
+        """Goes back to the version that was kept last, by subtracting what came since. Raises MeshError as `apply`."""
+        with self._lock:
+            while self._undo:
+                before, delta = self._undo[-1]
+                self._go(before, delta, forth=False)
+                self._undo.pop()
+
+    def check(self) -> None:
+        """Raises MeshError DIGEST_MISMATCH where the image changed at rest."""
+        with self._lock:
+            self._check(self.manifest, range(len(self.manifest.tensors)))
+
+    def close(self) -> None:
+        """Lets go of the bytes."""
+        self._threads.shutdown(wait=False)
+        self.held.release()
+
+    def _go(self, manifest: Manifest, delta: NDArray[np.uint8], *, forth: bool) -> None:
+        every = range(len(self.manifest.tensors))
+        self._check(manifest, every)
+        try:
+            pieces = split(delta)
+            if pieces and pieces[-1].run.start + pieces[-1].run.values * pieces[-1].run.width > len(self._bytes):
+                raise DeltaError("it changes what lies beyond the weights")
+            edits = list(self._threads.map(lambda piece: self._edit(piece, forth=forth), pieces))
+        except DeltaError as error:
+            raise _refused(manifest, str(error)) from error
+        lanes = lanes_after(manifest.tensors, lanes_of(self.manifest.tensors), self._bytes, edits, self._threads)
+        reached = _with_lanes(self.manifest.tensors, lanes)
+        if result_root(reached) != manifest.result_root:
+            raise _refused(manifest, "it does not lead to the root of the version")
+        for _ in self._threads.map(self._write, edits):
+            pass
+        self._at_rest = self._hashes(every)
+        self.manifest = manifest
+
+    def _edit(self, piece: Packed, *, forth: bool) -> Edit:
+        found: Changes = unpack(piece)
+        old = words_of(self._bytes, found.run)[found.places]
+        places = ordered(old)
+        new = from_ordered(places + found.steps if forth else places - found.steps)
+        return Edit(at=found.run.start + found.places * found.run.width, old=old, new=new)
+
+    def _write(self, edit: Edit) -> None:
+        width = edit.new.itemsize
+        end = len(self._bytes) // width * width
+        self._bytes[:end].view(edit.new.dtype)[edit.at // width] = edit.new
+
+    def _check(self, manifest: Manifest, which: Sequence[int]) -> None:
+        for index, found in zip(which, self._hashes(which), strict=True):
+            if found != self._at_rest[index]:
+                name = self.manifest.tensors[index].name
+                text = f"tensor {name!r} of version {self.manifest.version} changed while it lay in memory"
+                raise _refused(manifest, text)
+
+    def _hashes(self, which: Sequence[int]) -> list[bytes]:
+        """BLAKE3 of tensors, each on all cores: those are at the speed of the memory."""
+        entries = [self.manifest.tensors[index] for index in which]
+        return [blake3(self.held.of(entry).data, max_threads=blake3.AUTO).digest() for entry in entries]
+
+
+def _with_lanes(tensors: Sequence[TensorEntry], lanes: NDArray[np.uint64]) -> tuple[TensorEntry, ...]:
+    """Tensors with these digests."""
+    return tuple(
+        replace(entry, digest=found.astype("<u8").tobytes()) for entry, found in zip(tensors, lanes, strict=True)
+    )
+
+
+def _refused(manifest: Manifest, why: str) -> MeshError:
+    return MeshError(Reason.DIGEST_MISMATCH, f"the delta to version {manifest.version} is refused: {why}")

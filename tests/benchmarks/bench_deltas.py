@@ -1,0 +1,315 @@
+"""Delta versions: their size beside other codes, and what encoding, applying and checking one costs.
+
+    python tests/benchmarks/bench_deltas.py                                       sizes on synthetic changes
+    python tests/benchmarks/bench_deltas.py --versions A.safetensors B.safetensors    two versions of a run
+    python tests/benchmarks/bench_deltas.py --device cuda --shape qwen3-4b        AdamW steps on a GPU
+
+On a GPU the weights are random, float32 with bfloat16 published; gradients are noise with a small steady part, and
+AdamW (0.9, 0.95) has made some steps before the ones that are measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import torch
+import zstandard
+from numpy.typing import NDArray
+from safetensors.torch import load_file
+
+from meshrl.versions.collective.digest import digest_bytes, sum128
+from meshrl.versions.deltas.codec import Packed, encode, join, runs_of
+from meshrl.versions.deltas.image import WeightImage
+from meshrl.versions.deltas.on_device import encode_on_device
+from meshrl.versions.files import HostBytes
+from meshrl.versions.snapshot import GatheredWeights
+from meshrl.wire.manifest import layout_signature, plan_tensors, result_root
+from meshrl.wire.types import Manifest, TensorEntry, Transport, VersionKind
+
+SYNTHETIC_VALUES = 32 * 2**20
+DENSITIES = (0.005, 0.01, 0.02, 0.03, 0.1)
+RATES = (1e-6, 3e-6, 1e-5)
+WARM_UP, VERSIONS = 12, 3
+SAMPLE_BYTES = 2**28  # of a version, for the codes beside ours
+BLOCK = 2**23
+SHAPES = {  # hidden, intermediate, layers, attention heads, key-value heads
+    "tiny": (64, 128, 2, 2, 1),
+    "qwen3-0.6b": (1024, 3072, 28, 16, 8),
+    "qwen3-4b": (2560, 9728, 36, 32, 8),
+}
+HEAD, VOCABULARY = 128, 151_936
+
+Bytes = NDArray[np.uint8]
+Made = TypeVar("Made")
+
+
+def plan_of(shape: str) -> tuple[TensorEntry, ...]:
+    """The tensors of a model with the shape of a Qwen3 and a tied head."""
+    hidden, inner, layers, heads, kv_heads = SHAPES[shape]
+    vocabulary = VOCABULARY if shape != "tiny" else 512
+    of_layer = {
+        "self_attn.q_proj": (heads * HEAD, hidden), "self_attn.k_proj": (kv_heads * HEAD, hidden),
+        "self_attn.v_proj": (kv_heads * HEAD, hidden), "self_attn.o_proj": (hidden, heads * HEAD),
+        "self_attn.q_norm": (HEAD,), "self_attn.k_norm": (HEAD,),
+        "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner),
+        "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,),
+    }  # fmt: skip
+    specs = [
+        ("model.embed_tokens.weight", "bfloat16", (vocabulary, hidden)),
+        ("model.norm.weight", "bfloat16", (hidden,)),
+    ]
+    specs += [
+        (f"model.layers.{layer}.{name}.weight", "bfloat16", size)
+        for layer in range(layers)
+        for name, size in of_layer.items()
+    ]
+    return plan_tensors(specs)
+
+
+def other_codes(old: Bytes, new: Bytes, width: int, threads: ThreadPoolExecutor) -> tuple[int, int]:
+    """Bytes of XOR + zstd, and of 32-bit indices + values without compression."""
+    spans = [(at, min(at + BLOCK, len(old))) for at in range(0, len(old), BLOCK)]
+
+    def xor(span: tuple[int, int]) -> int:
+        return len(zstandard.ZstdCompressor(level=1).compress((old[slice(*span)] ^ new[slice(*span)]).data))
+
+    dtype = f"<u{width}"
+    changed = sum(int(np.count_nonzero(old[a:b].view(dtype) != new[a:b].view(dtype))) for a, b in spans)
+    return sum(threads.map(xor, spans)), changed * (4 + width)
+
+
+def row(*cells: object) -> None:
+    print(
+        "| " + " | ".join(f"{cell:,.4g}" if isinstance(cell, float) else str(cell) for cell in cells) + " |", flush=True
+    )
+
+
+def table(*names: str) -> None:
+    row(*names)
+    row(*("---" for _ in names))
+
+
+def best_of(times: int, work: Callable[[], Made]) -> tuple[float, Made]:
+    """The shortest time of `times`, and what `work` returned."""
+    shortest = float("inf")
+    for _ in range(times):
+        began_s = time.perf_counter()
+        made = work()
+        shortest = min(shortest, time.perf_counter() - began_s)
+    return shortest, made
+
+
+def synthetic(threads: ThreadPoolExecutor) -> None:
+    """Random weights; places of changes uniform, 94% of them by one unit in the last place, 6% by two."""
+    random = np.random.default_rng(0)
+    old = (
+        torch.from_numpy(random.normal(0, 0.02, SYNTHETIC_VALUES).astype(np.float32))
+        .bfloat16()
+        .view(torch.int16)
+        .numpy()
+        .view(np.uint16)
+    )
+    plan = plan_tensors([("weights", "bfloat16", (SYNTHETIC_VALUES,))])
+    table("changed", "XOR + zstd", "index + value", "gaps + steps", "entropy bound", "encode s")
+    for density in DENSITIES:
+        new = old.copy()
+        places = np.flatnonzero(random.random(SYNTHETIC_VALUES) < density)
+        new[places] += (
+            random.choice([1, 1 - 2], len(places)) * random.choice([1, 2], len(places), p=[0.94, 0.06])
+        ).astype(np.uint16)
+        old_bytes, new_bytes = old.view(np.uint8), new.view(np.uint8)
+        seconds, made = best_of(2, partial(encode, plan, old_bytes, new_bytes, threads))
+        size = len(join([packed for _, packed in made]))
+        xor, plain = other_codes(old_bytes, new_bytes, 2, threads)
+        full = len(old_bytes)
+        bits = (
+            -density * np.log2(density)
+            - (1 - density) * np.log2(1 - density)
+            + density * (1 + -0.94 * np.log2(0.94) - 0.06 * np.log2(0.06))
+        )
+        row(
+            f"{density:.1%}",
+            *(f"1/{full / part:.0f}" for part in (xor, plain, size, SYNTHETIC_VALUES * bits / 8)),
+            seconds,
+        )
+
+
+def of_versions(first: Path, second: Path, threads: ThreadPoolExecutor) -> None:
+    """Two versions or checkpoints of a run, as they are published."""
+    states = [
+        GatheredWeights({name: tensor.bfloat16() for name, tensor in load_file(path).items()})
+        for path in (first, second)
+    ]
+    plan = states[0].tensors
+    old, new = (np.concatenate([np.frombuffer(state.bytes_of(entry), np.uint8) for entry in plan]) for state in states)
+    report(plan, old, new, threads, str(second))
+
+
+def report(plan: Sequence[TensorEntry], old: Bytes, new: Bytes, threads: ThreadPoolExecutor, name: str) -> None:
+    seconds, made = best_of(3, lambda: encode(plan, old, new, threads))
+    pieces: list[Packed] = [packed for _, packed in made]
+    delta = join(pieces)
+    xor, plain = other_codes(old, new, 2, threads)
+    apply_s = applied(plan, old, [(new, delta)], 2)[0]
+    table(
+        "versions", "bytes", "changed", "XOR + zstd", "index + value", "gaps + steps", "encode s", "apply and check s"
+    )
+    changed = sum(piece.changed for piece in pieces) * 2 / len(old)
+    row(
+        name,
+        f"{len(old):,}",
+        f"{changed:.2%}",
+        *(f"1/{len(old) / part:.1f}" for part in (xor, plain, len(delta))),
+        seconds,
+        apply_s,
+    )
+
+
+def digested(plan: Sequence[TensorEntry], stream: torch.Tensor) -> tuple[TensorEntry, ...]:
+    """The tensors with their digests, made where the byte stream lies."""
+    spans = ((entry, stream[entry.offset : entry.offset + entry.num_bytes]) for entry in plan)
+    return tuple(replace(entry, digest=digest_bytes(sum128(data))) for entry, data in spans)
+
+
+def manifest_of(version: int, tensors: tuple[TensorEntry, ...], base: Manifest | None) -> Manifest:
+    layout = layout_signature((entry.name, entry.dtype, entry.shape) for entry in tensors)
+    return Manifest(
+        run_id="bench", epoch=1, version=version, transport=Transport.STREAM, tensors=tensors, chunks=(),
+        kind=VersionKind.FULL if base is None else VersionKind.DELTA,
+        base_version=None if base is None else base.version, base_root=b"" if base is None else base.result_root,
+        result_root=result_root(tensors), layout_signature=layout,
+        digest_algorithm="sum128",
+    )  # fmt: skip
+
+
+def applied(
+    plan: Sequence[TensorEntry], old: Bytes, steps: Iterable[tuple[Bytes, Bytes]], num_threads: int
+) -> list[float]:
+    """Seconds of each delta onto an image of `old`, checked to the root of (new, delta)."""
+    base = manifest_of(0, digested(plan, torch.from_numpy(old)), None)
+    image = WeightImage(base, HostBytes(parts=((0, old.copy()),)), num_threads=num_threads)
+    seconds = []
+    try:
+        for number, (new, delta) in enumerate(steps, 1):
+            after = manifest_of(number, digested(plan, torch.from_numpy(new)), image.manifest)
+            began_s = time.perf_counter()
+            image.apply(after, delta)
+            seconds.append(time.perf_counter() - began_s)
+            assert image.held.parts[0][1].tobytes() == new.tobytes(), "the image is not the version"
+            image.keep()
+    finally:
+        image.close()
+    return seconds
+
+
+class Weights:
+    """Float32 weights with AdamW's state, a flat buffer each, on a device."""
+
+    def __init__(self, num_values: int, device: torch.device) -> None:
+        self.master = torch.empty(num_values, device=device).normal_(0, 0.02)
+        self.mean, self.square = (torch.zeros_like(self.master) for _ in range(2))
+        self.steps = 0
+
+    def published(self) -> torch.Tensor:
+        """(bytes,) the weights in bfloat16."""
+        return self.master.bfloat16().view(torch.uint8)
+
+    def step(self, rate: float) -> None:
+        """One step of AdamW on gradients of noise and a small steady part, in parts of the buffer."""
+        self.steps += 1
+        for at in range(0, len(self.master), 2**26):
+            part = slice(at, at + 2**26)
+            gradient = torch.randn_like(self.master[part]).add_(self.master[part], alpha=5.0)
+            mean, square = self.mean[part], self.square[part]
+            mean.lerp_(gradient, 0.1)
+            square.lerp_(gradient.square_(), 0.05)
+            scale = rate / (1 - 0.9**self.steps)
+            spread = (square / (1 - 0.95**self.steps)).sqrt_().add_(1e-8)
+            self.master[part].addcdiv_(mean, spread, value=-scale)
+
+
+def on_gpu(shape: str, device: torch.device, num_threads: int) -> None:
+    plan = plan_of(shape)
+    total = sum(entry.num_bytes for entry in plan)
+    runs = runs_of(plan)
+    print(
+        f"{shape}: {total / 2e9:.2f}B weights, {total:,} bytes, {num_threads} threads; torch {torch.__version__}",
+        flush=True,
+    )
+    table(
+        "lr",
+        "version",
+        "changed",
+        "XOR + zstd",
+        "index + value",
+        "gaps + steps",
+        "bytes",
+        "encode s",
+        "apply and check s",
+    )
+    weights = Weights(total // 2, device)
+    with ThreadPoolExecutor(num_threads) as threads:
+        for rate in RATES:
+            for _ in range(WARM_UP):
+                weights.step(rate)
+            for version in range(1, VERSIONS + 1):
+                old = weights.published()
+                weights.step(rate)
+                new = weights.published()
+                wait(device)
+
+                def made(old: torch.Tensor = old, new: torch.Tensor = new) -> tuple[Bytes, int]:
+                    pieces = encode_on_device(old, new, runs, threads)
+                    return join(pieces), sum(piece.changed for piece in pieces)
+
+                seconds, found = best_of(3, made)
+                delta, changed = found
+                old_host, new_host = old.cpu().numpy(), new.cpu().numpy()
+                del old, new
+                apply_s = applied(plan, old_host, [(new_host, delta)], num_threads)[0]
+                sample = slice(total // 4, total // 4 + min(SAMPLE_BYTES, total // 2) // 4 * 4)
+                parts = other_codes(old_host[sample], new_host[sample], 2, threads)
+                beside = [f"1/{(sample.stop - sample.start) / part:.1f}" for part in parts]
+                row(
+                    rate,
+                    version,
+                    f"{changed * 2 / total:.2%}",
+                    *beside,
+                    f"1/{total / len(delta):.1f}",
+                    f"{len(delta):,}",
+                    seconds,
+                    apply_s,
+                )
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--shape", choices=SHAPES)
+    parser.add_argument("--versions", nargs=2, type=Path)
+    parser.add_argument("--threads", type=int, default=2)
+    asked = parser.parse_args()
+    with ThreadPoolExecutor(asked.threads) as threads:
+        if asked.versions:
+            of_versions(asked.versions[0], asked.versions[1], threads)
+        elif asked.shape:
+            on_gpu(asked.shape, torch.device(asked.device), asked.threads)
+        else:
+            synthetic(threads)
+
+
+if __name__ == "__main__":
+    main()
