@@ -12,6 +12,7 @@ import click
 
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "call": ("call", "Call one RPC, with JSON for the request and the answers."),
+    "conformance": ("conformance.command", "Check a server, in any language, against the contract."),
     "doctor": ("doctor", "Examine this machine and the run for what commonly goes wrong."),
     "envs": ("environments", "List the environments that rollout services host."),
     "logs": ("logs", "Print the logs of all programs together, and follow them."),

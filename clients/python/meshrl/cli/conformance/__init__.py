@@ -1,0 +1,1 @@
+"""`meshrl conformance`: asks a server of any language what the contract promises, over a real channel."""

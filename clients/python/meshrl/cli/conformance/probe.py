@@ -1,0 +1,204 @@
+"""A connection to the server under test: raw calls, what they were refused with, and how a check says what it found.
+
+No retries and no conversion: a check sees the messages and the status as they came.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import grpc
+from google.protobuf import message_factory
+from google.protobuf.message import DecodeError, Message
+from google.rpc import error_details_pb2, status_pb2
+from grpc_health.v1 import health_pb2_grpc
+
+from meshrl.cli.call import SERVICES
+from meshrl.client.credentials import INSECURE
+from meshrl.wire.errors import STATUS_DETAILS_KEY, MeshError, Reason
+
+MAX_MESSAGE_BYTES = 64 * 2**20
+WRITE_FAILED = "Internal error from Core"  # grpc.aio, of an upload that the server answered in the midst of a write
+UPLOAD_TRIES = 5
+
+
+class RuleBrokenError(Exception):
+    """The server does not keep the rule; the text says what it did."""
+
+
+class NotCheckedError(Exception):
+    """The rule cannot be checked here; the text says why."""
+
+
+class RefusedError(Exception):
+    """A call ended with an error: its gRPC status, and the details as they came."""
+
+    def __init__(self, method: str, error: grpc.aio.AioRpcError) -> None:
+        self.method = method
+        self.code: grpc.StatusCode = error.code()
+        self.text = error.details() or ""
+        self.details_bytes = 0
+        self.status: status_pb2.Status | None = None
+        self.info: error_details_pb2.ErrorInfo | None = None
+        self.fields: tuple[str, ...] = ()
+        self.tells_when = False
+        for key, value in error.trailing_metadata() or ():
+            if key == STATUS_DETAILS_KEY and isinstance(value, bytes):
+                self._read(value)
+        super().__init__(str(self))
+
+    def _read(self, packed: bytes) -> None:
+        self.details_bytes = len(packed)
+        status = status_pb2.Status()
+        with suppress(DecodeError):  # then there are none: errors.details says so
+            status.ParseFromString(packed)
+            self.status = status
+        for detail in status.details:
+            if detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR):
+                self.info = error_details_pb2.ErrorInfo()
+                detail.Unpack(self.info)
+            elif detail.Is(error_details_pb2.BadRequest.DESCRIPTOR):
+                bad = error_details_pb2.BadRequest()
+                detail.Unpack(bad)
+                self.fields += tuple(item.field for item in bad.field_violations)
+            elif detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR):
+                self.tells_when = True
+
+    def __str__(self) -> str:
+        reason = f" ({self.info.reason})" if self.info is not None else ""
+        return f"{self.method} ended with {self.code.name}{reason}: {self.text[:200]}"
+
+
+@dataclass(kw_only=True)
+class Probe:
+    """One server. `service` is rollout, trainer or weights; `memory` keeps what a check found out for later ones."""
+
+    address: str
+    service: str
+    channel: grpc.aio.Channel
+    deadline_s: float
+    full: bool
+    refusals: list[RefusedError] = field(default_factory=list)
+    memory: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def full_name(self) -> str:
+        """The service's full name, meshrl.v1.*."""
+        return str(SERVICES[self.service].full_name)
+
+    @property
+    def health(self) -> Any:
+        """The stub of grpc.health.v1.Health."""
+        return health_pb2_grpc.HealthStub(self.channel)
+
+    async def call(
+        self, method: str, *requests: Message, until: Callable[[Sequence[Any]], bool] = lambda answers: False
+    ) -> list[Any]:
+        """Every message that a call is answered with, or those up to where `until` holds. Raises RefusedError."""
+        for _ in range(UPLOAD_TRIES):
+            try:
+                return await self._call(method, requests, until)
+            except RefusedError as refusal:
+                if refusal.text != WRITE_FAILED:
+                    self.refusals.append(refusal)
+                    raise
+        raise NotCheckedError(f"{method} was refused in the midst of the upload {UPLOAD_TRIES} times")
+
+    async def _call(
+        self, method: str, requests: Sequence[Message], until: Callable[[Sequence[Any]], bool]
+    ) -> list[Any]:
+        described = SERVICES[self.service].methods_by_name[method]
+        up, down = described.client_streaming, described.server_streaming
+        kind = f"{'stream' if up else 'unary'}_{'stream' if down else 'unary'}"
+        answer = message_factory.GetMessageClass(described.output_type)
+        stub = getattr(self.channel, kind)(f"/{self.full_name}/{method}", _serialized, answer.FromString)
+        pending = stub(_each(requests) if up else requests[0], timeout=self.deadline_s)
+        answers: list[Any] = []
+        try:
+            if not down:
+                return [await pending]
+            async for message in pending:
+                answers.append(message)
+                if until(answers):
+                    break
+        except grpc.aio.AioRpcError as error:
+            raise RefusedError(method, error) from error
+        finally:
+            pending.cancel()
+        return answers
+
+    async def refused(self, method: str, *requests: Message, reason: Reason) -> RefusedError:
+        """Makes a call that must end with a reason and its gRPC status. Raises RuleBrokenError."""
+        try:
+            await self.call(method, *requests)
+        except RefusedError as refusal:
+            wrong = refusal.info is not None and refusal.info.reason != reason.name
+            if refusal.code is not reason.code or wrong:
+                raise RuleBrokenError(f"{refusal}; must end with {reason.code.name} ({reason.name})") from refusal
+            return refusal
+        raise RuleBrokenError(f"{method} was answered; must end with {reason.code.name} ({reason.name})")
+
+    async def invalid(self, method: str, *requests: Message, fields: Sequence[str]) -> RefusedError:
+        """Makes a call that must end with INVALID_ARGUMENT and name `fields`. Raises RuleBrokenError."""
+        refusal = await self.refused(method, *requests, reason=Reason.INVALID_REQUEST)
+        if refusal.status is not None and (missing := [name for name in fields if name not in refusal.fields]):
+            named = ", ".join(refusal.fields) or "none"
+            raise RuleBrokenError(f"{method} with a bad {', '.join(missing)} names {named} in BadRequest")
+        return refusal
+
+
+Check = Callable[[Probe], Awaitable[None]]
+CHECKS: dict[str, Check] = {}
+"""The check of each rule by the rule's id."""
+
+
+def checks(rule: str) -> Callable[[Check], Check]:
+    """Makes a function the check of a rule: it returns, or raises RuleBrokenError or NotCheckedError."""
+
+    def add(check: Check) -> Check:
+        CHECKS[rule] = check
+        return check
+
+    return add
+
+
+def must(holds: bool, found: str) -> None:
+    """Raises RuleBrokenError with what was found, unless it holds."""
+    if not holds:
+        raise RuleBrokenError(found)
+
+
+def broken_by(error: MeshError) -> NoReturn:
+    """Raises RuleBrokenError for what this side's own reader of a message says."""
+    raise RuleBrokenError(str(error)) from error
+
+
+async def open_probe(address: str, service: str, *, deadline_s: float, full: bool) -> Probe:
+    """Connects. Raises TimeoutError where nothing speaks gRPC at the address within the deadline."""
+    options = [
+        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.max_metadata_size", 2**20),  # an error that is too long shall be seen
+        ("grpc.absolute_max_metadata_size", 2**20),
+        ("grpc.enable_http_proxy", 0),
+    ]
+    channel = INSECURE.open_channel(address, options)
+    try:
+        await asyncio.wait_for(channel.channel_ready(), deadline_s)
+    except TimeoutError:
+        await channel.close()
+        raise
+    return Probe(address=address, service=service, channel=channel, deadline_s=deadline_s, full=full)
+
+
+def _serialized(message: Message) -> bytes:
+    return message.SerializeToString()
+
+
+async def _each(requests: Sequence[Message]) -> AsyncIterator[Message]:
+    for request in requests:
+        yield request

@@ -1,0 +1,163 @@
+"""Checks of a RolloutService: what it hosts, what it refuses, and with --full groups that it plays."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+from meshrl.cli.conformance.every_service import FAR_VERSION
+from meshrl.cli.conformance.probe import NotCheckedError, Probe, RefusedError, RuleBrokenError, broken_by, checks, must
+from meshrl.v1 import rollout_pb2 as pb
+from meshrl.wire.convert import rollout_from_proto
+from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.trainable import rollout_problems
+
+GROUP_SIZE = 2
+
+
+async def _environments(probe: Probe) -> Any:
+    (answer,) = await probe.call("ListEnvironments", pb.ListEnvironmentsRequest())
+    if not answer.environments:
+        raise NotCheckedError("the server hosts no environment")
+    return answer.environments
+
+
+async def _request(probe: Probe, **fields: Any) -> pb.RunRolloutsRequest:
+    """A group of the first environment that is like no group before; `fields` are set over it."""
+    asked = {
+        "request_id": str(uuid.uuid4()),
+        "group_id": f"conformance-{uuid.uuid4()}",
+        "environment": (await _environments(probe))[0].name,
+        "task_index": 0,
+        "group_size": GROUP_SIZE,
+        "deadline_s": probe.deadline_s,
+        "sampling": pb.Sampling(temperature=1.0, max_tokens=8),
+    }
+    return pb.RunRolloutsRequest(**{**asked, **fields})
+
+
+@checks("rollout.environments")
+async def _hosted(probe: Probe) -> None:
+    names = [environment.name for environment in await _environments(probe)]
+    must(all(names), "an environment has no name")
+    must(len(set(names)) == len(names), f"two environments have one name: {', '.join(sorted(names))}")
+
+
+@checks("rollout.unknown-environment")
+async def _unknown_environment(probe: Probe) -> None:
+    request = await _request(probe, environment="conformance: no such environment", min_version=FAR_VERSION)
+    await probe.refused("RunRollouts", request, reason=Reason.UNKNOWN_ENVIRONMENT)
+
+
+@checks("rollout.unknown-task")
+async def _unknown_task(probe: Probe) -> None:
+    for environment in await _environments(probe):
+        if environment.HasField("num_tasks"):
+            request = await _request(
+                probe, environment=environment.name, task_index=environment.num_tasks, min_version=FAR_VERSION
+            )
+            await probe.refused("RunRollouts", request, reason=Reason.UNKNOWN_TASK)
+            return
+    raise NotCheckedError("every taskset is infinite")
+
+
+@checks("rollout.sampling")
+async def _sampling(probe: Probe) -> None:
+    bad = pb.Sampling(top_p=2.0, temperature=-1.0)
+    request = await _request(probe, sampling=bad, min_version=FAR_VERSION)
+    await probe.invalid("RunRollouts", request, fields=["sampling.top_p", "sampling.temperature"])
+
+
+@checks("rollout.version")
+async def _version(probe: Probe) -> None:
+    request = await _request(probe, min_version=FAR_VERSION)
+    refusal = await probe.refused("RunRollouts", request, reason=Reason.VERSION_NOT_AVAILABLE)
+    must(refusal.status is None or refusal.tells_when, f"{refusal}; it has no RetryInfo")
+
+
+@checks("rollout.cancel")
+async def _cancel(probe: Probe) -> None:
+    request = pb.CancelRolloutsRequest(request_id=str(uuid.uuid4()), group_ids=["conformance: no such group"])
+    for _ in range(2):
+        try:
+            (answer,) = await probe.call("CancelRollouts", request)
+        except RefusedError as refusal:
+            raise RuleBrokenError(str(refusal)) from refusal
+        must(answer.cancelled == 0, f"CancelRollouts of no group cancelled {answer.cancelled} rollouts")
+
+
+async def _played(probe: Probe) -> tuple[pb.RunRolloutsRequest, list[Any]]:
+    """One group, played once for all checks that look at it. Raises NotCheckedError where no engine plays it."""
+    if "played" not in probe.memory:
+        request = await _request(probe)
+        try:
+            probe.memory["played"] = request, await probe.call("RunRollouts", request)
+        except RefusedError as refusal:
+            if refusal.info is not None and refusal.info.reason == Reason.VERSION_NOT_AVAILABLE.name:
+                raise NotCheckedError(f"there is no engine to play on: {refusal.text}") from refusal
+            raise
+    found: tuple[pb.RunRolloutsRequest, list[Any]] = probe.memory["played"]
+    return found
+
+
+async def _rollouts(probe: Probe) -> tuple[pb.RunRolloutsRequest, list[Any]]:
+    request, events = await _played(probe)
+    rollouts = [event.rollout for event in events if event.WhichOneof("event") == "rollout"]
+    if not rollouts:
+        failures = {event.failure.message for event in events if event.WhichOneof("event") == "failure"}
+        raise NotCheckedError(f"no rollout of the group was finished: {'; '.join(sorted(failures))}")
+    return request, rollouts
+
+
+@checks("rollout.summary")
+async def _summary(probe: Probe) -> None:
+    request, events = await _played(probe)
+    kinds = [event.WhichOneof("event") for event in events]
+    must(kinds.count("summary") == 1 and kinds[-1] == "summary", f"the events of a group are {', '.join(kinds)}")
+    summary = events[-1].summary
+    told = (summary.finished, summary.failed)
+    streamed = (kinds.count("rollout"), kinds.count("failure"))
+    must(told == streamed, f"the summary says {told} finished and failed, streamed were {streamed}")
+    total = summary.finished + summary.failed + summary.cancelled
+    must(total == request.group_size, f"the summary counts {total} rollouts of a group of {request.group_size}")
+
+
+@checks("rollout.identity")
+async def _identity(probe: Probe) -> None:
+    request, rollouts = await _rollouts(probe)
+    ids = {rollout.rollout_id for rollout in rollouts}
+    must(len(ids) == len(rollouts) and all(ids), "two rollouts have one rollout_id, or one has none")
+    for rollout in rollouts:
+        carried = (rollout.group_id, rollout.environment)
+        wanted = (request.group_id, request.environment)
+        must(carried == wanted, f"a rollout carries {carried}, the request has {wanted}")
+        must(bool(rollout.task_key), "a rollout has no task_key")
+
+
+@checks("rollout.sample")
+async def _sample(probe: Probe) -> None:
+    _, rollouts = await _rollouts(probe)
+    for message in rollouts:
+        must(len(message.samples) > 0, "a finished rollout has no sample")
+        try:
+            rollout = rollout_from_proto(message)
+        except MeshError as error:
+            broken_by(error)
+        for path, problem in rollout_problems(rollout, vocab_size=None):
+            raise RuleBrokenError(f"{path} {problem}")
+
+
+@checks("rollout.duplicate")
+async def _duplicate(probe: Probe) -> None:
+    request, _ = await _played(probe)
+    await probe.refused("RunRollouts", request, reason=Reason.DUPLICATE_REQUEST)
+
+
+@checks("rollout.deadline")
+async def _deadline(probe: Probe) -> None:
+    await _rollouts(probe)  # there is an engine
+    request = await _request(probe, deadline_s=0.001, sampling=pb.Sampling(temperature=1.0))
+    events = await probe.call("RunRollouts", request)
+    kinds = [event.WhichOneof("event") for event in events]
+    must(kinds[-1:] == ["summary"], f"a group whose deadline passed ends with {', '.join(kinds) or 'nothing'}")
+    must(events[-1].summary.cancelled == 0, "rollouts that were late count as cancelled, not as failed")

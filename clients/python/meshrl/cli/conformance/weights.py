@@ -1,0 +1,95 @@
+"""Checks of a WeightSync: what it tells of versions and engines, and what it refuses."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from meshrl.cli.conformance.every_service import FAR_VERSION
+from meshrl.cli.conformance.probe import NotCheckedError, Probe, RefusedError, broken_by, checks, must
+from meshrl.v1 import weights_pb2 as pb
+from meshrl.wire.convert import manifest_from_proto
+from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.manifest import artifact_id, result_root
+from meshrl.wire.manifest_checks import violations
+from meshrl.wire.types import Manifest
+
+QUIET_S = 1.0  # a watch whose history has come says nothing for so long
+MAX_CHUNK_BYTES = 64 * 2**20
+
+
+async def _newest(probe: Probe) -> tuple[Manifest, str]:
+    """The newest committed manifest, and its id as the hub tells it. Raises NotCheckedError before the first."""
+    try:
+        (answer,) = await probe.call("GetManifest", pb.GetManifestRequest())
+    except RefusedError as refusal:
+        if refusal.code is Reason.UNKNOWN_VERSION.code:
+            raise NotCheckedError("no version is committed yet") from refusal
+        raise
+    try:
+        return manifest_from_proto(answer.manifest), answer.artifact_id
+    except MeshError as error:
+        broken_by(error)
+
+
+@checks("weights.engines")
+async def _engines(probe: Probe) -> None:
+    (answer,) = await probe.call("ListEngines", pb.ListEnginesRequest())
+    names = [engine.engine_id for engine in answer.engines]
+    must(len(set(names)) == len(names) and all(names), f"the engines are called {', '.join(map(repr, names))}")
+    for engine in answer.engines:
+        serves = engine.HasField("serving_version")
+        must(serves or not engine.routable, f"engine {engine.engine_id} is routable and serves no version")
+
+
+@checks("weights.unknown-version")
+async def _unknown_version(probe: Probe) -> None:
+    await probe.refused("GetManifest", pb.GetManifestRequest(version=FAR_VERSION), reason=Reason.UNKNOWN_VERSION)
+    await probe.refused("Fetch", pb.FetchRequest(artifact_id="0" * 64), reason=Reason.UNKNOWN_VERSION)
+
+
+@checks("weights.artifact")
+async def _artifact(probe: Probe) -> None:
+    manifest, told = await _newest(probe)
+    made = artifact_id(manifest)
+    must(told == made, f"the artifact id of version {manifest.version} is {made}, the hub says {told}")
+
+
+@checks("weights.manifest")
+async def _manifest(probe: Probe) -> None:
+    manifest, _ = await _newest(probe)
+    found = violations(manifest, max_chunk_bytes=MAX_CHUNK_BYTES)
+    must(not found, "; ".join(f"{path} {problem}" for path, problem in found))
+    whole = manifest.base_version is None
+    must(not whole or manifest.result_root == result_root(manifest.tensors), "result_root is not that of the tensors")
+
+
+@checks("weights.watch")
+async def _watch(probe: Probe) -> None:
+    events: list[Any] = []
+
+    def seen(answers: Any) -> bool:
+        events[:] = answers
+        return False
+
+    try:
+        async with asyncio.timeout(QUIET_S):  # it never ends by itself
+            await probe.call("WatchVersions", pb.WatchVersionsRequest(), until=seen)
+    except TimeoutError:
+        pass
+    revisions = [event.revision for event in events]
+    must(revisions == sorted(set(revisions)), f"the revisions are {revisions[:8]}")
+    unsaid = [event.version.version for event in events if not event.version.state]
+    must(not unsaid, f"versions {unsaid} have no state")
+    try:
+        manifest, _ = await _newest(probe)
+    except NotCheckedError:
+        return
+    versions = {(event.version.epoch, event.version.version) for event in events}
+    must((manifest.epoch, manifest.version) in versions, f"it does not tell the committed version {manifest.version}")
+
+
+@checks("weights.lease")
+async def _lease(probe: Probe) -> None:
+    report = pb.SessionRequest(lease_id="conformance: no such lease", state=pb.AGENT_STATE_JOINING)
+    await probe.refused("Session", report, reason=Reason.LEASE_EXPIRED)

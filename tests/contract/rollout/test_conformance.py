@@ -1,0 +1,173 @@
+"""`meshrl conformance` on a rollout service: ours keeps every rule, and servers that break one are named by it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import uuid
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from conformance_kit import verdict
+from meshrl.core.config.shared import ServerConfig
+from meshrl.core.rpc.serve import GrpcServer, server_options
+from meshrl.rollout.group_runner import GroupRunner
+from meshrl.rollout.service import SERVICE, RolloutServicer, add_to_server
+from meshrl.v1 import rollout_pb2 as pb
+from meshrl.v1 import rollout_pb2_grpc as pb_grpc
+from meshrl.wire.errors import MeshError, Reason
+
+
+async def test_our_rollout_service_keeps_every_rule(start_mesh, engine):
+    mesh = await start_mesh([engine], env=[{"id": "mesh_echo"}])
+    command = [sys.executable, "-m", "meshrl.cli.main", "conformance", "--full", "--json"]
+    asked = await asyncio.create_subprocess_exec(
+        *command, "--address", mesh.client.address, "--service", "rollout",
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    out, err = await asyncio.wait_for(asked.communicate(), 120)
+    assert asked.returncode == 0, out + err
+    report = json.loads(out)
+    assert report["conforms"] is True
+    assert {one["rule"]: one["found"] for one in report["rules"] if one["result"] != "keeps"} == {}
+    assert len(report["rules"]) >= 20
+
+
+class CountsWrong(RolloutServicer):
+    """Its summary counts a rollout that nobody saw."""
+
+    async def RunRollouts(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802 - gRPC's name
+        async for event in super().RunRollouts(request, context):
+            message = pb.RunRolloutsResponse.FromString(event) if isinstance(event, bytes) else event
+            if message.HasField("summary"):
+                message.summary.finished += 1
+            yield message
+
+
+class SpansElsewhere(RolloutServicer):
+    """Its version spans cover the first token of the prompt, and none that was sampled."""
+
+    async def RunRollouts(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802 - gRPC's name
+        async for event in super().RunRollouts(request, context):
+            message = pb.RunRolloutsResponse.FromString(event) if isinstance(event, bytes) else event
+            for sample in message.rollout.samples if message.HasField("rollout") else ():
+                del sample.version_spans[:]
+                sample.version_spans.add(start=0, end=1, version=0)
+            yield message
+
+
+class HostsEverything(RolloutServicer):
+    """It takes any environment for its own, and then misses the version."""
+
+    async def RunRollouts(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802 - gRPC's name
+        if request.environment.startswith("conformance:"):
+            raise MeshError(Reason.VERSION_NOT_AVAILABLE, "no engine", retry_after_s=0.1)
+        async for event in super().RunRollouts(request, context):
+            yield event
+
+
+class PlaysTwice(RolloutServicer):
+    """It plays a group again that is asked for twice."""
+
+    async def RunRollouts(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802 - gRPC's name
+        if request.request_id:
+            request.request_id = str(uuid.uuid4())
+        async for event in super().RunRollouts(request, context):
+            yield event
+
+
+@pytest.mark.parametrize(
+    ("servicer", "rule", "words"),
+    [
+        (CountsWrong, "rollout.summary", "streamed were"),
+        (SpansElsewhere, "rollout.sample", "version_spans"),
+        (HostsEverything, "rollout.unknown-environment", "must end with NOT_FOUND"),
+        (PlaysTwice, "rollout.duplicate", "must end with ALREADY_EXISTS"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+async def test_a_servicer_that_breaks_a_rule_is_named_by_it(
+    start_mesh, engine, servicer: Callable[[GroupRunner], RolloutServicer], rule: str, words: str
+):
+    mesh = await start_mesh([engine])
+    server = GrpcServer(ServerConfig(port=0))
+    server.add(SERVICE, add_to_server, servicer(mesh.runner))
+    address = f"127.0.0.1:{await server.start()}"
+    server.set_serving()
+    try:
+        broken, _ = await verdict(address, "rollout", full=True)
+    finally:
+        await server.drain(0.0)
+    assert set(broken) == {rule}, broken
+    assert words in broken[rule]
+
+
+class HealthOfOneName(health_pb2_grpc.HealthServicer):
+    """It knows the service and nothing of the server."""
+
+    async def Check(self, request: Any, context: Any) -> Any:  # noqa: N802 - gRPC's name
+        if request.service != SERVICE:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "")
+        return health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVING)
+
+    async def Watch(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802 - gRPC's name
+        yield await self.Check(request, context)
+
+
+class BareStatus(RolloutServicer):
+    """Its errors are gRPC statuses and no more."""
+
+    async def RunRollouts(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802 - gRPC's name
+        try:
+            async for event in super().RunRollouts(request, context):
+                yield event
+        except MeshError as error:
+            await context.abort(error.reason.code, error.message)
+
+    async def ListEnvironments(self, request: Any, context: Any) -> Any:  # noqa: N802 - gRPC's name
+        try:
+            return await super().ListEnvironments(request, context)
+        except MeshError as error:
+            await context.abort(error.reason.code, error.message)
+
+
+@asynccontextmanager
+async def stranger(servicer: RolloutServicer, health: Any, max_message_bytes: int) -> AsyncIterator[str]:
+    """A server without the mesh's interceptor, as another language's would be."""
+    server = grpc.aio.server(options=server_options(max_message_bytes, 5.0))
+    pb_grpc.add_RolloutServiceServicer_to_server(servicer, server)
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(None)
+
+
+async def test_a_server_whose_health_does_not_know_the_empty_name_breaks_that_rule(start_mesh, engine):
+    mesh = await start_mesh([engine])
+    async with stranger(BareStatus(mesh.runner), HealthOfOneName(), 64 * 2**20) as address:
+        broken, _ = await verdict(address, "rollout")
+    assert set(broken) == {"health.server", "errors.details"}
+    assert "NOT_FOUND" in broken["health.server"]
+    assert "grpc-status-details-bin" in broken["errors.details"]
+
+
+async def test_a_server_that_takes_no_more_than_grpc_does_by_itself_breaks_the_rule_on_messages(start_mesh, engine):
+    mesh = await start_mesh([engine])
+    server = GrpcServer(ServerConfig(port=0), max_message_bytes=4 * 2**20)
+    server.add(SERVICE, add_to_server, RolloutServicer(mesh.runner))
+    address = f"127.0.0.1:{await server.start()}"
+    server.set_serving()
+    try:
+        broken, _ = await verdict(address, "rollout")
+    finally:
+        await server.drain(0.0)
+    assert set(broken) == {"limits.message"}, broken

@@ -1,0 +1,97 @@
+"""`meshrl conformance` on a hub: ours keeps every rule, and servers that break one are named by it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import google_crc32c
+import pytest
+
+from conformance_kit import verdict
+from meshrl.core.config.shared import ServerConfig
+from meshrl.core.rpc.serve import GrpcServer
+from meshrl.v1 import weights_pb2 as pb
+from meshrl.weights.service import WeightSyncService
+from meshrl.wire import frames
+from meshrl.wire.types import Chunk, Transport
+
+
+async def test_our_hub_keeps_every_rule_of_publishing(mesh: Any) -> None:
+    broken, unchecked = await verdict(f"127.0.0.1:{mesh.port}", "weights", full=True)
+    assert broken == {}
+    assert unchecked == dict.fromkeys(("weights.artifact", "weights.manifest"), "no version is committed yet")
+
+
+async def test_our_hub_keeps_every_rule_and_the_safe_checks_change_nothing(mesh: Any, engine: Any, state: Any) -> None:
+    await commit_version(mesh, engine, state(0))
+    broken, unchecked = await verdict(f"127.0.0.1:{mesh.port}", "weights")
+    assert broken == {}
+    assert set(unchecked) == {"contract.version"}
+    assert mesh.hub.coordinator.epoch == 1
+    assert [one.engine_id for one in mesh.hub.list_engines("")] == ["e0"]
+
+
+async def commit_version(mesh: Any, engine: Any, state: Any) -> None:
+    """Version 0 is published, and served by an engine."""
+    mesh.start_agent("e0", engine)
+    await mesh.until_registered()
+    publisher = mesh.publisher(Transport.STREAM)
+    await publisher.publish(0, state)
+    await mesh.client().activate_version(run_id="run", version=0, prepare_deadline_s=60.0)
+    await publisher.close()
+
+
+class NamesItOtherwise(WeightSyncService):
+    """Its artifact ids are not those of the manifests."""
+
+    async def GetManifest(self, request: Any, context: Any) -> Any:  # noqa: N802 - gRPC's name
+        answer = await super().GetManifest(request, context)
+        answer.artifact_id = "0" * 64
+        return answer
+
+
+class SumsNothing(WeightSyncService):
+    """Its chunks have no checksum."""
+
+    async def Fetch(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802 - gRPC's name
+        async for message in super().Fetch(request, context):
+            chunk = frames.parse_fetch(message)
+            yield pb.FetchResponse(chunk=pb.Chunk(offset=chunk.offset, data=bytes(chunk.data)))
+
+
+class TakesDamage(WeightSyncService):
+    """It does not look at the checksums of the chunks that come."""
+
+    async def CreateVersion(self, request_iterator: Any, context: Any) -> Any:  # noqa: N802 - gRPC's name
+        async def mended() -> AsyncIterator[bytes]:
+            async for message in request_iterator:
+                part = frames.parse_upload(message)
+                if isinstance(part, Chunk):
+                    data = bytes(part.data)
+                    message = frames.frame_upload_chunk(
+                        Chunk(offset=part.offset, data=data, crc32c=google_crc32c.value(data))
+                    )
+                yield message
+
+        return await super().CreateVersion(mended(), context)
+
+
+@pytest.mark.parametrize(
+    ("servicer", "rule"),
+    [(NamesItOtherwise, "weights.artifact"), (SumsNothing, "weights.fetch"), (TakesDamage, "weights.checksum")],
+)
+async def test_a_hub_that_breaks_a_rule_is_named_by_it(
+    mesh: Any, engine: Any, state: Any, servicer: type[WeightSyncService], rule: str
+) -> None:
+    if rule == "weights.artifact":
+        await commit_version(mesh, engine, state(0))
+    server = GrpcServer(ServerConfig(port=0))
+    server.add(frames.SERVICE, frames.add_weight_sync, servicer(mesh.hub))
+    address = f"127.0.0.1:{await server.start()}"
+    server.set_serving()
+    try:
+        broken, _ = await verdict(address, "weights", full=rule != "weights.artifact")
+    finally:
+        await server.drain(0.0)
+    assert set(broken) == {rule}, broken

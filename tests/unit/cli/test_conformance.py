@@ -1,0 +1,45 @@
+"""The rules of `meshrl conformance`: each has a check and stands in docs/contract.md, and what scripts go by."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from click.testing import CliRunner
+
+from meshrl.cli.conformance import command, publishing
+from meshrl.cli.conformance.probe import CHECKS
+from meshrl.cli.conformance.rules import EVERY, RULES
+
+CONTRACT = Path(__file__).parents[3] / "docs" / "contract.md"
+
+
+def test_every_rule_has_one_check() -> None:
+    assert command.MODULES
+    assert CHECKS.keys() == RULES.keys()
+
+
+def test_the_contract_lists_every_rule_with_its_sentence() -> None:
+    listed = re.findall(r"^\| `([a-z.-]+)` \| ([^|]*) \| (.*) \|$", CONTRACT.read_text(), flags=re.MULTILINE)
+    expected = [
+        (
+            name,
+            ("every service" if rule.services == EVERY else rule.services[0]) + (", `--full`" if rule.full else ""),
+            rule.sentence,
+        )
+        for name, rule in RULES.items()
+    ]
+    assert listed == expected
+
+
+def test_a_server_that_is_not_there_is_exit_code_two_and_one_line() -> None:
+    address = ["--address", "127.0.0.1:1", "--service", "trainer", "--deadline", "0.5"]
+    result = CliRunner().invoke(command.conformance, address)
+    assert result.exit_code == 2
+    assert result.output == (
+        "Error: no gRPC server answers at 127.0.0.1:1 within 0.5 s: start it, or correct --address\n"
+    )
+
+
+def test_the_checksum_is_that_of_the_standard() -> None:
+    assert publishing.crc32c(b"123456789") == 0xE3069283
