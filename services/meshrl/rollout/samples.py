@@ -13,6 +13,7 @@ from dataclasses import replace
 from itertools import chain
 
 import numpy as np
+from verifiers.v1.configs.agent import agent_config_fields
 from verifiers.v1.env import Env
 from verifiers.v1.episode import Episode
 from verifiers.v1.trace import Branch, Trace
@@ -45,7 +46,7 @@ def rollouts_of(
     trainable = [trace for trace in episode.traces if trace.agent.trainable and trace.ok]
     if not trainable:
         raise MeshError(Reason.ENVIRONMENT_FAILED, f"{environment} ended without a run of an agent that trains")
-    single = len({trace.agent.name for trace in episode.traces}) == 1
+    single = len(agent_config_fields(env.config)) < 2  # whoever came to play: a name is the same in every episode
     return tuple(
         replace(
             _rollout(trace, sessions[trace.id], group_id, environment, "" if single else trace.agent.name),
