@@ -11,7 +11,9 @@ import importlib
 import sys
 
 BUNDLED = {
+    "letter_sort": "meshrl.environments.letter_sort",
     "memory_game": "meshrl.environments.memory_game",
+    "nim": "meshrl.environments.nim",
     "reverse_text": "meshrl.environments.reverse_text",
     "reasoning_gym": "meshrl.environments.reasoning_gym",
     "textarena_games": "meshrl.environments.textarena_games",

@@ -1,7 +1,7 @@
 """Makes the examples' model: a Qwen3 of about 1.3 million random parameters with a byte-level tokenizer.
 
-`python -m meshrl.environments.reverse_text.model FOLDER [--seed N] [--head-dim N] [--tool-calls]` writes it as a
-Hugging Face folder.
+`python -m meshrl.environments.reverse_text.model FOLDER [--seed N] [--head-dim N] [--hidden-size N] [--num-layers N]
+[--tool-calls]` writes it as a Hugging Face folder.
 """
 
 from __future__ import annotations
@@ -136,10 +136,19 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="where to write it")
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights (default: 0)")
     parser.add_argument("--head-dim", type=int, help="of each attention head (default: 40); vLLM on a CPU takes 32")
+    parser.add_argument("--hidden-size", type=int, default=160, help="of each layer (default: 160)")
+    parser.add_argument("--num-layers", type=int, default=4, help="layers (default: 4)")
     parser.add_argument("--tool-calls", action="store_true", help="with Qwen3's format of tools and their calls")
     arguments = parser.parse_args()
     disable_progress_bar()  # the file is written in an instant
-    create_model(arguments.folder, seed=arguments.seed, head_dim=arguments.head_dim, tool_calls=arguments.tool_calls)
+    create_model(
+        arguments.folder,
+        seed=arguments.seed,
+        hidden_size=arguments.hidden_size,
+        num_layers=arguments.num_layers,
+        head_dim=arguments.head_dim,
+        tool_calls=arguments.tool_calls,
+    )
 
 
 if __name__ == "__main__":
