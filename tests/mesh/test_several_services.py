@@ -1,4 +1,4 @@
-"""One run over three rollout services: two of Python, of which one is killed and comes back, and one of JavaScript."""
+"""One run over three rollout services: that of `rl`, one that is killed and comes back, and one of JavaScript."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def test_services_of_two_languages_play_one_run_and_the_loss_of_one_costs_
     model_dir: Path,
     tmp_path: Path,
 ) -> None:
-    hub, dies, stays, node = (f"127.0.0.1:{free_port()}" for _ in range(4))
+    hub, dies, node = (f"127.0.0.1:{free_port()}" for _ in range(3))
 
     def program(name: str, address: str, *flags: str) -> tuple[str, ...]:
         folder = tmp_path / f"{name}_{address.rpartition(':')[2]}"
@@ -70,19 +70,23 @@ async def test_services_of_two_languages_play_one_run_and_the_loss_of_one_costs_
 
     start_program(*program("weights", hub))
     first = start_program(*rollout(dies))
-    start_program(*rollout(stays))
     start_program(*node_service.command(port=int(node.rpartition(":")[2]), hub=hub))
     async with WeightSyncClient(hub) as weights:
         await weights.wait_until_serving(UP_S)
-    for address in (dies, stays, node):
+    for address in (dies, node):
         await serving(address)
     run = start_run(
-        "--orchestrator.services.rollout", f"{dies},{stays},{node}", "--orchestrator.services.weights", hub,
+        "--orchestrator.services.rollout", f"{dies},local,{node}", "--orchestrator.services.weights", hub,
         "--orchestrator.train.env.0.id", "reverse_text", "--orchestrator.train.env.1.id", "node-copy",
         "--orchestrator.train.env.1.name", "copy", "--orchestrator.train.env.1.group-size", "2",
+        "--no-orchestrator.train.env.1.local",
     )  # fmt: skip
     run.wait_for(lambda: len(run.steps()) >= 3, UP_S)
-    assert await serving(dies) > 0
+    own = f"127.0.0.1:{run.port('rollout')}"
+    for address in (dies, own):  # a run begins as soon as one of them serves each of its environments
+        while not await serving(address):
+            step = len(run.steps())
+            run.wait_for(lambda step=step: len(run.steps()) > step, UP_S)
     first.send_signal(signal.SIGKILL)
     run.wait_for(lambda: f"the rollout service at {dies} is away" in run.log("orchestrator"), UP_S)
     step = len(run.steps())
@@ -92,14 +96,14 @@ async def test_services_of_two_languages_play_one_run_and_the_loss_of_one_costs_
     while not await serving(dies):
         step = len(run.steps())
         run.wait_for(lambda step=step: len(run.steps()) > step, UP_S)
+    for address in (dies, own, node):
+        assert await serving(address) > 0
     run.process.send_signal(signal.SIGTERM)
     assert run.finish(UP_S) == 0, run.console.read_text()
     report = audit(run.output_dir)
     assert report.violations == (), report.table()
     failed = {reason: count for (state, reason), count in report.counts.items() if state == "failed"}
     assert failed == {}, report.table()
-    for address in (dies, stays, node):
-        assert await serving(address) > 0
     shares = [(record["mixture/reverse_text/rollouts"], record["mixture/copy/rollouts"]) for record in run.records()]
     assert all(sum(pair) == pytest.approx(1.0) for pair in shares)
     assert sum(copied for _, copied in shares) / len(shares) == pytest.approx(2 / 6, abs=0.15)

@@ -81,7 +81,7 @@ def compose(
     trainer = _with_port(_own_keys(TrainerConfig, config.trainer, {"wandb": True}), free_port)
     weights = _with_port(_own_keys(WeightsConfig, config.weights, {"transport": True}), free_port)
     orchestrator = _own_keys(OrchestratorConfig, config.orchestrator, _KEYS_OF_THE_ROLLOUT_PROGRAM)
-    running = config.orchestrator.services.given()
+    running = config.orchestrator.services
     hub = config.orchestrator.services.weights or reach(weights.server)
     engines = _engines(config, hub, placement, free_port, engine_hosts)
     rollout = _with_port(_rollout(config, hub), free_port)
@@ -93,8 +93,8 @@ def compose(
     if engines and "min_engines" not in config.weights.model_fields_set:
         weights_values["min_engines"] = len(engines)
     trainer_values: dict[str, object] = {"weight_broadcast.address": hub, **_transport(config, placement)}
-    addresses = {"rollout": reach(rollout.server), "trainer": reach(trainer.server), "weights": hub}
-    addresses |= config.orchestrator.services.model_dump(exclude_none=True)
+    addresses = {"trainer": reach(trainer.server), "weights": hub, **running.model_dump(exclude_none=True)}
+    addresses["rollout"] = running.rollout_addresses(reach(rollout.server))
     orchestrator_values: dict[str, object] = {"services": addresses, **_deadlines(config)}
     taught = _taught(config, rollout, free_port)
     if taught is not None:
@@ -104,7 +104,7 @@ def compose(
     if config.inference is not None and config.inference.sleep_while_training:
         _check_sleep(config.inference, placement)
         orchestrator_values["sleep_engines"] = trainer_values["release_memory"] = True
-    if config.trainer.ckpt is not None and not config.trainer.ckpt.weights_only and "trainer" not in running:
+    if config.trainer.ckpt is not None and not config.trainer.ckpt.weights_only and "trainer" not in running.given():
         orchestrator_values["checkpoint_interval"] = config.trainer.ckpt.interval
     parts = (
         Part(
@@ -142,7 +142,7 @@ def compose(
             restarts=config.restarts_of("orchestrator"),
         ),
     )
-    return tuple(part for part in parts if part.name not in running)
+    return tuple(part for part in parts if part.name not in running.replaced())
 
 
 def _taught(config: RLConfig, rollout: RolloutConfig, free_port: Callable[[str], int]) -> RolloutConfig | None:
@@ -185,7 +185,8 @@ def _rollout(config: RLConfig, hub: str) -> RolloutConfig:
     client = {**config.rollout.client.model_dump(), "base_url": []}
     if config.inference is not None and not {"api_key_var", "api_key_file"} & config.rollout.client.model_fields_set:
         client |= {"api_key_var": config.inference.api_key_var, "api_key_file": config.inference.api_key_file}
-    return RolloutConfig.model_validate({**config.rollout.model_dump(), "client": client, "weights": hub})
+    env = [entry.model_dump() for entry in config.local_environments or config.rollout.env]
+    return RolloutConfig.model_validate({**config.rollout.model_dump(), "client": client, "weights": hub, "env": env})
 
 
 def _transport(config: RLConfig, placement: Placement) -> dict[str, object]:

@@ -13,7 +13,15 @@ from meshrl.orchestrator.algo_config import AlgoConfig
 GROUP_SIZE_SPELLINGS = AliasChoices("group_size", "rollouts_per_example")
 
 
-class TrainEnvConfig(EnvConfig):
+class RunEnvConfig(EnvConfig):
+    """One environment of a run."""
+
+    local: bool = True
+    """Hosted by the rollout program that rl starts. False leaves it to a service that orchestrator.services.rollout
+    lists: it need not be installed here."""
+
+
+class TrainEnvConfig(RunEnvConfig):
     """One environment that training draws tasks from."""
 
     group_size: int | None = Field(default=None, ge=1, validation_alias=GROUP_SIZE_SPELLINGS)
@@ -35,7 +43,7 @@ class TrainEnvsConfig(BaseConfig):
     as many groups are begun as its ratio asks for, so that one without any signal does not take over."""
 
 
-class EvalEnvConfig(EnvConfig):
+class EvalEnvConfig(RunEnvConfig):
     """One environment that is evaluated. What it leaves at None is taken from the section `eval`."""
 
     interval: int | None = Field(default=None, ge=1)

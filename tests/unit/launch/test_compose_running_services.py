@@ -66,3 +66,35 @@ def test_service_that_knows_the_port_of_what_rl_starts_is_taken() -> None:
     rollout = ("--orchestrator.services.rollout", "h:1")
     assert "rollout" not in parts_of(load("--inference", *rollout, "--inference.server.port", "7000"))
     assert "rollout" not in parts_of(load(*rollout))
+
+
+COPY = ("--orchestrator.train.env.1.id", "mesh_old_words", "--orchestrator.train.env.1.name", "copy")
+ELSEWHERE = ("--orchestrator.services.weights", "h:2", *COPY, "--no-orchestrator.train.env.1.local")
+
+
+def test_local_in_the_list_starts_a_rollout_program_beside_the_listed_one_with_the_environments_that_are_local() -> (
+    None
+):
+    config = load("--inference", *ELSEWHERE, "--orchestrator.services.rollout", "h:1,local")
+    parts = parts_of(config)
+    own = parts["rollout"].config
+    assert parts["orchestrator"].config.services.rollout == ["h:1", f"127.0.0.1:{own.server.port}"]
+    assert [entry.resolved_name for entry in own.env] == ["reverse-text"]
+    assert [entry.resolved_name for entry in parts["orchestrator"].config.train.env] == ["reverse-text", "copy"]
+    assert set(parts_of(load("--inference", "--orchestrator.services.rollout", "local"))) == set(COMPONENTS)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (ELSEWHERE, "copy has local = false, but orchestrator.services.rollout lists no service that could host it"),
+        (
+            (*ELSEWHERE, "--orchestrator.services.rollout", "local,h:1", "--no-orchestrator.train.env.0.local"),
+            "every training environment has local = false",
+        ),
+    ],
+)
+def test_environments_that_nobody_hosts_and_a_program_with_nothing_to_host_are_refused(
+    capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], words: str
+) -> None:
+    assert words in refusal(capsys, "--inference", *flags)

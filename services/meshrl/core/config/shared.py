@@ -280,6 +280,10 @@ Addresses = Annotated[
 """host:port of one or more servers that offer the same service; one may be given as text."""
 
 
+LOCAL = "local"
+"""Stands in a list of rollout services for the one that rl starts beside the others."""
+
+
 class ServicesConfig(BaseConfig):
     """Addresses of the three services."""
 
@@ -291,3 +295,11 @@ class ServicesConfig(BaseConfig):
 
     weights: str = "127.0.0.1:50053"
     """WeightSync."""
+
+    @model_validator(mode="after")
+    def _addresses_only(self) -> Self:
+        if LOCAL in self.rollout:
+            raise ValueError(
+                f"services.rollout: {LOCAL!r} stands for the program that rl starts; give its host:port here"
+            )
+        return self

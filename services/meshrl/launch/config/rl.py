@@ -182,6 +182,12 @@ class RLConfig(BaseConfig):
     """The weight hub."""
 
     @property
+    def local_environments(self) -> list[EnvConfig]:
+        """The environments of the rollout program that is started."""
+        elsewhere = self.orchestrator.environments_elsewhere
+        return [entry for entry in self.rollout.env if entry.resolved_name not in elsewhere]
+
+    @property
     def engine_count(self) -> int:
         """Inference programs that are started."""
         if self.inference is None:
@@ -247,8 +253,9 @@ class RLConfig(BaseConfig):
                 " started with; give that hub in orchestrator.services.weights, or its port in weights.server.port"
             )
         engine_is_known = self.inference is None or self.inference.server.port != 0
-        if running.rollout is not None and not hub_is_known and not engine_is_known:
-            at = " and ".join(map(repr, running.rollout))
+        listed = running.given().get("rollout")
+        if listed and not hub_is_known and not engine_is_known:
+            at = " and ".join(map(repr, listed))
             problems.append(
                 f"orchestrator.services.rollout is {at}, which cannot know the ports that rl chooses for"
                 " hub and engine; set weights.server.port or inference.server.port to what it was started with, or"
@@ -271,9 +278,7 @@ class RLConfig(BaseConfig):
 
     def _started(self) -> set[str]:
         """Names of the components that rl starts."""
-        return {name for name in COMPONENTS if getattr(self, name) is not None} - set(
-            self.orchestrator.services.given()
-        )
+        return {name for name in COMPONENTS if getattr(self, name) is not None} - self.orchestrator.services.replaced()
 
     def _differences(self) -> list[str]:
         """Values that must be the same for all programs but are not."""

@@ -7,7 +7,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from meshrl.core.config import BaseConfig
-from meshrl.core.config.shared import Addresses, LogConfig, LogLevel, ModelConfig, WandbConfig
+from meshrl.core.config.shared import LOCAL, Addresses, LogConfig, LogLevel, ModelConfig, WandbConfig
 from meshrl.core.slurm.config import DeploymentType
 from meshrl.orchestrator.config import OrchestratorConfig
 from meshrl.rollout.config import ClientConfig, RolloutConfig
@@ -27,7 +27,8 @@ class RunningServicesConfig(BaseConfig):
     """Addresses of services that run already, which rl then uses and does not start."""
 
     rollout: Addresses | None = None
-    """host:port of a RolloutService that runs already, or a list of them; None starts the rollout program."""
+    """host:port of a RolloutService that runs already, or a list of them; None starts the rollout program. `local` in
+    the list starts it beside the others; it hosts the environments whose key `local` is true."""
 
     trainer: str | None = Field(default=None, min_length=1)
     """host:port of a TrainerService that runs already; None starts the trainer."""
@@ -37,8 +38,17 @@ class RunningServicesConfig(BaseConfig):
 
     def given(self) -> dict[str, list[str]]:
         """Addresses by the names of the programs that they stand for."""
-        given = {"rollout": self.rollout, "trainer": self.trainer, "weights": self.weights}
-        return {name: [one] if isinstance(one, str) else one for name, one in given.items() if one is not None}
+        rollout = [address for address in self.rollout or () if address != LOCAL]
+        given = {"rollout": rollout, "trainer": self.trainer, "weights": self.weights}
+        return {name: [one] if isinstance(one, str) else one for name, one in given.items() if one}
+
+    def replaced(self) -> set[str]:
+        """Names of the programs that rl does not start, since a service stands in for them."""
+        return set(self.given()) - ({"rollout"} if LOCAL in (self.rollout or ()) else set())
+
+    def rollout_addresses(self, local: str) -> list[str]:
+        """All rollout services of the run; `local` is the address of the program that rl starts."""
+        return [local if address == LOCAL else address for address in self.rollout or [LOCAL]]
 
 
 class OrchestratorSection(OrchestratorConfig):
@@ -55,6 +65,29 @@ class OrchestratorSection(OrchestratorConfig):
 
     client: ClientConfig | None = None
     """Inference engines that already run; the same as rollout.client."""
+
+    @property
+    def environments_elsewhere(self) -> set[str]:
+        """Names of the environments that the rollout program of rl does not host."""
+        evals = self.eval.env if self.eval is not None else []
+        return {entry.resolved_name for entry in (*self.train.env, *evals) if not entry.local}
+
+    @model_validator(mode="after")
+    def _hosted(self) -> Self:
+        elsewhere = self.environments_elsewhere
+        if elsewhere and "rollout" not in self.services.given():
+            raise ValueError(
+                f"orchestrator.train.env: {', '.join(sorted(elsewhere))} has local = false, but"
+                " orchestrator.services.rollout lists no service that could host it; add the address, as in"
+                f" {LOCAL},HOST:PORT, or leave local out"
+            )
+        names = {entry.resolved_name for entry in self.train.env}
+        if elsewhere and "rollout" not in self.services.replaced() and names <= elsewhere:
+            raise ValueError(
+                f"orchestrator.services.rollout has {LOCAL!r}, but every training environment has local = false, so"
+                f" there is nothing to train on for the rollout program that rl starts; leave {LOCAL!r} out"
+            )
+        return self
 
 
 class RolloutSection(RolloutConfig):

@@ -45,7 +45,7 @@ class Plan:
         """True when rl starts this program rather than using one that runs already."""
         if program == "inference":
             return self.config.inference is not None
-        return program not in self.config.orchestrator.services.given()
+        return program not in self.config.orchestrator.services.replaced()
 
 
 Check = Callable[[Plan], Iterable[Finding]]

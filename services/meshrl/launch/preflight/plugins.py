@@ -64,12 +64,13 @@ def _questions(plan: Plan) -> dict[str, object]:
         if advantage.import_path
         else None,
         "environments": {
-            "entries": [entry.model_dump(mode="json") for entry in config.rollout.env],
+            "entries": [entry.model_dump(mode="json") for entry in config.local_environments],
             "harness": config.rollout.harness,
             "max_turns": config.rollout.max_turns,
             "load": config.dry_run,
         }
-        if plan.starts("rollout") and (config.dry_run or any(not _is_known(entry) for entry in config.rollout.env))
+        if plan.starts("rollout")
+        and (config.dry_run or any(not _is_known(entry) for entry in config.local_environments))
         else None,
     }
 

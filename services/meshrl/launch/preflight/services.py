@@ -27,7 +27,7 @@ def check_running_services(plan: Plan) -> Iterator[Finding]:
             status = _health(address, SERVICES[program])
         except grpc.RpcError as problem:
             text = f"{key}: {_explained(problem, SERVICES[program])}"
-            others = len(given[program]) > 1
+            others = len(given[program]) > 1 or plan.starts(program)
             yield warning(f"{text}; the others are used until it serves") if others else error(text)
             continue
         if status != health_pb2.HealthCheckResponse.SERVING:
@@ -40,6 +40,7 @@ def check_environments_elsewhere(plan: Plan) -> Iterator[Finding]:
     addresses = plan.config.orchestrator.services.given().get("rollout")
     if addresses is None or not plan.config.dry_run:
         return
+    local = {entry.resolved_name for entry in plan.config.local_environments if plan.starts("rollout")}
     hosted: dict[str, dict[str, str]] = {}
     for address in addresses:
         key = f"orchestrator.services.rollout {address!r}"
@@ -50,7 +51,7 @@ def check_environments_elsewhere(plan: Plan) -> Iterator[Finding]:
     for name in (entry.resolved_name for entry in plan.config.rollout.env):
         at = [key for key, environments in hosted.items() if name in environments]
         yield from (note(f"environment {name!r} is loaded by {key}: {hosted[key][name]}") for key in at)
-        if at or len(hosted) < len(addresses):
+        if at or name in local or len(hosted) < len(addresses):
             continue
         have = "; ".join(f"{key} has {', '.join(sorted(known)) or 'none'}" for key, known in hosted.items())
         yield error(f"no rollout service hosts environment {name!r}: {have}; host it there, or correct its name")
