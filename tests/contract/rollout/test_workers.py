@@ -83,20 +83,10 @@ async def test_a_worker_plays_as_the_service_itself_does(start_mesh, engine, mak
         assert all(event.samples[0].version_spans[0].version == 4 for event in there[:-1])
 
 
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        ("dies", r"environment dies: its worker \d ended with exit code 7"),
-        (
-            "blocks",
-            r"environment blocks: its worker \d was replaced: its event loop was blocked for [\d.]+ s in go_wrong"
-            r" \(mesh_zoo.py:\d+\)",
-        ),
-    ],
-)
-async def test_what_ends_or_blocks_a_shared_worker_fails_and_moves_out_and_the_standby_plays_the_others_again(
-    start_mesh, engine, make_group, tokens, said, kind, words
+async def test_what_ends_a_shared_worker_fails_and_moves_out_and_the_standby_plays_the_others_again(
+    start_mesh, engine, make_group, tokens, said
 ):
+    kind, words = "dies", r"environment dies: its worker \d ended with exit code 7"
     gate = Gate(engine, tokens)
     mesh = await start_mesh([engine], env=[{"id": "mesh_echo"}, zoo(kind)], workers=1)
     await said.until(STANDS_BY.format(kind))
@@ -115,6 +105,41 @@ async def test_what_ends_or_blocks_a_shared_worker_fails_and_moves_out_and_the_s
     assert any(f"environment {kind} gets worker 3 of its own" in line for line in said)
     assert "worker 2 takes the place of worker 1" in said
     assert not any(re.match("worker [12] has loaded", line) for line in said[said.index(STANDS_BY.format(kind)) + 1 :])
+
+
+async def test_others_leave_a_worker_that_one_blocks_for_the_standby_and_the_blocker_keeps_it(
+    start_mesh, engine, make_group, tokens, said
+):
+    gate = Gate(engine, tokens)
+    blocks = zoo("blocks", deadlines={"blocked_s": 3600.0})
+    mesh = await start_mesh([engine], env=[{"id": "mesh_echo"}, blocks], workers=1, blocked_s=3600.0)
+    await said.until(STANDS_BY.format("blocks"))
+    healthy = asyncio.create_task(collect(mesh, make_group(group_size=2, deadline_s=PATIENCE_S)))
+    await gate.held.get()
+    await gate.held.get()
+    blocking = asyncio.create_task(collect(mesh, make_group(environment="blocks", deadline_s=PATIENCE_S)))
+    await gate.held.get()  # both are played once more, while the first worker stands still
+    await gate.held.get()
+    gate.opened.set()
+    assert (await healthy)[-1].finished == 2
+    assert (await collect(mesh, make_group(deadline_s=PATIENCE_S)))[-1].finished == 1
+    assert not blocking.done()
+    assert "worker 2 takes the place of worker 1" in said
+    assert any("environment blocks keeps worker 1, which it blocks in go_wrong" in line for line in said)
+    blocking.cancel()
+    await asyncio.wait({blocking})
+
+
+async def test_what_blocks_the_only_worker_fails_and_gets_one_of_its_own(start_mesh, engine, make_group, said):
+    env = [{"id": "mesh_echo"}, zoo("blocks")]
+    mesh = await start_mesh([engine], env=env, workers=1, standby=False, blocked_s=1.0)
+    failure, _ = await collect(mesh, make_group(environment="blocks", deadline_s=PATIENCE_S))
+    words = (
+        r"environment blocks: its worker 1 was replaced: its event loop was blocked for [\d.]+ s in go_wrong"
+        r" \(mesh_zoo.py:\d+\)"
+    )
+    assert (failure.reason, bool(re.fullmatch(words, failure.message))) == ("ENVIRONMENT_FAILED", True), failure.message
+    assert any("environment blocks gets worker 2 of its own" in line for line in said)
 
 
 async def test_where_nobody_knows_whose_code_it_was_what_played_most_goes_on_in_the_standby(

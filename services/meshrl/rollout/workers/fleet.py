@@ -3,8 +3,9 @@
 Asked by the players (`players`) for a worker for each group. Environments share the workers of `rollout.workers`
 unless they ask for their own. When a shared worker is lost, the environment whose code did it gets workers of its own,
 so that it costs the others nothing from then on; where nobody knows whose it was, each that played there gets its own,
-and the next loss tells. A standby, which has loaded the shared environments too, takes the place of a lost worker at
-once, and the lost one's slot starts the next standby.
+and the next loss tells. Where code blocks a shared worker, the worker is left to its environment for good within about
+a second, and the others go on elsewhere. A standby, which has loaded the shared environments too, takes the place of a
+lost worker at once, and the lost one's slot starts the next standby.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from meshrl.wire.types import EnvironmentInfo
 
 LOOK_EVERY_S = 0.25
 STOOD_STILL_S = 1.0
+LEFT_AFTER_S = 1.0
+"""How long code may block a shared worker before the others leave it, where there is another to go to."""
 STOP_GRACE_S = 5.0
 EXPORT_GRACE_S = 20.0
 """A worker that is told to end sends its last spans to the collector first, where there is one."""
@@ -201,6 +204,32 @@ class WorkerFleet:
             name, slot.number, why,
         )  # fmt: skip
 
+    def _leave_to_blocker(self, slot: WorkerSlot) -> None:
+        """Has the others go on elsewhere while the code of one environment blocks a worker that they share.
+
+        Where the standby is ready it takes the worker's place, and the blocker keeps the worker as its own.
+        """
+        worker, standby = slot.worker, self._standby
+        hold = worker.hold() if worker is not None and worker.usable else None
+        if worker is None or hold is None or not hold.environment or hold.seconds < LEFT_AFTER_S:
+            return
+        name, ready = hold.environment, standby is not None and standby.worker is not None and standby.worker.usable
+        if standby is not None and ready and name in self._shared_names and len(self._shared_names) > 1:
+            logger.info("worker {} takes the place of worker {}", standby.number, slot.number)
+            self._shared[self._shared.index(slot)], self._standby = standby, None
+            self._shared_names.discard(name)
+            self._own[name] = [slot]
+            slot.host(*self._alone(name))
+            logger.bind(env=name).warning(
+                "environment {} keeps worker {}, which it blocks in {}, to itself, so that others keep their pace;"
+                " isolated = true gives it one from the start", name, slot.number, hold.where,
+            )  # fmt: skip
+            self._start_standby()
+        elif not any(one.worker and one.worker.usable and not one.worker.hold() for one in self._shared):
+            return  # there is nowhere to go
+        worker.leave_to(name)
+        self._changed.beat()
+
     def _replace(self, number: int) -> None:
         """Puts the standby in the place of the shared worker `number`, which is lost."""
         lost = next((slot for slot in self._shared if slot.number == number), None)
@@ -226,6 +255,8 @@ class WorkerFleet:
                 if stood_still_s > STOOD_STILL_S:
                     slot.forgive(stood_still_s)
                     continue
+                if slot in self._shared:
+                    self._leave_to_blocker(slot)
                 slot.look()
                 if slot.worker is not None and (slot.worker.hold() is not None or now_s - slot.worker.heard_s > 1.0):
                     self._end_overdue(slot.worker)

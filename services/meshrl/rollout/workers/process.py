@@ -219,6 +219,19 @@ class WorkerProcess:
                 future.set_exception(WorkerLostError(causes[environment], guilty=environment in guilty))
         self.groups.clear()
 
+    def leave_to(self, environment: str) -> None:
+        """Has everything be played elsewhere that is not of this environment, whose code holds the worker up."""
+        left = WorkerLostError(f"its worker {self.order.number} is blocked by environment {environment}", guilty=False)
+        for (group, index), assigned in list(self.rollouts.items()):
+            if assigned.environment != environment and not assigned.answer.done():
+                assigned.answer.set_exception(left)
+                self.cancel(group, index)
+        for group, opening in self._opening.items():
+            if self.groups[group][0] != environment and not opening.done():
+                opening.set_exception(left)
+        for group in [group for group, (name, _) in self.groups.items() if name != environment]:
+            self.close_group(group)
+
     def kill(self, why: str) -> None:
         """Ends the process and the programs that it started, at once."""
         self.ended_by = self.ended_by or why
