@@ -1,6 +1,6 @@
 """Measures a learner on fake data: throughput, model FLOPs utilisation, memory, and where a step's time goes.
 
-tokens/s    tokens of all rows over the time of a step, which ends when its numbers are on the CPU
+tokens/s    tokens of all rows over the time of a step, which ends when its numbers are on the CPU; of the median step
 MFU         the step's necessary floating-point operations (`step_flops`) over time, ranks and a device's peak
 MFU 6N      the same with 6 operations a parameter even where it is frozen, as public LoRA tables count
 """
@@ -47,7 +47,8 @@ KERNEL_CLASSES: Mapping[str, Sequence[str]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class BenchReport:
-    """What was measured; times are medians over the measured steps."""
+    """What was measured; times and rates are medians over the measured steps, so that one in which a block was compiled
+    or a row of a new shape was planned does not count."""
 
     model: str
     device: str
@@ -194,7 +195,8 @@ def run_bench(learner: Learner, config: BenchConfig, *, name: str, seq_len: int)
     flops = [step_flops(learner.model, batch) for batch in batches[config.warmup_steps :]]
     frozen = matmul_parameters(learner.model) - matmul_parameters(learner.model, trainable_only=True)
     peak = peak_flops(learner.device) * parallel.plan.world_size
-    rate = sum(tokens) / sum(times)
+    rate = statistics.median(count / each for count, each in zip(tokens, times, strict=True))
+    flops_rate = statistics.median(count / each for count, each in zip(flops, times, strict=True))
     return BenchReport(
         model=name,
         device=torch.cuda.get_device_name(learner.device) if learner.device.type == "cuda" else "CPU",
@@ -208,8 +210,8 @@ def run_bench(learner: Learner, config: BenchConfig, *, name: str, seq_len: int)
         other_s=step_s - statistics.median(result.forward_backward_s + result.optimizer_s for result in measured),
         tokens_per_s=rate,
         tokens_per_s_per_gpu=rate / parallel.plan.world_size,
-        mfu=sum(flops) / sum(times) / peak,
-        mfu_6n=(sum(flops) + 2.0 * frozen * sum(tokens)) / sum(times) / peak,
+        mfu=flops_rate / peak,
+        mfu_6n=(flops_rate + 2.0 * frozen * rate) / peak,
         peak_memory_gib=peak_memory_gib(learner.device),
         parameters=sum(parameter.numel() for parameter in learner.model.parameters()),
         trainable_parameters=sum(p.numel() for p in learner.model.parameters() if p.requires_grad),
