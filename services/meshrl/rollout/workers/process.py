@@ -129,11 +129,22 @@ class WorkerProcess:
         """Starts the process; `ready` tells when its environments are loaded, or why they cannot be (ConfigError)."""
         front, its_front = socket.socketpair()
         alarm, its_alarm = socket.socketpair()
+
+        def abandon(started: asyncio.Future[BaseProcess]) -> None:
+            for end in (front, its_front, alarm, its_alarm):
+                end.close()
+            if not started.cancelled() and started.exception() is None:
+                started.result().kill()
+
+        starting = asyncio.get_running_loop().run_in_executor(None, new_process, its_front, its_alarm, self.order)
         try:
-            self._process = await asyncio.to_thread(new_process, its_front, its_alarm, self.order)
-        finally:
-            its_front.close()
-            its_alarm.close()
+            self._process = await asyncio.shield(starting)
+        except BaseException:  # a thread cannot be stopped: what it starts is ended when it has been started
+            starting.add_done_callback(abandon)
+            self.gone.set()
+            raise
+        its_front.close()
+        its_alarm.close()
         self._front = await Channel.over(front, self._on_frame, self.gone.set)
         self._alarm = await Channel.over(alarm, self._on_frame)
         self.heard_s = time.monotonic()
