@@ -189,7 +189,8 @@ class OrchestratorConfig(BaseConfig):
     sample with seeds."""
 
     bench: bool = False
-    """Run 5 steps (or max_steps) and log a table of throughput and times, without the first step."""
+    """Run 5 steps (or max_steps) and log a table of throughput and times, without the first step. Where `services` is
+    left out, the orchestrator is measured alone: made-up rollouts and a trainer that takes every batch stand in."""
 
     output_dir: Path = Path("outputs")
     """Folder for metrics, ledger, logs and traces."""

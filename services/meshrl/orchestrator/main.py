@@ -17,6 +17,7 @@ from meshrl.core.telemetry.exposition import RecordMetrics, registry_of
 from meshrl.core.telemetry.monitor import open_monitor
 from meshrl.core.telemetry.waits import waits_of
 from meshrl.core.waiting import StoppedError, unless_stopped
+from meshrl.orchestrator.bench.alone import OwnCost, runs_alone, standing_in
 from meshrl.orchestrator.build import build_loop
 from meshrl.orchestrator.config import OrchestratorConfig
 from meshrl.orchestrator.ledger.open_run import open_journal
@@ -35,8 +36,12 @@ def main() -> None:
 async def orchestrate(config: OrchestratorConfig, stop: asyncio.Event, tracer: Tracer) -> int:
     """Trains until the last step or until `stop` is set; returns 0, or 1 when the run could not go on.
 
-    Raises ConfigError when there is nothing to train on.
+    A benchmark that names no service has stand-ins for all of them. Raises ConfigError when there is nothing to train
+    on.
     """
+    if runs_alone(config):
+        async with standing_in(config) as alone:
+            return await orchestrate(alone, stop, tracer)
     if not config.train.env:
         raise ConfigError(
             "orchestrator.train.env must name at least one environment, got none;"
@@ -90,6 +95,7 @@ async def _train(
     try:
         loop = build_loop(config, services, mesh, journal=journal, monitor=monitor, tracer=tracer)
         say_ready()
+        cost = OwnCost()
         try:
             async with services.watching():
                 await unless_stopped(stop, loop.train())
@@ -99,6 +105,7 @@ async def _train(
         journal.end()  # not after an error: whoever is started next goes on with what is open
         if config.bench:
             _report_bench(layout, loop.finisher.records)
+            logger.info(cost.told(int(sum(record["batch/rollouts"] for record in loop.finisher.records))))
     finally:
         try:
             logger.info(f"rollouts: {journal.balance()}")
@@ -114,7 +121,8 @@ def _report_bench(layout: Layout, records: Sequence[Mapping[str, float]]) -> Non
     text = summary_table(records)
     if summary is not None:
         summary.write(folder / "run.json")
-        text += f"\n\n{summary.table()}\nnumbers in {folder / 'run.json'}"
+        told = "" if summary.trained_tokens_per_s is None else f"{summary.table()}\n"  # a stand-in tells nothing
+        text += f"\n\n{told}numbers in {folder / 'run.json'}"
     logger.info("bench:\n" + text)
 
 

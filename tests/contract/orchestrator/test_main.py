@@ -1,5 +1,6 @@
 import asyncio
 import json
+import re
 import socket
 import sqlite3
 import subprocess
@@ -9,10 +10,12 @@ from pathlib import Path
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from loguru import logger
 from opentelemetry import trace
 
 from meshrl.core.config import ConfigError
 from meshrl.core.readiness import READY_FILE
+from meshrl.orchestrator.config import OrchestratorConfig
 from meshrl.orchestrator.ledger.audit import audit
 from meshrl.orchestrator.main import HEALTH_NAME, orchestrate
 
@@ -51,6 +54,21 @@ async def test_a_whole_run_exits_zero_and_leaves_metrics_and_an_exact_ledger(
     assert lines[0]["reward/all/mean"] == 0.5
     assert (lines[2]["progress/samples"], lines[2]["progress/problems"], lines[2]["progress/tokens"]) == (24, 6, 120)
     assert (lines[0]["batch/rollouts"], lines[0]["batch/loss_tokens"], lines[0]["batch/groups"]) == (8, 24, 2)
+
+
+async def test_a_benchmark_that_names_no_service_needs_nobody_and_says_what_a_rollout_costs(tmp_path) -> None:
+    config = OrchestratorConfig(bench=True, max_steps=2, batch_size=8, group_size=4, seq_len=64, output_dir=tmp_path)
+    said: list[str] = []
+    sink = logger.add(lambda message: said.append(message.record["message"]))
+    try:
+        assert await orchestrate(config, asyncio.Event(), TRACER) == 0
+    finally:
+        logger.remove(sink)
+    report = audit(tmp_path)
+    assert report.ok, report.table()
+    assert states(tmp_path) == {"trained": 16}
+    assert any(re.match(r"bench: this program took [\d.]+ ms of CPU for each of 16 rollouts", line) for line in said)
+    assert json.loads((tmp_path / "bench" / "run.json").read_text())["steps"] == 1
 
 
 async def test_totals_are_the_runs_whatever_the_trainer_calls_its_own(mesh, script, make_config, tmp_path) -> None:

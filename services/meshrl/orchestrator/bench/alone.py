@@ -1,0 +1,78 @@
+"""`orchestrator --bench` where no service was named: starts what stands in for them, and says what a rollout costs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from loguru import logger
+
+from meshrl.core.config import ConfigError
+from meshrl.core.config.shared import ServicesConfig
+from meshrl.orchestrator.config import OrchestratorConfig
+from meshrl.orchestrator.env_config import TrainEnvConfig, TrainEnvsConfig
+
+START_DEADLINE_S = 120.0
+END_DEADLINE_S = 30.0
+MOST_TOKENS = 1024
+"""Of a rollout, where `sampling.max_tokens` says nothing."""
+
+
+def runs_alone(config: OrchestratorConfig) -> bool:
+    """True where a benchmark was asked for and no service named: `rl --bench` names all of them."""
+    return config.bench and not config.services.model_fields_set
+
+
+@asynccontextmanager
+async def standing_in(config: OrchestratorConfig) -> AsyncIterator[OrchestratorConfig]:
+    """Starts the stand-ins; the configuration that uses them. Raises ConfigError where they do not come up."""
+    train = config.train if config.train.env else TrainEnvsConfig(env=[TrainEnvConfig(id="made-up")])
+    names = {env.resolved_name for env in (*train.env, *(config.eval.env if config.eval is not None else ()))}
+    most = config.sampling.max_tokens
+    tokens = min(config.seq_len, MOST_TOKENS if most is None else most + most // 3 + 1)  # a quarter is the prompt's
+    order = {"seq_len": config.seq_len, "most_tokens": max(2, tokens), "names": sorted(names)}
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "meshrl.orchestrator.bench.stand_ins", json.dumps(order),
+        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        try:
+            port = (await asyncio.wait_for(process.stdout.readline(), START_DEADLINE_S)).decode().strip()
+        except TimeoutError:
+            port = ""
+        if not port:
+            raise ConfigError("orchestrator.bench: what stands in for the other programs did not start")
+        address = f"127.0.0.1:{port}"
+        logger.info("bench: no service is named, so made-up rollouts and a trainer that takes every batch stand in")
+        services = ServicesConfig(rollout=[address], trainer=address, weights=address)
+        yield config.model_copy(update={"services": services, "train": train})
+    finally:
+        process.stdin.close()
+        try:
+            await asyncio.wait_for(process.wait(), END_DEADLINE_S)
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+
+
+class OwnCost:
+    """CPU of this process from here on, for each rollout."""
+
+    def __init__(self) -> None:
+        self._began_s, self._cpu_s = time.perf_counter(), time.process_time()
+
+    def told(self, rollouts: int) -> str:
+        """In words, once so many were trained."""
+        wall_s, cpu_s = time.perf_counter() - self._began_s, time.process_time() - self._cpu_s
+        if not rollouts:
+            return "bench: no rollout was trained"
+        return (
+            f"bench: this program took {1e3 * cpu_s / rollouts:.2f} ms of CPU for each of {rollouts:,}"
+            f" rollouts, {rollouts / wall_s:,.0f} a second"
+        )

@@ -1,0 +1,202 @@
+"""Rollouts, trainer and weight hub that cost next to nothing, for `orchestrator --bench`; a process of its own.
+
+Each rollout is made up: random tokens of random length with a reward of 0 or 1. A batch is trained as soon as it has
+come and was read, a version is served as soon as it is asked for. They keep the contract, so the orchestrator works as
+in a run: what is measured is its own pace.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+import numpy as np
+from loguru import logger
+
+from meshrl.core.config.shared import ServerConfig
+from meshrl.core.rpc.serve import GrpcServer
+from meshrl.v1 import rollout_pb2, rollout_pb2_grpc, trainer_pb2, trainer_pb2_grpc, weights_pb2, weights_pb2_grpc
+from meshrl.wire import convert
+from meshrl.wire.types import (
+    CONTRACT_VERSION,
+    Activation,
+    AgentState,
+    ApplyReport,
+    EngineInfo,
+    EngineReport,
+    EnvironmentInfo,
+    Rollout,
+    RolloutSummary,
+    RunInfo,
+    Sample,
+    StepEvent,
+    StepState,
+    TrainerInfo,
+    Transport,
+    VersionInfo,
+    VersionSpan,
+    VersionState,
+)
+
+RUN = "main"
+VOCAB_SIZE = 32_000
+SLOTS = 4096
+ENGINE = "made-up"
+
+
+class MadeUpRollouts(rollout_pb2_grpc.RolloutServiceServicer):
+    """Answers with rollouts of at most `most_tokens` tokens, a quarter of them the prompt's."""
+
+    def __init__(self, names: list[str], most_tokens: int) -> None:
+        self.version = 0
+        self._names = names
+        self._most = most_tokens
+        self._draw = np.random.default_rng(0)
+
+    async def ListEnvironments(self, request: Any, context: Any) -> rollout_pb2.ListEnvironmentsResponse:  # noqa: N802 - the name is gRPC's
+        infos = [EnvironmentInfo(name=name, taskset=name, num_tasks=100_000) for name in self._names]
+        return rollout_pb2.ListEnvironmentsResponse(
+            contract_version=CONTRACT_VERSION, environments=map(convert.environment_to_proto, infos)
+        )
+
+    async def GetRolloutStatus(self, request: Any, context: Any) -> rollout_pb2.GetRolloutStatusResponse:  # noqa: N802 - the same
+        return rollout_pb2.GetRolloutStatusResponse(max_concurrent=SLOTS)
+
+    async def CancelRollouts(self, request: Any, context: Any) -> rollout_pb2.CancelRolloutsResponse:  # noqa: N802 - the same
+        return rollout_pb2.CancelRolloutsResponse()
+
+    async def RunRollouts(self, message: Any, context: Any) -> AsyncIterator[rollout_pb2.RunRolloutsResponse]:  # noqa: N802 - the same
+        request = convert.rollout_request_from_proto(message)
+        prompt_ids = self._draw.integers(0, VOCAB_SIZE, max(1, self._most // 4)).astype(np.int32)
+        sampled = 0
+        for index in range(request.group_size):
+            count = int(self._draw.integers(1, self._most - len(prompt_ids) + 1))
+            sampled += count
+            yield convert.rollout_event_to_proto(
+                Rollout(
+                    rollout_id=str(uuid.uuid4()),
+                    group_id=request.group_id,
+                    task_key=str(request.task_index),
+                    environment=request.environment,
+                    samples=(self._sample(prompt_ids, count),),
+                    reward=float(index % 2),
+                )
+            )
+        summary = RolloutSummary(finished=request.group_size, failed=0, cancelled=0, sampled_tokens=sampled)
+        yield convert.rollout_event_to_proto(summary)
+
+    def _sample(self, prompt_ids: np.ndarray[Any, np.dtype[np.int32]], count: int) -> Sample:
+        total = len(prompt_ids) + count
+        mask = np.arange(total) >= len(prompt_ids)
+        completion_ids = self._draw.integers(0, VOCAB_SIZE, count).astype(np.int32)
+        return Sample(
+            token_ids=np.concatenate([prompt_ids, completion_ids]),
+            loss_mask=mask,
+            logprobs=np.where(mask, -0.5, 0.0).astype(np.float32),
+            version_spans=(VersionSpan(start=len(prompt_ids), end=total, version=self.version),),
+        )
+
+
+class EagerTrainer(trainer_pb2_grpc.TrainerServiceServicer):
+    """Reads each batch whole and is done with it."""
+
+    def __init__(self, seq_len: int) -> None:
+        self._seq_len = seq_len
+        self._events: list[StepEvent] = []
+        self._changed = asyncio.Condition()
+
+    async def GetTrainer(self, request: Any, context: Any) -> trainer_pb2.GetTrainerResponse:  # noqa: N802 - the name is gRPC's
+        step = self._events[-1].step if self._events else 0
+        run = RunInfo(run_id=RUN, step=step, version=step, epoch=1, revision=len(self._events), durable_step=step)
+        info = TrainerInfo(
+            world_size=1, dp_size=1, seq_len=self._seq_len, pad_multiple=1, objective="none", model="made-up",
+            runs=(run,), max_queued_batches=2, vocab_size=VOCAB_SIZE,
+        )  # fmt: skip
+        return convert.trainer_info_to_proto(info, contract_version=CONTRACT_VERSION)
+
+    async def SubmitBatch(self, parts: Any, context: Any) -> trainer_pb2.SubmitBatchResponse:  # noqa: N802 - the same
+        reader = convert.BatchReader(seq_len=self._seq_len)
+        async for part in parts:
+            reader.feed(part)
+        step = reader.finish().step
+        async with self._changed:
+            if not self._events or self._events[-1].step < step:
+                self._say(step, StepState.QUEUED)
+                self._say(step, StepState.RUNNING)
+                self._say(step, StepState.DONE)
+                self._changed.notify_all()
+        return trainer_pb2.SubmitBatchResponse(revision=len(self._events))
+
+    def _say(self, step: int, state: StepState) -> None:
+        done = state is StepState.DONE
+        self._events.append(
+            StepEvent(
+                revision=len(self._events) + 1, step=step, state=state, version=step if done else None,
+                timings_s={"step": 0.0, "wait_for_batch": 0.0} if done else {}, durable_step=step if done else step - 1,
+            )
+        )  # fmt: skip
+
+    async def WatchSteps(self, request: Any, context: Any) -> AsyncIterator[trainer_pb2.WatchStepsResponse]:  # noqa: N802 - the same
+        seen = request.after_revision
+        while True:
+            async with self._changed:
+                while len(self._events) <= seen:
+                    await self._changed.wait()
+                fresh = self._events[seen:]
+            seen += len(fresh)
+            for event in fresh:
+                yield convert.step_event_to_proto(event)
+
+
+class EagerHub(weights_pb2_grpc.WeightSyncServicer):
+    """Has every version served as soon as it is asked for."""
+
+    def __init__(self, rollouts: MadeUpRollouts) -> None:
+        self._rollouts = rollouts
+
+    async def ListEngines(self, request: Any, context: Any) -> weights_pb2.ListEnginesResponse:  # noqa: N802 - the name is gRPC's
+        engine = EngineInfo(
+            engine_id=ENGINE, url="http://127.0.0.1:1", engine_pool="", state=AgentState.READY,
+            serving_version=self._rollouts.version, routable=True, last_seen_s=0.0,
+        )  # fmt: skip
+        return weights_pb2.ListEnginesResponse(engines=[convert.engine_info_to_proto(engine)])
+
+    async def ActivateVersion(self, request: Any, context: Any) -> weights_pb2.ActivateVersionResponse:  # noqa: N802 - the same
+        self._rollouts.version = request.version
+        info = VersionInfo(
+            run_id=RUN, epoch=1, version=request.version, artifact_id="none", state=VersionState.COMMITTED, num_bytes=1,
+            transport=Transport.FILESYSTEM,
+        )  # fmt: skip
+        applied = ApplyReport(version=request.version, root=b"none", pause_s=0.0, prepare_s=0.0, requests_kept=0)
+        report = EngineReport(engine_id=ENGINE, applied=applied)
+        return convert.activation_to_proto(Activation(version=info, engines=(report,), commit_s=0.0, lag_s=0.0))
+
+
+async def serve(seq_len: int, most_tokens: int, names: list[str]) -> None:
+    """Serves all three on one port, says the port on stdout, and ends when stdin does."""
+    rollouts = MadeUpRollouts(names, most_tokens)
+    server = GrpcServer(ServerConfig(port=0))
+    server.add("meshrl.v1.RolloutService", rollout_pb2_grpc.add_RolloutServiceServicer_to_server, rollouts)
+    server.add("meshrl.v1.TrainerService", trainer_pb2_grpc.add_TrainerServiceServicer_to_server, EagerTrainer(seq_len))
+    server.add("meshrl.v1.WeightSync", weights_pb2_grpc.add_WeightSyncServicer_to_server, EagerHub(rollouts))
+    port = await server.start()
+    server.set_serving()
+    sys.stdout.write(f"{port}\n")
+    sys.stdout.flush()
+    await asyncio.to_thread(sys.stdin.read)
+    await server.drain(grace_s=0.0)
+
+
+def main() -> None:
+    logger.remove()
+    logger.add(sys.stderr, level="WARNING")
+    order = json.loads(sys.argv[1])
+    asyncio.run(serve(order["seq_len"], order["most_tokens"], order["names"]))
+
+
+if __name__ == "__main__":
+    main()
