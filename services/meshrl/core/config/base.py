@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict, PrivateAttr, model_validator
 
-from meshrl.core.config.schema import Kind, ReadTable, Table, field_kind
+from meshrl.core.config.schema import Kind, ReadTable, Table, kind_of_key
 
 
 class ConfigError(Exception):
@@ -71,7 +71,7 @@ class BaseConfig(BaseModel):
         for name in completed.keys() & cls.model_fields.keys():
             field = cls.model_fields[name]
             default = field.get_default(call_default_factory=True)
-            completed[name] = _over(field_kind(field), default, completed[name])
+            completed[name] = _over(kind_of_key(cls, name), default, completed[name])
         return completed
 
 
@@ -85,7 +85,8 @@ def _over(kind: Kind, default: object, value: object) -> object:
     if kind.narrowed(value).sections != (type(default),):
         return value
     completed: dict[str, object] = {name: getattr(default, name) for name in default.model_fields_set}
+    section = type(default)
     for key, own in value.items():
-        field = type(default).model_fields.get(key)
-        completed[key] = own if field is None else _over(field_kind(field), completed.get(key), own)
+        known = key in section.model_fields
+        completed[key] = _over(kind_of_key(section, key), completed.get(key), own) if known else own
     return completed

@@ -12,7 +12,7 @@ from typing import Any
 
 from meshrl.core.config.layers import Layer
 from meshrl.core.config.older_keys import OLDER_KEYS, OlderKey
-from meshrl.core.config.schema import Kind, Path, Table, key_names
+from meshrl.core.config.schema import Kind, Path, Table
 
 _RL = "rl"
 
@@ -156,9 +156,7 @@ def _known(kind: Kind, path: Path) -> Kind | None:
     """What a key accepts, by its exact name; None for one that there is not."""
     for part in path:
         step = kind.step("0" if part == "*" else part)
-        if step is None or (kind.sections and step[0] not in key_names(kind.sections)):
-            return None
-        if kind.sections and step[0] != part:  # an alias
+        if step is None or (kind.sections and step[0] != part):  # an alias
             return None
         kind = step[1]
     return kind

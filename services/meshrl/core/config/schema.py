@@ -7,6 +7,7 @@ import pathlib
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import AliasChoices, BaseModel, SecretStr
@@ -44,8 +45,9 @@ class Kind:
         if self.item is not None:
             return (str(int(part)), self.item) if part.isdecimal() else None
         if self.sections:
-            found = find_field(self.sections, part)
-            return None if found is None else (found[0], field_kind(found[1]))
+            key = part.replace("-", "_")
+            found = (_keys_of(section).get(key) for section in self.sections)
+            return next((named for named in found if named is not None), None)
         below = self if self.is_any else self.value
         return None if below is None else (part, below)
 
@@ -109,14 +111,17 @@ def spellings(name: str, field: FieldInfo) -> tuple[str, ...]:
     return (name, *(other for other in others if isinstance(other, str) and other != name))
 
 
-def find_field(sections: Sequence[Section], key: str) -> tuple[str, FieldInfo] | None:
-    """The field that `key` names in one of the sections, with dashes for underscores and older spellings accepted."""
-    wanted = key.replace("-", "_")
-    for section in sections:
-        for name, field in section.model_fields.items():
-            if wanted in spellings(name, field):
-                return name, field
-    return None
+@cache
+def _keys_of(section: Section) -> Mapping[str, tuple[str, Kind]]:
+    """Each key of a section and what it accepts, by its name and by every older spelling that is no name."""
+    keys = {name: (name, field_kind(field)) for name, field in section.model_fields.items()}
+    spelled = {other: keys[name] for name, field in section.model_fields.items() for other in spellings(name, field)}
+    return spelled | keys
+
+
+def kind_of_key(section: Section, name: str) -> Kind:
+    """What a section accepts at one of its fields."""
+    return _keys_of(section)[name][1]
 
 
 def key_names(sections: Sequence[Section]) -> list[str]:
