@@ -128,6 +128,8 @@ def jobs() -> list[Job]:
         warm_up("warm_weak", "distillation/sft", data=demonstrations("reverse_text")),
         warm_up("warm_posed", "letter_sort/sft", data=["posed_sorting", "{here}/data"]),
         warm_up("warm_shown", "reverse_text/sft", data=demonstrations("reverse_text"), prepare=shown_twice),
+        warm_up("warm_mix", "reasoning_mix/sft", data=[*REASONING, "{here}/data"]),
+        row("reasoning_mix", "grpo", "reasoning_mix/rl", "warm_mix"),
         row("reverse_text", "grpo", "reverse_text/rl", "warm_reverse"),
         row("memory_game", "grpo", "memory_game/rl", "warm_memory", "--orchestrator.eval.interval", "10"),
         row("word_trail", "max_rl", "word_trail/rl", "warm_trail", "--orchestrator.algo.type", "max_rl"),
@@ -143,6 +145,7 @@ def jobs() -> list[Job]:
     ]
 
 
+REASONING = ("meshrl.environments.reasoning_demonstrations", "configs/reasoning_mix/rl.toml")
 POSED = (
     "--orchestrator.algo.type", "hierarchical_grpo",
     "--orchestrator.train.env.0.id", "posed_sorting",

@@ -46,6 +46,9 @@ class ReasoningGymConfig(vf.TasksetConfig):  # type: ignore[misc]  # verifiers i
     """System prompt, by its name in reasoning-gym: default, simple, direct, chain_of_draft or DeepSeekZero. All ask for
     the answer between <answer> and </answer>."""
 
+    instructions: str | None = None
+    """A system prompt of your own in place of prompt_style's; it must ask for <answer> and </answer>, too."""
+
     @property
     def options(self) -> dict[str, Any]:
         """What the dataset is made with."""
@@ -112,7 +115,7 @@ class ReasoningGymTaskset(vf.Taskset[ReasoningGymTask, ReasoningGymConfig]):  # 
         data = ReasoningGymData(
             name=f"{config.dataset}#{index}",
             prompt=entry["question"],
-            system_prompt=_package().utils.SYSTEM_PROMPTS[config.prompt_style],
+            system_prompt=config.instructions or _package().utils.SYSTEM_PROMPTS[config.prompt_style],
             dataset=config.dataset,
             options=config.options,
             index=index,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from meshrl.core.config import ConfigError
 from meshrl.core.config.shared import EnvConfig
+from meshrl.environments import reasoning_demonstrations
 from meshrl.environments import reasoning_gym as adapter
 from meshrl.rollout import hosting
 from meshrl.wire.errors import MeshError, Reason
@@ -102,3 +104,27 @@ class _Trace:
 
     def record_metric(self, name: str, value: float) -> None:
         self.metrics[name] = value
+
+
+async def test_instructions_stand_in_place_of_those_of_the_package():
+    task = await load("leg_counting", instructions="Reply <answer>so</answer>.").tasks.at(0)
+    assert task.data.system_prompt == "Reply <answer>so</answer>."
+
+
+def test_demonstrations_of_a_run_answer_in_its_form_and_right_at_the_given_rate(tmp_path):
+    file = tmp_path / "rl.toml"
+    file.write_text(
+        '[[orchestrator.train.env]]\nid = "reverse_text"\n[[orchestrator.train.env]]\nid = "reasoning_gym:chain_sum"\n'
+        'args = { seed = 1, instructions = "Reply.", min_terms = 2, max_terms = 2, min_digits = 1, max_digits = 1 }\n'
+    )
+    (drawn,) = reasoning_demonstrations.tasks(file, size=400, seed=7)
+    rows = list(reasoning_demonstrations.demonstrations(drawn, share=0.4, source=random.Random(0)))
+    assert rows[0]["prompt"][0] == {"role": "system", "content": "Reply."}
+    right = [
+        row["completion"][0]["content"] == f"<answer>{task.data.answer}</answer>"
+        for row, task in zip(rows, drawn, strict=True)
+    ]
+    assert 0.34 < sum(right) / len(right) < 0.54  # a few of the others are right by chance
+    file.write_text('[[orchestrator.train.env]]\nid = "reverse_text"\n')
+    with pytest.raises(ValueError, match="whose id begins with reasoning_gym:"):
+        reasoning_demonstrations.tasks(file, size=1, seed=0)
