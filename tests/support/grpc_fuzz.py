@@ -224,12 +224,14 @@ def is_defect(error: grpc.aio.AioRpcError) -> bool:
     return failure.reason is not Reason.UNREACHABLE
 
 
-async def call(channel: grpc.aio.Channel, method: Method, sent: Sequence[bytes], deadline_s: float) -> Any:
+async def call(
+    channel: grpc.aio.Channel, method: Method, sent: Sequence[bytes], deadline_s: float, metadata: Any = None
+) -> Any:
     """Sends the messages one by one and reads some answers; returns the error that ended the call, or None.
 
     All kinds of calls are alike on the wire, so each is made as a stream each way.
     """
-    stream = channel.stream_stream(method.path)(timeout=deadline_s)
+    stream = channel.stream_stream(method.path)(timeout=deadline_s, metadata=metadata)
     try:
         for data in sent:
             await stream.write(data)

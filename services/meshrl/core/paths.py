@@ -47,6 +47,11 @@ class Layout:
         return self.output_dir / "rl.lock"
 
     @property
+    def credentials(self) -> Path:
+        """What the programs of the run know each other by; for its own user alone."""
+        return self.output_dir / "credentials"
+
+    @property
     def metrics_jsonl(self) -> Path:
         """One line of metrics a step."""
         return self.output_dir / "metrics.jsonl"

@@ -13,14 +13,14 @@ from meshrl.core.config import ConfigError
 from meshrl.core.paths import Layout
 
 _OF_A_RUN = (
-    "bench", "broadcasts", "checkpoints", "configs", "hub", "ledger.sqlite", "ledger.sqlite-shm", "ledger.sqlite-wal",
-    "logs", "metrics.jsonl", "metrics_targets", "rl.lock", "rollouts", "slurm", "state", "summary.json", "traces",
-    "trainer_epoch", "weight_hub", "weights",
+    "bench", "broadcasts", "checkpoints", "configs", "credentials", "hub", "ledger.sqlite", "ledger.sqlite-shm",
+    "ledger.sqlite-wal", "logs", "metrics.jsonl", "metrics_targets", "rl.lock", "rollouts", "slurm", "state",
+    "summary.json", "traces", "trainer_epoch", "weight_hub", "weights",
 )  # fmt: skip
 
 
 def empty_folder(output_dir: Path, keep: Sequence[Path] = ()) -> None:
-    """Deletes what is in the folder of an earlier run, but for the lock file of this one.
+    """Deletes what is in the folder of an earlier run, but for its credentials and the lock file of this one.
 
     Raises ConfigError for a folder that is no run's, or that holds the home folder, the current one or one of `keep`.
     """
@@ -31,7 +31,7 @@ def empty_folder(output_dir: Path, keep: Sequence[Path] = ()) -> None:
     if problem is not None:
         raise ConfigError(f"clean_output_dir: {folder} is not emptied: {problem}; choose another output_dir")
     for entry in folder.iterdir():
-        if entry == Layout(folder).lock:
+        if entry in (Layout(folder).lock, Layout(folder).credentials):
             continue
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)
@@ -57,8 +57,10 @@ def _why_not(folder: Path, keep: Sequence[Path]) -> str | None:
 
 
 def holds_a_run(output_dir: Path) -> bool:
-    """True when an earlier run has left more here than resolved configurations, a batch script and a lock file."""
+    """True when an earlier run has left more here than configurations, a batch script, credentials and a lock file."""
     if not output_dir.is_dir():
         return False
     layout = Layout(output_dir)
-    return any(entry not in (layout.configs, layout.lock, layout.slurm) for entry in output_dir.iterdir())
+    return any(
+        entry not in (layout.configs, layout.credentials, layout.lock, layout.slurm) for entry in output_dir.iterdir()
+    )

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, SecretStr, field_validator, model_validator
 
 from meshrl.core.config import BaseConfig
-from meshrl.core.config.shared import LogConfig, ModelConfig, ServerConfig, WeightBroadcastConfig
+from meshrl.core.config.shared import LogConfig, ModelConfig, ServerConfig, TlsConfig, WeightBroadcastConfig
 
 VLLM_KEYS = (
     "tensor_parallel_size", "data_parallel_size", "data_parallel_size_local", "data_parallel_address",
@@ -188,6 +188,9 @@ class InferenceConfig(BaseConfig):
 
     bench: EngineBenchConfig | None = None
     """Measure the engine on made-up requests and end; off unless given."""
+
+    tls: TlsConfig = TlsConfig()
+    """Certificates and tokens by which this program and its peers know each other."""
 
     output_dir: Path = Path("outputs")
     """Folder for logs and traces."""

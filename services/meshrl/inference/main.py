@@ -11,8 +11,10 @@ from aiohttp import web
 from loguru import logger
 from opentelemetry.trace import Tracer
 
+from meshrl.client.trust import Role
 from meshrl.core.config import load_config
 from meshrl.core.heap import freeze_loaded
+from meshrl.core.identity import as_member
 from meshrl.core.program import log_as, run, run_traced
 from meshrl.core.readiness import say_ready
 from meshrl.core.rpc.serve import check_bind
@@ -150,7 +152,7 @@ def main() -> None:
     settings = config.bench
     if settings is not None:
         sys.exit(run(lambda stop: bench(config, settings, stop)))
-    sys.exit(run_traced(name, config, serve))
+    sys.exit(run_traced(name, config, as_member(Role.AGENT, serve)))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from meshrl.core.config import BaseConfig
-from meshrl.core.config.shared import LogConfig, SamplingConfig, ServerConfig, ServicesConfig, WandbConfig
+from meshrl.core.config.shared import LogConfig, SamplingConfig, ServerConfig, ServicesConfig, TlsConfig, WandbConfig
 from meshrl.orchestrator.algo_config import TAUGHT, AdvantageConfig, AlgoConfig, TeacherConfig
 from meshrl.orchestrator.env_config import GROUP_SIZE_SPELLINGS, EvalConfig, TrainEnvConfig, TrainEnvsConfig
 
@@ -191,6 +191,9 @@ class OrchestratorConfig(BaseConfig):
     bench: bool = False
     """Run 5 steps (or max_steps) and log a table of throughput and times, without the first step. Where `services` is
     left out, the orchestrator is measured alone: made-up rollouts and a trainer that takes every batch stand in."""
+
+    tls: TlsConfig = TlsConfig()
+    """Certificates and tokens by which this program and its peers know each other."""
 
     output_dir: Path = Path("outputs")
     """Folder for metrics, ledger, logs and traces."""

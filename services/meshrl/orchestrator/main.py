@@ -8,7 +8,9 @@ from collections.abc import Mapping, Sequence
 from loguru import logger
 from opentelemetry.trace import Tracer
 
+from meshrl.client.trust import Role
 from meshrl.core.config import ConfigError, load_config
+from meshrl.core.identity import as_member
 from meshrl.core.paths import Layout
 from meshrl.core.program import run_program
 from meshrl.core.readiness import say_ready
@@ -30,7 +32,8 @@ HEALTH_NAME = "meshrl.Orchestrator"
 
 def main() -> None:
     """Entry point of the console script `orchestrator`."""
-    run_program("orchestrator", load_config(OrchestratorConfig, prog="orchestrator"), orchestrate)
+    config = load_config(OrchestratorConfig, prog="orchestrator")
+    run_program("orchestrator", config, as_member(Role.ORCHESTRATOR, orchestrate))
 
 
 async def orchestrate(config: OrchestratorConfig, stop: asyncio.Event, tracer: Tracer) -> int:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from meshrl.core.config import BaseConfig
-from meshrl.core.config.shared import EnvConfig, LogConfig, ModelConfig, SamplingConfig, ServerConfig
+from meshrl.core.config.shared import EnvConfig, LogConfig, ModelConfig, SamplingConfig, ServerConfig, TlsConfig
 
 LogprobsMode = Literal["processed_logprobs", "raw_logprobs"]
 """vLLM's names for logprobs after and before temperature and cuts."""
@@ -131,6 +131,9 @@ class RolloutConfig(BaseConfig):
 
     server: ServerConfig = ServerConfig(port=50051)
     """Where to serve RolloutService."""
+
+    tls: TlsConfig = TlsConfig()
+    """Certificates and tokens by which this program and its peers know each other."""
 
     output_dir: Path = Path("outputs")
     """Folder for logs and traces."""

@@ -8,8 +8,10 @@ from contextlib import AsyncExitStack
 from loguru import logger
 from opentelemetry.trace import Tracer
 
+from meshrl.client.trust import Role
 from meshrl.core.config import load_config
 from meshrl.core.heap import freeze_loaded
+from meshrl.core.identity import as_member
 from meshrl.core.program import run_program
 from meshrl.core.readiness import say_ready
 from meshrl.core.rpc.serve import GrpcServer
@@ -33,7 +35,7 @@ def main() -> None:
     """Entry point of the console scripts `rollout` and `env-server`."""
     config = load_config(RolloutConfig, prog="rollout")
     # Environments may have threads of their own kind of work: as many as Python gives them.
-    run_program("rollout", config, serve, blocking_threads=None)
+    run_program("rollout", config, as_member(Role.ROLLOUT, serve), blocking_threads=None)
 
 
 async def serve(config: RolloutConfig, stop: asyncio.Event, tracer: Tracer) -> int:

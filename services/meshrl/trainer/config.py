@@ -8,7 +8,7 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from meshrl.core.config import BaseConfig
-from meshrl.core.config.shared import LogConfig, ServerConfig, WeightBroadcastConfig
+from meshrl.core.config.shared import LogConfig, ServerConfig, TlsConfig, WeightBroadcastConfig
 from meshrl.trainer.loss_config import LossConfig
 from meshrl.training.bench.config import BenchConfig
 from meshrl.training.config import CheckpointConfig, OptimConfig, SchedulerConfig
@@ -98,6 +98,9 @@ class TrainerConfig(BaseConfig):
 
     drain_deadline_s: float = Field(default=120.0, ge=0.0)
     """On SIGTERM or Drain, how long batches already queued may take to finish."""
+
+    tls: TlsConfig = TlsConfig()
+    """Certificates and tokens by which this program and its peers know each other."""
 
     output_dir: Path = Path("outputs")
     """Folder for logs, traces, checkpoints, weights and broadcasts."""

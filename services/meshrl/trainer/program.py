@@ -13,7 +13,9 @@ from opentelemetry import trace
 from transformers.utils.logging import disable_progress_bar
 
 from meshrl.client import WeightSyncClient
+from meshrl.client.trust import Role
 from meshrl.core.heap import freeze_loaded
+from meshrl.core.identity import as_member
 from meshrl.core.program import exit_code_of, leave, run_traced
 from meshrl.core.readiness import say_ready
 from meshrl.core.rpc.serve import GrpcServer
@@ -46,7 +48,7 @@ DRAIN_GRACE_S = 5.0
 def run_rank(config: TrainerConfig, rank: int) -> None:
     """Runs this rank to its end and leaves the process with its exit code."""
     disable_progress_bar()  # a log has no use for it
-    leave(follow_rank_0(config) if rank else run_traced("trainer", config, serve))
+    leave(follow_rank_0(config) if rank else run_traced("trainer", config, as_member(Role.PUBLISHER, serve)))
 
 
 def follow_rank_0(config: TrainerConfig) -> int:

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from pydantic import Field, field_validator
 
 from meshrl.core.config import BaseConfig
-from meshrl.core.config.shared import LogConfig, ServerConfig
+from meshrl.core.config.shared import LogConfig, ServerConfig, TlsConfig
 
 
 class WeightsConfig(BaseConfig):
@@ -19,8 +19,15 @@ class WeightsConfig(BaseConfig):
     server: ServerConfig = ServerConfig(port=50053)
     """Where to listen."""
 
+    tls: TlsConfig = TlsConfig()
+    """Certificates and tokens by which this program and its peers know each other."""
+
     output_dir: Path = Path("outputs")
     """Folder of the run, shared by its programs; logs, traces and, by default, the spool go below it."""
+
+    enrollment_port: int | None = Field(default=None, ge=0, le=65535)
+    """Port at which hosts join the run (`meshrl join`); needs the run's authority in output_dir (`meshrl run init`).
+    None lets nobody join."""
 
     spool_dir: Path | None = None
     """Folder for the durable log and streamed bytes; None means output_dir/weight_hub."""

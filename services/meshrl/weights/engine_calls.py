@@ -34,12 +34,18 @@ class EngineCaller:
         host: str,
         port: int,
         api_key: str | None,
+        token: str | None = None,
         registered: Callable[[], Collection[str]],
         every_s: float = CALL_EVERY_S,
     ) -> None:
-        """`host` and `port` are where this hub listens; `registered` gives the URLs of engines that hold a lease."""
+        """`host` and `port` are where this hub listens; `registered` gives the URLs of engines that hold a lease.
+
+        `token`: what the engines are to show to this hub.
+        """
         self._urls, self._registered, self._every_s = tuple(urls), registered, every_s
         self._hub = {"host": "" if host in EVERYWHERE else host, "port": port}
+        if token is not None:
+            self._hub["token"] = token
         self._headers = {"Content-Type": "application/json"}
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"

@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sqlite3
 
 from loguru import logger
 from opentelemetry import trace
 
-from meshrl.core.config import load_config
+from meshrl.client.authority import Authority, AuthorityError
+from meshrl.client.credentials import CredentialFiles
+from meshrl.client.trust import Role, TrustFile
+from meshrl.core.config import ConfigError, load_config
 from meshrl.core.disk import disk_trouble
+from meshrl.core.identity import as_member
+from meshrl.core.paths import Layout
 from meshrl.core.program import run_program
 from meshrl.core.readiness import say_ready
+from meshrl.core.rpc.enrollment import SERVICE as ENROLLMENT
+from meshrl.core.rpc.enrollment import EnrollmentServicer, open_entry
 from meshrl.core.rpc.serve import GrpcServer
 from meshrl.core.secret import read_secret
 from meshrl.core.telemetry.waits import waits_of
 from meshrl.core.waiting import stop_or_first
+from meshrl.v1.identity_pb2_grpc import add_EnrollmentServiceServicer_to_server
 from meshrl.weights.config import WeightsConfig
 from meshrl.weights.coordinator.coordinator import Coordinator
 from meshrl.weights.engine_calls import EngineCaller
@@ -60,8 +69,15 @@ async def serve(config: WeightsConfig, stop: asyncio.Event, tracer: trace.Tracer
         return 1
     server = GrpcServer(config.server, tracer=tracer)
     server.add(frames.SERVICE, frames.add_weight_sync, WeightSyncService(hub))
+    enrollment, entry = _enrollment(config), None
+    if enrollment is not None:
+        server.add(ENROLLMENT, add_EnrollmentServiceServicer_to_server, enrollment)
     try:
         port = await server.start()
+        if enrollment is not None and config.enrollment_port is not None:
+            enrollment.renewal_port = port
+            entry, joins_at = await open_entry(enrollment, config.server.host, config.enrollment_port)
+            logger.info("weights: hosts join this run at {}:{}", config.server.host, joins_at)
         waits_of(tracer).serves = (f"{config.server.host}:{port}",)
         server.set_serving()
         say_ready()
@@ -71,6 +87,7 @@ async def serve(config: WeightsConfig, stop: asyncio.Event, tracer: trace.Tracer
             host=config.server.host,
             port=port,
             api_key=api_key,
+            token=_token_for_engines() if config.engines else None,
             registered=lambda: {engine.url for engine in hub.list_engines("")},
         )
         calling = asyncio.create_task(caller.run(stop))
@@ -80,14 +97,40 @@ async def serve(config: WeightsConfig, stop: asyncio.Event, tracer: trace.Tracer
             calling.cancel()
         server.set_not_serving()
         hub.close_streams()
+        if entry is not None:
+            await entry.drain(0.0)
         await server.drain(DRAIN_GRACE_S)
         await hub.stop()
     return 1 if hub.failed.done() else 0
 
 
+def _enrollment(config: WeightsConfig) -> EnrollmentServicer | None:
+    """What lets hosts join. Raises ConfigError where that is asked for and the run's authority is not here."""
+    if config.enrollment_port is None:
+        return None
+    try:
+        return EnrollmentServicer(Authority(Layout(config.output_dir).credentials))
+    except AuthorityError as error:
+        raise ConfigError(f"weights.enrollment_port: {error}") from error
+
+
+def _token_for_engines() -> str | None:
+    """What the engines that this hub calls are to show to it; None where it asks nobody for a token.
+
+    Raises ConfigError where the file of tokens cannot be written.
+    """
+    files = CredentialFiles.from_environ(os.environ)
+    if files.trust is None or files.cert is not None:  # with certificates, engines have their own
+        return None
+    try:
+        return TrustFile(files.trust).add_token(Role.AGENT, id_="called-engine")
+    except sqlite3.Error as error:
+        raise ConfigError(f"tls.trust {str(files.trust)!r} cannot be written: {error}; name another") from error
+
+
 def main() -> None:
     """Console script `weights`."""
-    run_program("weights", load_config(WeightsConfig, prog="weights"), serve)
+    run_program("weights", load_config(WeightsConfig, prog="weights"), as_member(Role.RELAY, serve))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from opentelemetry import trace
 
 from meshrl.client.backoff import Backoff
-from meshrl.client.credentials import INSECURE, Credentials
+from meshrl.client.credentials import Credentials, default_credentials
 from meshrl.wire.errors import MeshError, Reason, from_rpc_error
 from meshrl.wire.trace import TRACEPARENT, format_traceparent
 
@@ -52,6 +52,8 @@ class ChannelOptions:
     retry_attempts: int = 4
     retry_backoff_s: float = 0.2
     lookahead_bytes: int = 4 * 2**20
+    credentials: Credentials | None = None
+    """How the client and its server trust each other; None takes what the MESHRL_TLS_ variables name."""
 
 
 def service_config(service: str, methods: Sequence[str], options: ChannelOptions) -> str:
@@ -120,20 +122,21 @@ class ServiceClient:
     """Base of the clients: owns the channel to one server. Use as an async context manager, or call `close`."""
 
     service: str
+    server_role: str
+    """The role that its server's certificate names."""
+
     idempotent_methods: tuple[str, ...]
 
     def __init__(
-        self,
-        address: str,
-        options: ChannelOptions | None = None,
-        *,
-        credentials: Credentials = INSECURE,
-        tracer: trace.Tracer | None = None,
+        self, address: str, options: ChannelOptions | None = None, *, tracer: trace.Tracer | None = None
     ) -> None:
         self.address = address
         self.options = options or ChannelOptions()
         config = service_config(self.service, self.idempotent_methods, self.options)
-        self._channel = credentials.open_channel(address, channel_arguments(config, self.options))
+        self._credentials = self.options.credentials or default_credentials()
+        self._channel = self._credentials.open_channel(
+            address, channel_arguments(config, self.options), self.server_role
+        )
         self._tracer = tracer or trace.get_tracer("meshrl.client")
 
     async def __aenter__(self) -> Self:
@@ -307,21 +310,27 @@ class ServiceClient:
         Looks, which are made every second, have none.
         """
         if not start or method.startswith(("Get", "List")):
-            yield trace.INVALID_SPAN, _metadata(trace.get_current_span())
+            yield trace.INVALID_SPAN, self._metadata(trace.get_current_span())
             return
         full_method = f"{self.service}/{method}"
         span = self._tracer.start_span(full_method, kind=trace.SpanKind.CLIENT)
         if not span.is_recording():
-            yield span, _metadata(span)
+            yield span, self._metadata(span)
             return
         span.set_attributes(self._span_attributes(full_method))
         try:
-            yield span, _metadata(span)
+            yield span, self._metadata(span)
         except (asyncio.CancelledError, GeneratorExit):  # the caller gave up; the trace says so
             span.set_attribute("rpc.response.status_code", "CANCELLED")
             raise
         finally:
             span.end()
+
+    def _metadata(self, span: trace.Span) -> tuple[tuple[str, str], ...] | None:
+        """What goes with a call: the trace's context and who calls."""
+        traceparent = format_traceparent(span.get_span_context())
+        metadata = self._credentials.metadata()
+        return ((*metadata, (TRACEPARENT, traceparent)) if traceparent else metadata) or None
 
     def _span_attributes(self, full_method: str) -> Mapping[str, str]:
         return {
@@ -342,8 +351,3 @@ class ServiceClient:
             span.set_attribute("error.type", failure.reason.name)
             span.set_status(trace.StatusCode.ERROR, str(failure))
         return failure
-
-
-def _metadata(span: trace.Span) -> tuple[tuple[str, str], ...] | None:
-    traceparent = format_traceparent(span.get_span_context())
-    return ((TRACEPARENT, traceparent),) if traceparent else None

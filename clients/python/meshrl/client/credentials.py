@@ -1,17 +1,34 @@
 """How two programs of the mesh trust each other: one object opens every channel and adds every port.
 
-Handed to the clients and to the server of a program. There is no encryption today, so a server binds to loopback unless
-it is told otherwise; TLS and tokens become another class here, and nothing else asks what a connection is made of.
+Handed to the clients (`ChannelOptions.credentials`) and to the server of a program; where none is handed over, both
+take what the MESHRL_TLS_ variables name, and plain connections where they name nothing. With a certificate of its own a
+server answers only callers whose certificate the same authority has signed; without one, callers show a token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+import os
+import ssl
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Protocol
 
 import grpc
 
+from meshrl.client.reloading import ReloadingChannel
+
 ChannelArguments = Sequence[tuple[str, int | str]]
+Metadata = tuple[tuple[str, str], ...]
+
+PREFIX = "MESHRL_TLS_"
+TOKEN_KEY = "authorization"
+NAMES_VARIABLE = "MESHRL_TLS_NAMES"
+TRUST_FILE = "trust.sqlite"
+
+
+class CredentialError(ValueError):
+    """A file of credentials is missing, unreadable or none; the message says which and what to change."""
 
 
 class Credentials(Protocol):
@@ -21,19 +38,25 @@ class Credentials(Protocol):
     def encrypted(self) -> bool:
         """Whether nobody on the way can read or change what is sent."""
 
-    def open_channel(self, address: str, arguments: ChannelArguments) -> grpc.aio.Channel:
-        """Returns a channel to the server at `address`; it connects with its first call."""
+    def open_channel(self, address: str, arguments: ChannelArguments, server: str = "") -> grpc.aio.Channel:
+        """Returns a channel to the server at `address`; it connects with its first call.
+
+        `server` is the role that the server's certificate must have; empty takes any name that fits the address.
+        """
 
     def add_port(self, server: grpc.aio.Server, address: str) -> int:
         """Has a server that is not started listen at `address`; returns the port. Raises RuntimeError as grpc does."""
 
+    def metadata(self) -> Metadata:
+        """What goes with each call to say who calls."""
+
 
 class InsecureCredentials:
-    """Plain connections: for loopback, and for networks where every host is trusted."""
+    """Plain connections that say nothing of who calls: for loopback, and networks where every host is trusted."""
 
     encrypted = False
 
-    def open_channel(self, address: str, arguments: ChannelArguments) -> grpc.aio.Channel:
+    def open_channel(self, address: str, arguments: ChannelArguments, server: str = "") -> grpc.aio.Channel:
         """As in `Credentials`."""
         return grpc.aio.insecure_channel(address, options=arguments)
 
@@ -41,5 +64,198 @@ class InsecureCredentials:
         """As in `Credentials`."""
         return int(server.add_insecure_port(address))
 
+    def metadata(self) -> Metadata:
+        """As in `Credentials`."""
+        return ()
+
 
 INSECURE = InsecureCredentials()
+
+
+class TokenCredentials(InsecureCredentials):
+    """Plain connections that show a token."""
+
+    def __init__(self, token: str) -> None:
+        """token: ID.SECRET."""
+        self._metadata = bearer(token)
+
+    def metadata(self) -> Metadata:
+        """As in `Credentials`."""
+        return self._metadata
+
+
+def bearer(token: str) -> Metadata:
+    """The metadata that shows a token."""
+    return ((TOKEN_KEY, f"Bearer {token}"),)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CredentialFiles:
+    """The files of one program's credentials; those that are None are not used."""
+
+    ca: Path | None = None
+    """Certificates of who may sign for a peer, in PEM."""
+
+    cert: Path | None = None
+    """This program's certificate, followed by those that lead to the authority, in PEM."""
+
+    key: Path | None = None
+    """The private key of `cert`, in PEM."""
+
+    token: Path | None = None
+    """The token that is shown to servers, ID.SECRET."""
+
+    trust: Path | None = None
+    """What a server knows of tokens and revocations: see `meshrl.client.trust`."""
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str]) -> CredentialFiles:
+        """What MESHRL_TLS_CA, _CERT, _KEY, _TOKEN and _TRUST name, and beside them a folder, MESHRL_TLS_FOLDER."""
+        folder = environ.get(f"{PREFIX}FOLDER")
+        found = cls() if not folder else cls.of_folder(Path(folder))
+        named = {each.name: environ.get(PREFIX + each.name.upper()) for each in fields(cls)}
+        given = {name: Path(path) for name, path in named.items() if path}
+        return cls(**{each.name: given.get(each.name, getattr(found, each.name)) for each in fields(cls)})
+
+    @classmethod
+    def of_folder(cls, folder: Path) -> CredentialFiles:
+        """The files that a folder of credentials holds: ca.pem, cert.pem, key.pem, token, trust.sqlite."""
+        places = {"ca": "ca.pem", "cert": "cert.pem", "key": "key.pem", "token": "token", "trust": TRUST_FILE}
+        return cls(**{name: folder / file for name, file in places.items() if (folder / file).exists()})
+
+    def variables(self) -> dict[str, str]:
+        """The variables that name these files."""
+        paths = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {PREFIX + name.upper(): str(path) for name, path in paths.items() if path is not None}
+
+    def check(self) -> None:
+        """Raises CredentialError for files that are not there or do not go together."""
+        if (self.cert is None) != (self.key is None):
+            given, missing = ("cert", "key") if self.key is None else ("key", "cert")
+            raise CredentialError(
+                f"tls.{given} is set without tls.{missing}; set both (or {PREFIX}{missing.upper()}), or neither"
+            )
+        for each in fields(self):
+            path = getattr(self, each.name)
+            if path is not None and not os.access(path, os.R_OK):
+                raise CredentialError(
+                    f"tls.{each.name} {str(path)!r} cannot be read; give the path of a file that is there and yours"
+                )
+        if self.cert is not None and self.key is not None:
+            try:
+                ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_cert_chain(self.cert, self.key)
+            except (ssl.SSLError, OSError) as error:
+                raise CredentialError(
+                    f"tls.cert {str(self.cert)!r} and tls.key {str(self.key)!r} are no certificate with its key:"
+                    f" {error}; give both in PEM"
+                ) from error
+
+
+def credentials_of(files: CredentialFiles, *, by_host: bool = False) -> Credentials:
+    """Credentials made of files. `by_host`: a server's certificate must name its host, not its role.
+
+    Raises CredentialError.
+    """
+    if files == CredentialFiles():
+        return INSECURE
+    files.check()
+    return FileCredentials(files, by_host=by_host)
+
+
+def default_credentials() -> Credentials:
+    """What the variables of this process name. Raises CredentialError."""
+    by_host = os.environ.get(NAMES_VARIABLE) == "hosts"
+    return credentials_of(CredentialFiles.from_environ(os.environ), by_host=by_host)
+
+
+class FileCredentials:
+    """Connections by what some files hold; a file that changes is read again, for the next handshake or call."""
+
+    def __init__(self, files: CredentialFiles, *, by_host: bool = False, asks: bool = True) -> None:
+        """asks: whether a server with these wants to know who calls; False for one that lets members in."""
+        self.files, self.asks = files, asks
+        self._by_host = by_host
+        self._token = _Reread([files.token] if files.token is not None else [])
+
+    @property
+    def encrypted(self) -> bool:
+        """As in `Credentials`; of a server, whether it has a certificate."""
+        return self.files.cert is not None
+
+    @property
+    def mutual(self) -> bool:
+        """Whether a server with these asks every caller for a certificate."""
+        return self.files.cert is not None and self.files.ca is not None
+
+    def metadata(self) -> Metadata:
+        """As in `Credentials`."""
+        if self.files.token is None:
+            return ()
+        return bearer(self._token.read()[0].decode("ascii").strip())
+
+    def open_channel(self, address: str, arguments: ChannelArguments, server: str = "") -> grpc.aio.Channel:
+        """As in `Credentials`. TLS where there is a `ca`; a certificate is shown where there is one."""
+        if self.files.ca is None:
+            return grpc.aio.insecure_channel(address, options=arguments)
+        if server and not self._by_host:
+            arguments = [*arguments, ("grpc.ssl_target_name_override", server_name(server))]
+        shown = [path for path in (self.files.ca, self.files.key, self.files.cert) if path is not None]
+        reread = _Reread(shown)
+
+        def connect() -> grpc.aio.Channel:
+            return grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(*reread.read()), options=arguments)
+
+        return ReloadingChannel(connect, reread.changed)
+
+    def add_port(self, server: grpc.aio.Server, address: str) -> int:
+        """As in `Credentials`. A new certificate is used from the next handshake on; streams that stand go on."""
+        if self.files.cert is None or self.files.key is None:
+            return int(server.add_insecure_port(address))
+        reread = _Reread([self.files.key, self.files.cert, *([self.files.ca] if self.files.ca else [])])
+
+        def configuration() -> Any:
+            key, cert, *authority = reread.read()
+            return grpc.ssl_server_certificate_configuration([(key, cert)], *authority)
+
+        def on_handshake() -> Any:
+            try:
+                return configuration() if reread.changed() else None
+            except OSError:  # being replaced: the one before is still good
+                return None
+
+        made = grpc.dynamic_ssl_server_credentials(
+            configuration(), on_handshake, require_client_authentication=self.mutual
+        )
+        return int(server.add_secure_port(address, made))
+
+
+def server_name(role: str) -> str:
+    """The DNS name that the certificate of a server of this role has, whatever its host is called."""
+    return f"{role}.meshrl"
+
+
+class _Reread:
+    """Files that are read again once one of them has changed."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._paths = paths
+        self._seen: object = None
+        self._contents: list[bytes] = []
+
+    def changed(self) -> bool:
+        """Whether a file is another one than was read last; False while one is missing."""
+        try:
+            return self._stamp() != self._seen
+        except OSError:  # being replaced
+            return False
+
+    def read(self) -> list[bytes]:
+        """What the files hold. Raises OSError."""
+        if self._seen is None or self.changed():
+            stamp = self._stamp()
+            self._contents = [path.read_bytes() for path in self._paths]
+            self._seen = stamp
+        return self._contents
+
+    def _stamp(self) -> object:
+        return [(status.st_mtime_ns, status.st_ino, status.st_size) for status in map(os.stat, self._paths)]

@@ -31,6 +31,7 @@ class RolloutClient(ServiceClient):
     """Every method raises MeshError, and nothing else, when its call fails."""
 
     service = "meshrl.v1.RolloutService"
+    server_role = "rollout"
     idempotent_methods = ("ListEnvironments", "CancelRollouts", "GetRolloutStatus")
 
     def __init__(self, address: str, options: ChannelOptions | None = None, *, tracer: Tracer | None = None) -> None:

@@ -19,6 +19,7 @@ class TrainerClient(ServiceClient):
     """Every method raises MeshError, and nothing else, when its call fails."""
 
     service = "meshrl.v1.TrainerService"
+    server_role = "publisher"
     idempotent_methods = ("GetTrainer", "SaveCheckpoint", "CreateRun", "ListRuns", "DeleteRun", "Drain")
 
     def __init__(self, address: str, options: ChannelOptions | None = None, *, tracer: Tracer | None = None) -> None:

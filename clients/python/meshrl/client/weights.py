@@ -37,6 +37,7 @@ class WeightSyncClient(ServiceClient):
     """Every method raises MeshError, and nothing else, when its call fails."""
 
     service = frames.SERVICE
+    server_role = "relay"
     idempotent_methods = (
         "Register",
         "SealVersion",

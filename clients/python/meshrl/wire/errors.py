@@ -85,6 +85,12 @@ class Reason(enum.Enum):
     CONTRACT_MISMATCH = (_Code.FAILED_PRECONDITION, False, "the peers speak different contract versions")
     UNREACHABLE = (_Code.UNAVAILABLE, True, "no connection to the server")
     INTERNAL = (_Code.INTERNAL, False, "the server met a defect; its log has the traceback")
+    UNAUTHENTICATED = (
+        _Code.UNAUTHENTICATED,
+        False,
+        "the caller did not say who it is, or its credential does not count",
+    )
+    PERMISSION_DENIED = (_Code.PERMISSION_DENIED, False, "the caller's role may not make this call")
 
     def __init__(self, code: Any, retryable: bool, meaning: str) -> None:
         self.code = code
@@ -100,6 +106,8 @@ _REASON_BY_CODE: Mapping[Any, Reason] = {
     _Code.RESOURCE_EXHAUSTED: Reason.MESSAGE_TOO_LARGE,
     _Code.UNIMPLEMENTED: Reason.NOT_SUPPORTED,
     _Code.UNAVAILABLE: Reason.UNREACHABLE,
+    _Code.UNAUTHENTICATED: Reason.UNAUTHENTICATED,
+    _Code.PERMISSION_DENIED: Reason.PERMISSION_DENIED,
 }
 
 

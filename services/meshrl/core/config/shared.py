@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from meshrl.client.credentials import CredentialFiles
 from meshrl.core.config.base import BaseConfig
 from meshrl.wire.types import Sampling
 
@@ -26,6 +29,39 @@ class ServerConfig(BaseConfig):
     def address(self) -> str:
         """host:port, with IPv6 hosts in brackets."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+class TlsConfig(BaseConfig):
+    """By what a program and its peers know each other; a path that is None is not used. See SECURITY.md."""
+
+    folder: Path | None = None
+    """Folder with ca.pem, cert.pem, key.pem, token and trust.sqlite, as `meshrl join` fills it; those that are there
+    count. The other keys come first; MESHRL_TLS_FOLDER, _CA, _CERT, _KEY, _TOKEN and _TRUST are the defaults."""
+
+    ca: Path | None = None
+    """Certificates of the authority that signs for peers, in PEM. Clients then use TLS; a server that has a certificate
+    asks its callers for theirs."""
+
+    cert: Path | None = None
+    """This program's certificate and those that lead to the authority, in PEM."""
+
+    key: Path | None = None
+    """Private key of the certificate, in PEM."""
+
+    token: Path | None = None
+    """File with the token that is shown to servers, where they know callers by tokens."""
+
+    trust: Path | None = None
+    """File with the hashes of the run's tokens and with who is revoked (trust.sqlite), for servers."""
+
+    names: Literal["roles", "hosts"] = "roles"
+    """What a server's certificate must name: its role (ROLE.meshrl), whatever the host is called, or its host."""
+
+    def files(self) -> CredentialFiles:
+        """The files that are named here."""
+        found = CredentialFiles() if self.folder is None else CredentialFiles.of_folder(self.folder)
+        given = {"ca": self.ca, "cert": self.cert, "key": self.key, "token": self.token, "trust": self.trust}
+        return replace(found, **{name: path for name, path in given.items() if path is not None})
 
 
 class ModelConfig(BaseConfig):

@@ -17,6 +17,7 @@ from opentelemetry import context as otel_context
 from opentelemetry import trace
 
 from meshrl.client.channel import CONTRACT_KEY
+from meshrl.core.rpc.guard import Caller, Guard
 from meshrl.core.waiting import InFlight
 from meshrl.wire.errors import STATUS_DETAILS_KEY, MeshError, Reason, to_rpc_status
 from meshrl.wire.trace import TRACEPARENT, context_from
@@ -97,11 +98,15 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc
     INTERNAL. Bytes that are no message of the method are INVALID_ARGUMENT, and so is a call without its message:
     requests are read and parsed here, since gRPC itself logs a traceback and answers UNKNOWN for the first, and never
     answers the second. Services whose name starts with "meshrl." are counted as well and
-    refused in a drain, and the caller's trace context is current inside the servicer.
+    refused in a drain, a guard says who may call them, and the caller's trace context is current inside the servicer.
     """
 
-    def __init__(self, tracer: trace.Tracer) -> None:
+    def __init__(self, tracer: trace.Tracer, guard: Guard | None = None) -> None:
+        """guard: checks callers of services whose name starts with "meshrl."; None lets everybody in."""
         self._tracer = tracer
+        self._guard = guard
+        self._callers: dict[asyncio.Task[Any], Caller] = {}
+        self._shut_out: dict[asyncio.Task[Any], MeshError] = {}
         self._in_flight = InFlight()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._cut_off_why = ""
@@ -122,6 +127,15 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc
         for task in self._tasks:
             task.cancel()
         await self.wait_idle(deadline_s)
+
+    def shut_out(self) -> None:
+        """Ends the calls of callers whose credentials no longer count, and tells them so."""
+        for task, caller in list(self._callers.items()):
+            why = self._guard.why_not(caller) if self._guard is not None and task not in self._shut_out else None
+            if why is not None:
+                logger.warning("ending a call of {}: {}", caller, why.message)
+                self._shut_out[task] = why
+                task.cancel()
 
     async def intercept_service(
         self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: grpc.HandlerCallDetails
@@ -147,7 +161,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc
         async def call(received: Any, context: grpc.aio.ServicerContext) -> Any:
             with self._served(context, method) as span:
                 try:
-                    self._admit(method)
+                    self._admit(method, context)
                     answer = await behaviour(await method.request(received, context), context)
                     if method.takes_stream:
                         await _stop_upload(received, context)
@@ -166,7 +180,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc
         async def stream(received: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
             with self._served(context, method) as span:
                 try:
-                    self._admit(method)
+                    self._admit(method, context)
                     request = await method.request(received, context)
                     # Tells the client that the stream stands before there is anything to say.
                     await context.send_initial_metadata(((CONTRACT_KEY, CONTRACT_VERSION),))
@@ -181,8 +195,15 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc
 
         return stream
 
-    def _admit(self, method: _Method) -> None:
-        if self.refusing and method.is_ours:
+    def _admit(self, method: _Method, context: grpc.aio.ServicerContext) -> None:
+        if not method.is_ours:
+            return
+        if self._guard is not None:
+            caller = self._guard.admit(method.name, context)
+            task = asyncio.current_task()
+            if caller is not None and task is not None:
+                self._callers[task] = caller
+        if self.refusing:
             raise MeshError(Reason.DRAINING)
 
     @contextmanager
@@ -209,6 +230,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc
         finally:
             span.end()
             self._tasks.discard(task)
+            self._callers.pop(task, None)
+            self._shut_out.pop(task, None)
 
     def _start_span(self, context: grpc.aio.ServicerContext, method: str) -> trace.Span:
         """Starts the server span and makes it current. gRPC runs each call in a task, so nothing need be undone."""
@@ -228,6 +251,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc
 
     async def _abort_if_cut_off(self, context: grpc.aio.ServicerContext, span: trace.Span, method: str) -> None:
         """Answers a call that this server ends; one that its caller ended has nobody to answer to."""
+        task = asyncio.current_task()
+        if task in self._shut_out:
+            await self._abort(context, span, method, self._shut_out[task])
         if self._cut_off_why:
             error = MeshError(Reason.DRAINING, f"the server ended {method}: {self._cut_off_why}")
             await self._abort(context, span, method, error)

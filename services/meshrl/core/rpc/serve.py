@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -11,9 +12,10 @@ from grpc_health.v1 import health_pb2_grpc
 from loguru import logger
 from opentelemetry import trace
 
-from meshrl.client.credentials import INSECURE, Credentials
+from meshrl.client.credentials import CredentialError, Credentials, default_credentials
 from meshrl.core.config.base import ConfigError
 from meshrl.core.config.flags import flag
+from meshrl.core.rpc.guard import guard_of
 from meshrl.core.rpc.health import HealthServicer
 from meshrl.core.rpc.intercept import CallInterceptor
 from meshrl.core.rpc.reflection import add_reflection
@@ -21,6 +23,9 @@ from meshrl.core.rpc.reflection import add_reflection
 DEFAULT_MAX_MESSAGE_BYTES = 64 * 2**20
 MIN_PING_INTERVAL_S = 5.0
 SAY_GOODBYE_S = 5.0
+LOOK_AT_CALLERS_S = 1.0
+"""How often calls that run are looked at for callers whose credentials have been revoked or have expired."""
+
 HEALTH_SERVICE = "grpc.health.v1.Health"
 # How long and how many calls wait for a busy event loop. Beyond its own limits (30 s; some of the calls after the first
 # 1,000, all after 3,000) gRPC cancels them without a line in any log. Here the deadline of each call is the limit.
@@ -46,7 +51,8 @@ class GrpcServer:
 
     Order of use: `add` each service, `start`, `set_serving` when warm, `drain`.
     Must be created on the event loop that runs it. Raises ConfigError for a bind that is not loopback, unless the
-    connections are encrypted (`credentials`) or `config.insecure` allows it.
+    connections are encrypted (`credentials`) or `config.insecure` allows it. Without `credentials` the server has those
+    that the MESHRL_TLS_ variables name.
     """
 
     def __init__(
@@ -56,14 +62,20 @@ class GrpcServer:
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
         min_ping_interval_s: float = MIN_PING_INTERVAL_S,
         tracer: trace.Tracer | None = None,
-        credentials: Credentials = INSECURE,
+        credentials: Credentials | None = None,
     ) -> None:
-        check_bind(config, encrypted=credentials.encrypted)
+        try:
+            self._credentials = credentials or default_credentials()
+            guard = guard_of(self._credentials)
+        except CredentialError as error:
+            raise ConfigError(str(error)) from error
+        check_bind(config, encrypted=self._credentials.encrypted)
         self._config = config
-        self._credentials = credentials
+        self._checks = guard is not None
+        self._shutting_out: asyncio.Task[None] | None = None
         self._services: list[str] = []
         self._health = HealthServicer()
-        self._calls = CallInterceptor(tracer or trace.get_tracer("meshrl.server"))
+        self._calls = CallInterceptor(tracer or trace.get_tracer("meshrl.server"), guard)
         self._server = grpc.aio.server(
             interceptors=[self._calls], options=server_options(max_message_bytes, min_ping_interval_s)
         )
@@ -95,7 +107,14 @@ class GrpcServer:
                 f"cannot listen on {address}: {error}; set another server.port, or 0 for a free one"
             ) from error
         await self._server.start()
+        if self._checks:
+            self._shutting_out = asyncio.create_task(self._shut_out())
         return bound
+
+    async def _shut_out(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_AT_CALLERS_S)
+            self._calls.shut_out()
 
     def set_serving(self) -> None:
         """Health answers SERVING for every service: the program is warm."""
@@ -117,6 +136,9 @@ class GrpcServer:
             why = f"it shuts down and has waited for {grace_s:g} s"
             await self._calls.cut_off(why, SAY_GOODBYE_S)
         await self._server.stop(None)
+        if self._shutting_out is not None:
+            self._shutting_out.cancel()
+            await asyncio.wait({self._shutting_out})
 
 
 def server_options(max_message_bytes: int, min_ping_interval_s: float) -> list[tuple[str, int]]:

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from loguru import logger
 
-from meshrl.client import WeightSyncClient
+from meshrl.client import ChannelOptions, WeightSyncClient
+from meshrl.client.credentials import TokenCredentials
 from meshrl.core.waiting import Pulse
 from meshrl.inference.agent.agent import WeightAgent
 from meshrl.inference.config import InferenceConfig
@@ -81,9 +82,10 @@ class HubFollower:
             stopping.cancel()
             await self._leave(CLOSE_S)
 
-    async def follow(self, hub: str, url: str) -> None:
+    async def follow(self, hub: str, url: str, token: str = "") -> None:
         """Follows the hub at `hub` from now on and tells it that this engine is reached at `url`; returns once the hub
-        has answered. The hub that is followed already is followed on.
+        has answered. The hub that is followed already is followed on. `token` is what the hub wants to be shown; empty
+        shows it what this program has.
 
         Raises MeshError: RUN_LIMIT_REACHED while another hub is there, UNREACHABLE for one that does not answer.
         """
@@ -102,11 +104,11 @@ class HubFollower:
                 logger.info("the hub at {} has gone; the one at {} is followed now", self.hub, hub)
             await self._leave(LEAVE_S)
             await self._engine.leave_group()
-            self._begin(hub, url=url, away_s=self._away_s)
+            self._begin(hub, url=url, away_s=self._away_s, token=token)
 
-    def _begin(self, hub: str, *, url: str, away_s: float | None) -> None:
+    def _begin(self, hub: str, *, url: str, away_s: float | None, token: str = "") -> None:
         leave = asyncio.Event()
-        client = WeightSyncClient(hub)
+        client = WeightSyncClient(hub, ChannelOptions(credentials=TokenCredentials(token)) if token else None)
         agent = WeightAgent(client, self._engine, self._config, self._address, url=url, away_s=away_s)
         task = asyncio.create_task(_run(client, agent, leave, called=away_s is not None))
         self._following = _Following(hub=hub, agent=agent, task=task, leave=leave)

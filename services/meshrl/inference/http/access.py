@@ -49,7 +49,10 @@ class Access:
         given = request.headers.get("Authorization", "").removeprefix("Bearer ")
         if hmac.compare_digest(given.encode(errors="surrogateescape"), api_key.encode()):
             return None
-        message = "the Authorization header must carry this server's API key as a bearer token"
+        message = (
+            "the Authorization header must carry this server's API key as a bearer token; that of an engine of rl is in"
+            " OUTPUT_DIR/credentials/engine.key"
+        )
         return HttpRefusal(status=401, message=message)
 
     def _stranger(self, request: web.Request) -> HttpRefusal | None:

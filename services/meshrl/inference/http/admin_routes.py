@@ -58,7 +58,8 @@ class GroupBody(BaseModel):
 class HubBody(BaseModel):
     """POST /follow_hub: the weight hub to take versions from, and how it reaches this engine.
 
-    A hub that listens everywhere leaves `host` empty: it is on the host that calls.
+    A hub that listens everywhere leaves `host` empty: it is on the host that calls. `token` is what the hub wants to be
+    shown; empty is what the engine has.
     """
 
     model_config = ConfigDict(extra="ignore")
@@ -66,6 +67,7 @@ class HubBody(BaseModel):
     host: str = ""
     port: int = Field(ge=1, le=65535)
     url: str = ""
+    token: str = Field(default="", repr=False, max_length=256, pattern=r"^[!-~]*$")
 
 
 class AdminRoutes:
@@ -163,7 +165,7 @@ class AdminRoutes:
             raise MeshError(Reason.NOT_SUPPORTED, "this engine was started without an agent for weight hubs")
         host = body.host or request.remote or ""
         hub = f"[{host}]:{body.port}" if ":" in host else f"{host}:{body.port}"
-        await self._follower.follow(hub, body.url)
+        await self._follower.follow(hub, body.url, body.token)
         return web.json_response({"status": "following", "hub": hub})
 
     @property

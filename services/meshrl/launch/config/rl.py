@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from meshrl.core.config import BaseConfig
 from meshrl.core.config.schema import ReadTable, Table
-from meshrl.core.config.shared import EnvConfig, LogConfig, ModelConfig, WandbConfig, WeightBroadcastConfig
+from meshrl.core.config.shared import EnvConfig, LogConfig, ModelConfig, TlsConfig, WandbConfig, WeightBroadcastConfig
 from meshrl.core.slurm.config import SlurmConfig
 from meshrl.inference.config import InferenceConfig
 from meshrl.launch.config.completion import complete
@@ -93,6 +93,9 @@ class RLConfig(BaseConfig):
 
     log: Annotated[LogConfig, HandedTo(every_component("log"))] = LogConfig()
     """Logging, for every program and rl itself."""
+
+    tls: Annotated[TlsConfig, HandedTo(every_component("tls"))] = TlsConfig()
+    """Certificates and tokens, for every program; on one host rl makes tokens itself where nothing is given."""
 
     wandb: Annotated[WandbConfig | None, HandedTo(("orchestrator.wandb",), even_none=True)] = None
     """Weights & Biases: one run for all programs; None means off."""

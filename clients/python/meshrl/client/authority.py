@@ -1,0 +1,209 @@
+"""The certificate authority of one run: made by `meshrl run init`, used to let members in for a day at a time.
+
+The authority's key never leaves its folder, a member's key never leaves the member's host: it sends a request, signed
+with its key, and gets a certificate. Role and name are in the certificate's URI, spiffe://meshrl/RUN/ROLE/NAME. All
+cryptography is the library's: ECDSA on P-256, X.509.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import ipaddress
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from meshrl.client.credentials import TRUST_FILE, server_name
+from meshrl.client.trust import Role, TrustFile, check_name, write_private
+
+CERTIFICATE_S = 24 * 3600.0
+AUTHORITY_DAYS = 3650
+BACKDATED_S = 300.0
+"""Certificates count from a little before they are made: hosts' clocks differ."""
+
+
+class AuthorityError(ValueError):
+    """The authority's folder, or a request to it, is not what it must be; the message says what to do."""
+
+
+class Authority:
+    """The authority in a folder: ca.key, ca.pem and the trust file. Every method raises AuthorityError and OSError."""
+
+    def __init__(self, folder: Path) -> None:
+        """Reads the authority that `folder` holds."""
+        self.folder, self.trust = folder, TrustFile(folder / TRUST_FILE)
+        try:
+            key = serialization.load_pem_private_key((folder / "ca.key").read_bytes(), password=None)
+            self.certificate = x509.load_pem_x509_certificate((folder / "ca.pem").read_bytes())
+        except (OSError, ValueError) as error:
+            raise AuthorityError(
+                f"{folder} holds no authority of a run ({error}); make one with `meshrl run init -o OUTPUT_DIR`"
+            ) from error
+        if not isinstance(key, ec.EllipticCurvePrivateKey):
+            raise AuthorityError(f"{folder / 'ca.key'} is no key of an authority of ours; run `meshrl run init` anew")
+        self._key = key
+
+    @classmethod
+    def create(cls, folder: Path, run: str) -> Authority:
+        """Makes an authority for a run of this name. Raises AuthorityError where there is one."""
+        check_name(run)
+        if (folder / "ca.key").exists():
+            raise AuthorityError(f"{folder} holds an authority already; use it, or name another folder")
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        folder.chmod(0o700)
+        key = ec.generate_private_key(ec.SECP256R1())
+        name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"meshrl run {run}")])
+        now = datetime.datetime.now(datetime.UTC)
+        certificate = (
+            x509.CertificateBuilder(issuer_name=name, subject_name=name, public_key=key.public_key())
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - datetime.timedelta(seconds=BACKDATED_S))
+            .not_valid_after(now + datetime.timedelta(days=AUTHORITY_DAYS))
+            .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+            .add_extension(_usage(sign_certificates=True), critical=True)
+            .add_extension(
+                x509.SubjectAlternativeName([x509.UniformResourceIdentifier(f"spiffe://meshrl/{run}")]), critical=False
+            )
+            .sign(key, hashes.SHA256())
+        )
+        write_private(folder / "ca.pem", certificate.public_bytes(serialization.Encoding.PEM))
+        TrustFile(folder / TRUST_FILE).create()
+        write_private(folder / "ca.key", _pem_of(key))
+        return cls(folder)
+
+    @property
+    def run(self) -> str:
+        """The name of the run."""
+        names = self.certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        return names.get_values_for_type(x509.UniformResourceIdentifier)[0].rpartition("/")[2]
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256:HEX of the authority's public key, by which who joins knows that it talks to this run."""
+        return key_hash(self.certificate)
+
+    def sign(
+        self, request_pem: bytes, role: Role, name: str, *, ttl_s: float = CERTIFICATE_S, hosts: Sequence[str] = ()
+    ) -> bytes:
+        """A member's certificate for the key of a request, followed by the authority's own, in PEM.
+
+        Of the request nothing counts but its key and that its sender has it. `hosts`: DNS names and addresses that the
+        certificate is good for besides. Raises AuthorityError for a request that is none.
+        """
+        try:
+            request = x509.load_pem_x509_csr(request_pem)
+            proven = request.is_signature_valid
+        except (ValueError, InvalidSignature) as error:
+            raise AuthorityError(f"the certificate request cannot be read: {error}; send one in PEM") from error
+        key = request.public_key()
+        if not proven or not isinstance(key, ec.EllipticCurvePublicKey) or key.curve.name != "secp256r1":
+            raise AuthorityError("the certificate request must be signed with its own key, of ECDSA on P-256")
+        now = datetime.datetime.now(datetime.UTC)
+        uri = f"spiffe://meshrl/{self.run}/{role.value}/{check_name(name)}"
+        names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(uri), x509.DNSName(server_name(role.value))]
+        names += [_host_name(host) for host in hosts]
+        certificate = (
+            x509.CertificateBuilder(issuer_name=self.certificate.subject, public_key=key)
+            .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]))
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - datetime.timedelta(seconds=BACKDATED_S))
+            .not_valid_after(now + datetime.timedelta(seconds=ttl_s))
+            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .add_extension(x509.SubjectAlternativeName(names), critical=False)
+            .add_extension(_usage(sign_certificates=False), critical=True)
+            .add_extension(
+                x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH]),
+                critical=False,
+            )
+            .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key()), critical=False)
+            .sign(self._key, hashes.SHA256())
+        )
+        pem = serialization.Encoding.PEM
+        return certificate.public_bytes(pem) + self.certificate.public_bytes(pem)
+
+    def issue(
+        self, folder: Path, role: Role, name: str, *, hosts: Sequence[str] = (), ttl_s: float = CERTIFICATE_S
+    ) -> None:
+        """Makes a folder of credentials for a member on this host: ca.pem, cert.pem, key.pem."""
+        refused = self.trust.note_member(role, name, "this host")
+        if refused:
+            raise AuthorityError(f"{role}/{name} {refused}; give it another name")
+        request = request_for(folder, name)
+        save_certificate(folder, self.sign(request, role, name, ttl_s=ttl_s, hosts=hosts))
+
+
+def request_for(folder: Path, name: str) -> bytes:
+    """A certificate request in PEM, for the key in `folder`, which is made where it is not there."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    file = folder / "key.pem"
+    if not file.exists():
+        write_private(file, _pem_of(ec.generate_private_key(ec.SECP256R1())))
+    key = serialization.load_pem_private_key(file.read_bytes(), password=None)
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise AuthorityError(f"{file} is no key of ECDSA on P-256; delete it, and another is made")
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    request = x509.CertificateSigningRequestBuilder().subject_name(subject).sign(key, hashes.SHA256())
+    return request.public_bytes(serialization.Encoding.PEM)
+
+
+def save_certificate(folder: Path, chain: bytes) -> None:
+    """Puts a member's certificate, and the authority's, in place of what was there."""
+    certificates = x509.load_pem_x509_certificates(chain)
+    write_private(folder / "ca.pem", certificates[-1].public_bytes(serialization.Encoding.PEM))
+    write_private(folder / "cert.pem", chain)
+
+
+def key_hash(certificate: x509.Certificate) -> str:
+    """sha256:HEX of a certificate's public key."""
+    encoded = certificate.public_key().public_bytes(
+        serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
+    )
+    return f"sha256:{hashlib.sha256(encoded).hexdigest()}"
+
+
+def own_hosts() -> list[str]:
+    """The names by which programs on this host call one another."""
+    return ["localhost", "127.0.0.1", "::1", socket.gethostname()]
+
+
+def renew_in_s(cert: Path, now: datetime.datetime | None = None) -> float:
+    """Seconds until two thirds of a certificate's life are over; 0 when they are. Raises OSError, ValueError."""
+    certificate = x509.load_pem_x509_certificate(cert.read_bytes())
+    life = certificate.not_valid_after_utc - certificate.not_valid_before_utc
+    due = certificate.not_valid_before_utc + life * 2 / 3
+    return max(0.0, (due - (now or datetime.datetime.now(datetime.UTC))).total_seconds())
+
+
+def _host_name(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:  # a name
+        pass
+    if host.endswith(".meshrl") or host == "meshrl":
+        raise AuthorityError(f"a host's name must not end in .meshrl, which names roles, got {host!r}")
+    try:
+        return x509.DNSName(host)
+    except ValueError as error:
+        raise AuthorityError(f"{host!r} is no host's name: {error}") from error
+
+
+def _usage(*, sign_certificates: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not sign_certificates, content_commitment=False, key_encipherment=False,
+        data_encipherment=False, key_agreement=False, key_cert_sign=sign_certificates, crl_sign=sign_certificates,
+        encipher_only=False, decipher_only=False,
+    )  # fmt: skip
+
+
+def _pem_of(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )

@@ -1,0 +1,119 @@
+"""How a host joins a run, and stays in it: a certificate by a join token, and the next one before it ends.
+
+The first connection goes to a server that nothing is known of but the hash of its authority's key, which came with the
+token. The authority's certificate is taken from the server, compared with the hash, and only then is anything said.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import socket
+import ssl
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+from cryptography import x509
+from cryptography.hazmat.primitives import serialization
+
+from meshrl.client.authority import key_hash, request_for, save_certificate
+from meshrl.client.credentials import TRUST_FILE, Credentials, server_name
+from meshrl.client.trust import Role, TrustFile, check_name, write_private
+from meshrl.v1 import identity_pb2 as pb
+from meshrl.v1 import identity_pb2_grpc
+from meshrl.wire.errors import MeshError, Reason, from_rpc_error
+
+CALL_S = 20.0
+RENEWAL_FILE = "renewal"
+_SERVER = Role.RELAY
+
+
+async def join(
+    folder: Path, address: str, *, token: str, ca_hash: str, name: str, hosts: Sequence[str] = ()
+) -> tuple[str, Role]:
+    """Fills `folder` with a member's credentials; returns the run's name and the member's role.
+
+    address: host:port of the run's enrollment server. ca_hash: sha256:HEX, as `meshrl token create` prints it.
+    Raises MeshError, and ValueError for a name that is none.
+    """
+    check_name(name)
+    authority = await asyncio.to_thread(pinned_authority, address, ca_hash)
+    pem = authority.public_bytes(serialization.Encoding.PEM)
+    options = [("grpc.ssl_target_name_override", server_name(_SERVER)), ("grpc.enable_http_proxy", 0)]
+    async with grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(pem), options=options) as channel:
+        stub = identity_pb2_grpc.EnrollmentServiceStub(channel)  # type: ignore[no-untyped-call]  # generated
+        request = pb.EnrollRequest(token=token, name=name, request=request_for(folder, name), hosts=hosts)
+        answer = await _answer(stub.Enroll, request, address)
+    save_certificate(folder, answer.certificates)
+    host, _, _ = address.rpartition(":")
+    write_private(folder / RENEWAL_FILE, f"{host}:{answer.renewal_port}\n".encode())
+    TrustFile(folder / TRUST_FILE).create()
+    return answer.run_id, Role(answer.role)
+
+
+async def renew(folder: Path, credentials: Credentials) -> None:
+    """Gets the next certificate of the member whose credentials these are. Raises MeshError, OSError."""
+    address = renewal_address(folder)
+    async with credentials.open_channel(address, [], _SERVER) as channel:
+        stub = identity_pb2_grpc.EnrollmentServiceStub(channel)  # type: ignore[no-untyped-call]  # generated
+        answer = await _answer(stub.Renew, pb.RenewRequest(request=request_for(folder, "renewal")), address)
+    save_certificate(folder, answer.certificates)
+
+
+async def revoked_members(folder: Path, credentials: Credentials) -> set[tuple[str, str]]:
+    """(role, name) of each member that the run has shut out. Raises MeshError, OSError."""
+    address = renewal_address(folder)
+    async with credentials.open_channel(address, [], _SERVER) as channel:
+        stub = identity_pb2_grpc.EnrollmentServiceStub(channel)  # type: ignore[no-untyped-call]  # generated
+        answer = await _answer(stub.ListRevoked, pb.ListRevokedRequest(), address)
+    members = (member.partition("/") for member in answer.members)
+    return {(role, name) for role, _, name in members}
+
+
+def renewal_address(folder: Path) -> str:
+    """host:port of the hub that renews the certificate in a folder. Raises OSError."""
+    return (folder / RENEWAL_FILE).read_text(encoding="ascii").strip()
+
+
+def pinned_authority(address: str, ca_hash: str) -> x509.Certificate:
+    """The certificate of the authority whose key has this hash, from the server at an address.
+
+    Raises UNREACHABLE for a server that does not answer, and UNAUTHENTICATED for one of another authority. Blocking.
+    """
+    host, _, port = address.rpartition(":")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # the hash decides, before anything is said
+    context.set_alpn_protocols(["h2"])
+    try:
+        with (
+            socket.create_connection((host.strip("[]"), int(port)), CALL_S) as raw,
+            context.wrap_socket(raw, server_hostname=server_name(_SERVER)) as connection,
+        ):
+            shown = _chain(connection)
+    except (OSError, ValueError) as error:
+        raise MeshError(
+            Reason.UNREACHABLE,
+            f"no TLS server answers at {address}: {error}; name the hub's enrollment port",
+        ) from error
+    for certificate in shown:
+        if hmac.compare_digest(key_hash(certificate), ca_hash):
+            return certificate
+    raise MeshError(
+        Reason.UNAUTHENTICATED,
+        f"the server at {address} is not of the run with {ca_hash}: do not trust it; check address and hash",
+    )
+
+
+def _chain(connection: ssl.SSLSocket) -> list[x509.Certificate]:
+    """What the server showed, unverified. Public in ssl from Python 3.13 on; until then its object has it."""
+    shown: Any = connection._sslobj.get_unverified_chain()  # type: ignore[attr-defined]  # see above
+    return [x509.load_pem_x509_certificate(each.public_bytes().encode()) for each in shown or ()]
+
+
+async def _answer(call: Any, request: Any, address: str) -> Any:
+    try:
+        return await call(request, timeout=CALL_S)
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error, call=f"EnrollmentService of {address}", deadline_s=CALL_S) from error

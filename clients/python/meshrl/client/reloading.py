@@ -1,0 +1,103 @@
+"""A gRPC channel whose certificate may be replaced while it is used.
+
+gRPC's own channels keep what they were made with. This one opens another once the certificate has changed; calls that
+run go on over the old one, which is closed after the last of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, Self
+
+import grpc
+
+
+class ReloadingChannel(grpc.aio.Channel):  # type: ignore[misc]  # grpc has no types
+    """Opens a channel with `connect`, and another before the first call after `changed()`.
+
+    Both raise what reading files raises.
+    """
+
+    def __init__(self, connect: Callable[[], grpc.aio.Channel], changed: Callable[[], bool]) -> None:
+        self._connect, self._changed = connect, changed
+        self._current = connect()
+        self._running: dict[grpc.aio.Channel, set[Any]] = {self._current: set()}
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def _fresh(self) -> grpc.aio.Channel:
+        if self._changed():
+            try:
+                renewed = self._connect()
+            except OSError:  # being replaced: the next call looks again
+                return self._current
+            before, self._current = self._current, renewed
+            self._running[self._current] = set()
+            self._close_if_done(before)
+        return self._current
+
+    def _close_if_done(self, channel: grpc.aio.Channel) -> None:
+        if channel is not self._current and channel in self._running and not self._running[channel]:
+            del self._running[channel]
+            closing = asyncio.ensure_future(channel.close(None))
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+
+    def _method(self, kind: str, arguments: tuple[Any, ...], named: dict[str, Any]) -> Callable[..., Any]:
+        made: dict[grpc.aio.Channel, Any] = {}
+
+        def call(*request: Any, **options: Any) -> Any:
+            channel = self._fresh()
+            if channel not in made:
+                made.clear()
+                made[channel] = getattr(channel, kind)(*arguments, **named)
+            pending = made[channel](*request, **options)
+            running = self._running[channel]
+            running.add(pending)
+
+            def over(_: Any) -> None:
+                running.discard(pending)
+                self._close_if_done(channel)
+
+            pending.add_done_callback(over)
+            return pending
+
+        return call
+
+    def unary_unary(self, *arguments: Any, **named: Any) -> Any:
+        """As of any channel."""
+        return self._method("unary_unary", arguments, named)
+
+    def unary_stream(self, *arguments: Any, **named: Any) -> Any:
+        """As of any channel."""
+        return self._method("unary_stream", arguments, named)
+
+    def stream_unary(self, *arguments: Any, **named: Any) -> Any:
+        """As of any channel."""
+        return self._method("stream_unary", arguments, named)
+
+    def stream_stream(self, *arguments: Any, **named: Any) -> Any:
+        """As of any channel."""
+        return self._method("stream_stream", arguments, named)
+
+    def get_state(self, try_to_connect: bool = False) -> Any:
+        """As of any channel."""
+        return self._current.get_state(try_to_connect)
+
+    async def wait_for_state_change(self, last_observed_state: Any) -> None:
+        """As of any channel."""
+        await self._current.wait_for_state_change(last_observed_state)
+
+    async def channel_ready(self) -> None:
+        """As of any channel."""
+        await self._current.channel_ready()
+
+    async def close(self, grace: float | None = None) -> None:
+        """Ends every call that still runs after `grace` seconds."""
+        await asyncio.gather(*(channel.close(grace) for channel in self._running), *self._closing)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close(None)

@@ -1,0 +1,156 @@
+"""What a program shows the others, from its configuration to its next certificate; mains are wrapped by `as_member`.
+
+In this order: the keys `tls.*` and the MESHRL_TLS_ variables; where nobody has set any and the run's own authority
+lies in output_dir (`meshrl run init`), a certificate by it; else nothing. What was found goes into the MESHRL_TLS_
+variables, which servers, clients and processes that the program starts read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import socket
+import sqlite3
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from loguru import logger
+
+from meshrl.client.authority import Authority, AuthorityError, own_hosts, renew_in_s
+from meshrl.client.credentials import (
+    NAMES_VARIABLE,
+    PREFIX,
+    CredentialError,
+    CredentialFiles,
+    Credentials,
+    default_credentials,
+)
+from meshrl.client.enrollment import RENEWAL_FILE, renew, revoked_members
+from meshrl.client.trust import Role, TrustFile
+from meshrl.core.config.base import ConfigError
+from meshrl.core.config.shared import ServerConfig, TlsConfig
+from meshrl.core.paths import Layout
+from meshrl.core.program import ProgramConfig
+from meshrl.wire.errors import MeshError
+
+if TYPE_CHECKING:  # takes long to import
+    from meshrl.core.telemetry.tracing import Tracing
+
+LOOK_S = 1.0
+"""How often a member asks who is revoked, and looks whether its certificate is due."""
+
+RETRY_S = 30.0
+"""After a renewal that failed."""
+
+
+def identify(tls: TlsConfig, output_dir: Path, role: Role, name: str) -> Authority | None:
+    """Settles what this process shows and asks for; returns the run's authority where this host has it and uses it.
+
+    Raises ConfigError for files that are missing, unreadable or do not go together.
+    """
+    given = tls.files()
+    os.environ.update(given.variables())
+    if tls.names == "hosts":
+        os.environ[NAMES_VARIABLE] = "hosts"
+    try:
+        folder = Layout(output_dir).credentials
+        named = any(os.environ.get(PREFIX + key) for key in ("FOLDER", "CA", "CERT", "KEY", "TOKEN", "TRUST"))
+        if named or not os.path.exists(folder / "ca.key"):
+            default_credentials()
+            return None
+        authority = Authority(folder)
+        member = (folder / f"{role}-{name}").resolve()
+        authority.issue(member, role, name, hosts=own_hosts())
+        files = CredentialFiles.of_folder(member)
+        trusted = CredentialFiles(ca=files.ca, cert=files.cert, key=files.key, trust=authority.trust.path.resolve())
+        os.environ.update(trusted.variables())
+    except (CredentialError, AuthorityError) as error:
+        raise ConfigError(str(error)) from error
+    except (OSError, sqlite3.Error) as error:
+        raise ConfigError(f"the credentials in {folder} cannot be used: {error}; check its owner and mode") from error
+    logger.info("{}/{} has a certificate of the run {}", role, name, authority.run)
+    return authority
+
+
+@asynccontextmanager
+async def kept_valid(authority: Authority | None, role: Role, name: str) -> AsyncIterator[None]:
+    """Renews this program's certificate in time, and keeps what it knows of revocations up to date."""
+    files = CredentialFiles.from_environ(os.environ)
+    if files.cert is None:
+        yield
+        return
+    keeping = asyncio.create_task(_keep(files, authority, role, name))
+    try:
+        yield
+    finally:
+        keeping.cancel()
+        await asyncio.wait({keeping})
+
+
+async def _keep(files: CredentialFiles, authority: Authority | None, role: Role, name: str) -> None:
+    assert files.cert is not None
+    folder, credentials = files.cert.parent, default_credentials()
+    joined = authority is None and await asyncio.to_thread((folder / RENEWAL_FILE).exists)
+    if authority is None and not joined:  # somebody else's business
+        return
+    known: set[tuple[str, str]] = set()
+    told = ""
+    while True:
+        wait_s = LOOK_S
+        try:
+            if renew_in_s(files.cert) <= 0.0:
+                if authority is None:
+                    await renew(folder, credentials)
+                else:
+                    await asyncio.to_thread(authority.issue, folder, role, name, hosts=own_hosts())
+                logger.info("the certificate in {} is renewed", folder)
+            if joined and files.trust is not None:
+                known = await _take_over(TrustFile(files.trust), folder, credentials, known)
+            told = ""
+        except (MeshError, OSError, ValueError, sqlite3.Error) as error:  # what there is still counts for a while
+            if told != str(error):
+                told = str(error)
+                logger.warning("the certificate in {} cannot be renewed or checked now: {}", folder, error)
+            wait_s = RETRY_S if renew_in_s(files.cert) <= 0.0 else LOOK_S
+        await asyncio.sleep(wait_s)
+
+
+async def _take_over(
+    trust: TrustFile, folder: Path, credentials: Credentials, known: set[tuple[str, str]]
+) -> set[tuple[str, str]]:
+    """Writes who is revoked into this member's own list, where that has changed."""
+    revoked = await revoked_members(folder, credentials)
+    if revoked - known:
+        await asyncio.to_thread(trust.shut_out, revoked - known)
+    return revoked
+
+
+class MemberConfig(ProgramConfig, Protocol):
+    """What the configuration of a member has."""
+
+    @property
+    def tls(self) -> TlsConfig: ...
+
+    @property
+    def server(self) -> ServerConfig | None: ...
+
+
+MemberT = TypeVar("MemberT", bound=MemberConfig)
+_Serve = Callable[[MemberT, asyncio.Event, "Tracing"], Coroutine[Any, Any, int]]
+
+
+def as_member(role: Role, serve: _Serve[MemberT]) -> _Serve[MemberT]:
+    """`serve` of a program of this role, with its credentials settled before it and kept valid beside it."""
+
+    async def serve_as_member(config: MemberT, stop: asyncio.Event, tracing: Tracing) -> int:
+        port = config.server.port if config.server is not None else 0
+        host = re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname())[:40] or "host"
+        name = f"{host}-{port or f'p{os.getpid()}'}"
+        authority = identify(config.tls, config.output_dir, role, name)
+        async with kept_valid(authority, role, name):
+            return await serve(config, stop, tracing)
+
+    return serve_as_member

@@ -1,0 +1,135 @@
+"""Lets members into a run: the EnrollmentService of the weight hub, beside the run's authority.
+
+`Enroll` is served at a port of its own, where callers have no certificate yet; `Renew` and `ListRevoked` at the hub's
+main port, behind the guard.
+"""
+# ruff: noqa: N802  # methods are named by the contract
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sqlite3
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import grpc
+from cryptography import x509
+from loguru import logger
+
+from meshrl.client.authority import Authority, AuthorityError
+from meshrl.client.credentials import CredentialFiles, FileCredentials, server_name
+from meshrl.client.trust import Role, Trust, check_name
+from meshrl.core.config.base import ConfigError
+from meshrl.core.config.shared import ServerConfig
+from meshrl.core.rpc.guard import certificate_of, member
+from meshrl.core.rpc.serve import GrpcServer
+from meshrl.v1 import identity_pb2 as pb
+from meshrl.v1 import identity_pb2_grpc
+from meshrl.wire.errors import MeshError, Reason
+
+SERVICE = "meshrl.v1.EnrollmentService"
+MAX_HOSTS = 16
+MAX_REQUEST_BYTES = 16384
+
+_T = TypeVar("_T")
+
+
+class EnrollmentServicer(identity_pb2_grpc.EnrollmentServiceServicer):
+    """Signs with the run's authority."""
+
+    def __init__(self, authority: Authority) -> None:
+        self._authority = authority
+        self.renewal_port = 0
+        """The hub's main port, once it is known."""
+
+    async def Enroll(self, request: pb.EnrollRequest, context: grpc.aio.ServicerContext) -> pb.EnrollResponse:
+        """As in the contract."""
+        id_, _, secret = request.token.partition(".")
+        trust = await _off_loop(self._authority.trust.read)
+        problem = trust.why_not(id_, secret, time.time())
+        if problem:
+            raise MeshError(
+                Reason.UNAUTHENTICATED, f"the join token {problem}; make one with `meshrl token create --role ROLE`"
+            )
+        role, hosts = trust.tokens[id_].role, list(request.hosts)
+        _check(request.request, hosts)
+
+        def let_in() -> bytes:
+            check_name(request.name)
+            certificates = self._authority.sign(request.request, role, request.name, hosts=hosts)
+            taken = self._authority.trust.note_member(role, request.name, id_)
+            if taken:
+                raise AuthorityError(f"the name {role}/{request.name} {taken}; join under another with --name")
+            return certificates
+
+        certificates = await _off_loop(let_in)
+        logger.info("{}/{} has joined by the token {}", role, request.name, id_)
+        return pb.EnrollResponse(
+            certificates=certificates, run_id=self._authority.run, role=role.value, renewal_port=self.renewal_port
+        )
+
+    async def Renew(self, request: pb.RenewRequest, context: grpc.aio.ServicerContext) -> pb.RenewResponse:
+        """As in the contract."""
+        shown = certificate_of(context)
+        caller = member(shown)
+        hosts = hosts_of(shown, caller.role)
+        _check(request.request, hosts)
+        certificates = await _off_loop(
+            lambda: self._authority.sign(request.request, caller.role, caller.name, hosts=hosts)
+        )
+        logger.info("the certificate of {} is renewed", caller)
+        return pb.RenewResponse(certificates=certificates)
+
+    async def ListRevoked(
+        self, request: pb.ListRevokedRequest, context: grpc.aio.ServicerContext
+    ) -> pb.ListRevokedResponse:
+        """As in the contract."""
+        trust: Trust = await _off_loop(self._authority.trust.read)
+        return pb.ListRevokedResponse(members=sorted(f"{role}/{name}" for role, name in trust.revoked))
+
+
+async def open_entry(servicer: EnrollmentServicer, host: str, port: int) -> tuple[GrpcServer, int]:
+    """Starts the server at which hosts join, by the certificate of this process; returns it with its port.
+
+    Raises ConfigError where this process has no certificate, or the port cannot be bound.
+    """
+    files = CredentialFiles.from_environ(os.environ)
+    if files.cert is None or files.key is None:
+        raise ConfigError(
+            "weights.enrollment_port needs a certificate of the run, and this hub has none; make the authority with"
+            " `meshrl run init -o OUTPUT_DIR` before, or set tls.cert and tls.key"
+        )
+    credentials = FileCredentials(CredentialFiles(cert=files.cert, key=files.key), asks=False)
+    server = GrpcServer(ServerConfig(host=host, port=port), credentials=credentials)
+    server.add(SERVICE, identity_pb2_grpc.add_EnrollmentServiceServicer_to_server, servicer)
+    bound = await server.start()
+    server.set_serving()
+    return server, bound
+
+
+def hosts_of(pem: bytes, role: Role) -> list[str]:
+    """The hosts that a member's certificate names, beside its role."""
+    names = x509.load_pem_x509_certificate(pem).extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    hosts = [*names.get_values_for_type(x509.DNSName), *map(str, names.get_values_for_type(x509.IPAddress))]
+    return [host for host in hosts if host != server_name(role.value)]
+
+
+def _check(request: bytes, hosts: Sequence[str]) -> None:
+    if len(request) > MAX_REQUEST_BYTES or len(hosts) > MAX_HOSTS:
+        raise MeshError(
+            Reason.INVALID_REQUEST,
+            f"a certificate request has at most {MAX_REQUEST_BYTES} bytes and {MAX_HOSTS} hosts, got"
+            f" {len(request)} bytes and {len(hosts)} hosts",
+        )
+
+
+async def _off_loop(work: Callable[[], _T]) -> _T:
+    """Does what reads files or signs beside the event loop; what is wrong with the request is INVALID_REQUEST."""
+    try:
+        return await asyncio.to_thread(work)
+    except sqlite3.Error as error:
+        raise MeshError(Reason.INTERNAL, f"the run's list of members cannot be used: {error}") from error
+    except ValueError as error:
+        raise MeshError(Reason.INVALID_REQUEST, str(error)) from error

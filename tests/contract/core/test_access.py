@@ -1,0 +1,86 @@
+"""Who may call what, over real channels: every RPC by every role, by token and by certificate."""
+
+from __future__ import annotations
+
+import asyncio
+import stat
+from pathlib import Path
+
+import pytest
+
+from access_matrix import DEADLINE_S, Matrix, serving
+from meshrl.client import ChannelOptions, TrainerClient, WeightSyncClient
+from meshrl.client.credentials import INSECURE, CredentialFiles, TokenCredentials, credentials_of
+from meshrl.client.trust import Role, TrustFile
+from meshrl.core.rpc.roles import ROLES_OF
+from meshrl.wire.errors import MeshError, Reason
+
+
+@pytest.fixture
+def trust(tmp_path: Path) -> TrustFile:
+    file = TrustFile(tmp_path / "credentials" / "trust.sqlite")
+    file.create()
+    return file
+
+
+async def test_every_rpc_is_for_the_roles_of_the_table_and_no_other_by_token(trust: TrustFile) -> None:
+    matrix, tokens = Matrix(), {role: trust.add_token(role) for role in Role}
+    async with serving(credentials_of(CredentialFiles(trust=trust.path))) as address:
+        for role, token in tokens.items():
+            await matrix.fill(address, TokenCredentials(token), role)
+    assert matrix.wrong == []
+    assert sum(matrix.told.values()) == len(ROLES_OF) * len(Role)
+    assert matrix.told[Reason.PERMISSION_DENIED] == sum(len(Role) - len(allowed) for allowed in ROLES_OF.values())
+
+
+async def test_who_shows_no_token_or_one_that_does_not_count_is_told_what_to_do(trust: TrustFile) -> None:
+    revoked, expired = trust.add_token(Role.OPERATOR), trust.add_token(Role.OPERATOR, ttl_s=-1.0)
+    good = trust.add_token(Role.OPERATOR)
+    assert trust.revoke(revoked.partition(".")[0]) == [f"token {revoked.partition('.')[0]}"]
+    cases = {
+        "wants a token in the metadata `authorization: Bearer ID.SECRET`": INSECURE,
+        "the token is revoked; get another": TokenCredentials(revoked),
+        "the token has expired; get another": TokenCredentials(expired),
+        "the token is none of this run": TokenCredentials(good[:-1] + ("a" if good[-1] != "a" else "b")),
+    }
+    async with serving(credentials_of(CredentialFiles(trust=trust.path))) as address:
+        for said, credentials in cases.items():
+            async with TrainerClient(address, ChannelOptions(credentials=credentials)) as client:
+                await client.wait_until_serving(DEADLINE_S)  # health is for everybody
+                with pytest.raises(MeshError, match=said) as refused:
+                    await client.drain(DEADLINE_S)
+            assert refused.value.reason is Reason.UNAUTHENTICATED, said
+
+
+async def test_a_token_made_or_revoked_while_the_server_runs_counts_from_then_on(trust: TrustFile) -> None:
+    async with serving(credentials_of(CredentialFiles(trust=trust.path))) as address:
+        token = trust.add_token(Role.OPERATOR)
+        async with TrainerClient(address, ChannelOptions(credentials=TokenCredentials(token))) as client:
+            await refused_for(client, Reason.NOT_SUPPORTED)
+            trust.revoke(token.partition(".")[0])
+            await refused_for(client, Reason.UNAUTHENTICATED)
+
+
+async def refused_for(client: TrainerClient, reason: Reason) -> None:
+    """Calls until the server refuses for this reason."""
+    async with asyncio.timeout(DEADLINE_S):
+        while True:
+            with pytest.raises(MeshError) as refused:
+                await client.get_trainer()
+            if refused.value.reason is reason:
+                return
+            await asyncio.sleep(0.1)
+
+
+async def test_without_credentials_a_server_on_loopback_asks_nobody() -> None:
+    async with serving(INSECURE) as address, WeightSyncClient(address) as client:
+        with pytest.raises(MeshError) as refused:
+            await client.list_engines()
+    assert refused.value.reason is Reason.NOT_SUPPORTED
+
+
+def test_the_file_of_tokens_is_its_owners_alone_and_holds_no_secret(trust: TrustFile) -> None:
+    token = trust.add_token(Role.OPERATOR)
+    assert stat.S_IMODE(trust.path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(trust.path.parent.stat().st_mode) == 0o700
+    assert token.partition(".")[2].encode() not in trust.path.read_bytes()

@@ -1,0 +1,307 @@
+"""Members of a run know each other by certificates: let in, shut out, renewed, over real channels."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+import pytest
+import trustme
+
+from access_matrix import DEADLINE_S, Matrix, serving
+from grpc_fuzz import CallGenerator, Outcomes, call, methods_of
+from meshrl.client import ChannelOptions, TrainerClient
+from meshrl.client.authority import Authority, AuthorityError, renew_in_s, request_for, save_certificate
+from meshrl.client.credentials import (
+    INSECURE,
+    CredentialError,
+    CredentialFiles,
+    Credentials,
+    TokenCredentials,
+    credentials_of,
+)
+from meshrl.client.enrollment import join, renew, revoked_members
+from meshrl.client.trust import Role
+from meshrl.core.rpc.enrollment import SERVICE, EnrollmentServicer, open_entry
+from meshrl.core.rpc.roles import ROLES_OF
+from meshrl.core.rpc.serve import GrpcServer
+from meshrl.v1 import identity_pb2_grpc, trainer_pb2, trainer_pb2_grpc
+from meshrl.wire.errors import MeshError, Reason
+
+pytestmark = pytest.mark.timeout(240)
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority.create(tmp_path_factory.mktemp("run") / "credentials", "main")
+
+
+def member(authority: Authority, role: Role, name: str, *, ttl_s: float = 3600.0) -> CredentialFiles:
+    """Files of a member that the authority has let in."""
+    folder = authority.folder / f"{role}-{name}"
+    authority.issue(folder, role, name, ttl_s=ttl_s)
+    return CredentialFiles.of_folder(folder)
+
+
+@pytest.fixture(scope="module")
+def hub(authority: Authority) -> Credentials:
+    """A server's credentials: its certificate, and the list of who is revoked."""
+    return credentials_of(replace(member(authority, Role.RELAY, "hub"), trust=authority.trust.path))
+
+
+def options(credentials: Credentials) -> ChannelOptions:
+    return ChannelOptions(credentials=credentials, unary_deadline_s=DEADLINE_S, retry_attempts=2)
+
+
+async def ask(address: str, credentials: Credentials) -> MeshError:
+    """How a call of GetTrainer ends."""
+    async with _Asker(address, options(credentials)) as client:
+        with pytest.raises(MeshError) as refused:
+            await client.get_trainer()
+    return refused.value
+
+
+class _Asker(TrainerClient):
+    """Asks the hub of these tests."""
+
+    server_role = "relay"
+
+
+async def test_every_rpc_is_for_the_roles_of_the_table_and_no_other_by_certificate(
+    authority: Authority, hub: Credentials
+) -> None:
+    matrix = Matrix()
+    async with serving(hub) as address:
+        for role in Role:
+            await matrix.fill(address, credentials_of(member(authority, role, "matrix")), role)
+    assert matrix.wrong == []
+    assert sum(matrix.told.values()) == len(ROLES_OF) * len(Role)
+
+
+async def test_who_has_no_certificate_of_the_run_is_refused(
+    authority: Authority, hub: Credentials, tmp_path: Path
+) -> None:
+    good = member(authority, Role.OPERATOR, "good")
+    assert good.ca is not None
+    foreign = trustme.CA()
+    issued = foreign.issue_cert("operator.meshrl")
+    issued.private_key_pem.write_to_path(tmp_path / "key.pem")
+    issued.cert_chain_pems[0].write_to_path(tmp_path / "cert.pem")
+    foreign.cert_pem.write_to_path(tmp_path / "ca.pem")
+    theirs = CredentialFiles.of_folder(tmp_path)
+    revoked = member(authority, Role.OPERATOR, "revoked")
+    authority.trust.revoke("operator/revoked")
+    refused = {
+        "plain": INSECURE,
+        "none": credentials_of(CredentialFiles(ca=good.ca)),
+        "a token in its place": TokenCredentials(authority.trust.add_token(Role.OPERATOR)),
+        "of another authority": credentials_of(replace(theirs, ca=good.ca)),
+        "expired": credentials_of(member(authority, Role.OPERATOR, "expired", ttl_s=-1.0)),
+        "revoked": credentials_of(revoked),
+    }
+    async with serving(hub) as address:
+        assert (await ask(address, credentials_of(good))).reason is Reason.NOT_SUPPORTED
+        told = {name: await ask(address, credentials) for name, credentials in refused.items()}
+        reverse = await ask(address, credentials_of(replace(good, ca=theirs.ca)))
+        posing = await TrainerClient(address, options(credentials_of(good))).why_not_serving(DEADLINE_S)
+    assert {name: error.reason for name, error in told.items() if name != "revoked"} == dict.fromkeys(
+        set(refused) - {"revoked"}, Reason.UNREACHABLE
+    )
+    assert told["revoked"].reason is Reason.UNAUTHENTICATED
+    assert "operator/revoked is revoked" in told["revoked"].message
+    assert reverse.reason is Reason.UNREACHABLE  # a client that trusts another authority does not take this server
+    assert "publisher.meshrl" in posing or "verif" in posing.lower()  # a hub is no trainer
+
+
+class Steps(trainer_pb2_grpc.TrainerServiceServicer):
+    """Streams to each of its callers whatever it is told to."""
+
+    def __init__(self) -> None:
+        self.callers: list[asyncio.Queue[int]] = []
+
+    def say(self, revision: int) -> None:
+        for caller in self.callers:
+            caller.put_nowait(revision)
+
+    async def WatchSteps(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802  # the contract's name
+        said: asyncio.Queue[int] = asyncio.Queue()
+        self.callers.append(said)
+        yield trainer_pb2.WatchStepsResponse(revision=1)
+        while True:
+            yield trainer_pb2.WatchStepsResponse(revision=await said.get())
+
+
+@asynccontextmanager
+async def watched(hub: Credentials, caller: Credentials) -> AsyncIterator[tuple[Steps, Any, Any]]:
+    """A standing stream from a server with `hub`'s credentials to a caller, and the caller's channel."""
+    steps = Steps()
+    server = GrpcServer(SimpleNamespace(host="127.0.0.1", port=0, insecure=False), credentials=hub)
+    server.add("meshrl.v1.TrainerService", trainer_pb2_grpc.add_TrainerServiceServicer_to_server, steps)
+    address = f"127.0.0.1:{await server.start()}"
+    try:
+        async with caller.open_channel(address, [], Role.RELAY) as channel:
+            stub = trainer_pb2_grpc.TrainerServiceStub(channel)
+            stream = stub.WatchSteps(trainer_pb2.WatchStepsRequest(), timeout=DEADLINE_S)
+            assert (await stream.read()).revision == 1
+            yield steps, stream, stub
+            stream.cancel()
+    finally:
+        await server.drain(0.0)
+
+
+async def test_certificates_are_renewed_on_both_sides_without_a_dropped_stream(authority: Authority) -> None:
+    server, caller = member(authority, Role.RELAY, "renewed"), member(authority, Role.OPERATOR, "renewed")
+    assert server.cert is not None
+    assert caller.cert is not None
+    before = server.cert.read_bytes(), caller.cert.read_bytes()
+    async with watched(credentials_of(server), credentials_of(caller)) as (steps, stream, stub):
+        member(authority, Role.RELAY, "renewed")
+        member(authority, Role.OPERATOR, "renewed")
+        assert (server.cert.read_bytes(), caller.cert.read_bytes()) != before
+        another = stub.WatchSteps(trainer_pb2.WatchStepsRequest(), timeout=DEADLINE_S)  # over a new connection
+        assert (await another.read()).revision == 1
+        steps.say(2)
+        assert [(await each.read()).revision for each in (stream, another)] == [2, 2]
+        another.cancel()
+        steps.say(3)
+        assert (await stream.read()).revision == 3
+
+
+async def test_a_stream_of_a_member_ends_once_it_is_revoked(authority: Authority) -> None:
+    server = replace(member(authority, Role.RELAY, "ending"), trust=authority.trust.path)
+    caller = member(authority, Role.OPERATOR, "ending")
+    async with watched(credentials_of(server), credentials_of(caller)) as (_, stream, _stub):
+        assert authority.trust.revoke("operator/ending") == ["operator/ending"]
+        with pytest.raises(grpc.aio.AioRpcError) as ended:
+            await stream.read()
+    assert ended.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    assert "operator/ending is revoked" in ended.value.details()
+
+
+@pytest.fixture
+def hub_files(authority: Authority, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The variables of a process that is the run's hub."""
+    files = replace(member(authority, Role.RELAY, "entry"), trust=authority.trust.path)
+    for variable, value in files.variables().items():
+        monkeypatch.setenv(variable, value)
+    return iter(())
+
+
+@asynccontextmanager
+async def entry(authority: Authority) -> AsyncIterator[str]:
+    """A hub that lets hosts join, and renews; yields where they join."""
+    servicer = EnrollmentServicer(authority)
+    main = GrpcServer(SimpleNamespace(host="127.0.0.1", port=0, insecure=False))
+    main.add(SERVICE, identity_pb2_grpc.add_EnrollmentServiceServicer_to_server, servicer)
+    servicer.renewal_port = await main.start()
+    server, port = await open_entry(servicer, "127.0.0.1", 0)
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.drain(0.0)
+        await main.drain(0.0)
+
+
+async def test_a_host_joins_by_a_token_renews_and_learns_who_is_revoked(
+    authority: Authority, hub_files: None, tmp_path: Path
+) -> None:
+    token = authority.trust.add_token(Role.AGENT, 3600.0)
+    async with entry(authority) as address:
+        hosts = ["localhost", "10.1.2.3"]
+        joined = await join(
+            tmp_path / "e1", address, token=token, ca_hash=authority.fingerprint, name="e1", hosts=hosts
+        )
+        assert joined == ("main", Role.AGENT)
+        files = CredentialFiles.of_folder(tmp_path / "e1")
+        assert files.cert is not None
+        assert files.key is not None
+        key, first = files.key.read_bytes(), files.cert.read_bytes()
+        assert 15.9 * 3600 < renew_in_s(files.cert) < 16.0 * 3600  # two thirds of a day
+        credentials = credentials_of(files)
+        await renew(tmp_path / "e1", credentials)
+        assert files.key.read_bytes() == key  # it never leaves the host
+        assert files.cert.read_bytes() != first
+        authority.trust.note_member(Role.ROLLOUT, "gone", "x")
+        authority.trust.revoke("rollout/gone")
+        assert ("rollout", "gone") in await revoked_members(tmp_path / "e1", credentials)
+        authority.trust.revoke(token.partition(".")[0])  # with all that came by it
+        async with asyncio.timeout(DEADLINE_S):
+            while True:
+                if await refused(tmp_path / "e1", credentials) is Reason.UNAUTHENTICATED:
+                    break
+                await asyncio.sleep(0.2)
+
+
+async def refused(folder: Path, credentials: Credentials) -> Reason | None:
+    """Why a renewal is refused; None where it is not."""
+    try:
+        await renew(folder, credentials)
+    except MeshError as error:
+        return error.reason
+    return None
+
+
+@pytest.mark.parametrize("wrong", ["token", "expired", "ca_hash", "name", "taken"])
+async def test_nobody_joins_without_what_it_takes(
+    authority: Authority, hub_files: None, tmp_path: Path, wrong: str
+) -> None:
+    asked = {
+        "token": authority.trust.add_token(Role.ROLLOUT, -1.0 if wrong == "expired" else 60.0),
+        "ca_hash": authority.fingerprint,
+        "name": "../up" if wrong == "name" else "worker",
+    }
+    if wrong == "token":
+        asked["token"] += "x"
+    if wrong == "ca_hash":
+        asked["ca_hash"] = "sha256:" + "0" * 64
+    if wrong == "taken":
+        authority.trust.note_member(Role.ROLLOUT, "worker", "another token")
+    said = {
+        "token": "the join token is none of this run", "expired": "the join token has expired",
+        "ca_hash": "is not of the run", "name": "a member's name has 1 to 63", "taken": "rollout/worker is taken",
+    }  # fmt: skip
+    async with entry(authority) as address:
+        with pytest.raises((MeshError, ValueError), match=said[wrong]):
+            await join(tmp_path / "w", address, **asked)
+    assert not (tmp_path / "w" / "cert.pem").exists()
+
+
+async def test_a_server_behind_tls_answers_all_noise_with_a_status(authority: Authority, hub: Credentials) -> None:
+    outcomes, generator = Outcomes(), CallGenerator(3, {})
+    async with serving(hub) as address, AsyncExitStack() as stack:
+        channels = [
+            await stack.enter_async_context(
+                credentials_of(member(authority, role, "fuzz")).open_channel(address, [], Role.RELAY)
+            )
+            for role in (Role.OPERATOR, Role.VIEWER, Role.AGENT)
+        ]
+        methods = await methods_of(channels[0])
+        for number in range(150):
+            method = methods[number % len(methods)]
+            sent = generator.messages(method, {})
+            deadline_s = 0.3 if method.descriptor.server_streaming else DEADLINE_S
+            outcomes.record(method, sent, await call(channels[number % 3], method, sent, deadline_s))
+    assert outcomes.codes.total() == 150
+    assert {code for _, code in outcomes.codes} >= {"PERMISSION_DENIED", "UNIMPLEMENTED"}
+    assert not outcomes.wrong, "\n".join(outcomes.wrong[:10])
+
+
+def test_an_authority_signs_no_name_of_a_role_and_no_broken_request(authority: Authority, tmp_path: Path) -> None:
+    request = request_for(tmp_path, "x")
+    for hosts, changed in (
+        (["relay.meshrl"], request),
+        ([], request[:-60] + b"A" * 10 + request[-50:]),
+        ([], b"no PEM"),
+    ):
+        with pytest.raises(AuthorityError):
+            authority.sign(changed, Role.ROLLOUT, "x", hosts=hosts)
+    save_certificate(tmp_path, authority.sign(request, Role.ROLLOUT, "x"))
+    assert (tmp_path / "key.pem").stat().st_mode & 0o777 == 0o600
+    with pytest.raises(CredentialError, match=r"tls.cert is set without tls.key; set both"):
+        credentials_of(CredentialFiles(cert=tmp_path / "cert.pem"))
