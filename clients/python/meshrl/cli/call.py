@@ -12,9 +12,10 @@ from google.protobuf import json_format, message_factory
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import Message
 
-from meshrl.cli.command import CALL_DEADLINE_S, CliError, address_option, folder_option, run, the_address
+from meshrl.cli.command import CALL_DEADLINE_S, CliError, address_option, folder_option, options_for, run, the_address
 from meshrl.cli.run_folder import RunFolder
-from meshrl.client.credentials import INSECURE
+from meshrl.client import ChannelOptions, RolloutClient, TrainerClient, WeightSyncClient
+from meshrl.client.credentials import default_credentials
 from meshrl.v1 import rollout_pb2, trainer_pb2, weights_pb2
 from meshrl.wire.errors import from_rpc_error
 
@@ -23,6 +24,8 @@ SERVICES: dict[str, ServiceDescriptor] = {
     "trainer": trainer_pb2.DESCRIPTOR.services_by_name["TrainerService"],
     "weights": weights_pb2.DESCRIPTOR.services_by_name["WeightSync"],
 }
+
+CLIENTS = {client.service: client for client in (RolloutClient, TrainerClient, WeightSyncClient)}
 
 
 @click.command()
@@ -45,7 +48,10 @@ def call(
         raise click.UsageError(f"{SERVICES[service].full_name} has no {method}; it has: {', '.join(offered)}")
     run(
         _call(
-            offered[method], the_address(folder, service, address), list(_parsed(offered[method], requests)), deadline_s
+            offered[method],
+            the_address(folder, service, address),
+            list(_parsed(offered[method], requests)),
+            options_for(folder, unary_deadline_s=deadline_s),
         )
     )
 
@@ -60,15 +66,21 @@ def _parsed(method: MethodDescriptor, requests: tuple[str, ...]) -> Iterator[Mes
             raise click.UsageError(f"not a {method.input_type.name}: {error}") from error
 
 
-async def _call(method: MethodDescriptor, address: str, requests: list[Message], deadline_s: float) -> None:
+async def _call(method: MethodDescriptor, address: str, requests: list[Message], options: ChannelOptions) -> None:
     if not method.client_streaming and len(requests) != 1:
         raise click.UsageError(f"{method.name} takes one request, got {len(requests)}")
-    async with INSECURE.open_channel(address, []) as channel:
+    credentials, deadline_s = options.credentials or default_credentials(), options.unary_deadline_s
+    role = CLIENTS[method.containing_service.full_name].server_role
+    async with credentials.open_channel(address, [], role) as channel:
         path = f"/{method.containing_service.full_name}/{method.name}"
         answer = message_factory.GetMessageClass(method.output_type)
         kind = f"{'stream' if method.client_streaming else 'unary'}_{'stream' if method.server_streaming else 'unary'}"
         stub = getattr(channel, kind)(path, _serialized, answer.FromString)
-        pending = stub(_each(requests) if method.client_streaming else requests[0], timeout=deadline_s)
+        pending = stub(
+            _each(requests) if method.client_streaming else requests[0],
+            timeout=deadline_s,
+            metadata=credentials.metadata(),
+        )
         try:
             if not method.server_streaming:
                 _print(await pending)

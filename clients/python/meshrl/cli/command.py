@@ -6,11 +6,14 @@ import asyncio
 import json
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from meshrl.cli.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from meshrl.client.channel import ChannelOptions
 
 _T = TypeVar("_T")
 _Command = Callable[..., Any]
@@ -65,6 +68,18 @@ def the_address(folder: RunFolder, service: str, address: str | None) -> str:
             " --address"
         )
     return found[0]
+
+
+def options_for(folder: RunFolder, **changes: Any) -> ChannelOptions:
+    """How to call the services of a run, with its credentials, where it has any. Raises CliError for unusable ones."""
+    from meshrl.client.channel import ChannelOptions  # gRPC takes 0.1 s to import, which `--help` need not wait for
+    from meshrl.client.credentials import CredentialError
+
+    try:
+        credentials = folder.credentials()
+    except CredentialError as error:
+        raise CliError(str(error)) from error
+    return ChannelOptions(**{"unary_deadline_s": CALL_DEADLINE_S, "credentials": credentials, **changes})
 
 
 def run(work: Coroutine[Any, Any, _T]) -> _T:

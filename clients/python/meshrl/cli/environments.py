@@ -9,10 +9,10 @@ from dataclasses import asdict
 import click
 
 from meshrl.cli.command import (
-    CALL_DEADLINE_S,
     address_option,
     folder_option,
     json_option,
+    options_for,
     print_json,
     print_table,
     run,
@@ -23,9 +23,9 @@ from meshrl.client import ChannelOptions, RolloutClient
 from meshrl.wire.types import EnvironmentInfo
 
 
-async def _hosted(addresses: Sequence[str]) -> list[tuple[str, EnvironmentInfo]]:
+async def _hosted(addresses: Sequence[str], options: ChannelOptions) -> list[tuple[str, EnvironmentInfo]]:
     async def of(address: str) -> list[tuple[str, EnvironmentInfo]]:
-        async with RolloutClient(address, ChannelOptions(unary_deadline_s=CALL_DEADLINE_S)) as client:
+        async with RolloutClient(address, options) as client:
             return [(address, environment) for environment in await client.list_environments()]
 
     return [row for rows in await asyncio.gather(*map(of, addresses)) for row in rows]
@@ -38,7 +38,7 @@ async def _hosted(addresses: Sequence[str]) -> list[tuple[str, EnvironmentInfo]]
 def envs(folder: RunFolder, address: str | None, as_json: bool) -> None:
     """List the environments that rollout services host, with their tasks."""
     first = the_address(folder, "rollout", address)
-    hosted = run(_hosted((first,) if address else folder.addresses("rollout")))
+    hosted = run(_hosted((first,) if address else folder.addresses("rollout"), options_for(folder)))
     if as_json:
         print_json([{"address": where, **asdict(environment)} for where, environment in hosted])
         return

@@ -15,9 +15,12 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "conformance": ("conformance.command", "Check a server, in any language, against the contract."),
     "doctor": ("doctor", "Examine this machine and the run for what commonly goes wrong."),
     "envs": ("environments", "List the environments that rollout services host."),
+    "join": ("members", "Join a run on another host, by a token."),
     "logs": ("logs", "Print the logs of all programs together, and follow them."),
     "rollouts": ("rollouts", "Look up rollouts, and read the best and the worst of a step."),
+    "run": ("members", "Make the authority of a run."),
     "status": ("status", "Show every service, its version, and how far behind it is."),
+    "token": ("members", "Make and revoke the tokens by which hosts join a run."),
     "trace": ("traces", "Show a step, the slowest spans, or export all for Perfetto."),
     "trainer": ("trainer", "Save a checkpoint now; drain the trainer."),
     "ui": ("ui.command", "Show runs in a browser: now, rollouts, timeline, versions, ledger."),
@@ -39,7 +42,7 @@ class LazyCommands(click.Group):
         if cmd_name not in COMMANDS:
             return None
         module = importlib.import_module(f"meshrl.cli.{COMMANDS[cmd_name][0]}")
-        command: click.Command = getattr(module, cmd_name)
+        command: click.Command = getattr(module, "run_group" if cmd_name == "run" else cmd_name)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

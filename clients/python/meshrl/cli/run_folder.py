@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import sqlite3
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import zstandard
+
+if TYPE_CHECKING:
+    from meshrl.client.credentials import Credentials
 
 _TAIL_BYTES = 2**20
 _ANY_HOST = ("", "0.0.0.0", "::", "[::]")  # names what a server bound to; nothing is bound here
@@ -41,6 +45,18 @@ class RunFolder:
             return ()
         host = "127.0.0.1" if server["host"] in _ANY_HOST else server["host"]
         return (f"{host}:{server['port']}",)
+
+    def credentials(self) -> Credentials | None:
+        """How the run's services know an operator; None where the environment says it, or the folder has nothing."""
+        from meshrl.client.credentials import PREFIX, CredentialFiles, credentials_of  # gRPC takes 0.1 s to import
+
+        folder = self.path / "credentials"
+        if any(variable.startswith(PREFIX) and value for variable, value in os.environ.items()):
+            return None
+        if os.access(folder / "ca.key", os.R_OK):  # Path.exists raises in another user's folder
+            return _operator(folder)
+        token = folder / "operator.token"
+        return credentials_of(CredentialFiles(token=token)) if os.access(token, os.R_OK) else None
 
     def last_step(self) -> Mapping[str, Any] | None:
         """The record of the step that metrics.jsonl ends with, None where there is none yet.
@@ -120,3 +136,18 @@ class RunFolder:
                         for scope in resource["scopeSpans"]:
                             for span in scope["spans"]:
                                 yield path.name.partition(".")[0], span
+
+
+def _operator(folder: Path) -> Credentials:
+    """Credentials of an operator, by the run's authority in `folder`. Raises CredentialError."""
+    from meshrl.client.authority import Authority, AuthorityError, renew_in_s  # gRPC takes 0.1 s to import
+    from meshrl.client.credentials import CredentialError, CredentialFiles, credentials_of
+    from meshrl.client.trust import Role
+
+    own = folder / "operator-meshrl"
+    try:
+        if not (own / "cert.pem").exists() or renew_in_s(own / "cert.pem") <= 0.0:
+            Authority(folder).issue(own, Role.OPERATOR, "meshrl")
+        return credentials_of(CredentialFiles.of_folder(own))
+    except (AuthorityError, OSError, sqlite3.Error) as error:
+        raise CredentialError(f"the run's authority in {folder} cannot be used: {error}") from error

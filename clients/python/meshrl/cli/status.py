@@ -18,6 +18,7 @@ import click
 from meshrl.cli.command import ago, folder_option, json_option, print_json, print_table, run
 from meshrl.cli.run_folder import RunFolder
 from meshrl.client import ChannelOptions, RolloutClient, TrainerClient, WeightSyncClient
+from meshrl.client.credentials import CredentialError
 from meshrl.wire.errors import MeshError
 from meshrl.wire.program_state import ProgramState, read_states, run_line
 from meshrl.wire.types import AgentState
@@ -68,7 +69,7 @@ class RunStatus:
 async def read_status(folder: RunFolder) -> RunStatus:
     """Asks every service that the folder names. Raises nothing: what does not answer is said in its row."""
     asked: list[Awaitable[list[ServiceRow]]] = [
-        _ask(service, address, ask)
+        _ask(folder, service, address, ask)
         for service, ask in (("rollout", _rollout), ("trainer", _trainer), ("weights", _weights))
         for address in folder.addresses(service)
     ]
@@ -92,15 +93,17 @@ async def read_status(folder: RunFolder) -> RunStatus:
 
 
 async def _ask(
-    service: str, address: str, ask: Callable[[str, ChannelOptions], Awaitable[list[ServiceRow]]]
+    folder: RunFolder, service: str, address: str, ask: Callable[[str, ChannelOptions], Awaitable[list[ServiceRow]]]
 ) -> list[ServiceRow]:
-    options = ChannelOptions(unary_deadline_s=ANSWER_S, retry_attempts=2)
     try:
+        options = ChannelOptions(unary_deadline_s=ANSWER_S, retry_attempts=2, credentials=folder.credentials())
         return await ask(address, options)
     except MeshError as error:
         # gRPC names the address again, and each of its attempts; the cause comes last.
         detail = error.message.rpartition("last error: ")[2].rpartition("connect to remote host: ")[2]
         return [ServiceRow(service=service, address=address, state="not answering", detail=detail)]
+    except CredentialError as error:
+        return [ServiceRow(service=service, address=address, state="not asked", detail=str(error))]
 
 
 async def _rollout(address: str, options: ChannelOptions) -> list[ServiceRow]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from meshrl.cli.command import address_option, folder_option, json_option, print_json, run, the_address
+from meshrl.cli.command import address_option, folder_option, json_option, options_for, print_json, run, the_address
 from meshrl.cli.run_folder import RunFolder
 from meshrl.client import TrainerClient
 
@@ -24,7 +24,7 @@ def checkpoint(folder: RunFolder, address: str | None, run_id: str, weights_only
     """Save a checkpoint now, between two steps, and say where it is."""
 
     async def save() -> tuple[int, str]:
-        async with TrainerClient(the_address(folder, "trainer", address)) as client:
+        async with TrainerClient(the_address(folder, "trainer", address), options_for(folder)) as client:
             return await client.save_checkpoint(run_id, weights_only)
 
     step, path = run(save())
@@ -48,7 +48,7 @@ def drain(folder: RunFolder, address: str | None, deadline_s: float, yes: bool, 
         click.confirm(f"the trainer at {where} will take no more batches, and its run ends; go on?", abort=True)
 
     async def finish() -> int:
-        async with TrainerClient(where) as client:
+        async with TrainerClient(where, options_for(folder)) as client:
             return await client.drain(deadline_s)
 
     step = run(finish())

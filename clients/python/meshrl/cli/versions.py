@@ -14,6 +14,7 @@ from meshrl.cli.command import (
     ago,
     folder_option,
     json_option,
+    options_for,
     print_json,
     print_table,
     run,
@@ -27,10 +28,10 @@ QUIET_S = 0.5
 """The hub's watch sends what has been at once; when nothing came for this long, all of it has come."""
 
 
-async def _versions(address: str, run_id: str) -> list[VersionInfo]:
+async def _versions(address: str, run_id: str, options: ChannelOptions) -> list[VersionInfo]:
     """The last event of each version. The hub keeps those that may still be served or fetched."""
     newest: dict[tuple[str, int, int], VersionInfo] = {}
-    async with WeightSyncClient(address, ChannelOptions(reconnect_s=0.0)) as client:
+    async with WeightSyncClient(address, options) as client:
         await client.wait_until_serving(CALL_DEADLINE_S)
         async with aclosing(client.watch_versions(run_id)) as events:
             with suppress(TimeoutError, StopAsyncIteration):  # no more of them
@@ -40,8 +41,8 @@ async def _versions(address: str, run_id: str) -> list[VersionInfo]:
     return sorted(newest.values(), key=lambda version: (version.run_id, version.epoch, version.version))
 
 
-async def _engines(address: str, pool: str) -> tuple[EngineInfo, ...]:
-    async with WeightSyncClient(address, ChannelOptions(unary_deadline_s=CALL_DEADLINE_S)) as client:
+async def _engines(address: str, pool: str, options: ChannelOptions) -> tuple[EngineInfo, ...]:
+    async with WeightSyncClient(address, options) as client:
         return await client.list_engines(pool)
 
 
@@ -57,7 +58,7 @@ def weights() -> None:
 @json_option
 def list_versions(folder: RunFolder, address: str | None, run_id: str, as_json: bool) -> None:
     """List the versions that the hub remembers, oldest first."""
-    found = run(_versions(the_address(folder, "weights", address), run_id))
+    found = run(_versions(the_address(folder, "weights", address), run_id, options_for(folder, reconnect_s=0.0)))
     if as_json:
         print_json(
             [
@@ -81,7 +82,7 @@ def list_versions(folder: RunFolder, address: str | None, run_id: str, as_json: 
 @json_option
 def engines(folder: RunFolder, address: str | None, pool: str, as_json: bool) -> None:
     """List the engines that have registered at the hub, with the version that each serves."""
-    found = run(_engines(the_address(folder, "weights", address), pool))
+    found = run(_engines(the_address(folder, "weights", address), pool, options_for(folder)))
     if as_json:
         print_json([{**asdict(engine), "state": engine.state.value} for engine in found])
         return

@@ -1,0 +1,117 @@
+"""`meshrl run init`, `meshrl token` and `meshrl join`: who belongs to a run whose hosts share nothing but a network."""
+
+from __future__ import annotations
+
+import re
+import socket
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import click
+
+from meshrl.cli import command
+from meshrl.cli.command import CliError, folder_option
+from meshrl.cli.run_folder import RunFolder
+from meshrl.client.authority import Authority, AuthorityError, own_hosts
+from meshrl.client.credentials import TRUST_FILE
+from meshrl.client.enrollment import join as join_run
+from meshrl.client.trust import Role, TrustFile
+
+_UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_T = TypeVar("_T")
+
+
+class _Duration(click.ParamType[float]):
+    """Seconds from text such as 30m, 1h or 7d."""
+
+    name = "duration"
+
+    def convert(self, value: object, param: click.Parameter | None, context: click.Context | None) -> float:
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", str(value))
+        if found is None:
+            self.fail(f"{value!r} is no duration; write it as 30m, 1h or 7d", param, context)
+        return float(found[1]) * _UNITS_S[found[2]]
+
+
+@click.group(name="run")
+def run_group() -> None:
+    """Make a run's authority."""
+
+
+@run_group.command()
+@folder_option
+@click.option("--run-id", default="main", show_default=True, help="The run's name, which its certificates carry.")
+def init(folder: RunFolder, run_id: str) -> None:
+    """Make the authority of a run, in OUTPUT_DIR/credentials: its programs then know each other by certificates."""
+    authority = _doing(lambda: Authority.create(folder.path / "credentials", run_id))
+    click.echo(f"the authority of the run {run_id!r} is in {authority.folder}; keep its ca.key to yourself")
+    click.echo(f"its key's hash: {authority.fingerprint}")
+
+
+@click.group()
+def token() -> None:
+    """Make and revoke the tokens by which hosts join a run, or show who they are."""
+
+
+@token.command()
+@folder_option
+@click.option("--role", type=click.Choice([role.value for role in Role]), required=True, help="What it is good for.")
+@click.option("--ttl", type=_Duration(), default="1h", show_default=True, help="How long: 30m, 1h, 7d.")
+def create(folder: RunFolder, role: str, ttl: float) -> None:
+    """Make a token, ID.SECRET, and print it with the hash of the authority's key. It is not shown again."""
+
+    place = folder.path / "credentials"
+
+    def make() -> tuple[str, str]:
+        ca_hash = Authority(place).fingerprint if (place / "ca.key").exists() else ""
+        return TrustFile(place / TRUST_FILE).add_token(Role(role), ttl), ca_hash
+
+    made, ca_hash = _doing(make)
+    click.echo(f"token    {made}")
+    if ca_hash:  # of a run without an authority, a token only shows who calls
+        click.echo(f"ca-hash  {ca_hash}")
+
+
+@token.command()
+@folder_option
+@click.argument("what", metavar="ID|ROLE/NAME")
+def revoke(folder: RunFolder, what: str) -> None:
+    """Revoke a token, and everybody who came by it, or one member. The services end its calls within seconds."""
+    revoked = _doing(lambda: TrustFile(folder.path / "credentials" / TRUST_FILE).revoke(what))
+    if not revoked:
+        raise CliError(f"the run has no token or member {what!r}; a token is named by what comes before its dot")
+    click.echo(f"revoked: {', '.join(revoked)}")
+
+
+@click.command()
+@click.argument("address", metavar="HOST:PORT")
+@click.option("--token", "shown", envvar="MESHRL_JOIN_TOKEN", required=True,
+              help="The token, ID.SECRET; MESHRL_JOIN_TOKEN keeps it out of the list of processes.")  # fmt: skip
+@click.option("--ca-hash", required=True, help="sha256:HEX, as it came with the token.")
+@click.option("--folder", "place", type=click.Path(file_okay=False, path_type=Path), default="credentials",
+              show_default=True, help="Where to put the credentials.")  # fmt: skip
+@click.option("--name", default=None, help="What this member is called; left out, as its host.")
+@click.option("--host", "hosts", multiple=True, help="A name or address by which others reach it over HTTPS.")
+def join(address: str, shown: str, ca_hash: str, place: Path, name: str | None, hosts: tuple[str, ...]) -> None:
+    """Join the run whose hub lets hosts in at HOST:PORT: get a certificate for a day, which programs then renew."""
+    called = name or re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname())[:63]
+    try:
+        run_id, role = command.run(
+            join_run(place, address, token=shown, ca_hash=ca_hash, name=called, hosts=[*own_hosts(), *hosts])
+        )
+    except (ValueError, OSError, sqlite3.Error) as error:
+        raise CliError(str(error)) from error
+    click.echo(f"{role}/{called} has joined the run {run_id!r}; start its program with --tls.folder {place}")
+
+
+def _doing(work: Callable[[], _T]) -> _T:
+    try:
+        return work()
+    except (AuthorityError, ValueError) as error:
+        raise CliError(str(error)) from error
+    except (OSError, sqlite3.Error) as error:
+        raise CliError(
+            f"the run's credentials cannot be used ({error}); name its folder with -o, as its owner"
+        ) from error
