@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import re
+import stat
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -23,7 +27,11 @@ import pytest
 from grpc_fuzz import CallGenerator, Method, Outcomes, call, methods_of
 from http_fuzz import HttpOutcomes, RequestGenerator, send
 from mesh_run import PROGRAMS, Run, check_kill
-from meshrl.client import TrainerClient, WeightSyncClient
+from meshrl.client import ChannelOptions, RolloutClient, TrainerClient, WeightSyncClient
+from meshrl.client.credentials import INSECURE, bearer
+from meshrl.client.trust import Role
+from meshrl.core.rpc.roles import ROLES_OF
+from meshrl.wire.errors import MeshError, Reason
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(420)]
 
@@ -71,10 +79,10 @@ DESTRUCTIVE: Mapping[str, Callable[[Any], None] | None] = {
 
 async def known_values(run: Run) -> Mapping[str, Sequence[Any]]:
     """Values of the live run by the names of the fields that take them, so that some calls get past the door."""
-    async with WeightSyncClient(f"127.0.0.1:{run.port('weights')}") as hub:
+    async with WeightSyncClient(f"127.0.0.1:{run.port('weights')}", run.options()) as hub:
         manifest, artifact_id = await hub.get_manifest()
         engines = await hub.list_engines()
-    async with TrainerClient(f"127.0.0.1:{run.port('trainer')}") as trainer:
+    async with TrainerClient(f"127.0.0.1:{run.port('trainer')}", run.options()) as trainer:
         info = (await trainer.get_trainer()).runs[0]
     return {
         "run_id": ["", info.run_id],
@@ -115,6 +123,7 @@ async def fuzz_grpc(run: Run, seed: int) -> Outcomes:
     """Makes GRPC_CALLS calls over all methods of all servers in turn."""
     outcomes = Outcomes()
     generator = CallGenerator(seed, await known_values(run))
+    tokens = {role: run.secret(f"{role}.token") for role in Role}
     async with AsyncExitStack() as stack:
         methods: dict[str, tuple[grpc.aio.Channel, Method]] = {}
         for program in ("rollout", "trainer", "weights"):
@@ -134,7 +143,9 @@ async def fuzz_grpc(run: Run, seed: int) -> Outcomes:
                 sent = generator.messages(method, DESTRUCTIVE)
                 is_stream = method.descriptor.server_streaming
                 deadline_s = STREAM_DEADLINE_S if is_stream else CALL_DEADLINE_S
-                outcomes.record(method, sent, await call(channel, method, sent, deadline_s))
+                may = min(ROLES_OF.get(method.full_name, {Role.OPERATOR}))
+                shown = bearer(tokens[may])
+                outcomes.record(method, sent, await call(channel, method, sent, deadline_s, shown))
 
         async with asyncio.TaskGroup() as tasks:
             for _ in range(AT_ONCE):
@@ -147,7 +158,7 @@ async def fuzz_grpc(run: Run, seed: int) -> Outcomes:
 async def fuzz_http(run: Run, seed: int) -> HttpOutcomes:
     """Makes HTTP_REQUESTS requests over all routes of the engine in turn."""
     outcomes = HttpOutcomes()
-    generator = RequestGenerator(random.Random(seed))
+    generator = RequestGenerator(random.Random(seed), run.secret("engine.key"))
     left = iter(range(HTTP_REQUESTS))
 
     async def caller() -> None:
@@ -193,8 +204,8 @@ def test_a_run_trains_on_under_calls_that_make_no_sense(live_run: Run) -> None:
     assert "Traceback" not in run.console.read_text()
 
 
-def buf_call(address: str, method: str, body: dict[str, Any]) -> dict[str, Any]:
-    """One call by `buf curl`, with nothing but the server's reflection to go by."""
+def buf_call(run: Run, address: str, method: str, body: dict[str, Any]) -> dict[str, Any]:
+    """One call by `buf curl`, with nothing but the server's reflection and an operator's token to go by."""
     done = subprocess.run(
         [
             BUF,
@@ -202,6 +213,8 @@ def buf_call(address: str, method: str, body: dict[str, Any]) -> dict[str, Any]:
             "--http2-prior-knowledge",
             "--protocol",
             "grpc",
+            "--header",
+            f"authorization: Bearer {run.secret('operator.token')}",
             "-d",
             json.dumps(body),
             f"http://{address}/{method}",
@@ -236,19 +249,76 @@ def test_any_grpc_tool_lists_and_calls_the_services_of_a_live_run(live_run: Run)
             check=True,
         ).stdout.split()
         assert {f"meshrl.v1.{service}", "grpc.health.v1.Health"} <= set(listed)
-        health = buf_call(addresses[program], "grpc.health.v1.Health/Check", {"service": f"meshrl.v1.{service}"})
+        health = buf_call(run, addresses[program], "grpc.health.v1.Health/Check", {"service": f"meshrl.v1.{service}"})
         assert health["status"] == "SERVING"
 
     environments = buf_call(
-        addresses["rollout"], "meshrl.v1.RolloutService/ListEnvironments", {"contractVersion": "1.0"}
+        run, addresses["rollout"], "meshrl.v1.RolloutService/ListEnvironments", {"contractVersion": "1.0"}
     )
     assert environments["environments"][0]["name"] == "reverse_text"
-    trainer = buf_call(addresses["trainer"], "meshrl.v1.TrainerService/GetTrainer", {"contractVersion": "1.0"})
+    trainer = buf_call(run, addresses["trainer"], "meshrl.v1.TrainerService/GetTrainer", {"contractVersion": "1.0"})
     assert trainer["runs"][0]["runId"] == "main"
     assert int(trainer["runs"][0]["step"]) >= 1
-    engines = buf_call(addresses["weights"], "meshrl.v1.WeightSync/ListEngines", {})
+    engines = buf_call(run, addresses["weights"], "meshrl.v1.WeightSync/ListEngines", {})
     assert engines["engines"][0]["routable"] is True
     assert engines["engines"][0]["state"].startswith("AGENT_STATE_")
+
+
+def engine_status(run: Run, path: str, body: dict[str, Any]) -> int:
+    """The HTTP status of a POST to the run's engine by somebody without its key."""
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{run.port('inference')}{path}",
+        data=json.dumps(body).encode(),
+        headers={"Content-Type": "application/json"},
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=30.0) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        error.close()
+        return error.code
+
+
+async def refusals(run: Run) -> dict[str, Reason]:
+    """What somebody is told who can reach the ports of a run but not read its files."""
+    options = ChannelOptions(credentials=INSECURE)
+    found = {}
+    async with AsyncExitStack() as stack:
+        trainer = await stack.enter_async_context(TrainerClient(f"127.0.0.1:{run.port('trainer')}", options))
+        hub = await stack.enter_async_context(WeightSyncClient(f"127.0.0.1:{run.port('weights')}", options))
+        rollout = await stack.enter_async_context(RolloutClient(f"127.0.0.1:{run.port('rollout')}", options))
+        for name, attempt in {
+            "Drain": trainer.drain(10.0),
+            "ActivateVersion": hub.activate_version(run_id="main", version=1, prepare_deadline_s=1.0),
+            "CancelRollouts": rollout.cancel_rollouts(()),
+            "GetTrainer": trainer.get_trainer(),
+            "ListEngines": hub.list_engines(),
+        }.items():
+            with pytest.raises(MeshError) as refused:
+                await attempt
+            found[name] = refused.value.reason
+    return found
+
+
+def test_another_user_of_this_machine_can_neither_end_a_run_nor_change_it(live_run: Run) -> None:
+    run = live_run
+    assert set(asyncio.run(refusals(run)).values()) == {Reason.UNAUTHENTICATED}
+    for path in ("/update_weights", "/follow_hub", "/v1/completions"):
+        assert engine_status(run, path, {"port": 1}) == 401, path
+    folder = run.output_dir / "credentials"
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (folder, *folder.iterdir())}
+    assert modes.pop("credentials") == 0o700
+    assert set(modes) >= {"operator.token", "engine.key", "trust.sqlite"}
+    assert set(modes.values()) == {0o600}
+    secrets = [run.secret("operator.token"), run.secret("engine.key")]
+    for path in [*(run.output_dir / "configs").iterdir(), *(run.output_dir / "logs").glob("*.log"), run.console]:
+        assert not any(secret in path.read_text() for secret in secrets), path
+    if os.getuid() == 0:  # only then can a test be somebody else
+        read = [sys.executable, "-c", f"open({str(folder / 'operator.token')!r})"]
+        other = subprocess.run(
+            read, user=65534, group=65534, extra_groups=[], capture_output=True, text=True, timeout=60
+        )
+        assert "PermissionError" in other.stderr
 
 
 def meshrl(run: Run, *arguments: str) -> Any:

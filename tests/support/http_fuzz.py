@@ -77,8 +77,9 @@ class HttpOutcomes:
 class RequestGenerator:
     """Makes up requests; every route of the engine is asked as often as any other."""
 
-    def __init__(self, source: random.Random) -> None:
+    def __init__(self, source: random.Random, api_key: str = "") -> None:
         self._random = source
+        self._key = f"Authorization: Bearer {api_key}\r\n" if api_key else ""
         self._paths = (*GENERATING * 3, *sorted(ADMIN_PATHS), *READ_ONLY, *UNKNOWN[:2])
 
     def request(self, number: int) -> Request:
@@ -107,6 +108,7 @@ class RequestGenerator:
             weights=(8, 1, 1, 1, 1),
         )[0]
         head = f"{method} {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\nContent-Length: {len(body)}\r\n"
+        head += self._key
         if kind:
             head += f"Content-Type: {kind}\r\n"
         if self._random.random() < 0.1:

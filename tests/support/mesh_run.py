@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from meshrl.client import ChannelOptions
+from meshrl.client.credentials import TokenCredentials
+
 PROGRAMS = ("rollout", "trainer", "weights", "inference", "orchestrator")
 READY_S = 240.0
 RUN_TOML = """
@@ -72,6 +75,14 @@ class Run:
     def port(self, program: str) -> int:
         config = (self.output_dir / "configs" / f"{program}.toml").read_text()
         return int(re.findall(r"^port = (\d+)", config, re.MULTILINE)[-1])
+
+    def secret(self, name: str) -> str:
+        """A file of the run's credentials: `engine.key`, or `ROLE.token`."""
+        return (self.output_dir / "credentials" / name).read_text().strip()
+
+    def options(self, role: str = "operator") -> ChannelOptions:
+        """How a client calls the services of this run."""
+        return ChannelOptions(credentials=TokenCredentials(self.secret(f"{role}.token")))
 
     def wait_for(self, what: Callable[[], object], deadline_s: float = READY_S) -> None:
         """Until `what()` is true; fails with the logs when the run ends first or the deadline passes."""

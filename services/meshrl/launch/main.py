@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from loguru import logger
@@ -22,6 +22,7 @@ from meshrl.core.telemetry.logs import setup_logging
 from meshrl.inference.config import InferenceConfig
 from meshrl.launch.compose import Part, compose
 from meshrl.launch.config import RLConfig
+from meshrl.launch.credentials import credentials_for, with_engine_key
 from meshrl.launch.gpus import VARIABLE, visible
 from meshrl.launch.lock import FolderInUseError, FolderLock
 from meshrl.launch.nodes.job import NodeLostError, NodePorts, hand_over, look_at, nodes_of_job
@@ -86,8 +87,10 @@ def write_configs(config: RLConfig, parts: Sequence[Part]) -> None:
         ) from error
 
 
-def programs(parts: Sequence[Part], layout: Layout) -> list[Program]:
-    """What to start: each part as a process that reads its own configuration file.
+def programs(
+    parts: Sequence[Part], layout: Layout, credentials: Mapping[str, Mapping[str, str]] | None = None
+) -> list[Program]:
+    """What to start: each part as a process that reads its own configuration file, with its credentials' variables.
 
     A trainer that is started again goes on from the newest checkpoint that this run has written.
     """
@@ -108,6 +111,7 @@ def programs(parts: Sequence[Part], layout: Layout) -> list[Program]:
             log=layout.log(part.name),
             environ={
                 **part.environ,
+                **(credentials or {}).get(part.name, {}),
                 SECTION: part.name.partition("_")[0],  # engines beyond the first are inference_2 and so on
             },
             end_stage=part.end_stage,
@@ -147,10 +151,11 @@ def _launch(config: RLConfig, free_ports: FreePorts) -> int:
             if config.deployment.type == "multi_node":
                 nodes, ports = look_at(nodes_of_job(os.environ, config.deployment.nodes), layout)
                 config, spread = spread_over(config, nodes)
-            parts, findings = checked(config, ports, spread=spread)
+            keyed = with_engine_key(config, os.environ)
+            parts, findings = checked(keyed, ports, spread=spread)
             write_configs(config, parts)
             if not config.dry_run:
-                started = programs(parts, layout)
+                started = programs(parts, layout, credentials_for(keyed, parts, os.environ))
                 if spread is not None:
                     hand_over(nodes[1:], [layout.config(part.name) for part in parts])
                     link_logs(layout)
