@@ -1,9 +1,13 @@
 """Dashboards and alert rules ask only for metrics that the programs offer."""
 
 import json
+import os
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
+import pytest
 import yaml
 from prometheus_client import CollectorRegistry
 
@@ -15,6 +19,7 @@ from meshrl.inference.engine import EngineStats
 from meshrl.inference.http.metrics import EngineMetrics
 
 FOLDER = Path(__file__).parents[3] / "deploy" / "observability"
+RULES_TESTS = FOLDER / "prometheus" / "rules_tests"
 
 
 def offered() -> set[str]:
@@ -48,3 +53,23 @@ def test_the_files_of_the_stack_name_each_other() -> None:
     tempo = yaml.safe_load((FOLDER / "tempo.yaml").read_text())
     takes = tempo["distributor"]["receivers"]["otlp"]["protocols"]["grpc"]["endpoint"]
     assert collector["exporters"]["otlp/tempo"]["endpoint"] == takes
+
+
+def test_each_alert_rule_has_a_file_of_cases_in_which_it_fires_and_does_not() -> None:
+    rules = yaml.safe_load((FOLDER / "prometheus" / "rules.yaml").read_text())["groups"]
+    alerts = {rule["alert"] for group in rules for rule in group["rules"]}
+    files = {path.stem: yaml.safe_load(path.read_text())["tests"] for path in RULES_TESTS.glob("*.yaml")}
+    assert files.keys() == alerts
+    for alert, cases in files.items():
+        checks = [check for case in cases for check in case["alert_rule_test"]]
+        assert {check["alertname"] for check in checks} == {alert}
+        assert {bool(check.get("exp_alerts")) for check in checks} == {True, False}
+
+
+def test_the_cases_of_the_alert_rules_hold_under_promtool() -> None:
+    promtool = shutil.which("promtool") or os.environ.get("PROMTOOL")
+    if promtool is None:
+        pytest.skip("no promtool here: apt-get install prometheus, or name one in PROMTOOL")
+    command = [promtool, "test", "rules", *map(str, sorted(RULES_TESTS.glob("*.yaml")))]
+    tested = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert tested.returncode == 0, tested.stdout + tested.stderr
