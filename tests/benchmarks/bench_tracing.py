@@ -102,7 +102,7 @@ def read(python: Path, url: str) -> list[Span]:
 
 
 def table(report: TraceReport, run: Path) -> None:
-    size = sum(path.stat().st_size for path in (run / "traces").glob("*.jsonl"))
+    size = sum(path.stat().st_size for path in (run / "traces").iterdir())
     print("| | |\n|---|---|")
     print(f"| spans that MLflow has | {sum(report.spans.values())} |")
     print(f"| rollouts that the ledger calls trained | {report.ledger_rollouts} |")

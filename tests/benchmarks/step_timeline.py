@@ -12,11 +12,12 @@ the end of the step before. Lanes go by their programs' clocks: on several machi
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from meshrl.wire.trace_file import read_lines, spans_of, trace_files
 
 Interval = tuple[float, float]  # seconds
 
@@ -58,15 +59,8 @@ class Gap:
 def read_spans(folder: Path) -> list[Span]:
     """Every span in a run's traces; a line that a crash cut off is left out."""
     spans: list[Span] = []
-    for path in sorted((folder / "traces").glob("*.jsonl")):
-        for line in path.read_text().splitlines():
-            try:
-                request = json.loads(line)
-            except ValueError:
-                continue
-            for resource in request.get("resourceSpans", ()):
-                for scope in resource.get("scopeSpans", ()):
-                    spans += map(_span, scope.get("spans", ()))
+    for path in trace_files(folder / "traces"):
+        spans += map(_span, spans_of(read_lines(path)[0]))
     return spans
 
 

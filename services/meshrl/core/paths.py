@@ -68,7 +68,7 @@ class Layout:
 
     def trace(self, service: str) -> Path:
         """The spans of one service."""
-        return self.traces / f"{service}.jsonl"
+        return self.traces / f"{service}.jsonl.zst"
 
     @property
     def rollouts(self) -> Path:

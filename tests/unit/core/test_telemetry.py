@@ -2,16 +2,19 @@
 
 import json
 import threading
+from base64 import b64decode
 
 import pytest
+import zstandard
 from google.protobuf import json_format
 from loguru import logger
 from opentelemetry import trace
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from meshrl.core.telemetry import tracing as telemetry
-from meshrl.core.telemetry.otlp_file import JsonLinesSpanExporter
+from meshrl.core.telemetry.otlp_file import JsonLinesSpanExporter, export_request
 from meshrl.core.telemetry.tracing import ROLLOUT_SPAN, TRAIN_SPAN, Tracing, build_provider, traceparent_of
+from meshrl.wire.trace_file import read_lines
 from small_disk import fill, mounted
 
 REMOTE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -20,13 +23,13 @@ REMOTE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 @pytest.fixture
 def traced(tmp_path):
     """A tracer that writes to a file, and a function that closes it and reads the spans back."""
-    path = tmp_path / "traces" / "trainer.jsonl"
+    path = tmp_path / "traces" / "trainer.jsonl.zst"
     provider = build_provider("trainer", [JsonLinesSpanExporter(path)])
     tracing = Tracing(provider.get_tracer("meshrl"), provider)
 
     def read():
         tracing.close()
-        requests = [json.loads(line) for line in path.read_text().splitlines()]
+        requests = [json.loads(line) for line in read_lines(path)[0]]
         groups = [scope for request in requests for scope in request["resourceSpans"][0]["scopeSpans"]]
         return requests, {span["name"]: span for group in groups for span in group["spans"]}
 
@@ -92,7 +95,7 @@ def test_the_text_of_a_span_is_its_identity(traced):
 def test_the_latest_spans_are_kept_within_a_bound_over_restarts_too_and_what_goes_is_said(tmp_path):
     said = []
     sink = logger.add(said.append, level="INFO", format="{message}")
-    path, most = tmp_path / "rollout.jsonl", 20_000
+    path, most = tmp_path / "rollout.jsonl.zst", 20_000
     for process in range(3):
         provider = build_provider("rollout", [JsonLinesSpanExporter(path, most)])
         tracer = provider.get_tracer("meshrl")
@@ -102,31 +105,31 @@ def test_the_latest_spans_are_kept_within_a_bound_over_restarts_too_and_what_goe
             assert sum(file.stat().st_size for file in tmp_path.iterdir()) <= most
         provider.shutdown()
     logger.remove(sink)
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["rollout.1.jsonl", "rollout.jsonl"]
-    lines = (tmp_path / "rollout.1.jsonl").read_text().splitlines() + path.read_text().splitlines()
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["rollout.1.jsonl.zst", "rollout.jsonl.zst"]
+    lines = read_lines(tmp_path / "rollout.1.jsonl.zst")[0] + read_lines(path)[0]
     names = [json.loads(line)["resourceSpans"][0]["scopeSpans"][0]["spans"][0]["name"] for line in lines]
     assert names == [f"span {number}" for number in range(120 - len(names), 120)]
     assert 10 < len(names) < 120
-    assert "rollout.1.jsonl and rollout.jsonl keep the latest" in said[0]
+    assert "rollout.1.jsonl.zst and rollout.jsonl.zst keep the latest" in said[0]
     assert "log.traces_max_mib" in said[0]
 
 
 def test_a_line_longer_than_the_bound_is_written_whole(tmp_path):
-    path = tmp_path / "trainer.jsonl"
+    path = tmp_path / "trainer.jsonl.zst"
     provider = build_provider("trainer", [JsonLinesSpanExporter(path, 100)])
     for name in ("first", "second", "third"):
         provider.get_tracer("meshrl").start_span(name).end()
         provider.force_flush()
     provider.shutdown()
-    assert '"third"' in path.read_text()
-    assert '"second"' in (tmp_path / "trainer.1.jsonl").read_text()
+    assert b'"third"' in read_lines(path)[0][0]
+    assert b'"second"' in read_lines(tmp_path / "trainer.1.jsonl.zst")[0][0]
 
 
 def test_a_disk_that_fails_loses_spans_and_not_the_program(tmp_path):
     (tmp_path / "file").write_text("")
     warnings = []
     sink = logger.add(lambda line: warnings.append(str(line)), level="WARNING")
-    exporter = JsonLinesSpanExporter(tmp_path / "file" / "x.jsonl")
+    exporter = JsonLinesSpanExporter(tmp_path / "file" / "x.jsonl.zst")
     assert exporter.export([]) is SpanExportResult.FAILURE
     logger.remove(sink)
     assert "could not be written" in warnings[0]
@@ -137,7 +140,7 @@ def test_a_full_disk_is_said_once_and_spans_are_written_again_when_there_is_room
     warnings = []
     sink = logger.add(lambda line: warnings.append(str(line)), level="WARNING")
     with mounted(tmp_path / "disk", mebibytes=1) as disk:
-        exporter = JsonLinesSpanExporter(disk / "x.jsonl")
+        exporter = JsonLinesSpanExporter(disk / "x.jsonl.zst")
         filler = fill(disk)
         assert [exporter.export([]) for _ in range(3)] == [SpanExportResult.FAILURE] * 3
         filler.unlink()
@@ -188,7 +191,7 @@ def test_a_collector_that_takes_nothing_does_not_hold_the_end_up(tmp_path, monke
             let_go.wait(60.0)
             return SpanExportResult.SUCCESS
 
-    path = tmp_path / "trainer.jsonl"
+    path = tmp_path / "trainer.jsonl.zst"
     provider = build_provider("trainer", [JsonLinesSpanExporter(path), Stuck()])
     tracing = Tracing(provider.get_tracer("meshrl"), provider)
     tracing.start_span(TRAIN_SPAN).end()
@@ -202,4 +205,51 @@ def test_a_collector_that_takes_nothing_does_not_hold_the_end_up(tmp_path, monke
         provider.shutdown()
     assert len(said) == 1
     assert said[0].startswith("the collector did not take the last spans within 0.2 s")
-    assert TRAIN_SPAN in path.read_text()
+    assert TRAIN_SPAN.encode() in read_lines(path)[0][0]
+
+
+def test_lines_say_what_opentelemetrys_own_encoder_says():
+    trace_service = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
+    encoder = pytest.importorskip("opentelemetry.exporter.otlp.proto.common.trace_encoder")
+    ended = []
+
+    class Keep(SpanExporter):
+        def export(self, spans):
+            ended.extend(spans)
+            return SpanExportResult.SUCCESS
+
+    provider = build_provider("trainer", [Keep()])
+    tracer = provider.get_tracer("meshrl")
+    with tracer.start_as_current_span(TRAIN_SPAN, links=telemetry.links_from([REMOTE])) as span:
+        span.set_attributes({"i": -(2**40), "f": 0.1, "nan": float("inf"), "t": True, "mixed": [1, 2], "e": ()})
+        span.add_event("queued", {"position": 1})
+        tracer.start_span("child", kind=trace.SpanKind.CLIENT).end()
+        span.set_status(trace.StatusCode.ERROR, "diverged")
+    provider.shutdown()
+    ours = json_format.ParseDict(export_request(ended), trace_service.ExportTraceServiceRequest())
+    theirs = encoder.encode_spans(ended)
+    for span in theirs.resource_spans[0].scope_spans[0].spans:  # whether a parent is remote is left out
+        span.flags = 0
+        if not span.status.code:
+            span.ClearField("status")
+        for link in span.links:
+            link.flags = 0
+        for name in ("trace_id", "span_id", "parent_span_id"):  # hexadecimal in JSON, which ParseDict takes for base64
+            setattr(span, name, b64decode(getattr(span, name).hex()))
+        for link in span.links:
+            link.trace_id, link.span_id = b64decode(link.trace_id.hex()), b64decode(link.span_id.hex())
+    assert ours == theirs
+
+
+def test_half_a_frame_is_left_for_later_and_a_damaged_one_left_out(tmp_path):
+    frames = [zstandard.ZstdCompressor().compress(f"line {number} {'x' * 9000}\n".encode()) for number in range(4)]
+    path = tmp_path / "trainer.jsonl.zst"
+    path.write_bytes(frames[0] + frames[1][:9])
+    lines, at = read_lines(path)
+    assert ([line[:6] for line in lines], at) == ([b"line 0"], len(frames[0]))
+    path.write_bytes(frames[0] + frames[1])
+    assert [line[:6] for line in read_lines(path, at)[0]] == [b"line 1"]
+    path.write_bytes(frames[0] + frames[1][:9] + frames[2] + frames[3])  # cut off by a crash, and written on
+    lines, at = read_lines(path)
+    assert [line[:6] for line in lines] == [b"line 0", b"line 2", b"line 3"]
+    assert at == path.stat().st_size

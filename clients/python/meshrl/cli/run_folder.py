@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import zstandard
 
+from meshrl.wire.trace_file import read_lines, spans_of, trace_files
+
 if TYPE_CHECKING:
     from meshrl.client.credentials import Credentials
 
@@ -125,17 +127,9 @@ class RunFolder:
 
     def spans(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
         """Each span of the run with the name of its program, in OTLP's JSON form; half-written lines are left out."""
-        for path in sorted((self.path / "traces").glob("*.jsonl")):
-            with path.open(encoding="utf-8") as file:
-                for line in file:
-                    try:
-                        exported = json.loads(line)
-                    except ValueError:  # being written
-                        continue
-                    for resource in exported["resourceSpans"]:
-                        for scope in resource["scopeSpans"]:
-                            for span in scope["spans"]:
-                                yield path.name.partition(".")[0], span
+        for path in trace_files(self.path / "traces"):
+            for span in spans_of(read_lines(path)[0]):
+                yield path.name.partition(".")[0], span
 
 
 def _operator(folder: Path) -> Credentials:

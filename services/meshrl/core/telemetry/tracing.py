@@ -16,12 +16,14 @@ from typing import Any
 
 from loguru import logger
 from opentelemetry import trace
+from opentelemetry.sdk.environment_variables import OTEL_BSP_MAX_QUEUE_SIZE
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import SpanLimits, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from prometheus_client import CollectorRegistry
 
+from meshrl.core.telemetry.collector import CollectorExporter
 from meshrl.core.telemetry.otlp_file import JsonLinesSpanExporter
 from meshrl.core.telemetry.waits import Waits
 from meshrl.wire.trace import context_from, current_traceparent, format_traceparent, link_from, links_from
@@ -40,6 +42,10 @@ SYNC_PAUSE_SPAN = "rl.sync.pause"
 SYNC_APPLY_SPAN = "rl.sync.apply"
 
 ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+COMPRESSION_VARIABLES = ("OTEL_EXPORTER_OTLP_COMPRESSION", "OTEL_EXPORTER_OTLP_TRACES_COMPRESSION")
+MAX_QUEUE = 16_384
+"""Spans that wait to be written or sent, unless OTEL_BSP_MAX_QUEUE_SIZE says so; OpenTelemetry's own 2,048 are less
+than a large engine ends while a collector thinks."""
 # A train span links to every rollout of its batch; the SDK's own limit is 128.
 MAX_LINKS = 8192
 _EXPORT_EVERY_MS = 1000
@@ -145,14 +151,14 @@ class Tracing(trace.Tracer):
 def setup_tracing(service_name: str, traces_dir: Path | None, max_mib: int | None = None) -> Tracing:
     """Sets up tracing for the whole process and returns its tracer.
 
-    Spans go to `traces_dir/<service_name>.jsonl`, which keeps the latest `max_mib`, and to a collector where
+    Spans go to `traces_dir/<service_name>.jsonl.zst`, which keeps the latest `max_mib`, and to a collector where
     OTEL_EXPORTER_OTLP_ENDPOINT is set. With neither, tracing stays off and costs next to nothing. Call once, after
     child processes were started.
     """
     exporters: list[SpanExporter] = []
     if traces_dir is not None:
         max_bytes = None if max_mib is None else max_mib * 2**20
-        exporters.append(JsonLinesSpanExporter(traces_dir / f"{service_name}.jsonl", max_bytes))
+        exporters.append(JsonLinesSpanExporter(traces_dir / f"{service_name}.jsonl.zst", max_bytes))
     collector = _collector_exporter(os.environ)
     if collector is not None:
         exporters.append(collector)
@@ -172,7 +178,10 @@ def build_provider(service_name: str, exporters: list[SpanExporter]) -> TracerPr
         resource=resource, span_limits=SpanLimits(max_links=MAX_LINKS), id_generator=SpanIds(), shutdown_on_exit=False
     )
     for exporter in exporters:
-        provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=_EXPORT_EVERY_MS))
+        queue = None if os.environ.get(OTEL_BSP_MAX_QUEUE_SIZE) else MAX_QUEUE
+        provider.add_span_processor(
+            BatchSpanProcessor(exporter, schedule_delay_millis=_EXPORT_EVERY_MS, max_queue_size=queue)
+        )
     return provider
 
 
@@ -180,8 +189,10 @@ def _collector_exporter(environment: Mapping[str, str]) -> SpanExporter | None:
     if not any(environment.get(name) for name in ENDPOINT_VARIABLES):
         return None
     try:
+        from opentelemetry.exporter.otlp.proto.http import Compression
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     except ImportError:
         logger.warning("no traces to the collector: install opentelemetry-exporter-otlp-proto-http")
         return None
-    return OTLPSpanExporter()
+    chosen = any(environment.get(name) for name in COMPRESSION_VARIABLES)
+    return CollectorExporter(OTLPSpanExporter(compression=None if chosen else Compression.Gzip), close_s=CLOSE_S / 2)

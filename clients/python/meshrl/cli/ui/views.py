@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from meshrl.cli.run_folder import RunFolder
 from meshrl.cli.traces import RunSpan, to_run_span
+from meshrl.wire.trace_file import read_lines, spans_of, trace_files
 
 FIRST_WORDS = 160
 """Characters of what a policy said that a list of rollouts shows."""
@@ -93,7 +93,7 @@ class Traces:
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
-        self._offsets: dict[Path, int] = {}
+        self._offsets: dict[int, int] = {}
         self._spans: deque[RunSpan] = deque(maxlen=KEPT_SPANS)
         self._steps: dict[int, RunSpan] = {}
 
@@ -104,26 +104,14 @@ class Traces:
 
     def read_on(self) -> None:
         """Takes what the files have gained since the last call."""
-        for path in sorted((self._folder.path / "traces").glob("*.jsonl")):
-            for raw in self._new_spans(path):
+        for path in trace_files(self._folder.path / "traces"):
+            file = path.stat().st_ino  # a file that was moved aside is known by it
+            lines, self._offsets[file] = read_lines(path, self._offsets.get(file, 0))
+            for raw in spans_of(lines):
                 span = to_run_span(path.name.partition(".")[0], raw)
                 self._spans.append(span)
                 if span.name == "rl.step" and "rl.step" in span.attributes:
                     self._steps[int(span.attributes["rl.step"])] = span
-
-    def _new_spans(self, path: Path) -> Iterator[Json]:
-        with path.open("rb") as file:
-            file.seek(self._offsets.get(path, 0))
-            whole, end, _ = file.read().rpartition(b"\n")
-        self._offsets[path] = self._offsets.get(path, 0) + len(whole) + len(end)
-        for line in whole.split(b"\n") if end else ():
-            try:
-                exported = json.loads(line)
-            except ValueError:  # cut off by a full disk
-                continue
-            for resource in exported["resourceSpans"]:
-                for scope in resource["scopeSpans"]:
-                    yield from scope["spans"]
 
     def timeline(self, step: int) -> Json | None:
         """The spans during a step, by the program that they ran in; None for a step without a span.
