@@ -8,7 +8,16 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from meshrl.core.config import BaseConfig
-from meshrl.core.config.shared import LogConfig, SamplingConfig, ServerConfig, ServicesConfig, TlsConfig, WandbConfig
+from meshrl.core.config.shared import (
+    LogConfig,
+    LogExtrasConfig,
+    PrimeMonitorConfig,
+    SamplingConfig,
+    ServerConfig,
+    ServicesConfig,
+    TlsConfig,
+    WandbConfig,
+)
 from meshrl.orchestrator.algo_config import TAUGHT, AdvantageConfig, AlgoConfig, TeacherConfig
 from meshrl.orchestrator.env_config import GROUP_SIZE_SPELLINGS, EvalConfig, TrainEnvConfig, TrainEnvsConfig
 
@@ -207,6 +216,9 @@ class OrchestratorConfig(BaseConfig):
     wandb: WandbConfig | None = None
     """Weights & Biases; None means off."""
 
+    prime_monitor: PrimeMonitorConfig | None = None
+    """The Prime Intellect platform; None means off."""
+
     @model_validator(mode="after")
     def _whole_groups(self) -> Self:
         problems = [text for env in self.train.env for text in self._of_env(env)]
@@ -320,6 +332,14 @@ class OrchestratorConfig(BaseConfig):
     def taught_environments(self) -> frozenset[str]:
         """Environments whose training rollouts the teacher plays."""
         return frozenset(env.resolved_name for env in self.train.env if self.algo_of(env).type == "sft")
+
+    @property
+    def log_extras(self) -> LogExtrasConfig | None:
+        """How often samples and distributions are shown: what the first destination says that is asked for them."""
+        shown = self.wandb or self.prime_monitor
+        if shown is not None:
+            return shown.log_extras
+        return LogExtrasConfig() if self.log.tensorboard or self.log.trackio else None
 
     @property
     def group_sizes(self) -> dict[str, int]:

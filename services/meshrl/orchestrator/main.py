@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import tomllib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from loguru import logger
 from opentelemetry.trace import Tracer
@@ -16,7 +18,8 @@ from meshrl.core.program import run_program
 from meshrl.core.readiness import say_ready
 from meshrl.core.rpc.serve import GrpcServer
 from meshrl.core.telemetry.exposition import RecordMetrics, registry_of
-from meshrl.core.telemetry.monitor import open_monitor
+from meshrl.core.telemetry.monitor import Sink, open_monitor
+from meshrl.core.telemetry.prime import PrimeSink
 from meshrl.core.telemetry.waits import waits_of
 from meshrl.core.waiting import StoppedError, unless_stopped
 from meshrl.orchestrator.bench.alone import OwnCost, runs_alone, standing_in
@@ -89,8 +92,9 @@ async def _train(
     shown = RecordMetrics()
     registry_of(tracer).register(shown)
     try:
+        more = [shown, *await asyncio.to_thread(_platforms, config)]
         monitor = await asyncio.to_thread(
-            open_monitor, layout, config.log, config.wandb, config.model_dump(mode="json"), more=[shown]
+            open_monitor, layout, config.log, config.wandb, config.model_dump(mode="json"), more
         )
     except ConfigError:
         await asyncio.to_thread(journal.close)
@@ -115,6 +119,31 @@ async def _train(
             await asyncio.to_thread(journal.close)
         finally:  # a disk that takes no ledger may still take what waits for metrics.jsonl
             await asyncio.to_thread(monitor.close)
+
+
+def _platforms(config: OrchestratorConfig) -> list[Sink]:
+    """Where the run is registered besides; blocks until it is."""
+    if config.prime_monitor is None:
+        return []
+    named = config.wandb.name if config.wandb is not None and config.prime_monitor.run_name is None else None
+    run = {
+        "base_model": _base_model(config.output_dir),
+        "max_steps": config.max_steps or 0,
+        "batch_size": config.batch_size,
+        "rollouts_per_example": config.group_size,
+        "environments": [{"id": env.id} for env in config.train.env],
+        "run_config": config.model_dump(mode="json", exclude_none=True),
+    }
+    return [PrimeSink(config.prime_monitor, {**run, **({"name": named} if named else {})})]
+
+
+def _base_model(output_dir: Path) -> str:
+    """The model that a trainer of this folder begins with, as far as its configuration is here."""
+    try:
+        found = tomllib.loads((output_dir / "configs" / "trainer.toml").read_text())
+        return str(found["model"]["name"])
+    except (OSError, ValueError, KeyError, TypeError):  # the trainer was started elsewhere
+        return "unknown"
 
 
 def _report_bench(layout: Layout, records: Sequence[Mapping[str, float]]) -> None:

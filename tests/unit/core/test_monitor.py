@@ -1,8 +1,10 @@
 import json
 import math
+import sqlite3
 import struct
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -188,3 +190,29 @@ def test_tensorboard_that_is_not_installed_says_what_to_install(
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     with pytest.raises(ConfigError, match=r"pip install 'meshrl\[tensorboard\]'"):
         open_monitor(Layout(tmp_path), LogConfig(tensorboard=True), None, {})
+
+
+def test_trackio_takes_metrics_samples_and_distributions_and_goes_on_after_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    for step in (3, 4):
+        monitor = open_monitor(Layout(tmp_path / "mine"), LogConfig(trackio=True), None, {"seed": 7})
+        monitor.log(step, {"reward/all/mean": step / 10, "loss/mean": math.nan})
+        monitor.log_samples(step, [SAMPLE])
+        monitor.log_distributions(step, {"reward": [0.0, 1.0, 1.0], "empty": []})
+        monitor.close()
+    with closing(sqlite3.connect(tmp_path / "trackio" / "meshrl.db")) as database:
+        rows = database.execute("SELECT run_name, step, metrics FROM metrics ORDER BY id").fetchall()
+    assert {(name, step) for name, step, _ in rows} == {("mine", 3), ("mine", 4)}
+    found = [json.loads(metrics) for _, _, metrics in rows]
+    assert [each["reward/all/mean"] for each in found if "reward/all/mean" in each] == [0.3, 0.4]
+    (first, _) = [each["samples"]["_value"] for each in found if "samples" in each]
+    assert first[0]["completion"] == SAMPLE.completion
+    assert "Trackio" not in capfd.readouterr().out
+
+
+def test_trackio_that_is_not_installed_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    with pytest.raises(ConfigError, match=r"pip install 'meshrl\[trackio\]'"):
+        open_monitor(Layout(tmp_path), LogConfig(trackio=True), None, {})

@@ -140,7 +140,6 @@ _ORCHESTRATOR = (
     _absent("orchestrator.use_sft_loss", _IMITATION),
     _unused("orchestrator.need_sft_loss", "learning from rewards is what a run always does", "false"),
     _absent("orchestrator.need_sft_loss", _IMITATION),
-    _unused("orchestrator.prime_monitor", "metrics go to metrics.jsonl and, with wandb, to Weights & Biases"),
     _unused("orchestrator.oversampling_factor", "orchestrator.max_inflight_rollouts is how much is under way"),
     _unused("orchestrator.concurrency", "rollout.max_concurrent is how many rollouts run at once"),
     _unused("orchestrator.micro_batch_size", _PACKED),

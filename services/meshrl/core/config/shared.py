@@ -92,9 +92,9 @@ class LogConfig(BaseConfig):
     json_logging: bool = False
     """Write log lines as JSON objects."""
 
-    traces_max_mib: int | None = Field(default=64, ge=1)
-    """Most MiB of spans that each program keeps below traces/. When PROGRAM.jsonl holds half of it, it becomes
-    PROGRAM.1.jsonl in place of the one before, whose spans are gone. None keeps all, some 2 kB a rollout."""
+    traces_max_mib: int | None = Field(default=16, ge=1)
+    """Most MiB of spans that each program keeps below traces/. When PROGRAM.jsonl.zst holds half of it, it becomes
+    PROGRAM.1.jsonl.zst in place of the one before, whose spans are gone. None keeps all, some 0.5 kB a rollout."""
 
     metrics_port: int | None = Field(default=None, ge=0, le=65535)
     """Port at which each program offers its metrics to Prometheus, at /metrics; 0 takes a free one, None offers none.
@@ -106,6 +106,10 @@ class LogConfig(BaseConfig):
     tensorboard: bool = False
     """Write the records of steps and evaluations for TensorBoard, too, below tensorboard/ in output_dir. Needs
     `pip install 'meshrl[tensorboard]'`; look with `tensorboard --logdir OUTPUT_DIR/tensorboard`."""
+
+    trackio: bool = False
+    """Keep them in a Trackio database, too, below trackio/ in output_dir, or in TRACKIO_DIR where that is set. Needs
+    `pip install 'meshrl[trackio]'`; look with `TRACKIO_DIR=OUTPUT_DIR/trackio trackio show`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -154,6 +158,25 @@ class WandbConfig(BaseConfig):
 
     log_extras: LogExtrasConfig | None = LogExtrasConfig()
     """Sample tables and distributions; None means metrics only."""
+
+
+class PrimeMonitorConfig(BaseConfig):
+    """The Prime Intellect platform: shows the run's metrics, samples and distributions on its dashboard."""
+
+    run_name: str | None = None
+    """Name of the run there; None takes that of wandb, or lets the platform make one up."""
+
+    api_key_var: str = "PRIME_API_KEY"
+    """Environment variable with the key; where it is not set, the one that `prime login` has stored."""
+
+    team_id: str | None = None
+    """Team that the run belongs to."""
+
+    base_url: str = "https://api.primeintellect.ai/api/v1/rft"
+    """Address of the platform's API."""
+
+    log_extras: LogExtrasConfig | None = LogExtrasConfig()
+    """Samples and distributions; None means metrics only."""
 
 
 class SamplingConfig(BaseConfig):

@@ -1,4 +1,4 @@
-"""Where metrics go: console, a JSONL file, TensorBoard, W&B; fed by whoever leads a loop (orchestrator, sft).
+"""Where metrics go: console, a JSONL file, TensorBoard, Trackio, W&B; fed by whoever leads a loop (orchestrator, sft).
 
 A destination that fails costs metrics, never the run: it is told once, with what to do, and again when it works.
 """
@@ -10,8 +10,9 @@ import math
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
-from io import FileIO
+from io import FileIO, StringIO
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -296,15 +297,58 @@ class TensorBoardSink:
         self._writer.close()
 
 
+class TrackioSink:
+    """A run in a local Trackio database; one that is started again in its folder goes on in the same run."""
+
+    def __init__(self, output_dir: Path, settings: Mapping[str, Any]) -> None:
+        """Raises ConfigError where trackio is not installed."""
+        os.environ.setdefault("TRACKIO_DIR", str((output_dir / "trackio").resolve()))  # read when it is imported
+        try:
+            import trackio  # an extra
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"log.trackio needs {error.name}: pip install 'meshrl[trackio]', or leave it out"
+            ) from error
+        self._trackio = trackio
+        with redirect_stdout(StringIO()):  # it prints how to look; --help and the docs say it
+            self._run = trackio.init(
+                project="meshrl",
+                name=output_dir.resolve().name,
+                config=dict(settings),
+                resume="allow",
+                embed=False,
+                auto_log_gpu=False,
+                auto_log_cpu=False,
+            )
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def write_samples(self, step: int, rows: Sequence[SampleRow]) -> None:
+        data = [[row.environment, row.task_key, row.prompt, row.completion, row.reward, row.advantage] for row in rows]
+        columns = ["environment", "task", "prompt", "completion", "reward", "advantage"]
+        self._run.log({"samples": self._trackio.Table(columns=columns, data=data)}, step=step)
+
+    def write_distributions(self, step: int, values: Mapping[str, Sequence[float]]) -> None:
+        filled = {name: list(numbers) for name, numbers in values.items() if len(numbers)}
+        self._run.log({f"{name}/histogram": self._trackio.Histogram(each) for name, each in filled.items()}, step=step)
+
+    def close(self) -> None:
+        with redirect_stdout(StringIO()):
+            self._run.finish()
+
+
 def open_monitor(
     layout: Layout, log: LogConfig, wandb: WandbConfig | None, settings: Mapping[str, Any], more: Sequence[Sink] = ()
 ) -> Monitor:
-    """Returns the monitor of a run: console and JSONL always, TensorBoard and W&B when configured, and whatever `more`
-    there is. W&B shows `settings`, too. Raises ConfigError where a package for it is missing.
+    """Returns the monitor of a run: console and JSONL always, TensorBoard, Trackio and W&B when configured, and `more`.
+    W&B shows `settings`, too. Raises ConfigError where a package for it is missing.
     """
     sinks: list[Sink] = [ConsoleSink(), JsonlSink(layout.metrics_jsonl), *more]
     if log.tensorboard:
         sinks.append(TensorBoardSink(layout.output_dir / "tensorboard"))
+    if log.trackio:
+        sinks.append(TrackioSink(layout.output_dir, settings))
     if wandb is not None:
         sinks.append(
             WandbSink(

@@ -1,0 +1,144 @@
+"""Shows a run on the Prime Intellect platform: registers it, sends metrics, samples and distributions, says its end.
+
+One of the monitor's destinations, in the orchestrator. Calls are those of the platform's API: POST external-runs,
+metrics, distributions, samples/presign and samples/confirm, and PUT external-runs/RUN/status.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from loguru import logger
+
+from meshrl.core.config.shared import PrimeMonitorConfig
+from meshrl.core.telemetry.monitor import SampleRow, SinkError
+
+CALL_S = 30.0
+_STORED = Path(".prime") / "config.json"
+"""Where `prime login` keeps the key, below the home folder."""
+
+
+class PrimeSink:
+    """One run of the platform. RUN_ID of the environment names one that the platform has registered itself."""
+
+    def __init__(self, config: PrimeMonitorConfig, run: Mapping[str, Any]) -> None:
+        """`run` is what the platform is told of the run at its registration. Where there is no key, or the platform
+        does not take the run, that is warned about and nothing is sent.
+        """
+        self._url = config.base_url.rstrip("/")
+        self._key = os.environ.get(config.api_key_var) or _stored_key()
+        self._run_id = os.environ.get("RUN_ID", "")
+        self._registered = False
+        self._step, self._max_steps = 0, int(run.get("max_steps", 0))
+        if not self._key:
+            logger.warning(
+                "no metrics go to the Prime platform: set {} or run `prime login`, or leave out"
+                " orchestrator.prime_monitor",
+                config.api_key_var,
+            )
+            return
+        if self._run_id:
+            return
+        named = {"name": config.run_name, "team_id": config.team_id}
+        try:
+            answer = self._call(
+                "POST", "external-runs", {**run, **{key: value for key, value in named.items() if value}}
+            )
+            self._run_id = str(answer["run"]["id"])
+            self._registered = True
+            logger.info("the run is {} on the Prime platform", self._run_id)
+        except (SinkError, KeyError, TypeError) as error:
+            logger.warning("no metrics go to the Prime platform: it did not register the run: {}", error)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._step = max(step, self._step)
+        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        self._send("metrics", {"metrics": {**finite, "step": step}})
+
+    def write_distributions(self, step: int, values: Mapping[str, Sequence[float]]) -> None:
+        finite = {name: [float(one) for one in numbers if math.isfinite(one)] for name, numbers in values.items()}
+        self._send("distributions", {"step": step, "distributions": finite})
+
+    def write_samples(self, step: int, rows: Sequence[SampleRow]) -> None:
+        """A table in Parquet, put where the platform says. Raises SinkError where pyarrow is not installed."""
+        if not self._run_id or not rows:
+            return
+        table = _parquet(self._run_id, step, rows)
+        place = self._send("samples/presign", {"step": step}).get("data", {})
+        try:
+            _request("PUT", str(place["presignedUrl"]), table, {"Content-Type": "application/parquet"})
+            self._send("samples/confirm", {"step": step, "s3_key": place["s3Key"]})
+        except KeyError as error:
+            raise SinkError(f"the Prime platform named no place for the samples of step {step}") from error
+
+    def close(self) -> None:
+        """Says that the run is completed, or that it failed where it ends before its last step."""
+        if self._registered:
+            status = "completed" if self._step >= self._max_steps else "failed"
+            self._call("PUT", f"external-runs/{self._run_id}/status", {"status": status})
+
+    def _send(self, what: str, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        return self._call("POST", what, {"run_id": self._run_id, **values}) if self._run_id else {}
+
+    def _call(self, method: str, what: str, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        headers = {
+            "Authorization": f"Bearer {self._key}", "x-api-key": self._key or "", "Content-Type": "application/json"
+        }  # fmt: skip
+        answer = _request(method, f"{self._url}/{what}", json.dumps(values).encode(), headers)
+        try:
+            found = json.loads(answer or b"{}")
+        except ValueError as error:
+            raise SinkError(f"the Prime platform answered {what} with what is no JSON") from error
+        return found if isinstance(found, dict) else {}
+
+
+def _request(method: str, url: str, body: bytes, headers: Mapping[str, str]) -> bytes:
+    """Raises SinkError."""
+    if not url.startswith(("http://", "https://")):
+        raise SinkError(f"{url!r} is no address of the Prime platform; set orchestrator.prime_monitor.base_url")
+    request = urllib.request.Request(url, body, dict(headers), method=method)  # looked at above
+    try:
+        with urllib.request.urlopen(request, timeout=CALL_S) as answer:
+            return bytes(answer.read())
+    except urllib.error.HTTPError as error:
+        with error:
+            said = error.read(500).decode(errors="replace")
+        raise SinkError(f"the Prime platform refused {method} {url}: HTTP {error.code}: {said}") from error
+    except OSError as error:  # no such host, refused, too late
+        raise SinkError(f"the Prime platform does not answer {method} {url}: {error}") from error
+
+
+def _stored_key() -> str | None:
+    try:
+        return json.loads((Path.home() / _STORED).read_text()).get("api_key") or None
+    except (OSError, ValueError, AttributeError, RuntimeError):  # never logged in
+        return None
+
+
+def _parquet(run_id: str, step: int, rows: Sequence[SampleRow]) -> bytes:
+    try:
+        import pyarrow  # comes with meshrl[trainer]
+        from pyarrow import parquet
+    except ModuleNotFoundError as error:
+        raise SinkError("no samples go to the Prime platform: pip install pyarrow") from error
+    now = datetime.now(UTC)
+    table = [
+        {
+            "run_id": run_id, "step": step, "tag": "", "problem_id": number, "sample_id": number, "prompt": row.prompt,
+            "completion": row.completion, "env_name": row.environment, "task": row.task_key, "reward": row.reward,
+            "advantage": row.advantage, "created_at": now,
+        }
+        for number, row in enumerate(rows)
+    ]  # fmt: skip
+    file = io.BytesIO()
+    parquet.write_table(pyarrow.Table.from_pylist(table), file)
+    return file.getvalue()
