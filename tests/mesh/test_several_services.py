@@ -14,7 +14,7 @@ import pytest
 
 import node_service
 from mesh_run import Run
-from meshrl.client import RolloutClient, WeightSyncClient
+from meshrl.client import ChannelOptions, RolloutClient, WeightSyncClient
 from meshrl.orchestrator.ledger.audit import audit
 from trainer_kit import free_port
 
@@ -44,9 +44,9 @@ def start_program(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[byt
         process.wait(10)
 
 
-async def serving(address: str) -> int:
+async def serving(address: str, options: ChannelOptions | None = None) -> int:
     """Waits for a rollout service; returns the rollouts that it has finished."""
-    async with RolloutClient(address) as client:
+    async with RolloutClient(address, options) as client:
         await client.wait_until_serving(UP_S)
         return (await client.get_status()).finished
 
@@ -83,8 +83,9 @@ async def test_services_of_two_languages_play_one_run_and_the_loss_of_one_costs_
     )  # fmt: skip
     run.wait_for(lambda: len(run.steps()) >= 3, UP_S)
     own = f"127.0.0.1:{run.port('rollout')}"
+    options = run.options()
     for address in (dies, own):  # a run begins as soon as one of them serves each of its environments
-        while not await serving(address):
+        while not await serving(address, options):
             step = len(run.steps())
             run.wait_for(lambda step=step: len(run.steps()) > step, UP_S)
     first.send_signal(signal.SIGKILL)
@@ -97,7 +98,7 @@ async def test_services_of_two_languages_play_one_run_and_the_loss_of_one_costs_
         step = len(run.steps())
         run.wait_for(lambda step=step: len(run.steps()) > step, UP_S)
     for address in (dies, own, node):
-        assert await serving(address) > 0
+        assert await serving(address, options) > 0
     run.process.send_signal(signal.SIGTERM)
     assert run.finish(UP_S) == 0, run.console.read_text()
     report = audit(run.output_dir)

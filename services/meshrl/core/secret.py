@@ -11,6 +11,8 @@ from pydantic import SecretStr
 from meshrl.core.config.base import ConfigError
 
 OTHERS_MAY_READ = 0o077
+ADMIN_KEY = "MESHRL_ADMIN_KEY"
+"""Variable with the key that an engine wants for its admin routes, where it wants none for the others."""
 
 
 def read_secret(

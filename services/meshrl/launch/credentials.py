@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from pydantic import SecretStr
 
@@ -17,6 +18,7 @@ from meshrl.client.trust import Role, TrustFile, write_private
 from meshrl.core.config import ConfigError
 from meshrl.core.config.shared import TlsConfig
 from meshrl.core.paths import Layout
+from meshrl.core.secret import ADMIN_KEY
 from meshrl.launch.compose import Part
 from meshrl.launch.config import RLConfig
 
@@ -32,9 +34,12 @@ ENGINE_KEY = "engine.key"
 
 
 def with_engine_key(config: RLConfig, environ: Mapping[str, str]) -> RLConfig:
-    """The configuration with an API key for its engines, where neither it nor the environment has one."""
+    """The configuration with an API key for its engines, where neither it nor the environment has one.
+
+    Rollout services that run already could not know it; their engines then want a key for their admin routes alone.
+    """
     inference, client = config.inference, config.rollout.client
-    if inference is None or not makes_own(config, environ):
+    if inference is None or not makes_own(config, environ) or "rollout" in config.orchestrator.services.given():
         return config
     variables = {inference.api_key_var, client.api_key_var}
     given = inference.api_key or inference.api_key_file or client.api_key_file
@@ -47,34 +52,63 @@ def with_engine_key(config: RLConfig, environ: Mapping[str, str]) -> RLConfig:
 def makes_own(config: RLConfig, environ: Mapping[str, str]) -> bool:
     """Whether the run is to have credentials of its own: it is on one host, and nobody has named others."""
     named = any(variable.startswith(PREFIX) and value for variable, value in environ.items())
-    named = named or config.tls != TlsConfig()
+    components = (config.rollout, config.trainer, config.weights, config.inference, config.orchestrator)
+    named = named or any(each is not None and each.tls != TlsConfig() for each in (config, *components))
     return config.deployment.type != "multi_node" and not named
+
+
+def hub_is_open(config: RLConfig) -> bool:
+    """Whether the run's hub is called by programs that were started before it, which cannot know its tokens."""
+    given = config.orchestrator.services.given()
+    return "weights" not in given and bool({"rollout", "trainer"} & set(given))
 
 
 def credentials_for(
     config: RLConfig, parts: Sequence[Part], environ: Mapping[str, str]
 ) -> Mapping[str, Mapping[str, str]]:
-    """Writes the run's tokens; returns the variables of each part by its name. Raises ConfigError."""
+    """Writes the run's tokens and its engines' key; returns the variables of each part by its name.
+
+    `config` is what `with_engine_key` made. Raises ConfigError.
+    """
     folder = Layout(config.output_dir).credentials
-    if not makes_own(config, environ) or (folder / "ca.key").exists():  # by it programs get certificates
+    if not makes_own(config, environ):
         return {}
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         folder.chmod(0o700)
-        trust = TrustFile(folder / TRUST_FILE)
-        trust.create()
-        for role in Role:
-            write_private(folder / f"{role}.token", trust.add_token(role, id_=role.value).encode() + b"\n")
-        key = config.inference.api_key if config.inference is not None else None
-        if key is not None:
-            write_private(folder / ENGINE_KEY, key.get_secret_value().encode() + b"\n")
+        admin = _write_engine_key(config, environ, folder)
+        # Where the run has an authority, programs get certificates by it.
+        tokens = {} if (folder / "ca.key").exists() else _write_tokens(folder)
     except OSError as error:
         raise ConfigError(
             f"output_dir: {str(folder)!r} cannot be written: {error.strerror}; choose another output_dir"
         ) from error
+    kinds = {part.name: part.name.partition("_")[0] for part in parts}
+    if hub_is_open(config) and tokens:
+        tokens[Role.RELAY].pop(f"{PREFIX}TRUST")
     return {
-        part.name: CredentialFiles(
-            token=(folder / f"{ROLE_OF[part.name.partition('_')[0]]}.token").resolve(), trust=trust.path.resolve()
-        ).variables()
-        for part in parts
+        name: {**tokens.get(ROLE_OF[kind], {}), **(admin if kind == "inference" else {})}
+        for name, kind in kinds.items()
     }
+
+
+def _write_engine_key(config: RLConfig, environ: Mapping[str, str], folder: Path) -> dict[str, str]:
+    """Writes the key that engines ask for; returns the variable of one that they want for their admin routes alone."""
+    engines = config.inference
+    if engines is None or engines.api_key_file is not None or environ.get(engines.api_key_var):
+        return {}  # theirs is known to who set it
+    key = secrets.token_urlsafe(32) if engines.api_key is None else engines.api_key.get_secret_value()
+    write_private(folder / ENGINE_KEY, key.encode() + b"\n")
+    return {ADMIN_KEY: key} if engines.api_key is None else {}
+
+
+def _write_tokens(folder: Path) -> dict[Role, dict[str, str]]:
+    """Writes a token for each role; returns each role's variables."""
+    trust = TrustFile(folder / TRUST_FILE)
+    trust.create()
+    variables = {}
+    for role in Role:
+        file = folder / f"{role}.token"
+        write_private(file, trust.add_token(role, id_=role.value).encode() + b"\n")
+        variables[role] = CredentialFiles(token=file.resolve(), trust=trust.path.resolve()).variables()
+    return variables

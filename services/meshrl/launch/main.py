@@ -22,7 +22,7 @@ from meshrl.core.telemetry.logs import setup_logging
 from meshrl.inference.config import InferenceConfig
 from meshrl.launch.compose import Part, compose
 from meshrl.launch.config import RLConfig
-from meshrl.launch.credentials import credentials_for, with_engine_key
+from meshrl.launch.credentials import credentials_for, hub_is_open, makes_own, with_engine_key
 from meshrl.launch.gpus import VARIABLE, visible
 from meshrl.launch.lock import FolderInUseError, FolderLock
 from meshrl.launch.nodes.job import NodeLostError, NodePorts, hand_over, look_at, nodes_of_job
@@ -152,6 +152,7 @@ def _launch(config: RLConfig, free_ports: FreePorts) -> int:
                 nodes, ports = look_at(nodes_of_job(os.environ, config.deployment.nodes), layout)
                 config, spread = spread_over(config, nodes)
             keyed = with_engine_key(config, os.environ)
+            os.environ.update(config.tls.files().variables())  # the checks and the programs show the same
             parts, findings = checked(keyed, ports, spread=spread)
             write_configs(config, parts)
             if not config.dry_run:
@@ -227,6 +228,11 @@ def _run(
         logger.warning("trainer.wandb is not used: the orchestrator logs the trainer's metrics; set wandb instead")
     for name, addresses in config.orchestrator.services.given().items():
         logger.info("{} runs already at {}: it is used, and left running at the end", name, " and ".join(addresses))
+    if makes_own(config, os.environ) and hub_is_open(config) and not (layout.credentials / "ca.key").exists():
+        logger.warning(
+            "the weight hub asks nobody who calls, since services that run already call it; with certificates it does"
+            " (docs/deployment.md)"
+        )
     for line in placed(parts):
         logger.info("{}", line)
     grace = Grace(shutdown_s=config.shutdown_grace_s, failure_s=config.failure_grace_s)

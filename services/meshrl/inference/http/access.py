@@ -31,10 +31,12 @@ class HttpRefusal:
 
 
 class Access:
-    """The rules. With an API key everything but OPEN_PATHS needs it; without one, admin routes are for this host."""
+    """The rules. With an API key everything but OPEN_PATHS needs it; without one, admin routes need the admin key, and
+    where there is none either, they are for this host.
+    """
 
-    def __init__(self, api_key: str | None) -> None:
-        self._api_key = api_key
+    def __init__(self, api_key: str | None, admin_key: str | None = None) -> None:
+        self._api_key, self._key_for_admin = api_key, api_key or admin_key
         self._own_names = frozenset({"localhost", socket.gethostname().lower()})
 
     def refusal(self, request: web.Request) -> HttpRefusal | None:
@@ -56,8 +58,8 @@ class Access:
         return HttpRefusal(status=401, message=message)
 
     def _stranger(self, request: web.Request) -> HttpRefusal | None:
-        if self._api_key is not None:
-            return self._wrong_key(request, self._api_key)
+        if self._key_for_admin is not None:
+            return self._wrong_key(request, self._key_for_admin)
         if not _is_loopback(request.remote):
             text = "call it from the engine's own host, or start the engine with an API key and send that"
             return HttpRefusal(status=403, message=f"{request.path} is an admin route: {text}")
@@ -71,7 +73,7 @@ class Access:
 
     def _foreign_page(self, request: web.Request) -> HttpRefusal | None:
         origin = request.headers.get("Origin")
-        if origin is None or origin.removeprefix("http://") == request.headers.get("Host"):
+        if origin is None or origin.removeprefix(f"{request.scheme}://") == request.headers.get("Host"):
             return None
         text = f"{request.path} is an admin route and not for web pages of {origin!r}; call it without an Origin"
         return HttpRefusal(status=403, message=text)

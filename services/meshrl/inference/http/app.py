@@ -36,12 +36,13 @@ class InferenceServer:
 
     def __init__(
         self, engine: Engine, *, model_name: str, codec: TextCodec | None, loader: WeightLoader | None,
-        request_deadline_s: float = 600.0, api_key: str | None = None, follower: HubFollower | None = None,
+        request_deadline_s: float = 600.0, api_key: str | None = None, admin_key: str | None = None,
+        follower: HubFollower | None = None,
     ) -> None:  # fmt: skip
         self._engine = engine
         self._loader = loader
         self._follower = follower
-        self._access = Access(api_key)
+        self._access = Access(api_key, admin_key)
         self._started = int(time.time())
         self._serving = Serving(
             engine,

@@ -8,6 +8,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from meshrl.client import RolloutClient, TrainerClient, WeightSyncClient
+from meshrl.client.credentials import default_credentials
 from meshrl.core.orphans import is_locked
 from meshrl.launch.preflight.findings import Finding, Plan, error, note, warning
 from meshrl.v1 import rollout_pb2, rollout_pb2_grpc
@@ -15,7 +16,9 @@ from meshrl.wire import convert
 from meshrl.wire.types import CONTRACT_VERSION
 
 HEALTH_DEADLINE_S = 5.0
-SERVICES = {"rollout": RolloutClient.service, "trainer": TrainerClient.service, "weights": WeightSyncClient.service}
+CLIENTS = {"rollout": RolloutClient, "trainer": TrainerClient, "weights": WeightSyncClient}
+SERVICES = {program: client.service for program, client in CLIENTS.items()}
+_OPTIONS = [("grpc.enable_http_proxy", 0)]
 
 
 def check_running_services(plan: Plan) -> Iterator[Finding]:
@@ -71,7 +74,8 @@ def check_hub(plan: Plan) -> Iterator[Finding]:
 
 def _health(address: str, service: str) -> int:
     """Raises grpc.RpcError."""
-    with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+    role = next(client.server_role for client in CLIENTS.values() if client.service == service)
+    with default_credentials().open_blocking_channel(address, _OPTIONS, role) as channel:
         request = health_pb2.HealthCheckRequest(service=service)
         answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=HEALTH_DEADLINE_S, wait_for_ready=True)
     return int(answer.status)
@@ -79,10 +83,13 @@ def _health(address: str, service: str) -> int:
 
 def _environments(address: str) -> dict[str, str]:
     """The environments of a rollout service, each with a word about its tasks. Raises grpc.RpcError."""
-    with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+    credentials = default_credentials()
+    with credentials.open_blocking_channel(address, _OPTIONS, RolloutClient.server_role) as channel:
         stub = rollout_pb2_grpc.RolloutServiceStub(channel)  # type: ignore[no-untyped-call]  # generated
         request = rollout_pb2.ListEnvironmentsRequest(contract_version=CONTRACT_VERSION)
-        answer = stub.ListEnvironments(request, timeout=HEALTH_DEADLINE_S, wait_for_ready=True)
+        answer = stub.ListEnvironments(
+            request, timeout=HEALTH_DEADLINE_S, wait_for_ready=True, metadata=credentials.metadata()
+        )
     infos = [convert.environment_from_proto(environment) for environment in answer.environments]
     return {info.name: f"{'infinitely many' if info.num_tasks is None else info.num_tasks} tasks" for info in infos}
 
