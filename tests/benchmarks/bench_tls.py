@@ -19,6 +19,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from loguru import logger
+
 from meshrl.client import ChannelOptions, TrainerClient
 from meshrl.client.authority import Authority
 from meshrl.client.credentials import INSECURE, CredentialFiles, Credentials, credentials_of
@@ -63,6 +65,7 @@ def files_of(folder: Path, kind: str, side: str) -> Credentials:
 
 def serve(folder: Path, pipe: Connection) -> None:
     """Serves all kinds until the pipe says to stop; tells their ports first."""
+    logger.remove()
 
     async def run() -> None:
         servers = {}

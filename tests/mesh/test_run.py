@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from mesh_run import Run
+from meshrl.client.authority import Authority
 from meshrl.orchestrator.ledger.audit import audit
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(600)]
@@ -17,9 +18,13 @@ MAX_OFF_POLICY_STEPS = 8  # the default
 
 @pytest.fixture(scope="module")
 def finished(start_shared_run: Callable[..., Run], tmp_path_factory: pytest.TempPathFactory) -> dict[int, Run]:
-    """Two runs that were started at once and have trained four steps, by their levels of asynchrony."""
+    """Two runs that were started at once and have trained four steps, by their levels of asynchrony.
+
+    The second has an authority of its own: its programs speak TLS.
+    """
     flags = ("--max-steps", "4", "--ckpt.interval", "2", "--max-async-level")
     folder = tmp_path_factory.mktemp("runs")
+    Authority.create(folder / "level_2" / "credentials", "main")  # as `meshrl run init` does
     runs = {level: start_shared_run(*flags, str(level), output_dir=folder / f"level_{level}") for level in (0, 2)}
     for run in runs.values():
         assert run.finish() == 0, run.console.read_text()
@@ -49,6 +54,16 @@ def ports(run: Run) -> set[str]:
     files = (run.output_dir / "configs").glob("*.toml")
     listening = [re.findall(r"^\[server\]\n(?:.+\n)*?port = (\d+)", path.read_text(), re.MULTILINE) for path in files]
     return {port for found in listening for port in found}
+
+
+def test_the_programs_of_a_run_with_an_authority_know_each_other_by_certificates(finished: dict[int, Run]) -> None:
+    plain, secret = finished[0], finished[2]
+    shown = {"weights": "relay", "trainer": "publisher", "inference": "agent", "rollout": "rollout"}
+    for program, role in (*shown.items(), ("orchestrator", "orchestrator")):
+        assert re.search(rf"{role}/\S+ has a certificate of the run main", secret.log(program)), program
+        assert "certificate" not in plain.log(program)
+    assert " on https://127.0.0.1:" in secret.log("inference")
+    assert not (secret.output_dir / "credentials" / "operator.token").exists()
 
 
 def test_runs_that_start_at_once_train_beside_each_other(finished: dict[int, Run]) -> None:

@@ -14,11 +14,12 @@ from opentelemetry.trace import Tracer
 from meshrl.client.trust import Role
 from meshrl.core.config import load_config
 from meshrl.core.heap import freeze_loaded
+from meshrl.core.https import kept_fresh, scheme, server_context
 from meshrl.core.identity import as_member
 from meshrl.core.program import log_as, run, run_traced
 from meshrl.core.readiness import say_ready
 from meshrl.core.rpc.serve import check_bind
-from meshrl.core.secret import read_secret
+from meshrl.core.secret import ADMIN_KEY, read_secret
 from meshrl.core.telemetry.exposition import registry_of
 from meshrl.core.telemetry.waits import waits_of
 from meshrl.core.waiting import StoppedError, set_within, stop_or_first, unless_stopped
@@ -45,7 +46,8 @@ async def serve(config: InferenceConfig, stop: asyncio.Event, tracer: Tracer) ->
     """Serves until `stop` is set, then drains; returns the exit code. Raises ConfigError for a bind or key that is not
     allowed.
     """
-    check_bind(config.server)
+    tls = server_context()
+    check_bind(config.server, encrypted=tls is not None)
     api_key = read_secret(
         "inference.api_key", config.api_key, file=config.api_key_file, variable=config.api_key_var, environ=os.environ
     )
@@ -62,7 +64,7 @@ async def serve(config: InferenceConfig, stop: asyncio.Event, tracer: Tracer) ->
     runner = web.AppRunner(_app(config, engine, codec, api_key, follower), handler_cancellation=True, access_log=None)
     await runner.setup()
     freeze_loaded()
-    site = web.TCPSite(runner, config.server.host, config.server.port, backlog=1024)
+    site = web.TCPSite(runner, config.server.host, config.server.port, backlog=1024, ssl_context=tls)
     try:
         await site.start()
     except OSError as error:
@@ -73,12 +75,13 @@ async def serve(config: InferenceConfig, stop: asyncio.Event, tracer: Tracer) ->
     host, port = runner.addresses[0][:2]
     waits_of(tracer).serves = (f"{host}:{port}",)
     logger.info(
-        "serving {} on http://{}:{} ({} slots of {} tokens)",
-        config.model.name, host, port, engine.stats().slots, engine.max_model_len,
+        "serving {} on {}://{}:{} ({} slots of {} tokens)",
+        config.model.name, scheme(), host, port, engine.stats().slots, engine.max_model_len,
     )  # fmt: skip
     registry_of(tracer).register(EngineMetrics.of(engine))
     say_ready()
-    code = await _until_stopped(engine, follower, f"{host}:{port}", stop)
+    async with kept_fresh(tls):
+        code = await _until_stopped(engine, follower, f"{host}:{port}", stop)
     engine.begin_drain()
     logger.info("draining {} requests in flight", engine.in_flight)
     await engine.close(config.drain_deadline_s)
@@ -96,6 +99,7 @@ def _app(
         loader=WeightLoader(engine, config.model.name),
         request_deadline_s=config.request_deadline_s,
         api_key=api_key,
+        admin_key=os.environ.get(ADMIN_KEY),
         follower=follower,
     )
     return server.app()

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import aiohttp
 from loguru import logger
 
+from meshrl.core.https import client_context
 from meshrl.core.secret import read_secret
 from meshrl.sampling.retry import RunError
 from meshrl.trials.config import DEFAULT_SEQ_LEN, TrialsConfig
@@ -58,7 +59,10 @@ class PolicyEndpoints:
         key = read_secret(
             "client.api_key", None, file=client.api_key_file, variable=client.api_key_var, environ=os.environ
         )
-        self._http = aiohttp.ClientSession(headers={"Authorization": f"Bearer {key}"} if key else {})
+        self._http = aiohttp.ClientSession(
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            connector=aiohttp.TCPConnector(ssl=client_context() or True),
+        )
         return self
 
     async def __aexit__(self, *exc: object) -> None:

@@ -18,6 +18,7 @@ from opentelemetry.trace import Tracer
 
 from meshrl.core.clock import Clock
 from meshrl.core.config import ConfigError, dump_toml
+from meshrl.core.https import scheme
 from meshrl.core.paths import Layout
 from meshrl.core.program import FAILED, run_program
 from meshrl.core.waiting import StoppedError, unless_stopped
@@ -103,7 +104,7 @@ async def serve_trials(
     """
     with results, FreePorts() as ports:
         engine = None if config.inference is None else _engine(config, config.inference, ports)
-        urls = config.engine_urls if engine is None else (f"http://{engine.server.address}",)
+        urls = config.engine_urls if engine is None else (f"{scheme()}://{engine.server.address}",)
         lead = unless_stopped(stop, _lead(config, results, urls, ports("127.0.0.1"), tracer, work, conversations))
         try:
             if engine is None:

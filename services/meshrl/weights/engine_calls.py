@@ -14,14 +14,13 @@ from collections.abc import Callable, Collection, Sequence
 
 from loguru import logger
 
+from meshrl.core.https import client_context
 from meshrl.core.waiting import set_within
 
 CALL_EVERY_S = 2.0
 CALL_DEADLINE_S = 10.0  # the engine looks for the hub before it answers
 FOLLOW_PATH = "/follow_hub"
 EVERYWHERE = ("0.0.0.0", "::")
-
-_HTTP = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # engines are hosts of our own
 
 
 class EngineCaller:
@@ -49,6 +48,10 @@ class EngineCaller:
         self._headers = {"Content-Type": "application/json"}
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
+        self._http = urllib.request.build_opener(
+            urllib.request.ProxyHandler({}),  # engines are hosts of our own
+            urllib.request.HTTPSHandler(context=client_context()),
+        )
         self._told: dict[str, str] = {}  # what was last said of an engine in the log
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -69,7 +72,7 @@ class EngineCaller:
         body = json.dumps({**self._hub, "url": url}).encode()
         request = urllib.request.Request(url + FOLLOW_PATH, data=body, headers=self._headers, method="POST")
         try:
-            with _HTTP.open(request, timeout=CALL_DEADLINE_S) as answer:
+            with self._http.open(request, timeout=CALL_DEADLINE_S) as answer:
                 answer.read()
         except urllib.error.HTTPError as error:
             return _refusal(error.code, error.read())

@@ -44,6 +44,9 @@ class Credentials(Protocol):
         `server` is the role that the server's certificate must have; empty takes any name that fits the address.
         """
 
+    def open_blocking_channel(self, address: str, arguments: ChannelArguments, server: str = "") -> grpc.Channel:
+        """The same for code without an event loop, which closes it soon: a new certificate is not looked for."""
+
     def add_port(self, server: grpc.aio.Server, address: str) -> int:
         """Has a server that is not started listen at `address`; returns the port. Raises RuntimeError as grpc does."""
 
@@ -59,6 +62,10 @@ class InsecureCredentials:
     def open_channel(self, address: str, arguments: ChannelArguments, server: str = "") -> grpc.aio.Channel:
         """As in `Credentials`."""
         return grpc.aio.insecure_channel(address, options=arguments)
+
+    def open_blocking_channel(self, address: str, arguments: ChannelArguments, server: str = "") -> grpc.Channel:
+        """As in `Credentials`."""
+        return grpc.insecure_channel(address, options=arguments)
 
     def add_port(self, server: grpc.aio.Server, address: str) -> int:
         """As in `Credentials`."""
@@ -197,15 +204,29 @@ class FileCredentials:
         """As in `Credentials`. TLS where there is a `ca`; a certificate is shown where there is one."""
         if self.files.ca is None:
             return grpc.aio.insecure_channel(address, options=arguments)
-        if server and not self._by_host:
-            arguments = [*arguments, ("grpc.ssl_target_name_override", server_name(server))]
-        shown = [path for path in (self.files.ca, self.files.key, self.files.cert) if path is not None]
-        reread = _Reread(shown)
+        expected, reread = self._expecting(server, arguments), _Reread(self._shown())
 
         def connect() -> grpc.aio.Channel:
-            return grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(*reread.read()), options=arguments)
+            return grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(*reread.read()), options=expected)
 
         return ReloadingChannel(connect, reread.changed)
+
+    def open_blocking_channel(self, address: str, arguments: ChannelArguments, server: str = "") -> grpc.Channel:
+        """As in `Credentials`."""
+        if self.files.ca is None:
+            return grpc.insecure_channel(address, options=arguments)
+        made = grpc.ssl_channel_credentials(*(path.read_bytes() for path in self._shown()))
+        return grpc.secure_channel(address, made, options=self._expecting(server, arguments))
+
+    def _shown(self) -> list[Path]:
+        """The files that grpc makes a client's credentials of, in its order."""
+        return [path for path in (self.files.ca, self.files.key, self.files.cert) if path is not None]
+
+    def _expecting(self, server: str, arguments: ChannelArguments) -> ChannelArguments:
+        """The arguments, with the name that the server's certificate must have."""
+        if not server or self._by_host:
+            return arguments
+        return [*arguments, ("grpc.ssl_target_name_override", server_name(server))]
 
     def add_port(self, server: grpc.aio.Server, address: str) -> int:
         """As in `Credentials`. A new certificate is used from the next handshake on; streams that stand go on."""

@@ -19,6 +19,7 @@ from opentelemetry.trace import Span, Status, StatusCode
 
 from meshrl.client import WeightSyncClient
 from meshrl.client.backoff import Backoff
+from meshrl.core.https import scheme
 from meshrl.core.waiting import StoppedError, set_within, unless_stopped
 from meshrl.inference.agent.fetching import VersionFetcher
 from meshrl.inference.agent.spans import apply_span
@@ -84,7 +85,7 @@ class WeightAgent:
         self._client = client
         self._engine = engine
         self._engine_id, self._engine_pool = config.engine_id or address, config.engine_pool
-        self._url, self._away_s = url or f"http://{address}", away_s
+        self._url, self._away_s = url or f"{scheme()}://{address}", away_s
         self.connected = False  # to the hub, which then decides what is served
         spool = Spool(spool_dir, self._engine_id) if engine.stages_from_files else None
         self._loader = VersionLoader(client, engine, VersionFetcher(client, stall_s=fetch_stall_s, spool=spool))

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshrl.client.backoff import Backoff
+from meshrl.core.https import client_context
 from meshrl.orchestrator.algo_config import TeacherConfig
 from meshrl.sampling.retry import RunError
 
@@ -39,7 +40,9 @@ class LogprobServers:
         self._failover_s = config.client.failover_s
         timeout = httpx.Timeout(config.client.call_deadline_s, connect=min(10.0, config.client.call_deadline_s))
         limits = httpx.Limits(max_connections=config.max_inflight, max_keepalive_connections=config.max_inflight)
-        self._http = httpx.AsyncClient(headers=headers, timeout=timeout, limits=limits, trust_env=False)
+        self._http = httpx.AsyncClient(
+            headers=headers, timeout=timeout, limits=limits, trust_env=False, verify=client_context() or True
+        )
         self._slots = asyncio.Semaphore(config.max_inflight)
         self._turn = itertools.count()
         self._longest: int | None = None

@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable
 import aiohttp
 from loguru import logger
 
+from meshrl.core.https import client_context
 from meshrl.core.waiting import Pulse
 from meshrl.rollout.config import ClientConfig
 from meshrl.rollout.engines.answers import ACCEPT, EngineAnswer
@@ -96,7 +97,9 @@ class EngineRouter:
         self._http = aiohttp.ClientSession(
             headers=self._headers,
             # The number of rollouts bounds the connections.
-            connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=60, socket_factory=_watched_socket),
+            connector=aiohttp.TCPConnector(
+                limit=0, ttl_dns_cache=60, socket_factory=_watched_socket, ssl=client_context() or True
+            ),
             cookie_jar=aiohttp.DummyCookieJar(),
         )
         await self.refresh()
