@@ -106,6 +106,12 @@ class InferenceConfig(BaseConfig):
     """Run a chat template that a request brings (`chat_template`, as in vLLM). It is a program: only for clients that
     are trusted with this machine."""
 
+    renderer: dict[str, Any] = Field(default_factory=dict)
+    """Renderer of the model's family, whose parser takes tool calls and reasoning out of the replies to
+    /v1/chat/completions: {name = "qwen3"} or any other name of the renderers package with its options; "default" with
+    tool_parser and reasoning_parser for models that have none. Empty: by model.name, where that is a known model's;
+    else replies are text, and requests with tools are refused."""
+
     max_queue: int = Field(default=4096, ge=0)
     """Most requests waiting for a slot; one more is answered with 429."""
 

@@ -30,6 +30,7 @@ from meshrl.inference.checkpoints import WeightLoader
 from meshrl.inference.config import InferenceConfig
 from meshrl.inference.engine import Engine
 from meshrl.inference.http.app import InferenceServer
+from meshrl.inference.http.chat_replies import ChatReplies
 from meshrl.inference.http.metrics import EngineMetrics
 from meshrl.inference.http.tokenizer import TextCodec
 from meshrl.inference.submission import InferenceProgramConfig, submit_inference
@@ -113,6 +114,7 @@ async def _codec(config: InferenceConfig, max_model_len: int) -> TextCodec | Non
         return None
     return TextCodec(
         tokenizer,
+        replies=await asyncio.to_thread(ChatReplies.load, tokenizer, config.renderer),
         max_prompt_bytes=config.max_prompt_bytes or max(MIN_PROMPT_BYTES, BYTES_PER_TOKEN * max_model_len),
         trust_request_chat_template=config.trust_request_chat_template,
     )

@@ -1,7 +1,8 @@
 """POST /v1/chat/completions and /v1/completions: OpenAI's shapes over the same engine, whole or as a stream.
 
 Beyond OpenAI's fields a choice carries `version_spans` and `prompt_version` (see `token_route`), and `token_ids` when
-the request says `return_token_ids`.
+the request says `return_token_ids`. Where the model's renderer is known, a chat message has its `reasoning_content` and
+`tool_calls` apart; a stream has them so with tools alone, in its last piece, and else the text as it is sampled.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from aiohttp import web
 
 from meshrl.inference.engine import FinishReason, GenerateRequest, TokenChunk
+from meshrl.inference.http.chat_replies import NEEDS_A_PARSER, with_arguments
 from meshrl.inference.http.results import Completion, join, said, spans_json
 from meshrl.inference.http.runs import Serving, gather, interleave, json_answer, send_events, whole
 from meshrl.inference.http.schemas import ChatBody, CompletionBody, parse
@@ -33,6 +35,8 @@ class _Choice:
     request: GenerateRequest
     text: TextStream
     offset: int = 0  # characters sent so far
+    token_ids: list[int] = field(default_factory=list)  # sampled so far, without a stop token
+    said: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -54,9 +58,12 @@ class OpenAIRoutes:
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         body = parse(ChatBody, await request.read())
+        if body.offered_tools and (self._codec.replies is None or not self._codec.replies.supports_tools):
+            raise MeshError(Reason.NOT_SUPPORTED, NEEDS_A_PARSER)
         async with self._serving.deadline():
             prompt_ids = await self._codec.encode_chat(
-                body.messages,
+                with_arguments(body.messages),
+                tools=body.offered_tools,
                 arguments=body.template_arguments,
                 add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
                 continue_final_message=body.continue_final_message,
@@ -91,11 +98,15 @@ class OpenAIRoutes:
         kind = "chatcmpl" if isinstance(body, ChatBody) else "cmpl"
         request_id = f"{kind}-{uuid.uuid4().hex}"
         stops = body.stop_strings
+        ends: tuple[int, ...] = ()
+        if isinstance(body, ChatBody) and self._codec.replies is not None and not body.ignore_eos:
+            ends = self._codec.replies.stop_token_ids
         choices: list[_Choice] = []
         for prompt, prompt_ids in enumerate(prompts):
             room = self._serving.room(len(prompt_ids))
             for index in range(body.n):
                 params = body.limited(room=room, index=index, logprobs=logprobs, top_logprobs=tops)
+                params = replace(params, stop_token_ids=(*params.stop_token_ids, *ends))
                 # with stop strings the text is watched as it grows, so the tokens must come one by one
                 asked = GenerateRequest(
                     request_id=request_id, prompt_ids=prompt_ids, sampling=params, stream=body.stream or bool(stops)
@@ -120,18 +131,17 @@ class OpenAIRoutes:
 
     async def _whole(self, choice: _Choice) -> _Piece:
         chunks: list[TokenChunk] = []
-        texts: list[str] = []
         async with aclosing(self._serving.spans.generate(choice.request)) as stream:
             async for chunk in stream:
                 chunks.append(chunk)
-                texts.append(_added_text(choice, chunk))
+                _added_text(choice, chunk)
                 if choice.text.stopped:
                     break
         tokens = join(chunks) if choice.text.stopped else whole(chunks)
         if tokens.finish_reason is FinishReason.ABORT:
             raise MeshError(Reason.DRAINING, "the engine shut down before this completion was finished; send it again")
         reason = FinishReason.STOP if choice.text.stopped else tokens.finish_reason
-        return _Piece(choice=choice, text="".join(texts), tokens=tokens, finish_reason=reason)
+        return _Piece(choice=choice, text="".join(choice.said), tokens=tokens, finish_reason=reason)
 
     # --- streams ----------------------------------------------------------------------------
 
@@ -182,15 +192,41 @@ class OpenAIRoutes:
         if body.return_token_ids:
             fields["token_ids"] = piece.tokens.token_ids.tolist()
         if isinstance(body, ChatBody):
-            if delta:
-                fields["delta"] = {"content": piece.text}
-            else:
-                fields["message"] = {"role": "assistant", "content": piece.text}
+            fields |= self._delta(body, piece) if delta else self._message(body, piece)
             fields["logprobs"] = {"content": self._chat_logprobs(body, piece.tokens)} if body.logprobs else None
         else:
             fields["text"] = piece.text
             fields["logprobs"] = None if body.logprobs is None else self._plain_logprobs(body, piece)
         return fields
+
+    def _message(self, body: ChatBody, piece: _Piece) -> dict[str, object]:
+        """The message of a whole choice and, where it calls tools, the reason for its end that says so."""
+        choice, replies = piece.choice, self._codec.replies
+        text, tools = "".join(choice.said), body.offered_tools
+        if replies is None or not (body.skip_special_tokens or tools):  # who wants special tokens wants all as it is
+            return {"message": {"role": "assistant", "content": text}}
+        reply = replies.reply(
+            choice.prompt_ids, choice.token_ids, text=text, stops=body.stop_strings, tools=tools,
+            parallel=body.parallel_tool_calls is not False,
+        )  # fmt: skip
+        ended = (
+            {"finish_reason": "tool_calls"} if reply.calls_tools and piece.finish_reason == FinishReason.STOP else {}
+        )
+        return {"message": reply.message, **ended}
+
+    def _delta(self, body: ChatBody, piece: _Piece) -> dict[str, object]:
+        """What a stream's event adds: with tools nothing until the end, since a call is known once it is whole."""
+        if not body.offered_tools:
+            return {"delta": {"content": piece.text}}
+        if piece.finish_reason is None:
+            return {"delta": {}}
+        whole = self._message(body, piece)
+        message = whole.pop("message")
+        assert isinstance(message, dict)
+        delta = {key: value for key, value in message.items() if key != "role" and value is not None}
+        if calls := delta.get("tool_calls"):
+            delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
+        return {"delta": delta, **whole}
 
     def _name(self, body: ChatBody | CompletionBody, token_id: int) -> str:
         return f"token_id:{token_id}" if body.return_tokens_as_token_ids else self._codec.token_text(token_id)
@@ -234,7 +270,9 @@ def _added_text(choice: _Choice, chunk: TokenChunk) -> str:
     token_ids = chunk.token_ids.tolist()
     if chunk.stop_token_id is not None:
         token_ids = token_ids[:-1]
-    return choice.text.push(token_ids, last=chunk.finish_reason is not None)
+    choice.token_ids += token_ids
+    choice.said.append(choice.text.push(token_ids, last=chunk.finish_reason is not None))
+    return choice.said[-1]
 
 
 def _usage(choices: Sequence[_Choice], made: int) -> dict[str, int]:

@@ -160,12 +160,30 @@ class _TextBody(SamplingFields):
         return limited.params(room=room, index=index, logprobs=logprobs, top_logprobs=top_logprobs)
 
 
+class FunctionDefinition(BaseModel):
+    """What a model may call; the chat template shows it whole."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: str = Field(min_length=1)
+
+
+class ToolDefinition(BaseModel):
+    """A tool of a chat request, as OpenAI's API has it."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
 class ChatBody(_TextBody):
     """POST /v1/chat/completions."""
 
     messages: list[dict[str, JsonValue]] = Field(min_length=1)
-    tools: JsonValue = None
+    tools: list[ToolDefinition] | None = None
     tool_choice: JsonValue = None
+    parallel_tool_calls: bool | None = None
     functions: JsonValue = None
     function_call: JsonValue = None
     logprobs: bool | None = None
@@ -176,18 +194,21 @@ class ChatBody(_TextBody):
     continue_final_message: bool = False
 
     @model_validator(mode="after")
-    def _no_tools(self) -> Self:
-        if (
-            self.tools
-            or self.functions
-            or any(choice not in (None, "none", "auto") for choice in (self.tool_choice, self.function_call))
-        ):
+    def _tools_as_this_engine_can(self) -> Self:
+        if self.functions or self.function_call not in (None, "none", "auto"):
+            raise ValueError("functions and function_call are what tools and tool_choice were before; send those")
+        if self.tool_choice not in (None, "none", "auto"):
             raise ValueError(
-                "tools and tool_choice are not supported: this route answers text, and tool calls would stay in it "
-                "unparsed; leave them out, or render the prompt with its tools on your side, send the token ids to "
-                "/inference/v1/generate and parse the calls from the tokens that come back"
+                f"tool_choice {self.tool_choice!r} is not supported: this engine does not constrain what it samples, so"
+                " it cannot have the model call a tool; leave it out or send auto or none, and check the answer"
             )
         return self
+
+    @property
+    def offered_tools(self) -> list[dict[str, JsonValue]]:
+        """The tools that the model may call in this request."""
+        offered = [] if self.tool_choice == "none" else self.tools or []
+        return [tool.model_dump(exclude_unset=True) for tool in offered]
 
     @property
     def template_arguments(self) -> dict[str, JsonValue]:

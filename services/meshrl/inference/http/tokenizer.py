@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pydantic import JsonValue
 from transformers import PreTrainedTokenizerBase
 
+from meshrl.inference.http.chat_replies import ChatReplies
 from meshrl.inference.http.tokenizer_pool import TokenizerPool
 from meshrl.wire.errors import MeshError, Reason
 
@@ -25,7 +26,7 @@ _TEMPLATE_ARGUMENTS = frozenset({"documents", "chat_template"})  # of those, wha
 
 
 class TextCodec:
-    """The tokenizer behind the OpenAI routes.
+    """The tokenizer behind the OpenAI routes, and the parser of `replies`, where there is one for the model.
 
     A chat template is a program. One that comes with a request is run only with `trust_request_chat_template`.
     """
@@ -33,8 +34,10 @@ class TextCodec:
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, *, max_prompt_bytes: int = MAX_PROMPT_BYTES, workers: int = WORKERS,
         encode_limit_s: float = ENCODE_LIMIT_S, trust_request_chat_template: bool = False,
+        replies: ChatReplies | None = None,
     ) -> None:  # fmt: skip
         self.tokenizer = tokenizer
+        self.replies = replies
         self._max_prompt_bytes = max_prompt_bytes
         self._trust_request_chat_template = trust_request_chat_template
         self._pool = TokenizerPool(tokenizer, workers=workers, limit_s=encode_limit_s)
@@ -51,8 +54,9 @@ class TextCodec:
         arguments: Mapping[str, JsonValue],
         add_generation_prompt: bool,
         continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, JsonValue]] = (),
     ) -> tuple[int, ...]:
-        """Token ids of a conversation; `arguments` go to the chat template under their names.
+        """Token ids of a conversation with the tools it may use; `arguments` go to the chat template under their names.
 
         Raises: MeshError INVALID_REQUEST when the template fails on them, when there is none, or for what is too long.
         """
@@ -69,13 +73,14 @@ class TextCodec:
                 f"chat_template_kwargs cannot set {', '.join(foreign)}; leave it out there, and use the request's own "
                 "field of that name where there is one",
             )
-        self._check_size([list(messages), dict(arguments)])
+        self._check_size([list(messages), list(tools), dict(arguments)])
 
         def work(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
             try:
                 text = tokenizer.apply_chat_template(
-                    list(messages), tokenize=False, add_generation_prompt=add_generation_prompt,
-                    continue_final_message=continue_final_message, **arguments,
+                    list(messages), tools=list(tools) or None, tokenize=False,
+                    add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
+                    **arguments,
                 )  # fmt: skip
             except Exception as error:  # a template is a program over what the client sent, so it may raise anything
                 raise MeshError(

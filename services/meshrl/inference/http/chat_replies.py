@@ -1,0 +1,141 @@
+"""Turns what was sampled for a chat request into OpenAI's message: its text, its reasoning and its tool calls.
+
+The model family's renderer (package `renderers`) knows the markup; the chat route asks for the message once a
+completion is over. Without a renderer an answer is all text, and requests with tools are refused.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from loguru import logger
+from pydantic import JsonValue, TypeAdapter, ValidationError
+from transformers import PreTrainedTokenizerBase
+
+from meshrl.models.load import ModelError
+
+if TYPE_CHECKING:
+    from renderers import Renderer
+    from renderers.base import ParsedToolCall
+
+NEEDS_A_PARSER = (
+    "tools: this server does not know how its model writes tool calls, so they would stay in the text; start it with "
+    "the renderer of the model's family (inference.renderer.name, such as qwen3), or leave tools out"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatReply:
+    """A message as OpenAI's API has it, and whether it calls tools."""
+
+    message: dict[str, object]
+    calls_tools: bool
+
+
+class ChatReplies:
+    """Parses replies of one model family."""
+
+    def __init__(self, renderer: Renderer, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._renderer = renderer
+        self._tokenizer = tokenizer
+        self.supports_tools: bool = getattr(renderer, "supports_tools", True)
+        self.stop_token_ids: tuple[int, ...] = tuple(renderer.get_stop_token_ids())
+
+    @classmethod
+    def load(cls, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> ChatReplies | None:
+        """By the options of a renderer; without any by the model's name, and None where that says nothing.
+
+        Raises: ModelError when the options name no renderer, or one that does not fit the tokenizer.
+        """
+        try:
+            from renderers import RendererConfig, create_renderer  # takes a second, and is not in every environment
+            from renderers.base import MODEL_RENDERER_MAP
+        except ImportError as error:
+            if options:
+                message = "inference.renderer needs the package renderers here; install meshrl[inference] anew"
+                raise ModelError(message) from error
+            return None
+        if not options and tokenizer.name_or_path not in MODEL_RENDERER_MAP:
+            return None
+        try:
+            config = TypeAdapter(RendererConfig).validate_python(dict(options)) if options else None
+            renderer = create_renderer(tokenizer, config)
+        except (ValidationError, ValueError, OSError, AssertionError) as error:
+            what = "; ".join(each["msg"] for each in error.errors()) if isinstance(error, ValidationError) else error
+            message = (
+                f"inference.renderer {dict(options)} does not fit the tokenizer {tokenizer.name_or_path!r}: {what}"
+            )
+            if options:
+                raise ModelError(message) from error
+            logger.warning("{}; replies stay text", message)
+            return None
+        logger.info("replies of chat requests are parsed by {}", type(renderer).__name__)
+        return cls(renderer, tokenizer)
+
+    def reply(
+        self, prompt_ids: Sequence[int], token_ids: Sequence[int], *, text: str, stops: Sequence[str] = (),
+        tools: Sequence[Mapping[str, JsonValue]] = (), parallel: bool = True,
+    ) -> ChatReply:  # fmt: skip
+        """The message in tokens that were sampled (without their stop token) and read as `text`.
+
+        Only calls that parse are answered, and only where `tools` were offered; the others stay in the content. `text`
+        stands as it is where there is neither reasoning nor a call in it. Not `parallel` keeps the first call alone.
+        """
+        parsed = self._renderer.parse_response(list(token_ids), prompt_ids=list(prompt_ids), tools=list(tools) or None)
+        if not parsed.tool_calls and not parsed.reasoning_content:
+            return ChatReply(message={"role": "assistant", "content": text}, calls_tools=False)
+        good = [call for call in parsed.tool_calls if tools and call.status == "ok" and call.name]
+        left = [self._text_of(call, token_ids) for call in parsed.tool_calls if call not in good]
+        content = _before(stops, "\n".join([part for part in (parsed.content, *left) if part]))
+        message: dict[str, object] = {"role": "assistant", "content": content or (None if good else "")}
+        if parsed.reasoning_content:
+            message["reasoning_content"] = _before(stops, parsed.reasoning_content)
+        if good:
+            message["tool_calls"] = [_call_json(call) for call in (good if parallel else good[:1])]
+        return ChatReply(message=message, calls_tools=bool(good))
+
+    def _text_of(self, call: ParsedToolCall, token_ids: Sequence[int]) -> str:
+        """What the model wrote for a call, markup included where it is known which tokens it was."""
+        if call.token_span is None:
+            return call.raw
+        start, end = call.token_span
+        return str(self._tokenizer.decode(list(token_ids[start:end])))
+
+
+def _call_json(call: ParsedToolCall) -> dict[str, object]:
+    arguments = call.arguments if isinstance(call.arguments, str) else json.dumps(call.arguments or {})
+    return {
+        "id": call.id or f"call_{uuid.uuid4().hex[:24]}",
+        "type": "function",
+        "function": {"name": call.name, "arguments": arguments},
+    }
+
+
+def _before(stops: Sequence[str], text: str) -> str:
+    """The text up to the first stop string: tokens go on behind it."""
+    return text[: min([found for stop in stops if (found := text.find(stop)) >= 0], default=len(text))]
+
+
+def with_arguments(messages: Sequence[Mapping[str, JsonValue]]) -> list[dict[str, JsonValue]]:
+    """Messages whose tool calls have objects as arguments, as chat templates want them: OpenAI's API has JSON text."""
+    return [
+        {**message, "tool_calls": [_with_object(call) for call in calls]}
+        if isinstance(calls := message.get("tool_calls"), list)
+        else dict(message)
+        for message in messages
+    ]
+
+
+def _with_object(call: JsonValue) -> JsonValue:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(str(function["arguments"]) or "{}")
+    except json.JSONDecodeError:
+        return call  # what the model wrote then; the template shows it as it is
+    return {**call, "function": {**function, "arguments": arguments}}
