@@ -139,10 +139,20 @@ def conversation(source: random.Random, number: int) -> Conversation:
     return Conversation(row=f"row {number}", messages=tuple(messages), tools=(TOOL,) if with_tools else ())
 
 
+def as_text(arguments: object) -> str:
+    """JSON as a template's tojson and the renderers write it: letters beyond ASCII as they are."""
+    return json.dumps(arguments, ensure_ascii=False)
+
+
+def calls_once(given: Conversation) -> bool:
+    """Whether there is one call at most in the whole conversation."""
+    return sum(len(message.get("tool_calls", ())) for message in given.messages) <= 1
+
+
 def with_json(message: Mapping[str, Any]) -> dict[str, Any]:
     """The message with the arguments of its calls as JSON text."""
     calls = [
-        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+        {**call, "function": {**call["function"], "arguments": as_text(call["function"]["arguments"])}}
         for call in message.get("tool_calls", ())
     ]
     return {**message, "tool_calls": calls} if calls else dict(message)
@@ -168,13 +178,16 @@ def by_markup(tokenizer: Any, family: Family, tokens: Sequence[int]) -> list[boo
 
 
 def compare(family: Family, templates: Path | None, conversations: Sequence[Conversation]) -> tuple[str, str]:
-    """How many conversations have the tokens of the stock template, and the mask of the markup."""
+    """How many conversations have the tokens of the stock template, and the mask of the markup.
+
+    Where some have others, how many there are with one call at most, and how many of those are the same.
+    """
     tokenizer = byte_tokenizer()
     made = Renderers(tokenizer, {"name": family.renderer})
     file = None if templates is None or family.template is None else templates / f"{family.template}.jinja"
     tokenizer.chat_template = None if file is None else file.read_text()
     stops = set(made.of({}).get_stop_token_ids())
-    same_tokens = same_masks = compared = 0
+    same_tokens = same_masks = compared = single = same_single = 0
     for given in conversations:
         try:
             sample = render(given, made, learned_roles=LEARNED)
@@ -187,8 +200,15 @@ def compare(family: Family, templates: Path | None, conversations: Sequence[Conv
             messages = [with_json(each) if family.renderer in AS_JSON else dict(each) for each in given.messages]
             told = STOCK.get(family.renderer, {})
             stock = tokenizer.apply_chat_template(messages, tools=list(given.tools) or None, return_dict=False, **told)
-            same_tokens += ours == stock or (ours[:-1] == stock and ours[-1] in stops)
-    return ("no template" if file is None else f"{same_tokens}/{compared}"), f"{same_masks}/{compared}"
+            same = ours == stock or (ours[:-1] == stock and ours[-1] in stops)
+            same_tokens += same
+            single += calls_once(given)
+            same_single += same and calls_once(given)
+    masks = f"{same_masks}/{compared}"
+    if file is None:
+        return "no template", masks
+    apart = "" if same_tokens == compared else f" ({same_single}/{single} with one call at most)"
+    return f"{same_tokens}/{compared}{apart}", masks
 
 
 def losses(conversations: Sequence[Conversation]) -> None:
