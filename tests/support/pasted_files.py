@@ -15,16 +15,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshrl.core.config import BaseConfig, load_config
+from meshrl.eval.config import EvaluationConfig
 from meshrl.inference.config import InferenceConfig
 from meshrl.launch.config import RLConfig
 from meshrl.orchestrator.config import OrchestratorConfig
 from meshrl.sft.config import SFTConfig
+from meshrl.synthesize.config import SynthesisConfig
 from meshrl.trainer.config import TrainerConfig
 
 FOLDER = Path(__file__).parents[1] / "unit" / "launch" / "pasted"
 PROGRAMS: dict[str, type[BaseConfig]] = {
     "rl": RLConfig, "orchestrator": OrchestratorConfig, "trainer": TrainerConfig, "inference": InferenceConfig,
-    "sft": SFTConfig,
+    "sft": SFTConfig, "eval": EvaluationConfig, "synthesize": SynthesisConfig,
 }  # fmt: skip
 UNKNOWN = ("no such key", "unknown option", "unexpected argument", "Input should", "validation error")
 

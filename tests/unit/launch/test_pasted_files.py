@@ -14,6 +14,7 @@ EXPLAINED = {
     "rl @ rl_2026_may.toml --orchestrator.training-mode opd": 1,
     "trainer --model.cp 2 --model.ep 8": 2,
     "trainer --model.ac --max-concurrent-runs 4": 1,
+    "synthesize": 1,
 }
 """Commands that ask for what is not there, and how many lines the refusal has."""
 
