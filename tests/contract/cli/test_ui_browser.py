@@ -44,8 +44,8 @@ async def test_every_view_draws_what_the_folder_holds(page: tuple[Tab, str]) -> 
         "now": f"document.querySelectorAll('.u-wrap').length == 2 && {TEXT}.includes('step 10')",
         "rollouts": f"{TEXT}.includes('made: reward 0 (right 0), advantage -0.5')",
         "rollouts?step=4&id=best-4": f"{TEXT}.includes('good 4')",
-        "rollouts?id=best-10&look=logprobs": "document.querySelectorAll('.tokens i.t2').length == 2",
-        "rollouts?id=best-10&look=versions": "document.querySelector('.tokens i.v0').title == 'version 9'",
+        "rollouts?id=best-10&look=logprobs": "document.querySelectorAll('.block i.t2').length == 2",
+        "rollouts?id=best-10&look=versions": "document.querySelector('.block i.v0').title == 'version 9, token 3'",
         "timeline": "document.querySelectorAll('rect.span').length == 2",
         "weights": "document.querySelectorAll('.u-wrap').length == 1",
         "ledger": f"{TEXT}.includes('no ledger')",
@@ -75,4 +75,8 @@ async def test_a_rollout_of_32k_tokens_is_drawn_whole(page: tuple[Tab, str], run
     with zstandard.open(run_path / "rollouts/step_11.jsonl.zst", "wt", encoding="utf-8") as file:
         file.write(json.dumps(rollout(11, "random", 0.5, "long", tokens=32768)) + "\n")
     await tab.open(f"{address}#/0/rollouts?step=11&look=logprobs")
-    await tab.until("document.querySelectorAll('.tokens i').length == 32768")
+    await tab.until("document.querySelectorAll('.block').length == 64")
+    await tab.until("document.querySelectorAll('.block i').length >= 512")
+    assert await tab.ask("document.querySelectorAll('.block i').length") < 32768, "the rest is drawn when it is seen"
+    await tab.ask("[...document.querySelectorAll('.block')].at(-1).scrollIntoView()")
+    await tab.until("[...document.querySelectorAll('.block')].at(-1).querySelectorAll('i').length == 512")

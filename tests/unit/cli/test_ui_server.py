@@ -145,3 +145,41 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     result = CliRunner().invoke(main, ["ui", str(tmp_path)])
     assert result.exit_code == 1
     assert "holds no run: name the output folder of one" in result.output
+
+
+async def test_tokens_come_with_what_they_say_where_the_vocabulary_is_here(
+    run_path: Path, client: TestClient, tmp_path: Path
+) -> None:
+    without = await (await client.get("/api/runs/0/rollouts/3/best-3")).json()
+    assert [sample["pieces"] for sample in without["samples"]] == [None]
+    vocabulary = {"Hi": 1, "\u0120you": 2, "\u010a": 3}  # Ġ is a space and Ċ a line feed in byte-level vocabularies
+    tokenizer = {
+        "model": {"type": "BPE", "vocab": vocabulary}, "decoder": {"type": "ByteLevel"}, "pre_tokenizer": None,
+        "added_tokens": [{"id": 4, "content": "<|end|>"}],
+    }  # fmt: skip
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/tokenizer.json").write_text(json.dumps(tokenizer))
+    (run_path / "configs/rollout.toml").write_text(f'[model]\nname = "{tmp_path / "model"}"\n')
+    again = await client_of(run_path)
+    found = await (await again.get("/api/runs/0/rollouts/3/best-3")).json()
+    await again.close()
+    assert found["samples"][0]["pieces"] == ["Hi", " you", "\n", "<|end|>"]
+
+
+async def test_which_engine_took_which_version_and_how_late(run_path: Path, client: TestClient) -> None:
+    spans = [swap(7, "e0", 100.0), swap(7, "e1", 102.5), swap(8, "e0", 110.0)]
+    line = json.dumps({"resourceSpans": [{"scopeSpans": [{"spans": spans}]}]})
+    (run_path / "traces/inference.jsonl").write_text(f"{line}\n")
+    found = await (await client.get("/api/runs/0/swaps")).json()
+    assert (found["versions"], found["engines"]) == ([8, 7], ["e0", "e1"])
+    assert found["cells"][0] == [{"pause": pytest.approx(0.25), "after": 0.0}, None]
+    assert found["cells"][1][1]["after"] == pytest.approx(2.5)
+
+
+def swap(version: int, engine: str, start_s: float) -> dict[str, object]:
+    about = {"meshrl.version": {"intValue": str(version)}, "meshrl.engine_id": {"stringValue": engine}}
+    return {
+        "name": "rl.sync.apply", "traceId": "a" * 32, "spanId": f"{version}{engine}",
+        "startTimeUnixNano": str(int(start_s * 1e9)), "endTimeUnixNano": str(int((start_s + 0.25) * 1e9)),
+        "attributes": [{"key": key, "value": value} for key, value in about.items()],
+    }  # fmt: skip

@@ -16,6 +16,9 @@ from meshrl.cli.run_folder import RunFolder
 
 FOLLOW_S = 1.0
 
+_IN_LEDGER = {"in_flight": "dispatched", "ready": "finished"}
+"""What the ledger calls these states."""
+
 _Line = Mapping[str, Any]
 """A kept rollout, as in `rollouts/step_N.jsonl.zst`."""
 
@@ -85,7 +88,7 @@ def tail(
 
 
 def _filter(environment: str | None, state: str | None) -> tuple[str, list[object]]:
-    wanted = {"rollouts.environment = ?": environment, "rollouts.state = ?": state}
+    wanted = {"rollouts.environment = ?": environment, "rollouts.state = ?": _IN_LEDGER.get(state or "", state)}
     given = {clause: value for clause, value in wanted.items() if value}
     return " AND ".join(given) or "1", list(given.values())
 

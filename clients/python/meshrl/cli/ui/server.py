@@ -23,6 +23,7 @@ from aiohttp import web
 from meshrl.cli.run_folder import RunFolder
 from meshrl.cli.status import read_status
 from meshrl.cli.ui.history import MetricsHistory
+from meshrl.cli.ui.pieces import TokenPieces
 from meshrl.cli.ui.views import LedgerFunnel, Traces, rollout_list, whole_rollout
 
 STATIC = Path(__file__).parent / "static"
@@ -51,6 +52,7 @@ class ShownRun:
         self.history = MetricsHistory(folder.path / "metrics.jsonl")
         self.traces = Traces(folder)
         self.funnel = LedgerFunnel(folder)
+        self.pieces = TokenPieces(folder)
         self._lock = asyncio.Lock()
         self._status: tuple[float, dict[str, Any]] | None = None
         self._asking = asyncio.Lock()
@@ -89,6 +91,7 @@ class Page:
                 web.get("/api/runs/{run}/rollouts", self._rollouts),
                 web.get("/api/runs/{run}/rollouts/{step}/{rollout_id}", self._rollout),
                 web.get("/api/runs/{run}/timeline", self._timeline),
+                web.get("/api/runs/{run}/swaps", self._swaps),
                 web.get("/api/runs/{run}/ledger", self._ledger),
                 web.get("/api/runs/{run}/events", self._events),
                 web.get("/static/{name}", self._static),
@@ -155,7 +158,17 @@ class Page:
             found = await run.read(lambda: whole_rollout(run.folder, int(step), rollout_id))
         if found is None:
             raise web.HTTPNotFound(text=f"no rollout {rollout_id} is kept of step {step}")
+        samples = found.get("samples", ())
+        pieces = await run.read(lambda: [run.pieces.of(sample["token_ids"]) for sample in samples])
+        if samples:
+            found = {**found, "samples": [{**one, "pieces": said} for one, said in zip(samples, pieces, strict=True)]}
         return _json(found)
+
+    async def _swaps(self, request: web.Request) -> web.Response:
+        """Which engine took which version."""
+        run = self._run(request)
+        await run.read(run.traces.read_on)
+        return _json(await run.read(run.traces.swaps))
 
     async def _timeline(self, request: web.Request) -> web.Response:
         """The spans of `step`, by default the last that has ended."""

@@ -20,6 +20,8 @@ MOST_SPANS = 4000
 KEPT_SPANS = 300_000
 """Spans that are held, the newest; `meshrl trace` reads all there are."""
 
+MOST_VERSIONS = 40
+
 FUNNEL_S, SLOW_S = 10.0, 0.2
 """A count that took longer than SLOW_S stands for FUNNEL_S."""
 
@@ -112,6 +114,25 @@ class Traces:
                 self._spans.append(span)
                 if span.name == "rl.step" and "rl.step" in span.attributes:
                     self._steps[int(span.attributes["rl.step"])] = span
+
+    def swaps(self, most: int = MOST_VERSIONS) -> Json:
+        """Which engine took which of the newest versions, and when: `cells` has a list for each version, newest first,
+        with the pause in seconds of each engine and its seconds behind the first one; None for one that did not.
+        """
+        taken: dict[int, dict[str, RunSpan]] = {}
+        for span in self._spans:
+            if span.name == "rl.sync.apply" and "meshrl.engine_id" in span.attributes:
+                taken.setdefault(int(span.attributes["meshrl.version"]), {})[span.attributes["meshrl.engine_id"]] = span
+        versions = sorted(taken, reverse=True)[:most]
+        engines = sorted({engine for version in versions for engine in taken[version]})
+        cells = []
+        for version in versions:
+            first_s = min(span.start_s for span in taken[version].values())
+            found = [taken[version].get(engine) for engine in engines]
+            cells.append(
+                [None if one is None else {"pause": one.seconds, "after": one.start_s - first_s} for one in found]
+            )
+        return {"versions": versions, "engines": engines, "cells": cells}
 
     def timeline(self, step: int) -> Json | None:
         """The spans during a step, by the program that they ran in; None for a step without a span.

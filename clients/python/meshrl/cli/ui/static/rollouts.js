@@ -59,6 +59,7 @@ function drawRollout(box, rollout, now, choose) {
   const look = looks.includes(now.look) ? now.look : "conversation";
   box.append(element("div", { class: "bar" }, ...looks.map((one) => element("button", { ...(one === look && { disabled: true }), onclick: () => choose({ look: one, id: rollout.rollout_id }) }, one)),
     element("button", { onclick: () => choose({ group: rollout.group_id, id: rollout.rollout_id }) }, "its group")));
+  if (look !== "conversation") box.append(legend(look, rollout.samples));
   for (const sample of rollout.samples) {
     for (const message of sample.messages) {
       const [first, end] = message.tokens;
@@ -68,18 +69,53 @@ function drawRollout(box, rollout, now, choose) {
   }
 }
 
-// The tokens by id, coloured by how unlikely each was when it was sampled, or by the version that sampled it. Tokens that
-// were not sampled, which no loss looks at, are pale. Built as one string: 32,000 elements made one by one are slow.
+const ESCAPES = { "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;" };
+const escape = (text) => text.replace(/[&<>"]/g, (character) => ESCAPES[character]);
+const BLOCK = 512; // tokens that are made at once, when they come near to what is seen
+
+// The tokens, by what they say where the model's vocabulary is known and else by id, coloured by how unlikely each was
+// when it was sampled, or by the version that sampled it. Tokens that were not sampled, which no loss looks at, are pale.
+// Blocks that are far away stay empty: 32,000 elements take a browser a second.
 function tokens(sample, first, end, look) {
   const box = element("div", { class: "tokens" });
+  const watch = new IntersectionObserver((seen) => seen.forEach(({ isIntersecting, target }) => {
+    if (!isIntersecting) return;
+    watch.unobserve(target);
+    target.style.minHeight = "";
+    target.innerHTML = markup(sample, Number(target.dataset.from), Number(target.dataset.to), look); // escaped there
+  }), { rootMargin: "600px" });
+  for (let from = first; from < end; from += BLOCK) {
+    const to = Math.min(end, from + BLOCK);
+    const block = element("div", { class: "block", "data-from": from, "data-to": to });
+    if (to - from === BLOCK) block.style.minHeight = "16rem";
+    box.append(block);
+    watch.observe(block);
+  }
+  return box;
+}
+
+function markup(sample, first, end, look) {
   const version = (place) => sample.versions.findIndex(([from, to]) => from <= place && place < to);
   let html = "";
   for (let place = first; place < end; place++) {
     const logprob = sample.logprobs[place];
     const shade = logprob === null ? "t0" : look === "versions" ? `v${Math.max(0, version(place)) % 4}` : `t${logprob > -0.1 ? 1 : logprob > -1 ? 2 : logprob > -3 ? 3 : 4}`;
-    const about = logprob === null ? "not sampled" : look === "versions" ? `version ${sample.versions[version(place)]?.[2]}` : `logprob ${Number(logprob)}`;
-    html += `<i class="${shade}" title="${about}">${Number(sample.token_ids[place])}</i>`;
+    const id = Number(sample.token_ids[place]);
+    const about = logprob === null ? "not sampled" : look === "versions" ? `version ${Number(sample.versions[version(place)]?.[2])}` : `logprob ${Number(logprob)}`;
+    const piece = sample.pieces?.[place];
+    const text = piece === undefined || piece === "" ? id : escape(piece).replace(/\n/g, "\u23ce\n");
+    html += `<i class="${shade}" title="${about}, token ${id}">${text}</i>`;
   }
-  box.innerHTML = html; // numbers and words of this file alone
-  return box;
+  return html;
+}
+
+const LEGENDS = {
+  logprobs: [["t0", "not sampled, no loss"], ["t1", "logprob above -0.1"], ["t2", "above -1"], ["t3", "above -3"], ["t4", "below"]],
+  versions: [["t0", "not sampled, no loss"]],
+};
+
+function legend(look, samples) {
+  const versions = look === "versions" ? samples.flatMap((sample) => sample.versions.map(([, , version], place) => [`v${place % 4}`, `version ${version}`])) : [];
+  const shown = [...new Map([...LEGENDS[look], ...versions].map((one) => [one.join(), one])).values()];
+  return element("p", { class: "tokens" }, ...shown.flatMap(([shade, words]) => [element("i", { class: shade }, words), " "]));
 }

@@ -6,9 +6,11 @@ export async function drawWeights(box, { run }) {
   const { series } = await get(`/api/runs/${run}/metrics?names=${encodeURIComponent(names.join(","))}`);
   const one = (title, name) => chart(title, series[name] ? [{ label: name, steps: series[name][0], values: series[name][1] }] : []);
   const engines = element("div", {}, element("p", { class: "none" }, "asking the hub"));
-  box.append(engines, element("div", { class: "charts" },
+  const swaps = element("div");
+  box.append(engines, swaps, element("div", { class: "charts" },
     one("Lag of a version, seconds", "weights/lag_s"), one("Pause of an engine, seconds", "weights/pause_s"),
     one("Version that engines serve", "policy/active_version"), one("Oldest token trained, versions back", "off_policy/all/max")));
+  get(`/api/runs/${run}/swaps`).then((found) => found.versions.length && swaps.append(element("h3", {}, "Which engine took which version: its pause, and how far it was behind the first"), matrix(found)));
   get(`/api/runs/${run}/now`).then((status) => {
     const rows = status.rows.filter((row) => row.service === "engine");
     engines.replaceChildren(rows.length
@@ -17,7 +19,17 @@ export async function drawWeights(box, { run }) {
   }, (error) => engines.replaceChildren(element("p", { class: "error" }, error.message)));
 }
 
-const STATES = ["in_flight", "ready", "batched", "trained", "dropped", "failed", "cancelled"];
+// Versions by engines; a version that an engine did not take is red, one that it took a second after another is orange.
+function matrix({ versions, engines, cells }) {
+  const words = (cell) => (cell ? `${number(cell.pause * 1e3, 1)} ms${cell.after > 0.001 ? `, +${number(cell.after, 2)} s` : ""}` : "not taken");
+  const kind = (cell) => (!cell ? "missed" : cell.after > 1 ? "late" : "took");
+  return element("table", { class: "matrix" },
+    element("thead", {}, element("tr", {}, element("th", {}, "version"), ...engines.map((engine) => element("th", {}, engine)))),
+    element("tbody", {}, ...versions.map((version, row) => element("tr", {}, element("td", {}, String(version)), ...cells[row].map((cell) => element("td", { class: kind(cell) }, words(cell)))))));
+}
+
+const LABELS = { dispatched: "in flight", finished: "ready" }; // what the ledger calls these, and what people do
+const STATES = ["dispatched", "finished", "batched", "trained", "dropped", "failed", "cancelled"];
 
 export async function drawLedger(box, { run }) {
   const rows = await get(`/api/runs/${run}/ledger`);
@@ -27,8 +39,15 @@ export async function drawLedger(box, { run }) {
   }
   const environments = [...new Set(rows.map((row) => row.environment))];
   const count = (environment, state) => rows.filter((row) => row.environment === environment && (!state || row.state === state)).reduce((sum, row) => sum + row.count, 0);
+  const total = rows.reduce((sum, row) => sum + row.count, 0);
+  const parts = STATES.map((state) => [state, rows.filter((row) => row.state === state).reduce((sum, row) => sum + row.count, 0)]).filter(([, one]) => one);
   box.append(
-    table([["environment", (name) => name], ["dispatched", (name) => number(count(name)), "number"], ...STATES.map((state) => [state.replace("_", " "), (name) => number(count(name, state)), "number"])], environments),
+    element("div", { class: "funnel" }, ...[["all that were dispatched", total], ...parts].flatMap(([state, one]) => {
+      const part = element("div", { class: `part ${state}` });
+      part.style.width = `${(100 * one) / total}%`;
+      return [element("span", {}, LABELS[state] ?? state), element("div", { class: "track" }, part), element("span", {}, `${number(one)}, ${number((100 * one) / total, 1)}%`)];
+    })),
+    table([["environment", (name) => name], ["dispatched", (name) => number(count(name)), "number"], ...STATES.map((state) => [LABELS[state] ?? state, (name) => number(count(name, state)), "number"])], environments),
     element("h3", {}, "Why rollouts were not trained"),
     table([["environment", (row) => row.environment], ["state", (row) => row.state], ["reason", (row) => row.reason], ["rollouts", (row) => number(row.count), "number"]],
       rows.filter((row) => row.reason).sort((one, other) => other.count - one.count)),

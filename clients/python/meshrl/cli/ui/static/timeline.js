@@ -82,7 +82,8 @@ function picture(found, about) {
     ticks.replaceChildren();
     for (let part = 0; part <= 8; part++) {
       const at = seen.from + ((seen.to - seen.from) * part) / 8;
-      node("text", { x: LABELS + ((WIDTH - LABELS - 30) * part) / 8, y: 11 }, ticks, `${number(at, 2)} s`);
+      const anchor = ["start", "end"][part / 8] ?? "middle";
+      node("text", { x: LABELS + ((WIDTH - LABELS) * part) / 8, y: 11, "text-anchor": anchor }, ticks, `${number(at, 2)} s`);
     }
   }
   const at = (event) => seen.from + ((seen.to - seen.from) * Math.max(0, (event.offsetX / svg.clientWidth) * WIDTH - LABELS)) / (WIDTH - LABELS);

@@ -1,0 +1,73 @@
+"""What each token of a rollout says: from the tokenizer.json of the run's model, where this machine has it.
+
+For the page's view of tokens. Needs no library of tokenizers: a token's text is its entry in the vocabulary, in which
+byte-level vocabularies (Qwen, Llama 3, GPT-2) write each byte as one character and others a space as U+2581.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from meshrl.cli.run_folder import RunFolder
+
+_PROGRAMS = ("rollout", "inference", "trainer")
+_HUB = Path.home() / ".cache" / "huggingface" / "hub"
+
+
+class TokenPieces:
+    """The texts of a run's tokens; the vocabulary is read when it is first asked for."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+        self._pieces: dict[int, str] | None = None
+
+    def of(self, token_ids: Sequence[int]) -> list[str] | None:
+        """A text for each token, "" for one that is unknown; None where no vocabulary is found."""
+        if self._pieces is None:
+            self._pieces = _read(self._folder)
+        return [self._pieces.get(token, "") for token in token_ids] if self._pieces else None
+
+
+def _read(folder: RunFolder) -> dict[int, str]:
+    for program in _PROGRAMS:
+        name = folder.config(program).get("model", {}).get("name")
+        for path in _candidates(str(name)) if name else ():
+            try:
+                return _vocabulary(json.loads(path.read_text(encoding="utf-8")))
+            except (OSError, ValueError, KeyError, TypeError, AttributeError):  # of a kind that is not known here
+                continue
+    return {}
+
+
+def _candidates(name: str) -> list[Path]:
+    """Where the tokenizer of a model may be: in its folder, or in the Hugging Face cache."""
+    cached = sorted((_HUB / f"models--{name.replace('/', '--')}" / "snapshots").glob("*/tokenizer.json"))
+    return [Path(name) / "tokenizer.json", *cached]
+
+
+def _vocabulary(tokenizer: dict[str, object]) -> dict[int, str]:
+    model, added = tokenizer["model"], tokenizer.get("added_tokens", [])
+    assert isinstance(model, dict)  # else an AttributeError or TypeError says the same
+    vocab = model["vocab"]
+    entries = vocab.items() if isinstance(vocab, dict) else ((entry[0], place) for place, entry in enumerate(vocab))
+    byte_level = '"ByteLevel"' in json.dumps([tokenizer.get("pre_tokenizer"), tokenizer.get("decoder")])
+    characters = _byte_characters() if byte_level else {}
+    pieces = {}
+    for text, token in entries:
+        if byte_level and all(character in characters for character in text):
+            pieces[token] = bytes(characters[character] for character in text).decode(errors="replace")
+        else:
+            pieces[token] = text.replace("\u2581", " ")
+    assert isinstance(added, list)
+    return pieces | {each["id"]: each["content"] for each in added}
+
+
+def _byte_characters() -> dict[str, int]:
+    """The character that stands for each byte in byte-level vocabularies: itself where it is seen, else from 256 on."""
+    seen = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
+    characters = {chr(byte): byte for byte in seen}
+    for place, byte in enumerate(byte for byte in range(256) if byte not in seen):
+        characters[chr(256 + place)] = byte
+    return characters
