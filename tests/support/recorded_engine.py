@@ -6,11 +6,12 @@ middle of a completion; templates strip, rewrite or forget earlier turns.
 
 from __future__ import annotations
 
+import asyncio
 import random
 import uuid
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -203,7 +204,6 @@ def compare(rollouts: Iterable[Any], engine: RecordedEngine) -> Compared:
 @asynccontextmanager
 async def tool_server() -> AsyncIterator[str]:
     """A tool server as verifiers would start one, without the seconds that a process of its own takes; its address."""
-    import asyncio
     import socket
 
     import uvicorn
@@ -223,9 +223,20 @@ async def tool_server() -> AsyncIterator[str]:
 
 
 async def play(
-    case: str, num_rollouts: int, folder: Path, *, seed: int = 0, group_size: int = 5, workers: int = 0
+    case: str,
+    num_rollouts: int,
+    folder: Path,
+    *,
+    seed: int = 0,
+    group_size: int = 5,
+    workers: int = 0,
+    in_flight: int = 1,
+    serving: Callable[[Any], AbstractAsyncContextManager[Any]] | None = None,
 ) -> Compared:
-    """Plays conversations with a tool, and with a user, in equal parts, and compares their samples."""
+    """Plays conversations with a tool, and with a user, in equal parts, and compares their samples.
+
+    `in_flight` groups at once; `serving(tokenizer)` is another engine that notes what it generated.
+    """
     from opentelemetry.sdk.trace import TracerProvider
 
     from meshrl.rollout.config import RolloutConfig
@@ -238,7 +249,8 @@ async def play(
     chat_template, renderer = CASES[case]
     async with AsyncExitStack() as stack:
         tokenizer = save_tokenizer(folder, chat_template)
-        engine = await stack.enter_async_context(RecordedEngine(tokenizer, seed).serving())
+        serving = serving or (lambda loaded: RecordedEngine(loaded, seed).serving())
+        engine = await stack.enter_async_context(serving(tokenizer))
         tools_url = await stack.enter_async_context(tool_server())
         config = RolloutConfig(
             client={"base_url": [engine.url]},
@@ -254,7 +266,8 @@ async def play(
         )
         servicer = RolloutServicer(await build(config, stack, TracerProvider().get_tracer("tokens")))
         rollouts: list[Rollout] = []
-        for number in range(num_rollouts // group_size):
+
+        async def group(number: int) -> None:
             request = RolloutRequest(
                 request_id=str(uuid.uuid4()),
                 group_id=str(uuid.uuid4()),
@@ -269,4 +282,14 @@ async def play(
                 assert not event.HasField("failure"), event.failure.message
                 if event.HasField("rollout"):
                     rollouts.append(convert.rollout_event_from_proto(event))
+
+        numbers = iter(range(num_rollouts // group_size))
+
+        async def one_after_the_other() -> None:
+            for number in numbers:
+                await group(number)
+
+        async with asyncio.TaskGroup() as playing:
+            for _ in range(in_flight):
+                playing.create_task(one_after_the_other())
     return compare(rollouts, engine)
