@@ -124,6 +124,7 @@ class Steps(trainer_pb2_grpc.TrainerServiceServicer):
 
     def __init__(self) -> None:
         self.callers: list[asyncio.Queue[int]] = []
+        self.floods = False
 
     def say(self, revision: int) -> None:
         for caller in self.callers:
@@ -134,7 +135,8 @@ class Steps(trainer_pb2_grpc.TrainerServiceServicer):
         self.callers.append(said)
         yield trainer_pb2.WatchStepsResponse(revision=1)
         while True:
-            yield trainer_pb2.WatchStepsResponse(revision=await said.get())
+            revision = 1 if self.floods else await said.get()
+            yield trainer_pb2.WatchStepsResponse(revision=revision)
 
 
 @asynccontextmanager
@@ -182,6 +184,19 @@ async def test_a_stream_of_a_member_ends_once_it_is_revoked(authority: Authority
             await stream.read()
     assert ended.value.code() is grpc.StatusCode.UNAUTHENTICATED
     assert "operator/ending is revoked" in ended.value.details()
+
+
+async def test_a_stream_that_never_stops_ends_as_well(authority: Authority) -> None:
+    server = replace(member(authority, Role.RELAY, "busy"), trust=authority.trust.path)
+    caller = member(authority, Role.OPERATOR, "busy")
+    async with watched(credentials_of(server), credentials_of(caller)) as (steps, stream, _stub):
+        steps.floods = True
+        steps.say(1)
+        authority.trust.revoke("operator/busy")
+        with pytest.raises(grpc.aio.AioRpcError) as ended:
+            while await stream.read() is not grpc.aio.EOF:
+                pass
+    assert ended.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
 @pytest.fixture

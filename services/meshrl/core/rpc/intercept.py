@@ -107,6 +107,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc
         self._guard = guard
         self._callers: dict[asyncio.Task[Any], Caller] = {}
         self._shut_out: dict[asyncio.Task[Any], MeshError] = {}
+        self._sending: set[asyncio.Task[Any]] = set()
         self._in_flight = InFlight()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._cut_off_why = ""
@@ -135,7 +136,23 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc
             if why is not None:
                 logger.warning("ending a call of {}: {}", caller, why.message)
                 self._shut_out[task] = why
-                task.cancel()
+                if (
+                    task not in self._sending
+                ):  # which ends by itself; cancelled there, gRPC would tell the caller nothing
+                    task.cancel()
+
+    @contextmanager
+    def _sending_from(self) -> Iterator[None]:
+        """Around the hand-over of a stream's message to gRPC. Raises why the caller has been shut out meanwhile."""
+        task = asyncio.current_task()
+        assert task is not None  # gRPC runs each call in one
+        self._sending.add(task)
+        try:
+            yield
+        finally:
+            self._sending.discard(task)
+        if task in self._shut_out:
+            raise self._shut_out[task]
 
     async def intercept_service(
         self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: grpc.HandlerCallDetails
@@ -186,7 +203,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc
                     await context.send_initial_metadata(((CONTRACT_KEY, CONTRACT_VERSION),))
                     async with aclosing(behaviour(request, context)) as messages:
                         async for message in messages:
-                            yield message
+                            with self._sending_from():
+                                yield message
                 except asyncio.CancelledError:
                     await self._abort_if_cut_off(context, span, method.name)
                     raise
