@@ -1,0 +1,67 @@
+"""`meshrl run init`, `meshrl token` and `meshrl join` on the command line; core's tests have them over a network."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from meshrl.cli.main import main
+from meshrl.cli.run_folder import RunFolder
+from meshrl.client.authority import Authority
+from meshrl.client.credentials import FileCredentials
+from meshrl.client.trust import Role
+
+
+def meshrl(*arguments: str) -> Result:
+    return CliRunner().invoke(main, arguments)
+
+
+def test_a_run_gets_an_authority_and_tokens_and_takes_them_back(tmp_path: Path) -> None:
+    folder = ("-o", str(tmp_path / "run"))
+    made = meshrl("run", "init", *folder, "--run-id", "r1")
+    assert made.exit_code == 0, made.output
+    authority = Authority(tmp_path / "run" / "credentials")
+    assert authority.run == "r1"
+    assert authority.fingerprint in made.output
+    assert stat.S_IMODE((authority.folder / "ca.key").stat().st_mode) == 0o600
+    created = meshrl("token", "create", *folder, "--role", "agent", "--ttl", "1h").output.split()
+    assert created[0::2] == ["token", "ca-hash"]
+    assert created[3] == authority.fingerprint
+    id_, _, secret = created[1].partition(".")
+    trust = authority.trust.read()
+    assert trust.tokens[id_].role is Role.AGENT
+    assert trust.why_not(id_, secret, 0.0) == ""
+    authority.trust.note_member(Role.AGENT, "e1", id_)
+    revoked = meshrl("token", "revoke", *folder, id_)
+    assert revoked.output == f"revoked: token {id_}, agent/e1\n"
+    assert authority.trust.read().why_not(id_, secret, 0.0) == "is revoked"
+    credentials = RunFolder(tmp_path / "run").credentials()  # what every other command then calls with
+    assert isinstance(credentials, FileCredentials)
+    assert credentials.mutual
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("run", "init", "--run-id", "a b"), "a member's name has 1 to 63 letters"),
+        (("token", "create", "--role", "agent", "--ttl", "soon"), "'soon' is no duration; write it as 30m, 1h or 7d"),
+        (("token", "create", "--role", "king"), "'king' is not one of"),
+        (("token", "create", "--role", "agent"), "name its folder with -o, as its owner"),
+        (("token", "revoke", "x"), "name its folder with -o, as its owner"),
+    ],
+)
+def test_what_cannot_be_done_is_said_in_one_line(tmp_path: Path, arguments: tuple[str, ...], said: str) -> None:
+    answer = meshrl(*arguments, "-o", str(tmp_path / "none"))
+    assert answer.exit_code in (1, 2)
+    assert said in answer.output
+    assert "Traceback" not in answer.output
+
+
+def test_joining_nobody_is_said_with_what_to_name(tmp_path: Path) -> None:
+    answer = meshrl("join", "127.0.0.1:1", "--token", "a.b", "--ca-hash", "sha256:0", "--folder", str(tmp_path / "c"))
+    assert answer.exit_code == 1
+    assert "no TLS server answers at 127.0.0.1:1" in answer.output
+    assert "name the hub's enrollment port" in answer.output
