@@ -19,6 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import grpc
 from loguru import logger
 
 from meshrl.client import ChannelOptions, TrainerClient
@@ -28,6 +29,7 @@ from meshrl.client.trust import Role, TrustFile
 from meshrl.core.rpc.serve import GrpcServer
 from meshrl.v1 import trainer_pb2, trainer_pb2_grpc, weights_pb2
 from meshrl.wire import frames
+from meshrl.wire.errors import MeshError, Reason, from_rpc_error
 
 CHUNK = bytes(2 * 2**20)
 KINDS = ("plain", "token", "mutual TLS")
@@ -126,6 +128,43 @@ def prepare(folder: Path) -> None:
     (folder / "token").write_text(TrustFile(folder / "trust.sqlite").add_token(Role.OPERATOR))
 
 
+async def shut_out(folder: Path, kind: str, address: str) -> tuple[float, float]:
+    """Seconds from a revocation until a stream that stands has ended, and until a new call is refused."""
+    credentials = files_of(folder, kind, "client")
+    trust = TrustFile(folder / "trust.sqlite")
+    async with credentials.open_channel(address, [], "relay") as channel:
+        fetch = channel.unary_stream(frames.FETCH, request_serializer=weights_pb2.FetchRequest.SerializeToString)
+        stream = fetch(weights_pb2.FetchRequest(), metadata=credentials.metadata())
+        await stream.read()
+        what = "operator/client" if kind == "mutual TLS" else (folder / "token").read_text().partition(".")[0]
+        assert trust.revoke(what)
+        began = time.perf_counter()
+        told = await ending(stream)
+        ended_s = time.perf_counter() - began
+    async with _Client(address, ChannelOptions(credentials=credentials)) as client:
+        while told is Reason.UNAUTHENTICATED and await refusal(client) is not Reason.UNAUTHENTICATED:
+            pass
+    return ended_s, time.perf_counter() - began
+
+
+async def ending(stream: Any) -> Reason:
+    """Why a stream ends."""
+    try:
+        while True:
+            await stream.read()
+    except grpc.aio.AioRpcError as error:
+        return from_rpc_error(error, call="Fetch").reason
+
+
+async def refusal(client: _Client) -> Reason | None:
+    """Why a call is refused; None where it is answered."""
+    try:
+        await client.get_trainer()
+    except MeshError as error:
+        return error.reason
+    return None
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=1.0, help="of each measurement")
@@ -144,6 +183,10 @@ def main() -> None:
                 for kind in KINDS:
                     made = files_of(folder, kind, "client")
                     asyncio.run(measure(f"127.0.0.1:{ports[kind]}", made, args.seconds, found[kind]))
+            gone = {
+                kind: asyncio.run(shut_out(folder, kind, f"127.0.0.1:{ports[kind]}"))
+                for kind in ("token", "mutual TLS")
+            }
             ours.send("stop")
             process.join(30)
         finally:
@@ -153,6 +196,10 @@ def main() -> None:
     for kind, rates in found.items():
         row = [statistics.median(each) for each in (rates.first_ms, rates.calls_s, rates.at_once_s, rates.mb_s)]
         print(f"| {kind} | {row[0]:.1f} | {row[1]:.0f} | {row[2]:.0f} | {row[3]:.0f} |")
+    for kind, (ended_s, refused_s) in gone.items():
+        print(
+            f"\nrevoked, {kind}: its stream ended after {ended_s:.1f} s, a new call was refused {refused_s:.1f} s after"
+        )
 
 
 if __name__ == "__main__":
