@@ -150,7 +150,7 @@ def measure_alone(model: Path, folder: Path, options: argparse.Namespace, longes
 
 
 def run(model: Path, folder: Path, options: argparse.Namespace, *, level: int, longest: int) -> dict[str, Any] | None:
-    """One `rl --bench`; what bench/run.json says, or None."""
+    """One `rl --bench`, stopped at the deadline if it has not ended; what bench/run.json says, or None."""
     output = folder / f"level_{level}{options.label}"
     shutil.rmtree(output, ignore_errors=True)
     (output / "bench").mkdir(parents=True)
@@ -177,9 +177,11 @@ def run(model: Path, folder: Path, options: argparse.Namespace, *, level: int, l
     program = start(
         "meshrl.launch.main", [*flags, *options.flags], gpus=[*options.trainer_gpus, *options.engine_gpus], log=log
     )
-    if not end(program, log, options.deadline_s):
+    end(program, log, options.deadline_s)
+    summary = output / "bench" / "run.json"
+    if not summary.exists():
         return None
-    found: dict[str, Any] = json.loads((output / "bench" / "run.json").read_text())
+    found: dict[str, Any] = json.loads(summary.read_text())  # a run that is stopped in time tells of the steps it made
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -17,11 +18,14 @@ from meshrl.models.logprobs import PackedPolicy
 from meshrl.trainer.config import TrainerConfig
 from meshrl.trainer.objectives import build_objective
 from meshrl.training.auto_settings import suited
+from meshrl.training.bench.config import BenchConfig
+from meshrl.training.bench.fake_data import fake_batch
 from meshrl.training.build import build_learner
 from meshrl.training.checkpoints.checkpointer import Checkpointer, CheckpointError
 from meshrl.training.checkpoints.weights_folder import separate_adapters
 from meshrl.training.learner import Learner
 from meshrl.training.memory_estimate import check_fits, check_has_device
+from meshrl.training.model_config import CompileConfig
 from meshrl.training.parallel.rank_group import RankGroup
 
 
@@ -86,6 +90,8 @@ def build_parts(config: TrainerConfig, environment: Mapping[str, str]) -> Traine
             seed=config.seed,
             max_logits_bytes=logits_bytes,
         )
+        if isinstance(model.compile, CompileConfig) and device.type == "cuda":
+            compile_kernels(learner, seq_len=config.seq_len)
         checkpointer = Checkpointer(
             learner,
             config.output_dir,
@@ -106,6 +112,36 @@ def build_parts(config: TrainerConfig, environment: Mapping[str, str]) -> Traine
         parallel=parallel,
         lifeline=lifeline,
     )
+
+
+def compile_kernels(learner: Learner, *, seq_len: int) -> None:
+    """Compiles what a step runs while engines still load, so that the first batch is trained as fast as the next ones.
+
+    Made-up samples fill a row for each rank; the learner is as before. A row that does not fit is only warned about:
+    the run's own rows may be shorter.
+    """
+    started = time.perf_counter()
+    vocab_size = int(learner.model.config.get_text_config().vocab_size)
+    rows = fake_batch(
+        BenchConfig(lengths="variable"),
+        seq_len=seq_len,
+        vocab_size=vocab_size,
+        dp_size=learner.parallel.plan.dp_size,
+        seed=0,
+    )
+    try:
+        learner.warm_up(rows)
+    except torch.OutOfMemoryError:
+        if not learner.parallel.plan.is_alone:  # the others wait for this rank in the middle of a pass
+            raise
+        logger.warning(
+            "a full row of {} tokens does not fit in this GPU's memory: lower seq_len, set trainer.model.ac, or use"
+            " more GPUs",
+            seq_len,
+        )
+        torch.cuda.empty_cache()
+    else:
+        logger.info("kernels are compiled, in {:.1f} s", time.perf_counter() - started)
 
 
 def _tokenizer(config: TrainerConfig) -> PreTrainedTokenizerBase | None:

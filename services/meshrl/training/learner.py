@@ -171,6 +171,17 @@ class Learner:
                 " --ckpt.resume-step -1; where memory was short, set trainer.model.optim_cpu_offload or use more GPUs"
             ) from error
 
+    def warm_up(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """Passes micro-batches forward and backward, so that kernels are compiled; the gradients are forgotten."""
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices):  # dropout falls in the first step as if this had not been
+            try:
+                for micro_batch in self.parallel.plan.own_rows(micro_batches):
+                    logprobs, _ = self.policy(to_row(micro_batch, self.device, self.policy.kernels))
+                    torch.autograd.backward(logprobs.sum())
+            finally:
+                self.optimizer.zero_grad()
+
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> TokenRecord:
         """The record of the micro-batches without a gradient (as in StepResult.tokens); nothing changes."""

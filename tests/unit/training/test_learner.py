@@ -154,6 +154,18 @@ def test_evaluation_changes_nothing_and_matches_the_step() -> None:
     np.testing.assert_allclose(result.tokens.logprobs, seen.logprobs, atol=1e-6)
 
 
+def test_warming_up_leaves_everything_as_it_was() -> None:
+    plain, warmed, packing = learner(), learner(), packed(seq_len=64)
+    state = torch.random.get_rng_state()
+    warmed.warm_up(packed(seq_len=20, count=3).micro_batches)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert warmed.step_done == 0
+    for _ in range(2):
+        assert warmed.step(packing.micro_batches).loss == plain.step(packing.micro_batches).loss
+    for name, tensor in gather_state(plain.model).items():
+        assert torch.equal(gather_state(warmed.model)[name], tensor)
+
+
 def test_weight_decay_spares_vectors() -> None:
     groups = learner(weight_decay=0.1).optimizer.param_groups
     assert [(group["weight_decay"], {p.ndim for p in group["params"]}) for group in groups] == [(0.1, {2}), (0.0, {1})]
