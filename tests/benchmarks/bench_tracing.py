@@ -3,6 +3,8 @@
     python -m venv /tmp/mlflow && /tmp/mlflow/bin/pip install mlflow
     python tests/benchmarks/bench_tracing.py --mlflow /tmp/mlflow/bin/python --model outputs/demo/sft/weights/final
 
+    python tests/benchmarks/bench_tracing.py --cost outputs/mine
+
 Every rollout that the ledger calls trained must be linked from the `rl.train` of its step, and link to the `rl.sync` of
 each version that it was sampled from. MLflow is asked through its own client, in an interpreter of its own.
 """
@@ -14,15 +16,22 @@ import json
 import os
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.request
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from opentelemetry.trace import Link, SpanContext
 from trace_audit import Span, TraceReport, hold_against, trained
+
+from meshrl.core.telemetry.otlp_file import JsonLinesSpanExporter
+from meshrl.core.telemetry.tracing import build_provider
+from meshrl.wire.trace_file import read_lines, spans_of, trace_files
 
 ROOT = Path(__file__).parents[2]
 START_S, READ_S, RUN_S = 300.0, 600.0, 1800.0
@@ -46,10 +55,16 @@ while True:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--mlflow", type=Path, required=True, help="an interpreter that has mlflow")
-    parser.add_argument("--model", required=True, help="the model that the run begins with")
+    parser.add_argument("--mlflow", type=Path, help="an interpreter that has mlflow")
+    parser.add_argument("--model", help="the model that the run begins with")
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--cost", type=Path, help="a run: measures what writing spans like its own takes of a step")
     given = parser.parse_args()
+    if given.cost is not None:
+        cost(given.cost)
+        return 0
+    if given.mlflow is None or given.model is None:
+        parser.error("--mlflow and --model, or --cost")
     with tempfile.TemporaryDirectory() as folder:
         server, url = start_mlflow(given.mlflow, Path(folder))
         try:
@@ -61,6 +76,41 @@ def main() -> int:
         report = hold_against(spans, trained(Path(folder) / "run" / "ledger.sqlite"))
         table(report, Path(folder) / "run")
     return 1 if report.problems else 0
+
+
+def cost(run: Path, rounds: int = 7) -> None:
+    """Makes, ends and writes spans as many and as large as those of the run, and holds the time against its steps.
+
+    The CPU time is that of all threads of this process, so that the writing beside the loop is in it.
+    """
+    spans = [span for path in trace_files(run / "traces") for span in spans_of(read_lines(path)[0])]
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    step_s = statistics.median(step["time/step"] for step in steps if "time/step" in step)
+    count = sum("time/step" in step for step in steps)
+    taken_s = []
+    for _ in range(rounds):
+        with tempfile.TemporaryDirectory() as folder:
+            began_s = time.process_time()
+            provider = build_provider("bench", [JsonLinesSpanExporter(Path(folder) / "bench.jsonl.zst")])
+            tracer = provider.get_tracer("meshrl")
+            for span in spans:
+                pairs = span.get("attributes", ())
+                attributes = {pair["key"]: str(next(iter(pair["value"].values()), "")) for pair in pairs}
+                links = [Link(_context(link)) for link in span.get("links", ())]
+                tracer.start_span(span["name"], attributes=attributes, links=links).end()
+            provider.shutdown()
+            taken_s.append(time.process_time() - began_s)
+    per_step_s = statistics.median(taken_s) / count
+    rollouts = sum(span["name"] == "rl.rollout" for span in spans)
+    each_us, share = 1e6 * statistics.median(taken_s) / rollouts, 100 * per_step_s / step_s
+    print(
+        f"{len(spans)} spans of {count} steps and {rollouts} rollouts: {1e3 * per_step_s:.2f} ms of CPU a step in all,"
+    )
+    print(f"{each_us:.0f} us a rollout, {share:.2f}% of a step of {step_s:.2f} s")
+
+
+def _context(link: Mapping[str, str]) -> SpanContext:
+    return SpanContext(int(link["traceId"], 16), int(link["spanId"], 16), is_remote=True)
 
 
 def start_mlflow(python: Path, folder: Path) -> tuple[subprocess.Popen[bytes], str]:

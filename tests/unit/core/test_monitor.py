@@ -77,11 +77,15 @@ def test_a_wandb_run_that_fails_is_switched_off_and_the_run_goes_on() -> None:
 
 def test_wandb_offline_takes_metrics_tables_and_histograms(tmp_path: Path) -> None:
     sink = WandbSink(project="p", name="n", offline=True, folder=tmp_path, settings={"seed": 1})
-    sink.write(1, {"a": 1.0})
-    sink.write_samples(1, [SAMPLE])
-    sink.write_distributions(1, {"distributions/reward": [0.0, 1.0]})
+    for step in (1, 2, 30):
+        sink.write(step, {"a": 1.0})
+        sink.write_samples(step, [SAMPLE])
+        sink.write_distributions(step, {"distributions/reward": [0.0, 1.0]})
     sink.close()
-    assert list(tmp_path.glob("wandb/offline-run-*"))
+    (run,) = tmp_path.glob("wandb/offline-run-*")
+    tables = [json.loads(path.read_text()) for path in run.glob("files/media/table/samples_*.table.json")]
+    rows = sorted(row for table in tables for row in table["data"])
+    assert [(row[0], row[3], row[4]) for row in rows] == [(step, "say abc", "abc") for step in (1, 2, 30)]
 
 
 def test_wandb_mode_of_the_environment_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
