@@ -33,11 +33,12 @@ class StatePublisher:
         adapter: Adapter | None = None,
         retry_for_s: float = RETRY_FOR_S,
         num_threads: int = 1,
+        anchor_every: int | None = None,
     ) -> None:
         line = VersionLine(run_id=run_id, epoch=epoch, adapter=adapter)
         way: StreamTransport | FilesystemTransport
         if transport is Transport.STREAM:
-            way = StreamTransport(line, chunk_bytes=4096, num_threads=num_threads)
+            way = StreamTransport(line, chunk_bytes=4096, num_threads=num_threads, anchor_every=anchor_every)
         else:
             share = FileShare(folder, epoch=epoch, chunk_bytes=4096, num_threads=num_threads)
             way = FilesystemTransport(line, RankCalls(share, None, num_ranks=1), share, stall_s=60.0)

@@ -22,8 +22,10 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from meshrl.core.paths import spool_name
+from meshrl.versions.collective.digest import digest_bytes, sum128
 from meshrl.versions.dtypes import TORCH_DTYPES
 from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.manifest import DIGEST_BYTES_OF, SUM128
 from meshrl.wire.manifest_file import open_regular, safetensors_header
 from meshrl.wire.types import FileEntry, Manifest, TensorEntry
 
@@ -77,7 +79,11 @@ class HostBytes:
 
     def is_sound(self, entry: TensorEntry) -> bool:
         """Whether a tensor's digest is the manifest's. Blocking."""
-        return blake3(self.of(entry).data, max_threads=blake3.AUTO).digest() == entry.digest
+        data = self.of(entry)
+        if len(entry.digest) == DIGEST_BYTES_OF[SUM128]:
+            words = torch.frombuffer(data, dtype=torch.uint8) if entry.num_bytes else torch.empty(0, dtype=torch.uint8)
+            return digest_bytes(sum128(words)) == entry.digest
+        return blake3(data.data, max_threads=blake3.AUTO).digest() == entry.digest
 
     def release(self) -> None:
         """Deletes the file of its own; who has mapped it keeps the bytes."""

@@ -2,10 +2,10 @@
 
 Filled by uploads (CreateVersion), checked when a version is sealed, read by fetches.
 
-`<spool>/<artifact_id>/` holds `manifest.json` and, for a streamed version, `payload`; of a version that travels in a
-group (nccl) there is nothing but the manifest. A chunk counts as received only once its BLAKE3 was right, so a
-restarted hub finds out what it has by hashing the payload again. Every read is checked against the manifest: bytes that
-changed at rest are never sent on.
+`<spool>/<artifact_id>/` holds `manifest.json` and, for a streamed version, `payload`, below a delta also what it leads
+from (`deltas.chains`); of a version that travels in a group (nccl) there is nothing but the manifest. A chunk counts as
+received only once its BLAKE3 was right, so a restarted hub finds out what it has by hashing the payload again. Every
+read is checked against the manifest: bytes that changed at rest are never sent on.
 
 Deletion belongs to the hub, since only it knows who may still fetch: it deletes its spool and, for versions made of
 files, the publisher's files, provided that the manifest of the same artifact lies beside them.
@@ -31,15 +31,15 @@ from loguru import logger
 
 from meshrl.core.disk import is_full
 from meshrl.core.durable import write_file
+from meshrl.versions.deltas import chains
+from meshrl.versions.deltas.chains import MANIFEST, PAYLOAD
 from meshrl.versions.transfer import chunk_of, sound_bytes
 from meshrl.wire.errors import FieldViolation, MeshError, Reason, invalid
 from meshrl.wire.manifest import artifact_id as artifact_id_of
 from meshrl.wire.manifest import digest
 from meshrl.wire.manifest_file import PayloadReader, from_json, manifest_path, open_regular, to_json
-from meshrl.wire.types import Chunk, ChunkEntry, FileEntry, Manifest, Transport
+from meshrl.wire.types import Chunk, ChunkEntry, FileEntry, Manifest, Transport, VersionKind
 
-MANIFEST = "manifest.json"
-PAYLOAD = "payload"
 SPARE_BYTES = 2**20  # never used by versions: the log needs room to say what becomes of them
 VERIFIERS = 8  # threads that check a version made of files
 
@@ -58,7 +58,7 @@ class _Artifact:
     def files(self) -> Sequence[FileEntry]:
         if self.manifest.transport is Transport.FILESYSTEM:
             return self.manifest.files
-        return (FileEntry(path=str(self.folder / PAYLOAD), offset=0, num_bytes=self.manifest.num_bytes),)
+        return (FileEntry(path=str(self.folder / PAYLOAD), offset=0, num_bytes=self.manifest.payload_bytes),)
 
 
 class VersionStore:
@@ -67,6 +67,9 @@ class VersionStore:
     def __init__(self, spool_dir: Path) -> None:
         self._spool_dir = spool_dir
         self._artifacts: dict[str, _Artifact] = {}
+        self._parts: dict[str, _Artifact] = {}  # whole ones that lead to a delta, and are no version's any more
+        self._damaged: set[str] = set()  # artifacts that changed at rest
+        self._leading = threading.Lock()
 
     def prepare(self, live: Collection[str]) -> None:
         """Loads the manifests of `live` artifacts from the spool and deletes whatever else is in it."""
@@ -94,19 +97,66 @@ class VersionStore:
         return artifact
 
     def open(self, artifact_id: str, manifest: Manifest) -> None:
-        """Makes room for an artifact; does nothing when it is there already. Raises OVERLOADED: there is no room."""
+        """Makes room for an artifact; does nothing when it is there already.
+
+        Raises OVERLOADED: there is no room; UNKNOWN_VERSION for a delta from a version that is not here, or not whole.
+        """
         if artifact_id in self._artifacts:
             return
         folder = self._spool_dir / artifact_id
         with self._room_for(manifest):
             folder.mkdir(parents=True, exist_ok=True)
+            if manifest.kind is VersionKind.DELTA:
+                chains.link_base(self._base_of(manifest).folder, folder)
             write_file(folder / MANIFEST, to_json(manifest))
             if manifest.transport is Transport.STREAM:
-                if shutil.disk_usage(folder).free < manifest.num_bytes + SPARE_BYTES:
+                if shutil.disk_usage(folder).free < manifest.payload_bytes + SPARE_BYTES:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 with (folder / PAYLOAD).open("ab") as payload:
-                    payload.truncate(manifest.num_bytes)
+                    payload.truncate(manifest.payload_bytes)
         self._artifacts[artifact_id] = self._artifact(manifest, folder)
+
+    def check_base(self, artifact_id: str, manifest: Manifest) -> None:
+        """Raises UNKNOWN_VERSION for a delta to come whose base is not here, not whole or not what it was."""
+        if manifest.kind is VersionKind.DELTA and artifact_id not in self._artifacts:
+            self._base_of(manifest)
+
+    def _base_of(self, manifest: Manifest) -> _Artifact:
+        """What a delta leads from, with all that leads there."""
+        for artifact_id, base in list(self._artifacts.items()):
+            if base.manifest.result_root != manifest.base_root or base.manifest.version != manifest.base_version:
+                continue
+            try:
+                sealed = base.manifest.transport is Transport.STREAM and not self.missing(artifact_id)
+                chain = chains.chain_of(base.manifest, base.folder) if sealed else []
+            except (OSError, ValueError) as error:  # retired meanwhile, or damaged
+                logger.warning("what leads to version {} is gone: {!r}", base.manifest.version, error)
+                continue
+            if chain and not self._damaged.intersection(map(chains.id_of, chain)):
+                return base
+        raise chains.refuse_base(manifest)
+
+    def steps(self, artifact_id: str, held_root: bytes, *, whole: bool) -> tuple[Manifest, ...]:
+        """What leads to a delta from weights with the root `held_root`, or from none; all of it can be read then.
+
+        `whole`: all of its own bytes are here. Raises UNKNOWN_VERSION when what leads to it is gone.
+        """
+        artifact = self._get(artifact_id)
+        with self._leading:  # deltas are joined once
+            try:
+                chain = chains.chain_of(artifact.manifest, artifact.folder)
+                found = chains.steps_to(chain, held_root, whole=whole)
+            except (OSError, ValueError) as error:
+                text = f"what leads to version {artifact.manifest.version} is gone: {error}"
+                raise MeshError(Reason.UNKNOWN_VERSION, text) from error
+        for part in found:
+            self._parts[chains.id_of(part)] = _Artifact(manifest=part.manifest, folder=part.folder, index_of={})
+        return tuple(part.manifest for part in found)
+
+    def part_bytes(self, artifact_id: str) -> int | None:
+        """Bytes of what leads to some delta; None for what does not."""
+        part = self._parts.get(artifact_id)
+        return None if part is None else part.manifest.payload_bytes
 
     @contextmanager
     def _room_for(self, manifest: Manifest) -> Iterator[None]:
@@ -119,14 +169,14 @@ class VersionStore:
             raise MeshError(
                 Reason.OVERLOADED,
                 f"the hub has no room for version {manifest.version} in {self._spool_dir}: {error.strerror}; it has "
-                f"{manifest.num_bytes} bytes: free some space there, and send it again",
+                f"{manifest.payload_bytes} bytes: free some space there, and send it again",
             ) from error
 
     def manifest(self, artifact_id: str) -> Manifest:
         return self._get(artifact_id).manifest
 
     def _get(self, artifact_id: str) -> _Artifact:
-        artifact = self._artifacts.get(artifact_id)
+        artifact = self._artifacts.get(artifact_id) or self._parts.get(artifact_id)
         if artifact is None:
             raise MeshError(Reason.UNKNOWN_VERSION, f"artifact {artifact_id} is unknown or retired")
         return artifact
@@ -227,6 +277,7 @@ class VersionStore:
                         continue
                     data = reader.read(chunk.offset, chunk.length)
                     if digest(data) != chunk.digest:
+                        self._damaged.add(artifact_id)
                         raise _mismatch(artifact, chunk.offset)
                     first, last = max(offset, chunk.offset), min(end, chunk.offset + chunk.length)
                     for at in range(first, last, chunk_bytes):
@@ -238,7 +289,9 @@ class VersionStore:
     def delete(self, artifact_id: str, paths: Sequence[str]) -> None:
         """Deletes the spool of an artifact and those of its publisher's files that may go. Errors are logged."""
         self._artifacts.pop(artifact_id, None)
-        shutil.rmtree(self._spool_dir / artifact_id, ignore_errors=True)
+        folder = self._spool_dir / artifact_id
+        self._parts = {name: part for name, part in self._parts.items() if not part.folder.is_relative_to(folder)}
+        shutil.rmtree(folder, ignore_errors=True)
         payloads: dict[Path, list[Path]] = {}
         for path in map(Path, paths):
             payloads.setdefault(manifest_path(path), []).append(path)

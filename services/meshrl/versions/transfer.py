@@ -152,7 +152,7 @@ class Uploader:
         """
         also = INCOMPLETE if buffer is not None else frozenset()
         attempts = Attempts(self._retry_for_s, left=0, also=also)
-        deadline_s = SEAL_S + manifest.num_bytes / HASHED_BYTES_PER_S
+        deadline_s = SEAL_S + manifest.payload_bytes / HASHED_BYTES_PER_S
         while True:
             began_s = time.monotonic()
             self._moved(unseen_s=deadline_s)

@@ -53,6 +53,7 @@ from meshrl.wire.types import (
     AgentReport,
     Chunk,
     EngineInfo,
+    FoundVersion,
     Lease,
     Manifest,
     OpenedGroup,
@@ -60,6 +61,7 @@ from meshrl.wire.types import (
     StagedVersion,
     VersionEvent,
     VersionInfo,
+    VersionKind,
     VersionState,
 )
 
@@ -212,6 +214,7 @@ class Hub:
         if found:
             raise invalid([FieldViolation(f"manifest.{field}", text) for field, text in found], "the manifest")
         artifact = await asyncio.to_thread(manifests.artifact_id, manifest)
+        await asyncio.to_thread(self._store.check_base, artifact, manifest)
         record, actions = self.coordinator.stage(manifest, artifact, self._now())
         await self._actions.put(actions)
         if record.state is not VersionState.STAGING:
@@ -370,8 +373,10 @@ class Hub:
             await self._actions.put(self.coordinator.report(report, self._now()))
             self._heard.beat()
 
-    async def get_manifest(self, run_id: str, version: int | None, artifact_id: str = "") -> tuple[Manifest, str]:
-        """Returns a sealed version's manifest and its artifact_id; `artifact_id` names one of several epochs.
+    async def find_version(
+        self, run_id: str, version: int | None, artifact_id: str = "", held_root: bytes = b""
+    ) -> FoundVersion:
+        """Returns a sealed version, and what leads to it from `held_root`; `artifact_id` names one of several epochs.
 
         By its artifact_id a version is also found while its bytes arrive. Raises UNKNOWN_VERSION, VERSION_NOT_SEALED.
         """
@@ -379,7 +384,11 @@ class Hub:
         record = coordinator.by_artifact(artifact_id) if artifact_id else coordinator.find(run_id, version)
         if record.state is VersionState.STAGING and not (artifact_id and record.arriving):
             raise MeshError(Reason.VERSION_NOT_SEALED, f"version {record.version} is still being staged")
-        return self._store.manifest(record.artifact_id), record.artifact_id
+        manifest, steps = self._store.manifest(record.artifact_id), tuple[Manifest, ...]()
+        if manifest.kind is VersionKind.DELTA:
+            whole = record.state is not VersionState.STAGING
+            steps = await asyncio.to_thread(self._store.steps, record.artifact_id, held_root, whole=whole)
+        return FoundVersion(manifest=manifest, artifact_id=record.artifact_id, steps=steps)
 
     def fetch(self, artifact_id: str, ranges: Sequence[tuple[int, int]], chunk_bytes: int) -> AsyncIterator[Chunk]:
         """Byte ranges (offset, length) of a version. Raises as `Transfers.serve_fetch`."""

@@ -121,8 +121,12 @@ class WeightSyncService(weights_pb2_grpc.WeightSyncServicer):
         self, request: pb.GetManifestRequest, context: grpc.aio.ServicerContext
     ) -> pb.GetManifestResponse:
         version = request.version if request.HasField("version") else None
-        manifest, artifact_id = await self._hub.get_manifest(request.run_id, version, request.artifact_id)
-        return pb.GetManifestResponse(manifest=convert.manifest_to_proto(manifest), artifact_id=artifact_id)
+        found = await self._hub.find_version(request.run_id, version, request.artifact_id, request.held_root)
+        return pb.GetManifestResponse(
+            manifest=convert.manifest_to_proto(found.manifest),
+            artifact_id=found.artifact_id,
+            steps=map(convert.manifest_to_proto, found.steps),
+        )
 
     async def Fetch(self, request: pb.FetchRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
         validate.validate_fetch_request(request)

@@ -177,9 +177,12 @@ class Mesh:
         self._clients.append(client)
         return client
 
-    def publisher(self, transport: Transport, *, epoch: int = 1, retry_for_s: float = 5.0) -> StatePublisher:
+    def publisher(
+        self, transport: Transport, *, epoch: int = 1, retry_for_s: float = 5.0, **more: Any
+    ) -> StatePublisher:
+        folder = self.folder / "broadcasts"
         return StatePublisher(
-            self.client(), transport, self.folder / "broadcasts", epoch=epoch, retry_for_s=retry_for_s, num_threads=3
+            self.client(), transport, folder, epoch=epoch, retry_for_s=retry_for_s, num_threads=3, **more
         )
 
     def start_agent(self, engine_id: str, engine: MemoryEngine, spool_dir: Path | None = None) -> WeightAgent:
@@ -234,12 +237,12 @@ def engine() -> MemoryEngine:
 
 
 @pytest.fixture
-def new_engine() -> Callable[[int], MemoryEngine]:
-    return lambda seed: MemoryEngine(make_state(seed))
+def new_engine() -> Callable[..., MemoryEngine]:
+    return lambda seed, **more: MemoryEngine(make_state(seed, **more))
 
 
 @pytest.fixture
-def state() -> Callable[[int], dict[str, torch.Tensor]]:
+def state() -> Callable[..., dict[str, torch.Tensor]]:
     return make_state
 
 

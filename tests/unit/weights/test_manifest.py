@@ -177,10 +177,35 @@ def test_one_sender_may_send_any_type_in_pieces() -> None:
     assert manifest_checks.violations(alone, max_chunk_bytes=4096) == []
 
 
-def test_only_nccl_has_senders_and_additive_digests() -> None:
-    stream = collective(transport=Transport.STREAM)
-    fields = [field for field, _ in manifest_checks.violations(stream, max_chunk_bytes=4096)]
-    assert fields == ["collective", "digest_algorithm", "chunks"]
+@pytest.mark.parametrize(
+    ("transport", "fields"),
+    [
+        (Transport.STREAM, ["collective", "chunks"]),
+        (Transport.FILESYSTEM, ["collective", "digest_algorithm", "chunks", "files"]),
+    ],
+)
+def test_only_nccl_has_senders_and_files_have_no_additive_digests(transport: Transport, fields: list[str]) -> None:
+    found = manifest_checks.violations(collective(transport=transport), max_chunk_bytes=4096)
+    assert [field for field, _ in found] == fields
+
+
+def test_delta_says_what_it_leads_from_and_travels_in_chunks_of_its_own() -> None:
+    base = collective(transport=Transport.STREAM, collective=None)
+    delta = manifests.delta_manifest(
+        base, dataclasses.replace(base, version=3), manifests.chunks_of(memoryview(b"abc" * 99), 4096)
+    )
+    assert (delta.payload_bytes, delta.base_version, delta.base_root) == (297, 2, base.result_root)
+    assert manifest_checks.violations(delta, max_chunk_bytes=4096) == []
+    assert from_json(to_json(delta)) == delta
+    for changes, field in (
+        ({"base_version": None}, "base_root"),
+        ({"base_root": b""}, "base_root"),
+        ({"codec": "raw"}, "codec"),
+        ({"transport": Transport.FILESYSTEM}, "kind"),
+        ({"kind": VersionKind.FULL}, "base_root"),
+    ):
+        found = manifest_checks.violations(dataclasses.replace(delta, **changes), max_chunk_bytes=4096)
+        assert found[0][0] == field
 
 
 def test_adapter_version_carries_its_own_tensors_and_the_layout_of_its_base() -> None:

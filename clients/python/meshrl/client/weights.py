@@ -22,6 +22,7 @@ from meshrl.wire.types import (
     AgentReport,
     Chunk,
     EngineInfo,
+    FoundVersion,
     Lease,
     Manifest,
     OpenedGroup,
@@ -182,9 +183,20 @@ class WeightSyncClient(ServiceClient):
 
         With `artifact_id` it is that content's, also where a later epoch has published the same version anew.
         """
-        request = pb.GetManifestRequest(run_id=run_id, version=version, artifact_id=artifact_id)
+        found = await self.find_version(run_id, version, artifact_id=artifact_id)
+        return found.manifest, found.artifact_id
+
+    async def find_version(
+        self, run_id: str = "", version: int | None = None, *, artifact_id: str = "", held_root: bytes = b""
+    ) -> FoundVersion:
+        """Returns a version as `get_manifest` does, with the way to it from weights with the root `held_root`."""
+        request = pb.GetManifestRequest(run_id=run_id, version=version, artifact_id=artifact_id, held_root=held_root)
         response = await self._unary(self._stub.GetManifest, "GetManifest", request)
-        return convert.manifest_from_proto(response.manifest), str(response.artifact_id)
+        return FoundVersion(
+            manifest=convert.manifest_from_proto(response.manifest),
+            artifact_id=str(response.artifact_id),
+            steps=tuple(map(convert.manifest_from_proto, response.steps)),
+        )
 
     async def fetch(
         self,

@@ -476,22 +476,26 @@ class VersionInfo(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., version: _Optional[int] = ..., artifact_id: _Optional[str] = ..., state: _Optional[_Union[VersionState, str]] = ..., num_bytes: _Optional[int] = ..., transport: _Optional[_Union[Transport, str]] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class GetManifestRequest(_message.Message):
-    __slots__ = ("run_id", "version", "artifact_id")
+    __slots__ = ("run_id", "version", "artifact_id", "held_root")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     ARTIFACT_ID_FIELD_NUMBER: _ClassVar[int]
+    HELD_ROOT_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     version: int
     artifact_id: str
-    def __init__(self, run_id: _Optional[str] = ..., version: _Optional[int] = ..., artifact_id: _Optional[str] = ...) -> None: ...
+    held_root: bytes
+    def __init__(self, run_id: _Optional[str] = ..., version: _Optional[int] = ..., artifact_id: _Optional[str] = ..., held_root: _Optional[bytes] = ...) -> None: ...
 
 class GetManifestResponse(_message.Message):
-    __slots__ = ("manifest", "artifact_id")
+    __slots__ = ("manifest", "artifact_id", "steps")
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     ARTIFACT_ID_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
     manifest: Manifest
     artifact_id: str
-    def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., artifact_id: _Optional[str] = ...) -> None: ...
+    steps: _containers.RepeatedCompositeFieldContainer[Manifest]
+    def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., artifact_id: _Optional[str] = ..., steps: _Optional[_Iterable[_Union[Manifest, _Mapping]]] = ...) -> None: ...
 
 class FetchRequest(_message.Message):
     __slots__ = ("artifact_id", "ranges", "chunk_bytes")

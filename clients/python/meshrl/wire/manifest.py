@@ -35,7 +35,7 @@ DIGEST_BYTES = 32
 SUM128 = "sum128"
 DIGEST_BYTES_OF: Mapping[str, int] = {"": DIGEST_BYTES, "blake3": DIGEST_BYTES, SUM128: 16}
 """Bytes of a tensor's digest by the manifest's digest_algorithm."""
-CODEC_RAW = "raw"
+CODEC_RAW, CODEC_DELTA = "raw", "gap-ulp.zstd"
 
 Layout = tuple[tuple[str, str, tuple[int, ...]], ...]  # (name, dtype, shape) of each tensor
 
@@ -202,6 +202,7 @@ def build_manifest(
     files: tuple[FileEntry, ...] = (),
     collective: CollectivePlan | None = None,
     adapter: Adapter | None = None,
+    digest_algorithm: str = "",
 ) -> Manifest:
     """Returns the manifest of a version; its root, and a full version's layout, follow from the tensors.
 
@@ -220,9 +221,31 @@ def build_manifest(
         tensors=tensors,
         chunks=chunks,
         files=files,
-        digest_algorithm="" if collective is None else SUM128,
+        digest_algorithm=digest_algorithm if collective is None else SUM128,
         collective=collective,
         adapter=None if adapter is None else adapter.config,
+    )
+
+
+def delta_manifest(base: Manifest, result: Manifest, chunks: tuple[ChunkEntry, ...]) -> Manifest:
+    """Returns the manifest of a delta in `chunks` from the weights of `base` to those of `result`, both of SUM128."""
+    return replace(
+        result,
+        kind=VersionKind.DELTA,
+        transport=Transport.STREAM,
+        base_version=base.version,
+        base_root=base.result_root,
+        codec=CODEC_DELTA,
+        chunks=chunks,
+        files=(),
+    )
+
+
+def chunks_of(stream: memoryview, chunk_bytes: int) -> tuple[ChunkEntry, ...]:
+    """Returns what a manifest lists of the chunks of some bytes."""
+    return tuple(
+        ChunkEntry(offset=offset, length=length, digest=digest(stream[offset : offset + length]))
+        for offset, length in plan_chunks(len(stream), chunk_bytes)
     )
 
 

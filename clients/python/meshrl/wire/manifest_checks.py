@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 from meshrl.wire.manifest import (
+    CODEC_DELTA,
     CODEC_RAW,
     DIGEST_BYTES,
     DIGEST_BYTES_OF,
@@ -38,14 +39,18 @@ def _kind_violations(manifest: Manifest) -> list[tuple[str, str]]:
         found.append(("run_id", "must not be empty"))
     if manifest.epoch < 1:
         found.append(("epoch", f"must be at least 1, got {manifest.epoch}"))
-    if manifest.kind is VersionKind.DELTA:
-        found.append(("kind", "deltas are not supported by this hub; publish full versions or adapters"))
+    is_delta = manifest.kind is VersionKind.DELTA
+    if is_delta != (manifest.base_version is not None) or is_delta != (len(manifest.base_root) == DIGEST_BYTES):
+        found.append(("base_root", "and base_version must be set for kind delta, and only there"))
+    if is_delta and (manifest.transport is not Transport.STREAM or manifest.digest_algorithm != SUM128):
+        found.append(("kind", f"deltas travel by transport stream and have {SUM128} digests"))
     if (manifest.kind is VersionKind.LORA) != (manifest.adapter is not None):
         found.append(("adapter", "must be set for kind lora, and only there"))
     elif manifest.adapter is not None and manifest.adapter.rank < 1:
         found.append(("adapter.rank", f"must be at least 1, got {manifest.adapter.rank}"))
-    if manifest.codec != CODEC_RAW:
-        found.append(("codec", f"only {CODEC_RAW!r} is supported, got {manifest.codec!r}"))
+    codec = CODEC_DELTA if is_delta else CODEC_RAW
+    if manifest.codec != codec:
+        found.append(("codec", f"must be {codec!r} for kind {manifest.kind.value}, got {manifest.codec!r}"))
     return found
 
 
@@ -54,7 +59,7 @@ def _root_violations(manifest: Manifest) -> list[tuple[str, str]]:
     if manifest.result_root != result_root(manifest.tensors):
         found.append(("result_root", "is not the root of the tensors listed"))
     own_layout = layout_signature((t.name, t.dtype, t.shape) for t in manifest.tensors)
-    if manifest.kind is VersionKind.FULL and manifest.layout_signature != own_layout:
+    if manifest.kind is not VersionKind.LORA and manifest.layout_signature != own_layout:
         found.append(("layout_signature", "is not the signature of the tensors listed"))
     elif len(manifest.layout_signature) != DIGEST_BYTES:
         found.append(("layout_signature", f"must have {DIGEST_BYTES} bytes, got {len(manifest.layout_signature)}"))
@@ -66,9 +71,9 @@ def _byte_violations(manifest: Manifest, max_chunk_bytes: int) -> list[tuple[str
     found: list[tuple[str, str]] = []
     if manifest.collective is not None:
         found.append(("collective", "must be unset unless transport is nccl"))
-    if manifest.digest_algorithm not in ("", "blake3"):
-        found.append(("digest_algorithm", f"{manifest.digest_algorithm} is for transport nccl only; use blake3"))
-    num_bytes = manifest.num_bytes
+    if manifest.digest_algorithm not in ("", "blake3") and manifest.transport is not Transport.STREAM:
+        found.append(("digest_algorithm", f"{manifest.digest_algorithm} is not for transport filesystem; use blake3"))
+    num_bytes = manifest.payload_bytes
     found += _span_violations("chunks", [(chunk.offset, chunk.length) for chunk in manifest.chunks], num_bytes)
     found += [
         (f"chunks[{index}].length", f"must be at most {max_chunk_bytes} bytes, got {chunk.length}")

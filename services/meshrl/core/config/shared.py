@@ -308,6 +308,13 @@ class WeightBroadcastConfig(BaseConfig):
     Of the network between them where they are on other hosts.
     """
 
+    deltas: Literal["auto", "off"] = "auto"
+    """stream: auto publishes what changed since the version before, where that has less than half of the full version's
+    bytes, as at the learning rates of post-training; off publishes every version in full."""
+
+    anchor_every: int = Field(default=32, ge=1)
+    """stream: after so many deltas a version goes in full, for engines that join: they fetch that and one delta."""
+
     lora_adapter_only: bool = True
     """With model.lora, publish the adapter alone; False publishes whole weights with the adapter merged."""
 

@@ -151,6 +151,7 @@ class WeightAgent:
             await asyncio.wait(set(self._tasks), timeout=APPLY_DEADLINE_S)
         if self.machine.held:
             await self._resume()
+        self._loader.images.drop()
 
     async def _follow(self) -> None:
         """One registration and its session; returns when the hub ends it."""
@@ -299,14 +300,15 @@ class WeightAgent:
     async def _stage(self, version: int, artifact_id: str) -> tuple[Manifest, bool]:
         generation = self.machine.group
         await self._within_sleep_deadline("waking up", self._engine.wake())
-        manifest = await self._loader.manifest(version, artifact_id)
+        found = await self._loader.find(version, artifact_id)
+        manifest = found.manifest
         through_group = manifest.transport is Transport.NCCL
         # Who is in a group takes what is broadcast, or the others would wait for it. An adapter alone says nothing of
         # the weights it is for.
         if not through_group and manifest.kind is VersionKind.FULL and manifest.result_root == self._live_root:
             return manifest, True
         try:
-            await self._loader.load(manifest, artifact_id)
+            await self._loader.load(found)
         except BaseException:  # refused or abandoned: then the others must not wait for this engine either
             if through_group:
                 await asyncio.shield(self._leave_group(generation))
@@ -338,6 +340,7 @@ class WeightAgent:
             self._poison(action.version, Reason.ENGINE_FAILED, repr(error), span)
             return
         self._prepared, self._live_root = None, prepared.manifest.result_root
+        self._loader.images.keep(self._live_root)
         span.set_attribute("meshrl.requests_kept", kept)
         report = ApplyReport(
             version=action.version,

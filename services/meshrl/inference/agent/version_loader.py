@@ -9,13 +9,17 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
+from loguru import logger
+
 from meshrl.client import WeightSyncClient
 from meshrl.inference.agent.fetching import VersionFetcher
+from meshrl.inference.agent.images import ImageKeeper, is_for_images
 from meshrl.inference.engine import Engine, HostVersion
+from meshrl.versions.files import HostBytes
 from meshrl.versions.layout import mismatch
 from meshrl.wire import manifest as manifests
 from meshrl.wire.errors import MeshError, Reason
-from meshrl.wire.types import Manifest, Transport, VersionKind
+from meshrl.wire.types import FoundVersion, Manifest, Transport, VersionKind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,35 +40,57 @@ class VersionLoader:
         self._engine = engine
         self._fetcher = fetcher
         self.signature = manifests.layout_signature(engine.layout())
+        self.images = ImageKeeper(fetcher, self.signature)
 
-    async def manifest(self, version: int, artifact_id: str) -> Manifest:
-        """Asks the hub for a manifest. Raises MeshError VERSION_SUPERSEDED, DIGEST_MISMATCH."""
-        manifest, found = await self._client.get_manifest(version=version, artifact_id=artifact_id)
-        if found != artifact_id:
-            raise MeshError(Reason.VERSION_SUPERSEDED, f"version {version} is now artifact {found}, not {artifact_id}")
-        if await asyncio.to_thread(manifests.artifact_id, manifest) != artifact_id:
+    async def find(self, version: int, artifact_id: str) -> FoundVersion:
+        """Asks the hub for a version and what leads to it. Raises MeshError VERSION_SUPERSEDED, DIGEST_MISMATCH."""
+        held_root = await self.images.held_root()
+        found = await self._client.find_version(version=version, artifact_id=artifact_id, held_root=held_root)
+        if found.artifact_id != artifact_id:
+            text = f"version {version} is now artifact {found.artifact_id}, not {artifact_id}"
+            raise MeshError(Reason.VERSION_SUPERSEDED, text)
+        if await asyncio.to_thread(manifests.artifact_id, found.manifest) != artifact_id:
             raise MeshError(Reason.DIGEST_MISMATCH, f"the manifest of version {version} does not match its artifact_id")
-        return manifest
+        return found
 
-    async def load(self, manifest: Manifest, artifact_id: str) -> None:
+    async def load(self, found: FoundVersion) -> None:
         """Has the engine stage a version. Raises MeshError as `VersionFetcher.fetch`, `stage` and `receive` do."""
+        manifest = found.manifest
         if manifest.layout_signature != self.signature:
             raise self._refusal(manifest)
         if manifest.transport is Transport.NCCL:
             await self._engine.receive(manifest)
             return
-        held = await self._fetcher.fetch(manifest, artifact_id)
+        if is_for_images(manifest):
+            await self._stage(manifest, await self._in_image(found))
+            return
+        self.images.drop()
+        held = await self._fetcher.fetch(manifest, found.artifact_id)
         try:
-            await self._engine.stage(
-                HostVersion(
-                    version=manifest.version,
-                    tensors=held.tensors(manifest),
-                    adapter=manifest.adapter,
-                    files=held.files if self._engine.stages_from_files else (),
-                )
-            )
+            await self._stage(manifest, held)
         finally:
             held.release()
+
+    async def _in_image(self, found: FoundVersion) -> HostBytes:
+        """The bytes of a version in the image; in full where what is held there turns out to be damaged."""
+        try:
+            return await self.images.bring(found)
+        except MeshError as error:
+            if error.reason is not Reason.DIGEST_MISMATCH:
+                raise
+            logger.warning("version {} is fetched anew, in full: {}", found.manifest.version, error)
+        self.images.drop()
+        return await self.images.bring(await self.find(found.manifest.version, found.artifact_id))
+
+    async def _stage(self, manifest: Manifest, held: HostBytes) -> None:
+        await self._engine.stage(
+            HostVersion(
+                version=manifest.version,
+                tensors=held.tensors(manifest),
+                adapter=manifest.adapter,
+                files=held.files if self._engine.stages_from_files else (),
+            )
+        )
 
     def _refusal(self, manifest: Manifest) -> MeshError:
         """Says for a person where a version and the engine's model differ."""

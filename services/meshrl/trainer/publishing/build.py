@@ -188,7 +188,13 @@ def _transport(
     line = VersionLine(run_id=config.run_id, epoch=settings.epoch, adapter=adapter)
     share = snapshotter.share
     if share is None:
-        return StreamTransport(line, chunk_bytes=settings.chunk_bytes, num_threads=settings.num_threads)
+        broadcast = config.weight_broadcast
+        return StreamTransport(
+            line,
+            chunk_bytes=settings.chunk_bytes,
+            num_threads=settings.num_threads,
+            anchor_every=broadcast.anchor_every if broadcast.deltas == "auto" and adapter is None else None,
+        )
     senders, calls_store = num_senders(parts.parallel) if settings.in_shares else 1, None
     if senders > 1:
         calls_store = reach_store(settings.store_address, deadline_s=STORE_DEADLINE_S)

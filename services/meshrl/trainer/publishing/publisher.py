@@ -20,6 +20,8 @@ from meshrl.versions.progress import Progress
 from meshrl.versions.snapshot import Captured
 from meshrl.versions.transfer import RETRY_FOR_S, Uploader
 from meshrl.versions.transports.base import VersionTransport
+from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.types import VersionKind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,9 +76,16 @@ class Publisher:
         """
         async with self._busy:
             prepared = await self._transport.prepare(version, captured)
-            manifest = prepared.manifest
             began_s = time.monotonic()
-            staged = await self._uploader.stage(manifest, prepared.buffer)
+            try:
+                staged = await self._uploader.stage(prepared.manifest, prepared.buffer)
+            except MeshError as error:
+                if prepared.manifest.kind is not VersionKind.DELTA or error.reason is not Reason.UNKNOWN_VERSION:
+                    raise
+                logger.warning("{}", error)  # the hub has lost what it leads from: the next try goes in full
+                prepared = await self._transport.prepare(version, captured)
+                staged = await self._uploader.stage(prepared.manifest, prepared.buffer)
+            manifest = prepared.manifest
             staged_s = time.monotonic()
             await self._uploader.seal(manifest, staged.artifact_id, traceparent, prepared.buffer)
             hub_s = {"stage": staged_s - began_s, "seal": time.monotonic() - staged_s}
@@ -85,7 +94,7 @@ class Publisher:
             version=version,
             artifact_id=staged.artifact_id,
             root=manifest.result_root,
-            num_bytes=manifest.num_bytes,
+            num_bytes=manifest.payload_bytes,
             parts_s={**captured.parts_s, **prepared.parts_s, **hub_s, **delivery_s},
         )
         report.log()

@@ -79,6 +79,7 @@ class VersionLine:
         *,
         files: tuple[FileEntry, ...] = (),
         collective: CollectivePlan | None = None,
+        digest_algorithm: str = "",
     ) -> Manifest:
         """The manifest of a version of this line."""
         return build_manifest(
@@ -91,6 +92,7 @@ class VersionLine:
             files=files,
             collective=collective,
             adapter=self.adapter,
+            digest_algorithm=digest_algorithm,
         )
 
 

@@ -115,7 +115,7 @@ class VersionRecord:
             key=(manifest.epoch, manifest.version),
             artifact_id=artifact,
             transport=manifest.transport,
-            num_bytes=manifest.num_bytes,
+            num_bytes=manifest.payload_bytes,
             root=manifest.result_root,
             paths=tuple(file.path for file in manifest.files),
         )

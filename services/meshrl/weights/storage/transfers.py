@@ -12,6 +12,7 @@ from contextlib import aclosing, suppress
 from meshrl.core.waiting import Pulse
 from meshrl.versions.store import VersionStore
 from meshrl.weights.coordinator.coordinator import Coordinator
+from meshrl.weights.coordinator.states import VersionRecord
 from meshrl.wire.errors import FieldViolation, MeshError, Reason, invalid
 from meshrl.wire.types import Chunk, VersionState
 
@@ -69,15 +70,13 @@ class Transfers:
 
         Raises as `VersionStore.read`; VERSION_NOT_SEALED when no bytes arrive; UNREACHABLE when they stop to.
         """
-        record = self._coordinator.by_artifact(artifact_id)
-        if record.state is VersionState.STAGING and not record.arriving:
-            raise MeshError(Reason.VERSION_NOT_SEALED, f"version {record.version} is still being staged")
-        bad = [r for r in ranges if r[0] < 0 or r[1] < 0 or r[0] + r[1] > record.num_bytes]
+        num_bytes = self._num_bytes(artifact_id)
+        bad = [r for r in ranges if r[0] < 0 or r[1] < 0 or r[0] + r[1] > num_bytes]
         if bad:
-            text = f"{len(bad)} ranges lie outside the version's {record.num_bytes} bytes, first {bad[0]}"
+            text = f"{len(bad)} ranges lie outside the version's {num_bytes} bytes, first {bad[0]}"
             raise invalid([FieldViolation("ranges", text)], "the fetch")
         most = min(chunk_bytes or self._max_chunk_bytes, self._max_chunk_bytes)
-        for offset, length in ranges or ((0, record.num_bytes),):
+        for offset, length in ranges or ((0, num_bytes),):
             at, end = offset, offset + length
             while at < end:
                 stop = await self._here(artifact_id, at, end)
@@ -86,13 +85,32 @@ class Transfers:
                         yield piece
                 at = stop
 
+    def _num_bytes(self, artifact_id: str) -> int:
+        """Bytes of a version that can be fetched, or of what leads to one."""
+        record = self._record(artifact_id)
+        if record is None:
+            return self._store.part_bytes(artifact_id) or 0
+        if record.state is VersionState.STAGING and not record.arriving:
+            raise MeshError(Reason.VERSION_NOT_SEALED, f"version {record.version} is still being staged")
+        return record.num_bytes
+
+    def _record(self, artifact_id: str) -> VersionRecord | None:
+        """The version of an artifact; None for one that leads to a version. Raises UNKNOWN_VERSION."""
+        try:
+            return self._coordinator.by_artifact(artifact_id)
+        except MeshError:
+            if self._store.part_bytes(artifact_id) is None:
+                raise
+            return None
+
     async def _here(self, artifact_id: str, at: int, end: int) -> int:
         """Returns where the bytes that can be read from `at` on end, once there are some."""
         try:
             async with asyncio.timeout(ARRIVAL_DEADLINE_S):
                 while True:
                     changed = self._changed.upcoming
-                    if self._coordinator.by_artifact(artifact_id).state is not VersionState.STAGING:
+                    record = self._record(artifact_id)
+                    if record is None or record.state is not VersionState.STAGING:
                         return end
                     stop = self._store.received_to(artifact_id, at, end)
                     if stop > at:

@@ -114,7 +114,24 @@ class Manifest:
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of the weights."""
         return sum(tensor.num_bytes for tensor in self.tensors)
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes that travel: those of the weights, or of the delta."""
+        if self.kind is not VersionKind.DELTA:
+            return self.num_bytes
+        return self.chunks[-1].offset + self.chunks[-1].length if self.chunks else 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoundVersion:
+    """A version at the hub and, for a delta, the manifests to fetch and apply in order to come to it."""
+
+    manifest: Manifest
+    artifact_id: str
+    steps: tuple[Manifest, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

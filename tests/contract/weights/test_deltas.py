@@ -1,0 +1,215 @@
+"""Versions as deltas, from a real publisher over a real hub into engines: bit-exact or refused, in few bytes."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from meshrl.client import WeightSyncClient
+from meshrl.inference.agent.agent import WeightAgent
+from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.types import Activation, Chunk, FoundVersion, Transport, VersionKind
+
+State = dict[str, torch.Tensor]
+VERSIONS, ANCHOR_EVERY = 40, 15
+FULL_BYTES = 2 * (97 * 33 + 61 * 127 + 33)
+
+
+@pytest.fixture
+def first(state: Callable[..., State]) -> State:
+    """The weights of the first version."""
+    return state(0, dtype=torch.bfloat16)
+
+
+@pytest.fixture
+def make_engine(new_engine: Callable[..., Any]) -> Callable[[], Any]:
+    """Engines that serve such weights."""
+    return lambda: new_engine(7, dtype=torch.bfloat16)
+
+
+def stepped(state: Mapping[str, torch.Tensor], seed: int) -> State:
+    """The weights after a step in which 2% of them changed by one unit in the last place."""
+    generator = torch.Generator().manual_seed(seed)
+    moved = {}
+    for name, tensor in state.items():
+        up = torch.randint(0, 2, tensor.shape, generator=generator) * 2 - 1
+        changed = torch.rand(tensor.shape, generator=generator) < 0.02
+        moved[name] = (tensor.view(torch.int16) + torch.where(changed, up, 0).to(torch.int16)).view(torch.bfloat16)
+    return moved
+
+
+async def serve(client: WeightSyncClient, version: int, *, min_ready: int = 1) -> Activation:
+    return await client.activate_version(run_id="run", version=version, min_ready=min_ready, prepare_deadline_s=60.0)
+
+
+def flip_image(agent: WeightAgent, at: int) -> None:
+    image = agent._loader.images._image
+    assert image is not None
+    image.held.parts[0][1][at % FULL_BYTES] ^= 0x10
+
+
+async def way(client: WeightSyncClient, version: int, held_root: bytes = b"") -> FoundVersion:
+    return await client.find_version(version=version, held_root=held_root)
+
+
+async def test_chained_deltas_with_flips_on_the_wire_and_in_memory_are_served_to_the_bit(
+    mesh: Any, first: State, make_engine: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = first
+    engine, late = make_engine(), make_engine()
+    agent = mesh.start_agent("e", engine)
+    publisher, client = mesh.publisher(Transport.STREAM, anchor_every=ANCHOR_EVERY), mesh.client()
+    flips = {"wire": 0}
+    real_fetch = WeightSyncClient.fetch
+
+    async def noisy_fetch(self: WeightSyncClient, *args: Any, **more: Any) -> AsyncGenerator[Chunk, None]:
+        async for chunk in real_fetch(self, *args, **more):
+            if flips["wire"]:
+                flips["wire"] -= 1
+                damaged = bytearray(chunk.data)
+                damaged[len(damaged) // 2] ^= 1
+                chunk = replace(chunk, data=bytes(damaged))
+            yield chunk
+
+    monkeypatch.setattr(WeightSyncClient, "fetch", noisy_fetch)
+    sizes = []
+    for version in range(VERSIONS + 1):
+        flips["wire"] = int(version % 7 == 3)
+        report = await publisher.publish(version, state)
+        activation = await serve(client, version, min_ready=0)
+        assert (engine.version, engine.root) == (version, report.root)
+        assert engine.holds(state)
+        assert {each.applied.root for each in activation.engines} == {report.root}
+        sizes.append(report.num_bytes)
+        if version % 11 == 5:  # bits flip where the next delta leads from, whether it changes them or not
+            flip_image(agent, version * 997)
+        if version == VERSIONS - 10:
+            mesh.start_agent("late", late)
+        state = stepped(state, version)
+    await mesh.until(lambda: late.version == VERSIONS)
+    assert late.root == engine.root
+    in_full = [version for version, size in enumerate(sizes) if size == FULL_BYTES]
+    assert in_full == list(range(0, VERSIONS + 1, ANCHOR_EVERY + 1))
+    assert max(size for size in sizes if size != FULL_BYTES) < FULL_BYTES / 15
+
+
+async def test_who_joins_fetches_an_anchor_and_one_delta_and_who_missed_versions_one_delta(
+    mesh: Any, first: State, make_engine: Callable[[], Any]
+) -> None:
+    publisher, client = mesh.publisher(Transport.STREAM, anchor_every=64), mesh.client()
+    engine = make_engine()
+    mesh.start_agent("e", engine)
+    state, roots = first, []
+    for version in range(9):
+        report = await publisher.publish(version, state)
+        await serve(client, version)
+        roots.append(report.root)
+        state = stepped(state, version)
+
+    joining = await way(client, 8)
+    assert [step.kind for step in joining.steps] == [VersionKind.FULL, VersionKind.DELTA]
+    assert [step.version for step in joining.steps] == [0, 8]
+    behind = await way(client, 8, roots[3])
+    assert [(step.base_version, step.version) for step in behind.steps] == [(3, 8)]
+    assert behind.steps[0].payload_bytes < 5 * (await way(client, 8, roots[7])).steps[0].payload_bytes
+    assert (await way(client, 8, roots[8])).steps == ()
+    assert (await way(client, 8, b"of another model")).steps == joining.steps
+
+    await mesh.kill_hub()  # what leads to a version outlives it
+    await mesh.start_hub()
+    late = make_engine()
+    mesh.start_agent("late", late)
+    await mesh.until(lambda: late.version == 8)
+    assert late.root == roots[8]
+    report = await publisher.publish(9, state)
+    assert report.num_bytes < FULL_BYTES / 15
+    await serve(client, 9, min_ready=2)
+    assert engine.holds(state)
+    assert late.holds(state)
+
+
+async def test_a_version_that_was_given_up_is_taken_back_before_the_next_one_comes(
+    mesh: Any, first: State, make_engine: Callable[[], Any]
+) -> None:
+    publisher, client = mesh.publisher(Transport.STREAM, anchor_every=64), mesh.client()
+    engine = make_engine()
+    agent = mesh.start_agent("e", engine)
+    states = [first]
+    for seed in range(4):
+        states.append(stepped(states[-1], seed))
+    await publisher.publish(0, states[0])
+    await serve(client, 0)
+    served = agent._loader.images._image.root
+    report = await publisher.publish(1, states[1])
+    await mesh.until(lambda: agent._prepared is not None and agent._prepared.manifest.version == 1)
+    assert agent._loader.images._image.root == report.root
+    report = await publisher.publish(2, states[2])  # 1 is skipped
+    await serve(client, 2)
+    assert engine.holds(states[2])
+    assert engine.history == [
+        "stage 0",
+        "pause",
+        "apply 0",
+        "resume",
+        "stage 1",
+        "stage 2",
+        "pause",
+        "apply 2",
+        "resume",
+    ]
+
+    await publisher.publish(3, states[3])
+    await mesh.until(lambda: agent._prepared is not None and agent._prepared.manifest.version == 3)
+    await client.abort_version(run_id="run", epoch=1, version=3, message="no")
+    assert await agent._loader.images.held_root() == report.root != served
+    report = await publisher.publish(4, states[4])  # what it would lead from is gone
+    assert report.num_bytes == FULL_BYTES
+    await serve(client, 4)
+    assert engine.holds(states[4])
+
+
+async def test_bytes_that_changed_in_the_spool_are_not_served_and_the_next_version_comes_in_full(
+    mesh: Any, first: State, make_engine: Callable[[], Any]
+) -> None:
+    publisher, client = mesh.publisher(Transport.STREAM, anchor_every=64), mesh.client()
+    state = first
+    engine = make_engine()
+    mesh.start_agent("e", engine)
+    report = await publisher.publish(0, state)
+    await serve(client, 0)
+    payload = mesh.folder / "weight_hub" / "artifacts" / report.artifact_id / "payload"
+    damaged = bytearray(payload.read_bytes())
+    damaged[1000] ^= 1
+    payload.write_bytes(damaged)
+
+    late = make_engine()
+    mesh.start_agent("late", late)
+    await mesh.until(lambda: any(info.last_fault is not None for info in mesh.hub.list_engines("")))
+    assert late.version is None
+    state = stepped(state, 1)
+    report = await publisher.publish(1, state)
+    assert report.num_bytes == FULL_BYTES
+    await serve(client, 1, min_ready=2)
+    assert engine.holds(state)
+    assert late.holds(state)
+
+
+async def test_a_delta_that_would_not_pay_or_that_leads_from_nowhere_is_not_sent(mesh: Any, first: State) -> None:
+    publisher = mesh.publisher(Transport.STREAM, anchor_every=64)
+    state = first
+    await publisher.publish(0, state)
+    dense = {name: -3 * tensor for name, tensor in state.items()}
+    report = await publisher.publish(1, dense)
+    assert report.num_bytes == FULL_BYTES
+    report = await publisher.publish(2, stepped(dense, 2))
+    assert report.num_bytes < FULL_BYTES / 15
+    nowhere = mesh.publisher(Transport.STREAM, anchor_every=64)
+    await nowhere.prepare(6, state)
+    await nowhere._transport.deliver(6)
+    with pytest.raises(MeshError) as refused:
+        await mesh.client().create_version((await nowhere.prepare(7, stepped(state, 3))).manifest)
+    assert refused.value.reason is Reason.UNKNOWN_VERSION
