@@ -4,6 +4,7 @@ A difference here is a change of the contract: add cases, never edit one. docs/c
 """
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from blake3 import blake3
 
 from meshrl.v1 import reasons_pb2, weights_pb2
 from meshrl.versions.collective.digest import digest_bytes, sum128
+from meshrl.versions.deltas.codec import encode, split, unpack, words_of
+from meshrl.versions.deltas.words import from_ordered, ordered
 from meshrl.wire import completion_frame, convert, manifest_file
 from meshrl.wire.completion_frame import CompletionFrame, FrameChoice
 from meshrl.wire.convert.batches import batch_digest
@@ -25,6 +28,7 @@ from meshrl.wire.types import Batch, MicroBatch, VersionSpan
 VECTORS = Path(__file__).parents[2] / "proto" / "vectors"
 DIGESTS = json.loads((VECTORS / "digests.json").read_text())
 MANIFESTS = json.loads((VECTORS / "manifests.json").read_text())
+DELTA = json.loads((VECTORS / "deltas.json").read_text())
 FRAMES = json.loads((VECTORS / "completion_frames.json").read_text())["frames"]
 ELEMENTS = {
     "token_ids": np.int32,
@@ -98,6 +102,24 @@ def test_manifest(case: dict[str, Any]) -> None:
     assert message.SerializeToString(deterministic=True).hex() == case["message"]
     read = weights_pb2.Manifest.FromString(bytes.fromhex(case["message"]))
     assert convert.manifest_from_proto(read) == manifest
+
+
+def test_delta() -> None:
+    plan = plan_tensors((name, dtype, shape) for name, dtype, shape, _, _ in DELTA["tensors"])
+    assert [[t.name, t.dtype, list(t.shape), t.offset, t.num_bytes] for t in plan] == DELTA["tensors"]
+    base = (np.arange(plan[-1].offset + plan[-1].num_bytes) * 37 % 251).astype(np.uint8)
+    base[4:8] = 0
+    result = base.copy()
+    for piece in split(np.frombuffer(bytes.fromhex(DELTA["delta"]), dtype=np.uint8)):
+        found = unpack(piece)
+        words = words_of(result, found.run)
+        words[found.places] = from_ordered(ordered(words[found.places]) + found.steps)
+    assert [[int(at), int(result[at])] for at in np.flatnonzero(result != base)] == DELTA["result"]
+    with ThreadPoolExecutor(1) as threads:
+        made = [unpack(packed) for _, packed in encode(plan, base, result, threads)]
+    for again, piece in zip(made, split(np.frombuffer(bytes.fromhex(DELTA["delta"]), dtype=np.uint8)), strict=True):
+        assert again.places.tolist() == unpack(piece).places.tolist()
+        assert again.steps.tolist() == unpack(piece).steps.tolist()
 
 
 @pytest.mark.parametrize("case", FRAMES, ids=lambda case: case["request_id"] or "empty")

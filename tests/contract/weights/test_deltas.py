@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -132,12 +133,14 @@ async def test_who_joins_fetches_an_anchor_and_one_delta_and_who_missed_versions
     assert late.holds(state)
 
 
+@pytest.mark.parametrize("from_files", [False, True])
 async def test_a_version_that_was_given_up_is_taken_back_before_the_next_one_comes(
-    mesh: Any, first: State, make_engine: Callable[[], Any]
+    mesh: Any, first: State, make_engine: Callable[[], Any], from_files: bool, tmp_path: Path
 ) -> None:
     publisher, client = mesh.publisher(Transport.STREAM, anchor_every=64), mesh.client()
     engine = make_engine()
-    agent = mesh.start_agent("e", engine)
+    engine.stages_from_files = from_files
+    agent = mesh.start_agent("e", engine, spool_dir=tmp_path / "spool" if from_files else None)
     states = [first]
     for seed in range(4):
         states.append(stepped(states[-1], seed))

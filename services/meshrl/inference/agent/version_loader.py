@@ -58,13 +58,13 @@ class VersionLoader:
         manifest = found.manifest
         if manifest.layout_signature != self.signature:
             raise self._refusal(manifest)
-        if manifest.transport is Transport.NCCL:
-            await self._engine.receive(manifest)
-            return
         if is_for_images(manifest):
             await self._stage(manifest, await self._in_image(found))
             return
         self.images.drop()
+        if manifest.transport is Transport.NCCL:
+            await self._engine.receive(manifest)
+            return
         held = await self._fetcher.fetch(manifest, found.artifact_id)
         try:
             await self._stage(manifest, held)
