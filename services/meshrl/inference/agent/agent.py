@@ -300,12 +300,11 @@ class WeightAgent:
     async def _stage(self, version: int, artifact_id: str) -> tuple[Manifest, bool]:
         generation = self.machine.group
         await self._within_sleep_deadline("waking up", self._engine.wake())
-        found = await self._loader.find(version, artifact_id)
-        manifest = found.manifest
+        manifest = (found := await self._loader.find(version, artifact_id)).manifest
         through_group = manifest.transport is Transport.NCCL
         # Who is in a group takes what is broadcast, or the others would wait for it. An adapter alone says nothing of
         # the weights it is for.
-        if not through_group and manifest.kind is VersionKind.FULL and manifest.result_root == self._live_root:
+        if not through_group and manifest.kind is not VersionKind.LORA and manifest.result_root == self._live_root:
             return manifest, True
         try:
             await self._loader.load(found)

@@ -29,7 +29,7 @@ Bytes = NDArray[np.uint8]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Outgoing:
+class OutgoingVersion:
     """What leaves: a manifest and the bytes that it names; `image` are the weights in full, `full` their manifest."""
 
     manifest: Manifest
@@ -45,11 +45,11 @@ class DeltaMaker:
         """`anchor_every`: a version in full after so many deltas."""
         self._line, self._anchor_every, self._chunk_bytes = line, anchor_every, chunk_bytes
         self._threads = threads
-        self._published: Outgoing | None = None
-        self._made: Outgoing | None = None
+        self._published: OutgoingVersion | None = None
+        self._made: OutgoingVersion | None = None
         self._deltas = 0  # since the last version in full
 
-    def make(self, version: int, plan: Sequence[TensorEntry], image: Bytes) -> Outgoing:
+    def make(self, version: int, plan: Sequence[TensorEntry], image: Bytes) -> OutgoingVersion:
         """What leaves of a version whose byte stream is `image`. One that is asked for once more goes in full."""
         last, refused = self._published, self._made is not None and self._made.manifest.version == version
         if last is not None and last.manifest.version == version and np.array_equal(last.image, image):
@@ -68,7 +68,7 @@ class DeltaMaker:
             self._published = made
             self._deltas = 0 if made.manifest is made.full else self._deltas + 1
 
-    def _delta(self, version: int, last: Outgoing, image: Bytes) -> Outgoing:
+    def _delta(self, version: int, last: OutgoingVersion, image: Bytes) -> OutgoingVersion:
         pairs = encode(last.full.tensors, last.image, image, self._threads)
         edits = [
             Edit(
@@ -92,12 +92,12 @@ class DeltaMaker:
         logger.info("version {} leaves as a delta: {:.2%} changed, {:.2%} of its bytes", version, changed, share)
         full = self._line.manifest(version, Transport.STREAM, tensors, digest_algorithm=SUM128)
         manifest = delta_manifest(last.full, full, chunks_of(payload.data, self._chunk_bytes))
-        return Outgoing(manifest=manifest, payload=payload, full=full, image=image)
+        return OutgoingVersion(manifest=manifest, payload=payload, full=full, image=image)
 
-    def _full(self, version: int, tensors: tuple[TensorEntry, ...], image: Bytes) -> Outgoing:
+    def _full(self, version: int, tensors: tuple[TensorEntry, ...], image: Bytes) -> OutgoingVersion:
         chunks = chunks_of(image.data, self._chunk_bytes)
         manifest = self._line.manifest(version, Transport.STREAM, tensors, chunks, digest_algorithm=SUM128)
-        return Outgoing(manifest=manifest, payload=image, full=manifest, image=image)
+        return OutgoingVersion(manifest=manifest, payload=image, full=manifest, image=image)
 
     def _digested(self, plan: Sequence[TensorEntry], image: Bytes) -> tuple[TensorEntry, ...]:
         def digest(entry: TensorEntry) -> TensorEntry:
