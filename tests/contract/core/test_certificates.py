@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+import os
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +28,9 @@ from meshrl.client.credentials import (
     credentials_of,
 )
 from meshrl.client.enrollment import join, renew, revoked_members
-from meshrl.client.trust import Role
+from meshrl.client.trust import Role, TrustFile
+from meshrl.core.config.shared import TlsConfig
+from meshrl.core.identity import identify, kept_valid
 from meshrl.core.rpc.enrollment import SERVICE, EnrollmentServicer, open_entry
 from meshrl.core.rpc.roles import ROLES_OF
 from meshrl.core.rpc.serve import GrpcServer
@@ -266,6 +269,56 @@ async def refused(folder: Path, credentials: Credentials) -> Reason | None:
     except MeshError as error:
         return error.reason
     return None
+
+
+@asynccontextmanager
+async def changing(read: Callable[[], object]) -> AsyncIterator[None]:
+    """Waits, at the end, until what `read` gives is another than at the beginning."""
+    before = read()
+    yield
+    async with asyncio.timeout(DEADLINE_S):
+        while True:
+            if read() != before:
+                return
+            await asyncio.sleep(0.1)
+
+
+async def test_a_program_on_the_authoritys_host_renews_its_certificate_in_time(
+    authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in [name for name in os.environ if name.startswith("MESHRL_TLS_")]:
+        monkeypatch.delenv(variable)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    found = identify(TlsConfig(), authority.folder.parent, Role.ORCHESTRATOR, "h-1")
+    assert found is not None
+    files = CredentialFiles.from_environ(os.environ)
+    assert files.cert is not None
+    assert files.trust == authority.trust.path.resolve()
+    member(authority, Role.ORCHESTRATOR, "h-1", ttl_s=100.0)  # counts from five minutes ago: two thirds are over
+    async with kept_valid(found, Role.ORCHESTRATOR, "h-1"), changing(files.cert.read_bytes):
+        pass
+    assert renew_in_s(files.cert) > 15.9 * 3600
+
+
+async def test_a_program_that_has_joined_renews_and_learns_who_is_revoked(
+    authority: Authority, hub_files: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, token = tmp_path / "w1", authority.trust.add_token(Role.ROLLOUT)
+    authority.trust.note_member(Role.AGENT, "gone", "x")
+    async with entry(authority) as address:
+        await join(folder, address, token=token, ca_hash=authority.fingerprint, name="w1")
+        short = authority.sign(request_for(folder, "w1"), Role.ROLLOUT, "w1", ttl_s=100.0)
+        save_certificate(folder, short)
+        for variable, value in CredentialFiles.of_folder(folder).variables().items():
+            monkeypatch.setenv(variable, value)
+        own = TrustFile(folder / "trust.sqlite")
+        assert identify(TlsConfig(), tmp_path, Role.ROLLOUT, "any") is None
+        async with kept_valid(None, Role.ROLLOUT, "any"):
+            async with changing((folder / "cert.pem").read_bytes):
+                pass
+            async with changing(lambda: ("agent", "gone") in own.read().revoked):
+                authority.trust.revoke("agent/gone")
+    assert renew_in_s(folder / "cert.pem") > 15.9 * 3600
 
 
 @pytest.mark.parametrize("wrong", ["token", "expired", "ca_hash", "name", "taken"])
