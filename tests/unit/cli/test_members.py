@@ -60,6 +60,14 @@ def test_what_cannot_be_done_is_said_in_one_line(tmp_path: Path, arguments: tupl
     assert "Traceback" not in answer.output
 
 
+def test_a_variable_that_names_no_file_is_said_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MESHRL_TLS_TOKEN", str(tmp_path / "none"))
+    answer = meshrl("weights", "engines", "--address", "127.0.0.1:1", "-o", str(tmp_path))
+    assert answer.exit_code == 1
+    assert answer.output.startswith("Error: tls.token '")
+    assert "cannot be read; give the path of a file that is there" in answer.output
+
+
 def test_joining_nobody_is_said_with_what_to_name(tmp_path: Path) -> None:
     answer = meshrl("join", "127.0.0.1:1", "--token", "a.b", "--ca-hash", "sha256:0", "--folder", str(tmp_path / "c"))
     assert answer.exit_code == 1

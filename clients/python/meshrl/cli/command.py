@@ -73,10 +73,10 @@ def the_address(folder: RunFolder, service: str, address: str | None) -> str:
 def options_for(folder: RunFolder, **changes: Any) -> ChannelOptions:
     """How to call the services of a run, with its credentials, where it has any. Raises CliError for unusable ones."""
     from meshrl.client.channel import ChannelOptions  # gRPC takes 0.1 s to import, which `--help` need not wait for
-    from meshrl.client.credentials import CredentialError
+    from meshrl.client.credentials import CredentialError, default_credentials
 
     try:
-        credentials = folder.credentials()
+        credentials = folder.credentials() or default_credentials()
     except CredentialError as error:
         raise CliError(str(error)) from error
     return ChannelOptions(**{"unary_deadline_s": CALL_DEADLINE_S, "credentials": credentials, **changes})
