@@ -101,7 +101,7 @@ class ChatReplies:
     def _text_of(self, call: ParsedToolCall, token_ids: Sequence[int]) -> str:
         """What the model wrote for a call, markup included where it is known which tokens it was."""
         if call.token_span is None:
-            return call.raw
+            return str(call.raw)
         start, end = call.token_span
         return str(self._tokenizer.decode(list(token_ids[start:end])))
 
