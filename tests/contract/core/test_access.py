@@ -12,6 +12,7 @@ from access_matrix import DEADLINE_S, Matrix, serving
 from meshrl.client import ChannelOptions, TrainerClient, WeightSyncClient
 from meshrl.client.credentials import INSECURE, CredentialFiles, TokenCredentials, credentials_of
 from meshrl.client.trust import Role, TrustFile
+from meshrl.core.rpc.guard import FRESH_S, UNKNOWN_FRESH_S, Caller, Guard
 from meshrl.core.rpc.roles import ROLES_OF
 from meshrl.wire.errors import MeshError, Reason
 
@@ -59,6 +60,18 @@ async def test_a_token_made_or_revoked_while_the_server_runs_counts_from_then_on
             await refused_for(client, Reason.NOT_SUPPORTED)
             trust.revoke(token.partition(".")[0])
             await refused_for(client, Reason.UNAUTHENTICATED)
+
+
+async def test_an_expired_token_makes_no_new_call_and_lets_one_that_runs_go_on(trust: TrustFile) -> None:
+    guard = Guard(trust, mutual=False)
+    id_, _, secret = trust.add_token(Role.OPERATOR, ttl_s=-1.0).partition(".")
+    caller = Caller(role=Role.OPERATOR, name=id_, token=(id_, secret))
+    await asyncio.sleep(2 * UNKNOWN_FRESH_S)
+    assert "has expired" in str(guard.why_not(caller))
+    assert guard.why_not(caller, standing=True) is None
+    trust.revoke(id_)
+    await asyncio.sleep(1.1 * FRESH_S)
+    assert "is revoked" in str(guard.why_not(caller, standing=True))
 
 
 async def refused_for(client: TrainerClient, reason: Reason) -> None:

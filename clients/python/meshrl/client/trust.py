@@ -26,6 +26,7 @@ CREATE TABLE IF NOT EXISTS tokens (
 CREATE TABLE IF NOT EXISTS members (role TEXT, name TEXT, token TEXT NOT NULL, revoked INTEGER NOT NULL DEFAULT 0,
     PRIMARY KEY (role, name));
 """
+EXPIRED = "has expired"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
@@ -82,7 +83,7 @@ class Trust:
         if record.revoked:
             return "is revoked"
         if record.expires_s is not None and record.expires_s <= now_s:
-            return "has expired"
+            return EXPIRED
         return ""
 
 

@@ -13,7 +13,7 @@ from cryptography import x509
 from loguru import logger
 
 from meshrl.client.credentials import TOKEN_KEY, CredentialError, Credentials, FileCredentials
-from meshrl.client.trust import Role, Trust, TrustFile
+from meshrl.client.trust import EXPIRED, Role, Trust, TrustFile
 from meshrl.core.rpc.roles import ROLES_OF
 from meshrl.wire.errors import MeshError, Reason
 
@@ -65,8 +65,12 @@ class Guard:
             )
         return caller
 
-    def why_not(self, caller: Caller) -> MeshError | None:
-        """Why what a caller showed does not count, or no longer does; None when it does."""
+    def why_not(self, caller: Caller, *, standing: bool = False) -> MeshError | None:
+        """Why what a caller showed does not count, or no longer does; None when it does.
+
+        standing: of a call that runs. It outlives what it began with, which its caller has renewed meanwhile; only a
+        revocation ends it.
+        """
         trust, now_s = self._now(known=True), time.time()
         if caller.token is not None:
             problem = trust.why_not(*caller.token, now_s)
@@ -76,9 +80,11 @@ class Guard:
         else:
             problem = "is revoked" if (caller.role.value, caller.name) in trust.revoked else ""
             if not problem and caller.expires_s is not None and caller.expires_s <= now_s:
-                problem = "has expired"
+                problem = EXPIRED
             what, remedy = f"the certificate of {caller}", "get another with `meshrl join`"
-        return MeshError(Reason.UNAUTHENTICATED, f"{what} {problem}; {remedy}") if problem else None
+        if not problem or (standing and problem == EXPIRED):
+            return None
+        return MeshError(Reason.UNAUTHENTICATED, f"{what} {problem}; {remedy}")
 
     def _now(self, *, known: bool) -> Trust:
         """What the trust file says; of a token that it did not know a moment ago, it is asked again sooner."""

@@ -130,9 +130,13 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc
         await self.wait_idle(deadline_s)
 
     def shut_out(self) -> None:
-        """Ends the calls of callers whose credentials no longer count, and tells them so."""
+        """Ends the calls of callers whose credentials have been revoked, and tells them so."""
         for task, caller in list(self._callers.items()):
-            why = self._guard.why_not(caller) if self._guard is not None and task not in self._shut_out else None
+            why = (
+                self._guard.why_not(caller, standing=True)
+                if self._guard is not None and task not in self._shut_out
+                else None
+            )
             if why is not None:
                 logger.warning("ending a call of {}: {}", caller, why.message)
                 self._shut_out[task] = why

@@ -24,7 +24,7 @@ DEFAULT_MAX_MESSAGE_BYTES = 64 * 2**20
 MIN_PING_INTERVAL_S = 5.0
 SAY_GOODBYE_S = 5.0
 LOOK_AT_CALLERS_S = 1.0
-"""How often calls that run are looked at for callers whose credentials have been revoked or have expired."""
+"""How often calls that run are looked at for callers whose credentials have been revoked."""
 
 HEALTH_SERVICE = "grpc.health.v1.Health"
 # How long and how many calls wait for a busy event loop. Beyond its own limits (30 s; some of the calls after the first
