@@ -32,6 +32,7 @@ async def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rollouts", type=int, default=500, help="rollouts of each kind of template")
+    parser.add_argument("--templates", type=int, nargs="+", choices=range(len(CASES)), default=range(len(CASES)))
     parser.add_argument("--workers", type=int, default=0, help="worker processes that play them; 0 plays them here")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
@@ -46,6 +47,8 @@ async def main() -> None:
     logging.disable(logging.INFO)
     with tempfile.TemporaryDirectory() as folder:
         for number, case in enumerate(CASES):
+            if number not in options.templates:
+                continue
             own = Path(folder) / str(number)
             engine = None if not options.embedded else embedded(options.lessons, options.seed + number)
             seen = await play(
