@@ -78,17 +78,23 @@ const BLOCK = 512; // tokens that are made at once, when they come near to what 
 // Blocks that are far away stay empty: 32,000 elements take a browser a second.
 function tokens(sample, first, end, look) {
   const box = element("div", { class: "tokens" });
-  const watch = new IntersectionObserver((seen) => seen.forEach(({ isIntersecting, target }) => {
-    if (!isIntersecting) return;
+  const fill = (block) => {
+    block.style.minHeight = "";
+    block.innerHTML = markup(sample, Number(block.dataset.from), Number(block.dataset.to), look); // escaped there
+  };
+  const watch = new IntersectionObserver((seen) => seen.filter((one) => one.isIntersecting).forEach(({ target }) => {
     watch.unobserve(target);
-    target.style.minHeight = "";
-    target.innerHTML = markup(sample, Number(target.dataset.from), Number(target.dataset.to), look); // escaped there
-  }), { rootMargin: "600px" });
+    fill(target);
+  }), { rootMargin: "300px" });
   for (let from = first; from < end; from += BLOCK) {
     const to = Math.min(end, from + BLOCK);
     const block = element("div", { class: "block", "data-from": from, "data-to": to });
-    if (to - from === BLOCK) block.style.minHeight = "16rem";
     box.append(block);
+    if (from === first) {
+      fill(block); // at once, not with the next frame
+      continue;
+    }
+    if (to - from === BLOCK) block.style.minHeight = "16rem";
     watch.observe(block);
   }
   return box;
