@@ -70,14 +70,15 @@ contracts: $(BUF)
 	$(BUF) lint
 	$(BUF) breaking --against '.git#ref=$(MAIN)'
 
-drift: setup
+drift: setup $(BUF)
 	UV=$(UV) scripts/check_stubs.sh
 
 wheels: setup ## Build the distributions, install them in an empty environment and make a short run there (two minutes)
 	UV=$(UV) scripts/check_wheels.sh
 
-proto: setup ## Regenerate clients/python/meshrl/v1 from proto/
+proto: setup $(BUF) ## Regenerate clients/python/meshrl/v1 and clients/typescript/src/gen from proto/
 	UV=$(UV) scripts/generate_stubs.sh
+	scripts/generate_typescript.sh
 
 bench: setup ## Print the benchmark tables, but for the trainer's, which needs GPUs (about an hour)
 	for table in $(filter-out %bench_trainer.py,$(wildcard tests/benchmarks/bench_*.py)); do $(RUN) python "$$table"; done

@@ -1,7 +1,8 @@
-"""One run over three rollout services: that of `rl`, one that is killed and comes back, and one of JavaScript."""
+"""One run over three rollout services: that of `rl`, one that is killed and comes back, and one of TypeScript."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -22,7 +23,8 @@ pytestmark = [
     pytest.mark.mesh,
     pytest.mark.timeout(900),
     pytest.mark.skipif(
-        shutil.which("npm") is None and "CI" not in os.environ, reason="a service in JavaScript needs Node.js and npm"
+        shutil.which("npm") is None and "CI" not in os.environ,
+        reason="the service of clients/typescript needs Node.js and npm",
     ),
 ]
 UP_S = 300.0
@@ -51,6 +53,24 @@ async def serving(address: str, options: ChannelOptions | None = None) -> int:
         return (await client.get_status()).finished
 
 
+def printed(*command: str) -> str:
+    """What a program prints that must end well."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=UP_S, stdin=subprocess.DEVNULL)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def check_typescript(service: str, *, trainer: str) -> None:
+    """The service of clients/typescript keeps the contract while it serves a run, and its commands look at that run."""
+    conformance = (sys.executable, "-m", "meshrl.cli.main", "conformance", "--service", "rollout", "--address", service)
+    report = json.loads(printed(*conformance, "--full", "--json"))
+    assert {one["rule"]: one["found"] for one in report["rules"] if one["result"] != "keeps"} == {}
+    assert printed(*node_service.watch(trainer, count=1)).startswith("step 1  ")
+    *events, last = map(json.loads, printed(*node_service.fetch(service, "reverse_text_ts", size=2)).splitlines())
+    assert last["summary"]["finished"] == 2
+    assert all(0.0 <= event["rollout"]["reward"] <= 1.0 for event in events)
+
+
 async def test_services_of_two_languages_play_one_run_and_the_loss_of_one_costs_nothing(
     start_run: Callable[..., Run],
     start_program: Callable[..., subprocess.Popen[bytes]],
@@ -77,11 +97,12 @@ async def test_services_of_two_languages_play_one_run_and_the_loss_of_one_costs_
         await serving(address)
     run = start_run(
         "--orchestrator.services.rollout", f"{dies},local,{node}", "--orchestrator.services.weights", hub,
-        "--orchestrator.train.env.0.id", "reverse_text", "--orchestrator.train.env.1.id", "node-copy",
-        "--orchestrator.train.env.1.name", "copy", "--orchestrator.train.env.1.group-size", "2",
+        "--orchestrator.train.env.0.id", "reverse_text", "--orchestrator.train.env.1.id", "typescript-reverse-text",
+        "--orchestrator.train.env.1.name", "reverse_text_ts", "--orchestrator.train.env.1.group-size", "2",
         "--no-orchestrator.train.env.1.local",
     )  # fmt: skip
     run.wait_for(lambda: len(run.steps()) >= 3, UP_S)
+    check_typescript(node, trainer=f"127.0.0.1:{run.port('trainer')}")
     own = f"127.0.0.1:{run.port('rollout')}"
     options = run.options()
     for address in (dies, own):  # a run begins as soon as one of them serves each of its environments
@@ -105,8 +126,11 @@ async def test_services_of_two_languages_play_one_run_and_the_loss_of_one_costs_
     assert report.violations == (), report.table()
     failed = {reason: count for (state, reason), count in report.counts.items() if state == "failed"}
     assert failed == {}, report.table()
-    shares = [(record["mixture/reverse_text/rollouts"], record["mixture/copy/rollouts"]) for record in run.records()]
+    shares = [
+        (record["mixture/reverse_text/rollouts"], record["mixture/reverse_text_ts/rollouts"])
+        for record in run.records()
+    ]
     assert all(sum(pair) == pytest.approx(1.0) for pair in shares)
-    assert sum(copied for _, copied in shares) / len(shares) == pytest.approx(2 / 6, abs=0.15)
-    assert run.records()[0]["mixture/copy/ratio"] == pytest.approx(2 / 6)
+    assert sum(share for _, share in shares) / len(shares) == pytest.approx(2 / 6, abs=0.15)
+    assert run.records()[0]["mixture/reverse_text_ts/ratio"] == pytest.approx(2 / 6)
     assert not run.left_running()

@@ -1,4 +1,4 @@
-"""The rollout service in JavaScript of `node_rollouts`: its packages come from npm, once, and it runs from .tools."""
+"""clients/typescript, built: its packages come from npm, once, and it runs from .tools."""
 
 from __future__ import annotations
 
@@ -7,31 +7,41 @@ import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-SOURCE = Path(__file__).parent / "node_rollouts"
-HOME = ROOT / ".tools" / "node_rollouts"
+SOURCE = ROOT / "clients" / "typescript"
+HOME = ROOT / ".tools" / "typescript"
 INSTALL_S = 240.0
+BUILD_S = 120.0
 
 
-def installed() -> Path:
-    """The folder to run it from, with its packages. Raises CalledProcessError with what npm says."""
+def built() -> Path:
+    """The package's folder with its packages and what tsc made of it. Raises CalledProcessError with what npm says."""
     HOME.mkdir(parents=True, exist_ok=True)
-    wanted, found = (SOURCE / "package.json").read_text(), HOME / "package.json"
-    if not (HOME / "node_modules").exists() or not found.exists() or found.read_text() != wanted:
-        found.unlink(missing_ok=True)
-        scratch = HOME / "install"
-        scratch.mkdir(exist_ok=True)
-        shutil.copy(SOURCE / "package.json", scratch)
-        subprocess.run(
-            ["npm", "install", "--silent", "--no-audit", "--no-fund", "--prefix", str(scratch)],
-            check=True, timeout=INSTALL_S, stdin=subprocess.DEVNULL,
-        )  # fmt: skip
-        shutil.rmtree(HOME / "node_modules", ignore_errors=True)
-        (scratch / "node_modules").rename(HOME / "node_modules")
-    for file in SOURCE.iterdir():
-        shutil.copy(file, HOME)
+    lock, mark = (SOURCE / "package-lock.json").read_text(), HOME / "installed.txt"
+    for name in ("package.json", "package-lock.json", "tsconfig.json"):
+        shutil.copy(SOURCE / name, HOME)
+    shutil.rmtree(HOME / "src", ignore_errors=True)
+    shutil.copytree(SOURCE / "src", HOME / "src")
+    if not mark.exists() or mark.read_text() != lock:
+        mark.unlink(missing_ok=True)
+        command = ["npm", "ci", "--silent", "--no-audit", "--no-fund", "--prefix", str(HOME)]
+        subprocess.run(command, check=True, timeout=INSTALL_S, stdin=subprocess.DEVNULL)
+        mark.write_text(lock)
+    tsc = [str(HOME / "node_modules" / ".bin" / "tsc"), "--project", str(HOME), "--incremental"]
+    subprocess.run(tsc, check=True, timeout=BUILD_S, stdin=subprocess.DEVNULL)
     return HOME
 
 
 def command(*, port: int, hub: str) -> list[str]:
-    """What starts it."""
-    return ["node", str(installed() / "server.mjs"), "--port", str(port), "--hub", hub, "--proto", str(ROOT / "proto")]
+    """What starts its rollout service, which hosts reverse_text_ts."""
+    return ["node", str(built() / "dist" / "bin" / "serve.js"), "--port", str(port), "--hub", hub]
+
+
+def watch(trainer: str, *, count: int) -> list[str]:
+    """What prints the steps of a run until `count` are done."""
+    return ["node", str(HOME / "dist" / "bin" / "watch.js"), trainer, "--count", str(count)]
+
+
+def fetch(rollout: str, environment: str, *, size: int) -> list[str]:
+    """What plays one group of a service and prints it."""
+    flags = ["--environment", environment, "--group-size", str(size), "--json"]
+    return ["node", str(HOME / "dist" / "bin" / "rollouts.js"), rollout, *flags]
