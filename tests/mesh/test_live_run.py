@@ -22,11 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import jsonschema
 import pytest
 
 from grpc_fuzz import CallGenerator, Method, Outcomes, call, methods_of
 from http_fuzz import HttpOutcomes, RequestGenerator, send
 from mesh_run import PROGRAMS, Run, check_kill
+from meshrl.cli.status import status_schema
 from meshrl.client import ChannelOptions, RolloutClient, TrainerClient, WeightSyncClient
 from meshrl.client.credentials import INSECURE, bearer
 from meshrl.client.trust import Role
@@ -358,6 +360,7 @@ def test_the_meshrl_command_shows_a_live_run(live_run: Run) -> None:
     run = live_run
     status = status_when_all_is_well(run)
     assert status["step"] >= 1
+    jsonschema.validate(status, json.loads(status_schema()))
     by_service = {row["service"]: row for row in status["rows"]}
     assert by_service["trainer"]["lag"] == 0
     newest, served = by_service["trainer"]["version"], by_service["engine"]["version"]

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sqlite3
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import zstandard
 from click.testing import CliRunner, Result
 
-from meshrl.cli.command import ago
+from meshrl.cli.command import ago, print_json
 from meshrl.cli.main import main
+from meshrl.cli.status import RunStatus, ServiceRow, status_schema
 from meshrl.orchestrator.ledger.rows import SCHEMA
+from meshrl.wire.program_state import ProgramState, WaitState
+from meshrl.wire.types import AgentState
 
 
 def meshrl(*arguments: str) -> Result:
@@ -72,10 +77,60 @@ def test_help_lists_every_command_and_each_has_its_own(monkeypatch: pytest.Monke
         assert meshrl(name, "--help").exit_code == 0
 
 
-def test_an_unknown_command_is_a_usage_error() -> None:
-    result = meshrl("stats")
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (("stats",), "Error: No such command 'stats'; see main --help"),
+        (("weights", "unpin"), "Error: No such command 'unpin'; see main weights --help"),
+        (("conformance",), "Error: Missing option '--address'; see main conformance --help"),
+        (
+            ("watch", "--count", "0"),
+            "Error: Invalid value for '--count': 0 is not in the range x>=1; see main watch --help",
+        ),
+    ],
+)
+def test_a_wrong_command_line_is_one_line_that_says_where_help_is(arguments: tuple[str, ...], line: str) -> None:
+    result = meshrl(*arguments)
     assert result.exit_code == 2
-    assert "No such command 'stats'" in result.output
+    assert result.output == f"{line}\n"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("weights", "engines"),
+        ("trainer", "checkpoint"),
+        ("trainer", "drain", "--yes"),
+        ("envs",),
+        ("call", "weights", "ListEngines"),
+    ],
+)
+def test_a_service_that_does_not_answer_is_one_line_with_a_remedy(arguments: tuple[str, ...]) -> None:
+    result = meshrl(*arguments, "--address", "127.0.0.1:1")
+    assert result.exit_code == 1
+    assert result.output.startswith("Error: UNREACHABLE: ipv4:127.0.0.1:1: ")
+    assert result.output.endswith("; start the service, or name another with --address, or its run's folder with -o\n")
+    assert len(result.output.splitlines()) == 1
+
+
+def test_numbers_that_json_does_not_have_are_null(capsys: pytest.CaptureFixture[str]) -> None:
+    print_json({"lag_s": float("nan"), "rows": [{"best": float("inf"), "worst": -0.5}]})
+    assert json.loads(capsys.readouterr().out) == {"lag_s": None, "rows": [{"best": None, "worst": -0.5}]}
+
+
+def fields_of(kind: type) -> set[str]:
+    return {one.name for one in dataclasses.fields(kind)}
+
+
+def test_the_schema_of_the_status_has_its_fields_and_its_states() -> None:
+    schema = json.loads(meshrl("status", "--schema").output)
+    jsonschema.Draft202012Validator.check_schema(schema)
+    rows, program, wait = (schema["$defs"][name]["properties"] for name in ("row", "program", "wait"))
+    assert schema["properties"].keys() == fields_of(RunStatus) | {"well"}
+    assert rows.keys() == fields_of(ServiceRow)
+    assert program.keys() == fields_of(ProgramState)
+    assert wait.keys() == fields_of(WaitState)
+    assert {state.value for state in AgentState} <= set(rows["state"]["enum"])
 
 
 @pytest.mark.parametrize(
@@ -103,7 +158,9 @@ def test_a_service_that_is_gone_is_a_row(tmp_path: Path) -> None:
     (tmp_path / "configs/trainer.toml").write_text('[server]\nhost = "127.0.0.1"\nport = 1\n')
     result = meshrl("status", "--json", "-o", str(tmp_path))
     assert result.exit_code == 1
-    (row,) = json.loads(result.output)["rows"]
+    status = json.loads(result.output)
+    jsonschema.validate(status, json.loads(status_schema()))
+    (row,) = status["rows"]
     assert (row["service"], row["address"], row["state"]) == ("trainer", "127.0.0.1:1", "not answering")
     assert row["detail"] == "Connection refused"
 

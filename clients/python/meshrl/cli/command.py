@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+import math
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,9 +21,29 @@ _Command = Callable[..., Any]
 CALL_DEADLINE_S = 10.0
 """How long a service may take to answer before the command gives up."""
 
+REMEDIES = {
+    "UNREACHABLE": "start the service, or name another with --address, or its run's folder with -o",
+    "DEADLINE_PASSED": "it may be busy: see `meshrl status`, and try again",
+    "NOT_SUPPORTED": "another service or an older release is there: correct --address, or update it",
+    "DRAINING": "it is ending: start it again, or name another with --address",
+    "INTERNAL": "its log has the traceback: `meshrl logs`",
+}
+"""What to do about errors of which the service itself does not say it."""
+
 
 class CliError(click.ClickException):
     """A command cannot do what it was asked; the message says what to change. Exit code 1."""
+
+
+class UsageLineError(click.ClickException):
+    """A wrong command line in one line, where click would print the usage as well. Exit code 2."""
+
+    exit_code = 2
+
+    def __init__(self, error: click.UsageError, command_path: str) -> None:
+        path = error.ctx.command_path if error.ctx is not None else command_path
+        said = " ".join(error.format_message().split()).removesuffix(".")
+        super().__init__(f"{said}; see {path} --help")
 
 
 def folder_option(command: _Command) -> _Command:
@@ -46,8 +66,16 @@ def json_option(command: _Command) -> _Command:
 
 
 def print_json(value: object) -> None:
-    """Prints a value as indented JSON."""
-    click.echo(json.dumps(value, indent=2, default=str))
+    """Prints a value as indented JSON; numbers that JSON does not have are null."""
+    click.echo(json.dumps(_finite(value), indent=2, default=str, allow_nan=False))
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(one) for key, one in value.items()}
+    return [_finite(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def print_table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
@@ -84,12 +112,17 @@ def options_for(folder: RunFolder, **changes: Any) -> ChannelOptions:
 
 def run(work: Coroutine[Any, Any, _T]) -> _T:
     """Runs calls to services to their end; one that fails is a CliError with the service's own words."""
-    from meshrl.wire.errors import MeshError  # gRPC takes 0.1 s to import, which `--help` need not wait for
+    import asyncio  # `--help` need not wait for it, nor for gRPC
+
+    from meshrl.wire.errors import MeshError
 
     try:
         return asyncio.run(work)
     except MeshError as error:
-        raise CliError(f"{error.reason.name}: {error.message}") from error
+        # gRPC names the address, and each of its attempts; the cause comes last.
+        said = " ".join(error.message.rpartition("last error: UNKNOWN: ")[2].split())
+        remedy = REMEDIES.get(error.reason.name)
+        raise CliError(f"{error.reason.name}: {said}{f'; {remedy}' if remedy else ''}") from error
 
 
 def ago(seconds: float) -> str:

@@ -6,9 +6,14 @@ Reads a run's folder and talks to its services as any client does; nothing here 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 import click
+from click.exceptions import NoArgsIsHelpError
+
+from meshrl.cli.command import UsageLineError
 
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "call": ("call", "Call one RPC, with JSON for the request and the answers."),
@@ -45,10 +50,32 @@ class LazyCommands(click.Group):
         command: click.Command = getattr(module, "run_group" if cmd_name == "run" else cmd_name)
         return command
 
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        """As click does, but for errors, which are one line."""
+        with _in_one_line(info_name or "meshrl"):
+            return super().make_context(info_name, args, parent, **extra)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """As click does, but for errors, which are one line."""
+        with _in_one_line(ctx.command_path):
+            return super().invoke(ctx)
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Lists the commands without importing them."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
+
+
+@contextmanager
+def _in_one_line(command_path: str) -> Iterator[None]:
+    try:
+        yield
+    except NoArgsIsHelpError:  # not an error: what prints the help
+        raise
+    except click.UsageError as error:
+        raise UsageLineError(error, command_path) from error
 
 
 @click.group(cls=LazyCommands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})

@@ -11,6 +11,7 @@ import contextlib
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import click
@@ -23,6 +24,7 @@ from meshrl.wire.errors import MeshError
 from meshrl.wire.program_state import ProgramState, read_states, run_line
 from meshrl.wire.types import AgentState
 
+SCHEMA = Path(__file__).with_name("status.schema.json")
 LATE_S = 1.0
 """An event loop that answers later is named."""
 ANSWER_S = 3.0
@@ -230,9 +232,22 @@ def _as_json(status: RunStatus) -> Mapping[str, Any]:
     return {**asdict(status), "well": status.is_well}
 
 
+def status_schema() -> str:
+    """The JSON schema of what `meshrl status --json` prints."""
+    return SCHEMA.read_text()
+
+
+def _print_schema(context: click.Context, option: click.Parameter, asked: bool) -> None:
+    if asked:
+        click.echo(status_schema(), nl=False)
+        context.exit()
+
+
 @click.command()
 @folder_option
 @json_option
+@click.option("--schema", is_flag=True, is_eager=True, expose_value=False, callback=_print_schema,
+              help="Print the JSON schema of --json, and end.")  # fmt: skip
 def status(folder: RunFolder, as_json: bool) -> None:
     """Show every service of a run, its version, and how many versions it is behind the trainer.
 
