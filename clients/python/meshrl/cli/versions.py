@@ -48,7 +48,10 @@ async def _engines(address: str, pool: str, options: ChannelOptions) -> tuple[En
 
 @click.group()
 def weights() -> None:
-    """Look at weight versions and the engines that serve them."""
+    """Look at weight versions and the engines that serve them.
+
+    Versions go forward only: to go back to an earlier policy, resume the run from its checkpoint (--ckpt.resume-step).
+    """
 
 
 @weights.command(name="list")
