@@ -12,7 +12,7 @@ export interface Engine {
   url: string;
   version: bigint;
   logprobsMode: string;
-  slots: number;
+  slots: number | undefined;
 }
 
 export interface VersionWish {
@@ -94,7 +94,7 @@ async function versionOf(url: string): Promise<Engine | undefined> {
     const answer = await fetch(new URL("/version", url), { signal: AbortSignal.timeout(LOOK_MS) });
     const told = (await answer.json()) as { version: number | null; logprobs_mode?: string; slots?: number };
     if (!answer.ok || told.version === null) return undefined;
-    return { url, version: BigInt(told.version), logprobsMode: told.logprobs_mode ?? "", slots: told.slots ?? 0 };
+    return { url, version: BigInt(told.version), logprobsMode: told.logprobs_mode ?? "", slots: told.slots };
   } catch {
     return undefined;
   }

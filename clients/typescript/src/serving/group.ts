@@ -3,7 +3,7 @@
 import { randomUUID } from "node:crypto";
 import { create, type MessageInitShape } from "@bufbuild/protobuf";
 import { ConnectError } from "@connectrpc/connect";
-import { reasonOf } from "../errors.js";
+import { reasonOf, refusal } from "../errors.js";
 import {
   RolloutSchema,
   RunRolloutsResponseSchema,
@@ -105,7 +105,8 @@ export class Group {
     const completion = await chat(engine, task.messages, sampling, this.stop.signal);
     const generated = performance.now();
     if (wish.exactVersion !== undefined && completion.versionSpans.some((span) => span.version !== wish.exactVersion)) {
-      throw new Error(`the engine changed its version while it sampled with version ${wish.exactVersion}`);
+      const message = `the engine changed its version while it sampled with version ${wish.exactVersion}`;
+      throw refusal("VERSION_NOT_AVAILABLE", message);
     }
     const parts = task.score(completion.text);
     this.counts.sampledTokens += BigInt(completion.tokenIds.length);

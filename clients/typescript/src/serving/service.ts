@@ -84,11 +84,10 @@ export class Rollouts implements ServiceImpl<typeof RolloutService> {
       finished: BigInt(this.finished),
       failures: this.failures,
       rolloutsPerS: this.ends.length / 60,
-      engines: this.engines.known.map(({ url, version, logprobsMode }) => ({
-        url,
+      engines: this.engines.known.map(({ slots, ...engine }) => ({
+        ...engine,
         healthy: true,
-        version,
-        logprobsMode,
+        ...(slots === undefined ? {} : { slots }),
       })),
       draining: this.draining,
       maxConcurrent: this.slots,
