@@ -394,5 +394,21 @@ def test_the_meshrl_command_looks_up_a_rollout_of_a_live_run(live_run: Run) -> N
     assert "serving" in meshrl(run, "logs", "-s", "rollout", "-n", "1000")
 
 
+@pytest.mark.parametrize("service", ["rollout", "trainer", "weights"])
+def test_the_services_of_a_live_run_keep_the_contract_and_want_to_know_who_asks(live_run: Run, service: str) -> None:
+    """Only the safe checks; those of what an operator may not call are left out."""
+    run, address = live_run, f"127.0.0.1:{live_run.port(service)}"
+    command = [sys.executable, "-m", "meshrl.cli.main", "conformance", "--address", address, "--service", service]
+    known = subprocess.run([*command, "--json", "-o", str(run.output_dir)], capture_output=True, text=True, timeout=60)
+    assert known.returncode == 0, known.stdout + known.stderr
+    rules = json.loads(known.stdout)["rules"]
+    assert sum(one["result"] == "keeps" for one in rules) >= 10
+    assert all("role" in one["found"] or "--full" in one["found"] for one in rules if one["result"] == "not checked")
+    if service == "rollout":
+        unknown = subprocess.run([*command, "-o", "/nowhere"], capture_output=True, text=True, timeout=60)
+        assert (unknown.returncode, unknown.stdout) == (2, "")
+        assert "does not know who calls" in unknown.stderr
+
+
 def test_the_run_ends_within_ten_seconds_of_a_killed_program_and_names_it(live_run: Run) -> None:
     check_kill(live_run, PROGRAMS[-1])

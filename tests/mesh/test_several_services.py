@@ -53,20 +53,23 @@ async def serving(address: str, options: ChannelOptions | None = None) -> int:
         return (await client.get_status()).finished
 
 
-def printed(*command: str) -> str:
-    """What a program prints that must end well."""
-    done = subprocess.run(command, capture_output=True, text=True, timeout=UP_S, stdin=subprocess.DEVNULL)
+def printed(run: Run, *command: str) -> str:
+    """What a program prints that shows the token of an operator and must end well."""
+    env = {**os.environ, "MESHRL_TLS_TOKEN": str(run.output_dir / "credentials" / "operator.token")}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=UP_S, stdin=subprocess.DEVNULL, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
-def check_typescript(service: str, *, trainer: str) -> None:
+def check_typescript(run: Run, service: str) -> None:
     """The service of clients/typescript keeps the contract while it serves a run, and its commands look at that run."""
     conformance = (sys.executable, "-m", "meshrl.cli.main", "conformance", "--service", "rollout", "--address", service)
-    report = json.loads(printed(*conformance, "--full", "--json"))
+    report = json.loads(printed(run, *conformance, "--full", "--json"))
     assert {one["rule"]: one["found"] for one in report["rules"] if one["result"] != "keeps"} == {}
-    assert printed(*node_service.watch(trainer, count=1)).startswith("step 1  ")
-    *events, last = map(json.loads, printed(*node_service.fetch(service, "reverse_text_ts", size=2)).splitlines())
+    trainer = f"127.0.0.1:{run.port('trainer')}"
+    assert printed(run, *node_service.watch(trainer, count=1)).startswith("step 1  ")
+    fetched = printed(run, *node_service.fetch(service, "reverse_text_ts", size=2))
+    *events, last = map(json.loads, fetched.splitlines())
     assert last["summary"]["finished"] == 2
     assert all(0.0 <= event["rollout"]["reward"] <= 1.0 for event in events)
 
@@ -76,7 +79,9 @@ async def test_services_of_two_languages_play_one_run_and_the_loss_of_one_costs_
     start_program: Callable[..., subprocess.Popen[bytes]],
     model_dir: Path,
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("MESHRL_API_KEY", "a key of all engines")  # the services that run already have it, too
     hub, dies, node = (f"127.0.0.1:{free_port()}" for _ in range(3))
 
     def program(name: str, address: str, *flags: str) -> tuple[str, ...]:
@@ -102,7 +107,7 @@ async def test_services_of_two_languages_play_one_run_and_the_loss_of_one_costs_
         "--no-orchestrator.train.env.1.local",
     )  # fmt: skip
     run.wait_for(lambda: len(run.steps()) >= 3, UP_S)
-    check_typescript(node, trainer=f"127.0.0.1:{run.port('trainer')}")
+    check_typescript(run, node)
     own = f"127.0.0.1:{run.port('rollout')}"
     options = run.options()
     for address in (dies, own):  # a run begins as soon as one of them serves each of its environments

@@ -1,9 +1,10 @@
 /** Clients of the three services over gRPC, and what is asked of them most: a run's steps, and groups of rollouts. */
 
 import { randomUUID } from "node:crypto";
+import { readFileSync } from "node:fs";
 import { setTimeout as sleep } from "node:timers/promises";
 import { create, type DescService, type MessageInitShape } from "@bufbuild/protobuf";
-import { Code, ConnectError, createClient, type Client } from "@connectrpc/connect";
+import { Code, ConnectError, createClient, type Client, type Interceptor } from "@connectrpc/connect";
 import { createGrpcTransport } from "@connectrpc/connect-node";
 import {
   RolloutService,
@@ -19,6 +20,13 @@ const PING_INTERVAL_MS = 20_000;
 const RECONNECT_MS = [100, 200, 500, 1000, 2000] as const;
 const LOST = new Set([Code.Unavailable, Code.Canceled, Code.Aborted, Code.Internal]);
 
+/** Shows the token of the file that MESHRL_TLS_TOKEN names, where it names one; the file is read for each call. */
+const withToken: Interceptor = (next) => (request) => {
+  const path = process.env["MESHRL_TLS_TOKEN"];
+  if (path) request.header.set("Authorization", `Bearer ${readFileSync(path, "ascii").trim()}`);
+  return next(request);
+};
+
 /** A client of one service at host:port. Calls end after `deadlineMs` where they do not say otherwise. */
 export function clientOf<S extends DescService>(service: S, address: string, deadlineMs = 30_000): Client<S> {
   return createClient(
@@ -30,6 +38,7 @@ export function clientOf<S extends DescService>(service: S, address: string, dea
       writeMaxBytes: MAX_MESSAGE_BYTES,
       pingIntervalMs: PING_INTERVAL_MS,
       pingTimeoutMs: 10_000,
+      interceptors: [withToken],
     }),
   );
 }

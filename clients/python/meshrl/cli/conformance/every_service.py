@@ -69,7 +69,8 @@ def wrong_call(service: str, name: str) -> tuple[str, Message, str]:
 
 async def _health(probe: Probe, name: str) -> None:
     try:
-        reply = await probe.health.Check(health_pb2.HealthCheckRequest(service=name), timeout=probe.deadline_s)
+        asked = health_pb2.HealthCheckRequest(service=name)
+        reply = await probe.health.Check(asked, timeout=probe.deadline_s, metadata=probe.credentials.metadata())
     except grpc.aio.AioRpcError as error:
         raise RuleBrokenError(f"Health/Check of {name!r} ended with {error.code().name}: {error.details()}") from error
     said = health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status)
@@ -88,7 +89,8 @@ async def _health_server(probe: Probe) -> None:
 
 @checks("health.watch")
 async def _health_watch(probe: Probe) -> None:
-    watch = probe.health.Watch(health_pb2.HealthCheckRequest(service=probe.full_name), timeout=probe.deadline_s)
+    asked = health_pb2.HealthCheckRequest(service=probe.full_name)
+    watch = probe.health.Watch(asked, timeout=probe.deadline_s, metadata=probe.credentials.metadata())
     try:
         first = await watch.read()
     except grpc.aio.AioRpcError as error:

@@ -17,8 +17,8 @@ from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2_grpc
 
-from meshrl.cli.call import SERVICES
-from meshrl.client.credentials import INSECURE
+from meshrl.cli.call import CLIENTS, SERVICES
+from meshrl.client.credentials import Credentials
 from meshrl.wire.errors import STATUS_DETAILS_KEY, MeshError, Reason
 
 MAX_MESSAGE_BYTES = 64 * 2**20
@@ -80,6 +80,7 @@ class Probe:
     address: str
     service: str
     channel: grpc.aio.Channel
+    credentials: Credentials
     deadline_s: float
     full: bool
     refusals: list[RefusedError] = field(default_factory=list)
@@ -103,9 +104,12 @@ class Probe:
             try:
                 return await self._call(method, requests, until)
             except RefusedError as refusal:
-                if refusal.text != WRITE_FAILED:
-                    self.refusals.append(refusal)
-                    raise
+                if refusal.text == WRITE_FAILED:
+                    continue
+                self.refusals.append(refusal)
+                if refusal.code is grpc.StatusCode.PERMISSION_DENIED:
+                    raise NotCheckedError(f"not for the role of these credentials: {refusal.text}") from refusal
+                raise
         raise NotCheckedError(f"{method} was refused in the midst of the upload {UPLOAD_TRIES} times")
 
     async def _call(
@@ -116,7 +120,8 @@ class Probe:
         kind = f"{'stream' if up else 'unary'}_{'stream' if down else 'unary'}"
         answer = message_factory.GetMessageClass(described.output_type)
         stub = getattr(self.channel, kind)(f"/{self.full_name}/{method}", _serialized, answer.FromString)
-        pending = stub(_each(requests) if up else requests[0], timeout=self.deadline_s)
+        sent = _each(requests) if up else requests[0]
+        pending = stub(sent, timeout=self.deadline_s, metadata=self.credentials.metadata())
         answers: list[Any] = []
         try:
             if not down:
@@ -177,7 +182,7 @@ def broken_by(error: MeshError) -> NoReturn:
     raise RuleBrokenError(str(error)) from error
 
 
-async def open_probe(address: str, service: str, *, deadline_s: float, full: bool) -> Probe:
+async def open_probe(address: str, service: str, *, credentials: Credentials, deadline_s: float, full: bool) -> Probe:
     """Connects. Raises TimeoutError where nothing speaks gRPC at the address within the deadline."""
     options = [
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -186,13 +191,16 @@ async def open_probe(address: str, service: str, *, deadline_s: float, full: boo
         ("grpc.absolute_max_metadata_size", 2**20),
         ("grpc.enable_http_proxy", 0),
     ]
-    channel = INSECURE.open_channel(address, options)
+    role = CLIENTS[SERVICES[service].full_name].server_role
+    channel = credentials.open_channel(address, options, role)
     try:
         await asyncio.wait_for(channel.channel_ready(), deadline_s)
     except TimeoutError:
         await channel.close()
         raise
-    return Probe(address=address, service=service, channel=channel, deadline_s=deadline_s, full=full)
+    return Probe(
+        address=address, service=service, channel=channel, credentials=credentials, deadline_s=deadline_s, full=full
+    )
 
 
 def _serialized(message: Message) -> bytes:
