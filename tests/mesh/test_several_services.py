@@ -79,9 +79,7 @@ async def test_services_of_two_languages_play_one_run_and_the_loss_of_one_costs_
     start_program: Callable[..., subprocess.Popen[bytes]],
     model_dir: Path,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("MESHRL_API_KEY", "a key of all engines")  # the services that run already have it, too
     hub, dies, node = (f"127.0.0.1:{free_port()}" for _ in range(3))
 
     def program(name: str, address: str, *flags: str) -> tuple[str, ...]:
