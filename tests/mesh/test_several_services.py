@@ -67,7 +67,7 @@ def check_typescript(run: Run, service: str) -> None:
     report = json.loads(printed(run, *conformance, "--full", "--json"))
     assert {one["rule"]: one["found"] for one in report["rules"] if one["result"] != "keeps"} == {}
     trainer = f"127.0.0.1:{run.port('trainer')}"
-    assert printed(run, *node_service.watch(trainer, count=1)).startswith("step 1  ")
+    assert printed(run, *node_service.watch(trainer, count=1)).startswith("step 1")
     fetched = printed(run, *node_service.fetch(service, "reverse_text_ts", size=2))
     *events, last = map(json.loads, fetched.splitlines())
     assert last["summary"]["finished"] == 2

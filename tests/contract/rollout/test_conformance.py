@@ -15,6 +15,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from conformance_kit import verdict
+from meshrl.cli.command import CliError
+from meshrl.client.credentials import CredentialFiles, TokenCredentials, credentials_of
+from meshrl.client.trust import Role, TrustFile
 from meshrl.core.config.shared import ServerConfig
 from meshrl.core.rpc.serve import GrpcServer, server_options
 from meshrl.rollout.group_runner import GroupRunner
@@ -171,3 +174,26 @@ async def test_a_server_that_takes_no_more_than_grpc_does_by_itself_breaks_the_r
     finally:
         await server.drain(0.0)
     assert set(broken) == {"limits.message"}, broken
+
+
+async def test_a_server_that_asks_who_calls_is_checked_as_far_as_the_role_of_the_token_goes(
+    start_mesh, engine, tmp_path
+):
+    mesh = await start_mesh([engine])
+    trust = TrustFile(tmp_path / "trust.sqlite")
+    trust.create()
+    operator, viewer = (TokenCredentials(trust.add_token(role)) for role in (Role.OPERATOR, Role.VIEWER))
+    server = GrpcServer(ServerConfig(port=0), credentials=credentials_of(CredentialFiles(trust=trust.path)))
+    server.add(SERVICE, add_to_server, RolloutServicer(mesh.runner))
+    address = f"127.0.0.1:{await server.start()}"
+    server.set_serving()
+    try:
+        assert await verdict(address, "rollout", credentials=operator) == ({}, {})
+        broken, unchecked = await verdict(address, "rollout", credentials=viewer)
+        assert broken == {}
+        assert {"rollout.version", "rollout.cancel"} <= set(unchecked)
+        assert all("not for the role" in why for why in unchecked.values())
+        with pytest.raises(CliError, match="does not know who calls: name the run's folder with -o"):
+            await verdict(address, "rollout")
+    finally:
+        await server.drain(0.0)

@@ -66,6 +66,10 @@ async def _manifest(probe: Probe) -> None:
 
 @checks("weights.watch")
 async def _watch(probe: Probe) -> None:
+    try:
+        newest: Manifest | None = (await _newest(probe))[0]
+    except NotCheckedError:
+        newest = None
     events: list[Any] = []
 
     def seen(answers: Any) -> bool:
@@ -81,12 +85,10 @@ async def _watch(probe: Probe) -> None:
     must(revisions == sorted(set(revisions)), f"the revisions are {revisions[:8]}")
     unsaid = [event.version.version for event in events if not event.version.state]
     must(not unsaid, f"versions {unsaid} have no state")
-    try:
-        manifest, _ = await _newest(probe)
-    except NotCheckedError:
-        return
     versions = {(event.version.epoch, event.version.version) for event in events}
-    must((manifest.epoch, manifest.version) in versions, f"it does not tell the committed version {manifest.version}")
+    if newest is not None:
+        told = (newest.epoch, newest.version) in versions
+        must(told, f"it does not tell version {newest.version}, which is committed")
 
 
 @checks("weights.lease")
