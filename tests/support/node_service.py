@@ -39,9 +39,3 @@ def command(*, port: int, hub: str) -> list[str]:
 def watch(trainer: str, *, count: int) -> list[str]:
     """What prints the steps of a run until `count` are done."""
     return ["node", str(HOME / "dist" / "bin" / "watch.js"), trainer, "--count", str(count)]
-
-
-def fetch(rollout: str, environment: str, *, size: int) -> list[str]:
-    """What plays one group of a service and prints it."""
-    flags = ["--environment", environment, "--group-size", str(size), "--json"]
-    return ["node", str(HOME / "dist" / "bin" / "rollouts.js"), rollout, *flags]
