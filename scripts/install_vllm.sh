@@ -38,5 +38,5 @@ install $torch $vllm -r "$scratch/packages.txt" -c "$scratch/versions.txt"
 # From the same index as GPU builds of torch, so they do not load beside this one; text models need none of them.
 $env/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 install --no-deps --editable . --editable clients/python
-$env/bin/python -c 'import vllm, meshrl.inference.main'
+$env/bin/python -c 'import vllm, meshrl.inference.program'
 echo "$stamp" > $env/stamp

@@ -1,152 +1,19 @@
-"""The `inference` program: an engine, its HTTP server and, when weights are broadcast, its agent at the hub."""
+"""The `inference` program: an engine that serves, its benchmark, or the vLLM processes of a further node."""
 
 from __future__ import annotations
 
-import asyncio
-import os
 import sys
-from contextlib import suppress
-
-from aiohttp import web
-from loguru import logger
-from opentelemetry.trace import Tracer
 
 from meshrl.client.trust import Role
 from meshrl.core.config import load_config
-from meshrl.core.heap import freeze_loaded
-from meshrl.core.https import kept_fresh, scheme, server_context
+from meshrl.core.heap import loading
 from meshrl.core.identity import as_member
 from meshrl.core.program import log_as, run, run_traced
-from meshrl.core.readiness import say_ready
-from meshrl.core.rpc.serve import check_bind
-from meshrl.core.secret import ADMIN_KEY, read_secret
-from meshrl.core.telemetry.exposition import registry_of
-from meshrl.core.telemetry.waits import waits_of
-from meshrl.core.waiting import StoppedError, set_within, stop_or_first, unless_stopped
-from meshrl.inference.agent.follower import HubFollower
-from meshrl.inference.bench import bench
-from meshrl.inference.build import open_engine
-from meshrl.inference.checkpoints import WeightLoader
-from meshrl.inference.config import InferenceConfig
-from meshrl.inference.engine import Engine
-from meshrl.inference.http.app import InferenceServer
-from meshrl.inference.http.chat_replies import ChatReplies
-from meshrl.inference.http.metrics import EngineMetrics
-from meshrl.inference.http.tokenizer import TextCodec
 from meshrl.inference.submission import InferenceProgramConfig, submit_inference
-from meshrl.models.load import ModelError, load_tokenizer
-from meshrl.wire.errors import MeshError
-
-CLOSE_DEADLINE_S = 5.0
-LOOK_S = 0.5
-MIN_PROMPT_BYTES = 65536
-BYTES_PER_TOKEN = 16  # no text has so many all through
-
-
-async def serve(config: InferenceConfig, stop: asyncio.Event, tracer: Tracer) -> int:
-    """Serves until `stop` is set, then drains; returns the exit code. Raises ConfigError for a bind or key that is not
-    allowed.
-    """
-    tls = server_context()
-    check_bind(config.server, encrypted=tls is not None)
-    api_key = read_secret(
-        "inference.api_key", config.api_key, file=config.api_key_file, variable=config.api_key_var, environ=os.environ
-    )
-    try:
-        with waits_of(tracer).waiting("start", f"its engine of {config.model.name} to come up"):
-            engine = await unless_stopped(stop, open_engine(config))
-        codec = await _codec(config, engine.max_model_len)
-    except StoppedError:  # a large model takes minutes: whoever stops the program need not wait for it
-        return 0
-    except (ModelError, ValueError) as error:  # a configuration that no retry mends: say it once, without a traceback
-        logger.error("{}", error)
-        return 2
-    follower = HubFollower(engine, config)
-    runner = web.AppRunner(_app(config, engine, codec, api_key, follower), handler_cancellation=True, access_log=None)
-    await runner.setup()
-    freeze_loaded()
-    site = web.TCPSite(runner, config.server.host, config.server.port, backlog=1024, ssl_context=tls)
-    try:
-        await site.start()
-    except OSError as error:
-        logger.error("cannot listen on {}:{}: {}; set server.port", config.server.host, config.server.port, error)
-        await engine.close()
-        await runner.cleanup()
-        return 2
-    host, port = runner.addresses[0][:2]
-    waits_of(tracer).serves = (f"{host}:{port}",)
-    logger.info(
-        "serving {} on {}://{}:{} ({} slots of {} tokens)",
-        config.model.name, scheme(), host, port, engine.stats().slots, engine.max_model_len,
-    )  # fmt: skip
-    registry_of(tracer).register(EngineMetrics.of(engine))
-    say_ready()
-    async with kept_fresh(tls):
-        code = await _until_stopped(engine, follower, f"{host}:{port}", stop)
-    engine.begin_drain()
-    logger.info("draining {} requests in flight", engine.in_flight)
-    await engine.close(config.drain_deadline_s)
-    await runner.cleanup()
-    return code
-
-
-def _app(
-    config: InferenceConfig, engine: Engine, codec: TextCodec | None, api_key: str | None, follower: HubFollower
-) -> web.Application:
-    server = InferenceServer(
-        engine,
-        model_name=config.served_model_name or config.model.name,
-        codec=codec,
-        loader=WeightLoader(engine, config.model.name),
-        request_deadline_s=config.request_deadline_s,
-        api_key=api_key,
-        admin_key=os.environ.get(ADMIN_KEY),
-        follower=follower,
-    )
-    return server.app()
-
-
-async def _codec(config: InferenceConfig, max_model_len: int) -> TextCodec | None:
-    try:
-        tokenizer = await asyncio.to_thread(load_tokenizer, config.model)
-    except ModelError as error:  # the token-in route works without one
-        logger.warning("no tokenizer, so only /inference/v1/generate is served: {}", error)
-        return None
-    return TextCodec(
-        tokenizer,
-        replies=await asyncio.to_thread(ChatReplies.load, tokenizer, config.renderer),
-        max_prompt_bytes=config.max_prompt_bytes or max(MIN_PROMPT_BYTES, BYTES_PER_TOKEN * max_model_len),
-        trust_request_chat_template=config.trust_request_chat_template,
-    )
-
-
-async def _until_stopped(engine: Engine, follower: HubFollower, address: str, stop: asyncio.Event) -> int:
-    """Waits for `stop`, with the weight agent beside it; returns 1 when that fails or the engine is lost before."""
-    following = asyncio.create_task(follower.run(address, stop))
-    watch = asyncio.create_task(_until_lost(engine, stop))
-    await stop_or_first(stop, following, watch)
-    if stop.is_set():
-        with suppress(TimeoutError, asyncio.CancelledError, MeshError):  # leaving anyway; the hub's lease runs out
-            await asyncio.wait_for(following, 2 * CLOSE_DEADLINE_S)
-        return 0
-    if following.done():
-        logger.error("the weight agent ended: {}", following.exception() or "no reason given")
-    for task in (following, watch):
-        task.cancel()
-    return 1
-
-
-async def _until_lost(engine: Engine, stop: asyncio.Event) -> int:
-    """Returns 0 once `stop` is set, 1 when the engine is lost before."""
-    while not stop.is_set():
-        if engine.lost is not None:
-            logger.error("the engine is lost: {}", engine.lost)
-            return 1
-        await set_within(stop, LOOK_S)
-    return 0
 
 
 def main() -> None:
+    """Console script `inference`."""
     config = load_config(InferenceProgramConfig, prog="inference", instead=submit_inference)
     name = f"inference-{config.engine_id}" if config.engine_id else "inference"
     log_as(name, config)
@@ -157,7 +24,12 @@ def main() -> None:
         return
     settings = config.bench
     if settings is not None:
+        from meshrl.inference.bench import bench  # imports torch, which takes seconds
+
         sys.exit(run(lambda stop: bench(config, settings, stop)))
+    with loading():
+        from meshrl.inference.program import serve  # the same
+
     sys.exit(run_traced(name, config, as_member(Role.AGENT, serve)))
 
 

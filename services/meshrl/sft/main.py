@@ -7,6 +7,7 @@ import os
 import sys
 
 from meshrl.core.config import ConfigError, dump_toml, load_config
+from meshrl.core.heap import loading
 from meshrl.core.paths import Layout
 from meshrl.core.run_folder import empty_folder
 from meshrl.sft.config import SFTConfig
@@ -66,7 +67,8 @@ def _dry_run(config: SFTConfig) -> None:
 
 
 def _run_rank(config: SFTConfig, rank: int) -> None:
-    from meshrl.sft.program import run_rank  # takes seconds to import, and an agent needs none of it
+    with loading():
+        from meshrl.sft.program import run_rank  # takes seconds to import, and an agent needs none of it
 
     run_rank(config, rank)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from meshrl.core.config import load_config
+from meshrl.core.heap import loading
 from meshrl.trainer.config import TrainerConfig
 from meshrl.training.bench.config import BenchConfig
 from meshrl.training.parallel.rank_main import rank_main
@@ -14,7 +15,8 @@ def main() -> None:
 
 
 def _run_rank(config: TrainerConfig, rank: int) -> None:
-    from meshrl.trainer.program import run_rank  # takes seconds to import, and an agent needs none of it
+    with loading():
+        from meshrl.trainer.program import run_rank  # takes seconds to import, and an agent needs none of it
 
     run_rank(config, rank)
 

@@ -14,7 +14,7 @@ from opentelemetry.sdk.trace import TracerProvider
 
 from meshrl.environments.reverse_text.model import create_model
 from meshrl.inference.config import InferenceConfig
-from meshrl.inference.main import serve
+from meshrl.inference.program import serve
 from meshrl.launch.ports import FreePorts
 from meshrl.trials.program import Work, serve_trials
 from meshrl.trials.results import TrialResults

@@ -3,11 +3,14 @@
 Named to `multiprocessing`, imported by nobody else. Modules that others import only when they need them are listed too.
 """
 
-import mcp
-import transformers.models.auto.tokenization_auto
-from transformers import AutoTokenizer
+from meshrl.core.heap import loading
 
-import meshrl.environments.harness
-import meshrl.rollout.workers.worker
+with loading():
+    import mcp
+    import transformers.models.auto.tokenization_auto
+    from transformers import AutoTokenizer
+
+    import meshrl.environments.harness
+    import meshrl.rollout.workers.worker
 
 __all__ = ["AutoTokenizer", "mcp", "meshrl", "transformers"]
