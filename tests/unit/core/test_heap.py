@@ -32,6 +32,7 @@ def loaded() -> Iterator[list[list[int]]]:
     yield [[] for _ in range(LOADED)]
     gc.unfreeze()
     gc.collect()
+    gc.freeze()  # as it was for all tests
 
 
 def test_cycles_do_not_pile_up_beside_what_is_loaded(loaded):
