@@ -1,8 +1,9 @@
 """Which tests stay together when several workers of pytest-xdist share a run, and which begin first.
 
 A worker takes whole files, since fixtures of a module cost the most. Tests of the engine contract share one engine of
-each kind for the session, so all that use the same engine go to the same worker; files that start engines of their own
-are spread. What takes longest begins first, so that no worker ends long after the others.
+each kind for the session, so all that use the same engine go to the same worker; files that start embedded engines of
+their own are spread. All tests of vLLM are one piece: its engines take gigabytes and a core each, and no other worker
+starts one beside them. What takes longest begins first, so that no worker ends long after the others.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ def group_of(nodeid: str) -> str:
     if not file.startswith(ENGINES):
         return file
     engine = test.partition("[")[2].rstrip("]").partition("-")[0]
-    if PurePosixPath(file).name in OWN_ENGINES:
-        return f"{file}[{engine}]"
-    return f"{ENGINES}[{'vllm' if engine == 'vllm' else 'embedded'}]"
+    has_its_own = PurePosixPath(file).name in OWN_ENGINES
+    if engine == "vllm" or (has_its_own and engine != "embedded"):
+        return f"{ENGINES}[vllm]"
+    return f"{file if has_its_own else ENGINES}[embedded]"
 
 
 def rank_of(nodeid: str) -> int:
