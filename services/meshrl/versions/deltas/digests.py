@@ -53,14 +53,17 @@ def lanes_after(
 
 def _differences(tensors: Sequence[TensorEntry], edit: Edit) -> dict[int, Lanes]:
     """How the digests of tensors change, by their index."""
-    owners = _owners(tensors, edit.at)
-    edges = [0, *(np.flatnonzero(np.diff(owners)) + 1).tolist(), len(owners)] if len(owners) else []
+    if not len(edit.at):
+        return {}
+    first, last = _owners(tensors, edit.at[[0, -1]]).tolist()
+    inner = np.searchsorted(edit.at, [tensor.offset for tensor in tensors[first + 1 : last + 1]]).tolist()
     found: dict[int, Lanes] = {}
-    for begin, end in pairwise(edges):
-        tensor = tensors[int(owners[begin])]
-        at = edit.at[begin:end] - tensor.offset
-        before, after = (_terms(at, words[begin:end], tensor.num_bytes) for words in (edit.old, edit.new))
-        found[int(owners[begin])] = after - before
+    for owner, (begin, end) in enumerate(pairwise([0, *inner, len(edit.at)]), first):
+        if begin < end:
+            at = edit.at[begin:end] - tensors[owner].offset
+            size = tensors[owner].num_bytes
+            before, after = (_terms(at, words[begin:end], size) for words in (edit.old, edit.new))
+            found[owner] = after - before
     return found
 
 
