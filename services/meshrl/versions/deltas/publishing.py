@@ -55,7 +55,7 @@ class DeltaMaker:
         if last is not None and last.manifest.version == version and np.array_equal(last.image, image):
             return last
         follows = last is not None and not refused and last.manifest.version < version
-        if last is not None and follows and self._deltas < self._anchor_every and _same(plan, last.full.tensors):
+        if last is not None and follows and _same(plan, last.full.tensors):
             self._made = self._delta(version, last, image)
         else:
             self._made = self._full(version, self._digested(plan, image), image)
@@ -86,7 +86,7 @@ class DeltaMaker:
         payload = join([packed for _, packed in pairs])
         share = len(payload) / max(1, len(image))
         changed = sum(len(edit.at) * edit.new.itemsize for edit in edits) / max(1, len(image))
-        if share > PAYS_BELOW:
+        if share > PAYS_BELOW or self._deltas >= self._anchor_every:
             logger.info("version {} leaves in full: {:.1%} of its weights changed", version, changed)
             return self._full(version, tensors, image)
         logger.info("version {} leaves as a delta: {:.2%} changed, {:.2%} of its bytes", version, changed, share)
