@@ -172,6 +172,9 @@ class SimulatedHub(RuleBasedStateMachine):
             self.hang_up(engine)
         self.coordinator = self.new_hub()
         self.coordinator.recover(self.disk, self.now_s, self.now_s)
+        if self.coordinator.epoch and self.epoch > self.coordinator.epoch + 1:
+            # The epoch before was not durable. The trainer is refused and ends; its next start asks this hub.
+            self.epoch = self.coordinator.epoch + 1
 
     # --- publisher and orchestrator ---------------------------------------------------------------
 
