@@ -11,6 +11,7 @@ AdamW (0.9, 0.95) has made some steps before the ones that are measured.
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,10 +26,12 @@ import zstandard
 from numpy.typing import NDArray
 from safetensors.torch import load_file
 
+sys.path.append(str(Path(__file__).parents[1] / "support"))
+
+from delta_on_device import encode_on_device
 from meshrl.versions.collective.digest import digest_bytes, sum128
 from meshrl.versions.deltas.codec import Packed, encode, join, runs_of
 from meshrl.versions.deltas.image import WeightImage
-from meshrl.versions.deltas.on_device import encode_on_device
 from meshrl.versions.files import HostBytes
 from meshrl.versions.snapshot import GatheredWeights
 from meshrl.wire.manifest import layout_signature, plan_tensors, result_root

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from delta_on_device import encode_on_device
 from meshrl.versions.collective.digest import digest_bytes, sum128
 from meshrl.versions.deltas.codec import DeltaError, encode, join, runs_of, split, squash
 from meshrl.versions.deltas.image import WeightImage
-from meshrl.versions.deltas.on_device import encode_on_device
 from meshrl.versions.deltas.words import UNSIGNED, from_ordered, ordered, unzigzag, zigzag
 from meshrl.versions.files import HostBytes
 from meshrl.wire.errors import MeshError, Reason
@@ -113,7 +113,7 @@ def test_tensors_on_a_device_give_the_same_bytes(
 ) -> None:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("meshrl.versions.deltas.codec.BLOCK_VALUES", block)
-        patched.setattr("meshrl.versions.deltas.on_device.BLOCK_VALUES", block)
+        patched.setattr("delta_on_device.BLOCK_VALUES", block)
         tensors = [torch.from_numpy(image.copy()) for image in (old, new)]
         made = encode_on_device(tensors[0], tensors[1], runs_of(PLAN), threads)
         assert join(made).tobytes() == delta(old, new, threads).tobytes()

@@ -1,6 +1,7 @@
 """Makes a delta where the weights are: on a GPU, two or three bytes a change come to the host, to be compressed there.
 
-The same bytes as `codec.encode` makes from images in host memory. Elements are compared as integers, in areas of many
+The same bytes as `codec.encode` makes from images in host memory. No publisher uses it yet: it measures, for
+bench_deltas, what one on GPUs would gain. Elements are compared as integers, in areas of many
 runs at once, since each step over an area costs a few kernels whatever its size.
 
 Legend: C changes of an area, R runs of it.
