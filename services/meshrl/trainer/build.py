@@ -49,6 +49,8 @@ class TrainerParts:
 # Share of a sample's tokens from which a shared prefix pays on a CPU: 11% gains nothing, 20% gains 1.11 (RESULTS.md).
 MIN_SHARED_PREFIX = 0.15
 
+WARM_UP_TOKENS = 4096  # of a row that kernels are compiled with
+
 
 def min_shared_prefix(wanted: bool | Literal["auto"], policy: PackedPolicy) -> float | None:
     """The least share of a sample that batches may leave out as a shared prefix; None asks for none.
@@ -117,31 +119,22 @@ def build_parts(config: TrainerConfig, environment: Mapping[str, str]) -> Traine
 def compile_kernels(learner: Learner, *, seq_len: int) -> None:
     """Compiles what a step runs while engines still load, so that the first batch is trained as fast as the next ones.
 
-    Made-up samples fill a row for each rank; the learner is as before. A row that does not fit is only warned about:
-    the run's own rows may be shorter.
+    Made-up rows of two lengths, from which torch.compile makes a graph for any; they are short, so that they fit
+    wherever the run's own do. The learner is as before.
     """
     started = time.perf_counter()
     vocab_size = int(learner.model.config.get_text_config().vocab_size)
-    rows = fake_batch(
-        BenchConfig(lengths="variable"),
-        seq_len=seq_len,
-        vocab_size=vocab_size,
-        dp_size=learner.parallel.plan.dp_size,
-        seed=0,
-    )
-    try:
-        learner.warm_up(rows)
-    except torch.OutOfMemoryError:
-        if not learner.parallel.plan.is_alone:  # the others wait for this rank in the middle of a pass
-            raise
-        logger.warning(
-            "a full row of {} tokens does not fit in this GPU's memory: lower seq_len, set trainer.model.ac, or use"
-            " more GPUs",
-            seq_len,
+    longest = min(seq_len, WARM_UP_TOKENS)
+    for tokens in (longest, max(2, longest // 2)):
+        rows = fake_batch(
+            BenchConfig(lengths="variable"),
+            seq_len=tokens,
+            vocab_size=vocab_size,
+            dp_size=learner.parallel.plan.dp_size,
+            seed=0,
         )
-        torch.cuda.empty_cache()
-    else:
-        logger.info("kernels are compiled, in {:.1f} s", time.perf_counter() - started)
+        learner.warm_up(rows)
+    logger.info("kernels are compiled, in {:.1f} s", time.perf_counter() - started)
 
 
 def _tokenizer(config: TrainerConfig) -> PreTrainedTokenizerBase | None:
