@@ -47,6 +47,8 @@ class Job:
     needs: Sequence[str] = ()
     teacher: str | None = None
     """The job whose last weights are served meanwhile."""
+    weights: str = "sft/weights/final"
+    """Where a job leaves its weights, in its folder."""
     prepare: Callable[[Path], None] | None = None
     """Called with the folder before the last command."""
     algorithm: str | None = None
@@ -231,7 +233,7 @@ class Bench:
         places = {name: str(self._output / name / "sft") for name in self.jobs}
         places |= {"here": str(here), "cores": str(len(cores) or 1)}
         if job.teacher is not None:
-            weights = self._output / job.teacher / "sft" / "weights" / "final"
+            weights = self._output / job.teacher / self.jobs[job.teacher].weights
             with serving(weights, here, cores) as url:
                 self._commands(job, cores, outcome, here, {**places, "teacher": url, "teacher_model": str(weights)})
         else:

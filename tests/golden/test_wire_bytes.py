@@ -108,6 +108,18 @@ SHARED_BATCH = dataclasses.replace(
 )
 
 
+CANDIDATE_BATCH = dataclasses.replace(
+    WEIGHTED_BATCH,
+    micro_batches=(
+        dataclasses.replace(
+            WEIGHTED_BATCH.micro_batches[0],
+            ref_top_ids=np.array([[-1, -1], [7, 3], [-1, -1]], dtype=np.int32),
+            ref_top_logprobs=np.array([[0.0, 0.0], [-0.5, -1.5], [0.0, 0.0]], dtype=np.float32),
+        ),
+    ),
+)
+
+
 TRAINER = TrainerInfo(
     world_size=1,
     dp_size=1,
@@ -179,6 +191,7 @@ def messages():
     event = StepEvent(revision=4, step=3, state=StepState.DONE, version=0, metrics={"loss/mean": 0.5})
     yield "step_event", convert.step_event_to_proto(event).SerializeToString()
     yield "micro_batch_with_weights", list(convert.batch_to_messages(WEIGHTED_BATCH))[1].SerializeToString()
+    yield "micro_batch_with_candidates", list(convert.batch_to_messages(CANDIDATE_BATCH))[1].SerializeToString()
     yield "micro_batch_with_prefix", list(convert.batch_to_messages(SHARED_BATCH))[1].SerializeToString()
     yield "trainer_info", convert.trainer_info_to_proto(TRAINER, contract_version="1.0").SerializeToString()
     yield (
@@ -298,4 +311,5 @@ def test_every_stored_message_is_still_written():
 def test_the_digest_of_a_batch_is_what_it_was():
     assert convert.batch_digest(BATCH) == "81e94ef9feaf623a05c73752eb1a2d5d1fd42a705851f7b5236bfc0bfe753650"
     assert convert.batch_digest(WEIGHTED_BATCH) == "40fbdf2d95eeae1692b689333e1f393ac599bb1ac51f94ea6f4ba0f43537e965"
+    assert convert.batch_digest(CANDIDATE_BATCH) == "f5bd17e1abb165c673a8827761d0f8bea39fb62d13d8eac685f3646c1a6750e6"
     assert convert.batch_digest(SHARED_BATCH) == "a11f5722841371c3d06d7d2a40ad52eec07f3a6cbd240e8fdb7a85c29894c2d0"

@@ -139,6 +139,8 @@ def micro_batches(draw):
         ce_weights=weights() if draw(st.booleans()) else None,
         ref_kl_weights=weights() if with_ref else None,
         ref_logprobs=per_token(elements=FINITE) if with_ref else None,
+        ref_top_ids=np.arange(-1, 2 * num_tokens - 1, dtype=np.int32).reshape(-1, 2) if with_ref else None,
+        ref_top_logprobs=-np.ones((num_tokens, 2), dtype=np.float32) if with_ref else None,
     )
 
 

@@ -9,15 +9,21 @@ the weights nor the number of tokens of one term change another. A term without 
             SEQUENCE  w = 1 / rl tokens of its sequence     D = sequences with rl tokens
             FIXED     w = 1 / fixed_length                  D = sequences with rl tokens
     ce      sum_t ce_weight_t * -log p_t / ce tokens
-    ref_kl  ref_kl_tau * sum_t ref_kl_weight_t * sg(min(r_t, ref_kl_delta)) * (log p_t - log ref_t)^2 / 2
-            / ref_kl tokens
+    ref_kl  ref_kl_tau * sum_t ref_kl_weight_t * d_t / ref_kl tokens
+            sampled      d_t = sg(min(r_t, ref_kl_delta)) * (log p_t - log ref_t)^2 / 2
+            candidates   d_t = sum_k p_k * (log p_k - log ref_k) + p_rest * (log p_rest - log ref_rest)
 
 TOKEN is DAPO's normaliser (arXiv 2503.14476), SEQUENCE that of GRPO (arXiv 2402.03300) and GSPO (arXiv 2507.18071),
 FIXED that of Dr. GRPO (arXiv 2503.20783). The ref_kl value is the k2 estimator (http://joschu.net/blog/kl-approx.html):
 its expected on-policy gradient is the gradient of KL(p || ref) (arXiv 2510.01555), and r, cut off at ref_kl_delta and
 without a gradient, corrects for the policy that sampled the token; a token that no policy sampled has r = 1.
 
-Shapes: P predicted tokens of a row (of any term), N those of the rl term, S sequences of the row.
+A ref_kl token with candidates, the reference's likeliest tokens in its place, has the KL itself instead of a sample of
+it: over the candidates, and over all other tokens taken as one (the probability that is left). It is at most the whole
+KL(p || ref), and the same when every token of the vocabulary is a candidate. No token is sampled in it, so there is no
+r, and its gradient has no variance from sampling; a wrong token need not be sampled to be unlearned.
+
+Shapes: P predicted tokens of a row (of any term), N those of the rl term, S sequences of the row, K candidates.
 """
 
 from __future__ import annotations
@@ -32,6 +38,9 @@ from numpy.typing import NDArray
 
 from meshrl.algorithms.losses import Loss, LossInputs, LossOutput, saturated_ratio
 from meshrl.wire.types import MicroBatch
+
+LEAST_REST = 1e-6
+"""Probability of all tokens that are no candidates; less than this cannot be told from float32 logprobs."""
 
 
 class Normaliser(enum.Enum):
@@ -103,6 +112,9 @@ class RowTokens:
     ref_kl_weights: torch.Tensor | None = None
     ref_logprobs: torch.Tensor | None = None  # log ref; read where ref_kl_weights is not 0
     sampled: torch.Tensor | None = None  # bool (P,) tokens that have a log q; None: those of rl_mask
+    ref_top_ids: torch.Tensor | None = None  # int (P, K) candidates of ref_kl tokens; -1: none
+    ref_top_logprobs: torch.Tensor | None = None  # (P, K) log ref_k; read where ref_top_ids is not -1
+    candidate_logprobs: torch.Tensor | None = None  # (P, K) log p_k, carries the gradient; read as ref_top_logprobs
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -188,8 +200,24 @@ def _ref_kl_sum(objective: Objective, row: RowTokens, weights_P: torch.Tensor) -
     logprobs = row.logprobs.index_select(0, at)
     ratio = saturated_ratio(logprobs - row.inference_logprobs[at]).detach().clamp(max=objective.ref_kl_delta)
     ratio = torch.where((row.rl_mask if row.sampled is None else row.sampled)[at], ratio, 1.0)
-    divergence = (logprobs - row.ref_logprobs[at]).square() / 2
-    return objective.ref_kl_tau * (weights_P[at] * ratio * divergence).sum()
+    divergence = ratio * (logprobs - row.ref_logprobs[at]).square() / 2
+    if row.ref_top_ids is not None and row.ref_top_logprobs is not None and row.candidate_logprobs is not None:
+        given_NK = row.ref_top_ids[at] >= 0
+        over_all = candidate_kl(row.candidate_logprobs.index_select(0, at), row.ref_top_logprobs[at], given_NK)
+        divergence = torch.where(given_NK.any(1), over_all, divergence)
+    return objective.ref_kl_tau * (weights_P[at] * divergence).sum()
+
+
+def candidate_kl(logprobs_NK: torch.Tensor, reference_NK: torch.Tensor, given_NK: torch.Tensor) -> torch.Tensor:
+    """(N,) KL(p || ref) over the candidates that are given and all other tokens as one, in nats; computed in float64.
+
+    What is left to the other tokens is taken as at least LEAST_REST on both sides: below, it is rounding.
+    """
+    logp_NK = torch.where(given_NK, logprobs_NK.double(), -torch.inf)
+    logref_NK = torch.where(given_NK, reference_NK.double(), -torch.inf)
+    kl_NK = torch.where(given_NK, logp_NK.exp() * (logprobs_NK.double() - reference_NK.double()), 0.0)
+    rest_N, ref_rest_N = ((1.0 - values.exp().sum(1)).clamp(min=LEAST_REST) for values in (logp_NK, logref_NK))
+    return (kl_NK.sum(1) + rest_N * (rest_N.log() - ref_rest_N.log())).to(logprobs_NK.dtype)
 
 
 def _indexes(mask_P: torch.Tensor) -> torch.Tensor:

@@ -4,13 +4,14 @@ A sample is packed when a term of the objective has a token of it: loss_mask mar
 whose weight is not 0. Which row a sample goes to is for `balance` to say, which samples share their beginning for
 `prefixes`.
 
-Shapes: T tokens of a sample or row, S samples of a row.
+Shapes: T tokens of a sample or row, S samples of a row, K candidates of a token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +40,8 @@ class TrainSample:
     ce_weights: NDArray[np.float32] | None = None  # (T,)
     ref_kl_weights: NDArray[np.float32] | None = None  # (T,)
     ref_logprobs: NDArray[np.float32] | None = None  # (T,) with ref_kl_weights
+    ref_top_ids: NDArray[np.int32] | None = None  # (T, K) candidates of ref_kl tokens, with ref_kl_weights; -1: none
+    ref_top_logprobs: NDArray[np.float32] | None = None  # (T, K) with ref_top_ids
     ref_kl_sampled: bool = False  # the policy sampled the tokens of ref_kl, with `logprobs`, though they are none of rl
     group: str | None = None  # samples of one group may share their beginning; None shares with none
 
@@ -52,6 +55,14 @@ class TrainSample:
 
 _WEIGHTS = {"rl_weights": 1.0, "ce_weights": 0.0, "ref_kl_weights": 0.0, "ref_logprobs": 0.0}
 """What a sample without weights has in a row where another has them."""
+
+_CANDIDATES: Mapping[str, tuple[float, type[np.generic]]] = {
+    "ref_top_ids": (-1, np.int32),
+    "ref_top_logprobs": (0.0, np.float32),
+}
+"""The same for candidates, of which a sample may also have fewer than another, and their types."""
+
+_ARRAYS = (*_WEIGHTS, *_CANDIDATES)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -141,7 +152,7 @@ def _rows(
 def _fit(sample: TrainSample, seq_len: int) -> TrainSample:
     """The sample's first seq_len tokens, the first of which belongs to no term: nothing predicts it."""
     _check(sample)
-    weights = {name: getattr(sample, name) for name in _WEIGHTS}
+    weights = {name: getattr(sample, name) for name in _ARRAYS}
     cut = {name: array[:seq_len].copy() for name, array in weights.items() if array is not None}
     mask = sample.loss_mask[:seq_len].copy()
     for tokens in (mask, cut.get("ce_weights"), cut.get("ref_kl_weights")):
@@ -159,12 +170,15 @@ def _check(sample: TrainSample) -> None:
             f"{what}: {length} token ids, {len(sample.loss_mask)} mask values "
             f"and {len(sample.logprobs)} logprobs; they must be as many"
         )
-    for name in _WEIGHTS:
+    for name in _ARRAYS:
         array = getattr(sample, name)
         if array is not None and len(array) != length:
             raise ValueError(f"{what}: {length} token ids and {len(array)} {name}; they must be as many")
     if (sample.ref_kl_weights is None) != (sample.ref_logprobs is None):
         raise ValueError(f"{what}: ref_kl_weights and ref_logprobs go together; give both or neither")
+    ids, logprobs = sample.ref_top_ids, sample.ref_top_logprobs
+    if (None if ids is None else ids.shape) != (None if logprobs is None else logprobs.shape):
+        raise ValueError(f"{what}: ref_top_ids and ref_top_logprobs go together, of one shape; give both or neither")
 
 
 def _micro_batch(kept: Sequence[TrainSample], row: Sequence[Bundle], dp_rank: int) -> MicroBatch:
@@ -194,6 +208,8 @@ def _micro_batch(kept: Sequence[TrainSample], row: Sequence[Bundle], dp_rank: in
         prefix_tokens=np.array(prefixes, dtype=np.int32) if any(prefixes) else None,
         prefix_samples=np.array(roots, dtype=np.int32) if any(prefixes) else None,
         **{name: _weights(samples, name) for name in _WEIGHTS},
+        ref_top_ids=_candidates(samples, "ref_top_ids"),
+        ref_top_logprobs=_candidates(samples, "ref_top_logprobs"),
     )
 
 
@@ -214,7 +230,7 @@ def _after(sample: TrainSample, prefix: int) -> TrainSample:
     """The sample without its first tokens."""
     if not prefix:
         return sample
-    arrays = {name: array[prefix:] for name in _WEIGHTS if (array := getattr(sample, name)) is not None}
+    arrays = {name: array[prefix:] for name in _ARRAYS if (array := getattr(sample, name)) is not None}
     return replace(
         sample,
         token_ids=sample.token_ids[prefix:],
@@ -233,6 +249,23 @@ def _weights(samples: Sequence[TrainSample], name: str) -> NDArray[np.float32] |
         for sample, array in zip(samples, arrays, strict=True)
     ]
     return np.concatenate(filled).astype(np.float32, copy=False)
+
+
+def _candidates(samples: Sequence[TrainSample], name: str) -> NDArray[Any] | None:
+    """(T, K) of the row, as wide as that of the sample with most candidates."""
+    arrays: list[NDArray[Any] | None] = [getattr(sample, name) for sample in samples]
+    width = max((array.shape[1] for array in arrays if array is not None), default=0)
+    if width == 0:
+        return None
+    fill, dtype = _CANDIDATES[name]
+    made = np.full((sum(len(sample.token_ids) for sample in samples), width), fill, dtype=dtype)
+    start = 0
+    for sample, array in zip(samples, arrays, strict=True):
+        end = start + len(sample.token_ids)
+        if array is not None:
+            made[start:end, : array.shape[1]] = array
+        start = end
+    return made
 
 
 def _without_loss(row: MicroBatch, dp_rank: int) -> MicroBatch:

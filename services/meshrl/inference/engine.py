@@ -62,7 +62,7 @@ class SamplingParams:
     seed: int | None = None  # None takes one from the engine's own stream
     logprobs: bool = True  # False: nobody reads them, so they may be left out (NaN)
     top_logprobs: int = 0  # alternatives to report for each token
-    prompt_logprobs: int | None = None  # report logprobs of the prompt's tokens; where the engine can
+    prompt_logprobs: int | None = None  # report logprobs of the prompt's tokens, above 1 also so many alternatives
     raw_logprobs: bool = False  # report the logprob of the plain model, too: temperature 1, not reweighted, uncut
 
     @property
@@ -122,6 +122,8 @@ class TokenChunk:
     finish_reason: FinishReason | None = None  # None: more chunks follow
     stop_token_id: int | None = None
     prompt_logprobs: NDArray[np.float32] | None = None  # (P,) of each prompt token after those before it; first NaN
+    prompt_top_ids: NDArray[np.int32] | None = None  # (P, K) likeliest tokens in the place of each; of the first: any
+    prompt_top_logprobs: NDArray[np.float32] | None = None  # (P, K)
     routed_experts: NDArray[np.generic] | None = None  # (T, layers, experts) of a mixture of experts
     times: RequestTimes | None = None  # with the last chunk, where the engine knows them
 

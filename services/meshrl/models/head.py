@@ -8,7 +8,9 @@ the tokens at a time and keeps their log-sum-exp alone; the backward pass makes 
 
 Exact: nothing is sampled or truncated. Logits are float32, whatever the hidden states are.
 
-Shapes: N predicted tokens, E hidden size, V vocabulary, P tokens of a piece.
+Targets may also be several tokens for each place, the predicted one and candidates: logprobs then are as many.
+
+Shapes: N predicted tokens, E hidden size, V vocabulary, P tokens of a piece, J targets of a token.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ def head_logprobs(
     max_logits_bytes: int,
     compiled: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logprobs (N,) and entropies (N,) in nats, float32; the entropies carry no gradient.
+    """Logprobs of the targets, (N,) or (N, J), and entropies (N,) in nats, float32; entropies carry no gradient.
 
     `max_logits_bytes` bounds the float32 logits that are there at once; `compiled` fuses the passes over them.
     """
@@ -57,7 +59,8 @@ class _HeadLogprobs(torch.autograd.Function):
         ctx.piece = max(1, max_logits_bytes // (weight_VE.shape[0] * 4))
         ctx.compiled = compiled
         logprobs_N, entropy_N, lse_N = (
-            torch.empty(len(targets_N), dtype=torch.float32, device=hidden_NE.device) for _ in range(3)
+            torch.empty(shape, dtype=torch.float32, device=hidden_NE.device)
+            for shape in (targets_N.shape, targets_N.shape[:1], targets_N.shape[:1])
         )
         score = _compiled(_score) if compiled else _score
         for at in _pieces(len(targets_N), ctx.piece):
@@ -114,7 +117,7 @@ def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 def _score(
     logits_PV: torch.Tensor, targets_P: torch.Tensor, temperatures_P: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Logprob, entropy and log-sum-exp of each token of a piece."""
+    """Logprob, entropy and log-sum-exp of each token of a piece; targets and logprobs may be (P, J)."""
     scaled_PV = logits_PV / temperatures_P[:, None]
     highest_P = scaled_PV.amax(-1)
     weights_PV = (scaled_PV - highest_P[:, None]).exp()
@@ -122,6 +125,8 @@ def _score(
     lse_P = highest_P + total_P.log()
     # A logit of minus infinity has no weight, and must not turn 0 * inf into nan.
     mean_P = torch.where(weights_PV > 0, weights_PV * scaled_PV, 0.0).sum(-1) / total_P
+    if targets_P.ndim == 2:
+        return scaled_PV.gather(1, targets_P) - lse_P[:, None], lse_P - mean_P, lse_P
     logprobs_P = scaled_PV.gather(1, targets_P[:, None]).squeeze(1) - lse_P
     return logprobs_P, lse_P - mean_P, lse_P
 
@@ -134,8 +139,11 @@ def _slope(
     grad_P: torch.Tensor,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Gradient of the piece's logits, given that of its logprobs."""
+    """Gradient of the piece's logits, given that of its logprobs; targets and gradient may be (P, J)."""
     probabilities_PV = (logits_PV / temperatures_P[:, None] - lse_P[:, None]).exp()
+    if targets_P.ndim == 2:
+        slope_PV = (-grad_P.sum(1, keepdim=True) * probabilities_PV).scatter_add(1, targets_P, grad_P)
+        return (slope_PV / temperatures_P[:, None]).to(dtype)
     hit_PV = torch.arange(logits_PV.shape[1], device=logits_PV.device)[None, :] == targets_P[:, None]
     return ((hit_PV.float() - probabilities_PV) * (grad_P / temperatures_P)[:, None]).to(dtype)
 

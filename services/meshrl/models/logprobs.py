@@ -1,6 +1,7 @@
 """Logprobs of given tokens under the current policy, for packed rows; the trainers' forward pass.
 
-Shapes: T tokens of a row, N predicted tokens (those that a loss looks at), V vocabulary, E hidden size.
+Shapes: T tokens of a row, N predicted tokens (those that a loss looks at), V vocabulary, E hidden size,
+K candidates of a token.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ class PackedRow:
     predicted: torch.Tensor  # int64 (N,) index of each predicted token in the row
     sources: torch.Tensor  # int64 (N,) index of the token that predicts it: the one before it, or its prefix's last
     temperatures: torch.Tensor  # float32 (N,), above 0
+    candidates: torch.Tensor | None = None  # int64 (N, K) other tokens whose logprobs in its place are wanted
 
 
 class PackedPolicy(nn.Module):
@@ -98,12 +100,17 @@ class PackedPolicy(nn.Module):
         self._compile_head = compile_head
 
     def forward(self, row: PackedRow) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logprobs (N,) and entropies (N,) of the row's predicted tokens, float32; entropies carry no gradient."""
+        """Logprobs (N,) and entropies (N,) of the row's predicted tokens, float32; entropies carry no gradient.
+
+        For a row with candidates logprobs are (N, 1 + K): of the predicted token, then of its candidates.
+        """
         if self._must_split(row):
             parts = [self(sample) for sample in _samples(row)]
             return torch.cat([logprobs for logprobs, _ in parts]), torch.cat([entropy for _, entropy in parts])
         sources_N = row.sources
         targets_N = row.token_ids[row.predicted]
+        if row.candidates is not None:
+            targets_N = torch.cat([targets_N[:, None], row.candidates], dim=1)
         with torch.autocast(row.token_ids.device.type, self._compute_dtype, enabled=self._autocast):
             if not self.packed:
                 return token_logprobs(self._padded_logits(row, sources_N), targets_N, row.temperatures)
@@ -195,6 +202,7 @@ def _samples(row: PackedRow) -> Iterator[PackedRow]:
             predicted=row.predicted[here_N] - start,
             sources=row.sources[here_N] - start,
             temperatures=row.temperatures[here_N],
+            candidates=None if row.candidates is None else row.candidates[here_N],
         )
         start = end
 
@@ -202,9 +210,12 @@ def _samples(row: PackedRow) -> Iterator[PackedRow]:
 def token_logprobs(
     logits_NV: torch.Tensor, targets_N: torch.Tensor, temperatures_N: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logprobs of the targets under softmax(logits / temperature), and the entropy of that distribution, in nats."""
+    """Logprobs of the targets under softmax(logits / temperature), and the entropy of that distribution, in nats.
+
+    Targets may be several a token; logprobs are of the same shape.
+    """
     logprobs_NV = torch.log_softmax(logits_NV.float() / temperatures_N[:, None], dim=-1)
-    logprobs_N = logprobs_NV.gather(1, targets_N[:, None]).squeeze(1)
+    logprobs_N = logprobs_NV.gather(1, targets_N.reshape(len(logprobs_NV), -1)).reshape(targets_N.shape)
     with torch.no_grad():
         entropy_N = -(logprobs_NV.exp() * logprobs_NV).sum(-1)
     return logprobs_N, entropy_N

@@ -128,7 +128,8 @@ class TeacherConfig(BaseConfig):
     """Most calls for scores in flight at once."""
 
     cache_tokens: int = Field(default=4_000_000, ge=0)
-    """Scores of so many tokens are kept, so that the same tokens are asked for once; 4 bytes each."""
+    """Scores of so many tokens are kept, so that the same tokens are asked for once; 4 bytes each, and 8 for each of
+    algo.top_k."""
 
 
 AlgoName = Literal["grpo", "max_rl", "rae", "hierarchical_grpo", "echo", "opd", "opsd", "sft", "custom"]
@@ -140,8 +141,8 @@ _KEYS_OF: dict[str, tuple[str, ...]] = {
     "rae": ("decay",),
     "hierarchical_grpo": ("episode_agents",),
     "echo": ("roles", "weight"),
-    "opd": ("weight", "teacher"),
-    "opsd": ("weight", "context_tokens"),
+    "opd": ("weight", "teacher", "top_k"),
+    "opsd": ("weight", "context_tokens", "top_k"),
     "sft": ("weight", "min_reward"),
     "custom": ("import_path", "kwargs", "teacher"),
 }
@@ -173,6 +174,10 @@ class AlgoConfig(BaseConfig):
     context_tokens: int | None = Field(default=None, ge=2)
     """opsd: most tokens of a demonstration and the sample behind it, less than the engines' max_model_len; None takes
     orchestrator.seq_len less one."""
+
+    top_k: int = Field(default=0, ge=0, le=64)
+    """opd, opsd: the KL is summed over so many tokens that the teacher finds likeliest, with all others as one, instead
+    of sampled: far less noise a step, for more to carry, 8 bytes a token and candidate. 0 samples."""
 
     min_reward: float | None = None
     """sft: learn only from the teacher's rollouts of at least this reward; None takes all."""

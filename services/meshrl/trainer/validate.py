@@ -44,5 +44,13 @@ def _problems(row: MicroBatch, vocab_size: int, takes_prefixes: bool) -> Iterato
     )
     if row.ref_logprobs is not None and not are_logprobs(row.ref_logprobs[row.ref_kl_weights != 0]):
         yield "ref_logprobs", "must be logprobs, so finite and not above 0"
+    if row.ref_top_ids is not None and row.ref_top_logprobs is not None:
+        if (row.ref_top_ids >= vocab_size).any():
+            yield "ref_top_ids", f"must be below the vocabulary's {vocab_size} tokens"
+        if not are_logprobs(row.ref_top_logprobs[row.ref_top_ids >= 0]):
+            yield "ref_top_logprobs", "must be logprobs, so finite and not above 0"
+        ordered_TK = np.sort(row.ref_top_ids, axis=1)
+        if ((ordered_TK[:, 1:] == ordered_TK[:, :-1]) & (ordered_TK[:, 1:] >= 0)).any():
+            yield "ref_top_ids", "must hold each candidate of a token once"
     if row.ref_kl_weights is not None and not are_logprobs(row.inference_logprobs[row.ref_kl_weights != 0]):
         yield "inference_logprobs", "must be logprobs at the tokens of ref_kl, so finite and not above 0"

@@ -208,7 +208,7 @@ class Learner:
         tokens = to_tokens(micro_batch, logprobs)
         return RowRecord(
             loss=objective_loss(self.objective, tokens, counts),
-            tokens=replace(tokens, logprobs=logprobs.detach()),
+            tokens=replace(tokens, logprobs=tokens.logprobs.detach(), candidate_logprobs=None),
             entropies=entropies,
             env_index=np.repeat(micro_batch.env_index, np.diff(micro_batch.sample_offsets))[micro_batch.loss_mask],
         )
@@ -245,6 +245,9 @@ def to_row(micro_batch: MicroBatch, device: torch.device, kernels: Kernels | Non
         predicted=_on(predicted, device),
         sources=_on(micro_batch.sources[predicted], device),
         temperatures=_on(temperatures, device),
+        candidates=None
+        if micro_batch.ref_top_ids is None
+        else _on(micro_batch.ref_top_ids[predicted].astype(np.int64), device).clamp(min=0),
     )
 
 
@@ -258,8 +261,11 @@ def predicted_tokens(micro_batch: MicroBatch) -> NDArray[np.int64]:
 
 
 def to_tokens(micro_batch: MicroBatch, logprobs: torch.Tensor) -> RowTokens:
-    """What the objective looks at, of the row's predicted tokens."""
+    """What the objective looks at, of the row's predicted tokens; `logprobs` as the policy gave them."""
     predicted = predicted_tokens(micro_batch)
+    candidate_logprobs = None
+    if logprobs.ndim == 2:
+        logprobs, candidate_logprobs = logprobs[:, 0], logprobs[:, 1:]
     lengths = np.diff(micro_batch.sample_offsets)
     sequence_ids = np.repeat(np.arange(len(lengths)), lengths)[predicted]
 
@@ -277,6 +283,9 @@ def to_tokens(micro_batch: MicroBatch, logprobs: torch.Tensor) -> RowTokens:
         ce_weights=at_predicted(micro_batch.ce_weights),
         ref_kl_weights=at_predicted(micro_batch.ref_kl_weights),
         ref_logprobs=at_predicted(micro_batch.ref_logprobs),
+        ref_top_ids=at_predicted(micro_batch.ref_top_ids),
+        ref_top_logprobs=at_predicted(micro_batch.ref_top_logprobs),
+        candidate_logprobs=candidate_logprobs,
         sampled=None
         if micro_batch.ref_kl_weights is None
         else at_predicted(micro_batch.loss_mask | (micro_batch.inference_logprobs != 0.0)),

@@ -147,7 +147,7 @@ async def test_a_model_name_is_not_asked_for(client: EngineClient) -> None:
 async def test_prompt_logprobs_are_those_of_a_plain_forward_pass_or_refused(
     mesh: EngineMesh, client: EngineClient
 ) -> None:
-    sampling = {"temperature": 0.0, "max_tokens": 5, "ignore_eos": True, "logprobs": 1, "prompt_logprobs": 1}
+    sampling = {"temperature": 0.0, "max_tokens": 5, "ignore_eos": True, "logprobs": 1, "prompt_logprobs": 4}
     answer = await client.post("/inference/v1/generate", {"token_ids": [9, 8, 7, 6], "sampling_params": sampling})
     if answer.status == 400:
         assert "prompt_logprobs" in answer.message
@@ -156,6 +156,10 @@ async def test_prompt_logprobs_are_those_of_a_plain_forward_pass_or_refused(
     assert answer.body["choices"][0]["token_ids"] == (await client.greedy([9, 8, 7, 6], 5))["token_ids"]
     first, *entries = answer.body["prompt_logprobs"]
     assert first is None
-    expected = at(processed_logprobs(logits_of(reference(mesh), [9], [8, 7, 6])), [8, 7, 6])
+    logprobs_TV = processed_logprobs(logits_of(reference(mesh), [9], [8, 7, 6]))
+    expected = at(logprobs_TV, [8, 7, 6])
     found = [entry[str(token)]["logprob"] for entry, token in zip(entries, [8, 7, 6], strict=True)]
     assert found == pytest.approx(expected, abs=mesh.kind.logprob_atol)
+    for entry, logprobs_V in zip(entries, logprobs_TV, strict=True):  # the four likeliest are there, too
+        likeliest = sorted((said["logprob"] for said in entry.values()), reverse=True)[:4]
+        assert likeliest == pytest.approx(sorted(logprobs_V.tolist(), reverse=True)[:4], abs=mesh.kind.logprob_atol)

@@ -53,10 +53,11 @@ async def teacher(model: PreTrainedModel) -> AsyncIterator[tuple[str, list[str]]
     await engine.close()
 
 
-def expected_logprobs(model: PreTrainedModel) -> list[float]:
+def expected_logprobs(model: PreTrainedModel) -> tuple[list[float], torch.return_types.topk]:
+    """Of the sampled tokens, and of the three likeliest in the place of each."""
     with torch.inference_mode():
         logprobs_TV = model(input_ids=torch.tensor([TOKENS])).logits[0].log_softmax(-1)
-    return [float(logprobs_TV[at - 1, TOKENS[at]]) for at in (2, 3, 4)]
+    return [float(logprobs_TV[at - 1, TOKENS[at]]) for at in (2, 3, 4)], logprobs_TV[1:4].topk(3)
 
 
 async def test_a_teacher_and_rewards_train_environments_of_one_run(
@@ -66,7 +67,7 @@ async def test_a_teacher_and_rewards_train_environments_of_one_run(
     script.environments = {"plain": 50, "taught": 50}
     batches: list[Batch] = []
     script.refuses = lambda batch: bool(batches.append(batch))
-    taught = {"type": "opd", "weight": 2.0}
+    taught = {"type": "opd", "weight": 2.0, "top_k": 3}
     train = TrainEnvsConfig(
         env=[TrainEnvConfig(id="plain"), TrainEnvConfig.model_validate({"id": "taught", "algo": taught})]
     )
@@ -96,7 +97,10 @@ async def test_a_teacher_and_rewards_train_environments_of_one_run(
             else:  # equal rewards, which rl would have dropped
                 assert not row.loss_mask[part].any()
                 assert row.ref_kl_weights[part].tolist() == [0, 0, 2, 2, 2]
-                assert row.ref_logprobs[part][2:].tolist() == pytest.approx(expected_logprobs(model), abs=1e-4)
+                said, likeliest = expected_logprobs(model)
+                assert row.ref_logprobs[part][2:].tolist() == pytest.approx(said, abs=1e-4)
+                assert row.ref_top_ids[part][2:].tolist() == likeliest.indices.tolist()
+                assert row.ref_top_logprobs[part][2:] == pytest.approx(likeliest.values.numpy(), abs=1e-4)
             assert row.inference_logprobs[part].tolist() == [0, 0, -0.5, -0.5, -0.5]  # the ratio of either term
     assert seen == {"plain": 16, "taught": 16}
     scored = asked.count("/inference/v1/generate")
@@ -159,11 +163,13 @@ async def test_a_rollout_of_the_policy_says_its_versions(mesh, script, make_conf
 async def test_tokens_beyond_the_teachers_length_have_no_score(teacher, model) -> None:
     servers = LogprobServers("the teacher", _at(teacher[0]), config=TeacherConfig(), api_key=None)
     try:
-        found = await servers.score(np.arange(30, dtype=np.int32))
+        found = await servers.score(np.arange(30, dtype=np.int32), top_k=2)
     finally:
         await servers.close()
-    assert np.isnan(found[[0, *range(15, 30)]]).all()
-    assert np.isfinite(found[1:15]).all()
+    assert np.isnan(found.logprobs[[0, *range(15, 30)]]).all()
+    assert np.isfinite(found.logprobs[1:15]).all()
+    assert (found.top_ids[[0, *range(15, 30)]] == -1).all()
+    assert (found.top_ids[1:15] >= 0).all()
 
 
 async def test_a_teacher_without_prompt_logprobs_is_an_error_that_says_what_is_needed() -> None:

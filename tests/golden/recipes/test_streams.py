@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from meshrl.algorithms.advantages import mean_baseline_advantages
-from meshrl.algorithms.recipes.base import Recipe, SampleStreams, Scores
+from meshrl.algorithms.recipes.base import Recipe, SampleStreams, Scores, TokenScores
 from meshrl.algorithms.recipes.echo import Echo
 from meshrl.algorithms.recipes.grpo import GroupRelative
 from meshrl.algorithms.recipes.hierarchical_grpo import HierarchicalGroupRelative
@@ -66,9 +66,8 @@ def scores(recipe: Recipe, group: list[dict]) -> Scores:
     for request in recipe.score_requests(rollouts(group)):
         each = known[request.rollout_id, request.place]
         assert request.token_ids[request.context :].tolist() == each["tokens"]
-        made[request.rollout_id, request.place] = np.array(
-            [np.nan if score is None else score for score in each["scores"]], dtype=np.float32
-        )
+        logprobs = np.array([np.nan if score is None else score for score in each["scores"]], dtype=np.float32)
+        made[request.rollout_id, request.place] = TokenScores(logprobs=logprobs)
     return made
 
 
@@ -113,7 +112,10 @@ def test_a_demonstration_is_the_first_of_the_best_attempts_of_the_same_agent() -
 def test_scores_are_of_temperature_one() -> None:
     warm = [replace(rollouts(GOLDEN["groups"][0])[0])]
     warm[0] = replace(warm[0], samples=tuple(replace(each, temperature=0.7) for each in warm[0].samples))
-    known = {(warm[0].rollout_id, place): np.zeros(len(each.token_ids)) for place, each in enumerate(warm[0].samples)}
+    known = {
+        (warm[0].rollout_id, place): TokenScores(logprobs=np.zeros(len(each.token_ids), dtype=np.float32))
+        for place, each in enumerate(warm[0].samples)
+    }
     with pytest.raises(ValueError, match=r"sampled at temperature 0\.7, but scores are of temperature 1"):
         RECIPES["opd"]().streams(warm, known)
 

@@ -104,16 +104,22 @@ async def test_prompt_logprobs_are_those_of_transformers_forward_pass(
     monkeypatch.setattr("meshrl.inference.embedded.runner.SCORED_LOGITS", logits_at_once)
     server = InferenceServer(await start_engine(), model_name="tiny", codec=None, loader=None)
     prompt = [5, 9, 2, 39, 7, 7, 31]
-    body = {"token_ids": prompt, "sampling_params": {"max_tokens": 1, "prompt_logprobs": 1, "temperature": 0.5}}
+    body = {"token_ids": prompt, "sampling_params": {"max_tokens": 1, "prompt_logprobs": 3, "temperature": 0.5}}
     async with TestClient(TestServer(server.app())) as client, client.post(PATH, json=body, headers=ACCEPT) as response:
         assert response.content_type == "application/json"
         first, *entries = (await response.json())["prompt_logprobs"]
     assert first is None
     with torch.inference_mode():
         logits_TV = model(input_ids=torch.tensor([prompt])).logits[0]
-    expected = logits_TV.log_softmax(-1)[range(len(prompt) - 1), prompt[1:]]
+    logprobs_TV = logits_TV.log_softmax(-1)
+    expected = logprobs_TV[range(len(prompt) - 1), prompt[1:]]
     found = [entry[str(token)]["logprob"] for entry, token in zip(entries, prompt[1:], strict=True)]
     assert found == pytest.approx(expected.tolist(), abs=1e-4)
+    for entry, logprobs_V in zip(entries, logprobs_TV, strict=False):
+        values, ids = logprobs_V.topk(3)
+        ranked = {said["rank"]: (token, said["logprob"]) for token, said in entry.items() if said["rank"] is not None}
+        assert [ranked[rank][0] for rank in (1, 2, 3)] == list(map(str, ids.tolist()))
+        assert [ranked[rank][1] for rank in (1, 2, 3)] == pytest.approx(values.tolist(), abs=1e-4)
 
 
 class RichEngine:

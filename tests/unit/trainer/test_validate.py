@@ -1,3 +1,4 @@
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -61,3 +62,26 @@ def test_reference_logprobs_are_held_to_the_same_where_they_count() -> None:
     check_batch(batch(replace(row(), ref_kl_weights=weights, ref_logprobs=reference)), vocab_size=4)
     with pytest.raises(MeshError, match=r"ref_logprobs: must be logprobs"):
         check_batch(batch(replace(row(), ref_kl_weights=weights, ref_logprobs=-reference)), vocab_size=4)
+
+
+@pytest.mark.parametrize(
+    ("ids", "logprob", "problem"),
+    [
+        ([3, 2], -1.0, None),
+        ([3, 4], -1.0, r"ref_top_ids: must be below the vocabulary's 4 tokens"),
+        ([2, 2], -1.0, r"ref_top_ids: must hold each candidate of a token once"),
+        ([3, 2], 1.0, r"ref_top_logprobs: must be logprobs"),
+        ([-1, -1], 1.0, None),
+    ],
+)
+def test_candidates_are_tokens_of_the_model_each_once(ids: list[int], logprob: float, problem: str | None) -> None:
+    weights = np.array([0, 0, 1, 1, 0, 0, 1, 0], np.float32)
+    taught = replace(
+        row(),
+        ref_kl_weights=weights,
+        ref_logprobs=-weights,
+        ref_top_ids=np.array([ids] * 8, np.int32),
+        ref_top_logprobs=np.full((8, 2), logprob, np.float32),
+    )
+    with nullcontext() if problem is None else pytest.raises(MeshError, match=problem):
+        check_batch(batch(taught), vocab_size=4)

@@ -183,6 +183,43 @@ def test_weights_that_make_no_sense_are_named(changes, violation):
     assert [(v.field.removeprefix("micro_batches[0]."), v.description) for v in error.violations] == [violation]
 
 
+CANDIDATES = WEIGHTED | {
+    "ref_top_ids": np.array([[-1, -1], [7, 3], [-1, -1], [-1, -1], [3, -1]], dtype=np.int32),
+    "ref_top_logprobs": np.array([[0, 0], [-0.5, -1.5], [0, 0], [0, 0], [-2, 0]], dtype=np.float32),
+}
+
+
+def test_candidates_arrive_as_they_were_sent():
+    arrived = upload(convert.batch_to_messages(make_batch(make_micro_batch(**CANDIDATES)))).micro_batches[0]
+    for name in ("ref_top_ids", "ref_top_logprobs"):
+        np.testing.assert_array_equal(getattr(arrived, name), CANDIDATES[name])
+
+
+@pytest.mark.parametrize(
+    ("changes", "violation"),
+    [
+        (
+            {"ref_top_ids": None},
+            ("ref_top_ids", "must be set: candidates are those of ref_kl tokens, each with its logprob"),
+        ),
+        (
+            {"ref_kl_weights": None, "ref_logprobs": None},
+            ("ref_kl_weights", "must be set: candidates are those of ref_kl tokens, each with its logprob"),
+        ),
+        (
+            {"ref_top_logprobs": np.zeros((5, 3), np.float32)},
+            ("ref_top_logprobs", "must have a column for each of ref_top_ids, got (5, 3)"),
+        ),
+        ({"ref_top_ids": np.full((5, 2), -2, np.int32)}, ("ref_top_ids", "must be token ids, or -1 for none")),
+        ({"ref_top_logprobs": np.full((5, 2), np.nan, np.float32)}, ("ref_top_logprobs", "must be finite")),
+        ({"ref_top_ids": np.zeros((4, 2), np.int32)}, ("ref_top_ids", "must have 5 elements like token_ids, got 4")),
+    ],
+)
+def test_candidates_that_make_no_sense_are_named(changes, violation):
+    error = refusal(convert.batch_to_messages(make_batch(make_micro_batch(**CANDIDATES | changes))))
+    assert [(v.field.removeprefix("micro_batches[0]."), v.description) for v in error.violations] == [violation]
+
+
 def test_weights_of_another_type_are_named():
     message = convert.micro_batch_to_proto(make_micro_batch(**WEIGHTED))
     message.ce_weights.CopyFrom(message.loss_mask)

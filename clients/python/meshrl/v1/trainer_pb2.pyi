@@ -98,7 +98,7 @@ class BatchHeader(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., step: _Optional[int] = ..., digest: _Optional[str] = ..., num_micro_batches: _Optional[int] = ..., loss_tokens: _Optional[int] = ..., environments: _Optional[_Iterable[str]] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class MicroBatch(_message.Message):
-    __slots__ = ("dp_rank", "token_ids", "position_ids", "loss_mask", "advantages", "inference_logprobs", "sample_offsets", "temperatures", "env_index", "rollout_ids", "traceparents", "rl_weights", "ce_weights", "ref_kl_weights", "ref_logprobs", "prefix_tokens", "prefix_samples")
+    __slots__ = ("dp_rank", "token_ids", "position_ids", "loss_mask", "advantages", "inference_logprobs", "sample_offsets", "temperatures", "env_index", "rollout_ids", "traceparents", "rl_weights", "ce_weights", "ref_kl_weights", "ref_logprobs", "prefix_tokens", "prefix_samples", "ref_top_ids", "ref_top_logprobs")
     DP_RANK_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     POSITION_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -116,6 +116,8 @@ class MicroBatch(_message.Message):
     REF_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     PREFIX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREFIX_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    REF_TOP_IDS_FIELD_NUMBER: _ClassVar[int]
+    REF_TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     dp_rank: int
     token_ids: _tensor_pb2.Tensor
     position_ids: _tensor_pb2.Tensor
@@ -133,7 +135,9 @@ class MicroBatch(_message.Message):
     ref_logprobs: _tensor_pb2.Tensor
     prefix_tokens: _tensor_pb2.Tensor
     prefix_samples: _tensor_pb2.Tensor
-    def __init__(self, dp_rank: _Optional[int] = ..., token_ids: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., position_ids: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., loss_mask: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., advantages: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., inference_logprobs: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., sample_offsets: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., temperatures: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., env_index: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., rollout_ids: _Optional[_Iterable[str]] = ..., traceparents: _Optional[_Iterable[str]] = ..., rl_weights: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., ce_weights: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., ref_kl_weights: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., ref_logprobs: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., prefix_tokens: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., prefix_samples: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ...) -> None: ...
+    ref_top_ids: _tensor_pb2.Tensor
+    ref_top_logprobs: _tensor_pb2.Tensor
+    def __init__(self, dp_rank: _Optional[int] = ..., token_ids: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., position_ids: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., loss_mask: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., advantages: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., inference_logprobs: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., sample_offsets: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., temperatures: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., env_index: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., rollout_ids: _Optional[_Iterable[str]] = ..., traceparents: _Optional[_Iterable[str]] = ..., rl_weights: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., ce_weights: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., ref_kl_weights: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., ref_logprobs: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., prefix_tokens: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., prefix_samples: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., ref_top_ids: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., ref_top_logprobs: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ...) -> None: ...
 
 class SubmitBatchResponse(_message.Message):
     __slots__ = ("revision", "queue_position")

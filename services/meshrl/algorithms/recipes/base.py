@@ -3,7 +3,7 @@
 The orchestrator asks the recipe of an environment when a group is over (what is to be scored) and when a step becomes a
 batch (the streams); packing and trainer know the three terms of the objective and no algorithm.
 
-Shapes: T tokens of a sample, C tokens of context before it.
+Shapes: T tokens of a sample, C tokens of context before it, K candidates of a token.
 """
 
 from __future__ import annotations
@@ -39,8 +39,17 @@ class ScoreRequest:
     """C: tokens before the sample's own, which only the scoring model sees."""
 
 
-Scores = Mapping[tuple[str, int], NDArray[np.float32]]
-"""(T,) logprobs by rollout id and place of the sample; NaN for a token that has none, as the first of a sequence."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TokenScores:
+    """What the scoring model says of a sample's tokens."""
+
+    logprobs: NDArray[np.float32]  # (T,) NaN for a token that has none, as the first of a sequence
+    top_ids: NDArray[np.int32] | None = None  # (T, K) the likeliest tokens in the place of each; -1: none
+    top_logprobs: NDArray[np.float32] | None = None  # (T, K) with top_ids
+
+
+Scores = Mapping[tuple[str, int], TokenScores]
+"""By rollout id and place of the sample."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -52,6 +61,8 @@ class SampleStreams:
     ce_weights: NDArray[np.float32] | None = None  # (T,)
     ref_kl_weights: NDArray[np.float32] | None = None  # (T,)
     ref_logprobs: NDArray[np.float32] | None = None  # (T,) with ref_kl_weights
+    ref_top_ids: NDArray[np.int32] | None = None  # (T, K) candidates of the ref_kl tokens, each once; -1: none
+    ref_top_logprobs: NDArray[np.float32] | None = None  # (T, K) with ref_top_ids
 
 
 Streams = Mapping[str, Sequence[SampleStreams]]
@@ -65,6 +76,8 @@ class Recipe:
     """Who plays the rollouts."""
     scored_by: Actor | None = None
     """Who scores what `score_requests` names; None: nothing is scored."""
+    top_k: int = 0
+    """How many of the likeliest tokens in the place of each are scored, too."""
     least_rollouts: int = 2
     """A group that lost more than leave so many is dropped: an advantage compares the rollouts of a task."""
     needs_signal: bool = True

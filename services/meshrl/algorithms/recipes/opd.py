@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from meshrl.algorithms.recipes.base import Actor, Recipe, SampleStreams, ScoreRequest, Scores, Streams
+from meshrl.algorithms.recipes.base import Actor, Recipe, SampleStreams, ScoreRequest, Scores, Streams, TokenScores
 from meshrl.wire.types import Rollout, Sample
 
 LEAST_LOGPROB = -20.0
@@ -15,7 +15,8 @@ LEAST_LOGPROB = -20.0
 
 class OnPolicyDistillation(Recipe):
     """ref_kl alone, towards the teacher's logprobs of the policy's own tokens: the reverse KL of the policy from the
-    teacher (https://thinkingmachines.ai/blog/on-policy-distillation/), token by token, whatever the reward.
+    teacher (https://thinkingmachines.ai/blog/on-policy-distillation/), token by token, whatever the reward. With
+    `top_k` the teacher also says its likeliest tokens in each place, and the KL is summed over them instead of sampled.
 
     The teacher must read the policy's tokens, so it has the same tokenizer. Groups may be of one rollout.
     """
@@ -24,8 +25,9 @@ class OnPolicyDistillation(Recipe):
     least_rollouts = 1
     needs_signal = False
 
-    def __init__(self, *, weight: float) -> None:
+    def __init__(self, *, weight: float, top_k: int = 0) -> None:
         self._weight = weight
+        self.top_k = top_k
 
     def score_requests(self, rollouts: Sequence[Rollout]) -> list[ScoreRequest]:
         return [
@@ -44,13 +46,14 @@ class OnPolicyDistillation(Recipe):
         }
 
 
-def towards(sample: Sample, logprobs_T: np.ndarray | None, *, weight: float) -> SampleStreams:
+def towards(sample: Sample, scores: TokenScores | None, *, weight: float) -> SampleStreams:
     """The ref_kl stream of the sampled tokens that have a score. None where there are no scores.
 
     Raises ValueError for a sample of another temperature than 1, at which scores are given.
     """
-    if logprobs_T is None:
+    if scores is None:
         return SampleStreams()
+    logprobs_T = scores.logprobs
     if abs(sample.temperature - 1.0) > 1e-6:
         raise ValueError(
             f"its rollouts were sampled at temperature {sample.temperature:g}, but scores are of temperature 1; set"
@@ -60,4 +63,8 @@ def towards(sample: Sample, logprobs_T: np.ndarray | None, *, weight: float) -> 
     return SampleStreams(
         ref_kl_weights=np.where(known_T, np.float32(weight), np.float32(0.0)).astype(np.float32),
         ref_logprobs=np.where(known_T, np.clip(logprobs_T, LEAST_LOGPROB, 0.0), 0.0).astype(np.float32),
+        ref_top_ids=scores.top_ids,
+        ref_top_logprobs=None
+        if scores.top_logprobs is None
+        else np.clip(scores.top_logprobs, LEAST_LOGPROB, 0.0).astype(np.float32),
     )

@@ -21,8 +21,9 @@ class SelfDistillation(Recipe):
 
     scored_by = Actor.POLICY
 
-    def __init__(self, *, weight: float, context_tokens: int) -> None:
+    def __init__(self, *, weight: float, context_tokens: int, top_k: int = 0) -> None:
         self._weight = weight
+        self.top_k = top_k
         self._context_tokens = context_tokens
 
     def score_requests(self, rollouts: Sequence[Rollout]) -> list[ScoreRequest]:

@@ -14,11 +14,10 @@ from typing import Literal
 
 import numpy as np
 from loguru import logger
-from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from meshrl.inference.embedded.live_weights import LiveWeights
-from meshrl.inference.embedded.runner import make_runner
+from meshrl.inference.embedded.runner import PromptScores, make_runner
 from meshrl.inference.embedded.sampler import stream_keys
 from meshrl.inference.embedded.slots import RequestRow
 from meshrl.inference.embedded.staging import Staging
@@ -175,9 +174,9 @@ class EmbeddedEngine(NeverSleeps):
         self._idle.clear()
         submitted = over = False
         try:
-            prompt_logprobs = None
+            prompt = None
             if params.prompt_logprobs is not None:
-                prompt_logprobs = await self._prompt_logprobs(request)
+                prompt = await self._score_prompt(request, params.prompt_logprobs)
             self._steps.submit(row)
             submitted = True
             while not over:
@@ -185,8 +184,16 @@ class EmbeddedEngine(NeverSleeps):
                 over = isinstance(chunk, MeshError) or chunk.finish_reason is not None
                 if isinstance(chunk, MeshError):
                     raise chunk
-                yield chunk if prompt_logprobs is None else replace(chunk, prompt_logprobs=prompt_logprobs)
-                prompt_logprobs = None  # they go with the first chunk
+                if prompt is None:
+                    yield chunk
+                    continue
+                yield replace(
+                    chunk,
+                    prompt_logprobs=prompt.logprobs,
+                    prompt_top_ids=prompt.top_ids,
+                    prompt_top_logprobs=prompt.top_logprobs,
+                )
+                prompt = None  # they go with the first chunk
         finally:
             if submitted and not over:
                 self._steps.cancel(row)
@@ -194,10 +201,11 @@ class EmbeddedEngine(NeverSleeps):
             if self._in_flight == 0:
                 self._idle.set()
 
-    async def _prompt_logprobs(self, request: GenerateRequest) -> NDArray[np.float32]:
+    async def _score_prompt(self, request: GenerateRequest, asked: int) -> PromptScores:
         """Of each prompt token. Raises MeshError ENGINE_FAILED where one but the first is not finite."""
-        found = await self._steps.call(lambda: self._steps.runner.prompt_logprobs(request.prompt_ids))
-        if not np.isfinite(found[1:]).all():
+        top_k = asked if asked > 1 else 0
+        found = await self._steps.call(lambda: self._steps.runner.score_prompt(request.prompt_ids, top_k=top_k))
+        if not np.isfinite(found.logprobs[1:]).all():
             message = f"the model (version {self.version}) produced logits that are not finite; apply other weights"
             raise MeshError(Reason.ENGINE_FAILED, message)
         return found

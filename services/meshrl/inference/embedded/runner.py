@@ -59,6 +59,15 @@ class RowStore(SlotStore, Protocol):
     def clear_slot(self, slot: int) -> None: ...
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PromptScores:
+    """What the model says of a prompt's tokens but the first; K alternatives a token, likeliest first."""
+
+    logprobs: NDArray[np.float32]  # (P,) NaN for the first
+    top_ids: NDArray[np.int32] | None  # (P, K)
+    top_logprobs: NDArray[np.float32] | None  # (P, K)
+
+
 class ModelRunner(ABC):
     """The model and how it is sampled; how its logits are computed is for the kinds below. Used by one thread."""
 
@@ -76,15 +85,18 @@ class ModelRunner(ABC):
     def _forward(self, table: SlotTable, pieces: Sequence[PrefillPiece]) -> torch.Tensor:
         """(R, V) logits of the decoding rows."""
 
-    def prompt_logprobs(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
-        """(P,) logprob of each token after those before it, at temperature 1; NaN for the first.
+    def score_prompt(self, token_ids: Sequence[int], *, top_k: int = 0) -> PromptScores:
+        """The logprob of each token after those before it, and of the likeliest in its place, at temperature 1.
 
         One plain forward pass of the live weights, between two steps, which wait for it. Where the logits of all tokens
         would take more than a gigabyte there are several, of some tokens each.
         """
         ids_P = torch.tensor(token_ids, dtype=torch.long, device=self.device)
+        vocab_size = self.model.config.get_text_config().vocab_size
         found = torch.full((len(ids_P),), torch.nan, device=self.device)
-        at_once = max(1, SCORED_LOGITS // self.model.config.get_text_config().vocab_size)
+        top_ids = torch.zeros((len(ids_P), min(top_k, vocab_size)), dtype=torch.int32, device=self.device)
+        top_logprobs = torch.zeros(top_ids.shape, device=self.device)
+        at_once = max(1, SCORED_LOGITS // vocab_size)
         accepts = "logits_to_keep" in inspect.signature(self.model.forward).parameters
         with torch.inference_mode():
             for start in range(0, len(ids_P) - 1, at_once):
@@ -93,8 +105,17 @@ class ModelRunner(ABC):
                 logits = self.model(input_ids=ids_P[None], use_cache=False, **kept).logits[0]
                 logits_CV = (logits if accepts else logits[start:end]).float()
                 chosen_C = logits_CV.gather(1, ids_P[start + 1 : end + 1, None])[:, 0]
-                found[start + 1 : end + 1] = chosen_C - logits_CV.logsumexp(1)
-        return found.cpu().numpy()
+                lse_C = logits_CV.logsumexp(1)
+                found[start + 1 : end + 1] = chosen_C - lse_C
+                if top_k:
+                    values_CK, ids_CK = logits_CV.topk(top_ids.shape[1], dim=1)
+                    top_ids[start + 1 : end + 1] = ids_CK.to(torch.int32)
+                    top_logprobs[start + 1 : end + 1] = values_CK - lse_C[:, None]
+        return PromptScores(
+            logprobs=found.cpu().numpy(),
+            top_ids=top_ids.cpu().numpy() if top_k else None,
+            top_logprobs=top_logprobs.cpu().numpy() if top_k else None,
+        )
 
     def weights_changed(self) -> None:  # noqa: B027 - most keep nothing of the weights
         """Called after each swap of the model's weights, between two steps."""

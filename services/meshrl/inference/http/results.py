@@ -35,6 +35,8 @@ class Completion:
     finish_reason: FinishReason | None
     stop_token_id: int | None
     prompt_logprobs: NDArray[np.float32] | None
+    prompt_top_ids: NDArray[np.int32] | None
+    prompt_top_logprobs: NDArray[np.float32] | None
     routed_experts: NDArray[np.generic] | None
 
     @property
@@ -70,6 +72,8 @@ def join(chunks: Sequence[TokenChunk]) -> Completion:
         finish_reason=last.finish_reason,
         stop_token_id=last.stop_token_id,
         prompt_logprobs=first.prompt_logprobs,
+        prompt_top_ids=first.prompt_top_ids,
+        prompt_top_logprobs=first.prompt_top_logprobs,
         routed_experts=_joined([chunk.routed_experts for chunk in chunks]),
     )
 
@@ -125,12 +129,31 @@ def said(logprob: float) -> float:
     return logprob if math.isfinite(logprob) else REMOVED_LOGPROB
 
 
-def prompt_logprobs_json(token_ids: Sequence[int], logprobs: NDArray[np.float32]) -> list[dict[str, object] | None]:
-    """Logprobs (P,) of the prompt's tokens as vLLM says them: an entry a token, none for the first."""
-    return [
-        None if math.isnan(logprob) else {str(token): {"logprob": said(logprob), "rank": None, "decoded_token": None}}
-        for token, logprob in zip(token_ids, logprobs.tolist(), strict=True)
-    ]
+def prompt_logprobs_json(
+    token_ids: Sequence[int],
+    logprobs: NDArray[np.float32],
+    top_ids: NDArray[np.int32] | None = None,
+    top_logprobs: NDArray[np.float32] | None = None,
+) -> list[dict[str, object] | None]:
+    """Logprobs (P,) of the prompt's tokens as vLLM says them: an entry a token, none for the first.
+
+    With alternatives (P, K) an entry also has the likeliest tokens in that place, with their rank.
+    """
+
+    def entry(logprob: float, rank: int | None) -> dict[str, object]:
+        return {"logprob": said(logprob), "rank": rank, "decoded_token": None}
+
+    made: list[dict[str, object] | None] = []
+    for place, (token, logprob) in enumerate(zip(token_ids, logprobs.tolist(), strict=True)):
+        if math.isnan(logprob):
+            made.append(None)
+            continue
+        entries: dict[str, object] = {str(token): entry(logprob, None)}
+        if top_ids is not None and top_logprobs is not None:
+            ranked = zip(top_ids[place].tolist(), top_logprobs[place].tolist(), strict=True)
+            entries |= {str(one): entry(value, rank) for rank, (one, value) in enumerate(ranked, 1)}
+        made.append(entries)
+    return made
 
 
 def routed_experts_text(experts: NDArray[np.generic]) -> str:

@@ -42,7 +42,7 @@ class SamplingFields(BaseModel):
     frequency_penalty: float | None = Field(default=None, ge=-2.0, le=2.0, allow_inf_nan=False)
     repetition_penalty: float | None = Field(default=None, gt=0.0, le=10.0, allow_inf_nan=False)
     logit_bias: dict[int, Bias] | None = None
-    prompt_logprobs: int | None = Field(default=None, ge=0, le=1)
+    prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_ALTERNATIVES)
     extra_args: dict[str, JsonValue] | None = None
 
     @property
@@ -79,7 +79,8 @@ class SamplingFields(BaseModel):
 
 
 class TokenSampling(SamplingFields):
-    """`sampling_params` of the token-in route. `logprobs` 1 reports the sampled token, k > 1 also k alternatives."""
+    """`sampling_params` of the token-in route. `logprobs` 1 reports the sampled token, k > 1 also k alternatives; so do
+    `prompt_logprobs` for the tokens of the prompt."""
 
     logprobs: int | None = Field(default=None, ge=0, le=MAX_ALTERNATIVES)
 

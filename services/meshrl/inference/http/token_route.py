@@ -73,9 +73,12 @@ class TokenRoute:
     def _answer(self, body: GenerateBody, request_id: str, completions: list[Completion]) -> str:
         prompt_logprobs = None
         if body.sampling_params.prompt_logprobs is not None:
-            if completions[0].prompt_logprobs is None:
+            first = completions[0]
+            if first.prompt_logprobs is None:
                 raise MeshError(Reason.NOT_SUPPORTED, "this engine reports no prompt_logprobs; leave them out")
-            prompt_logprobs = prompt_logprobs_json(body.token_ids, completions[0].prompt_logprobs)
+            prompt_logprobs = prompt_logprobs_json(
+                body.token_ids, first.prompt_logprobs, first.prompt_top_ids, first.prompt_top_logprobs
+            )
         made = sum(len(completion.token_ids) for completion in completions)
         fields: dict[str, object] = {
             "request_id": request_id,

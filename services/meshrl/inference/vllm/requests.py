@@ -69,6 +69,7 @@ class RequestCodec:
             logprobs, top_ids, top_logprobs = _from_flat(completion.logprobs, count, sampling.top_logprobs)
         if sampling.logprobs and not np.isfinite(logprobs).all():
             raise MeshError(Reason.ENGINE_FAILED, "the model produced logits that are not finite; apply other weights")
+        prompt_logprobs, prompt_top_ids, prompt_top_logprobs = _prompt_logprobs(output, request)
         finish, stop = completion.finish_reason, completion.stop_reason
         return TokenChunk(
             start=start,
@@ -80,7 +81,9 @@ class RequestCodec:
             version_spans=self._clock.spans(parcel, start + count) if parcel is not None else (),
             finish_reason=None if finish is None else _FINISH.get(finish, FinishReason.ABORT),
             stop_token_id=stop if isinstance(stop, int) else None,
-            prompt_logprobs=_prompt_logprobs(output, request),
+            prompt_logprobs=prompt_logprobs,
+            prompt_top_ids=prompt_top_ids,
+            prompt_top_logprobs=prompt_top_logprobs,
             routed_experts=completion.routed_experts,
             times=_times(parcel),
         )
@@ -124,14 +127,26 @@ def _from_flat(
     return values[starts], ids[columns], values[columns]
 
 
-def _prompt_logprobs(output: RequestOutput, request: GenerateRequest) -> NDArray[np.float32] | None:
-    """(P,) logprob of each prompt token given those before it, NaN for the first; when they were asked for."""
+def _prompt_logprobs(
+    output: RequestOutput, request: GenerateRequest
+) -> tuple[NDArray[np.float32] | None, NDArray[np.int32] | None, NDArray[np.float32] | None]:
+    """(P,) logprob of each prompt token given those before it, NaN for the first; when they were asked for.
+
+    When several were, also (P, K) ids and logprobs of the likeliest tokens in its place.
+    """
     flat: FlatLogprobs | None = output.prompt_logprobs
-    if request.sampling.prompt_logprobs is None or not flat:
-        return None
+    if (asked := request.sampling.prompt_logprobs) is None or not flat:
+        return None, None, None
     starts = np.asarray(flat.start_indices, dtype=np.int64)
     values = np.asarray(flat.logprobs, dtype=np.float32)
     found = np.full(len(request.prompt_ids), np.nan, dtype=np.float32)
     known = starts < np.asarray(flat.end_indices, dtype=np.int64)
     found[known] = values[starts[known]]
-    return found
+    if asked < 2:
+        return found, None, None
+    ids = np.asarray(flat.token_ids, dtype=np.int32)
+    columns = starts[known][:, None] + 1 + np.arange(asked)
+    top_ids = np.zeros((len(found), asked), dtype=np.int32)
+    top_logprobs = np.zeros((len(found), asked), dtype=np.float32)
+    top_ids[known], top_logprobs[known] = ids[columns], values[columns]
+    return found, top_ids, top_logprobs

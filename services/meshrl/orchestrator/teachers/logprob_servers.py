@@ -8,12 +8,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import httpx
 import numpy as np
 from numpy.typing import NDArray
 
+from meshrl.algorithms.recipes.base import TokenScores
 from meshrl.client.backoff import Backoff
 from meshrl.core.https import client_context
 from meshrl.orchestrator.algo_config import TeacherConfig
@@ -51,16 +52,21 @@ class LogprobServers:
         """Closes the connections."""
         await self._http.aclose()
 
-    async def check(self) -> None:
+    async def check(self, *, top_k: int = 0) -> None:
         """Learns how long a sequence may be, and scores two tokens. Raises RunError when the model cannot score."""
-        await self.score(np.zeros(2, dtype=np.int32))
+        await self.score(np.zeros(2, dtype=np.int32), top_k=top_k)
 
-    async def score(self, token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
-        """(T,) logprob of each token after those before it; NaN for the first, and for those beyond the model's length.
+    async def score(self, token_ids: NDArray[np.int32], *, top_k: int = 0) -> TokenScores:
+        """The logprob of each token after those before it, and of the `top_k` likeliest tokens in its place.
 
-        Raises RunError when no server answers in `failover_s`, or one cannot do it.
+        None for the first token, and for those beyond the model's length. Raises RunError when no server answers in
+        `failover_s`, or one cannot do it.
         """
-        found = np.full(len(token_ids), np.nan, dtype=np.float32)
+        found = TokenScores(
+            logprobs=np.full(len(token_ids), np.nan, dtype=np.float32),
+            top_ids=np.full((len(token_ids), top_k), -1, dtype=np.int32) if top_k else None,
+            top_logprobs=np.zeros((len(token_ids), top_k), dtype=np.float32) if top_k else None,
+        )
         async with self._slots:
             if self._longest is None:
                 models = await self._ask("GET", MODELS_PATH, None)
@@ -70,20 +76,26 @@ class LogprobServers:
             asked = token_ids[: self._longest - 1].tolist()  # one is left for the token that engines must sample
             if len(asked) < 2:
                 return found
-            sampling = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 1}
+            sampling = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": max(top_k, 1)}
             body: dict[str, object] = {"token_ids": asked, "sampling_params": sampling}
             if self._model:
                 body["model"] = self._model
             answer = await self._ask("POST", SCORE_PATH, body)
         try:
             entries = answer["prompt_logprobs"]  # type: ignore[index]  # told as an error just below
-            found[1 : len(asked)] = [
-                entry[str(token)]["logprob"] for token, entry in zip(asked[1:], entries[1:], strict=True)
-            ]
+            for place, (token, entry) in enumerate(zip(asked[1:], entries[1:], strict=True), 1):
+                found.logprobs[place] = entry[str(token)]["logprob"]
+                if found.top_ids is not None and found.top_logprobs is not None:
+                    ids, logprobs = likeliest(entry, top_k)
+                    found.top_ids[place, : len(ids)], found.top_logprobs[place, : len(ids)] = ids, logprobs
         except (KeyError, TypeError, ValueError) as error:
             raise RunError(
                 f"{self._who} gave no prompt_logprobs for {len(asked)} tokens ({error!r}): {NEEDS}"
             ) from error
+        if top_k > 1 and found.top_ids is not None and (found.top_ids[1 : len(asked), 1] < 0).any():
+            raise RunError(
+                f"{self._who} gave fewer than the {top_k} likeliest tokens that algo.top_k asks for: {NEEDS}"
+            )
         return found
 
     async def _ask(self, method: str, path: str, body: object) -> object:
@@ -106,3 +118,12 @@ class LogprobServers:
             if time.monotonic() >= give_up_at:
                 raise RunError(f"{self._who} scored nothing for {self._failover_s:g} s: {why}; is it running?")
             await asyncio.sleep(backoff.next_s())
+
+
+def likeliest(entry: Mapping[str, Mapping[str, float]], top_k: int) -> tuple[list[int], list[float]]:
+    """Ids and logprobs of the likeliest tokens of one place, at most `top_k`, likeliest first.
+
+    The token that stands there is among the answer's, too: it is left out unless it is one of them.
+    """
+    ranked = sorted(((said["logprob"], int(token)) for token, said in entry.items()), reverse=True)[:top_k]
+    return [token for _, token in ranked], [logprob for logprob, _ in ranked]

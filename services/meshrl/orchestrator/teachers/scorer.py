@@ -13,9 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 from blake3 import blake3
-from numpy.typing import NDArray
 
-from meshrl.algorithms.recipes.base import Actor, Recipe, ScoreRequest, Scores
+from meshrl.algorithms.recipes.base import Actor, Recipe, ScoreRequest, Scores, TokenScores
 from meshrl.orchestrator.teachers.logprob_servers import LogprobServers
 from meshrl.wire.types import Rollout
 
@@ -26,22 +25,22 @@ class ScoreCache:
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
         self._tokens = 0
-        self._kept: OrderedDict[bytes, NDArray[np.float32]] = OrderedDict()
+        self._kept: OrderedDict[bytes, TokenScores] = OrderedDict()
 
-    def get(self, key: bytes) -> NDArray[np.float32] | None:
+    def get(self, key: bytes) -> TokenScores | None:
         found = self._kept.get(key)
         if found is not None:
             self._kept.move_to_end(key)
         return found
 
-    def put(self, key: bytes, logprobs: NDArray[np.float32]) -> None:
+    def put(self, key: bytes, scores: TokenScores) -> None:
         if (before := self._kept.pop(key, None)) is not None:
-            self._tokens -= len(before)
-        self._kept[key] = logprobs
-        self._tokens += len(logprobs)
+            self._tokens -= len(before.logprobs)
+        self._kept[key] = scores
+        self._tokens += len(scores.logprobs)
         while self._tokens > self._max_tokens and self._kept:
             _, dropped = self._kept.popitem(last=False)
-            self._tokens -= len(dropped)
+            self._tokens -= len(dropped.logprobs)
 
 
 class GroupScorer:
@@ -57,7 +56,8 @@ class GroupScorer:
     async def check(self) -> None:
         """Raises RunError when a model that is to score cannot."""
         for server in self._caches:
-            await server.check()
+            asked = [self._recipes[name].top_k for name, one in self._servers.items() if one is server]
+            await server.check(top_k=max(asked))
 
     async def close(self) -> None:
         """Closes the connections."""
@@ -71,19 +71,24 @@ class GroupScorer:
             if group and (environment := group[0].environment) in self._servers:
                 wanted += [(one, environment) for one in self._recipes[environment].score_requests(group)]
         found = await asyncio.gather(*(self._one(request, environment) for request, environment in wanted))
-        return {
-            (request.rollout_id, request.place): logprobs for (request, _), logprobs in zip(wanted, found, strict=True)
-        }
+        return {(request.rollout_id, request.place): scores for (request, _), scores in zip(wanted, found, strict=True)}
 
-    async def _one(self, request: ScoreRequest, environment: str) -> NDArray[np.float32]:
-        """(T,) of the sample's own tokens; its first one is scored where a context stands before it."""
+    async def _one(self, request: ScoreRequest, environment: str) -> TokenScores:
+        """Of the sample's own tokens; its first one is scored where a context stands before it."""
+        top_k = self._recipes[environment].top_k
         server = self._servers[environment]
         cache = self._caches[server]
         digest = blake3(np.ascontiguousarray(request.token_ids, "<i4").tobytes())
+        digest.update(top_k.to_bytes(4, "little"))
         if self._recipes[environment].scored_by is Actor.POLICY:
             digest.update(request.rollout_id.encode())
         key = digest.digest()
         if (known := cache.get(key)) is None:
-            known = await server.score(request.token_ids)
+            known = await server.score(request.token_ids, top_k=top_k)
             cache.put(key, known)
-        return known[request.context :]
+        own = slice(request.context, None)
+        return TokenScores(
+            logprobs=known.logprobs[own],
+            top_ids=None if known.top_ids is None else known.top_ids[own],
+            top_logprobs=None if known.top_logprobs is None else known.top_logprobs[own],
+        )

@@ -106,7 +106,8 @@ def _train_sample(
     rollout: Rollout, sample: Sample, streams: SampleStreams, *, room: int, env_index: Mapping[str, int], group: str
 ) -> TrainSample:
     """A sample with its terms, cut to `room` tokens; without an advantage none of its tokens is of the rl term."""
-    weights = {name: getattr(streams, name) for name in ("ce_weights", "ref_kl_weights", "ref_logprobs")}
+    names = ("ce_weights", "ref_kl_weights", "ref_logprobs", "ref_top_ids", "ref_top_logprobs")
+    weights = {name: getattr(streams, name) for name in names}
     mask = sample.loss_mask[:room]
     return TrainSample(
         token_ids=sample.token_ids[:room],

@@ -91,9 +91,10 @@ def _recipe(algo: AlgoConfig, config: OrchestratorConfig) -> Recipe:
         return RoleBaseline(algo.decay)
     weight = algo.weight or 1.0
     if algo.type == "opd":
-        return OnPolicyDistillation(weight=weight)
+        return OnPolicyDistillation(weight=weight, top_k=algo.top_k)
     if algo.type == "opsd":
-        return SelfDistillation(weight=weight, context_tokens=algo.context_tokens or config.seq_len - 1)
+        context_tokens = algo.context_tokens or config.seq_len - 1
+        return SelfDistillation(weight=weight, context_tokens=context_tokens, top_k=algo.top_k)
     if algo.type == "sft":
         return Imitation(weight=weight, min_reward=algo.min_reward)
     advantage = build_advantage(config.advantage)

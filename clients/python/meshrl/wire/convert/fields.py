@@ -59,13 +59,13 @@ class FieldReader:
         self._prefix = f"{prefix}." if prefix else ""
         self.violations: list[FieldViolation] = []
 
-    def vector(self, tensor: tensor_pb2.Tensor, field: str, dtype: str) -> NDArray[Any]:
-        """Returns a one-dimensional tensor of `dtype`; an empty one stands in for one that cannot be read."""
+    def vector(self, tensor: tensor_pb2.Tensor, field: str, dtype: str, ndim: int = 1) -> NDArray[Any]:
+        """Returns a tensor of `dtype` with `ndim` dimensions; an empty one stands in for one that cannot be read."""
         try:
-            return tensors.decode(tensor, expect=dtype, ndim=1, field=self._prefix + field)
+            return tensors.decode(tensor, expect=dtype, ndim=ndim, field=self._prefix + field)
         except MeshError as error:  # collected: the caller gets all violations in one answer
             self.violations.extend(error.violations)
-            return np.zeros(0, dtype=tensors.DTYPES[dtype].storage)
+            return np.zeros((0,) * ndim, dtype=tensors.DTYPES[dtype].storage)
 
     def check(self, holds: bool, field: str, description: str) -> None:
         """Records a violation of `field` unless `holds`."""

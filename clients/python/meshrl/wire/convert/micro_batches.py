@@ -1,4 +1,7 @@
-"""The MicroBatch message to a dataclass and back, with every check of it. T tokens and S samples of a micro-batch."""
+"""The MicroBatch message to a dataclass and back, with every check of it. T tokens and S samples of a micro-batch.
+
+K candidates of a token.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +28,11 @@ TENSORS: Mapping[str, str] = {
     "env_index": "int32",
 }
 _PER_TOKEN = ("position_ids", "loss_mask", "advantages", "inference_logprobs")
-# Tensors that may be unset, in the order of the digest: float32 of (T,), int32 of (S,).
+# Tensors that may be unset, in the order of the digest: float32 of (T,), int32 of (S,), both of (T, K).
 _WEIGHTS = ("rl_weights", "ce_weights", "ref_kl_weights", "ref_logprobs")
 _PREFIXES = ("prefix_tokens", "prefix_samples")
-OPTIONAL: Mapping[str, str] = dict.fromkeys(_WEIGHTS, "float32") | dict.fromkeys(_PREFIXES, "int32")
+_CANDIDATES = {"ref_top_ids": "int32", "ref_top_logprobs": "float32"}
+OPTIONAL: Mapping[str, str] = dict.fromkeys(_WEIGHTS, "float32") | dict.fromkeys(_PREFIXES, "int32") | _CANDIDATES
 
 
 def micro_batch_to_proto(micro_batch: MicroBatch) -> pb.MicroBatch:
@@ -56,13 +60,14 @@ def micro_batch_from_proto(
 
     Raises MeshError INVALID_REQUEST that names every tensor of the wrong type or length, offsets that are not
     increasing from 0 to T, a number that is not finite, ce or ref_kl weights at a token that nothing predicts, only
-    one of ref_kl_weights and ref_logprobs or of prefix_tokens and prefix_samples, a prefix that no sample of the row
-    has, and an env_index outside `num_environments` if that is given.
+    one of ref_kl_weights and ref_logprobs, of prefix_tokens and prefix_samples or of ref_top_ids and ref_top_logprobs,
+    candidates without ref_kl_weights, a prefix that no sample of the row has, and an env_index outside
+    `num_environments` if that is given.
     """
     reader = FieldReader("the micro-batch", field)
     arrays = {name: reader.vector(getattr(message, name), name, dtype) for name, dtype in TENSORS.items()}
     extra = {
-        name: reader.vector(getattr(message, name), name, dtype)
+        name: reader.vector(getattr(message, name), name, dtype, ndim=2 if name in _CANDIDATES else 1)
         for name, dtype in OPTIONAL.items()
         if message.HasField(name)
     }
@@ -70,6 +75,7 @@ def micro_batch_from_proto(
         _check_lengths(reader, arrays, len(message.rollout_ids), num_environments)
         _check_prefixes(reader, extra, arrays["sample_offsets"])
         _check_weights(reader, extra, arrays)
+        _check_candidates(reader, extra, len(arrays["token_ids"]))
     reader.done()
     return MicroBatch(
         dp_rank=message.dp_rank,
@@ -145,3 +151,20 @@ def _check_weights(reader: FieldReader, extra: Mapping[str, Any], arrays: Mappin
         if name in weights:
             first = weights[name][unpredicted]
             reader.check(not first.any(), name, "must be 0 at the first token of a sample, which nothing predicts")
+
+
+def _check_candidates(reader: FieldReader, extra: Mapping[str, Any], num_tokens: int) -> None:
+    found = [name for name in _CANDIDATES if name in extra]
+    if not found:
+        return
+    for name in {"ref_kl_weights", *_CANDIDATES} - extra.keys():
+        reader.check(False, name, "must be set: candidates are those of ref_kl tokens, each with its logprob")
+    for name in found:
+        reader.length(extra[name], name, num_tokens, "token_ids")
+    if not reader.ok:
+        return
+    ids, logprobs = extra["ref_top_ids"], extra["ref_top_logprobs"]
+    same = ids.shape == logprobs.shape and ids.shape[1] > 0
+    reader.check(same, "ref_top_logprobs", f"must have a column for each of ref_top_ids, got {logprobs.shape}")
+    reader.check(bool(np.isfinite(logprobs).all()), "ref_top_logprobs", "must be finite")
+    reader.check(bool((ids >= -1).all()), "ref_top_ids", "must be token ids, or -1 for none")

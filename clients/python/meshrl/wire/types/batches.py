@@ -1,6 +1,6 @@
 """Batches, steps and runs of a trainer.
 
-Shapes: T tokens of a micro-batch, S samples.
+Shapes: T tokens of a micro-batch, S samples, K candidates of a token.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ class MicroBatch:
     ref_logprobs: NDArray[np.float32] | None = None  # (T,) with ref_kl_weights; read where those are not 0
     prefix_tokens: NDArray[np.int32] | None = None  # (S,)
     prefix_samples: NDArray[np.int32] | None = None  # (S,) with prefix_tokens; read where those are not 0
+    ref_top_ids: NDArray[np.int32] | None = None  # (T, K) candidates of ref_kl tokens, with ref_kl_weights; -1: none
+    ref_top_logprobs: NDArray[np.float32] | None = None  # (T, K) with ref_top_ids; read where those are not -1
 
     @property
     def shared_tokens(self) -> int:
