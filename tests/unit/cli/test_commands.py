@@ -206,7 +206,11 @@ def test_spans_that_overlap_without_nesting_lie_on_tracks_of_their_own(traced: P
     assert (slices["02"]["ts"], slices["02"]["dur"]) == (1e6, 4e6)
     flows = [event for event in events if event["ph"] in "sf"]
     assert [(event["ph"], event["ts"]) for event in flows] == [("s", 1e6), ("f", 7e6), ("s", 2e6), ("f", 7e6)]
-    assert {event["args"]["name"] for event in events if event["ph"] == "M"} == {"orchestrator", "rollout", "trainer"}
+    processes = {event["pid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    assert set(processes.values()) == {"orchestrator", "rollout", "trainer"}
+    threads = {(one["pid"], one["tid"]) for one in slices.values()}
+    assert len({tid for _, tid in threads} - processes.keys()) == len(threads)  # a thread's id is nobody else's
+    assert [event["id"] for event in flows] == [1, 1, 2, 2]
 
 
 def test_logs_of_several_programs_are_one_in_the_order_of_time(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 from collections import defaultdict
@@ -23,7 +24,7 @@ _ID = 8
 
 @dataclass(frozen=True, kw_only=True)
 class RunSpan:
-    """One span: times in seconds since 1970, ids in hex."""
+    """One span: times in seconds since 1970, and in whole microseconds, which nest exactly; ids in hex."""
 
     program: str
     name: str
@@ -32,6 +33,8 @@ class RunSpan:
     parent_id: str
     start_s: float
     seconds: float
+    start_us: int
+    end_us: int
     attributes: Mapping[str, Any] = field(default_factory=dict)
     links: tuple[str, ...] = ()
     """The ids of the spans it links to."""
@@ -56,6 +59,8 @@ def to_run_span(program: str, raw: Mapping[str, Any]) -> RunSpan:
         parent_id=raw.get("parentSpanId", ""),
         start_s=start / 1e9,
         seconds=(end - start) / 1e9,
+        start_us=start // 1000,
+        end_us=end // 1000,
         attributes={pair["key"]: next(iter(pair["value"].values()), None) for pair in raw.get("attributes", ())},
         links=tuple(link["spanId"] for link in raw.get("links", ())),
     )
@@ -178,40 +183,48 @@ def export(folder: RunFolder, target: Path) -> None:
 
 
 def _events(spans: Sequence[RunSpan]) -> Iterable[Mapping[str, Any]]:
-    """The spans as Chrome's trace events; spans of one program that overlap without nesting get tracks of their own."""
+    """The spans as Chrome's trace events; spans of one program that overlap without nesting get tracks of their own.
+
+    As Perfetto wants it: whole microseconds, since it drops slices of a track that overlap by a rounding; threads whose
+    ids are nobody else's, also no process's; arrows with numbers.
+    """
     programs = {program: number for number, program in enumerate(sorted({span.program for span in spans}), 1)}
-    begin_s = min(span.start_s for span in spans)
+    begin_us = min(span.start_us for span in spans)
     for program, pid in programs.items():
         yield {"name": "process_name", "ph": "M", "pid": pid, "args": {"name": program}}
-    tracks: dict[str, list[list[float]]] = defaultdict(list)
-    placed: dict[str, tuple[int, int, float]] = {}
-    for span in spans:
-        pid, tid = programs[span.program], _track(tracks[span.program], span)
-        start_us = (span.start_s - begin_s) * 1e6
+    tracks: dict[str, list[list[tuple[int, int]]]] = defaultdict(list)
+    threads: dict[tuple[int, int], int] = {}
+    placed: dict[str, tuple[int, int, int]] = {}
+    for span in sorted(spans, key=lambda span: (span.start_us, -span.end_us)):  # of two that begin together the outer
+        pid = programs[span.program]
+        track = (pid, _track(tracks[span.program], span))
+        tid = threads.setdefault(track, len(programs) + 1 + len(threads))
+        start_us = span.start_us - begin_us
         placed[span.span_id] = (pid, tid, start_us)
         ids = {"trace_id": span.trace_id, "span_id": span.span_id}
-        yield {"name": span.name, "ph": "X", "pid": pid, "tid": tid, "ts": start_us, "dur": span.seconds * 1e6,
+        yield {"name": span.name, "ph": "X", "pid": pid, "tid": tid, "ts": start_us, "dur": span.end_us - span.start_us,
                "cat": span.program, "args": {**span.attributes, **ids}}  # fmt: skip
+    arrows = itertools.count(1)
     for span in spans:
-        for number, linked in enumerate(span.links):
+        for linked in span.links:
             if linked in placed:
-                flow = f"{span.span_id}/{number}"
+                flow = next(arrows)
                 for phase, (pid, tid, at_us) in (("s", placed[linked]), ("f", placed[span.span_id])):
                     yield {"name": "link", "cat": "link", "ph": phase, "bp": "e", "id": flow, "pid": pid, "tid": tid,
                            "ts": at_us}  # fmt: skip
 
 
-def _track(tracks: list[list[float]], span: RunSpan) -> int:
+def _track(tracks: list[list[tuple[int, int]]], span: RunSpan) -> int:
     """The first track on which the span nests into what is open there, or follows it; a new one if none has room.
 
-    A track holds the ends of the spans that are open on it, the innermost last.
+    A track holds start and end of the spans that are open on it, in microseconds, the innermost last. Two that start
+    together are on two tracks: an arrow there would be the inner one's.
     """
-    end_s = span.start_s + span.seconds
-    for number, ends in enumerate(tracks):
-        while ends and ends[-1] <= span.start_s:
-            ends.pop()
-        if not ends or end_s <= ends[-1]:
-            ends.append(end_s)
+    for number, opened in enumerate(tracks):
+        while opened and opened[-1][1] <= span.start_us:
+            opened.pop()
+        if not opened or (span.end_us <= opened[-1][1] and span.start_us > opened[-1][0]):
+            opened.append((span.start_us, span.end_us))
             return number
-    tracks.append([end_s])
+    tracks.append([(span.start_us, span.end_us)])
     return len(tracks) - 1
