@@ -54,7 +54,7 @@ async def serve(config: InferenceConfig, stop: asyncio.Event, tracer: Tracer) ->
     except (ModelError, ValueError) as error:  # a configuration that no retry mends: say it once, without a traceback
         logger.error("{}", error)
         return 2
-    follower = HubFollower(engine, config)
+    follower = HubFollower(engine, config, waits=waits_of(tracer))
     runner = web.AppRunner(_app(config, engine, codec, api_key, follower), handler_cancellation=True, access_log=None)
     await runner.setup()
     freeze_loaded()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sqlite3
+import time
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -163,6 +164,46 @@ def test_a_service_that_is_gone_is_a_row(tmp_path: Path) -> None:
     (row,) = status["rows"]
     assert (row["service"], row["address"], row["state"]) == ("trainer", "127.0.0.1:1", "not answering")
     assert row["detail"] == "Connection refused"
+
+
+TEXT = """21:22:09.000 INFO    rl started trainer (pid 7), log in logs/trainer.log
+    21:22:10.000 ERROR   orchestrator step 6: loss nan is not finite
+21:22:11.000 ERROR   rl weights died: was killed by SIGKILL (9). Ending all other programs. Last lines of weights.log:
+    21:22:10.900 INFO    weights version 5 is decided
+"""
+JSON = json.dumps(
+    {"text": "", "record": {"level": {"name": "ERROR"}, "message": "weights died: was killed by SIGKILL (9)"}}
+)
+
+
+@pytest.mark.parametrize(
+    ("log", "why"),
+    [
+        (TEXT, "weights died: was killed by SIGKILL (9)"),
+        (f"{JSON}\n", "weights died: was killed by SIGKILL (9)"),
+        (TEXT + "21:30:00.000 INFO    rl started trainer (pid 8), log in logs/trainer.log\n", ""),
+    ],
+)
+def test_the_status_of_a_run_that_failed_says_why(tmp_path: Path, log: str, why: str) -> None:
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs/orchestrator.toml").write_text("max_steps = 9\n")
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs/rl.log").write_text(log)
+    status = json.loads(meshrl("status", "--json", "-o", str(tmp_path)).output)
+    jsonschema.validate(status, json.loads(status_schema()))
+    assert status["ended_by"] == why
+    assert (f"it ended by: {why}\n" in meshrl("status", "-o", str(tmp_path)).output) == bool(why)
+
+
+def test_programs_that_were_started_by_hand_are_a_run_that_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "state").mkdir()
+    state = ProgramState(program="trainer", host="another machine", pid=1, at_s=time.time(), stuck_s=8.0)
+    (tmp_path / "state/trainer.json").write_text(state.to_json())
+    status = json.loads(meshrl("status", "--json", "-o", str(tmp_path)).output)
+    assert status["headline"] == f"{tmp_path}: running, no step has ended yet"
+    assert status["waiting"] == "trainer answers nobody: its event loop is stuck for 8 s"
+    (tmp_path / "state/trainer.json").write_text(dataclasses.replace(state, at_s=time.time() - 3600.0).to_json())
+    assert json.loads(meshrl("status", "--json", "-o", str(tmp_path)).output)["waiting"] == ""
 
 
 def test_a_call_names_the_methods_that_there_are() -> None:

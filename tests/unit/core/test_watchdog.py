@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from meshrl.core.program import run
 from meshrl.core.telemetry import watchdog
 from meshrl.core.telemetry.waits import CountedWait, Waits
 from meshrl.core.telemetry.watchdog import ProgramWatch
-from meshrl.wire.program_state import read_states
+from meshrl.wire.program_state import ProgramState, WaitState, read_states, troubles_for
 
 DEADLINE_S = 60.0
 
@@ -114,6 +115,53 @@ def test_an_overdue_wait_is_said_with_whom_it_is_on_and_a_blocked_loop_too(
     assert line.startswith("waiting for 0 s: batch 18, ")
     assert stuck_s
     assert read_states(tmp_path) == {}, "a program that ends well leaves nothing"
+
+
+def saying(program: str, **more) -> ProgramState:
+    return ProgramState(program=program, host="another machine", pid=1, at_s=100.0, **more)
+
+
+def test_a_program_says_of_those_it_waits_for_that_they_are_in_trouble_and_the_orchestrator_of_all() -> None:
+    engine = saying("inference", serves=("127.0.0.1:8000",), stuck_s=7.0)
+    others = {"inference": engine, "weights": saying("weights", stuck_s=30.0), "trainer": saying("trainer")}
+    wait = WaitState(name="turn", what="a model call", seconds=1.0, on=("http://127.0.0.1:8000",))
+    stuck = "answers nobody: its event loop is stuck for 7 s"
+    assert troubles_for(saying("rollout", waits=(wait,)), others, every=False) == {"inference": stuck}
+    assert troubles_for(saying("rollout"), others, every=False) == {}
+    assert troubles_for(saying("orchestrator"), others, every=True).keys() == {"inference", "weights"}
+    assert troubles_for(engine, others, every=True).keys() == {"weights"}, "of itself it cannot say that"
+
+
+async def test_trouble_is_said_once_and_so_is_its_end_but_not_that_of_a_run_before(
+    tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watchdog, "LOOK_EVERY_S", 0.02)
+    monkeypatch.setattr(watchdog, "WRITE_EVERY_S", 0.02)
+    watch = ProgramWatch("orchestrator", Waits(), tmp_path)
+    (tmp_path / "state").mkdir()
+
+    def write(program: str, **more) -> None:
+        state = replace(saying(program), **{"at_s": time.time() + 1.0, **more})
+        part = tmp_path / "state" / f"{program}.part"
+        part.write_text(state.to_json())
+        part.replace(tmp_path / "state" / f"{program}.json")
+
+    async def until(words: str) -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            while not any(words in line for line in said):  # noqa: ASYNC110  # a thread says it
+                await asyncio.sleep(0.01)
+
+    write("trainer", at_s=time.time() - 60.0)
+    write("weights", stuck_s=9.0)
+    watch.start()
+    try:
+        await until("weights answers nobody: its event loop is stuck for 9 s")
+        write("weights")
+        await until("weights works again")
+    finally:
+        watch.stop()
+    assert sum("weights answers nobody" in line for line in said) == 1
+    assert not any(line.startswith("trainer") for line in said)
 
 
 PROGRAM = """

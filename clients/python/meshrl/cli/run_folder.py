@@ -5,7 +5,9 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import sqlite3
+import time
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,12 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 import zstandard
 
+from meshrl.wire.program_state import SILENT_AFTER_S, ProgramState, read_states
 from meshrl.wire.trace_file import read_lines, spans_of, trace_files
 
 if TYPE_CHECKING:
     from meshrl.client.credentials import Credentials
 
 _TAIL_BYTES = 2**20
+FULL_BYTES = 2**20
+"""A disk with less room takes no more logs, states and metrics."""
 _ANY_HOST = ("", "0.0.0.0", "::", "[::]")  # names what a server bound to; nothing is bound here
 
 
@@ -99,6 +104,39 @@ class RunFolder:
             return False
         return False
 
+    def is_running(self) -> bool:
+        """Whether programs run here: an `rl`, or some that were started by hand and said so a moment ago."""
+        return self.is_held() or any(time.time() - state.at_s < SILENT_AFTER_S for state in self.states().values())
+
+    def states(self) -> dict[str, ProgramState]:
+        """What the programs say of themselves, also those that are gone."""
+        return read_states(self.path)
+
+    def disk_trouble(self) -> str:
+        """That nothing more can be written here, in words; "" where it can."""
+        try:
+            free = shutil.disk_usage(self.path).free
+        except OSError:  # no such folder
+            return ""
+        return f"the disk of {self.path} is full: {free / 2**20:.1f} MiB are free" if free < FULL_BYTES else ""
+
+    def why_it_ended(self) -> str:
+        """The error that `rl` ended with, in one line; "" where it ended well, or runs."""
+        try:
+            with (self.path / "logs" / "rl.log").open("rb") as file:
+                file.seek(0, 2)
+                file.seek(max(0, file.tell() - _TAIL_BYTES))
+                lines = file.read().decode(errors="replace").splitlines()
+        except OSError:  # programs that were started by hand
+            return ""
+        for line in reversed(lines):
+            level, message = _logged(line)
+            if message.startswith("started "):  # of the run that is meant
+                return ""
+            if level == "ERROR":
+                return message.partition(". Ending all other")[0]
+        return ""
+
     def ledger(self) -> sqlite3.Connection | None:
         """A read-only connection to the run's ledger, None when there is none; the caller closes it."""
         path = self.path / "ledger.sqlite"
@@ -130,6 +168,18 @@ class RunFolder:
         for path in trace_files(self.path / "traces"):
             for span in spans_of(read_lines(path)[0]):
                 yield path.name.partition(".")[0], span
+
+
+def _logged(line: str) -> tuple[str, str]:
+    """Level and message of a line of a log, as text or as JSON; "" for both where it begins no record."""
+    if line.startswith("{"):
+        try:
+            record = json.loads(line)["record"]
+            return record["level"]["name"], record["message"]
+        except (ValueError, KeyError, TypeError):
+            return "", ""
+    parts = line.split(maxsplit=3)  # time, level, program, message
+    return (parts[1], parts[3]) if len(parts) == 4 else ("", "")
 
 
 def _operator(folder: Path) -> Credentials:

@@ -21,7 +21,7 @@ from meshrl.cli.run_folder import RunFolder
 from meshrl.client import ChannelOptions, RolloutClient, TrainerClient, WeightSyncClient
 from meshrl.client.credentials import CredentialError
 from meshrl.wire.errors import MeshError
-from meshrl.wire.program_state import ProgramState, read_states, run_line
+from meshrl.wire.program_state import ProgramState, run_line
 from meshrl.wire.types import AgentState
 
 SCHEMA = Path(__file__).with_name("status.schema.json")
@@ -59,6 +59,8 @@ class RunStatus:
     rows: tuple[ServiceRow, ...]
     waiting: str = ""
     """Who waits for whom, and programs that are in trouble, in one sentence."""
+    ended_by: str = ""
+    """The error that the run has ended with."""
     programs: tuple[ProgramState, ...] = ()
 
     @property
@@ -77,9 +79,10 @@ async def read_status(folder: RunFolder) -> RunStatus:
     ]
     rows = [row for answer in await asyncio.gather(*asked) for row in answer]
     last, now_s = folder.last_step(), time.time()
-    if orchestrator := _orchestrator(folder, last, now_s):
+    running, disk = folder.is_running(), folder.disk_trouble()
+    if orchestrator := _orchestrator(folder, last, now_s, running=running):
         rows.append(orchestrator)
-    states = read_states(folder.path) if folder.is_held() else {}
+    states = folder.states() if running else {}
     newest = max((row.version for row in rows if row.service == "trainer" and row.version is not None), default=None)
     step = None if last is None else int(last["step"])
     max_steps = folder.config("orchestrator").get("max_steps")
@@ -87,9 +90,10 @@ async def read_status(folder: RunFolder) -> RunStatus:
         output_dir=str(folder.path),
         step=step,
         max_steps=max_steps if isinstance(max_steps, int) else None,
-        headline=_headline(folder, last, now_s),
+        headline=_headline(folder, last, now_s, running=running),
         rows=tuple(_behind(row, newest) for row in rows),
-        waiting=run_line(states, now_s),
+        waiting="; ".join(filter(None, (run_line(states, now_s), disk if running else ""))),
+        ended_by="" if running else (folder.why_it_ended() or disk),
         programs=tuple(states.values()),
     )
 
@@ -177,12 +181,15 @@ async def _weights(address: str, options: ChannelOptions) -> list[ServiceRow]:
     return rows
 
 
-def _orchestrator(folder: RunFolder, last: Mapping[str, Any] | None, now_s: float) -> ServiceRow | None:
+def _orchestrator(
+    folder: RunFolder, last: Mapping[str, Any] | None, now_s: float, *, running: bool
+) -> ServiceRow | None:
     """What the orchestrator's files say of it; None in a folder that it never wrote to."""
     if not folder.config("orchestrator"):
         return None
     if last is None:
-        return ServiceRow(service="orchestrator", address="-", state="running", detail="no step has ended yet")
+        state = "running" if running else "ended"
+        return ServiceRow(service="orchestrator", address="-", state=state, detail="no step has ended yet")
     age_s = folder.metrics_age_s(now_s) or 0.0
     active = last.get("policy/active_version")
     detail = (
@@ -193,7 +200,7 @@ def _orchestrator(folder: RunFolder, last: Mapping[str, Any] | None, now_s: floa
     return ServiceRow(
         service="orchestrator",
         address="-",
-        state="running" if folder.is_held() else "ended",
+        state="running" if running else "ended",
         version=None if active is None else int(active),
         detail=detail,
         figures={"age_s": age_s, "lag_s": last.get("weights/lag_s")},
@@ -207,13 +214,15 @@ def _behind(row: ServiceRow, newest: int | None) -> ServiceRow:
     return ServiceRow(**{**asdict(row), "lag": max(0, newest - row.version)})
 
 
-def _headline(folder: RunFolder, last: Mapping[str, Any] | None, now_s: float) -> str:
-    held = "running" if folder.is_held() else "not running"
+def _headline(folder: RunFolder, last: Mapping[str, Any] | None, now_s: float, *, running: bool) -> str:
+    parts = ["running" if running else "not running"]
     if last is None:
-        return f"{folder.path}: {held}, no step has ended yet"
-    of = folder.config("orchestrator").get("max_steps")
-    steps = f"step {last['step']}" + (f" of {of}" if isinstance(of, int) else "")
-    return f"{folder.path}: {held}, {steps}, {ago(folder.metrics_age_s(now_s) or 0.0)} ago"
+        parts.append("no step has ended yet")
+    else:
+        of = folder.config("orchestrator").get("max_steps")
+        parts.append(f"step {last['step']}" + (f" of {of}" if isinstance(of, int) else ""))
+        parts.append(f"{ago(folder.metrics_age_s(now_s) or 0.0)} ago")
+    return f"{folder.path}: {', '.join(parts)}"
 
 
 def show(status: RunStatus) -> None:
@@ -221,6 +230,8 @@ def show(status: RunStatus) -> None:
     click.echo(status.headline)
     if status.waiting:
         click.echo(f"now: {status.waiting}")
+    if status.ended_by:
+        click.echo(f"it ended by: {status.ended_by}")
     rows = [(row.service, row.address, row.state, row.version, row.lag, row.detail) for row in status.rows]
     print_table(("service", "address", "state", "version", "lag", "what it does"), rows)
     late = [program for program in status.programs if program.loop_lag_s > LATE_S]

@@ -122,6 +122,13 @@ def waiting_chain(states: Mapping[str, ProgramState], start: str, now_s: float) 
     return ": ".join(said)
 
 
+def troubles_for(state: ProgramState, others: Mapping[str, ProgramState], *, every: bool) -> dict[str, str]:
+    """Why nothing can be expected of programs that `state` waits for, or of `every` other one, by their names."""
+    awaited = {other.program for wait in state.waits for name in wait.on if (other := _find(others, name)) is not None}
+    found = {name: other.trouble(state.at_s) for name, other in others.items() if every or name in awaited}
+    return {name: trouble for name, trouble in found.items() if trouble and name != state.program}
+
+
 def run_line(states: Mapping[str, ProgramState], now_s: float) -> str:
     """What a whole run waits for: the chain from the trainer on where it waits for a batch, else from the orchestrator.
 

@@ -2,7 +2,8 @@
 
 Every two seconds it writes `state/PROGRAM.json` in the run's folder. A wait that is overdue is said in one line of the
 log with the whole chain of who waits for whom, as far as the other programs write to the same folder; again when it has
-lasted twice as long. An event loop that answers late is said once a minute at most.
+lasted twice as long. A program in trouble, which is gone, stopped or stuck, is said at once by those that wait for it,
+and by the orchestrator in any case. An event loop that answers late is said once a minute at most.
 """
 
 from __future__ import annotations
@@ -19,13 +20,15 @@ from pathlib import Path
 from loguru import logger
 
 from meshrl.core.telemetry.waits import Waits
-from meshrl.wire.program_state import FOLDER, ProgramState, WaitState, read_states, waiting_chain
+from meshrl.wire.program_state import FOLDER, ProgramState, WaitState, read_states, troubles_for, waiting_chain
 
 LOOK_EVERY_S = 1.0
 WRITE_EVERY_S = 2.0
 LATE_S = 1.0
 """An event loop that answers later than this is said to."""
 SAY_LATE_EVERY_S = 60.0
+OVERSEER = "orchestrator"
+"""The program that says of all others when they are in trouble: its log is what a person looks at."""
 
 
 class ProgramWatch:
@@ -44,6 +47,8 @@ class ProgramWatch:
         self._most_lag_s = 0.0  # since the last state that was written
         self._said_s: dict[str, float] = {}  # how long each overdue wait had lasted when it was said, by its name
         self._late_said_s = float("-inf")
+        self._troubled: set[str] = set()  # of whom it was said
+        self._began_s = time.time()
 
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -97,12 +102,25 @@ class ProgramWatch:
                 self._program, state.loop_lag_s,
             )  # fmt: skip
         self._write(state)
+        self._say_troubles(state)
         late = {wait.name: wait for wait in state.waits if wait.overdue and not wait.reported}
         self._said_s = {name: said_s for name, said_s in self._said_s.items() if name in late}
         for name, wait in late.items():
             if wait.seconds >= 2 * self._said_s.get(name, 0.0):
                 self._said_s[name] = wait.seconds
                 self._say(state, wait)
+
+    def _say_troubles(self, state: ProgramState) -> None:
+        if self._output_dir is None:
+            return
+        others = read_states(self._output_dir)
+        current = {name: other for name, other in others.items() if other.at_s > self._began_s}  # of this run
+        found = troubles_for(state, current, every=self._program == OVERSEER)
+        for name in sorted(found.keys() - self._troubled):
+            logger.warning("{} {}", name, found[name])
+        for name in sorted((self._troubled - found.keys()) & current.keys()):
+            logger.info("{} works again", name)
+        self._troubled = set(found)
 
     def _say(self, state: ProgramState, wait: WaitState) -> None:
         others = {} if self._output_dir is None else read_states(self._output_dir)

@@ -20,6 +20,7 @@ from opentelemetry.trace import Span, Status, StatusCode
 from meshrl.client import WeightSyncClient
 from meshrl.client.backoff import Backoff
 from meshrl.core.https import scheme
+from meshrl.core.telemetry.waits import Waits
 from meshrl.core.waiting import StoppedError, set_within, unless_stopped
 from meshrl.inference.agent.fetching import VersionFetcher
 from meshrl.inference.agent.spans import apply_span
@@ -86,7 +87,7 @@ class WeightAgent:
         self._engine = engine
         self._engine_id, self._engine_pool = config.engine_id or address, config.engine_pool
         self._url, self._away_s = url or f"{scheme()}://{address}", away_s
-        self.connected = False  # to the hub, which then decides what is served
+        self.connected, self.waits = False, Waits()  # to the hub, which then decides; the program's, where it has some
         spool = Spool(spool_dir, self._engine_id) if engine.stages_from_files else None
         self._loader = VersionLoader(client, engine, VersionFetcher(client, stall_s=fetch_stall_s, spool=spool))
         self._hold_deadline_s = hold_deadline_s
@@ -192,8 +193,7 @@ class WeightAgent:
                 yield self._report(Tell())
 
     def _report(self, tell: Tell) -> AgentReport:
-        machine = self.machine
-        target = machine.target
+        machine, target = self.machine, self.machine.target
         version, artifact_id = tell.target_version, tell.target_artifact_id
         if target is not None and not artifact_id and not (tell.of_group and machine.state is not AgentState.PREPARED):
             version, artifact_id = target.version, target.artifact_id
@@ -287,7 +287,8 @@ class WeightAgent:
     async def _fetch(self, version: int, artifact_id: str) -> None:
         began_s = time.monotonic()
         try:
-            manifest, adopt = await self._stage(version, artifact_id)
+            with self.waits.waiting("version", lambda: self._loader.doing(version), ("weights",)):
+                manifest, adopt = await self._stage(version, artifact_id)
         except Exception as error:  # noqa: BLE001 (nothing was applied: the old version stays, and the hub must hear)
             logger.opt(exception=not isinstance(error, MeshError)).error("version {} is refused: {!r}", version, error)
             self._perform(self.machine.fetch_failed(artifact_id, fault_of(error)))
@@ -374,8 +375,7 @@ class WeightAgent:
             self._spawn(self._resume())
 
     async def _resume(self) -> None:
-        held, self._held = self._held, None
-        timer, self._hold_timer = self._hold_timer, None
+        held, timer, self._held, self._hold_timer = self._held, self._hold_timer, None, None
         if timer is not None:
             timer.cancel()
         if held is None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 from loguru import logger
@@ -32,6 +33,19 @@ class VersionFetcher:
         self._client = client
         self._stall_s = stall_s
         self._spool = spool
+        self._arrived, self._awaited = 0, 0  # bytes of what is fetched now
+
+    def arriving(self, version: int) -> str:
+        """What somebody who waits for a version waits for, in words."""
+        mb = f", of which {self._arrived / 1e6:.2f} of {self._awaited / 1e6:.2f} MB are here" if self._awaited else ""
+        return f"version {version} from the hub{mb}"
+
+    def begin(self) -> None:
+        """Nothing of what is fetched next is here yet."""
+        self._arrived, self._awaited = 0, 0
+
+    def _arrive(self, count: int) -> None:
+        self._arrived += count
 
     async def fetch(self, manifest: Manifest, artifact_id: str) -> HostBytes:
         """Returns the verified bytes of a version, to be released once it is staged.
@@ -45,7 +59,8 @@ class VersionFetcher:
 
     async def fetch_delta(self, manifest: Manifest) -> Bytes:
         """Returns the bytes of a delta, every chunk right. Raises MeshError as `fetch`."""
-        arrival = _CheckedArrival(manifest)
+        self._awaited += manifest.payload_bytes
+        arrival = _CheckedArrival(manifest, self._arrive)
         artifact_id = await asyncio.to_thread(manifests.artifact_id, manifest)
         await download(self._client, manifest, artifact_id, arrival, stall_s=self._stall_s)
         return arrival.data
@@ -74,7 +89,8 @@ class VersionFetcher:
             held = empty_bytes(manifest)
         else:
             held = await asyncio.to_thread(self._spool.room_for, manifest)
-        arrival = _HashedArrival(manifest, held)
+        self._awaited += manifest.payload_bytes
+        arrival = _HashedArrival(manifest, held, self._arrive)
         try:
             await download(self._client, manifest, artifact_id, arrival, stall_s=self._stall_s)
             await arrival.check_rest()
@@ -87,15 +103,17 @@ class VersionFetcher:
 
 
 class _CheckedArrival:
-    """An `Arrival` that checks each chunk once its bytes are here."""
+    """An `Arrival` that checks each chunk once its bytes are here. `tell` is given the bytes that have come."""
 
-    def __init__(self, manifest: Manifest) -> None:
+    def __init__(self, manifest: Manifest, tell: Callable[[int], None]) -> None:
         self.missing = set(range(len(manifest.chunks)))
         self.data: Bytes = np.empty(manifest.payload_bytes, dtype=np.uint8)
         self._manifest = manifest
+        self._tell = tell
 
     def put(self, offset: int, data: Bytes) -> None:
         self.data[offset : offset + len(data)] = data
+        self._tell(len(data))
 
     def complete(self, index: int) -> None:
         """All bytes of a chunk are here. Raises MeshError DIGEST_MISMATCH."""
@@ -107,11 +125,14 @@ class _CheckedArrival:
 
 
 class _HashedArrival:
-    """An `Arrival` that hashes each tensor once its bytes are here, beside the arrival of the rest."""
+    """An `Arrival` that hashes each tensor once its bytes are here, beside the arrival of the rest.
 
-    def __init__(self, manifest: Manifest, held: HostBytes) -> None:
+    `tell` is given the bytes that have come.
+    """
+
+    def __init__(self, manifest: Manifest, held: HostBytes, tell: Callable[[int], None]) -> None:
         self.missing = set(range(len(manifest.chunks)))
-        self._manifest, self._held = manifest, held
+        self._manifest, self._held, self._tell = manifest, held, tell
         self._next_chunk = 0  # the first one that may be missing
         # Of tensors with additive digests, which are slow on a host, the chunks are hashed instead: they are all bytes.
         self._by_chunk = manifest.digest_algorithm == manifests.SUM128
@@ -123,6 +144,7 @@ class _HashedArrival:
     def put(self, offset: int, data: Bytes) -> None:
         buffer = self._held.parts[0][1]
         buffer[offset : offset + len(data)] = data
+        self._tell(len(data))
 
     def complete(self, index: int) -> None:
         """All bytes of a chunk are here. Raises MeshError DIGEST_MISMATCH for a tensor that was here before."""

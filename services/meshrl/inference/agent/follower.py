@@ -15,6 +15,7 @@ from loguru import logger
 
 from meshrl.client import ChannelOptions, WeightSyncClient
 from meshrl.client.credentials import TokenCredentials
+from meshrl.core.telemetry.waits import Waits
 from meshrl.core.waiting import Pulse
 from meshrl.inference.agent.agent import WeightAgent
 from meshrl.inference.config import InferenceConfig
@@ -40,8 +41,11 @@ class _Following:
 class HubFollower:
     """Runs at most one agent beside an engine. `run` is the life of it all."""
 
-    def __init__(self, engine: Engine, config: InferenceConfig, *, away_s: float = AWAY_S) -> None:
-        """away_s: how long a hub that called may be away before it is followed no more."""
+    def __init__(
+        self, engine: Engine, config: InferenceConfig, *, away_s: float = AWAY_S, waits: Waits | None = None
+    ) -> None:
+        """away_s: how long a hub that called may be away before it is followed no more; waits: those of the program."""
+        self._waits = waits or Waits()
         self._engine, self._config, self._away_s = engine, config, away_s
         self._address = ""
         self._following: _Following | None = None
@@ -110,6 +114,7 @@ class HubFollower:
         leave = asyncio.Event()
         client = WeightSyncClient(hub, ChannelOptions(credentials=TokenCredentials(token)) if token else None)
         agent = WeightAgent(client, self._engine, self._config, self._address, url=url, away_s=away_s)
+        agent.waits = self._waits
         task = asyncio.create_task(_run(client, agent, leave, called=away_s is not None))
         self._following = _Following(hub=hub, agent=agent, task=task, leave=leave)
         self._changed.beat()

@@ -42,8 +42,13 @@ class VersionLoader:
         self.signature = manifests.layout_signature(engine.layout())
         self.images = ImageKeeper(fetcher, self.signature)
 
+    def doing(self, version: int) -> str:
+        """What loading a version waits for, in words."""
+        return self._fetcher.arriving(version)
+
     async def find(self, version: int, artifact_id: str) -> FoundVersion:
         """Asks the hub for a version and what leads to it. Raises MeshError VERSION_SUPERSEDED, DIGEST_MISMATCH."""
+        self._fetcher.begin()
         held_root = await self.images.held_root()
         found = await self._client.find_version(version=version, artifact_id=artifact_id, held_root=held_root)
         if found.artifact_id != artifact_id:

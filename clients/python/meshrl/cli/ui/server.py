@@ -123,7 +123,9 @@ class Page:
         return web.Response(body=self._files[name], content_type=kind, charset="utf-8")
 
     async def _list(self, _: web.Request) -> web.Response:
-        return web.json_response([{"path": str(run.folder.path), "live": run.folder.is_held()} for run in self._runs])
+        return web.json_response(
+            [{"path": str(run.folder.path), "live": run.folder.is_running()} for run in self._runs]
+        )
 
     async def _now(self, request: web.Request) -> web.Response:
         return _json(await self._run(request).status())

@@ -1,6 +1,7 @@
 // Now: who waits for whom in one sentence, the services, and the six charts that tell most.
 import { chart, element, get, number, table } from "./page.js";
 
+const ASK_AGAIN_MS = 2000;
 const CHARTS = [
   ["Reward", ["reward/all/mean"], /^eval\/.*\/avg@\d+$/],
   ["Seconds a step", ["time/step", "time/wait_for_rollouts", "time/wait_for_batch"]],
@@ -21,10 +22,12 @@ export async function drawNow(box, { run }) {
     element("div", { class: "charts" }, ...charts.map(([title, wanted]) => chart(title, wanted.filter((name) => series[name]).map((name) => ({ label: name, steps: series[name][0], values: series[name][1] }))))),
     services,
   );
-  // Services that do not answer take seconds: the charts do not wait for them.
-  get(`/api/runs/${run}/now`).then((status) => {
-    sentence.textContent = [status.headline, status.waiting].filter(Boolean).join(". Now: ");
-    sentence.classList.toggle("unwell", status.rows.some((row) => row.state === "not answering") && status.headline.includes(": running"));
+  // Services that do not answer take seconds: the charts do not wait for them. A run that stands still grows nothing that
+  // would have the page drawn anew, and it is then that somebody looks: so this part asks again by itself.
+  let shown = false;
+  const refresh = () => get(`/api/runs/${run}/now`).then((status) => {
+    sentence.textContent = [status.headline, status.waiting, status.ended_by].filter(Boolean).join(status.ended_by ? ". It ended by: " : ". Now: ");
+    sentence.classList.toggle("unwell", Boolean(status.ended_by) || (status.headline.includes(": running") && (status.rows.some((row) => row.state === "not answering"))));
     services.replaceChildren(
       table(
         [["service", (row) => row.service], ["address", (row) => row.address], ["state", (row) => row.state], ["version", (row) => row.version, "number"], ["behind", (row) => row.lag, "number"], ["what it does", (row) => row.detail]],
@@ -32,4 +35,12 @@ export async function drawNow(box, { run }) {
       ),
     );
   }, (error) => services.replaceChildren(element("p", { class: "error" }, error.message)));
+  refresh();
+  const timer = setInterval(() => {
+    if (shown && !box.isConnected) clearInterval(timer);
+    else if (box.isConnected) {
+      shown = true;
+      refresh();
+    }
+  }, ASK_AGAIN_MS);
 }
