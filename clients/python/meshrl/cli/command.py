@@ -112,13 +112,15 @@ def options_for(folder: RunFolder, **changes: Any) -> ChannelOptions:
 
 def run(work: Coroutine[Any, Any, _T]) -> _T:
     """Runs calls to services to their end; one that fails is a CliError with the service's own words."""
-    import asyncio  # `--help` need not wait for it, nor for gRPC
-
-    from meshrl.wire.errors import MeshError
+    import asyncio  # `--help` need not wait for it
 
     try:
         return asyncio.run(work)
-    except MeshError as error:
+    except Exception as error:
+        from meshrl.wire.errors import MeshError  # with gRPC: nothing raises it that has not imported it
+
+        if not isinstance(error, MeshError):
+            raise
         # gRPC names the address, and each of its attempts; the cause comes last.
         said = " ".join(error.message.rpartition("last error: UNKNOWN: ")[2].split())
         remedy = REMEDIES.get(error.reason.name)

@@ -12,17 +12,16 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from meshrl.cli.command import ago, folder_option, json_option, print_json, print_table, run
 from meshrl.cli.run_folder import RunFolder
-from meshrl.client import ChannelOptions, RolloutClient, TrainerClient, WeightSyncClient
-from meshrl.client.credentials import CredentialError
-from meshrl.wire.errors import MeshError
 from meshrl.wire.program_state import ProgramState, run_line
-from meshrl.wire.types import AgentState
+
+if TYPE_CHECKING:  # gRPC and what goes with it take half a second to import: where there is nobody to ask, nobody waits
+    from meshrl.client import ChannelOptions
 
 SCHEMA = Path(__file__).with_name("status.schema.json")
 LATE_S = 1.0
@@ -45,7 +44,7 @@ class ServiceRow:
 
     @property
     def is_well(self) -> bool:
-        return self.state in ("serving", "running", AgentState.READY.value)
+        return self.state in ("serving", "running", "ready")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +100,10 @@ async def read_status(folder: RunFolder) -> RunStatus:
 async def _ask(
     folder: RunFolder, service: str, address: str, ask: Callable[[str, ChannelOptions], Awaitable[list[ServiceRow]]]
 ) -> list[ServiceRow]:
+    from meshrl.client import ChannelOptions
+    from meshrl.client.credentials import CredentialError
+    from meshrl.wire.errors import MeshError
+
     try:
         options = ChannelOptions(unary_deadline_s=ANSWER_S, retry_attempts=2, credentials=folder.credentials())
         return await ask(address, options)
@@ -113,6 +116,8 @@ async def _ask(
 
 
 async def _rollout(address: str, options: ChannelOptions) -> list[ServiceRow]:
+    from meshrl.client import RolloutClient
+
     async with RolloutClient(address, options) as client:
         status = await client.get_status()
     versions = [engine.version for engine in status.engines if engine.healthy and engine.version is not None]
@@ -137,6 +142,8 @@ async def _rollout(address: str, options: ChannelOptions) -> list[ServiceRow]:
 
 
 async def _trainer(address: str, options: ChannelOptions) -> list[ServiceRow]:
+    from meshrl.client import TrainerClient
+
     async with TrainerClient(address, options) as client:
         info = await client.get_trainer()
     return [
@@ -155,6 +162,8 @@ async def _trainer(address: str, options: ChannelOptions) -> list[ServiceRow]:
 
 
 async def _weights(address: str, options: ChannelOptions) -> list[ServiceRow]:
+    from meshrl.client import WeightSyncClient
+
     async with WeightSyncClient(address, options) as client:
         engines = await client.list_engines()
     routable = sum(engine.routable for engine in engines)
