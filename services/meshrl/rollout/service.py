@@ -9,6 +9,7 @@ import grpc
 import grpc.aio
 
 from meshrl.rollout.group_runner import GroupRunner
+from meshrl.rollout.groups import CancelAnswers
 from meshrl.v1 import rollout_pb2 as pb
 from meshrl.v1 import rollout_pb2_grpc as pb_grpc
 from meshrl.wire import convert, validate
@@ -39,6 +40,7 @@ class RolloutServicer(pb_grpc.RolloutServiceServicer):
 
     def __init__(self, runner: GroupRunner) -> None:
         self._runner = runner
+        self._cancels = CancelAnswers()
 
     async def ListEnvironments(  # noqa: N802  # the name of the RPC
         self, request: pb.ListEnvironmentsRequest, context: grpc.aio.ServicerContext
@@ -60,7 +62,9 @@ class RolloutServicer(pb_grpc.RolloutServiceServicer):
     async def CancelRollouts(  # noqa: N802  # the name of the RPC
         self, request: pb.CancelRolloutsRequest, context: grpc.aio.ServicerContext
     ) -> pb.CancelRolloutsResponse:
-        return pb.CancelRolloutsResponse(cancelled=self._runner.cancel(tuple(request.group_ids)))
+        group_ids = tuple(request.group_ids)
+        cancelled = self._cancels.once(request.request_id, group_ids, lambda: self._runner.cancel(group_ids))
+        return pb.CancelRolloutsResponse(cancelled=cancelled)
 
     async def GetRolloutStatus(  # noqa: N802  # the name of the RPC
         self, request: pb.GetRolloutStatusRequest, context: grpc.aio.ServicerContext

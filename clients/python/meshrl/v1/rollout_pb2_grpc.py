@@ -105,7 +105,8 @@ class RolloutServiceServicer(object):
 
     def CancelRollouts(self, request, context):
         """Stops groups that are running; their streams end with a summary. Idempotent: naming a group
-        that is not running is not an error.
+        that is not running is not an error, and a request_id among the last 10,000 gets the first
+        answer and stops nothing that began since; with other group_ids it is refused with ALREADY_EXISTS.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

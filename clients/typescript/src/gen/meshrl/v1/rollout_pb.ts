@@ -1001,7 +1001,8 @@ export const RolloutService: GenService<{
   },
   /**
    * Stops groups that are running; their streams end with a summary. Idempotent: naming a group
-   * that is not running is not an error.
+   * that is not running is not an error, and a request_id among the last 10,000 gets the first
+   * answer and stops nothing that began since; with other group_ids it is refused with ALREADY_EXISTS.
    *
    * @generated from rpc meshrl.v1.RolloutService.CancelRollouts
    */
