@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from types import MethodType, ModuleType
 from typing import Any
 
 import pydantic._internal._fields as pydantic_fields
 from verifiers.v1 import harness, rollout, session, task
+from verifiers.v1.runtimes.subprocess import SubprocessRuntime
 from verifiers.v1.utils import decorators, loaders
 
 KEPT = 4096
@@ -28,12 +29,14 @@ def remember() -> None:
     _replace((loaders,), "harness_class", functools.lru_cache(KEPT))
     _replace((decorators, harness, rollout, task), "discover_decorated", _remember_names)
     _replace((decorators, rollout, session), "invoke", _remember_parameters)
+    # A task's key, which is asked for four times in each episode: the hash of its data, which is frozen.
+    _replace((task.Task,), "hash", _remember_hash)
+    # The folder of each rollout, which most leave empty: a thread is asked to remove it.
+    _replace((SubprocessRuntime,), "teardown", _remove_empty_folder_first)
 
 
-def _replace(
-    modules: tuple[ModuleType, ...], name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
-) -> None:
-    """Wraps the function that all of `modules` know by `name`."""
+def _replace(modules: tuple[ModuleType | type, ...], name: str, wrap: Callable[[Any], Any]) -> None:
+    """Wraps the function that all of `modules` know by `name`; in a class it may be a property."""
     found = getattr(modules[0], name, None)
     if found is None or hasattr(found, "__wrapped__"):
         return
@@ -80,3 +83,42 @@ def _remember_parameters(invoke: Callable[..., Any]) -> Callable[..., Any]:
         return fn(**{name: available[name] for name in names if name in available})
 
     return remembered
+
+
+class _Remembered(property):
+    """A property that is remembered; `__wrapped__` is what it was."""
+
+    __wrapped__: property
+
+
+def _remember_hash(plain: property) -> property:
+    """`Task.hash`; a task with other data (`with_data`) has another one."""
+    assert plain.fget is not None  # it can be read
+    work_out = plain.fget
+
+    def remembered(of: Any) -> str:
+        held: tuple[object, str] | None = vars(of).get("_meshrl_hash")
+        if held is None or held[0] is not of.data:
+            held = vars(of)["_meshrl_hash"] = (of.data, work_out(of))
+        return held[1]
+
+    wrapped = _Remembered(remembered)
+    wrapped.__wrapped__ = plain
+    return wrapped
+
+
+def _remove_empty_folder_first(teardown: Callable[[Any], Awaitable[None]]) -> Callable[[Any], Awaitable[None]]:
+    """`SubprocessRuntime.teardown`, which has a thread look through the folder of each rollout."""
+
+    @functools.wraps(teardown)
+    async def quick(runtime: Any) -> None:
+        if runtime.workdir is not None and not runtime._background:
+            try:
+                runtime.workdir.rmdir()
+            except OSError:  # something is in it
+                pass
+            else:
+                return
+        await teardown(runtime)
+
+    return quick

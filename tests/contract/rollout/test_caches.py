@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import verifiers.v1 as vf
 from renderers.base import load_tokenizer
 from renderers.default import DefaultRenderer
 from verifiers.v1.graph import MessageNode
+from verifiers.v1.runtimes.subprocess import SubprocessConfig, SubprocessRuntime
 from verifiers.v1.types import UserMessage
 from verifiers.v1.utils import decorators, loaders
 
@@ -31,6 +33,8 @@ def test_every_function_is_still_where_it_is_looked_for():
         (loaders, "harness_class"),
         (decorators, "discover_decorated"),
         (decorators, "invoke"),
+        (vf.Task, "hash"),
+        (SubprocessRuntime, "teardown"),
     ):
         assert hasattr(getattr(module, name), "__wrapped__"), f"{module.__name__}.{name} is not remembered any more"
 
@@ -105,6 +109,25 @@ def test_a_mark_that_one_task_alone_lacks_is_seen():
     assert [hook.__name__ for hook in discover(odd, "reward")] == ["early"]
 
 
+def test_a_tasks_hash_is_that_of_the_data_it_has():
+    task = Scored(vf.TaskData(prompt="x"))
+    other = task.with_data(prompt="y")
+    for one in (task, other, task):
+        assert one.hash == one.key == vf.Task.hash.__wrapped__.fget(one)
+    assert task.hash != other.hash
+
+
+@pytest.mark.parametrize("files", [(), ("left.txt",)])
+async def test_a_rollouts_folder_is_gone_after_it_whether_empty_or_not(files):
+    runtime = SubprocessRuntime(SubprocessConfig(), uuid.uuid4().hex)
+    await runtime.start()
+    for name in files:
+        await runtime.write(name, b"x")
+    await runtime.teardown()
+    assert not runtime.workdir.exists()
+    runtime.cleanup()
+
+
 def test_a_quick_tokenizer_says_what_a_slow_one_says(tokenizer_dir: Path):
     slow, quick = (load_tokenizer(str(tokenizer_dir)) for _ in range(2))
     quicken(quick)
@@ -114,6 +137,9 @@ def test_a_quick_tokenizer_says_what_a_slow_one_says(tokenizer_dir: Path):
             assert quick.encode(text, add_special_tokens=special) == ids
             assert quick.encode(text, add_special_tokens=special) == ids
             assert quick.decode(ids, skip_special_tokens=special) == slow.decode(ids, skip_special_tokens=special)
+    for token in ("<|im_start|>", "</think>", "no such token", ["a", "b"]):
+        assert quick.convert_tokens_to_ids(token) == slow.convert_tokens_to_ids(token)
+    assert quick.unk_token_id == slow.unk_token_id
     assert quick.decode([[3, 4], [5]]) == slow.decode([[3, 4], [5]])
     assert quick.decode(3) == slow.decode(3)
 

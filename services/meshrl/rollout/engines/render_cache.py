@@ -82,9 +82,10 @@ def remember_prefixes(renderer: Renderer) -> None:
 
 
 def quicken(tokenizer: Any) -> None:
-    """Has a tokenizer decode a list of ids without looking at each first, and keep the ids of short texts.
+    """Has a tokenizer decode a list of ids without looking at each first, and keep the ids of short texts and tokens.
 
-    Renderers decode every completion twice and encode the same header three times to read it.
+    Renderers decode every completion twice and encode the same header three times to read it, and ask six times for
+    the ids of the same marks.
     """
     decode, encode = tokenizer.decode, tokenizer.encode
     one_by_one = getattr(tokenizer, "_decode", None)
@@ -104,4 +105,14 @@ def quicken(tokenizer: Any) -> None:
             return list(short(text, add_special_tokens))
         return encode(text, *args, add_special_tokens=add_special_tokens, **options)  # type: ignore[no-any-return]  # transformers says Any
 
-    tokenizer.decode, tokenizer.encode = quick_decode, quick_encode
+    convert = tokenizer.convert_tokens_to_ids
+
+    @functools.lru_cache(256)
+    def id_of(token: str) -> Any:
+        return convert(token)
+
+    def quick_convert(tokens: Any) -> Any:
+        return id_of(tokens) if type(tokens) is str else convert(tokens)
+
+    tokenizer.decode, tokenizer.encode, tokenizer.convert_tokens_to_ids = quick_decode, quick_encode, quick_convert
+    vars(tokenizer)["unk_token_id"] = tokenizer.unk_token_id  # else it is looked for each time
