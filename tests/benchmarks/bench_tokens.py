@@ -2,6 +2,7 @@
 
     python tests/benchmarks/bench_tokens.py --rollouts 500
     python tests/benchmarks/bench_tokens.py --rollouts 500 --workers 2 --embedded  # the real engine, real swaps
+    python tests/benchmarks/bench_tokens.py --rollouts 500 --workers 2 --embedded --tools  # no rollout without a tool
 
 Weights are swapped all the time, also in the middle of a completion, and templates strip or rewrite earlier turns. Each
 completion must be in exactly one sample, bit for bit, behind just the tokens which the engine saw before it.
@@ -39,11 +40,17 @@ async def main() -> None:
         "--embedded", action="store_true", help="the embedded engine and a model that was taught to talk"
     )
     parser.add_argument("--lessons", type=int, default=250, help="steps in which that model is taught (default: 250)")
+    parser.add_argument(
+        "--tools", action="store_true", help="only conversations with a tool, until that many called it"
+    )
     options = parser.parse_args()
     logger.remove()
     warnings.simplefilter("ignore", DeprecationWarning)
-    print("| template | rollouts | turns | samples | trained tokens | versions | completions of two versions | equal |")
-    print("|---|---|---|---|---|---|---|---|", flush=True)
+    columns = (
+        "rollouts | with a tool called | turns | samples | trained tokens | versions | completions of two versions"
+    )
+    print(f"| template | {columns} | equal |")
+    print("|---|---|---|---|---|---|---|---|---|", flush=True)
     logging.disable(logging.INFO)
     with tempfile.TemporaryDirectory() as folder:
         for number, case in enumerate(CASES):
@@ -53,9 +60,9 @@ async def main() -> None:
             engine = None if not options.embedded else embedded(options.lessons, options.seed + number)
             seen = await play(
                 case, options.rollouts, own, seed=options.seed + number, workers=options.workers,
-                in_flight=4 if options.embedded else 1, serving=engine,
+                in_flight=4 if options.embedded else 1, tools=options.tools, serving=engine,
             )  # fmt: skip
-            counts = (seen.rollouts, seen.turns, seen.samples, seen.tokens, len(seen.versions), seen.split)
+            counts = (seen.rollouts, seen.called, seen.turns, seen.samples, seen.tokens, len(seen.versions), seen.split)
             print(f"| {case} | {' | '.join(f'{count:,}' for count in counts)} | all |", flush=True)
 
 

@@ -7,6 +7,7 @@ middle of a completion; templates strip, rewrite or forget earlier turns.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import uuid
 from collections import defaultdict
@@ -162,10 +163,15 @@ class Compared:
 
     rollouts: int = 0
     turns: int = 0
+    called: int = 0  # rollouts that called a tool
     samples: int = 0
     tokens: int = 0
     versions: set[int] = field(default_factory=set)
     split: int = 0  # completions of two versions
+
+
+def called_a_tool(rollout: Any) -> bool:
+    return any(span.role == "tool" for sample in rollout.samples for span in sample.message_spans)
 
 
 def compare(rollouts: Iterable[Any], engine: RecordedEngine) -> Compared:
@@ -179,6 +185,7 @@ def compare(rollouts: Iterable[Any], engine: RecordedEngine) -> Compared:
         left = list(engine.generated.pop(uuid.UUID(rollout.rollout_id).hex))
         assert rollout.num_turns == len(left)
         seen.rollouts, seen.turns = seen.rollouts + 1, seen.turns + len(left)
+        seen.called += called_a_tool(rollout)
         for sample in rollout.samples:
             seen.samples += 1
             versions = np.full(len(sample.token_ids), -1)
@@ -231,11 +238,13 @@ async def play(
     group_size: int = 5,
     workers: int = 0,
     in_flight: int = 1,
+    tools: bool = False,
     serving: Callable[[Any], AbstractAsyncContextManager[Any]] | None = None,
 ) -> Compared:
     """Plays conversations with a tool, and with a user, in equal parts, and compares their samples.
 
-    `in_flight` groups at once; `serving(tokenizer)` is another engine that notes what it generated.
+    With `tools` only those with a tool, until `num_rollouts` of them called it. `in_flight` groups at once;
+    `serving(tokenizer)` is another engine that notes what it generated.
     """
     from opentelemetry.sdk.trace import TracerProvider
 
@@ -271,7 +280,7 @@ async def play(
             request = RolloutRequest(
                 request_id=str(uuid.uuid4()),
                 group_id=str(uuid.uuid4()),
-                environment=("mesh_tools", "mesh_guess")[number % 2],
+                environment="mesh_tools" if tools or number % 2 == 0 else "mesh_guess",
                 task_index=0,
                 group_size=group_size,
                 deadline_s=600.0,
@@ -283,10 +292,14 @@ async def play(
                 if event.HasField("rollout"):
                     rollouts.append(convert.rollout_event_from_proto(event))
 
-        numbers = iter(range(num_rollouts // group_size))
+        numbers = itertools.count()
+
+        def enough(number: int) -> bool:
+            done = sum(map(called_a_tool, rollouts)) if tools else number * group_size
+            return done >= num_rollouts
 
         async def one_after_the_other() -> None:
-            for number in numbers:
+            while not enough(number := next(numbers)):
                 await group(number)
 
         async with asyncio.TaskGroup() as playing:
