@@ -4,14 +4,16 @@
     python tests/benchmarks/bench_deltas.py --versions A.safetensors B.safetensors    two versions of a run
     python tests/benchmarks/bench_deltas.py --device cuda --shape qwen3-4b        AdamW steps on a GPU
 
-On a GPU the weights are random, float32 with bfloat16 published; gradients are noise with a small steady part, and
-AdamW (0.9, 0.95) has made some steps before the ones that are measured.
+With a shape the weights are random, float32 with bfloat16 published; gradients are noise with a small steady part, and
+AdamW (0.9, 0.95) has made some steps before the ones that are measured. Versions are made by what a publisher uses
+(snapshot: on the training thread; encode: digests and pieces; write: joined, and hashed in chunks; keep), and brought
+into an engine's copy of the weights (apply: checked to the root, and what lay at rest; hash: beside staging).
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
+import asyncio
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,21 +28,22 @@ import zstandard
 from numpy.typing import NDArray
 from safetensors.torch import load_file
 
-sys.path.append(str(Path(__file__).parents[1] / "support"))
-
-from delta_on_device import encode_on_device
+from meshrl.trainer.publishing.rank_calls import RankCalls
 from meshrl.versions.collective.digest import digest_bytes, sum128
-from meshrl.versions.deltas.codec import Packed, encode, join, runs_of
+from meshrl.versions.deltas.codec import Packed, Rows, encode, join
 from meshrl.versions.deltas.image import WeightImage
 from meshrl.versions.files import HostBytes
-from meshrl.versions.snapshot import GatheredWeights
+from meshrl.versions.snapshot import Captured, GatheredWeights, take_snapshot
+from meshrl.versions.transports.base import Prepared, VersionLine
+from meshrl.versions.transports.stream import RankedStreamTransport
+from meshrl.versions.transports.stream_share import StreamShare
 from meshrl.wire.manifest import layout_signature, plan_tensors, result_root
-from meshrl.wire.types import Manifest, TensorEntry, Transport, VersionKind
+from meshrl.wire.types import CollectivePlan, Manifest, TensorEntry, Transport, VersionKind
 
 SYNTHETIC_VALUES = 32 * 2**20
 DENSITIES = (0.005, 0.01, 0.02, 0.03, 0.1)
 RATES = (1e-6, 3e-6, 1e-5)
-WARM_UP, VERSIONS = 12, 3
+WARM_UP, VERSIONS = 8, 3
 SAMPLE_BYTES = 2**28  # of a version, for the codes beside ours
 BLOCK = 2**23
 SHAPES = {  # hidden, intermediate, layers, attention heads, key-value heads
@@ -129,7 +132,7 @@ def synthetic(threads: ThreadPoolExecutor) -> None:
             random.choice([1, 1 - 2], len(places)) * random.choice([1, 2], len(places), p=[0.94, 0.06])
         ).astype(np.uint16)
         old_bytes, new_bytes = old.view(np.uint8), new.view(np.uint8)
-        seconds, made = best_of(2, partial(encode, plan, old_bytes, new_bytes, threads))
+        seconds, made = best_of(2, partial(encode, Rows(plan), old_bytes, new_bytes, threads))
         size = len(join([packed for _, packed in made]))
         xor, plain = other_codes(old_bytes, new_bytes, 2, threads)
         full = len(old_bytes)
@@ -157,7 +160,7 @@ def of_versions(first: Path, second: Path, threads: ThreadPoolExecutor) -> None:
 
 
 def report(plan: Sequence[TensorEntry], old: Bytes, new: Bytes, threads: ThreadPoolExecutor, name: str) -> None:
-    seconds, made = best_of(3, lambda: encode(plan, old, new, threads))
+    seconds, made = best_of(3, lambda: encode(Rows(plan), old, new, threads))
     pieces: list[Packed] = [packed for _, packed in made]
     delta = join(pieces)
     xor, plain = other_codes(old, new, 2, threads)
@@ -196,13 +199,17 @@ def manifest_of(version: int, tensors: tuple[TensorEntry, ...], base: Manifest |
 def applied(
     plan: Sequence[TensorEntry], old: Bytes, steps: Iterable[tuple[Bytes, Bytes]], num_threads: int
 ) -> list[float]:
-    """Seconds of each delta onto an image of `old`, checked to the root of (new, delta)."""
+    """Seconds of each delta onto an image of `old`, checked to the root of (new, delta).
+
+    What lies at rest is checked within; it is hashed anew afterwards, beside staging.
+    """
     base = manifest_of(0, digested(plan, torch.from_numpy(old)), None)
     image = WeightImage(base, HostBytes(parts=((0, old.copy()),)), num_threads=num_threads)
     seconds = []
     try:
         for number, (new, delta) in enumerate(steps, 1):
             after = manifest_of(number, digested(plan, torch.from_numpy(new)), image.manifest)
+            image.settle()
             began_s = time.perf_counter()
             image.apply(after, delta)
             seconds.append(time.perf_counter() - began_s)
@@ -239,58 +246,102 @@ class Weights:
             self.master[part].addcdiv_(mean, spread, value=-scale)
 
 
-def on_gpu(shape: str, device: torch.device, num_threads: int) -> None:
+class Trainer:
+    """Rank 0 of a trainer of one process: its share and its transport, and an engine's copy of the weights."""
+
+    def __init__(self, plan: tuple[TensorEntry, ...], weights: Weights, num_threads: int) -> None:
+        self.plan, self.weights, self.num_threads = plan, weights, num_threads
+        self.share = StreamShare(Path(), epoch=1, num_threads=num_threads)
+        self.transport = RankedStreamTransport(
+            VersionLine(run_id="bench", epoch=1),
+            RankCalls(self.share, None, num_ranks=1),
+            self.share,
+            plan,
+            num_threads=num_threads,
+            anchor_every=1000,
+        )
+        self.image: WeightImage | None = None
+        self.version = 0
+
+    async def publish(self, sample: slice) -> tuple[Prepared, Bytes, dict[str, float]]:
+        """A version of the weights as they are, brought into the engine's copy; its sample and the seconds."""
+        master, device = self.weights.master, self.weights.master.device
+        own = {
+            entry.name: master[entry.offset // 2 : (entry.offset + entry.num_bytes) // 2].view(entry.shape)
+            for entry in self.plan
+        }
+        wait(device)
+        began_s = time.perf_counter()
+        whole = CollectivePlan(num_senders=1, bucket_bytes=2**28)
+        reuse = self.share.make_way()
+        snapshot = take_snapshot(self.plan, whole, own, 0, device, reuse=reuse, with_digests=False)
+        wait(device)
+        seconds = {"snapshot": time.perf_counter() - began_s}
+        self.share.held.put(self.version, snapshot)
+        made = await self.transport.prepare(self.version, Captured())
+        seconds |= made.parts_s
+        seconds |= await self.transport.deliver(self.version)
+        self.version += 1
+        assert made.buffer is not None
+        began_s = time.perf_counter()
+        if made.manifest.kind is VersionKind.FULL:
+            if self.image is not None:
+                self.image.close()
+            held = HostBytes(parts=((0, made.buffer.copy()),))
+            self.image = WeightImage(made.manifest, held, num_threads=self.num_threads)
+        else:
+            assert self.image is not None
+            self.image.apply(made.manifest, made.buffer)
+            self.image.keep()
+        seconds["apply"] = time.perf_counter() - began_s
+        self.image.settle()
+        seconds["hash"] = time.perf_counter() - began_s - seconds["apply"]
+        return made, snapshot.flat[sample].cpu().numpy(), seconds
+
+    async def close(self) -> None:
+        assert self.image is not None
+        served = torch.from_numpy(self.image.held.parts[0][1])
+        same = torch.equal(served.to(self.weights.master.device), self.weights.published())
+        self.image.close()
+        await self.transport.close()
+        assert same, "the image is not the version"
+
+
+SECONDS = ("snapshot", "encode", "write", "keep", "apply", "hash")
+
+
+async def published(shape: str, device: torch.device, num_threads: int) -> None:
+    """Versions of a trainer on a GPU, through what its publisher uses, into an engine's copy on the host."""
     plan = plan_of(shape)
     total = sum(entry.num_bytes for entry in plan)
-    runs = runs_of(plan)
     print(
-        f"{shape}: {total / 2e9:.2f}B weights, {total:,} bytes, {num_threads} threads; torch {torch.__version__}",
+        f"{shape}: {total / 2e9:.2f}B weights, {total:,} bytes, {num_threads} threads; torch {torch.__version__}\n",
         flush=True,
     )
-    table(
-        "lr",
-        "version",
-        "changed",
-        "XOR + zstd",
-        "index + value",
-        "gaps + steps",
-        "bytes",
-        "encode s",
-        "apply and check s",
-    )
+    table("lr", "kind", "changed", "XOR + zstd", "index + value", "this", "bytes", *(f"{part} s" for part in SECONDS))
     weights = Weights(total // 2, device)
+    trainer = Trainer(plan, weights, num_threads)
+    sample = slice(total // 4 // 4 * 4, total // 4 // 4 * 4 + min(SAMPLE_BYTES, total // 2) // 4 * 4)
     with ThreadPoolExecutor(num_threads) as threads:
+        _, old, _ = await trainer.publish(sample)
         for rate in RATES:
-            for _ in range(WARM_UP):
-                weights.step(rate)
-            for version in range(1, VERSIONS + 1):
-                old = weights.published()
-                weights.step(rate)
-                new = weights.published()
-                wait(device)
-
-                def made(old: torch.Tensor = old, new: torch.Tensor = new) -> tuple[Bytes, int]:
-                    pieces = encode_on_device(old, new, runs, threads)
-                    return join(pieces), sum(piece.changed for piece in pieces)
-
-                seconds, found = best_of(3, made)
-                delta, changed = found
-                old_host, new_host = old.cpu().numpy(), new.cpu().numpy()
-                del old, new
-                apply_s = applied(plan, old_host, [(new_host, delta)], num_threads)[0]
-                sample = slice(total // 4, total // 4 + min(SAMPLE_BYTES, total // 2) // 4 * 4)
-                parts = other_codes(old_host[sample], new_host[sample], 2, threads)
-                beside = [f"1/{(sample.stop - sample.start) / part:.1f}" for part in parts]
+            for number in range(VERSIONS + 1):
+                for _ in range(1 if number else WARM_UP):  # the first version is of several steps
+                    weights.step(rate)
+                made, new, seconds = await trainer.publish(sample)
+                parts = other_codes(old, new, 2, threads)
+                payload = made.manifest.payload_bytes
                 row(
                     rate,
-                    version,
-                    f"{changed * 2 / total:.2%}",
-                    *beside,
-                    f"1/{total / len(delta):.1f}",
-                    f"{len(delta):,}",
-                    seconds,
-                    apply_s,
+                    f"{made.manifest.kind.value}, {1 if number else WARM_UP} step(s)",
+                    f"{np.count_nonzero(old.view('<u2') != new.view('<u2')) * 2 / len(old):.2%}",
+                    *(f"1/{len(old) / part:.1f}" for part in parts),
+                    f"1/{total / payload:.1f}",
+                    f"{payload:,}",
+                    *(seconds[part] for part in SECONDS),
                 )
+                old = new
+    await trainer.close()
 
 
 def wait(device: torch.device) -> None:
@@ -309,7 +360,7 @@ def main() -> None:
         if asked.versions:
             of_versions(asked.versions[0], asked.versions[1], threads)
         elif asked.shape:
-            on_gpu(asked.shape, torch.device(asked.device), asked.threads)
+            asyncio.run(published(asked.shape, torch.device(asked.device), asked.threads))
         else:
             synthetic(threads)
 

@@ -5,6 +5,7 @@ publishers on ranks that hold float32 weights of the shape (random), sharded as 
 from the moment at which the weights have changed to the moment at which every engine serves them.
 
     python tests/benchmarks/bench_weight_sync.py                                     # a tiny shape on the CPU
+    python tests/benchmarks/bench_weight_sync.py --transports stream --changed 0.02      versions as deltas
     python tests/benchmarks/bench_weight_sync.py --engine vllm --shapes qwen3-4b --trainer-gpus 0 --engine-gpus 1
 """
 
@@ -53,8 +54,8 @@ from meshrl.wire.types import ActivationPolicy
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPES = Path(__file__).parent / "shapes"
-PARTS = ("snapshot", "digest", "write", "group", "stage", "seal", "wire")
-STEPS = ("take_s", "group_s", "write_s", "stage_s", "seal_s", "prepare_s", "activate_s")
+PARTS = ("snapshot", "digest", "encode", "write", "group", "stage", "seal", "wire")
+STEPS = ("take_s", "group_s", "encode_s", "write_s", "stage_s", "seal_s", "prepare_s", "activate_s")
 TINY = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "vocab_size": 4096, "head_dim": 32}
 
 
@@ -78,11 +79,14 @@ def build(shape: Path, device: torch.device, parallel: RankGroup) -> torch.nn.Mo
 
 
 @torch.no_grad()
-def change(model: torch.nn.Module) -> None:
-    """Something for a new version to bring."""
+def change(model: torch.nn.Module, share: float) -> None:
+    """Something for a new version to bring: a share of the weights is a little larger."""
     for parameter in model.parameters():
         local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-        local.mul_(1.01)
+        if share < 1.0:
+            local[torch.rand_like(local) < share] *= 1.01
+        else:
+            local.mul_(1.01)
 
 
 def run_rank(args: argparse.Namespace) -> None:
@@ -102,7 +106,7 @@ def run_rank(args: argparse.Namespace) -> None:
             elif isinstance(command, SnapshotCommand):
                 snapshotters[0].capture(learner.step_done)
                 learner.step_done += 1
-                change(model)
+                change(model, args.changed)
 
         receive_commands(parallel, carry_out)
         os._exit(0)
@@ -116,7 +120,12 @@ async def lead(args: argparse.Namespace, parts: Any) -> list[dict[str, float]]:
         {
             "output_dir": args.output_dir,
             "model": {"name": args.shape},
-            "weight_broadcast": {"type": args.transport, "address": args.hub, "bucket_mib": args.bucket_mib},
+            "weight_broadcast": {
+                "type": args.transport,
+                "address": args.hub,
+                "bucket_mib": args.bucket_mib,
+                "deltas": args.deltas,
+            },
         }
     )
     thread, loop = ThreadPoolExecutor(1), asyncio.get_running_loop()
@@ -133,7 +142,7 @@ async def lead(args: argparse.Namespace, parts: Any) -> list[dict[str, float]]:
             return publication.snapshotter.capture(parts.learner.step_done)
 
         def settle() -> None:
-            change(parts.learner.model)
+            change(parts.learner.model, args.changed)
             if parts.parallel.device.type == "cuda":
                 torch.cuda.synchronize()
 
@@ -245,7 +254,8 @@ class Mesh:
             command = [
                 sys.executable, __file__, "--rank", "--shape", str(self.shape), "--transport", transport, "--hub",
                 self.hub, "--epoch", str(epoch), "--steps", str(steps), "--bucket-mib", str(args.bucket_mib),
-                "--policy", args.policy, "--output-dir", str(self.folder),
+                "--policy", args.policy, "--output-dir", str(self.folder), "--deltas", args.deltas, "--changed",
+                str(args.changed),
             ]  # fmt: skip
             out = subprocess.PIPE if rank == 0 else (self.folder / f"rank{rank}-{transport}.out").open("wb")
             errors = (self.folder / f"rank{rank}-{transport}.err").open("wb")
@@ -305,7 +315,7 @@ def line_of(shape: str, transport: str, ranks: str, records: list[dict[str, floa
     wire_s = middle("prepare_s")
     share = f"{moved / wire_s / link:.2f}" if link and wire_s else "-"
     fields = [
-        shape, transport, ranks, f"{moved:.2f}", f"{middle('lag_s'):.3f}", f"{middle('pause_s') * 1e3:.1f}",
+        shape, transport, ranks, f"{moved:.3f}", f"{middle('lag_s'):.3f}", f"{middle('pause_s') * 1e3:.1f}",
         *[f"{middle(key) * 1e3:.0f}" for key in STEPS],
         f"{moved / wire_s:.1f}" if wire_s else "-", share, f"{middle('requests_kept'):.0f}",
     ]  # fmt: skip
@@ -337,6 +347,8 @@ def main() -> None:
     parser.add_argument("--load", type=int, default=64, help="requests in flight at the engine")
     parser.add_argument("--bucket-mib", type=int, default=256)
     parser.add_argument("--policy", default="rolling")
+    parser.add_argument("--deltas", choices=["auto", "off"], default="auto", help="of the stream")
+    parser.add_argument("--changed", type=float, default=1.0, help="share of the weights that each version changes")
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.4)
     parser.add_argument("--json", type=Path)
     for hidden in ("--shape", "--transport", "--hub", "--output-dir"):
@@ -352,8 +364,8 @@ def main() -> None:
     if link:
         print(f"GPU to GPU: {link:.0f} GB/s\n")
     print(
-        "| shape | transport | ranks | GB | lag s | pause ms | take ms | group ms | write ms | stage ms | seal ms |"
-        " prepare ms | activate ms | GB/s | of the link | requests kept |\n" + "| --- " * 16 + "|",
+        "| shape | transport | ranks | GB | lag s | pause ms | take ms | group ms | encode ms | write ms | stage ms |"
+        " seal ms | prepare ms | activate ms | GB/s | of the link | requests kept |\n" + "| --- " * 17 + "|",
         flush=True,
     )
     everything: dict[str, Any] = {"link_gbps": link}

@@ -19,6 +19,7 @@ from meshrl.models.state import hf_state
 from meshrl.trainer.config import TrainerConfig
 from meshrl.trainer.program import serve
 from meshrl.trainer.publishing.transport_choice import shm_folder
+from meshrl.training.config import OptimConfig
 from meshrl.training.model_config import LoraConfig
 from meshrl.wire.types import StepState, VersionKind
 from ranked_trainer import Transport, batch, configure, two_ranks
@@ -59,17 +60,19 @@ async def test_engine_serves_the_trainers_weights_to_the_bit(
         assert activation.engines[0].applied.root == manifest.result_root
 
 
-@pytest.mark.parametrize("transport", ["filesystem", "nccl"])
+@pytest.mark.parametrize("transport", ["filesystem", "nccl", "stream"])
 async def test_two_ranks_bring_their_own_rows_and_the_engine_has_all_of_them(
     tmp_path: Path, model: str, hub: str, transport: Transport
 ) -> None:
     config = configure(tmp_path / "two", model, hub, ranks=2, transport=transport)
+    config = config.model_copy(update={"optim": OptimConfig(lr=1e-9)})  # changes few bits, so deltas pay
     async with serving_engine(model, hub) as served, two_ranks(config) as program:
         folder = await train(program.client, 2, ranks=2)
         _, manifest = await activate(hub, 2)
         assert served.differs_from(Path(folder)) == []
         if manifest.collective is not None:
             assert manifest.collective.num_senders == 2
+        assert manifest.kind is (VersionKind.DELTA if transport == "stream" else VersionKind.FULL)
         assert "version 2 is published" in (program.output_dir / "logs/trainer.log").read_text()
 
 

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from delta_on_device import encode_on_device
 from meshrl.versions.collective.digest import digest_bytes, sum128
-from meshrl.versions.deltas.codec import DeltaError, encode, join, runs_of, split, squash
+from meshrl.versions.deltas.codec import DeltaError, Rows, encode, join, runs_of, split, squash
 from meshrl.versions.deltas.image import WeightImage
+from meshrl.versions.deltas.on_device import encode_on_device
 from meshrl.versions.deltas.words import UNSIGNED, from_ordered, ordered, unzigzag, zigzag
 from meshrl.versions.files import HostBytes
 from meshrl.wire.errors import MeshError, Reason
@@ -69,7 +69,7 @@ def image_of(manifest: Manifest, image: NDArray[np.uint8]) -> WeightImage:
 
 
 def delta(old: NDArray[np.uint8], new: NDArray[np.uint8], threads: ThreadPoolExecutor) -> NDArray[np.uint8]:
-    return join([packed for _, packed in encode(PLAN, old, new, threads)])
+    return join([packed for _, packed in encode(Rows(PLAN), old, new, threads)])
 
 
 @pytest.mark.parametrize("width", [1, 2, 4, 8])
@@ -113,9 +113,10 @@ def test_tensors_on_a_device_give_the_same_bytes(
 ) -> None:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("meshrl.versions.deltas.codec.BLOCK_VALUES", block)
-        patched.setattr("delta_on_device.BLOCK_VALUES", block)
+        patched.setattr("meshrl.versions.deltas.on_device.AREA_VALUES", 4 * block)
+        patched.setattr("meshrl.versions.deltas.on_device.AREA_CHANGES", block)
         tensors = [torch.from_numpy(image.copy()) for image in (old, new)]
-        made = encode_on_device(tensors[0], tensors[1], runs_of(PLAN), threads)
+        made = encode_on_device(Rows(PLAN), tensors[0], tensors[1], threads)
         assert join(made).tobytes() == delta(old, new, threads).tobytes()
 
 
@@ -144,7 +145,7 @@ def test_changes_far_apart_and_many_blocks_are_encoded(
     new = old.copy()
     new[[0, 68, 69, 900, size - 2, size - 1]] ^= np.uint8(0x81)
     assert sum(run.values * run.width for run in runs_of(plan)) == size
-    pieces = split(join([packed for _, packed in encode(plan, old, new, threads)]))
+    pieces = split(join([packed for _, packed in encode(Rows(plan), old, new, threads)]))
     assert sum(piece.changed for piece in pieces) == 4
     assert [run.values for run in runs_of(plan, [(0, 68), (68, 2200)])] == [17, 1000, 100]
 
@@ -160,6 +161,7 @@ def test_a_flipped_bit_of_a_delta_or_of_the_image_is_refused_and_changes_nothing
     image = image_of(before, old)
     held = image.held.parts[0][1]
     try:
+        image.settle()
         where = data.draw(st.sampled_from(["delta", "image"]))
         target = stream if where == "delta" else held
         at, bit = data.draw(st.integers(0, len(target) - 1)), data.draw(st.integers(0, 7))

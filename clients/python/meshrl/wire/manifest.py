@@ -241,12 +241,19 @@ def delta_manifest(base: Manifest, result: Manifest, chunks: tuple[ChunkEntry, .
     )
 
 
-def chunks_of(stream: memoryview, chunk_bytes: int) -> tuple[ChunkEntry, ...]:
-    """Returns what a manifest lists of the chunks of some bytes."""
-    return tuple(
-        ChunkEntry(offset=offset, length=length, digest=digest(stream[offset : offset + length]))
-        for offset, length in plan_chunks(len(stream), chunk_bytes)
-    )
+def chunks_of(
+    stream: memoryview,
+    chunk_bytes: int,
+    *,
+    each: Callable[[Callable[[tuple[int, int]], ChunkEntry], Iterable[tuple[int, int]]], Iterable[ChunkEntry]] = map,
+) -> tuple[ChunkEntry, ...]:
+    """Returns what a manifest lists of the chunks of some bytes. `each` is `map` or the like, on threads."""
+
+    def entry(span: tuple[int, int]) -> ChunkEntry:
+        offset, length = span
+        return ChunkEntry(offset=offset, length=length, digest=digest(stream[offset : offset + length]))
+
+    return tuple(each(entry, plan_chunks(len(stream), chunk_bytes)))
 
 
 def wrong_tensor(manifest: Manifest, payload: memoryview) -> str | None:

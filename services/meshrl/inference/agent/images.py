@@ -60,6 +60,8 @@ class ImageKeeper:
             if step.kind is VersionKind.FULL:
                 await self._begin(step)
                 continue
+            if self._image is not None:
+                self._image.begin_check()  # beside the fetch
             delta = await self._fetcher.fetch_delta(step)
             if self._image is None:
                 raise _astray(version, "it leads from weights that are not here")
@@ -69,6 +71,11 @@ class ImageKeeper:
         if held:  # it has been lying here
             await asyncio.to_thread(self._image.check)
         return self._image.held
+
+    async def settle(self) -> None:
+        """Returns once a bit that flips in the image is found; call it before saying that a version is prepared."""
+        if self._image is not None:
+            await asyncio.to_thread(self._image.settle)
 
     def keep(self, root: bytes) -> None:
         """A version is served: if it is the one in the image, there is no way back from it any more."""

@@ -65,6 +65,7 @@ class VersionLoader:
             raise self._refusal(manifest)
         if is_for_images(manifest):
             await self._stage(manifest, await self._in_image(found))
+            await self.images.settle()
             return
         self.images.drop()
         if manifest.transport is Transport.NCCL:

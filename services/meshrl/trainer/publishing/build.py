@@ -25,7 +25,14 @@ from meshrl.trainer.publishing.plan import PublishPlan, num_senders
 from meshrl.trainer.publishing.publisher import Publisher
 from meshrl.trainer.publishing.rank_calls import RankCalls
 from meshrl.trainer.publishing.snapshots import STORE_DEADLINE_S, PublicationSettings, Snapshotter, open_snapshotter
-from meshrl.trainer.publishing.transport_choice import choose, files_folder, first_engines, known_engines, shm_folder
+from meshrl.trainer.publishing.transport_choice import (
+    choose,
+    files_folder,
+    first_engines,
+    handover_folder,
+    known_engines,
+    shm_folder,
+)
 from meshrl.trainer.ranks.commands import CommandSender, PublishSetupCommand, SnapshotCommand
 from meshrl.versions import peft
 from meshrl.versions.collective.communicator import open_store, reach_store
@@ -34,7 +41,8 @@ from meshrl.versions.transports.base import VersionLine, VersionTransport
 from meshrl.versions.transports.broadcast import BroadcastTransport, MeetingPoint
 from meshrl.versions.transports.broadcast_share import BroadcastShare
 from meshrl.versions.transports.filesystem import FilesystemTransport
-from meshrl.versions.transports.stream import StreamTransport
+from meshrl.versions.transports.stream import RankedStreamTransport, StreamTransport
+from meshrl.versions.transports.stream_share import StreamShare
 from meshrl.wire.errors import MeshError
 from meshrl.wire.manifest import Adapter
 from meshrl.wire.types import EngineInfo, Transport
@@ -94,7 +102,16 @@ async def decide(
             one_host=one_host,
             version_bytes=whole.num_bytes,
         )
-    shared = choice.transport is Transport.NCCL or (choice.transport is Transport.FILESYSTEM and one_host)
+    senders = num_senders(parallel)
+    shared = choice.transport is Transport.NCCL or one_host
+    if choice.transport is Transport.STREAM and not adapter_only:
+        shared = shared or senders == 1
+        if shared and senders > 1:
+            folder = handover_folder(
+                config.output_dir,
+                Layout(config.output_dir).broadcasts,
+                version_bytes=PublishPlan.of(parts.learner.model, parts.compute_dtype).num_bytes,
+            )
     return PublicationSettings(
         transport=choice.transport.value,
         epoch=await claimable_epoch(client, epoch),
@@ -186,19 +203,27 @@ def _transport(
             base_layout=snapshotter.plan.layout,
         )
     line = VersionLine(run_id=config.run_id, epoch=settings.epoch, adapter=adapter)
-    share = snapshotter.share
+    share, broadcast = snapshotter.share, config.weight_broadcast
+    anchor_every = broadcast.anchor_every if broadcast.deltas == "auto" and adapter is None else None
+    chunk_bytes, threads = settings.chunk_bytes, settings.num_threads
     if share is None:
-        broadcast = config.weight_broadcast
-        return StreamTransport(
-            line,
-            chunk_bytes=settings.chunk_bytes,
-            num_threads=settings.num_threads,
-            anchor_every=broadcast.anchor_every if broadcast.deltas == "auto" and adapter is None else None,
-        )
+        return StreamTransport(line, chunk_bytes=chunk_bytes, num_threads=threads, anchor_every=anchor_every)
     senders, calls_store = num_senders(parts.parallel) if settings.in_shares else 1, None
     if senders > 1:
         calls_store = reach_store(settings.store_address, deadline_s=STORE_DEADLINE_S)
     calls = RankCalls(share, calls_store, num_ranks=senders)
+    if isinstance(share, StreamShare):
+        return RankedStreamTransport(
+            line,
+            calls,
+            share,
+            snapshotter.plan.tensors,
+            num_shares=senders,
+            chunk_bytes=chunk_bytes,
+            num_threads=threads,
+            anchor_every=anchor_every,
+            stall_s=config.publish_deadline_s,
+        )
     if not isinstance(share, BroadcastShare):
         return FilesystemTransport(line, calls, share, stall_s=config.publish_deadline_s)
     assert store is not None, "the engines meet the trainer at its store"

@@ -23,6 +23,7 @@ from meshrl.versions.collective.communicator import reach_store
 from meshrl.versions.snapshot import Captured, GatheredWeights, take_snapshot
 from meshrl.versions.transports.broadcast_share import BroadcastShare
 from meshrl.versions.transports.filesystem import FileShare
+from meshrl.versions.transports.stream_share import StreamShare
 from meshrl.wire.types import Transport
 
 STORE_DEADLINE_S = 60.0
@@ -62,7 +63,7 @@ class Snapshotter:
     def __init__(
         self, model: nn.Module, dtype: torch.dtype, parallel: RankGroup, settings: PublicationSettings
     ) -> None:
-        self.share: FileShare | BroadcastShare | None = None
+        self.share: FileShare | BroadcastShare | StreamShare | None = None
         self._model, self._dtype, self._parallel = model, dtype, parallel
         self._adapter_only, self._in_shares = settings.adapter_only, settings.in_shares
         senders = num_senders(parallel)
@@ -86,12 +87,21 @@ class Snapshotter:
                 num_threads=settings.num_threads,
                 deadline_s=settings.deadline_s,
             )
+        elif settings.in_shares:
+            self.share = StreamShare(
+                Path(settings.folder),
+                epoch=settings.epoch,
+                share=parallel.rank,
+                num_shares=senders,
+                num_threads=settings.num_threads,
+                deadline_s=settings.deadline_s,
+            )
 
     def capture(self, version: int) -> Captured:
         """Copies the weights as they are now; collective. Rank 0 gives the publisher what this returns."""
         if not self._in_shares:
             return self._gather()
-        assert self.share is not None, "rows are for files and broadcasts"
+        assert self.share is not None, "whoever brings rows has a share"
         began_s = time.perf_counter()
         reuse = self.share.make_way()
         own = own_rows(self._model, self._dtype)
@@ -133,7 +143,7 @@ def open_snapshotter(
     """This rank's snapshotter; on the sender ranks but the first it comes with the thread that does its share."""
     snapshotter = Snapshotter(model, dtype, parallel, settings)
     if settings.in_shares and 0 < parallel.rank < num_senders(parallel):
-        assert snapshotter.share is not None, "rows are for files and broadcasts"
+        assert snapshotter.share is not None, "whoever brings rows has a share"
         store = reach_store(settings.store_address, deadline_s=STORE_DEADLINE_S)
         RankCallThread(snapshotter.share, store, rank=parallel.rank)
     return snapshotter

@@ -113,3 +113,12 @@ def files_folder(
         return on_disk
     logger.info("files of versions go to {}: everybody is on this host", shm_folder(output_dir))
     return shm_folder(output_dir)
+
+
+def handover_folder(output_dir: Path, on_disk: Path, *, version_bytes: int) -> Path:
+    """Folder in which the ranks of one host bring rank 0 what it streams, and a log line that says why."""
+    room = SHM.is_dir() and shutil.disk_usage(SHM).free >= version_bytes
+    folder = shm_folder(output_dir) if room else on_disk
+    why = "in memory" if room else f"{SHM} has no room for the {version_bytes} bytes of a version"
+    logger.info("the ranks bring rank 0 their rows in {}: {}", folder, why)
+    return folder

@@ -1,6 +1,6 @@
 """The byte stream of a delta, codec "gap-ulp.zstd": which elements of the base change, and by how many steps.
 
-Made by publishers from two images of the weights, joined by the hub into one delta over several versions, applied by
+Made by publishers from two states of the weights, joined by the hub into one delta over several versions, applied by
 agents. docs/contract.md defines the bytes. A piece is a run of elements of one width in the version's byte stream; it
 has a gap and a step for each element that changes, a byte each as a rule, in two zstd frames.
 
@@ -10,10 +10,11 @@ Blocking, and free of torch: the hub joins deltas, too.
 from __future__ import annotations
 
 import struct
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 
 import numpy as np
 import zstandard
@@ -68,11 +69,13 @@ class Packed:
 def runs_of(tensors: Sequence[TensorEntry], spans: Iterable[tuple[int, int]] | None = None) -> list[Stretch]:
     """Cuts the byte stream of `tensors`, or (offset, length) `spans` of it, into runs of at most BLOCK_VALUES."""
     found: list[Stretch] = []
-    widths = [(entry.offset, entry.offset + entry.num_bytes, DTYPES[entry.dtype].itemsize) for entry in tensors]
+    starts = [entry.offset for entry in tensors]
     areas: list[list[int]] = []  # start, end, width
-    for start, length in [(0, widths[-1][1])] if spans is None else spans:
-        for first, last, width in widths:
-            at, end = max(first, start), min(last, start + length)
+    for start, length in [(0, sum(entry.num_bytes for entry in tensors))] if spans is None else spans:
+        first = max(0, bisect_right(starts, start) - 1)
+        for entry in islice(tensors, first, bisect_left(starts, start + length, first)):
+            width = DTYPES[entry.dtype].itemsize
+            at, end = max(entry.offset, start), min(entry.offset + entry.num_bytes, start + length)
             if at >= end:
                 continue
             if areas and areas[-1][1] == at and areas[-1][2] == width:
@@ -88,9 +91,36 @@ def runs_of(tensors: Sequence[TensorEntry], spans: Iterable[tuple[int, int]] | N
     return found
 
 
-def words_of(image: NDArray[np.uint8], run: Stretch) -> Words:
-    """The elements of a run as integers: a view where they are aligned, as they are in a version's byte stream."""
-    return image[run.start : run.start + run.values * run.width].view(UNSIGNED[run.width])
+class Rows:
+    """Spans of a version's byte stream that lie one after the other in a buffer, such as the rows of a rank.
+
+    `runs` are those of the spans, `at` where each begins in the buffer. Elements are as aligned there as in the stream,
+    which has the widest first.
+    """
+
+    def __init__(self, tensors: Sequence[TensorEntry], spans: Sequence[tuple[int, int]] | None = None) -> None:
+        """`spans` are (offset, length), rising; None is the whole stream."""
+        self.runs = runs_of(tensors, spans)
+        spans = [(0, sum(entry.num_bytes for entry in tensors))] if spans is None else spans
+        self.num_bytes = sum(length for _, length in spans)
+        self._offsets = np.array([offset for offset, _ in spans], dtype=np.int64)
+        self._before = np.cumsum([0, *(length for _, length in spans)], dtype=np.int64)[:-1]
+        self.at: list[int] = self.place(np.array([run.start for run in self.runs], dtype=np.int64)).tolist()
+
+    def place(self, at: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Where bytes of the stream, given by their offsets, lie in the buffer."""
+        span = np.searchsorted(self._offsets, at, side="right") - 1
+        place: NDArray[np.int64] = at - self._offsets[span] + self._before[span]
+        return place
+
+
+def words_of(image: NDArray[np.uint8], run: Stretch, at: int | None = None) -> Words:
+    """The elements of a run, which begins at byte `at` of `image` (None: where it does in the stream), as integers.
+
+    A view where they are aligned, as they are in a version's byte stream.
+    """
+    at = run.start if at is None else at
+    return image[at : at + run.values * run.width].view(UNSIGNED[run.width])
 
 
 def changes(run: Stretch, old: Words, new: Words) -> Changes:
@@ -161,6 +191,11 @@ def join(pieces: Sequence[Packed]) -> NDArray[np.uint8]:
     return np.frombuffer(b"".join(stream), dtype=np.uint8)
 
 
+def joined_bytes(pieces: Iterable[Packed]) -> int:
+    """The bytes that pieces have in a delta."""
+    return sum(_ROW.size + sum(map(len, piece.frames)) for piece in pieces)
+
+
 def split(stream: NDArray[np.uint8]) -> list[Packed]:
     """The pieces of a delta. Raises DeltaError for bytes that are none."""
     view = memoryview(stream)  # type: ignore[arg-type]  # numpy arrays are buffers; its stubs say so from 3.12 on
@@ -195,15 +230,15 @@ def split(stream: NDArray[np.uint8]) -> list[Packed]:
 
 
 def encode(
-    tensors: Sequence[TensorEntry], old: NDArray[np.uint8], new: NDArray[np.uint8], threads: ThreadPoolExecutor
+    rows: Rows, old: NDArray[np.uint8], new: NDArray[np.uint8], threads: ThreadPoolExecutor
 ) -> list[tuple[Changes, Packed]]:
-    """Changes of the runs of a version in which there are any, with their bytes."""
+    """Changes of the runs of `rows` in which there are any, with their bytes, from two states of them."""
 
-    def one(run: Stretch) -> tuple[Changes, Packed]:
-        found = changes(run, words_of(old, run), words_of(new, run))
+    def one(run: Stretch, at: int) -> tuple[Changes, Packed]:
+        found = changes(run, words_of(old, run, at), words_of(new, run, at))
         return found, pack(found)
 
-    return [pair for pair in threads.map(one, runs_of(tensors)) if pair[1].changed]
+    return [pair for pair in threads.map(one, rows.runs, rows.at) if pair[1].changed]
 
 
 def squash(deltas: Sequence[NDArray[np.uint8]]) -> NDArray[np.uint8]:

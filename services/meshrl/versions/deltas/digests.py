@@ -7,22 +7,23 @@ way, and agents check the root of a version without reading the rest of the mode
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshrl.versions.collective.digest import GOLDEN, MIX_1, MIX_2, SPREAD
+from meshrl.versions.deltas.codec import Changes, Rows, words_of
 from meshrl.versions.deltas.words import Words
 from meshrl.wire.types import TensorEntry
 
 Lanes = NDArray[np.uint64]
 """(T, 2) digests of tensors, or differences of them, modulo 2^64."""
 Image = NDArray[np.uint8]
-"""A version's byte stream."""
+"""Bytes of a version's byte stream."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -34,18 +35,36 @@ class Edit:
     new: Words
 
 
+def edits_of(found: Sequence[Changes], rows: Rows, old: Image, new: Image) -> list[Edit]:
+    """What `found` changes of `rows`, of which `old` and `new` are two states."""
+    place = dict(zip((run.start for run in rows.runs), rows.at, strict=True))
+    edits = []
+    for each in found:
+        run, at = each.run, place[each.run.start]
+        words = (words_of(image, run, at)[each.places] for image in (old, new))
+        edits.append(Edit(at=run.start + each.places * run.width, old=next(words), new=next(words)))
+    return edits
+
+
 def lanes_of(tensors: Sequence[TensorEntry]) -> Lanes:
     """The digests of a manifest's tensors as numbers."""
     return np.frombuffer(b"".join(entry.digest for entry in tensors), dtype="<u8").reshape(-1, 2)
 
 
 def lanes_after(
-    tensors: Sequence[TensorEntry], lanes: Lanes, image: Image, edits: Sequence[Edit], threads: ThreadPoolExecutor
+    tensors: Sequence[TensorEntry],
+    lanes: Lanes,
+    take: Callable[[NDArray[np.int64]], Image],
+    edits: Sequence[Edit],
+    threads: ThreadPoolExecutor,
 ) -> Lanes:
-    """The digests of tensors once `edits` are made to `image`, whose digests are `lanes`. Blocking."""
+    """The digests of tensors once `edits` are made to weights whose digests are `lanes`. Blocking.
+
+    `take` gives the weights' bytes as they are before, by their offsets in the version's byte stream.
+    """
     after = lanes.copy()
     wide = [edit for edit in edits if edit.old.itemsize > 1]
-    for found in threads.map(lambda edit: _differences(tensors, edit), [*wide, *_whole_words(tensors, image, edits)]):
+    for found in threads.map(lambda edit: _differences(tensors, edit), [*wide, *_whole_words(tensors, take, edits)]):
         for owner, difference in found.items():
             after[owner] += difference
     return after
@@ -72,7 +91,16 @@ def _owners(tensors: Sequence[TensorEntry], at: NDArray[np.int64]) -> NDArray[np
     return np.searchsorted(np.array([entry.offset for entry in tensors]), at, side="right") - 1
 
 
-def _whole_words(tensors: Sequence[TensorEntry], image: Image, edits: Sequence[Edit]) -> list[Edit]:
+def with_lanes(tensors: Sequence[TensorEntry], lanes: Lanes) -> tuple[TensorEntry, ...]:
+    """Tensors with these digests."""
+    return tuple(
+        replace(entry, digest=found.astype("<u8").tobytes()) for entry, found in zip(tensors, lanes, strict=True)
+    )
+
+
+def _whole_words(
+    tensors: Sequence[TensorEntry], take: Callable[[NDArray[np.int64]], Image], edits: Sequence[Edit]
+) -> list[Edit]:
     """The edits of single bytes as one, with the other byte of each 16-bit word, where its tensor has one."""
     bytewise = [edit for edit in edits if edit.old.itemsize == 1]
     if not bytewise:
@@ -83,7 +111,7 @@ def _whole_words(tensors: Sequence[TensorEntry], image: Image, edits: Sequence[E
     sizes = np.array([entry.num_bytes for entry in tensors])[owners]
     other = (edited - starts) ^ 1
     at = np.union1d(edited, (starts + other)[other < sizes])
-    old = image[at]
+    old = take(at)
     new = old.copy()
     new[np.searchsorted(at, edited)] = np.concatenate([edit.new for edit in bytewise])
     return [Edit(at=at, old=old, new=new)]

@@ -3,7 +3,8 @@
 An agent keeps one for an engine whose versions come as deltas, and stages versions from it. Before a delta is written
 into the image, its outcome is known to have the root that the manifest names, from the changed words alone. What lies
 at rest between two deltas is guarded by a BLAKE3 of each tensor of the image's own, so that a bit that flipped there
-ends the image and not in the engine.
+ends the image and not in the engine. These hashes are made and checked beside other work: made while the version is
+staged, checked while the next delta is fetched and unpacked.
 
 Blocking and for any thread: one thing is done at a time.
 """
@@ -11,21 +12,19 @@ Blocking and for any thread: one thing is done at a time.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
 from meshrl.versions.deltas.codec import Changes, DeltaError, Packed, split, unpack, words_of
-from meshrl.versions.deltas.digests import Edit, lanes_after, lanes_of
+from meshrl.versions.deltas.digests import Edit, lanes_after, lanes_of, with_lanes
 from meshrl.versions.deltas.words import from_ordered, ordered
 from meshrl.versions.files import HostBytes
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest import result_root
-from meshrl.wire.types import Manifest, TensorEntry
+from meshrl.wire.types import Manifest
 
 
 class WeightImage:
@@ -38,7 +37,10 @@ class WeightImage:
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="weight-image")
         self._lock = threading.Lock()
         self._undo: list[tuple[Manifest, NDArray[np.uint8]]] = []  # the version before, and what led away from it
-        self._at_rest = self._hashes(range(len(manifest.tensors)))
+        self._hashing = ThreadPoolExecutor(1, thread_name_prefix="weight-image-hash")  # one after the other
+        self._at_rest: list[bytes] = []
+        self._checking: Future[str | None] | None = None  # for the next delta
+        self._hashing.submit(self._rest)
 
     @property
     def root(self) -> bytes:
@@ -60,7 +62,8 @@ class WeightImage:
             before = self.manifest
             if manifest.base_root != before.result_root:
                 raise _refused(manifest, f"it is for other weights than those of version {before.version}")
-            self._go(manifest, delta, forth=True)
+            checking, self._checking = self._checking, None
+            self._go(manifest, delta, checking or self._hashing.submit(self._changed), forth=True)
             self._undo.append((before, delta))
 
     def revert(self) -> None:
@@ -68,22 +71,30 @@ class WeightImage:
         with self._lock:
             while self._undo:
                 before, delta = self._undo[-1]
-                self._go(before, delta, forth=False)
+                self._go(before, delta, self._hashing.submit(self._changed), forth=False)
                 self._undo.pop()
+
+    def begin_check(self) -> None:
+        """Begins to look, beside other work, whether the image changed at rest; the next `apply` waits for it."""
+        with self._lock:
+            self._checking = self._hashing.submit(self._changed)
 
     def check(self) -> None:
         """Raises MeshError DIGEST_MISMATCH where the image changed at rest."""
         with self._lock:
-            self._check(self.manifest, range(len(self.manifest.tensors)))
+            self._refuse_changed(self.manifest, self._hashing.submit(self._changed))
+
+    def settle(self) -> None:
+        """Returns once what is in the image is guarded: from then on a bit that flips is found."""
+        self._hashing.submit(lambda: None).result()
 
     def close(self) -> None:
         """Lets go of the bytes."""
         self._threads.shutdown(wait=False)
+        self._hashing.shutdown(wait=False)
         self.held.release()
 
-    def _go(self, manifest: Manifest, delta: NDArray[np.uint8], *, forth: bool) -> None:
-        every = range(len(self.manifest.tensors))
-        self._check(manifest, every)
+    def _go(self, manifest: Manifest, delta: NDArray[np.uint8], checking: Future[str | None], *, forth: bool) -> None:
         try:
             pieces = split(delta)
             if pieces and pieces[-1].run.start + pieces[-1].run.values * pieces[-1].run.width > len(self._bytes):
@@ -91,14 +102,15 @@ class WeightImage:
             edits = list(self._threads.map(lambda piece: self._edit(piece, forth=forth), pieces))
         except DeltaError as error:
             raise _refused(manifest, str(error)) from error
-        lanes = lanes_after(manifest.tensors, lanes_of(self.manifest.tensors), self._bytes, edits, self._threads)
-        reached = _with_lanes(self.manifest.tensors, lanes)
+        lanes = lanes_after(manifest.tensors, lanes_of(self.manifest.tensors), self._bytes.take, edits, self._threads)
+        reached = with_lanes(self.manifest.tensors, lanes)
         if result_root(reached) != manifest.result_root:
             raise _refused(manifest, "it does not lead to the root of the version")
+        self._refuse_changed(manifest, checking)
         for _ in self._threads.map(self._write, edits):
             pass
-        self._at_rest = self._hashes(every)
         self.manifest = manifest
+        self._hashing.submit(self._rest)
 
     def _edit(self, piece: Packed, *, forth: bool) -> Edit:
         found: Changes = unpack(piece)
@@ -112,24 +124,22 @@ class WeightImage:
         end = len(self._bytes) // width * width
         self._bytes[:end].view(edit.new.dtype)[edit.at // width] = edit.new
 
-    def _check(self, manifest: Manifest, which: Sequence[int]) -> None:
-        for index, found in zip(which, self._hashes(which), strict=True):
-            if found != self._at_rest[index]:
-                name = self.manifest.tensors[index].name
-                text = f"tensor {name!r} of version {self.manifest.version} changed while it lay in memory"
-                raise _refused(manifest, text)
+    def _refuse_changed(self, manifest: Manifest, checking: Future[str | None]) -> None:
+        if (name := checking.result()) is not None:
+            text = f"tensor {name!r} of version {self.manifest.version} changed while it lay in memory"
+            raise _refused(manifest, text)
 
-    def _hashes(self, which: Sequence[int]) -> list[bytes]:
-        """BLAKE3 of tensors, each on all cores: those are at the speed of the memory."""
-        entries = [self.manifest.tensors[index] for index in which]
-        return [blake3(self.held.of(entry).data, max_threads=blake3.AUTO).digest() for entry in entries]
+    def _changed(self) -> str | None:
+        """Name of a tensor that changed at rest."""
+        hashes = zip(self.manifest.tensors, self._hashes(), self._at_rest, strict=True)
+        return next((entry.name for entry, found, expected in hashes if found != expected), None)
 
+    def _rest(self) -> None:
+        self._at_rest = self._hashes()
 
-def _with_lanes(tensors: Sequence[TensorEntry], lanes: NDArray[np.uint64]) -> tuple[TensorEntry, ...]:
-    """Tensors with these digests."""
-    return tuple(
-        replace(entry, digest=found.astype("<u8").tobytes()) for entry, found in zip(tensors, lanes, strict=True)
-    )
+    def _hashes(self) -> list[bytes]:
+        """BLAKE3 of the tensors, each on all cores: those are at the speed of the memory."""
+        return [blake3(self.held.of(entry).data, max_threads=blake3.AUTO).digest() for entry in self.manifest.tensors]
 
 
 def _refused(manifest: Manifest, why: str) -> MeshError:

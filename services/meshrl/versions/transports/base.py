@@ -34,8 +34,9 @@ Answer = Mapping[str, Mapping[str, str]]
 class PublishCall:
     """What rank 0 asks every sender rank to do for a version, or for the group that it will be sent to."""
 
-    do: Literal["write", "hash", "meet", "send", "leave", "shut_down"]
+    do: Literal["write", "hash", "encode", "hand", "keep", "meet", "send", "leave", "shut_down"]
     version: int = 0
+    base: int = -1  # version that a delta is to lead from; -1: none
     generation: int = 0  # of the group to meet
     num_receivers: int = 0
     deadline_s: float = 0.0

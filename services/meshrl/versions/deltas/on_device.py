@@ -1,0 +1,121 @@
+"""Makes a delta where the weights are: on a GPU, two or three bytes a change come to the host, to be compressed there.
+
+Used by the ranks of a trainer on GPUs (`transports.stream_share`); makes the same bytes as `codec.encode` does from
+host memory. Elements are compared as integers, in areas of many runs at once, since each step over an area costs a few
+kernels whatever its size; an area in which much changes is halved, so that what is made of it stays small.
+
+Legend: C changes of an area, R runs of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+from numpy.typing import NDArray
+
+from meshrl.versions.deltas.codec import ESCAPE, Packed, Rows, Stretch, packed
+
+AREA_VALUES = 2**27
+AREA_CHANGES = 2**22
+"""Changes from which on an area is halved: each takes about 100 bytes meanwhile."""
+_SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+Placed = tuple[Stretch, int]
+"""A run, and where it begins in the buffers."""
+
+
+@torch.no_grad()
+def encode_on_device(rows: Rows, old: torch.Tensor, new: torch.Tensor, threads: ThreadPoolExecutor) -> list[Packed]:
+    """The pieces of the runs in which there are changes, in the order of the stream.
+
+    `old` and `new` (bytes,) uint8 are two states of `rows`. It is done where `new` is; `old` may be in pinned host
+    memory.
+    """
+    waiting: list[Future[Packed]] = []
+    areas = list(_areas(list(zip(rows.runs, rows.at, strict=True))))[::-1]
+    while areas:
+        area = areas.pop()
+        first, last = area[0][1], area[-1][1] + area[-1][0].values * area[-1][0].width
+        dtype = _SIGNED[area[0][0].width]
+        before = old[first:last].to(new.device, non_blocking=True).view(dtype)
+        after = new[first:last].view(dtype)
+        differs = before != after
+        if len(area) > 1 and int(differs.sum()) > AREA_CHANGES:
+            areas += [area[len(area) // 2 :], area[: len(area) // 2]]
+            continue
+        borders = [(at - first) // area[0][0].width for _, at in area]
+        streams = _streams(before, after, torch.nonzero(differs).squeeze(1), borders)
+        for (run, _), (changed, *of_run) in zip(area, streams, strict=True):
+            if changed:
+                waiting.append(threads.submit(packed, run, changed, tuple(of_run)))
+    return [piece.result() for piece in waiting]
+
+
+def _areas(runs: Sequence[Placed]) -> Iterator[list[Placed]]:
+    """Runs of one width that lie one after the other in the buffer."""
+    area: list[Placed] = []
+    values = 0
+    for run, at in runs:
+        if area and (area[0][0].width != run.width or values + run.values > AREA_VALUES):
+            yield area
+            area, values = [], 0
+        area.append((run, at))
+        values += run.values
+    if area:
+        yield area
+
+
+def _streams(
+    old: torch.Tensor, new: torch.Tensor, places_C: torch.Tensor, borders: Sequence[int]
+) -> Iterator[tuple[int, NDArray, NDArray, NDArray]]:  # type: ignore[type-arg]  # bytes of three streams
+    """Of each run of an area: how many elements change, then its gaps, its steps and those that no byte holds.
+
+    `places_C` are the elements that change, `borders` the first one of each run.
+    """
+    if not len(places_C):
+        return iter([(0, *(torch.empty(0, dtype=torch.uint8).numpy(),) * 3)] * len(borders))
+    borders_R = torch.tensor([*borders, len(old)], device=old.device)
+    edges_R = torch.searchsorted(places_C, borders_R)
+    gaps_C = torch.diff(places_C, prepend=places_C.new_full((1,), -1)) - 1
+    changed_R = edges_R[:-1] < edges_R[1:]
+    firsts = edges_R[:-1][changed_R]
+    gaps_C[firsts] = places_C[firsts] - borders_R[:-1][changed_R]  # the first of a run counts from its start
+    skips_C = gaps_C // ESCAPE
+    ends_C = torch.cumsum(skips_C + 1, dim=0)
+    codes_C = _codes(old[places_C], new[places_C])
+    wide_C = (codes_C >= ESCAPE) | (codes_C < 0)  # below 0 are unsigned numbers of 64 bits
+    counts = torch.stack([ends_C, torch.cumsum(wide_C, dim=0)])
+    counts = torch.cat([counts.new_zeros((2, 1)), counts], dim=1)[:, edges_R]
+    edges, gap_edges, escape_edges = torch.cat([edges_R[None], counts]).tolist()
+    gap_bytes = torch.full((gap_edges[-1],), ESCAPE, dtype=torch.uint8, device=old.device)
+    gap_bytes[ends_C - 1] = (gaps_C - skips_C * ESCAPE).to(torch.uint8)
+    steps = torch.where(wide_C, ESCAPE, codes_C).to(torch.uint8).cpu().numpy()
+    escapes = codes_C[wide_C].to(old.dtype).view(torch.uint8).cpu().numpy()
+    gaps = gap_bytes.cpu().numpy()
+    width = old.itemsize
+    return iter(
+        [
+            (
+                edges[run + 1] - edges[run],
+                gaps[gap_edges[run] : gap_edges[run + 1]],
+                steps[edges[run] : edges[run + 1]],
+                escapes[escape_edges[run] * width : escape_edges[run + 1] * width],
+            )
+            for run in range(len(borders))
+        ]
+    )
+
+
+def _codes(old_C: torch.Tensor, new_C: torch.Tensor) -> torch.Tensor:
+    """(C,) int64: the steps between signed integers of the elements' bits, in zigzag, without the 0; `words` says how.
+
+    Signed integers are the places of `words.ordered` but for the negative ones, which go the other way.
+    """
+    bits = 8 * old_C.itemsize
+    lowest = -(1 << (bits - 1))
+    old, new = (torch.where(side < 0, -1 - side + lowest, side) for side in (old_C.long(), new_C.long()))
+    steps = new - old
+    if bits < 64:  # modulo 2^bits, from -2^(bits-1) on
+        steps = ((steps - lowest) & ((1 << bits) - 1)) + lowest
+    return ((steps << 1) ^ (steps >> 63)) - 1

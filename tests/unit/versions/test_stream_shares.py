@@ -1,0 +1,164 @@
+"""Versions that sender ranks stream from their own rows: to the bit what one rank makes of all weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from meshrl.versions.collective.plan import rows_of
+from meshrl.versions.deltas.image import WeightImage
+from meshrl.versions.files import HostBytes
+from meshrl.versions.snapshot import Captured, GatheredWeights, take_snapshot
+from meshrl.versions.transports.base import Answer, Prepared, PublishCall, VersionLine
+from meshrl.versions.transports.stream import RankedStreamTransport, StreamTransport
+from meshrl.versions.transports.stream_share import StreamShare
+from meshrl.wire.types import CollectivePlan, VersionKind
+
+State = dict[str, torch.Tensor]
+LINE = VersionLine(run_id="run", epoch=1)
+WHOLE = ("experts", "steps")
+
+
+def state_of(seed: int) -> State:
+    """Weights of many types; the rows of some do not divide by two, and one has fewer rows than there are ranks."""
+    source = torch.Generator().manual_seed(seed)
+    made = {
+        "embed": torch.randn((701, 33), generator=source).bfloat16(),
+        "layer": torch.randn((64, 128), generator=source).bfloat16(),
+        "norm": torch.randn((1, 7), generator=source).bfloat16(),
+        "scale": torch.randn(9, generator=source),
+        "empty": torch.zeros((0, 4)),
+    }
+    experts = torch.randn((3, 5), generator=source).to(torch.float8_e4m3fn)
+    return {**made, "experts": experts, "steps": torch.tensor([seed, 7])}
+
+
+def stepped(state: Mapping[str, torch.Tensor], seed: int, *, share: float = 0.02) -> State:
+    """The weights once `share` of them have changed in a bit or two."""
+    source = np.random.default_rng(seed)
+    moved = dict(state)
+    for name in sorted(state.keys() - {"empty"}):
+        tensor = state[name]
+        data = tensor.reshape(-1).view(torch.uint8).numpy().copy()
+        hit = source.random(len(data)) < share
+        data[hit] ^= source.integers(1, 4, int(hit.sum()), dtype=np.uint8)
+        moved[name] = torch.from_numpy(data).view(tensor.dtype).reshape(tensor.shape)
+    return moved
+
+
+class Ranks:
+    """The shares of `count` ranks, and rank 0's transport over them."""
+
+    def __init__(self, count: int, folder: Path, *, anchor_every: int | None) -> None:
+        self.shares = [
+            StreamShare(folder, epoch=1, share=rank, num_shares=count, num_threads=2) for rank in range(count)
+        ]
+        self.tensors = GatheredWeights(state_of(0)).tensors
+        whole = tuple(index for index, entry in enumerate(self.tensors) if entry.name in WHOLE)
+        self.plan = CollectivePlan(num_senders=count, bucket_bytes=4096, whole_tensors=whole if count > 1 else ())
+        self.transport = RankedStreamTransport(
+            LINE, self, self.shares[0], self.tensors, num_shares=count, chunk_bytes=4096, anchor_every=anchor_every
+        )
+
+    def call(self, call: PublishCall, *, stall_s: float) -> list[Answer]:
+        return [share.carry_out(call) for share in self.shares]
+
+    async def prepare(self, version: int, state: State) -> Prepared:
+        """Each rank's snapshot of its rows, then what rank 0 makes of them."""
+        for rank, share in enumerate(self.shares):
+            reuse = share.make_way()
+            own = {}
+            for name, tensor in state.items():
+                first, last = rows_of(len(tensor), rank, len(self.shares))
+                own[name] = tensor if name in WHOLE or len(self.shares) == 1 else tensor[first:last]
+            snapshot = take_snapshot(
+                self.tensors, self.plan, own, rank, torch.device("cpu"), reuse=reuse, with_digests=False
+            )
+            share.held.put(version, snapshot)
+        return await self.transport.prepare(version, Captured())
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+async def test_the_ranks_deltas_joined_lead_where_one_of_all_weights_leads(count: int, tmp_path: Path) -> None:
+    ranks, gathered = Ranks(count, tmp_path / "shm", anchor_every=3), StreamTransport(LINE, anchor_every=3)
+    state = state_of(0)
+    image: WeightImage | None = None
+    kinds = []
+    try:
+        for version in range(6):
+            made = await ranks.prepare(version, state)
+            expected = await gathered.prepare(version, Captured(gathered=GatheredWeights(state)))
+            ours, theirs = made.manifest, expected.manifest
+            assert made.buffer is not None
+            assert expected.buffer is not None
+            assert (ours.kind, ours.result_root, ours.base_root) == (theirs.kind, theirs.result_root, theirs.base_root)
+            assert ours.tensors == theirs.tensors
+            if ours.kind is VersionKind.FULL or count == 1:
+                assert made.buffer.tobytes() == expected.buffer.tobytes()
+            if ours.kind is VersionKind.FULL:
+                whole = b"".join(bytes(GatheredWeights(state).bytes_of(entry)) for entry in ours.tensors)
+                assert made.buffer.tobytes() == whole
+                if image is not None:
+                    image.close()
+                image = WeightImage(ours, HostBytes(parts=((0, made.buffer.copy()),)))
+            else:
+                assert image is not None
+                image.apply(ours, made.buffer)
+                assert image.root == theirs.result_root
+                assert image.held.parts[0][1].tobytes() == b"".join(
+                    bytes(GatheredWeights(state).bytes_of(entry)) for entry in ours.tensors
+                )
+            kinds.append(ours.kind)
+            assert set(await ranks.transport.deliver(version)) == {"keep"}
+            await gathered.deliver(version)
+            assert list((tmp_path / "shm").glob("*")) == []  # nothing lies about between two versions
+            state = stepped(state, version)
+        delta = VersionKind.DELTA
+        assert kinds == [VersionKind.FULL, delta, delta, delta, VersionKind.FULL, delta]
+    finally:
+        if image is not None:
+            image.close()
+        await ranks.transport.close()
+        await gathered.close()
+
+
+@pytest.mark.parametrize("count", [1, 2])
+async def test_a_delta_that_the_hub_refuses_or_that_does_not_pay_goes_in_full(count: int, tmp_path: Path) -> None:
+    ranks = Ranks(count, tmp_path, anchor_every=9)
+    try:
+        first = await ranks.prepare(0, state_of(0))
+        assert (await ranks.transport.prepare(0, Captured())) is first  # the hub was away: nothing is made again
+        await ranks.transport.deliver(0)
+        state = stepped(state_of(0), 1)
+        delta = await ranks.prepare(1, state)
+        assert delta.manifest.kind is VersionKind.DELTA
+        full = await ranks.transport.prepare(1, Captured())
+        assert (full.manifest.kind, full.manifest.result_root) == (VersionKind.FULL, delta.manifest.result_root)
+        assert full.buffer is not None
+        assert full.buffer.tobytes() == b"".join(
+            bytes(GatheredWeights(state).bytes_of(entry)) for entry in full.manifest.tensors
+        )
+        await ranks.transport.deliver(1)
+        assert (await ranks.prepare(2, stepped(state, 2))).manifest.kind is VersionKind.DELTA
+        await ranks.transport.deliver(2)
+        assert (await ranks.prepare(3, state_of(5))).manifest.kind is VersionKind.FULL
+    finally:
+        await ranks.transport.close()
+
+
+async def test_without_deltas_a_version_has_the_digests_of_files(tmp_path: Path) -> None:
+    ranks, gathered = Ranks(2, tmp_path, anchor_every=None), StreamTransport(LINE, chunk_bytes=4096)
+    try:
+        for version in range(3):
+            state = state_of(version)
+            made = await ranks.prepare(version, state)
+            expected = await gathered.prepare(version, Captured(gathered=GatheredWeights(state)))
+            assert made.manifest == expected.manifest
+            assert await ranks.transport.deliver(version) == {}
+    finally:
+        await ranks.transport.close()
+        await gathered.close()
