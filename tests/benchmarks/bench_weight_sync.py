@@ -27,6 +27,7 @@ import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -124,7 +125,7 @@ async def lead(args: argparse.Namespace, parts: Any) -> list[dict[str, float]]:
                 "type": args.transport,
                 "address": args.hub,
                 "bucket_mib": args.bucket_mib,
-                "deltas": args.deltas,
+                "deltas": args.deltas[0],
             },
         }
     )
@@ -235,7 +236,7 @@ class Mesh:
         except (urllib.error.URLError, OSError):
             return False
 
-    def measure(self, transport: str, epoch: int) -> list[dict[str, float]]:
+    def measure(self, transport: str, epoch: int, deltas: str) -> list[dict[str, float]]:
         """Runs the trainer's ranks over one transport; the records of its versions."""
         args, ranks = self.args, max(1, len(self.args.trainer_gpus), self.args.ranks)
         steps = args.stream_steps if transport == "stream" else args.steps
@@ -254,7 +255,7 @@ class Mesh:
             command = [
                 sys.executable, __file__, "--rank", "--shape", str(self.shape), "--transport", transport, "--hub",
                 self.hub, "--epoch", str(epoch), "--steps", str(steps), "--bucket-mib", str(args.bucket_mib),
-                "--policy", args.policy, "--output-dir", str(self.folder), "--deltas", args.deltas, "--changed",
+                "--policy", args.policy, "--output-dir", str(self.folder), "--deltas", deltas, "--changed",
                 str(args.changed),
             ]  # fmt: skip
             out = subprocess.PIPE if rank == 0 else (self.folder / f"rank{rank}-{transport}.out").open("wb")
@@ -347,7 +348,7 @@ def main() -> None:
     parser.add_argument("--load", type=int, default=64, help="requests in flight at the engine")
     parser.add_argument("--bucket-mib", type=int, default=256)
     parser.add_argument("--policy", default="rolling")
-    parser.add_argument("--deltas", choices=["auto", "off"], default="auto", help="of the stream")
+    parser.add_argument("--deltas", type=split, default=["auto"], help="auto, off or both, one after the other")
     parser.add_argument("--changed", type=float, default=1.0, help="share of the weights that each version changes")
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.4)
     parser.add_argument("--json", type=Path)
@@ -374,8 +375,10 @@ def main() -> None:
             folder = tiny_shape(Path(scratch) / "tiny") if shape == "tiny" else SHAPES / shape
             mesh = Mesh(args, folder, Path(scratch) / f"run-{shape}")
             try:
-                for epoch, transport in enumerate(args.transports, 1):
-                    records = mesh.measure(transport, epoch)
+                for epoch, (transport, deltas) in enumerate(product(args.transports, args.deltas), 1):
+                    records = mesh.measure(transport, epoch, deltas)
+                    if len(args.deltas) > 1:
+                        transport = f"{transport}, deltas {deltas}"
                     everything[f"{shape} {transport}"] = records
                     each = max(1, len(args.engine_gpus) // args.engines)
                     ranks = f"{max(1, len(args.trainer_gpus), args.ranks)} to {args.engines} x {each}"

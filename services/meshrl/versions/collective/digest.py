@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 GOLDEN, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 SPREAD = 0xD6E8FEB86659FD93
-BLOCK_WORDS = 2**18
+BLOCK_WORDS = 2**14
 KERNEL_WORDS = 4096
 
 
@@ -49,17 +49,32 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
 
 def _on_cpu(words: NDArray[np.uint16], first_word: int) -> NDArray[np.uint64]:
     lanes = [0, 0]  # Python's integers: NumPy's scalars warn when they wrap, its arrays do not
+    places = np.arange(min(BLOCK_WORDS, len(words)), dtype=np.uint64) * np.uint64(GOLDEN)
+    room = np.empty((2, len(places)), dtype=np.uint64)
     for at in range(0, len(words), BLOCK_WORDS):
-        z = words[at : at + BLOCK_WORDS].astype(np.uint64)
-        first = (first_word + at + 1) * GOLDEN % 2**64
-        z += np.arange(len(z), dtype=np.uint64) * np.uint64(GOLDEN)
-        z += np.uint64(first)
-        z = (z ^ (z >> np.uint64(30))) * np.uint64(MIX_1)
-        z = (z ^ (z >> np.uint64(27))) * np.uint64(MIX_2)
-        z ^= z >> np.uint64(31)
-        lanes[0] += int(z.sum(dtype=np.uint64))
-        lanes[1] += int(((z ^ (z >> np.uint64(29))) * np.uint64(SPREAD)).sum(dtype=np.uint64))
+        block = words[at : at + BLOCK_WORDS]
+        z, spare = room[:, : len(block)]
+        np.add(places[: len(block)], np.uint64((first_word + at + 1) * GOLDEN % 2**64), out=z)
+        z += block
+        for lane, found in enumerate(sums_of(z, spare)):
+            lanes[lane] += found
     return np.array([lane % 2**64 for lane in lanes], dtype=np.uint64)
+
+
+def sums_of(z: NDArray[np.uint64], spare: NDArray[np.uint64]) -> tuple[int, int]:
+    """The two lanes, not reduced, of words to which their places were added: w_i + (i + 1) * GOLDEN.
+
+    Both arrays (W,) are written over; with BLOCK_WORDS of them they stay in a core's cache, which is what counts here.
+    """
+    for shift, factor in ((30, MIX_1), (27, MIX_2)):
+        z ^= np.right_shift(z, np.uint64(shift), out=spare)
+        z *= np.uint64(factor)
+    z ^= np.right_shift(z, np.uint64(31), out=spare)
+    first = int(z.sum(dtype=np.uint64))
+    np.right_shift(z, np.uint64(29), out=spare)
+    spare ^= z
+    spare *= np.uint64(SPREAD)
+    return first, int(spare.sum(dtype=np.uint64))
 
 
 def _on_gpu(words: torch.Tensor, first_word: int) -> torch.Tensor:

@@ -15,7 +15,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from meshrl.versions.collective.digest import GOLDEN, MIX_1, MIX_2, SPREAD
+from meshrl.versions.collective.digest import BLOCK_WORDS, GOLDEN, sums_of
 from meshrl.versions.deltas.codec import Changes, Rows, words_of
 from meshrl.versions.deltas.words import Words
 from meshrl.wire.types import TensorEntry
@@ -127,15 +127,18 @@ def _terms(at: NDArray[np.int64], elements: Words, num_bytes: int) -> Lanes:
         high[~alone[low]] = elements[~low]
         return _sums(place, elements[low].astype(np.uint64) | high << np.uint64(8))
     halves = elements.itemsize // 2
-    words = np.ascontiguousarray(elements).view("<u2").astype(np.uint64)
+    words = np.ascontiguousarray(elements).view("<u2")
     place = (at // 2)[:, None] + np.arange(halves) if halves > 1 else at // 2
     return _sums(place.reshape(-1), words)
 
 
-def _sums(place: NDArray[np.int64], words: NDArray[np.uint64]) -> Lanes:
-    z = words + (place.astype(np.uint64) + np.uint64(1)) * np.uint64(GOLDEN)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(MIX_1)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(MIX_2)
-    z ^= z >> np.uint64(31)
-    spread = (z ^ (z >> np.uint64(29))) * np.uint64(SPREAD)
-    return np.array([z.sum(dtype=np.uint64), spread.sum(dtype=np.uint64)], dtype=np.uint64)
+def _sums(place: NDArray[np.int64], words: Words) -> Lanes:
+    lanes, spare = [0, 0], np.empty(min(BLOCK_WORDS, len(words)), dtype=np.uint64)
+    for at in range(0, len(words), BLOCK_WORDS):
+        z = place[at : at + BLOCK_WORDS].astype(np.uint64)
+        z += np.uint64(1)
+        z *= np.uint64(GOLDEN)
+        z += words[at : at + BLOCK_WORDS]
+        for lane, found in enumerate(sums_of(z, spare[: len(z)])):
+            lanes[lane] += found
+    return np.array([lane % 2**64 for lane in lanes], dtype=np.uint64)
