@@ -191,7 +191,8 @@ class TrialsConfig(BaseConfig):
     def _one_source(self) -> Self:
         if self.inference is None:
             return self
-        given = self.client.model_fields_set & {"base_url", "api"}
+        usual = type(self.client)()  # a resolved file names every key
+        given = [key for key in ("api", "base_url") if getattr(self.client, key) != getattr(usual, key)]
         if given:
             raise ValueError(
                 f"client.{min(given)} names servers that run already, but [inference] starts one; leave one out"
