@@ -1,19 +1,27 @@
-"""A run over two nodes of a real SLURM: one node is killed, the job is requeued on another, and the ledger is whole."""
+"""A run over two nodes of a real SLURM, whose programs know each other by certificates: it is told that its time is
+nearly over, one node is killed, the job is requeued on another, and the ledger is whole."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import sqlite3
+import stat
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from mesh_run import RUN_TOML
+from meshrl.cli.run_folder import RunFolder
+from meshrl.client import ChannelOptions, WeightSyncClient
+from meshrl.client.credentials import INSECURE, CredentialFiles, Credentials, FileCredentials
 from meshrl.orchestrator.ledger.audit import audit
+from meshrl.wire.errors import MeshError, Reason
 from slurm_cluster import SlurmCluster, cluster, why_not
 
 reason = why_not()
@@ -38,9 +46,9 @@ def submit(slurm: SlurmCluster, model_dir: Path, output_dir: Path) -> str:
     config = output_dir.parent / "run.toml"
     config.write_text(
         RUN_TOML
-        + "[deployment]\ntype = 'multi_node'\ninsecure = true\ngpus_per_node = 0\n"
+        + "[deployment]\ntype = 'multi_node'\ngpus_per_node = 0\n"
         + "[slurm]\njob_name = 'reverse'\npre_run_command = 'true'\n"
-        + f"[ckpt]\ninterval = 1\n[model]\nname = '{model_dir}'\n"
+        + f"[ckpt]\ninterval = {10 * STEPS}\n[model]\nname = '{model_dir}'\n"
     )
     command = [sys.executable, "-m", "meshrl.launch.main", "@", str(config), "--output-dir", str(output_dir)]
     done = subprocess.run(
@@ -52,7 +60,7 @@ def submit(slurm: SlurmCluster, model_dir: Path, output_dir: Path) -> str:
     return str(number)
 
 
-def test_a_job_whose_node_is_killed_is_requeued_and_ends_with_a_whole_ledger(
+def test_a_job_saves_before_its_limit_and_goes_on_from_there_with_a_whole_ledger_when_a_node_is_killed(
     slurm: SlurmCluster, model_dir: Path, tmp_path: Path
 ) -> None:
     output_dir = tmp_path / "out"
@@ -64,8 +72,12 @@ def test_a_job_whose_node_is_killed_is_requeued_and_ends_with_a_whole_ledger(
         assert state not in ("FAILED", "CANCELLED", "COMPLETED"), log.read_text()
         return log.exists() and text in log.read_text()
 
-    slurm.wait_for(lambda: list((output_dir / "checkpoints").glob("step_*")), "a checkpoint is there", 400.0)
+    slurm.wait_for(lambda: said("") and (output_dir / "metrics.jsonl").exists(), "a step is trained", 400.0)
     assert [address(output_dir, name) for name in ("trainer", "inference")] == ["127.0.0.2", "127.0.0.3"]
+    slurm.halt_programs("n2")  # the run is not over before its node is killed
+    assert_only_members_are_let_in(output_dir)
+    slurm.ask("scancel", "--signal=USR1", "--batch", number)  # as SLURM does two minutes before the limit
+    slurm.wait_for(lambda: said("is saved in"), "the trainer saves a checkpoint", 400.0)
     slurm.kill_node("n2")
 
     slurm.wait_for(lambda: said("start 2, resuming"), "the job starts again", 400.0)
@@ -82,8 +94,34 @@ def test_a_job_whose_node_is_killed_is_requeued_and_ends_with_a_whole_ledger(
     assert states["trained"] == STEPS * 16
 
 
+def assert_only_members_are_let_in(output_dir: Path) -> None:
+    """The run's hub answers an operator, and nobody without a certificate; its engine serves HTTPS."""
+    hub = f"{address(output_dir, 'weights')}:{port(output_dir, 'weights')}"
+    credentials = RunFolder(output_dir).credentials()
+    assert credentials is not None
+
+    async def epoch(shown: Credentials) -> int:
+        async with WeightSyncClient(hub, ChannelOptions(credentials=shown, unary_deadline_s=60.0)) as client:
+            return await client.epoch()
+
+    assert asyncio.run(epoch(credentials)) == 1
+    stranger = FileCredentials(CredentialFiles(ca=output_dir / "credentials" / "ca.pem"))
+    for nobody in (INSECURE, stranger):
+        with pytest.raises(MeshError) as refused:
+            asyncio.run(epoch(nobody))
+        assert refused.value.reason is Reason.UNREACHABLE  # they do not get past the handshake
+    engine = f"https://{address(output_dir, 'inference')}:{port(output_dir, 'inference')}"
+    assert f"on {engine}" in (output_dir / "logs" / "inference" / "node_0.log").read_text()
+    kept = [path for path in (output_dir / "credentials").rglob("*") if path.is_file()]
+    assert {stat.S_IMODE(path.stat().st_mode) for path in kept} == {0o600}
+
+
 def address(output_dir: Path, program: str) -> str:
     """Where a program listens, by the configuration that it was started with."""
-    config = (output_dir / "configs" / f"{program}.toml").read_text()
-    (host,) = re.findall(r'^\[server\]\nhost = "(\S+)"', config, re.MULTILINE)
-    return str(host)
+    config = tomllib.loads((output_dir / "configs" / f"{program}.toml").read_text())
+    assert config["server"]["insecure"] is False
+    return str(config["server"]["host"])
+
+
+def port(output_dir: Path, program: str) -> int:
+    return int(tomllib.loads((output_dir / "configs" / f"{program}.toml").read_text())["server"]["port"])

@@ -106,23 +106,35 @@ class SlurmCluster:
         """What scontrol says of a job."""
         return dict(re.findall(r"(\S+?)=(\S*)", self.ask("scontrol", "show", "job", number)))
 
+    def halt_programs(self, name: str) -> None:
+        """What jobs run on the node stands still; the node itself answers."""
+        for pid in self._running_on(name, self._daemons[name].pid)[0]:
+            os.kill(pid, signal.SIGSTOP)
+
     def kill_node(self, name: str) -> None:
         """The node is gone at once, with all that ran on it."""
+        daemon = self._daemons.pop(name)
+        programs, steps = self._running_on(name, daemon.pid)
+        for pid in (daemon.pid, *steps, *programs):
+            kill(pid)
+        daemon.wait(timeout=DEADLINE_S)
+
+    def _running_on(self, name: str, daemon: int) -> tuple[list[int], list[int]]:
+        """Process ids of the programs of jobs on a node, and of what started them."""
         spool = str(self.folder / f"spool.{name}")
         marks = {f"SLURMD_NODENAME={name}".encode(), f"SLURM_CONF={self.environ['SLURM_CONF']}".encode()}
-        daemon = self._daemons.pop(name)
-        victims = [daemon.pid]
+        programs, steps = [], []
         for entry in Path("/proc").glob("[0-9]*"):
             try:
                 environ = set((entry / "environ").read_bytes().split(b"\0"))
                 words = (entry / "cmdline").read_bytes().decode(errors="replace")
             except OSError:  # it ended meanwhile
                 continue
-            if marks <= environ or (words.startswith("slurmstepd") and self._is_step_of(entry, victims[0], spool)):
-                victims.append(int(entry.name))
-        for pid in victims:
-            kill(pid)
-        daemon.wait(timeout=DEADLINE_S)
+            if marks <= environ:
+                programs.append(int(entry.name))
+            elif words.startswith("slurmstepd") and self._is_step_of(entry, daemon, spool):
+                steps.append(int(entry.name))
+        return programs, steps
 
     def _is_step_of(self, entry: Path, slurmd: int, spool: str) -> bool:
         opened = (os.readlink(each) for each in (entry / "fd").iterdir() if each.is_symlink())

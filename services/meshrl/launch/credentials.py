@@ -1,8 +1,9 @@
 """Gives the programs of a run on one host what they know each other by, so that no other user may drive or change it.
 
 A token for each role lies in output_dir/credentials, for the run's own user alone, and is made anew by each `rl`; the
-servers hold their hashes (trust.sqlite). Engines get an API key in the same way. Credentials that the configuration or
-the environment names are left to their owner.
+servers hold their hashes (trust.sqlite). Engines get an API key in the same way. A run over several nodes gets an
+authority instead, by which `meshrl.launch.nodes.certificates` has its nodes know each other. Credentials that the
+configuration or the environment names are left to their owner.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from pydantic import SecretStr
 
+from meshrl.client.authority import Authority
 from meshrl.client.credentials import PREFIX, TRUST_FILE, CredentialFiles
 from meshrl.client.trust import Role, TrustFile, write_private
 from meshrl.core.config import ConfigError
@@ -50,11 +52,11 @@ def with_engine_key(config: RLConfig, environ: Mapping[str, str]) -> RLConfig:
 
 
 def makes_own(config: RLConfig, environ: Mapping[str, str]) -> bool:
-    """Whether the run is to have credentials of its own: it is on one host, and nobody has named others."""
+    """Whether the run is to have credentials of its own: nobody has named others, or wants none between its nodes."""
     named = any(variable.startswith(PREFIX) and value for variable, value in environ.items())
     components = (config.rollout, config.trainer, config.weights, config.inference, config.orchestrator)
     named = named or any(each is not None and each.tls != TlsConfig() for each in (config, *components))
-    return config.deployment.type != "multi_node" and not named
+    return not named and not (config.deployment.type == "multi_node" and config.deployment.insecure)
 
 
 def hub_is_open(config: RLConfig) -> bool:
@@ -76,6 +78,9 @@ def credentials_for(
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         folder.chmod(0o700)
+        if config.deployment.type == "multi_node" and not (folder / "ca.key").exists():
+            _check_all_started(config)
+            Authority.create(folder, f"job-{environ.get('SLURM_JOB_ID', 'none')}")
         admin = _write_engine_key(config, environ, folder)
         # Where the run has an authority, programs get certificates by it.
         tokens = {} if (folder / "ca.key").exists() else _write_tokens(folder)
@@ -90,6 +95,17 @@ def credentials_for(
         name: {**tokens.get(ROLE_OF[kind], {}), **(admin if kind == "inference" else {})}
         for name, kind in kinds.items()
     }
+
+
+def _check_all_started(config: RLConfig) -> None:
+    """Raises ConfigError where a job with certificates of its own uses what runs already, which cannot know them."""
+    running = [address for addresses in config.orchestrator.services.given().values() for address in addresses]
+    if running or config.running_engines:
+        raise ConfigError(
+            f"{', '.join([*running, *config.running_engines])} ran before this job and cannot know the certificates"
+            " that it makes for its programs; give them all credentials of one run (MESHRL_TLS_FOLDER,"
+            " docs/deployment.md), or set deployment.insecure where nobody else reaches that network"
+        )
 
 
 def _write_engine_key(config: RLConfig, environ: Mapping[str, str], folder: Path) -> dict[str, str]:

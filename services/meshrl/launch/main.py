@@ -25,6 +25,7 @@ from meshrl.launch.config import RLConfig
 from meshrl.launch.credentials import credentials_for, hub_is_open, makes_own, with_engine_key
 from meshrl.launch.gpus import VARIABLE, visible
 from meshrl.launch.lock import FolderInUseError, FolderLock
+from meshrl.launch.nodes.certificates import certify_engines
 from meshrl.launch.nodes.job import NodeLostError, NodePorts, hand_over, look_at, nodes_of_job
 from meshrl.launch.nodes.spread import Spread, link_logs, on_nodes, spread_over
 from meshrl.launch.ports import FreePorts
@@ -34,6 +35,7 @@ from meshrl.launch.submission import submit_run
 from meshrl.launch.supervise import Grace, Program, Supervisor
 from meshrl.trainer.config import TrainerConfig
 from meshrl.trainer.publishing.transport_choice import SHM, shm_folder
+from meshrl.weights.config import WeightsConfig
 
 _NAME = "rl"
 
@@ -156,7 +158,10 @@ def _launch(config: RLConfig, free_ports: FreePorts) -> int:
             parts, findings = checked(keyed, ports, spread=spread)
             write_configs(config, parts)
             if not config.dry_run:
-                started = programs(parts, layout, credentials_for(keyed, parts, os.environ))
+                credentials = dict(credentials_for(keyed, parts, os.environ))
+                if spread is not None and credentials:
+                    credentials |= _certified(parts, spread, layout)
+                started = programs(parts, layout, credentials)
                 if spread is not None:
                     hand_over(nodes[1:], [layout.config(part.name) for part in parts])
                     link_logs(layout)
@@ -172,6 +177,14 @@ def _launch(config: RLConfig, free_ports: FreePorts) -> int:
     sys.stdout.writelines(f"{finding.severity}: {finding.text}\n" for finding in findings)
     sys.stdout.write(f"dry run: the configuration is valid; {outcome}\n")
     return 0
+
+
+def _certified(parts: Sequence[Part], spread: Spread, layout: Layout) -> dict[str, Mapping[str, str]]:
+    """The variables of the engines on other nodes, which have certificates by the run's authority on this one."""
+    engines = [part for part in parts if part.name.partition("_")[0] == "inference"]
+    hub = next(part.config.server.address for part in parts if isinstance(part.config, WeightsConfig))
+    variables = certify_engines(spread, layout, hub)
+    return {part.name: given for part, given in zip(engines, variables, strict=True)}
 
 
 def checked(

@@ -28,6 +28,10 @@ def submit_run(config: RLConfig, slurm: SlurmConfig) -> str:
     layout = Layout(config.output_dir)
     in_job = config.model_copy(update={"slurm": None, "dry_run": False, "clean_output_dir": False})
     parts = _as_in_the_job(in_job)
+    if slurm.requeue_at_limit and config.trainer.ckpt is None:
+        raise ConfigError(
+            "slurm.requeue_at_limit goes on from a checkpoint, and the trainer saves none; add [ckpt], or leave it out"
+        )
     with FolderLock(layout):
         if config.clean_output_dir and not config.dry_run:
             empty_folder(config.output_dir, keep=[Path(config.trainer.model.name)])

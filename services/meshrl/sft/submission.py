@@ -21,6 +21,10 @@ def submit_sft(config: SFTConfig, dry_run: bool) -> str | None:
                 " torchrun -m meshrl.sft.main on each node (docs/deployment.md)"
             )
         return None
+    if config.slurm.requeue_at_limit and config.ckpt is None:
+        raise ConfigError(
+            "slurm.requeue_at_limit goes on from a checkpoint, and sft saves none; add [ckpt], or leave it out"
+        )
     model = config.model
     if given.nodes_per_fsdp_group is not None:
         model = model.model_copy(update={"dp_replicate": given.num_train_nodes // given.nodes_per_fsdp_group})

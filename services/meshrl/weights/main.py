@@ -105,11 +105,15 @@ async def serve(config: WeightsConfig, stop: asyncio.Event, tracer: trace.Tracer
 
 
 def _enrollment(config: WeightsConfig) -> EnrollmentServicer | None:
-    """What lets hosts join. Raises ConfigError where that is asked for and the run's authority is not here."""
-    if config.enrollment_port is None:
+    """What renews the members' certificates, and lets hosts join; None where the run's authority is not here.
+
+    Raises ConfigError where hosts are to join and it is not here.
+    """
+    folder = Layout(config.output_dir).credentials
+    if config.enrollment_port is None and not os.path.exists(folder / "ca.key"):
         return None
     try:
-        return EnrollmentServicer(Authority(Layout(config.output_dir).credentials))
+        return EnrollmentServicer(Authority(folder))
     except AuthorityError as error:
         raise ConfigError(f"weights.enrollment_port: {error}") from error
 

@@ -42,6 +42,11 @@ before_the_limit() {
 srun --overlap --nodes=1 --ntasks=1 --kill-on-bad-exit=1 \
   "$PYTHON" -m meshrl.eval.main @ "$CONFIG" "${resume[@]}" &
 main=$!
+put_back() { # the next start goes on from what is saved
+  [ "${SLURM_RESTART_COUNT:-0}" -lt 5 ] || return
+  echo "$1: requeueing"
+  scontrol requeue "$SLURM_JOB_ID" && sleep 60
+}
 cancelled=
 trap 'cancelled=1' TERM # scancel tells every process of the job
 trap before_the_limit USR1
@@ -52,9 +57,8 @@ while :; do # a signal ends `wait`, not the program
 done
 
 # A run that failed because a node went away goes back into the queue. Nodes that answer had no part in it.
-if [ -z "$cancelled" ] && [ "$code" -ne 0 ] && [ "$code" -ne 2 ] && [ "${SLURM_RESTART_COUNT:-0}" -lt 5 ] &&
+if [ -z "$cancelled" ] && [ "$code" -ne 0 ] && [ "$code" -ne 2 ] &&
   ! timeout 60 srun --overlap --nodes=1 --ntasks=1 --ntasks-per-node=1 true; then
-  echo "a node of this job does not answer: requeueing"
-  scontrol requeue "$SLURM_JOB_ID" && sleep 60
+  put_back "a node of this job does not answer"
 fi
 exit "$code"

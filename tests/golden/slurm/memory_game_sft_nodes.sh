@@ -32,6 +32,7 @@ echo "job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, start $((${SLURM_RESTART_COUNT:-
 before_the_limit() { # sft saves when it is told to end; `scontrol requeue` goes on from there
   echo "USR1: saving a checkpoint and ending"
   scancel --signal=TERM "$SLURM_JOB_ID"
+  wait "$main"
 }
 
 mkdir -p "$OUTPUT_DIR/logs/sft"
@@ -44,6 +45,11 @@ srun --overlap --nodes=2 --ntasks=16 --ntasks-per-node=8 \
   bash -c 'export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID; exec "$@"' rank \
   "$PYTHON" -m meshrl.sft.main @ "$CONFIG" "${resume[@]}" &
 main=$!
+put_back() { # the next start goes on from what is saved
+  [ "${SLURM_RESTART_COUNT:-0}" -lt 5 ] || return
+  echo "$1: requeueing"
+  scontrol requeue "$SLURM_JOB_ID" && sleep 60
+}
 cancelled=
 trap 'cancelled=1' TERM # scancel tells every process of the job
 trap before_the_limit USR1
@@ -54,9 +60,8 @@ while :; do # a signal ends `wait`, not the program
 done
 
 # A run that failed because a node went away goes back into the queue. Nodes that answer had no part in it.
-if [ -z "$cancelled" ] && [ "$code" -ne 0 ] && [ "$code" -ne 2 ] && [ "${SLURM_RESTART_COUNT:-0}" -lt 5 ] &&
+if [ -z "$cancelled" ] && [ "$code" -ne 0 ] && [ "$code" -ne 2 ] &&
   ! timeout 60 srun --overlap --nodes=2 --ntasks=2 --ntasks-per-node=1 true; then
-  echo "a node of this job does not answer: requeueing"
-  scontrol requeue "$SLURM_JOB_ID" && sleep 60
+  put_back "a node of this job does not answer"
 fi
 exit "$code"

@@ -37,9 +37,14 @@ before_the_limit() {
 # rl itself runs here, on the first node, and starts each program with srun on the node that it belongs to.
 "$PYTHON" -m meshrl.launch.main @ "$CONFIG" "${resume[@]}" &
 main=$!
+put_back() { # the next start goes on from what is saved
+  [ "${SLURM_RESTART_COUNT:-0}" -lt 5 ] || return
+  echo "$1: requeueing"
+  scontrol requeue "$SLURM_JOB_ID" && sleep 60
+}
 cancelled=
 trap 'cancelled=1' TERM # scancel tells every process of the job
-trap before_the_limit USR1
+trap 'before_the_limit && put_back "the time limit is near"' USR1
 while :; do # a signal ends `wait`, not the program
   wait "$main"
   code=$?
@@ -47,9 +52,8 @@ while :; do # a signal ends `wait`, not the program
 done
 
 # A run that failed because a node went away goes back into the queue. Nodes that answer had no part in it.
-if [ -z "$cancelled" ] && [ "$code" -ne 0 ] && [ "$code" -ne 2 ] && [ "${SLURM_RESTART_COUNT:-0}" -lt 5 ] &&
+if [ -z "$cancelled" ] && [ "$code" -ne 0 ] && [ "$code" -ne 2 ] &&
   ! timeout 60 srun --overlap --nodes=3 --ntasks=3 --ntasks-per-node=1 true; then
-  echo "a node of this job does not answer: requeueing"
-  scontrol requeue "$SLURM_JOB_ID" && sleep 60
+  put_back "a node of this job does not answer"
 fi
 exit "$code"

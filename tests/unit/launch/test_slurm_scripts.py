@@ -13,11 +13,14 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
+from difflib import unified_diff
+from itertools import product
 from pathlib import Path
 
 import pytest
 
 from meshrl.core.config import BaseConfig, ConfigError, load_config
+from meshrl.core.config.dump import to_toml
 from meshrl.eval.config import EvaluationConfig
 from meshrl.eval.submission import submit_eval
 from meshrl.inference.submission import InferenceProgramConfig, submit_inference
@@ -38,7 +41,16 @@ CASES = {
     "reverse_text_rl": ("rl", ["@", "configs/reverse_text/rl.toml", *ALL, "--deployment.gpus-per-node", "2"]),
     "reverse_text_rl_nodes": (
         "rl",
-        ["@", "configs/reverse_text/rl.toml", *TWO, "--deployment.num-train-nodes", "2", "--deployment.insecure"],
+        [
+            "@",
+            "configs/reverse_text/rl.toml",
+            *TWO,
+            "--deployment.num-train-nodes",
+            "2",
+            "--slurm.requeue-at-limit",
+            "--ckpt.interval",
+            "5",
+        ],
     ),
     "memory_game_rl": ("rl", ["@", "configs/memory_game/rl.toml", "--slurm", "--deployment.gpus-per-node", "0"]),
     "reverse_text_sft": ("sft", ["@", "configs/reverse_text/sft.toml", "--slurm"]),
@@ -70,6 +82,11 @@ PROGRAMS: dict[str, Callable[[list[str]], str]] = {
     "eval": lambda argv: submitted(EvaluationConfig, submit_eval, argv),
     "inference": lambda argv: submitted(InferenceProgramConfig, submit_inference, argv),
 }
+
+
+CONFIGS: dict[str, type[BaseConfig]] = {
+    "rl": RLConfig, "sft": SFTConfig, "eval": EvaluationConfig, "inference": InferenceProgramConfig,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", sorted(CASES))
@@ -106,7 +123,52 @@ def test_a_dry_run_of_many_nodes_shows_who_runs_where(tmp_path: Path, monkeypatc
     }  # fmt: skip
     assert read["trainer"]["model"]["dp_replicate"] == 2
     assert read["inference_2"]["weight_broadcast"]["address"].startswith("node-0:")
-    assert all(config["server"]["insecure"] for name, config in read.items() if name in hosts)
+    assert not any(config["server"]["insecure"] for name, config in read.items() if name in hosts)  # by certificates
+
+
+EXAMPLES = sorted(path.relative_to(ROOT) for path in (ROOT / "configs").rglob("*.toml") if path.stem != "teacher")
+TARGETS = {
+    "one node": ["--slurm"],
+    "nodes": ["--slurm", "--deployment.type", "multi_node", "--deployment.num-train-nodes", "2"],
+}
+
+
+def script_of_example(file: Path, target: str, out: Path) -> tuple[str, str]:
+    """The program that an example is for, and the script that it gives on a target, without its configuration."""
+    program = "eval" if file.parent.name == "eval" else file.stem
+    below = [file.parent / "rl.toml"] if program in ("gpu", "vllm") else []
+    program = "rl" if below else program
+    files = [part for path in (*below, file) for part in ("@", str(path))]
+    PROGRAMS[program]([*files, *TARGETS[target], "--output-dir", str(out)])
+    script = (out / "slurm" / "submit.sh").read_text()
+    head, _, rest = script.partition("<<'END_OF_CONFIGURATION'\n")
+    configuration, _, tail = rest.partition("END_OF_CONFIGURATION\n")
+    again = out.with_suffix(".toml")
+    again.write_text(configuration)
+    argv = ["@", str(again)]
+    if target == "one node":  # the others have the same keys
+        assert to_toml(load_config(CONFIGS[program], argv, prog=program, environ={})) == configuration  # as in the job
+    return program, (head + tail).replace(str(out), "/run/out").replace(sys.executable, "/venv/bin/python")
+
+
+def test_every_example_gives_its_golden_script_on_each_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The golden file has the first script of a program and target whole, and of the others what differs from it."""
+    monkeypatch.chdir(ROOT)
+    first: dict[str, str] = {}
+    lines = []
+    for number, (target, file) in enumerate(product(TARGETS, EXAMPLES)):
+        if target == "nodes" and file.stem not in ("rl", "sft", "gpu", "vllm"):
+            continue  # eval is a job of one node
+        program, script = script_of_example(file, target, tmp_path / str(number))
+        base = first.setdefault(f"{program} on {target}", script)
+        differs = list(unified_diff(base.splitlines(), script.splitlines(), lineterm="", n=0))[2:]
+        whole = script.splitlines() if base is script else differs
+        lines += [f"== {file}, {target}", *whole]
+    golden = GOLDEN / "examples.txt"
+    found = "\n".join(lines) + "\n"
+    if os.environ.get("MESHRL_WRITE_GOLDEN"):
+        golden.write_text(found)
+    assert found == golden.read_text()
 
 
 def test_a_template_of_ones_own_is_filled_in(tmp_path: Path) -> None:
@@ -124,17 +186,18 @@ ENVIRONMENT = ["--orchestrator.train.env.0.id", "reverse_text", "--inference"]
 @pytest.mark.parametrize(
     ("program", "argv", "told"),
     [
-        ("rl", [*TWO], "set deployment.insecure = true where nobody else reaches or reads that network"),
+        ("rl", ["--slurm.requeue-at-limit"], "goes on from a checkpoint, and the trainer saves none; add [ckpt]"),
+        ("sft", ["--slurm.requeue-at-limit"], "goes on from a checkpoint, and sft saves none; add [ckpt]"),
         ("rl", ["--slurm.time", "soon"], "slurm.time"),
         ("rl", ["--slurm.job-name", "two words"], "slurm.job_name"),
         ("rl", ["--slurm", "--deployment.num-infer-nodes", "2"], "deployment.type is 'single_node'; set it to"),
-        ("rl", [*TWO, "--deployment.insecure", "--deployment.num-infer-gpus", "2"], "so leave it out"),
-        ("rl", [*TWO, "--deployment.insecure", "--num-engines", "2"], "num_engines is for one node"),
-        ("rl", [*TWO, "--deployment.insecure", "--no-inference"], "but inference is off"),
-        ("rl", [*TWO, "--deployment.insecure", "--inference.tensor-parallel-size", "3"], "an engine takes 3 GPU(s)"),
+        ("rl", [*TWO, "--deployment.num-infer-gpus", "2"], "so leave it out"),
+        ("rl", [*TWO, "--num-engines", "2"], "num_engines is for one node"),
+        ("rl", [*TWO, "--no-inference"], "but inference is off"),
+        ("rl", [*TWO, "--inference.tensor-parallel-size", "3"], "an engine takes 3 GPU(s)"),
         (
             "rl",
-            [*TWO, "--deployment.insecure", "--deployment.num-train-nodes", "2", "--restarts", "1", "--ckpt.interval", "5"],  # noqa: E501  # one command
+            [*TWO, "--deployment.num-train-nodes", "2", "--restarts", "1", "--ckpt.interval", "5"],
             "set trainer_restarts to 0",
         ),
         ("rl", ["--slurm.template-path", "/no/such.j2"], "slurm.template_path '/no/such.j2' cannot be read"),

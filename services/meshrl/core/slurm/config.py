@@ -53,7 +53,10 @@ class SlurmConfig(BaseConfig):
     """Interpreter on the nodes, with meshrl installed; None means the path of the one that submits."""
 
     max_requeues: int = Field(default=5, ge=0)
-    """How many times a job whose run failed because a node went away puts itself back into the queue."""
+    """How many times a job puts itself back into the queue: because a node went away, or by requeue_at_limit."""
+
+    requeue_at_limit: bool = False
+    """Put the job back into the queue before its time limit, once all is saved; its next start goes on from there."""
 
 
 class OneNodeConfig(BaseConfig):

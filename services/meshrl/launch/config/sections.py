@@ -147,7 +147,8 @@ class RunDeploymentConfig(DeploymentConfig):
     leaves that key as it is."""
 
     insecure: bool = False
-    """multi_node: allow the programs to talk to each other without encryption over the network of the nodes."""
+    """multi_node: let the programs talk to each other without certificates, and let everybody on the network of the
+    nodes call them. Without it the job makes certificates of its own, and its programs know each other by them."""
 
     @property
     def nodes(self) -> int:
@@ -164,12 +165,6 @@ class RunDeploymentConfig(DeploymentConfig):
                         " 'multi_node'"
                     )
             return self
-        if not self.insecure:
-            raise ValueError(
-                "deployment.type is 'multi_node', where the programs talk to each other over the network without"
-                " encryption; set deployment.insecure = true where nobody else reaches or reads that network"
-                " (docs/deployment.md)"
-            )
         if self.nodes_per_fsdp_group is not None and self.num_train_nodes % self.nodes_per_fsdp_group:
             raise ValueError(
                 f"deployment.nodes_per_fsdp_group is {self.nodes_per_fsdp_group}, which does not divide"

@@ -104,13 +104,21 @@ def hand_over(nodes: Iterable[JobNode], paths: Sequence[Path]) -> None:
                  told=path.read_text())  # fmt: skip
 
 
-def _probe(names: Sequence[str], file: Path) -> dict[str, _Said]:
+def on_each(names: Sequence[str], module: str, *arguments: str, told: str | None = None) -> str:
+    """Runs a module of ours once on each node, with `told` on its stdin; returns what they all print.
+
+    Raises ConfigError and NodeLostError.
+    """
     count = str(len(names))
-    answer = _ask(
+    return _ask(
         "srun", "--overlap", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", "--export=ALL",
-        f"--nodelist={','.join(names)}", sys.executable, "-m", "meshrl.launch.nodes.probe", str(file),
-        str(PORTS_PER_NODE), deadline_s=PROBE_DEADLINE_S,
+        f"--nodelist={','.join(names)}", sys.executable, "-m", module, *arguments, told=told,
+        deadline_s=PROBE_DEADLINE_S,
     )  # fmt: skip
+
+
+def _probe(names: Sequence[str], file: Path) -> dict[str, _Said]:
+    answer = on_each(names, "meshrl.launch.nodes.probe", str(file), str(PORTS_PER_NODE))
     lines: list[_Said] = [json.loads(line) for line in answer.splitlines()]
     said = {line["node"]: line for line in lines}
     missing = [name for name in names if name not in said]

@@ -10,9 +10,11 @@ from typing import TypeVar
 from pydantic import BaseModel
 
 from meshrl.core.config import ConfigError
+from meshrl.core.config.shared import ServerConfig
 from meshrl.core.paths import Layout
 from meshrl.core.telemetry.logs import LAUNCHER_LOGS
 from meshrl.launch.config import RLConfig
+from meshrl.launch.config.sections import RunDeploymentConfig
 from meshrl.launch.gpus import Placement
 from meshrl.launch.nodes.job import STEP, JobNode
 from meshrl.launch.supervise import Program
@@ -62,21 +64,25 @@ def spread_over(config: RLConfig, nodes: Sequence[JobNode]) -> tuple[RLConfig, S
         placement=_placement(config, len(hosts), each),
     )
     _check(config, spread)
-    head = {"host": spread.head.address, "insecure": True}
     model = config.trainer.model
     if given.nodes_per_fsdp_group is not None:
         model = _with(model, dp_replicate=given.num_train_nodes // given.nodes_per_fsdp_group)
     changed = _with(
         config,
         num_engines=len(engines) or None,
-        trainer=_with(config.trainer, server=_with(config.trainer.server, **head), model=model),
-        weights=_with(config.weights, server=_with(config.weights.server, **head)),
-        rollout=_with(config.rollout, server=_with(config.rollout.server, **head)),
+        trainer=_with(config.trainer, server=_at(spread.head, config.trainer.server, given), model=model),
+        weights=_with(config.weights, server=_at(spread.head, config.weights.server, given)),
+        rollout=_with(config.rollout, server=_at(spread.head, config.rollout.server, given)),
     )
-    if config.inference is not None:
+    if config.inference is not None and given.insecure:
         server = _with(config.inference.server, insecure=True)
         changed = _with(changed, inference=_with(config.inference, server=server))
     return changed, spread
+
+
+def _at(node: JobNode, server: ServerConfig, given: RunDeploymentConfig) -> ServerConfig:
+    """The server of a program on this node, where the others reach it."""
+    return _with(server, host=node.address, insecure=given.insecure or server.insecure)
 
 
 def on_nodes(

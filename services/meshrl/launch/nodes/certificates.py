@@ -1,0 +1,50 @@
+"""Certificates for the engines of a job, by the run's authority on the first node, whose own programs need no help.
+
+A node's key is made there and stays there; a certificate request and a certificate, neither of them secret, are all
+that goes over srun. The hub renews the certificates while the run lasts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+from meshrl.client.authority import Authority, AuthorityError
+from meshrl.client.credentials import PREFIX
+from meshrl.client.trust import Role
+from meshrl.core.config import ConfigError
+from meshrl.core.paths import Layout
+from meshrl.launch.nodes.job import JobNode, NodeLostError, on_each
+from meshrl.launch.nodes.member import member_folder
+from meshrl.launch.nodes.spread import Spread
+
+_MODULE = "meshrl.launch.nodes.member"
+
+
+def certify_engines(spread: Spread, layout: Layout, hub: str) -> list[Mapping[str, str]]:
+    """Gives every node with engines a certificate; returns each engine's variables, in the order of `spread.engines`.
+
+    hub: host:port of the weight hub, which renews them. Raises ConfigError and NodeLostError.
+    """
+    folder = layout.credentials.absolute()
+    nodes = {node.name: node for node in spread.engines}
+    answer = on_each(list(nodes), _MODULE, str(folder), "request")
+    requests = {line["node"]: line["request"] for line in map(json.loads, answer.splitlines())}
+    missing = sorted(nodes.keys() - requests.keys())
+    if missing:
+        raise NodeLostError(f"nodes {', '.join(missing)} of the job did not ask for a certificate")
+    try:
+        authority = Authority(folder)
+        signed = {name: _signed(authority, node, requests[name]) for name, node in nodes.items()}
+    except (AuthorityError, ValueError) as error:
+        raise ConfigError(f"output_dir: the authority in {str(folder)!r} cannot be used: {error}") from error
+    on_each(list(nodes), _MODULE, str(folder), "keep", told=json.dumps({"certificates": signed, "renewal": hub}))
+    return [{f"{PREFIX}FOLDER": str(member_folder(folder, node.name))} for node in spread.engines]
+
+
+def _signed(authority: Authority, node: JobNode, request: str) -> str:
+    refused = authority.trust.note_member(Role.AGENT, node.name, "this job")
+    if refused:
+        raise AuthorityError(f"{Role.AGENT}/{node.name} {refused}; leave its node out with slurm.exclude")
+    hosts = [node.address, node.name, "localhost", "127.0.0.1"]
+    return authority.sign(request.encode(), Role.AGENT, node.name, hosts=hosts).decode()
