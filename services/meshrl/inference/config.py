@@ -166,6 +166,10 @@ class InferenceConfig(BaseConfig):
     weight_broadcast: WeightBroadcastConfig | None = None
     """Where new weight versions come from; None means a plain server of the base model."""
 
+    url: str | None = Field(default=None, pattern=r"^https?://[^/\s]+$")
+    """Where the run's other programs reach this engine, if not at server.host: https://NAME:PORT by a name that its
+    certificate has, or a proxy."""
+
     engine_id: str = ""
     """Name of this engine at the weight hub; empty means host:port."""
 

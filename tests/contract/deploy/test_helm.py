@@ -36,6 +36,16 @@ OTHERS = {  # kinds that are not Kubernetes' own: the fields of their spec that 
     "JobSet": {"network", "failurePolicy", "replicatedJobs"},
     "LeaderWorkerSet": {"replicas", "leaderWorkerTemplate"},
     "ServiceMonitor": {"selector", "endpoints"},
+    "Certificate": {
+        "secretName",
+        "duration",
+        "renewBefore",
+        "privateKey",
+        "usages",
+        "uris",
+        "dnsNames",
+        "issuerRef",
+    },
 }
 PROGRAMS: dict[str, type[BaseConfig]] = {
     "orchestrator": OrchestratorConfig,
@@ -83,10 +93,10 @@ def pods(manifests: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("example", [None, *EXAMPLES])
-def test_lint_has_nothing_to_say_but_that_there_is_no_icon(example: str | None) -> None:
+def test_lint_has_nothing_to_say(example: str | None) -> None:
     report = lint(CHART, {} if example is None else values_of(example), strict=True, kube_version="v1.31.0")
     assert report["errors"] == []
-    assert [message["error"] for message in report["messages"]] == ["icon is recommended"]
+    assert report["messages"] == []
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
@@ -150,7 +160,7 @@ def test_every_program_takes_the_configuration_that_it_is_given(
         argv = ["@", str(tmp_path / file), "--server.host", "0.0.0.0"]
         config: Any = load_config(PROGRAMS[program], argv, prog=program, environ={})
         assert config.notes == ()
-        assert config.server.insecure
+        assert config.server.insecure is not values_of(example).get("tls", {}).get("enabled", False)
         loaded[program] = config
     if "orchestrator" in loaded:
         hosted = {env.resolved_name for env in loaded["rollout"].env}
@@ -164,6 +174,37 @@ def test_a_remote_site_has_engines_and_no_service(rendered: dict[str, list[dict[
     (config,) = (each["data"] for each in rendered["remote-site"] if each["kind"] == "ConfigMap")
     address = tomllib.loads(config["inference.toml"])["weight_broadcast"]["address"]
     assert address == "weights.training.internal:50053"
+
+
+def test_certificates_name_role_and_run_and_reach_the_pods_of_their_component_alone(
+    rendered: dict[str, list[dict[str, Any]]],
+) -> None:
+    manifests = rendered["watched"]
+    made = {each["spec"]["secretName"]: each["spec"] for each in manifests if each["kind"] == "Certificate"}
+    assert made["run-weights-tls"]["uris"] == ["spiffe://meshrl/reverse/relay/run-weights"]
+    assert made["run-inference-tls"]["dnsNames"] == [
+        "agent.meshrl", "run-inference.training.svc", "*.run-inference.training.svc",
+    ]  # fmt: skip
+    for spec in pods(manifests):
+        (container,) = spec["containers"]
+        secrets = [volume["secret"]["secretName"] for volume in spec["volumes"] if "secret" in volume]
+        assert secrets == [f"run-{container['name']}-tls"]
+        named = {each["name"]: each.get("value", "") for each in container["env"]}
+        assert named["MESHRL_TLS_CERT"] == "/etc/meshrl-tls/tls.crt"
+        assert container["livenessProbe"].keys() & {"exec", "httpGet"}  # Kubernetes' own gRPC probes know no TLS
+        if container["name"] == "inference":
+            assert "https://$(POD_NAME).run-inference.training.svc:8000" in container["args"]
+            assert container["readinessProbe"]["httpGet"]["scheme"] == "HTTPS"
+
+
+def test_pods_of_a_remote_site_join_the_run_by_the_token_of_their_role(
+    rendered: dict[str, list[dict[str, Any]]],
+) -> None:
+    (spec,) = pods(rendered["remote-site"])
+    (container,) = spec["containers"]
+    assert "meshrl join weights.training.internal:50060 --ca-hash sha256:333" in container["command"][2]
+    (token,) = (each for each in container["env"] if each["name"] == "MESHRL_JOIN_TOKEN")
+    assert token["valueFrom"] == {"secretKeyRef": {"name": "meshrl-join", "key": "inference"}}
 
 
 BAD = {
@@ -191,6 +232,9 @@ BAD = {
     "external.weights": "hub without a port",
     "securityContext.runAsUser": 0,
     "kueue.queueName": "Training!",
+    "tls.secrets.engine": "mine",
+    "tls.issuer.kind": "Authority",
+    "tls.join.caHash": "3333",
     "replicas": 3,
 }
 
@@ -205,6 +249,22 @@ def test_a_bad_value_is_refused_by_name(chart: Chart, key: str) -> None:
     parts = key.split(".")
     said = str(refused.value)
     assert "/".join(parts) in said or ("/".join(parts[:-1]) in said and parts[-1] in said), said
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"tls": {"enabled": True, "join": {"address": "hub:50060"}}}, r"tls\.join\.address: .* weights\.enabled"),
+        (
+            {"weights": {"enabled": False}, "external": {"weights": "hub:1"},
+             "tls": {"enabled": True, "join": {"address": "hub:50060"}}},
+            r"tls\.join: address goes with caHash and secret",
+        ),
+    ],
+)  # fmt: skip
+def test_pods_that_join_need_a_hub_elsewhere_and_a_token(chart: Chart, values: dict[str, Any], said: str) -> None:
+    with pytest.raises(HelmError, match=said):
+        chart.render(values, name="run")
 
 
 def test_checkpoints_of_several_pods_need_a_folder_that_they_share(chart: Chart) -> None:

@@ -8,7 +8,9 @@ import subprocess
 import sys
 import sysconfig
 import tomllib
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,8 @@ import pytest
 import yaml
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from meshrl.client.authority import Authority
+from meshrl.client.trust import Role
 from meshrl.core.config import BaseConfig, load_config
 from meshrl.inference.submission import InferenceProgramConfig
 from meshrl.orchestrator.config import OrchestratorConfig
@@ -112,21 +116,48 @@ def test_the_programs_of_the_compose_file_take_their_configurations_and_find_eac
     assert loaded["orchestrator"].max_steps == loaded["trainer"].max_steps
 
 
-@pytest.mark.parametrize(("status", "code"), [("SERVING", 0), ("NOT_SERVING", 1), (None, 1)])
-def test_the_healthcheck_asks_the_program(status: str | None, code: int) -> None:
+@contextmanager
+def health_server(status: str | None, credentials: grpc.ServerCredentials | None = None) -> Iterator[int]:
+    """A server whose health says `status`, None for a port without a server; gives the port."""
     with ThreadPoolExecutor(2) as threads:
         server = grpc.server(threads)
-        port = server.add_insecure_port("127.0.0.1:0")
+        at = "127.0.0.1:0"
+        port = server.add_insecure_port(at) if credentials is None else server.add_secure_port(at, credentials)
         servicer = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
         if status is not None:
             servicer.set("", health_pb2.HealthCheckResponse.ServingStatus.Value(status))
             server.start()
         try:
-            done = subprocess.run(
-                [sys.executable, IMAGES / "healthcheck.py"],
-                env={"MESHRL_HEALTH": f"127.0.0.1:{port}"}, capture_output=True, timeout=120, check=False,
-            )  # fmt: skip
+            yield port
         finally:
             server.stop(None).wait(60)
+
+
+def healthcheck(port: int, **environ: str) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(
+        [sys.executable, IMAGES / "healthcheck.py"],
+        env={"MESHRL_HEALTH": f"127.0.0.1:{port}", **environ}, capture_output=True, timeout=120, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("status", "code"), [("SERVING", 0), ("NOT_SERVING", 1), (None, 1)])
+def test_the_healthcheck_asks_the_program(status: str | None, code: int) -> None:
+    with health_server(status) as port:
+        done = healthcheck(port)
     assert done.returncode == code, done.stderr
+
+
+def test_the_healthcheck_shows_the_programs_certificate_and_takes_no_other_for_an_answer(tmp_path: Path) -> None:
+    authority = Authority.create(tmp_path / "run", "main")
+    hub, engine = tmp_path / "hub", tmp_path / "engine"
+    authority.issue(hub, Role.RELAY, "hub")
+    authority.issue(engine, Role.AGENT, "engine")
+    ca, cert, key = (str(hub / f"{name}.pem") for name in ("ca", "cert", "key"))
+    pair = (Path(key).read_bytes(), Path(cert).read_bytes())
+    made = grpc.ssl_server_credentials([pair], Path(ca).read_bytes(), require_client_auth=True)
+    with health_server("SERVING", made) as port:
+        assert healthcheck(port, MESHRL_TLS_FOLDER=str(hub)).returncode == 0
+        assert healthcheck(port, MESHRL_TLS_CA=ca, MESHRL_TLS_CERT=cert, MESHRL_TLS_KEY=key).returncode == 0
+        assert healthcheck(port, MESHRL_TLS_FOLDER=str(engine)).returncode == 1  # the hub is not that engine
+        assert healthcheck(port).returncode == 1

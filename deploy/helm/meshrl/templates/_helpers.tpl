@@ -44,7 +44,7 @@ kueue.x-k8s.io/queue-name: {{ . }}
 {{/* A program's TOML: what the values say over what follows from the release. */}}
 {{- define "meshrl.toml" -}}
 {{- $v := .root.Values -}}
-{{- $server := dict "port" (include "meshrl.port" .component | int) "insecure" true -}}
+{{- $server := dict "port" (include "meshrl.port" .component | int) "insecure" (not $v.tls.enabled) -}}
 {{- $given := dict "server" $server "output_dir" "/outputs" -}}
 {{- $model := deepCopy $v.config.model -}}
 {{- $hub := include "meshrl.address" (dict "root" .root "component" "weights") -}}
@@ -122,12 +122,16 @@ spec:
       command:
         {{- toYaml $v.command | nindent 8 }}
       {{- else }}
-      command: ["/bin/sh", "-ec", {{ .script | quote }}, {{ .component | quote }}]
+      command: ["/bin/sh", "-ec", {{ printf "%s%s" (include "meshrl.joinScript" .) .script | quote }}, {{ .component | quote }}]
       args:
         - "@"
         - /etc/meshrl/{{ .component }}.toml
         - --server.host
         - {{ ternary "$(POD_IP)" "0.0.0.0" (eq .component "inference") | quote }}
+        {{- if and (eq .component "inference") (eq (include "meshrl.tlsBy" .root) "secrets") }}
+        - --url
+        - {{ printf "https://$(POD_NAME).%s.%s.svc:8000" (include "meshrl.name" .) .root.Release.Namespace | quote }}
+        {{- end }}
         {{- with $v.extraArgs }}
         {{- toYaml . | nindent 8 }}
         {{- end }}
@@ -140,11 +144,23 @@ spec:
         - name: STATEFUL_REPLICAS
           value: {{ $v.replicas | default 1 | quote }}
         - name: INFERENCE_URL
-          value: {{ printf "http://%s:8000/v1" (include "meshrl.name" (dict "root" .root "component" "inference")) }}
+          value: {{ printf "%s://%s:8000/v1" (ternary "https" "http" .root.Values.tls.enabled) (include "meshrl.name" (dict "root" .root "component" "inference")) }}
         - name: HOME
           value: /tmp
         - name: HF_HOME
           value: /cache/huggingface
+        {{- if eq (include "meshrl.tlsBy" .root) "secrets" }}
+        - {name: MESHRL_TLS_CA, value: /etc/meshrl-tls/ca.crt}
+        - {name: MESHRL_TLS_CERT, value: /etc/meshrl-tls/tls.crt}
+        - {name: MESHRL_TLS_KEY, value: /etc/meshrl-tls/tls.key}
+        {{- else if .root.Values.tls.enabled }}
+        - {name: MESHRL_TLS_FOLDER, value: /tmp/credentials}
+        - name: MESHRL_JOIN_TOKEN
+          valueFrom: {secretKeyRef: {name: {{ .root.Values.tls.join.secret }}, key: {{ .component }}}}
+        {{- end }}
+        {{- if and .root.Values.tls.enabled (ne .component "inference") }}
+        - {name: MESHRL_HEALTH, value: "127.0.0.1:{{ include "meshrl.port" .component }}"}
+        {{- end }}
         {{- with .env }}
         {{- . | nindent 8 }}
         {{- end }}
@@ -163,9 +179,17 @@ spec:
         {{- end }}
       {{- if and $v.autoStart (not .headless) }}
       {{- if eq .component "inference" }}
-      startupProbe: {httpGet: {path: /health, port: http}, periodSeconds: 10, failureThreshold: 180}
-      livenessProbe: {httpGet: {path: /ping, port: http}, periodSeconds: 10, timeoutSeconds: 5, failureThreshold: 6}
-      readinessProbe: {httpGet: {path: /health, port: http}, periodSeconds: 5, timeoutSeconds: 5}
+      {{- $get := ternary "{path: %s, port: http, scheme: HTTPS}" "{path: %s, port: http}" .root.Values.tls.enabled }}
+      startupProbe: {httpGet: {{ printf $get "/health" }}, periodSeconds: 10, failureThreshold: 180}
+      livenessProbe: {httpGet: {{ printf $get "/ping" }}, periodSeconds: 10, timeoutSeconds: 5, failureThreshold: 6}
+      readinessProbe: {httpGet: {{ printf $get "/health" }}, periodSeconds: 5, timeoutSeconds: 5}
+      {{- else if and .probes .root.Values.tls.enabled }}
+      # Kubernetes' gRPC probes know no TLS: the image's own check shows the pod's certificate.
+      startupProbe: {exec: {command: [python, /opt/healthcheck.py]}, periodSeconds: 10, timeoutSeconds: 10, failureThreshold: 180}
+      livenessProbe: {exec: {command: [python, /opt/healthcheck.py]}, periodSeconds: 30, timeoutSeconds: 10, failureThreshold: 4}
+      {{- with .service }}
+      readinessProbe: {exec: {command: [python, /opt/healthcheck.py, {{ . }}]}, periodSeconds: 15, timeoutSeconds: 10}
+      {{- end }}
       {{- else if .probes }}
       {{- $port := include "meshrl.port" .component }}
       startupProbe: {grpc: {port: {{ $port }}}, periodSeconds: 10, failureThreshold: 180}
@@ -196,6 +220,9 @@ spec:
         - {name: cache, mountPath: /cache}
         - {name: outputs, mountPath: /outputs}
         - {name: shm, mountPath: /dev/shm}
+        {{- if eq (include "meshrl.tlsBy" .root) "secrets" }}
+        - {name: tls, mountPath: /etc/meshrl-tls, readOnly: true}
+        {{- end }}
         {{- with $v.extraVolumeMounts }}
         {{- toYaml . | nindent 8 }}
         {{- end }}
@@ -205,6 +232,10 @@ spec:
     - {name: tmp, emptyDir: {}}
     - {name: cache, emptyDir: {}}
     - {name: shm, emptyDir: {medium: Memory}}
+    {{- if eq (include "meshrl.tlsBy" .root) "secrets" }}
+    - name: tls
+      secret: {secretName: {{ include "meshrl.tlsSecret" . }}, defaultMode: 0440}
+    {{- end }}
     {{- if .claim }}
     - name: outputs
       persistentVolumeClaim: {claimName: {{ .claim }}}
@@ -220,6 +251,33 @@ spec:
     {{- toYaml . | nindent 4 }}
   {{- end }}
   {{- end }}
+{{- end -}}
+
+{{/* Where a pod has its certificate from: a Secret, or the hub that it joins. */}}
+{{- define "meshrl.tlsBy" -}}
+{{- $tls := .Values.tls -}}
+{{- if and $tls.enabled $tls.join.address -}}
+  {{- if .Values.weights.enabled -}}{{- fail "tls.join.address: pods join a run whose hub is elsewhere, and weights.enabled starts one here; set external.weights and weights.enabled=false, or leave tls.join out" -}}{{- end -}}
+  {{- if or (not $tls.join.caHash) (not $tls.join.secret) -}}{{- fail "tls.join: address goes with caHash and secret; set all three" -}}{{- end -}}
+join
+{{- else if $tls.enabled -}}
+secrets
+{{- end -}}
+{{- end -}}
+
+{{- define "meshrl.tlsSecret" -}}
+{{- index .root.Values.tls.secrets .component | default (printf "%s-tls" (include "meshrl.name" .)) -}}
+{{- end -}}
+
+{{- define "meshrl.joinScript" -}}
+{{- if eq (include "meshrl.tlsBy" .root) "join" -}}
+until meshrl join {{ .root.Values.tls.join.address }} --ca-hash {{ .root.Values.tls.join.caHash }} --name "$POD_NAME" --host "$POD_IP" --folder /tmp/credentials; do sleep 5; done
+{{ end -}}
+{{- end -}}
+
+{{/* The role that a component's certificate names. */}}
+{{- define "meshrl.role" -}}
+{{- index (dict "rollout" "rollout" "trainer" "publisher" "weights" "relay" "orchestrator" "orchestrator" "inference" "agent") . -}}
 {{- end -}}
 
 {{/* What a claim asks for: one pod, and only that one, writes it. */}}

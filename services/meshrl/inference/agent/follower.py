@@ -69,7 +69,7 @@ class HubFollower:
         """
         self._address = address
         if self._config.weight_broadcast is not None:
-            self._begin(self._config.weight_broadcast.address, url="", away_s=None)
+            self._begin(self._config.weight_broadcast.address, url=self._config.url or "", away_s=None)
         stopping = asyncio.create_task(stop.wait())
         try:
             while not stop.is_set():
