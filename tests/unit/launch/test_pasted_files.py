@@ -7,7 +7,7 @@ import pytest
 from pasted_files import commands, paste
 
 EXPLAINED = {
-    "rl @ rl_many_nodes.toml": 4,
+    "rl @ rl_many_nodes.toml": 3,
     "rl @ rl_one_gpu.toml": 1,
     "rl @ rl_one_gpu.toml --ckpt --ckpt.interval 5 --ckpt.keep-last 3": 1,
     "rl @ rl_teacher.toml": 1,
