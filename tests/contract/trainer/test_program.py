@@ -26,7 +26,9 @@ from meshrl.wire.errors import MeshError
 from meshrl.wire.types import Batch, StepState, Transport
 from small_disk import fill, mounted
 from state_publisher import StatePublisher
-from trainer_kit import free_port, until, up
+from trainer_kit import UP_S, free_port, until, up
+
+END_S = 90.0
 
 
 def configure(tmp_path: Path, model: str, hub: str, ckpt: CheckpointConfig | None = None) -> TrainerConfig:
@@ -69,7 +71,7 @@ async def trainer(config: TrainerConfig) -> AsyncIterator[tuple[TrainerClient, a
             yield client, running, stop
     finally:
         stop.set()
-        await asyncio.wait_for(running, 30)
+        await asyncio.wait_for(running, END_S)
 
 
 async def manifest_root(hub: str, version: int) -> bytes:
@@ -79,7 +81,8 @@ async def manifest_root(hub: str, version: int) -> bytes:
 
 
 async def wait_for_version(hub: str, version: int) -> bytes:
-    async with asyncio.timeout(30):
+    """A trainer answers before its first version is published: what is to happen after that waits for it."""
+    async with asyncio.timeout(UP_S):
         while True:
             try:
                 return await manifest_root(hub, version)
@@ -101,7 +104,7 @@ async def test_program_publishes_trains_drains_and_resumes(
         assert second != first
         assert event.metrics["optim/lr"] == pytest.approx(0.75e-2)
         assert await client.drain() == 1
-        assert await asyncio.wait_for(running, 30) == 0
+        assert await asyncio.wait_for(running, END_S) == 0
     saved = Qwen3ForCausalLM.from_pretrained(tmp_path / "out" / "weights" / "step_1")
     original = Qwen3ForCausalLM.from_pretrained(model)
     assert not torch.equal(saved.model.norm.weight, original.model.norm.weight)
@@ -115,7 +118,7 @@ async def test_program_publishes_trains_drains_and_resumes(
         assert (run.version, run.epoch) == (2, 2)
         assert await wait_for_version(hub, 2) not in (first, second)
         stop.set()
-        assert await asyncio.wait_for(running, 30) == 0
+        assert await asyncio.wait_for(running, END_S) == 0
     assert (tmp_path / "out" / "checkpoints" / "step_2" / "trainer").is_dir()
 
 
@@ -126,7 +129,7 @@ async def test_stop_before_the_hub_is_up_ends_the_program(
     async with trainer(configure(tmp_path, model, f"127.0.0.1:{free_port()}")) as (client, running, stop):
         await up(client)
         stop.set()
-        assert await asyncio.wait_for(running, 30) == 0
+        assert await asyncio.wait_for(running, END_S) == 0
     assert not (tmp_path / "ready").exists()
 
 
@@ -169,7 +172,7 @@ async def test_a_full_disk_ends_the_trainer_with_a_sentence_and_it_resumes(
             await asyncio.sleep(0.01)
         filler = fill(disk)
         await client.submit_batch(batch(2))
-        assert await asyncio.wait_for(running, 60) == 1
+        assert await asyncio.wait_for(running, END_S) == 1
     (said,) = errors_said
     assert "Traceback" not in said
     assert "No space left on device" in said
@@ -183,7 +186,7 @@ async def test_a_full_disk_ends_the_trainer_with_a_sentence_and_it_resumes(
         await client.submit_batch(batch(2))
         await until(client, StepState.DONE, 2)
         stop.set()
-        assert await asyncio.wait_for(running, 60) == 0
+        assert await asyncio.wait_for(running, END_S) == 0
 
 
 async def test_a_full_disk_for_versions_ends_the_trainer_with_a_sentence(
@@ -193,10 +196,10 @@ async def test_a_full_disk_for_versions_ends_the_trainer_with_a_sentence(
     files = WeightBroadcastConfig(type="filesystem", address=hub, broadcast_dir=str(disk))
     config = configure(tmp_path, model, hub, CheckpointConfig()).model_copy(update={"weight_broadcast": files})
     async with trainer(config) as (client, running, _):
-        await up(client)
+        await wait_for_version(hub, 0)
         fill(disk)
         await client.submit_batch(batch(1))
-        assert await asyncio.wait_for(running, 60) == 1
+        assert await asyncio.wait_for(running, END_S) == 1
     (said,) = errors_said
     assert "Traceback" not in said
     assert "No space left on device" in said
@@ -207,11 +210,11 @@ async def test_a_version_that_the_hub_refuses_ends_the_trainer_with_a_sentence(
     tmp_path: Path, model: str, hub: str, errors_said: list[str]
 ) -> None:
     async with trainer(configure(tmp_path, model, hub)) as (client, running, _), WeightSyncClient(hub) as other:
-        await up(client)
+        await wait_for_version(hub, 0)
         newer = StatePublisher(other, Transport.STREAM, tmp_path / "unused", run_id="main", epoch=2)
         await newer.publish(0, {"w": torch.ones(4)})
         await client.submit_batch(batch(1))
-        assert await asyncio.wait_for(running, 60) == 1
+        assert await asyncio.wait_for(running, END_S) == 1
     said = "\n".join(errors_said)
     assert "Traceback" not in said
     assert "training ended: STALE_EPOCH" in said
