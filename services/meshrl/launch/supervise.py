@@ -64,6 +64,8 @@ class Grace:
 
     shutdown_s: float = 60.0
     failure_s: float = 4.0
+    cause_s: float = 1.0
+    """After the leader failed, for another program to end: it may be why, and is then the one that is named."""
 
 
 @dataclass(kw_only=True)
@@ -204,6 +206,9 @@ class Supervisor:
             if stop.is_set():
                 logger.info("ending all programs")
                 return await self._end_in_order()
+            others = [running for running in exits if not running.done()]
+            if others and all(child.program.leader and child.process.returncode for child in self._ended()):
+                await asyncio.wait(others, timeout=self._grace.cause_s, return_when=asyncio.FIRST_COMPLETED)
             for child in self._ended():
                 self._kill_rest(child)
                 if child.program.leader and child.process.returncode == 0:

@@ -180,6 +180,18 @@ async def test_leader_that_fails_ends_the_run(programs: Programs, messages: list
     assert error.endswith("\n    no signal left\n")
 
 
+async def test_program_that_dies_right_after_the_leader_failed_is_taken_to_be_why(
+    programs: Programs, messages: list[str]
+) -> None:
+    leader = programs.folder / "leader"
+    programs.add("leader", wait_for(programs.folder / "trainer.log") + "sys.exit('the trainer failed')", leader=True)
+    sees_it_go = f"while os.path.exists('/proc/' + open({str(leader)!r}).read()): time.sleep(0.01)\n"
+    programs.add("trainer", "print('up', flush=True)\n" + wait_for(leader) + sees_it_go + "sys.exit(1)")
+    assert await supervise(programs, cause_s=DEADLINE_S) == 1
+    [error] = [message for message in messages if message.startswith("ERROR")]
+    assert error.startswith("ERROR trainer died: ended with exit code 1.")
+
+
 async def test_stop_drains_every_program_clients_first(programs: Programs) -> None:
     order = programs.folder / "order.log"
     note = f"signal.signal(signal.SIGTERM, lambda *_: (open({str(order)!r}, 'a').write(NAME), sys.exit(0)))\n"
