@@ -15,7 +15,7 @@ from meshrl.inference.config import InferenceConfig
 from meshrl.launch.config import RLConfig
 from meshrl.launch.gpus import VARIABLE, Placement, place
 from meshrl.orchestrator.config import OrchestratorConfig
-from meshrl.rollout.config import RolloutConfig
+from meshrl.rollout.config import ClientConfig, RolloutConfig
 from meshrl.trainer.config import TrainerConfig
 from meshrl.weights.config import WeightsConfig
 
@@ -78,48 +78,31 @@ def compose(
     ConfigError when there are too few GPUs.
     """
     placement = placement or place(config, gpus)
-    trainer = _with_port(_own_keys(TrainerConfig, config.trainer, {"wandb": True}), free_port)
-    weights = _with_port(_own_keys(WeightsConfig, config.weights, {"transport": True}), free_port)
-    orchestrator = _own_keys(OrchestratorConfig, config.orchestrator, _KEYS_OF_THE_ROLLOUT_PROGRAM)
     running = config.orchestrator.services
-    hub = config.orchestrator.services.weights or reach(weights.server)
+    weights = _with_port(_own_keys(WeightsConfig, config.weights, {"transport": True}), free_port)
+    hub = running.weights or reach(weights.server)
+    trainer = _trainer(config, hub, placement, free_port)
     engines = _engines(config, hub, placement, free_port, engine_hosts)
     rollout = _with_port(_rollout(config, hub), free_port)
-    weights_values: dict[str, object] = {
-        "engines": [*weights.engines, *config.running_engines],
-        "engine_api_key_var": rollout.client.api_key_var,
-        "engine_api_key_file": rollout.client.api_key_file,
-    }
-    if engines and "min_engines" not in config.weights.model_fields_set:
-        weights_values["min_engines"] = len(engines)
-    trainer_values: dict[str, object] = {"weight_broadcast.address": hub, **_transport(config, placement)}
+    taught = _taught(config, rollout, free_port)
     addresses = {"trainer": reach(trainer.server), "weights": hub, **running.model_dump(exclude_none=True)}
     addresses["rollout"] = running.rollout_addresses(reach(rollout.server))
-    orchestrator_values: dict[str, object] = {"services": addresses, **_deadlines(config)}
-    taught = _taught(config, rollout, free_port)
-    if taught is not None:
-        orchestrator_values["teacher.rollout"] = [reach(taught.server)]
-    if session and not config.orchestrator.session:
-        orchestrator_values["session"] = session
-    if config.inference is not None and config.inference.sleep_while_training:
-        _check_sleep(config.inference, placement)
-        orchestrator_values["sleep_engines"] = trainer_values["release_memory"] = True
-    if config.trainer.ckpt is not None and not config.trainer.ckpt.weights_only and "trainer" not in running.given():
-        orchestrator_values["checkpoint_interval"] = config.trainer.ckpt.interval
+    orchestrator = _orchestrator(config, addresses, None if taught is None else reach(taught.server), session)
+    engine_key = _key_environ(config.inference, rollout.client.api_key_var)
     parts = (
         Part(
             name="weights",
             module="meshrl.weights.main",
-            config=with_values(weights, weights_values),
+            config=with_values(weights, _engines_of_the_hub(config, len(engines), rollout.client)),
             end_stage=HUB,
-            environ=_key_environ(config.inference, rollout.client.api_key_var) if config.running_engines else {},
+            environ=engine_key if config.running_engines else {},
             restarts=config.restarts,
         ),
         *_engine_parts(config, engines, placement),
         Part(
             name="trainer",
             module="meshrl.trainer.main",
-            config=with_values(trainer, trainer_values),
+            config=trainer,
             end_stage=CLIENTS,
             environ=shown(placement.trainer),
             restarts=config.restarts_of("trainer"),
@@ -129,20 +112,58 @@ def compose(
             module="meshrl.rollout.main",
             config=rollout,
             end_stage=CLIENTS,
-            environ=_key_environ(config.inference, rollout.client.api_key_var),
+            environ=engine_key,
             restarts=config.restarts,
         ),
         *([] if taught is None else [_teachers_part(config, taught)]),
         Part(
             name="orchestrator",
             module="meshrl.orchestrator.main",
-            config=with_values(orchestrator, orchestrator_values),
+            config=orchestrator,
             end_stage=0,
-            environ=_key_environ(config.inference, rollout.client.api_key_var) if _scores_policy(config) else {},
+            environ=engine_key if _scores_policy(config) else {},
             restarts=config.restarts_of("orchestrator"),
         ),
     )
     return tuple(part for part in parts if part.name not in running.replaced())
+
+
+def _engines_of_the_hub(config: RLConfig, started: int, client: ClientConfig) -> dict[str, object]:
+    """What the hub is told of the engines: those that run already, their key, and how many are `started` here."""
+    values: dict[str, object] = {
+        "engines": [*config.weights.engines, *config.running_engines],
+        "engine_api_key_var": client.api_key_var,
+        "engine_api_key_file": client.api_key_file,
+    }
+    if started and "min_engines" not in config.weights.model_fields_set:
+        values["min_engines"] = started
+    return values
+
+
+def _trainer(config: RLConfig, hub: str, placement: Placement, free_port: Callable[[str], int]) -> TrainerConfig:
+    """The trainer, which publishes to the hub in a way that its GPUs allow."""
+    values: dict[str, object] = {"weight_broadcast.address": hub, **_transport(config, placement)}
+    if config.inference is not None and config.inference.sleep_while_training:
+        _check_sleep(config.inference, placement)
+        values["release_memory"] = True
+    return with_values(_with_port(_own_keys(TrainerConfig, config.trainer, {"wandb": True}), free_port), values)
+
+
+def _orchestrator(
+    config: RLConfig, services: Mapping[str, object], teacher: str | None, session: str
+) -> OrchestratorConfig:
+    """The orchestrator, with the addresses of all `services` and of the rollout program in which a `teacher` plays."""
+    values: dict[str, object] = {"services": services, **_deadlines(config)}
+    if teacher is not None:
+        values["teacher.rollout"] = [teacher]
+    if session and not config.orchestrator.session:
+        values["session"] = session
+    if config.inference is not None and config.inference.sleep_while_training:
+        values["sleep_engines"] = True
+    ckpt = config.trainer.ckpt
+    if ckpt is not None and not ckpt.weights_only and "trainer" not in config.orchestrator.services.given():
+        values["checkpoint_interval"] = ckpt.interval
+    return with_values(_own_keys(OrchestratorConfig, config.orchestrator, _KEYS_OF_THE_ROLLOUT_PROGRAM), values)
 
 
 def _taught(config: RLConfig, rollout: RolloutConfig, free_port: Callable[[str], int]) -> RolloutConfig | None:
