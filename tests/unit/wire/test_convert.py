@@ -5,7 +5,6 @@ import dataclasses
 import numpy as np
 import pytest
 
-from meshrl.v1 import rollout_pb2, trainer_pb2, weights_pb2
 from meshrl.wire import convert
 from meshrl.wire.errors import MeshError
 from meshrl.wire.manifest import artifact_id
@@ -337,45 +336,6 @@ def test_values_survive_the_trip(value, to_proto, from_proto):
 
 def test_the_identity_of_a_version_survives_the_trip():
     assert artifact_id(convert.manifest_from_proto(convert.manifest_to_proto(MANIFEST))) == artifact_id(MANIFEST)
-
-
-class TestUnknownKinds:
-    def test_an_unknown_rollout_event_is_none(self):
-        assert convert.rollout_event_from_proto(rollout_pb2.RunRolloutsResponse()) is None
-
-    def test_an_unknown_step_state_is_none(self):
-        assert convert.step_event_from_proto(trainer_pb2.WatchStepsResponse(revision=1, state=99)) is None
-
-    def test_an_unknown_command_is_none(self):
-        assert convert.agent_command_from_proto(weights_pb2.SessionResponse()) is None
-
-    def test_an_unknown_version_state_is_none_in_a_watch_and_an_error_in_an_answer(self):
-        message = weights_pb2.VersionInfo(version=4, state=99, transport=weights_pb2.TRANSPORT_STREAM)
-        assert convert.version_event_from_proto(weights_pb2.WatchVersionsResponse(version=message)) is None
-        with pytest.raises(MeshError, match="CONTRACT_MISMATCH: version 4 has state 99"):
-            convert.version_info_from_proto(message)
-
-    def test_an_unknown_agent_state_vouches_for_nothing(self):
-        assert convert.agent_report_from_proto(weights_pb2.SessionRequest(state=99)).state is AgentState.JOINING
-        assert convert.engine_info_from_proto(weights_pb2.EngineInfo(state=99)).state is AgentState.JOINING
-
-    def test_unknown_transports_of_an_agent_are_left_out(self):
-        message = weights_pb2.RegisterRequest(transports=[99, weights_pb2.TRANSPORT_STREAM])
-        assert convert.registration_from_proto(message).transports == (Transport.STREAM,)
-
-    def test_an_unknown_policy_is_rolling(self):
-        assert convert.activation_policy_from_proto(0) is ActivationPolicy.ROLLING
-        assert convert.activation_policy_from_proto(99) is ActivationPolicy.ROLLING
-
-    def test_an_unknown_manifest_is_refused_with_every_field(self):
-        message = weights_pb2.Manifest(kind=99, transport=98, tensors=[weights_pb2.TensorEntry(dtype=97)])
-        with pytest.raises(MeshError) as refused:
-            convert.manifest_from_proto(message)
-        assert [violation.field for violation in refused.value.violations] == [
-            "manifest.kind",
-            "manifest.transport",
-            "manifest.tensors[0].dtype",
-        ]
 
 
 class TestSamples:

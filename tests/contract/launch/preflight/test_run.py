@@ -8,26 +8,13 @@ import shutil
 import socket
 import struct
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from concurrent import futures
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
-import grpc
 import pytest
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from meshrl.core.config import load_config
-from meshrl.launch.compose import compose
-from meshrl.launch.config import RLConfig
 from meshrl.launch.main import main
-from meshrl.launch.preflight import engines, machine, models, plugins, services, storage
-from meshrl.launch.preflight.findings import Check, Plan
-from meshrl.v1 import rollout_pb2, rollout_pb2_grpc
-from meshrl.wire import convert
-from meshrl.wire.types import EnvironmentInfo
+from meshrl.launch.preflight import machine, models, storage
+from preflight_plan import found, plan
 
 NUM_PARAMS = 1000
 
@@ -42,25 +29,6 @@ def model(tmp_path: Path) -> Path:
     header = json.dumps({"w": {"dtype": "BF16", "shape": [10, 100], "data_offsets": [0, 2000]}}).encode()
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(2000))
     return folder
-
-
-@pytest.fixture(autouse=True)
-def without_network_or_accounts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "WANDB_MODE", "WANDB_API_KEY", "WANDB_BASE_URL"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-
-
-def plan(*argv: str, model: Path | str = "m/m", gpus: tuple[str, ...] = ()) -> Plan:
-    given = ["--orchestrator.train.env.0.id", "reverse_text", "--inference", "--model.name", str(model), *argv]
-    config = load_config(RLConfig, given, prog="rl", environ={})
-    chosen = iter(range(40001, 40100))
-    parts = compose(config, lambda host: next(chosen), gpus=gpus)
-    return Plan(config=config, parts=parts, gpus=gpus, chosen_ports=range(40001, 40100))
-
-
-def found(check: Check, examined: Plan) -> list[str]:
-    return [f"{finding.severity}: {finding.text}" for finding in check(examined)]
 
 
 def rl(monkeypatch: pytest.MonkeyPatch, *argv: str) -> int | str | None:
@@ -270,176 +238,3 @@ def test_a_key_for_wandb_is_looked_for_where_wandb_looks(tmp_path: Path, monkeyp
     monkeypatch.delenv("WANDB_API_KEY")
     monkeypatch.setenv("WANDB_MODE", "offline")
     assert found(machine.check_wandb, online) == []
-
-
-class HostOfWords(rollout_pb2_grpc.RolloutServiceServicer):
-    def ListEnvironments(self, request: Any, context: Any) -> rollout_pb2.ListEnvironmentsResponse:  # noqa: N802
-        words = EnvironmentInfo(name="words", taskset="my_words", num_tasks=12)
-        return rollout_pb2.ListEnvironmentsResponse(environments=[convert.environment_to_proto(words)])
-
-
-class Served:
-    """A gRPC server with the standard health service, or without, and one environment called "words"."""
-
-    def __init__(self, *, with_health: bool = True) -> None:
-        self._server = grpc.server(futures.ThreadPoolExecutor(2))
-        rollout_pb2_grpc.add_RolloutServiceServicer_to_server(HostOfWords(), self._server)
-        self.health = health.HealthServicer()
-        if with_health:
-            health_pb2_grpc.add_HealthServicer_to_server(self.health, self._server)
-        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
-        self._server.start()
-
-    def close(self) -> None:
-        stopped: threading.Event = self._server.stop(None)
-        stopped.wait(10)
-
-
-@pytest.fixture
-def served() -> Iterator[Served]:
-    server = Served()
-    yield server
-    server.close()
-
-
-def test_a_service_that_runs_already_must_be_one(served: Served) -> None:
-    examined = plan("--orchestrator.services.weights", served.address)
-    [finding] = found(services.check_running_services, examined)
-    assert finding.endswith("the server there has no meshrl.v1.WeightSync; correct the address")
-    served.health.set("meshrl.v1.WeightSync", health_pb2.HealthCheckResponse.NOT_SERVING)
-    [finding] = found(services.check_running_services, examined)
-    assert finding == (
-        f"note: orchestrator.services.weights {served.address!r} answers NOT_SERVING: the run begins once it serves"
-    )
-    served.health.set("meshrl.v1.WeightSync", health_pb2.HealthCheckResponse.SERVING)
-    assert found(services.check_running_services, examined) == []
-    mute = Served(with_health=False)
-    [finding] = found(services.check_running_services, plan("--orchestrator.services.weights", mute.address))
-    mute.close()
-    assert "it needs the service grpc.health.v1.Health" in finding
-
-
-def test_a_dry_run_asks_a_rollout_service_elsewhere_for_the_environments_that_are_loaded_there(served: Served) -> None:
-    ports = ("--weights.server.port", "40000")
-    elsewhere = ("--orchestrator.services.rollout", served.address, *ports)
-    key = f"orchestrator.services.rollout {served.address!r}"
-    words = ("--orchestrator.train.env.0.name", "words")
-    assert found(services.check_environments_elsewhere, plan(*elsewhere, *words)) == []
-    dry = plan(*elsewhere, *words, "--dry-run")
-    assert found(plugins.check_plugins, dry) == []
-    assert found(services.check_environments_elsewhere, dry) == [
-        f"note: environment 'words' is loaded by {key}: 12 tasks"
-    ]
-    other = plan(*elsewhere, "--dry-run")
-    assert found(services.check_environments_elsewhere, other) == [
-        f"error: no rollout service hosts environment 'reverse_text': {key} has words; host it there, or correct its"
-        " name"
-    ]
-
-
-def test_a_hub_that_was_started_by_hand_in_the_folder_is_an_error(tmp_path: Path) -> None:
-    from meshrl.weights.storage.log import DecisionLog
-
-    examined = plan("--output-dir", str(tmp_path))
-    log = DecisionLog(tmp_path / "weight_hub" / "decisions.log")
-    log.open()
-    [finding] = found(services.check_hub, examined)
-    log.close()
-    assert f"another hub is at work in {tmp_path / 'weight_hub'}; stop it" in finding
-    assert found(services.check_hub, examined) == []
-
-
-def test_options_of_an_environment_are_checked_and_its_data_is_not_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "my_functions.py").write_text("print('hello')\ndef advantage(rewards_G):\n    return rewards_G\n")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    custom = ("--orchestrator.advantage.type", "custom", "--orchestrator.advantage.import-path")
-    environments = (
-        *("--orchestrator.train.env.0.args.nonsense", "1", "--orchestrator.train.env.1.id", "no_such_taskset"),
-        *("--orchestrator.train.env.1.name", "second"),
-    )
-    findings = found(plugins.check_plugins, plan(*custom, "my_functions.advantage", *environments))
-    assert len(findings) == 3, findings
-    assert "orchestrator.advantage.import_path 'my_functions.advantage': it cannot be called as" in findings[0]
-    assert findings[1].startswith("error: environment 'reverse_text': its args do not fit 'reverse_text': ")
-    assert "nonsense" in findings[1]
-    assert findings[2].startswith("error: environment 'second': 'no_such_taskset' cannot be loaded: ")
-
-
-def test_a_dry_run_loads_the_tasks_of_every_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "mesh_without_file.py").write_text(
-        "import verifiers.v1 as vf\n__all__ = ['Words']\nclass Words(vf.Taskset[vf.Task, vf.TasksetConfig]):\n"
-        "    def load(self):\n        open('/no/such/words')\n"
-    )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    second = ("--orchestrator.train.env.1.id", "mesh_without_file", "--orchestrator.eval.env.0.id", "reverse_text")
-    held_out = ("--orchestrator.eval.env.0.name", "held out", "--orchestrator.eval.env.0.args.split", "held_out")
-    findings = found(plugins.check_plugins, plan(*second, *held_out, "--dry-run"))
-    assert [findings[0], findings[2]] == [
-        "note: environment 'reverse_text' can be loaded: 1672 tasks",
-        "note: environment 'held out' can be loaded: 128 tasks",
-    ]
-    assert findings[1].startswith(
-        "error: environment 'mesh_without_file': taskset 'mesh_without_file' cannot load its tasks: FileNotFoundError"
-    )
-
-
-def test_a_module_that_ends_its_process_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "leaves.py").write_text("import sys\nsys.exit('I only run on Mondays')\n")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    custom = ("--orchestrator.advantage.type", "custom", "--orchestrator.advantage.import-path", "leaves.fn")
-    findings = found(plugins.check_plugins, plan(*custom))
-    assert findings == ["error: environments cannot be imported: I only run on Mondays"]
-
-
-def test_our_own_taskset_without_options_needs_no_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unexpected(*arguments: Any, **options: Any) -> None:
-        raise AssertionError("a process was started")
-
-    monkeypatch.setattr("subprocess.run", unexpected)
-    assert found(plugins.check_plugins, plan()) == []
-
-
-@pytest.fixture
-def engine_answering() -> Iterator[Callable[[dict[str, object]], str]]:
-    """Starts servers that answer GET /version with what they are given; returns the URL."""
-    servers: list[ThreadingHTTPServer] = []
-
-    def start(answer: dict[str, object]) -> str:
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                self.send_response(200)
-                self.end_headers()
-                self.wfile.write(json.dumps(answer).encode())
-
-            def log_message(self, *_: object) -> None: ...
-
-        servers.append(ThreadingHTTPServer(("127.0.0.1", 0), Handler))
-        threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
-        return f"http://127.0.0.1:{servers[-1].server_port}"
-
-    yield start
-    for server in servers:
-        server.shutdown()
-        server.server_close()
-
-
-def test_engines_that_run_already_must_take_versions(engine_answering: Callable[[dict[str, object]], str]) -> None:
-    foreign, free = engine_answering({"version": "0.11.0"}), engine_answering({"version": 3, "hub": None})
-    taken = engine_answering({"version": 3, "hub": "127.0.0.1:5", "hub_is_there": True})
-
-    def named(*urls: str, more: tuple[str, ...] = ("--no-inference",)) -> list[str]:
-        return found(engines.check_engines, plan(*more, "--orchestrator.client.base-url", *urls))
-
-    assert named(f"{free}/v1") == []
-    assert named(free, more=()) == []
-    (text,) = named(foreign)
-    assert text.startswith(f"error: engine {foreign} cannot take weight versions: it is no `inference` of meshrl")
-    assert [line.split(":")[0] for line in (*named(foreign, free), *named(foreign, more=()))] == ["warning", "warning"]
-    (text,) = named(taken)
-    assert text.startswith(f"error: engine {taken} follows the weight hub at 127.0.0.1:5, whose run is going on")
-    (text,) = named("http://127.0.0.1:1")
-    assert text.startswith("warning: engine http://127.0.0.1:1 does not answer yet")
-    (text,) = named(free, more=("--no-inference", "--orchestrator.services.weights", "127.0.0.1:5"))
-    assert text.startswith("note: the hub at 127.0.0.1:5 runs already: it calls the engines of its own --engines")
