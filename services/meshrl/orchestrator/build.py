@@ -69,6 +69,23 @@ def make_plan(config: OrchestratorConfig, mesh: Mesh, recipes: Recipes) -> WorkP
     )
 
 
+def _build_run(
+    config: OrchestratorConfig, services: Services, mesh: Mesh, journal: Journal, tracer: Tracer, clock: Clock
+) -> Run:
+    """What all parts of the loop share of the run."""
+    recipes = Recipes(config)
+    return Run(
+        mesh.run,
+        plan=make_plan(config, mesh, recipes),
+        journal=journal,
+        traces=StepTraces(tracer),
+        slots=SlotUse(clock.now, lambda: services.rollouts.slots),
+        recipes=recipes,
+        scorer=build_scorer(config, recipes, services.weights),
+        waits=waits_of(tracer),
+    )
+
+
 def build_loop(
     config: OrchestratorConfig,
     services: Services,
@@ -81,17 +98,7 @@ def build_loop(
 ) -> RunLoop:
     """The loop of the mesh's run, with everything it works with. Raises RunError when there is nothing to sample."""
     clock = Clock() if clock is None else clock
-    recipes = Recipes(config)
-    run = Run(
-        mesh.run,
-        plan=make_plan(config, mesh, recipes),
-        journal=journal,
-        traces=StepTraces(tracer),
-        slots=SlotUse(clock.now, lambda: services.rollouts.slots),
-        recipes=recipes,
-        scorer=build_scorer(config, recipes, services.weights),
-        waits=waits_of(tracer),
-    )
+    run = _build_run(config, services, mesh, journal, tracer, clock)
     deadlines = config.deadlines
     limits = SamplerDeadlines(
         group_s=deadlines.group_s, retry_s=deadlines.retry_s, unreachable_s=deadlines.unreachable_s
