@@ -33,9 +33,9 @@ def test_no_public_class_name_occurs_twice() -> None:
     """A name has one meaning over the whole code base; docs/glossary.md lists them."""
     places: dict[str, list[str]] = {}
     for path in modules():
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+        for name in re.findall(r"^class ([A-Za-z]\w*)", path.read_text(), re.MULTILINE):
+            places.setdefault(name, []).append(str(path.relative_to(ROOT)))
+    assert len(places) > 500
     assert {name: files for name, files in places.items() if len(files) > 1} == {}
 
 
