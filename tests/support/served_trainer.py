@@ -29,11 +29,11 @@ from meshrl.models.logprobs import PackedPolicy
 from meshrl.trainer.loop import TrainerLoop
 from meshrl.trainer.publishing.publisher import PublishReport
 from meshrl.trainer.ranks.commands import CommandSender
-from meshrl.trainer.runs import RunTable, RunVersions, TrainerRun
+from meshrl.trainer.runs.steps import StepBook
+from meshrl.trainer.runs.table import RunTable, RunVersions, TrainerRun
+from meshrl.trainer.runs.work_queue import TrainingQueue
 from meshrl.trainer.service import TrainerFacts, TrainerServicer
 from meshrl.trainer.spans import TrainSpans
-from meshrl.trainer.steps import StepBook
-from meshrl.trainer.work_queue import TrainingQueue
 from meshrl.training.checkpoints.checkpointer import Checkpointer
 from meshrl.training.config import OptimConfig, SchedulerConfig
 from meshrl.training.learner import Learner

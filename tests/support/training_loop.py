@@ -25,10 +25,10 @@ from meshrl.models.state import gather_state
 from meshrl.trainer.loop import TrainerLoop
 from meshrl.trainer.publishing.publisher import PublishReport
 from meshrl.trainer.ranks.commands import CommandSender
-from meshrl.trainer.runs import RunVersions, TrainerRun
+from meshrl.trainer.runs.steps import StepBook
+from meshrl.trainer.runs.table import RunVersions, TrainerRun
+from meshrl.trainer.runs.work_queue import TrainingQueue
 from meshrl.trainer.spans import TrainSpans
-from meshrl.trainer.steps import StepBook
-from meshrl.trainer.work_queue import TrainingQueue
 from meshrl.training.checkpoints.checkpointer import Checkpointer
 from meshrl.training.config import CheckpointConfig, OptimConfig, SchedulerConfig
 from meshrl.training.learner import Learner

@@ -20,9 +20,9 @@ from meshrl.core.telemetry.waits import Waits
 from meshrl.trainer.metrics import step_metrics
 from meshrl.trainer.publishing.publisher import PublishReport
 from meshrl.trainer.ranks.commands import CommandSender, SaveCommand, SnapshotCommand, StopCommand, TrainCommand
-from meshrl.trainer.runs import TrainerRun
+from meshrl.trainer.runs.table import TrainerRun
+from meshrl.trainer.runs.work_queue import SaveRequest
 from meshrl.trainer.spans import TrainSpan, TrainSpans
-from meshrl.trainer.work_queue import SaveRequest
 from meshrl.training.bench.throughput import peak_flops, peak_memory_gib, step_flops
 from meshrl.training.checkpoints.checkpointer import CheckpointError
 from meshrl.training.config import CheckpointConfig

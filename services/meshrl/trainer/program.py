@@ -30,11 +30,11 @@ from meshrl.trainer.ranks.commands import CommandSender
 from meshrl.trainer.ranks.memory import releaser
 from meshrl.trainer.ranks.thread import TrainingThread
 from meshrl.trainer.ranks.worker import RankWorker
-from meshrl.trainer.runs import RunTable, RunVersions, TrainerRun
+from meshrl.trainer.runs.steps import StepBook
+from meshrl.trainer.runs.table import RunTable, RunVersions, TrainerRun
+from meshrl.trainer.runs.work_queue import TrainingQueue
 from meshrl.trainer.service import TrainerFacts, TrainerServicer
 from meshrl.trainer.spans import TrainSpans
-from meshrl.trainer.steps import StepBook
-from meshrl.trainer.work_queue import TrainingQueue
 from meshrl.training.checkpoints.checkpointer import CheckpointError
 from meshrl.training.learner import UpdateError
 from meshrl.v1.trainer_pb2_grpc import add_TrainerServiceServicer_to_server

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshrl.trainer.answers import Answers
-from meshrl.trainer.runs import RunTable, TrainerRun
+from meshrl.trainer.runs.table import RunTable, TrainerRun
 from meshrl.trainer.validate import check_batch
 from meshrl.v1 import trainer_pb2 as pb
 from meshrl.v1 import trainer_pb2_grpc as pb_grpc

@@ -8,7 +8,7 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from meshrl.models.state import gather_state
-from meshrl.trainer.steps import StepBook
+from meshrl.trainer.runs.steps import StepBook
 from meshrl.training.checkpoints.checkpointer import Checkpointer, CheckpointError
 from meshrl.training.config import CheckpointConfig
 from meshrl.training.learner import UpdateError

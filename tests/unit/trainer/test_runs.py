@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from meshrl.trainer.runs import RunTable, TrainerRun
-from meshrl.trainer.steps import StepBook
-from meshrl.trainer.work_queue import TrainingQueue
+from meshrl.trainer.runs.steps import StepBook
+from meshrl.trainer.runs.table import RunTable, TrainerRun
+from meshrl.trainer.runs.work_queue import TrainingQueue
 from meshrl.wire.errors import MeshError, Reason
 
 

@@ -2,7 +2,7 @@ from collections.abc import Sized
 
 import pytest
 
-from meshrl.trainer.steps import StepBook
+from meshrl.trainer.runs.steps import StepBook
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Batch, StepState
 

@@ -2,8 +2,8 @@
 
 import asyncio
 
-from meshrl.trainer.steps import StepBook
-from meshrl.trainer.work_queue import TrainingQueue
+from meshrl.trainer.runs.steps import StepBook
+from meshrl.trainer.runs.work_queue import TrainingQueue
 from meshrl.wire.types import Batch
 
 BATCH = Batch(run_id="main", step=1, micro_batches=(), loss_tokens=1, environments=("env",))

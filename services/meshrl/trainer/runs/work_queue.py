@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from meshrl.core.waiting import Pulse
-from meshrl.trainer.steps import Accepted, StepBook
+from meshrl.trainer.runs.steps import Accepted, StepBook
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Batch, StepEvent
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from meshrl.trainer.publishing.publisher import PublishReport
-from meshrl.trainer.work_queue import TrainingQueue
+from meshrl.trainer.runs.work_queue import TrainingQueue
 from meshrl.training.checkpoints.checkpointer import Checkpointer
 from meshrl.training.learner import Learner
 from meshrl.versions.progress import Progress
