@@ -177,14 +177,14 @@ def side(folder: Path, out: Path, options: argparse.Namespace) -> None:
 
 def similarity(reply: str, answer: str) -> float:
     """The reward of reverse_text, which is not installed beside TRL."""
-    lengths = [0] * (len(answer) + 1)
+    places = dict.fromkeys(answer, 0)
+    for column, character in enumerate(answer):
+        places[character] |= 1 << column
+    every = row = (1 << len(answer)) - 1
     for character in reply:
-        diagonal = 0
-        for column, other in enumerate(answer, 1):
-            above = lengths[column]
-            lengths[column] = diagonal + 1 if character == other else max(above, lengths[column - 1])
-            diagonal = above
-    return 2 * lengths[-1] / max(len(reply) + len(answer), 1)
+        here = row & places.get(character, 0)
+        row = (row + here | row - here) & every
+    return 2 * (len(answer) - row.bit_count()) / max(len(reply) + len(answer), 1)
 
 
 def compare(python: Path, options: argparse.Namespace) -> None:

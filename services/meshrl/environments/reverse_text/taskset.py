@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 
 import verifiers.v1 as vf
@@ -11,15 +12,19 @@ from meshrl.environments.reverse_text.sentences import Split, sentences
 
 
 def longest_common_subsequence(left: str, right: str) -> int:
-    """Length of the longest sequence of characters that both strings contain in order (not necessarily adjacent)."""
-    lengths = [0] * (len(right) + 1)
+    """Length of the longest sequence of characters that both strings contain in order (not necessarily adjacent).
+
+    A row of the usual table is a number with a bit for each character of `right`, 0 where the row grows, so that a
+    row takes one addition (Hyyro 2004, "Bit-parallel LCS-length computation revisited", figure 2).
+    """
+    places: defaultdict[str, int] = defaultdict(int)
+    for column, character in enumerate(right):
+        places[character] |= 1 << column
+    every = row = (1 << len(right)) - 1
     for character in left:
-        diagonal = 0
-        for column, other in enumerate(right, 1):
-            above = lengths[column]
-            lengths[column] = diagonal + 1 if character == other else max(above, lengths[column - 1])
-            diagonal = above
-    return lengths[-1]
+        here = row & places.get(character, 0)
+        row = (row + here | row - here) & every
+    return len(right) - row.bit_count()
 
 
 def similarity(reply: str, answer: str) -> float:
