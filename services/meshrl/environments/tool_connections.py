@@ -20,7 +20,7 @@ from verifiers.v1.harnesses.utils.mcp import MCPConnection, connect_mcp
 
 IDLE_AT_MOST = 512
 KEPT_S = 60.0
-"""After so long the server is asked again which tools it has."""
+"""After so long the server is asked again which tools it has, by one connection for all of them."""
 
 Servers = Mapping[str, Mapping[str, object]]
 """Tool servers by name: `url` and `timeout` of each."""
@@ -35,7 +35,6 @@ class ToolConnection:
     tools: list[dict[str, Any]]
     dispatch: dict[str, tuple[str, str]]
     servers: dict[str, MCPConnection]
-    opened_s: float
 
     @property
     def without_sessions(self) -> bool:
@@ -52,6 +51,15 @@ class ToolConnection:
         )
 
 
+@dataclass
+class _Listing:
+    """The tools that the servers of one key listed last, and when they were asked."""
+
+    tools: list[dict[str, Any]]
+    dispatch: dict[str, tuple[str, str]]
+    asked_s: float
+
+
 class ToolConnections:
     """Connections that wait for their next rollout. `shared`: addresses that are the same for all rollouts."""
 
@@ -59,30 +67,47 @@ class ToolConnections:
         self._shared = shared
         self._clock = clock
         self._idle: defaultdict[str, list[ToolConnection]] = defaultdict(list)
+        self._listed: dict[str, _Listing] = {}
 
     async def take(self, servers: Servers) -> ToolConnection:
         """Connections to `servers`: kept ones, or new ones. Raises what connecting raises."""
         key = repr(sorted((name, *sorted(spec.items())) for name, spec in servers.items()))
         while idle := self._idle[key]:
-            kept = idle.pop()
-            if self._clock() - kept.opened_s < KEPT_S and kept.without_sessions:
+            kept, again = idle.pop(), self._asks_again(key)
+            if kept.without_sessions and not again:
+                listed = self._listed[key]
+                kept.tools, kept.dispatch = listed.tools, listed.dispatch
                 return kept
             await kept.stack.aclose()
+            if again:
+                break
         _share_certificates()
         async with AsyncExitStack() as stack:
             tools, dispatch, opened = await connect_mcp({"mcpServers": servers}, stack)
-            return ToolConnection(key, stack.pop_all(), tools, dispatch, opened, self._clock())
+            if self._are_shared(opened):
+                self._listed[key] = _Listing(tools, dispatch, self._clock())
+            return ToolConnection(key, stack.pop_all(), tools, dispatch, opened)
+
+    def _asks_again(self, key: str) -> bool:
+        """True for one that takes a connection after KEPT_S; what was listed stands for the others until it is back."""
+        listed, now_s = self._listed[key], self._clock()
+        if now_s - listed.asked_s < KEPT_S:
+            return False
+        listed.asked_s = now_s
+        return True
 
     async def give_back(self, connection: ToolConnection) -> None:
         """Keeps connections for the next rollout where that cannot matter to it; else closes them."""
-        shared = all(server.spec["url"] in self._shared for server in connection.servers.values())
         idle = self._idle[connection.key]
-        if shared and connection.without_sessions and len(idle) < IDLE_AT_MOST:
+        if self._are_shared(connection.servers) and connection.without_sessions and len(idle) < IDLE_AT_MOST:
             idle.append(connection)
             return
         if not idle:
             del self._idle[connection.key]
         await connection.stack.aclose()
+
+    def _are_shared(self, servers: Mapping[str, MCPConnection]) -> bool:
+        return all(server.spec["url"] in self._shared for server in servers.values())
 
     async def close(self) -> None:
         """Closes what waits."""

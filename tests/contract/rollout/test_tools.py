@@ -11,6 +11,8 @@ from mcp.server.mcpserver import MCPServer
 from mcp.server.transport_security import TransportSecuritySettings
 from verifiers.v1.harnesses.utils.mcp import MCPConnection
 
+from meshrl.environments.tool_connections import KEPT_S, ToolConnections
+
 TOOL_CALL, TOOL_CALL_END = 99, 100  # where the fixture's tokenizer has its two marks
 
 # verifiers 0.4 passes an argument of tenacity by its old name when it connects to a tool server.
@@ -119,3 +121,22 @@ async def test_rollouts_share_the_connection_to_a_shared_tool_server(
     rollout = await play("text_length", '{"word": "house"}')
     assert rollout.num_turns == 2
     assert len(opened) == 2
+
+
+async def test_one_connection_asks_for_all_again_which_tools_there_are(tools_url):
+    now_s = 0.0
+    connections = ToolConnections(frozenset({tools_url}), clock=lambda: now_s)
+    servers = {"text": {"url": tools_url, "timeout": 60.0}}
+    try:
+        kept = [await connections.take(servers) for _ in range(2)]
+        for connection in kept:
+            await connections.give_back(connection)
+        now_s = KEPT_S + 1.0
+        asked, other = [await connections.take(servers) for _ in range(2)]
+        assert asked not in kept
+        assert other is kept[0]
+        assert other.tools is asked.tools
+        for connection in (asked, other):
+            await connections.give_back(connection)
+    finally:
+        await connections.close()
