@@ -20,6 +20,7 @@ from meshrl.core.config.shared import (
 )
 from meshrl.orchestrator.algo_config import TAUGHT, AdvantageConfig, AlgoConfig, TeacherConfig
 from meshrl.orchestrator.env_config import GROUP_SIZE_SPELLINGS, EvalConfig, TrainEnvConfig, TrainEnvsConfig
+from meshrl.orchestrator.exchange.config import ExchangeConfig
 
 
 class FilterConfig(BaseConfig):
@@ -189,6 +190,9 @@ class OrchestratorConfig(BaseConfig):
     services: ServicesConfig = ServicesConfig()
     """Addresses of the three services."""
 
+    exchange: ExchangeConfig | None = None
+    """Where rollout workers that nobody can reach dial in; None means nowhere. services.rollout may then be empty."""
+
     server: ServerConfig | None = None
     """Where to serve health; None means nowhere."""
 
@@ -277,6 +281,15 @@ class OrchestratorConfig(BaseConfig):
             raise ValueError(
                 f"orchestrator.teacher is set, but no environment learns from a teacher (training_mode {mode!r}); leave"
                 " it out, or set orchestrator.training_mode to opd or sft"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _somebody_plays(self) -> Self:
+        if self.services.rollout == [] and self.exchange is None:
+            raise ValueError(
+                "orchestrator.services.rollout must name at least one rollout service, got none; name one, or let"
+                " workers dial in with orchestrator.exchange.port"
             )
         return self
 

@@ -25,6 +25,7 @@ from meshrl.core.waiting import StoppedError, unless_stopped
 from meshrl.orchestrator.bench.alone import OwnCost, runs_alone, standing_in
 from meshrl.orchestrator.build import build_loop
 from meshrl.orchestrator.config import OrchestratorConfig
+from meshrl.orchestrator.exchange.service import RolloutExchange
 from meshrl.orchestrator.ledger.open_run import open_journal
 from meshrl.orchestrator.peers.connect import Mesh, Services, connect, wait_for_services
 from meshrl.orchestrator.reports.bench_table import AloneRates, summarise, summary_table
@@ -59,7 +60,10 @@ async def orchestrate(config: OrchestratorConfig, stop: asyncio.Event, tracer: T
     except RunError as error:
         logger.error(str(error))
         return 1
+    exchange = None if config.exchange is None else RolloutExchange(config.exchange, services.rollouts)
     try:
+        if exchange is not None:
+            await exchange.start()
         if server is not None:
             server.add(HEALTH_NAME, _no_methods, None)
             logger.info(f"health of the orchestrator on port {await server.start()}")
@@ -68,7 +72,10 @@ async def orchestrate(config: OrchestratorConfig, stop: asyncio.Event, tracer: T
         with waits_of(tracer).waiting(
             "services",
             "the services to answer",
-            (*named.rollout, named.trainer, named.weights, "rollout", "trainer", "weights"),
+            lambda: (
+                *services.rollouts.not_dialled_in([env.resolved_name for env in config.train.env]),
+                *(*named.rollout, named.trainer, named.weights, "rollout", "trainer", "weights"),
+            ),
         ):
             mesh = await unless_stopped(stop, wait_for_services(config, services))
         await _train(config, services, mesh, tracer, stop)
@@ -78,6 +85,8 @@ async def orchestrate(config: OrchestratorConfig, stop: asyncio.Event, tracer: T
         logger.error(str(error))
         return 1
     finally:
+        if exchange is not None:
+            await exchange.close()
         await services.close()
         if server is not None:
             await server.drain(grace_s=0.0)

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from meshrl.core.config import BaseConfig
 from meshrl.core.config.shared import EnvConfig, LogConfig, ModelConfig, SamplingConfig, ServerConfig, TlsConfig
+from meshrl.rollout.exchange.config import ExchangeLinkConfig
 
 LogprobsMode = Literal["processed_logprobs", "raw_logprobs"]
 """vLLM's names for logprobs after and before temperature and cuts."""
@@ -131,6 +132,9 @@ class RolloutConfig(BaseConfig):
 
     server: ServerConfig = ServerConfig(port=50051)
     """Where to serve RolloutService."""
+
+    exchange: ExchangeLinkConfig | None = None
+    """Dial the orchestrator instead, for a host that nobody can reach; this program then listens nowhere."""
 
     tls: TlsConfig = TlsConfig()
     """Certificates and tokens by which this program and its peers know each other."""

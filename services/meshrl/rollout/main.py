@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import socket
 from contextlib import AsyncExitStack
 
 from loguru import logger
@@ -16,10 +18,14 @@ from meshrl.core.program import run_program
 from meshrl.core.readiness import say_ready
 from meshrl.core.rpc.serve import GrpcServer
 from meshrl.core.telemetry.waits import waits_of
+from meshrl.core.waiting import stop_or_first
 from meshrl.rollout.config import RolloutConfig
 from meshrl.rollout.engines.capacity import RolloutLimit
 from meshrl.rollout.engines.connect import connect_servers
 from meshrl.rollout.engines.sessions import SessionBook
+from meshrl.rollout.exchange.config import ExchangeLinkConfig
+from meshrl.rollout.exchange.spool import ResultSpool
+from meshrl.rollout.exchange.worker import ExchangeWorker
 from meshrl.rollout.group_runner import GroupRunner
 from meshrl.rollout.groups import GroupTable
 from meshrl.rollout.played import Player
@@ -29,6 +35,8 @@ from meshrl.rollout.workers.outputs import log_environments
 from meshrl.rollout.workers.players import WorkerPlayer
 
 STOP_GRACE_S = 5.0
+DELIVER_S = 10.0
+"""After a drain, for the orchestrator to acknowledge what was made; the rest stays in the spool."""
 
 
 def main() -> None:
@@ -40,6 +48,8 @@ def main() -> None:
 
 async def serve(config: RolloutConfig, stop: asyncio.Event, tracer: Tracer) -> int:
     """Serves until `stop` is set, then drains; returns the exit code. Raises ConfigError."""
+    if config.exchange is not None:
+        return await serve_by_dialling(config, config.exchange, stop, tracer)
     server = GrpcServer(config.server)
     async with AsyncExitStack() as stack:
         runner = await build(config, stack, tracer)
@@ -59,6 +69,41 @@ async def serve(config: RolloutConfig, stop: asyncio.Event, tracer: Tracer) -> i
         logger.info("draining for up to {:g} s", config.drain_deadline_s)
         server.set_not_serving()
         await runner.drain(config.drain_deadline_s)
+    return 0
+
+
+async def serve_by_dialling(
+    config: RolloutConfig, exchange: ExchangeLinkConfig, stop: asyncio.Event, tracer: Tracer
+) -> int:
+    """The same for a worker that dials the orchestrator and listens nowhere."""
+    name = exchange.name or re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname())
+    async with AsyncExitStack() as stack:
+        spool = ResultSpool(exchange.spool or config.output_dir / "exchange" / f"{name}.sqlite")
+        stack.callback(spool.close)
+        runner = await build(config, stack, tracer)
+        worker = ExchangeWorker(exchange, runner, spool, name=name, max_queued=config.max_queued)
+        waits = waits_of(tracer)
+        waits.count(runner.waits)
+        waits.count(worker.waits)
+        freeze_loaded()
+        reporting = asyncio.create_task(runner.report_waits())
+        stack.callback(reporting.cancel)
+        running = asyncio.create_task(worker.run())
+        stack.callback(running.cancel)
+        say_ready()
+        logger.info("worker {!r} plays {} for {}", name, ", ".join(runner.environments), exchange.address)
+        await stop_or_first(stop, running)
+        if running.done():
+            running.result()
+        logger.info("draining for up to {:g} s", config.drain_deadline_s)
+        draining = asyncio.create_task(runner.drain(config.drain_deadline_s))
+        await asyncio.sleep(0)  # it says that it drains from here on
+        worker.say_now()
+        await draining
+        if worker.attached.is_set():
+            await worker.delivered(DELIVER_S)
+        running.cancel()
+        await asyncio.wait({running})
     return 0
 
 

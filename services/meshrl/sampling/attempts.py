@@ -14,6 +14,8 @@ from meshrl.sampling.pool import RolloutPool
 from meshrl.sampling.retry import Patience, failed
 from meshrl.wire.errors import MeshError, Reason
 
+_LOOK_AGAIN_S = 0.1
+"""Where the only services that would take the group now are passed over for others."""
 _GONE = frozenset({Reason.UNREACHABLE, Reason.DRAINING})
 _MAY_PASS = frozenset({Reason.CANCELLED, Reason.DUPLICATE_REQUEST})
 """gRPC's server cancels a call that its application has not taken up in time: the service is busy, not away. And a
@@ -61,7 +63,9 @@ class GroupAttempts:
         while True:
             now_s = self._clock.now()
             avoid = {address for address, until_s in self._avoid_until_s.items() if until_s > now_s}
-            host = self._pool.table.choose(environment, place.left, now_s, avoid=avoid)
+            host = self._pool.table.choose(
+                environment, place.left, now_s, avoid=avoid, min_version=self._ticket.min_version
+            )
             if host is not None:
                 return host
             serving = [one for one in self._pool.table.hosting(environment) if one.state is HostState.SERVING]

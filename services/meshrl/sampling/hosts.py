@@ -10,6 +10,7 @@ import enum
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from meshrl.sampling.quarantine import Quarantine
 from meshrl.wire.types import EnvironmentInfo
 
 HALF_LIFE_S = 60.0
@@ -34,27 +35,34 @@ class Achievement:
     """Rollout-seconds in flight."""
     finished: float = 0.0
     failed: float = 0.0
+    tokens: float = 0.0
+    """Sampled, of those that finished."""
     in_flight: int = 0
+    quarantine: Quarantine = field(default_factory=Quarantine)
     _counted_s: float = 0.0
 
-    def count(self, now_s: float, *, begun: int = 0, finished: int = 0, failed: int = 0) -> None:
+    def count(self, now_s: float, *, begun: int = 0, finished: int = 0, failed: int = 0, tokens: int = 0) -> None:
         """Enters what happened at `now_s`; what ends otherwise than finished or failed has a negative `begun`."""
         passed_s = max(0.0, now_s - self._counted_s)
         kept = 0.5 ** (passed_s / HALF_LIFE_S)
         self.busy_s = self.busy_s * kept + self.in_flight * passed_s
         self.finished = self.finished * kept + finished
         self.failed = self.failed * kept + failed
+        self.tokens = self.tokens * kept + tokens
         self.in_flight = max(0, self.in_flight + begun - finished - failed)
         self._counted_s = now_s
 
-    def pace_s(self, unknown_s: float) -> float:
+    def pace_s(self, unknown_s: float, mean_tokens: float = 0.0) -> float:
         """Seconds in flight for each rollout that finishes; `unknown_s` stands for one that nothing is known of.
 
+        A rollout counts by its tokens, as so many of `mean_tokens`: who happens to get long ones is not slow. Where
+        no token was sampled (0) each counts as one.
         A service that fails many finishes few for its time, and the share that it fails counts once more: a service
         that fails everything at once must not draw all groups to itself.
         """
         share = (self.finished + 1.0) / (self.finished + self.failed + 1.0)
-        return (self.busy_s + unknown_s) / (self.finished + 1.0) / share
+        made = self.tokens / mean_tokens if mean_tokens > 0.0 else self.finished
+        return (self.busy_s + unknown_s) / (made + 1.0) / share
 
 
 @dataclass(eq=False)
@@ -64,6 +72,7 @@ class GroupPlace:
     environment: str
     left: int
     since_s: float
+    min_version: int = 0
     host: RolloutHost | None = None
     has_begun: bool = False
     """Whether something of the group came back in the call that is being made or was made last."""
@@ -71,6 +80,9 @@ class GroupPlace:
     """Of the call; brought forward when the host is given up."""
     waits_for: str = ""
     """Why it is at no host."""
+    finished_here: int = 0
+    failed_here: int = 0
+    """Rollouts that came back in that call."""
 
 
 @dataclass(eq=False)
@@ -91,6 +103,11 @@ class RolloutHost:
     """Ours that it plays, by group_id."""
     achieved: dict[str, Achievement] = field(default_factory=dict)
     """By environment."""
+    version: int | None = None
+    """The newest that one of its engines serves; None while it does not say."""
+    patience_s: float | None = None
+    """Of a worker that dials in: how long a run waits for it where nobody else has its environments. None: as long as
+    for any service."""
 
     @property
     def load(self) -> int:
@@ -99,6 +116,14 @@ class RolloutHost:
 
     def achievement(self, environment: str) -> Achievement:
         return self.achieved.setdefault(environment, Achievement())
+
+    def why_not(self, environment: str, now_s: float, min_version: int | None) -> str:
+        """Why others get its groups while they serve; empty where nothing speaks against it."""
+        if self.achievement(environment).quarantine.until_s > now_s:
+            return f"its groups of {environment!r} failed again and again"
+        if min_version is not None and self.version is not None and self.version < min_version:
+            return f"its engines serve version {self.version}, and groups need {min_version}"
+        return ""
 
     def turn(self, state: HostState, now_s: float, why: str = "") -> bool:
         """It is in this state now; True when it was in another."""
@@ -120,11 +145,24 @@ class HostTable:
         """The services that host an environment, there or not."""
         return [host for host in self.hosts if environment in host.environments]
 
-    def choose(self, environment: str, size: int, now_s: float, *, avoid: Collection[str] = ()) -> RolloutHost | None:
+    def add(self, host: RolloutHost) -> None:
+        """A worker has dialled in for the first time."""
+        self.hosts = (*self.hosts, host)
+
+    def choose(
+        self,
+        environment: str,
+        size: int,
+        now_s: float,
+        *,
+        avoid: Collection[str] = (),
+        min_version: int | None = None,
+    ) -> RolloutHost | None:
         """Where a group of `size` rollouts is expected to be over first; None while none takes it.
 
         A service is expected to need (what it has + size) rollouts times its pace. One that is not serving, that has
-        refused and said until when, or whose address is in `avoid` is passed over.
+        refused and said until when, or whose address is in `avoid` is passed over. So is one in quarantine, and one
+        whose engines are known to be older than `min_version`, as long as others serve.
         """
         hosting = self.hosting(environment)
         open_to = [
@@ -132,13 +170,17 @@ class HostTable:
             for host in hosting
             if host.state is HostState.SERVING and host.refuses_until_s <= now_s and host.address not in avoid
         ]
+        fit = [host for host in hosting if host.why_not(environment, now_s, min_version) == ""]
+        if any(host.state is HostState.SERVING for host in fit):
+            open_to = [host for host in open_to if host in fit]
         known = [one for host in hosting if (one := host.achievement(environment)).finished >= 1.0]
         unknown_s = sum(one.busy_s / one.finished for one in known) / len(known) if known else 1.0
+        mean_tokens = sum(one.tokens for one in known) / sum(one.finished for one in known) if known else 0.0
         for host in open_to:
             host.achievement(environment).count(now_s)
         return min(
             open_to,
-            key=lambda host: (host.load + size) * host.achievement(environment).pace_s(unknown_s),
+            key=lambda host: (host.load + size) * host.achievement(environment).pace_s(unknown_s, mean_tokens),
             default=None,
         )
 
@@ -153,12 +195,13 @@ class HostTable:
         turn = self._last_tried[environment] = self._last_tried.get(environment, -1) + 1
         return hosting[turn % len(hosting)]
 
-    def all_away_s(self, environment: str, now_s: float) -> float:
-        """How long no service has served an environment; 0 while one does."""
-        hosting = self.hosting(environment)
-        if any(host.state is HostState.SERVING for host in hosting):
-            return 0.0
-        return min((now_s - host.since_s for host in hosting), default=0.0)
+    def all_away(self, environment: str, now_s: float, patience_s: float) -> bool:
+        """Whether every service that hosts an environment has been away for as long as it may: its own `patience_s`."""
+        return all(
+            host.state is not HostState.SERVING
+            and now_s - host.since_s >= (patience_s if host.patience_s is None else host.patience_s)
+            for host in self.hosting(environment)
+        )
 
     def replaceable(self, host: RolloutHost, environment: str) -> bool:
         """Whether another service serves an environment of this one's."""

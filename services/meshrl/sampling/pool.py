@@ -15,6 +15,7 @@ from loguru import logger
 from meshrl.client import ChannelOptions, RolloutClient
 from meshrl.core.clock import Clock
 from meshrl.core.waiting import Pulse
+from meshrl.sampling.clients import RolloutServiceClient
 from meshrl.sampling.hosts import GroupPlace, HostState, HostTable, RolloutHost, describe_hosts, differing
 from meshrl.sampling.retry import RunError, failed
 from meshrl.wire.errors import MeshError, Reason
@@ -30,8 +31,14 @@ START_GRACE_S = 10.0
 """At the start, how long those that are still missing are waited for once the others host every environment."""
 
 
+_BAD_ENDS = frozenset({Reason.DEADLINE_PASSED, Reason.ENVIRONMENT_FAILED, Reason.ENGINE_FAILED, Reason.INTERNAL})
+
+
 class RolloutPool:
-    """The rollout services at these addresses. `unreachable_s`: how long one may be away before it is given up."""
+    """The rollout services at these addresses, and workers that `join`. `unreachable_s`: how long one of the former may
+    be away before it is given up. `dial_in`: where workers dial in, and the names of those that must have before a run
+    begins; None where nobody can.
+    """
 
     def __init__(
         self,
@@ -40,13 +47,18 @@ class RolloutPool:
         unreachable_s: float,
         options: ChannelOptions | None = None,
         clock: Clock | None = None,
+        dial_in: tuple[str, Collection[str]] | None = None,
     ) -> None:
         self.table = HostTable(addresses)
         self.places: dict[str, GroupPlace] = {}
         """Every group that is sampled now, by group_id."""
         self.changed = Pulse()
         """Beats when a service comes or goes."""
-        self._clients = {address: RolloutClient(address, options) for address in addresses}
+        self._clients: dict[str, RolloutServiceClient] = {
+            address: RolloutClient(address, options) for address in addresses
+        }
+        self._dial_in = dial_in
+        self._joined: dict[str, asyncio.Task[None]] = {}
         self._unreachable_s = unreachable_s
         self._clock = Clock() if clock is None else clock
         self._has_no_status: set[str] = set()
@@ -63,7 +75,7 @@ class RolloutPool:
         known = [slots for slots in said if slots is not None]
         return sum(known) if said and len(known) == len(said) else None
 
-    def client(self, host: RolloutHost) -> RolloutClient:
+    def client(self, host: RolloutHost) -> RolloutServiceClient:
         return self._clients[host.address]
 
     def environments(self) -> Mapping[str, EnvironmentInfo]:
@@ -72,6 +84,9 @@ class RolloutPool:
 
     async def close(self) -> None:
         """Ends the connections."""
+        for watcher in self._joined.values():
+            watcher.cancel()
+        await asyncio.gather(*self._joined.values(), return_exceptions=True)
         for client in self._clients.values():
             await client.close()
 
@@ -80,25 +95,32 @@ class RolloutPool:
     async def gather(self, wanted: Collection[str], *, startup_s: float) -> None:
         """Waits for the services, and asks each for its environments.
 
-        Returns once all serve, or START_GRACE_S after those that do host everything that is `wanted`. Raises RunError
-        when something of it is hosted by none of those that came within `startup_s`, naming who came with what.
+        Returns once all serve, or START_GRACE_S after those that do host everything that is `wanted`; of workers that
+        dial in, once those that must have done so have. Raises RunError when something of it is hosted by none of those
+        that came within `startup_s`, naming who came with what.
         """
-        meeting = {asyncio.create_task(self._meet(host, startup_s)): host for host in self.table.hosts}
+        meeting = {asyncio.create_task(self._meet(host, startup_s)) for host in self.table.hosts}
+        beat: asyncio.Task[None] | None = None
         try:
             end_s = self._clock.now() + startup_s + LOOK_DEADLINE_S
             waiting = set(meeting)
-            while waiting:
+            while waiting or self.not_dialled_in(wanted):
+                beat = asyncio.create_task(self.changed.next())
                 left_s = max(0.0, end_s - self._clock.now())
-                done, waiting = await asyncio.wait(waiting, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
+                done, _ = await asyncio.wait({*waiting, beat}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+                beat.cancel()
+                for task in done & waiting:
                     task.result()
+                waiting -= done
                 if not done:
                     break
-                if waiting and self.environments().keys() >= set(wanted):
+                if waiting and self.environments().keys() >= set(wanted) and not self.not_dialled_in(wanted):
                     end_s = min(end_s, self._clock.now() + START_GRACE_S)
         finally:
-            for task in meeting:
+            for task in (*meeting, *([beat] if beat is not None else [])):
                 task.cancel()
+        if missing := self.not_dialled_in(wanted):
+            raise RunError(self._nobody_dialled_in(missing, startup_s))
         absent = [host for host in self.table.hosts if host.state is not HostState.SERVING]
         if absent and (len(absent) == len(self.table.hosts) or not self.environments().keys() >= set(wanted)):
             error = MeshError(Reason.UNREACHABLE, absent[0].why)
@@ -109,6 +131,41 @@ class RolloutPool:
             logger.warning(
                 f"the run begins without the rollout service at {host.address}, used once it serves: {host.why}"
             )
+
+    def not_dialled_in(self, wanted: Collection[str]) -> list[str]:
+        """Workers, by name, and environments that are still missing, where workers dial in."""
+        if self._dial_in is None:
+            return []
+        there = {host.address for host in self.table.hosts if host.state is HostState.SERVING}
+        workers = [f"worker {name!r}" for name in self._dial_in[1] if f"exchange/{name}" not in there]
+        hosted = self.environments().keys()
+        return workers + [f"somebody who hosts {name!r}" for name in sorted(set(wanted) - hosted)]
+
+    def _nobody_dialled_in(self, missing: Sequence[str], startup_s: float) -> str:
+        assert self._dial_in is not None
+        came = "; ".join(f"{host.address} hosts {', '.join(host.environments)}" for host in self.table.hosts)
+        return (
+            f"{' and '.join(missing)} did not dial in at {self._dial_in[0]} within {startup_s:g} s (there is:"
+            f" {came or 'nobody'}); start `rollout --exchange.address HOST:PORT` there, or raise deadlines.startup_s"
+        )
+
+    def join(self, client: RolloutServiceClient, *, patience_s: float, is_new_process: bool) -> None:
+        """A worker has dialled in, or has done so again; it is used and watched from now on, until the pool is closed.
+
+        `patience_s`: how long a run waits for it where nobody else has its environments.
+        """
+        host = next((one for one in self.table.hosts if one.address == client.address), None)
+        if host is None:
+            host = RolloutHost(address=client.address, since_s=self._clock.now(), patience_s=patience_s)
+            self.table.add(host)
+            self._clients[client.address] = client
+        elif is_new_process:
+            self._turn(host, HostState.AWAY, "another process has taken its place")
+        elif client.address in self._joined:
+            return
+        if (watcher := self._joined.pop(client.address, None)) is not None:
+            watcher.cancel()
+        self._joined[client.address] = asyncio.create_task(self._watch(host))  # looks at it at once
 
     async def _meet(self, host: RolloutHost, deadline_s: float) -> None:
         """Waits for one service; one that does not come is AWAY. Raises RunError for one that no run can use."""
@@ -189,6 +246,8 @@ class RolloutPool:
                 raise
             self._has_no_status.add(host.address)  # it is weighed by what comes back alone
             return False
+        versions = [one.version for one in status.engines if one.healthy and one.version is not None]
+        host.version = max(versions, default=None)
         ours = sum(place.left for place in host.groups.values())
         host.slots = status.max_concurrent or None
         host.others = max(0, status.running + status.queued - ours)
@@ -216,14 +275,15 @@ class RolloutPool:
             logger.info(f"the rollout service at {host.address} serves again, after {now_s - since_s:.0f} s")
         elif before is HostState.SERVING:
             alone = sorted(name for name in host.environments if not self.table.replaceable(host, name))
-            rest = (
-                f"; nobody else serves {', '.join(alone)}: waiting for up to {self._unreachable_s:g} s" if alone else ""
-            )
+            patience_s = self._unreachable_s if host.patience_s is None else host.patience_s
+            rest = f"; nobody else serves {', '.join(alone)}: waiting for up to {patience_s:g} s" if alone else ""
             logger.warning(f"the rollout service at {host.address} is {state.value}: {why}{rest}")
 
     def _give_up_groups(self, host: RolloutHost) -> None:
         """Moves the groups of a service that has been away for too long, and whose streams stand all the same."""
         if host.state is not HostState.AWAY or self._clock.now() - host.since_s < self._unreachable_s:
+            return
+        if host.patience_s is not None:  # its lease says when
             return
         for place in host.groups.values():
             stands = place.limit is not None and not place.limit.expired()
@@ -233,9 +293,11 @@ class RolloutPool:
     # --- groups -------------------------------------------------------------------------------------
 
     @contextmanager
-    def sampling(self, group_id: str, environment: str, size: int) -> Iterator[GroupPlace]:
+    def sampling(self, group_id: str, environment: str, size: int, min_version: int = 0) -> Iterator[GroupPlace]:
         """A group is sampled for as long as the block runs."""
-        place = self.places[group_id] = GroupPlace(environment=environment, left=size, since_s=self._clock.now())
+        place = self.places[group_id] = GroupPlace(
+            environment=environment, left=size, since_s=self._clock.now(), min_version=min_version
+        )
         try:
             yield place
         finally:
@@ -246,24 +308,54 @@ class RolloutPool:
         """A group is played at `host`, in a call that ends with `limit`, for as long as the block runs."""
         place = host.groups[group_id] = self.places[group_id]
         place.host, place.limit, place.waits_for, place.has_begun = host, limit, "", False
+        place.finished_here = place.failed_here = 0
         achieved = host.achievement(place.environment)
         achieved.count(self._clock.now(), begun=place.left)
         try:
             yield
+            self._judge(host, place, place.failed_here > 0)
+        except MeshError as error:
+            self._judge(host, place, error.reason in _BAD_ENDS)
+            raise
+        except asyncio.CancelledError:
+            self._judge(host, place, limit.expired() and host.state is not HostState.AWAY)
+            raise
         finally:
             del host.groups[group_id]
             place.host = place.limit = None
             achieved.count(self._clock.now(), begun=-place.left)
 
-    def came_back(self, group_id: str, *, left: int, failed: bool) -> None:
+    def _judge(self, host: RolloutHost, place: GroupPlace, is_bad: bool) -> None:
+        """A group is over at a service; one that brought nothing and ended badly counts against it."""
+        quarantine = host.achievement(place.environment).quarantine
+        if place.finished_here:
+            quarantine.group_went_well()
+        elif is_bad and (lasts_s := quarantine.group_failed(self._clock.now())):
+            logger.warning(
+                f"the rollout service at {host.address} is left out of {place.environment!r} for {lasts_s:g} s, while"
+                " others serve it: its groups failed or timed out again and again"
+            )
+
+    def why_left_out(self, address: str) -> str:
+        """Why a service gets no groups now, or of which environments; empty where nothing speaks against it."""
+        found = next((host for host in self.table.hosts if host.address == address), None)
+        if found is None or found.state is not HostState.SERVING:
+            return "" if found is None else f"{found.state.value}: {found.why}"
+        newest = max((place.min_version for place in self.places.values()), default=None)
+        reasons = [found.why_not(name, self._clock.now(), newest) for name in sorted(found.environments)]
+        return "; ".join(dict.fromkeys(reason for reason in reasons if reason))
+
+    def came_back(self, group_id: str, *, left: int, failed: bool, tokens: int = 0) -> None:
         """A rollout of a group is back from the service that plays it; `left` of them are not."""
         place = self.places[group_id]
         ended = max(0, place.left - max(0, left))
         place.left, place.has_begun = place.left - ended, True
+        place.finished_here += not failed
+        place.failed_here += failed
         if place.host is not None:
             now_s = self._clock.now()
             place.host.achievement(place.environment).count(
-                now_s, finished=0 if failed else ended, failed=ended if failed else 0
+                now_s, finished=0 if failed else ended, failed=ended if failed else 0, tokens=tokens
             )
 
     def refused(self, host: RolloutHost, error: MeshError, wait_s: float) -> None:
@@ -277,7 +369,7 @@ class RolloutPool:
 
     def given_up(self, environment: str) -> bool:
         """Whether every service that hosts an environment has been away for as long as it may."""
-        return self.table.all_away_s(environment, self._clock.now()) >= self._unreachable_s
+        return self.table.all_away(environment, self._clock.now(), self._unreachable_s)
 
     async def cancel(self, group_ids: Collection[str]) -> int:
         """Stops groups where they are played; returns how many rollouts. Raises MeshError where one call fails."""

@@ -69,7 +69,7 @@ class GroupSampler:
         group = RolloutGroup(ticket=ticket)
         attempts = GroupAttempts(self.pool, ticket, self._deadlines, self._clock)
         began_s = self._clock.now()
-        with self.pool.sampling(ticket.group_id, ticket.task.environment, ticket.size) as place:
+        with self.pool.sampling(ticket.group_id, ticket.task.environment, ticket.size, ticket.min_version) as place:
             while place.left:
                 if not is_wanted():
                     group.cancelled = place.left
@@ -200,7 +200,12 @@ class GroupSampler:
                 on_event(event)
                 if not isinstance(event, RolloutSummary):
                     left = group.ticket.size - group.episodes - len(group.failures)
-                    self.pool.came_back(request.group_id, left=left, failed=isinstance(event, RolloutFailure))
+                    self.pool.came_back(
+                        request.group_id,
+                        left=left,
+                        failed=isinstance(event, RolloutFailure),
+                        tokens=event.sampled_tokens if isinstance(event, Rollout) else 0,
+                    )
 
     def _over(self, group: RolloutGroup, began_s: float, error: MeshError | None) -> RolloutGroup:
         group.seconds = self._clock.now() - began_s

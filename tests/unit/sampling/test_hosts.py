@@ -83,6 +83,36 @@ def test_who_is_full_or_away_or_to_be_avoided_is_passed_over(table: HostTable) -
     assert table.choose("other", 4, 5.0) is None
 
 
+def test_a_rollout_counts_by_its_tokens(table: HostTable) -> None:
+    """Both sample 100 tokens a second; one happened to get long rollouts."""
+    short, long = table.hosts
+    for host, finished in ((short, 32), (long, 8)):
+        host.achievement("echo").count(0.0, begun=finished)
+        host.achievement("echo").count(10.0, finished=finished, tokens=finished * (3200 // finished))
+        host.achievement("echo").busy_s = 32.0
+    paces = [host.achievement("echo").pace_s(1.0, mean_tokens=160.0) for host in (short, long)]
+    assert paces[0] == pytest.approx(paces[1])
+    assert long.achievement("echo").pace_s(1.0) > 3 * short.achievement("echo").pace_s(1.0)
+
+
+def test_a_service_in_quarantine_or_with_engines_that_are_too_old_is_used_only_where_nobody_else_serves(
+    table: HostTable,
+) -> None:
+    first, second = table.hosts
+    first.achievement("echo").quarantine.until_s = 5.0
+    assert table.choose("echo", 4, 4.0) is second
+    second.refuses_until_s = 4.5
+    assert table.choose("echo", 4, 4.0) is None  # it is waited for
+    second.turn(HostState.AWAY, 4.0, "gone")
+    assert table.choose("echo", 4, 4.0) is first
+    second.turn(HostState.SERVING, 4.0)
+    second.refuses_until_s, second.version, first.version = 0.0, 3, 4
+    assert second.why_not("echo", 9.0, 4) == "its engines serve version 3, and groups need 4"
+    assert table.choose("echo", 4, 9.0, min_version=4) is first
+    first.others = 100
+    assert table.choose("echo", 4, 9.0, min_version=3) is second
+
+
 def test_others_load_counts(table: HostTable) -> None:
     first, second = table.hosts
     first.others = 100
@@ -92,12 +122,16 @@ def test_others_load_counts(table: HostTable) -> None:
 def test_an_environment_is_away_since_its_last_service_went(table: HostTable) -> None:
     first, second = table.hosts
     first.turn(HostState.AWAY, 10.0, "gone")
-    assert table.all_away_s("echo", 15.0) == 0.0
+    assert not table.all_away("echo", 15.0, 5.0)
     second.turn(HostState.DRAINING, 20.0, "going")
-    assert table.all_away_s("echo", 26.0) == 6.0
+    assert not table.all_away("echo", 26.0, 6.1)
+    assert table.all_away("echo", 26.0, 6.0)
+    second.patience_s = 60.0  # it dials in
+    assert not table.all_away("echo", 79.0, 6.0)
+    assert table.all_away("echo", 80.0, 6.0)
     assert [table.next_in_turn("echo").address for _ in range(3)] == ["a", "b", "a"]
     first.turn(HostState.SERVING, 27.0)
-    assert table.all_away_s("echo", 27.0) == 0.0
+    assert not table.all_away("echo", 99.0, 0.0)
 
 
 def test_one_name_means_one_taskset(table: HostTable) -> None:

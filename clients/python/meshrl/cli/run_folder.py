@@ -28,6 +28,11 @@ FULL_BYTES = 2**20
 _ANY_HOST = ("", "0.0.0.0", "::", "[::]")  # names what a server bound to; nothing is bound here
 
 
+def _reach(server: Mapping[str, Any]) -> str:
+    """host:port by which a server of this machine is called."""
+    return f"{'127.0.0.1' if server['host'] in _ANY_HOST else server['host']}:{server['port']}"
+
+
 @dataclass(frozen=True)
 class RunFolder:
     """A run's output folder, on the machine where it ran or copied from it."""
@@ -43,15 +48,18 @@ class RunFolder:
             return {}
 
     def addresses(self, service: str) -> tuple[str, ...]:
-        """host:port of each `rollout`, `trainer` or `weights` server of the run."""
+        """host:port of each `rollout`, `trainer` or `weights` server of the run, or where rollout workers dial in
+        (`exchange`)."""
+        if service == "exchange":
+            exchange = self.config("orchestrator").get("exchange")
+            return (_reach(exchange),) if exchange and exchange["port"] else ()
         named = self.config("orchestrator").get("services", {}).get(service)
-        if named:
+        if named is not None:
             return tuple(named) if isinstance(named, list) else (str(named),)
         server = self.config(service).get("server")
         if not server:
             return ()
-        host = "127.0.0.1" if server["host"] in _ANY_HOST else server["host"]
-        return (f"{host}:{server['port']}",)
+        return (_reach(server),)
 
     def credentials(self) -> Credentials | None:
         """How the run's services know an operator; None where the environment says it, or the folder has nothing."""

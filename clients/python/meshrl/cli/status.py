@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from meshrl.wire.program_state import ProgramState, run_line
 
 if TYPE_CHECKING:  # gRPC and what goes with it take half a second to import: where there is nobody to ask, nobody waits
     from meshrl.client import ChannelOptions
+    from meshrl.wire.types import RolloutStatus
 
 SCHEMA = Path(__file__).with_name("status.schema.json")
 LATE_S = 1.0
@@ -73,7 +74,12 @@ async def read_status(folder: RunFolder) -> RunStatus:
     """Asks every service that the folder names. Raises nothing: what does not answer is said in its row."""
     asked: list[Awaitable[list[ServiceRow]]] = [
         _ask(folder, service, address, ask)
-        for service, ask in (("rollout", _rollout), ("trainer", _trainer), ("weights", _weights))
+        for service, ask in (
+            ("rollout", _rollout),
+            ("exchange", _dialled_in),
+            ("trainer", _trainer),
+            ("weights", _weights),
+        )
         for address in folder.addresses(service)
     ]
     rows = [row for answer in await asyncio.gather(*asked) for row in answer]
@@ -119,7 +125,28 @@ async def _rollout(address: str, options: ChannelOptions) -> list[ServiceRow]:
     from meshrl.client import RolloutClient
 
     async with RolloutClient(address, options) as client:
-        status = await client.get_status()
+        return [_rollout_row(address, await client.get_status())]
+
+
+async def _dialled_in(address: str, options: ChannelOptions) -> list[ServiceRow]:
+    """A row for each worker that has dialled in at the orchestrator."""
+    from meshrl.client.exchange import ExchangeClient
+    from meshrl.wire import convert
+
+    async with ExchangeClient(address, options) as client:
+        workers = await client.list_workers()
+    rows = []
+    for worker in workers:
+        row = _rollout_row(f"exchange/{worker.worker}", convert.rollout_status_from_proto(worker.status))
+        if not worker.attached:
+            row = replace(row, state="away", detail=f"nothing heard for {ago(worker.silent_s)}, {worker.calls} groups")
+        elif worker.left_out:
+            row = replace(row, detail=f"{row.detail}; {worker.left_out}")
+        rows.append(row)
+    return rows
+
+
+def _rollout_row(address: str, status: RolloutStatus) -> ServiceRow:
     versions = [engine.version for engine in status.engines if engine.healthy and engine.version is not None]
     healthy = sum(engine.healthy for engine in status.engines)
     failed = sum(status.failures.values())
@@ -136,9 +163,7 @@ async def _rollout(address: str, options: ChannelOptions) -> list[ServiceRow]:
     }
     state = "draining" if status.draining else "serving" if healthy else "without engines"
     version = min(versions, default=None)
-    return [
-        ServiceRow(service="rollout", address=address, state=state, version=version, detail=detail, figures=figures)
-    ]
+    return ServiceRow(service="rollout", address=address, state=state, version=version, detail=detail, figures=figures)
 
 
 async def _trainer(address: str, options: ChannelOptions) -> list[ServiceRow]:

@@ -60,7 +60,7 @@ class RolloutClient(ServiceClient):
         call = self._stub.RunRollouts
         async with aclosing(self._stream(call, "RunRollouts", message, deadline_s, with_span=True)) as stream:
             async for response in stream:
-                event = _event(response)
+                event = event_of(response)
                 if isinstance(event, RolloutSummary):
                     summary = event  # given out once the call has ended, so that closing then cancels nothing
                 elif event is not None:
@@ -82,7 +82,8 @@ class RolloutClient(ServiceClient):
         return convert.rollout_status_from_proto(response)
 
 
-def _event(response: pb.RunRolloutsResponse) -> RolloutEvent | None:
+def event_of(response: pb.RunRolloutsResponse) -> RolloutEvent | None:
+    """The event of a message; None for one of a newer contract. A rollout that cannot be read counts as failed."""
     try:
         return convert.rollout_event_from_proto(response)
     except MeshError as error:  # of one rollout: the stream goes on

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from meshrl.v1 import rollout_pb2, trainer_pb2, weights_pb2
+from meshrl.v1 import exchange_pb2, rollout_pb2, trainer_pb2, weights_pb2
 from meshrl.wire.errors import FieldViolation, MeshError, Reason, invalid
 from meshrl.wire.types import CONTRACT_VERSION
 
@@ -198,3 +198,18 @@ def validate_fetch_request(message: weights_pb2.FetchRequest) -> None:
 def _check_ranges(violations: _Violations, ranges: Sequence[weights_pb2.ByteRange]) -> None:
     for index, byte_range in enumerate(ranges):
         violations.check(byte_range.length > 0, f"ranges[{index}].length", "must be at least 1")
+
+
+def validate_worker_hello(message: exchange_pb2.WorkerHello) -> None:
+    """Raises CONTRACT_MISMATCH for another major version, INVALID_REQUEST unless the worker and its work are named."""
+    validate_contract_version(message.contract_version)
+    violations = _Violations()
+    violations.identifier(message.worker, "hello.worker")
+    violations.check(message.worker.isprintable() and "/" not in message.worker, "hello.worker", "must hold no slash")
+    violations.identifier(message.incarnation, "hello.incarnation")
+    violations.check(len(message.environments) >= 1, "hello.environments", "must list at least one environment")
+    names = [environment.name for environment in message.environments]
+    violations.check(len(set(names)) == len(names), "hello.environments", "must have names of their own")
+    for place, call in enumerate(message.calls):
+        violations.identifier(call.call_id, f"hello.calls[{place}].call_id")
+    violations.done("the worker's hello")

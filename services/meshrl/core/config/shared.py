@@ -345,6 +345,11 @@ Addresses = Annotated[
 ]  # fmt: skip
 """host:port of one or more servers that offer the same service; one may be given as text."""
 
+AddressesOrNone = Annotated[
+    list[Annotated[str, Field(min_length=1)]], BeforeValidator(_one_or_more), AfterValidator(_without_repeats)
+]
+"""The same, or an empty list."""
+
 
 LOCAL = "local"
 """Stands in a list of rollout services for the one that rl starts beside the others."""
@@ -353,8 +358,9 @@ LOCAL = "local"
 class ServicesConfig(BaseConfig):
     """Addresses of the three services."""
 
-    rollout: Addresses = Field(default=["127.0.0.1:50051"])
-    """RolloutService, one address or a list of them; an environment may live on some of them only."""
+    rollout: AddressesOrNone = Field(default=["127.0.0.1:50051"])
+    """RolloutService, one address or a list of them; an environment may live on some of them only. May be empty where
+    workers dial in (`exchange`)."""
 
     trainer: str = "127.0.0.1:50052"
     """TrainerService."""

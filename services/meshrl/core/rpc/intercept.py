@@ -24,7 +24,7 @@ from meshrl.wire.trace import TRACEPARENT, context_from
 from meshrl.wire.types import CONTRACT_VERSION
 
 # Spans of calls under these prefixes would say nothing: they last as long as their caller, or are made every second.
-_UNTRACED = ("Watch", "Session", "Get", "List")
+_UNTRACED = ("Watch", "Session", "Attach", "Get", "List")
 _OVER = (grpc.aio.AbortError, grpc.aio.InternalError)
 """The servicer has answered already; nothing can be sent, since the caller has left. gRPC itself deals with both."""
 _PUSHBACK_KEY = "grpc-retry-pushback-ms"

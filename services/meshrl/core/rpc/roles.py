@@ -24,6 +24,8 @@ ROLES_OF: Mapping[str, frozenset[Role]] = {
     "meshrl.v1.RolloutService/RunRollouts": _DRIVES,
     "meshrl.v1.RolloutService/CancelRollouts": _DRIVES,
     "meshrl.v1.RolloutService/GetRolloutStatus": _LOOKS,
+    "meshrl.v1.RolloutExchange/Attach": frozenset({Role.ROLLOUT}),
+    "meshrl.v1.RolloutExchange/ListWorkers": _LOOKS,
     "meshrl.v1.TrainerService/GetTrainer": _LOOKS,
     "meshrl.v1.TrainerService/SubmitBatch": frozenset({Role.ORCHESTRATOR}),
     "meshrl.v1.TrainerService/WatchSteps": _LOOKS,

@@ -7,7 +7,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from meshrl.core.config import BaseConfig
-from meshrl.core.config.shared import LOCAL, Addresses, LogConfig, LogLevel, ModelConfig, WandbConfig
+from meshrl.core.config.shared import LOCAL, AddressesOrNone, LogConfig, LogLevel, ModelConfig, WandbConfig
 from meshrl.core.slurm.config import DeploymentType
 from meshrl.orchestrator.config import OrchestratorConfig
 from meshrl.rollout.config import ClientConfig, RolloutConfig
@@ -26,9 +26,10 @@ class OrchestratorLogConfig(LogConfig):
 class RunningServicesConfig(BaseConfig):
     """Addresses of services that run already, which rl then uses and does not start."""
 
-    rollout: Addresses | None = None
+    rollout: AddressesOrNone | None = None
     """host:port of a RolloutService that runs already, or a list of them; None starts the rollout program. `local` in
-    the list starts it beside the others; it hosts the environments whose key `local` is true."""
+    the list starts it beside the others; it hosts the environments whose key `local` is true. [] starts none: workers
+    dial in (orchestrator.exchange)."""
 
     trainer: str | None = Field(default=None, min_length=1)
     """host:port of a TrainerService that runs already; None starts the trainer."""
@@ -44,11 +45,13 @@ class RunningServicesConfig(BaseConfig):
 
     def replaced(self) -> set[str]:
         """Names of the programs that rl does not start, since a service stands in for them."""
-        return set(self.given()) - ({"rollout"} if LOCAL in (self.rollout or ()) else set())
+        none = {"rollout"} if self.rollout == [] else set()
+        return (set(self.given()) | none) - ({"rollout"} if LOCAL in (self.rollout or ()) else set())
 
     def rollout_addresses(self, local: str) -> list[str]:
         """All rollout services of the run; `local` is the address of the program that rl starts."""
-        return [local if address == LOCAL else address for address in self.rollout or [LOCAL]]
+        named = [LOCAL] if self.rollout is None else self.rollout
+        return [local if address == LOCAL else address for address in named]
 
 
 class OrchestratorSection(OrchestratorConfig):

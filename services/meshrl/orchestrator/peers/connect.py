@@ -59,7 +59,11 @@ def connect(config: OrchestratorConfig, clock: Clock | None = None) -> Services:
     options = ChannelOptions(reconnect_s=config.deadlines.unreachable_s)
     return Services(
         rollouts=RolloutPool(
-            config.services.rollout, unreachable_s=config.deadlines.unreachable_s, options=options, clock=clock
+            config.services.rollout,
+            unreachable_s=config.deadlines.unreachable_s,
+            options=options,
+            clock=clock,
+            dial_in=None if config.exchange is None else (config.exchange.address, config.exchange.workers),
         ),
         trainer=TrainerClient(config.services.trainer, options),
         weights=WeightSyncClient(config.services.weights, options),

@@ -140,6 +140,11 @@ class Rollout:
     def num_tokens(self) -> int:
         return sum(len(sample.token_ids) for sample in self.samples)
 
+    @property
+    def sampled_tokens(self) -> int:
+        """Tokens that the policy sampled."""
+        return sum(int(sample.loss_mask.sum()) for sample in self.samples)
+
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutFailure:

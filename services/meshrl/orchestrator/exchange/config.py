@@ -1,0 +1,42 @@
+"""Keys of the server that rollout workers dial: the section `exchange` of the orchestrator."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from meshrl.core.config.shared import ServerConfig
+
+
+class ExchangeConfig(ServerConfig):
+    """Where rollout workers that nobody can reach dial in, and on which terms."""
+
+    port: int = Field(default=50054, ge=0, le=65535)
+    """Port to bind; 0 takes a free one, which the log names."""
+
+    lease_s: float = Field(default=60.0, gt=0.0)
+    """How long the groups of a worker stay its own while nothing is heard of it. Then others play them, and what it
+    sends of them later is not needed."""
+
+    heartbeat_s: float = Field(default=5.0, gt=0.0)
+    """Between two signs of life. Three that are missing end the stream, on either side; the worker dials again."""
+
+    window: int = Field(default=256, ge=1)
+    """Rollouts that a worker may send before the orchestrator has booked them."""
+
+    wait_s: float = Field(default=1800.0, gt=0.0)
+    """How long the run waits while nobody who hosts an environment is there; then it ends."""
+
+    workers: list[str] = Field(default=[])
+    """Names of workers that the run waits for before it begins, for up to deadlines.startup_s. Empty: it begins as soon
+    as somebody hosts each environment. Others may dial in at any time."""
+
+    @model_validator(mode="after")
+    def _lease_outlasts_silence(self) -> Self:
+        if self.lease_s < 3 * self.heartbeat_s:
+            raise ValueError(
+                f"orchestrator.exchange.lease_s must be at least three times heartbeat_s ({self.heartbeat_s:g}), got"
+                f" {self.lease_s:g}; use {3 * self.heartbeat_s:g} or more, or lower heartbeat_s"
+            )
+        return self

@@ -1,0 +1,305 @@
+"""One worker that dialled in, as the rollout pool sees it: the same methods as a client of a RolloutService.
+
+Its calls outlive its streams: while it is away they wait, for as long as its lease runs. Then they fail as those of a
+service that is gone, and the pool plays what is missing elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncGenerator, Callable, Sequence
+
+from loguru import logger
+
+from meshrl.client.rollout import event_of
+from meshrl.orchestrator.exchange.calls import CallBook, OpenCall, SkippedEventError
+from meshrl.orchestrator.exchange.config import ExchangeConfig
+from meshrl.v1 import exchange_pb2 as pb
+from meshrl.v1 import rollout_pb2
+from meshrl.wire import convert
+from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.types import (
+    CONTRACT_VERSION,
+    EnvironmentInfo,
+    RolloutEvent,
+    RolloutRequest,
+    RolloutStatus,
+    RolloutSummary,
+)
+
+SILENT_HEARTBEATS = 3
+MARGIN_S = 15.0
+"""What a group may take beyond the deadline of its request."""
+
+PREFIX = "exchange/"
+"""Before a worker's name, where a service has its address."""
+
+
+class WorkerStream:
+    """One stream of a worker: what goes down, until it is closed for a reason."""
+
+    def __init__(self) -> None:
+        self.down: asyncio.Queue[pb.AttachResponse | None] = asyncio.Queue()
+        self.closed_for: MeshError | None = None
+
+    def send(self, message: pb.AttachResponse) -> None:
+        if self.closed_for is None:
+            self.down.put_nowait(message)
+
+    def close(self, why: MeshError) -> None:
+        if self.closed_for is None:
+            self.closed_for = why
+            self.down.put_nowait(None)
+
+
+class DialedInWorker:
+    """A worker by its name. `now` gives seconds that never go back."""
+
+    def __init__(self, name: str, config: ExchangeConfig, now: Callable[[], float]) -> None:
+        self.name = name
+        self.address = PREFIX + name
+        self.owner = ""
+        self.incarnation = ""
+        self.attachments = 0
+        self.left_out: Callable[[], str] = lambda: ""
+        self._config = config
+        self._now = now
+        self._stream: WorkerStream | None = None
+        self._heard_s = now()
+        self._room = 0
+        self._environments: tuple[EnvironmentInfo, ...] = ()
+        self._status: RolloutStatus | None = None
+        self._book: CallBook[pb.CallEvent | MeshError] = CallBook(config.window)
+        self._requests: dict[str, RolloutRequest] = {}
+        self._news: dict[str, asyncio.Event] = {}
+
+    # --- its streams ------------------------------------------------------------------------------
+
+    @property
+    def attached(self) -> bool:
+        return self._stream is not None
+
+    @property
+    def silent_s(self) -> float:
+        """How long nothing was heard of it."""
+        return self._now() - self._heard_s
+
+    def attach(self, hello: pb.WorkerHello) -> WorkerStream:
+        """A new stream of this worker, which takes the place of the one before; its first message is the lease."""
+        if self._stream is not None:
+            self._stream.close(MeshError(Reason.CANCELLED, f"worker {self.name!r} has opened another stream"))
+        stream = self._stream = WorkerStream()
+        self.incarnation = hello.incarnation
+        self.attachments += 1
+        self._environments = tuple(convert.environment_from_proto(one) for one in hello.environments)
+        self._heard(hello.status, hello.room)
+        held = [call.call_id for call in hello.calls]
+        again, lost = self._book.missing(held)
+        lease = pb.WorkerLease(
+            contract_version=CONTRACT_VERSION,
+            lease_s=self._config.lease_s,
+            heartbeat_s=self._config.heartbeat_s,
+            credit=self._book.credit,
+            calls=[pb.CallCursor(call_id=one, next_seq=seq) for one, seq in self._book.cursors(held).items()],
+        )
+        stream.send(pb.AttachResponse(lease=lease))
+        for call in lost:
+            self._fail(call, MeshError(Reason.UNREACHABLE, f"{self.address} has lost what it made of the group"))
+        for call in again:
+            self._start(call)
+        return stream
+
+    def detach(self, stream: WorkerStream) -> None:
+        """The stream is over; another one may have taken its place before."""
+        if self._stream is stream:
+            self._stream = None
+
+    def take_in(self, message: pb.AttachRequest, stream: WorkerStream) -> None:
+        """Something that came up. Raises INVALID_REQUEST for what breaks the contract."""
+        self._heard_s = self._now()
+        match message.WhichOneof("message"):
+            case "heartbeat":
+                self._heard(message.heartbeat.status, message.heartbeat.room)
+                answer = pb.HeartbeatAnswer(number=message.heartbeat.number)
+                stream.send(pb.AttachResponse(answer=answer))
+            case "event":
+                self._receive(message.event, stream)
+            case "hello":
+                raise MeshError(Reason.INVALID_REQUEST, "hello must be the first message of a stream, and no other")
+            case _:  # of a newer contract
+                pass
+
+    def look(self) -> None:
+        """Called every second: ends a stream that is silent, and the lease of a worker that stays away."""
+        silent_s = self.silent_s
+        if self._stream is not None and silent_s > SILENT_HEARTBEATS * self._config.heartbeat_s:
+            self._stream.close(MeshError(Reason.UNREACHABLE, f"nothing was heard for {silent_s:.0f} s"))
+            self.detach(self._stream)
+        if self._stream is None and silent_s > self._config.lease_s and self._book.calls:
+            logger.warning(
+                f"the lease of worker {self.name!r} has run out after {silent_s:.0f} s:"
+                f" {len(self._book.calls)} groups are given to others"
+            )
+            for call in list(self._book.calls.values()):
+                self._fail(call, MeshError(Reason.UNREACHABLE, f"{self.address} stayed away for its whole lease"))
+
+    def told(self) -> pb.AttachedWorker:
+        """What is known of it."""
+        return pb.AttachedWorker(
+            worker=self.name,
+            attached=self.attached,
+            silent_s=self.silent_s,
+            calls=len(self._book.calls),
+            environments=[info.name for info in self._environments],
+            status=None if self._status is None else convert.rollout_status_to_proto(self._status),
+            attachments=self.attachments,
+            left_out=self.left_out(),
+        )
+
+    def _heard(self, status: rollout_pb2.GetRolloutStatusResponse, room: int) -> None:
+        self._heard_s = self._now()
+        self._status, self._room = convert.rollout_status_from_proto(status), room
+
+    # --- its calls --------------------------------------------------------------------------------
+
+    def _receive(self, event: pb.CallEvent, stream: WorkerStream) -> None:
+        call = self._book.calls.get(event.call_id)
+        if call is None:  # its lease ran out, or nobody waits for it
+            self._refuse(event.call_id, stream)
+            return
+        try:
+            is_new = self._book.receive(event.call_id, event.seq, event)
+        except SkippedEventError as error:
+            raise MeshError(Reason.INVALID_REQUEST, f"{error}; an event follows the one before it") from error
+        if is_new:
+            self._news[event.call_id].set()
+        else:
+            stream.send(pb.AttachResponse(credit=pb.EventCredit(events=1)))
+
+    def _refuse(self, call_id: str, stream: WorkerStream) -> None:
+        stream.send(pb.AttachResponse(ack=pb.EventAck(call_id=call_id, unneeded=True)))
+        stream.send(pb.AttachResponse(credit=pb.EventCredit(events=1)))
+
+    def _start(self, call: OpenCall[pb.CallEvent | MeshError]) -> None:
+        request = convert.rollout_request_to_proto(self._requests[call.call_id])
+        if self._stream is not None:
+            self._stream.send(pb.AttachResponse(start=pb.StartCall(call_id=call.call_id, request=request)))
+
+    def _fail(self, call: OpenCall[pb.CallEvent | MeshError], error: MeshError) -> None:
+        """Whoever waits for the call gets what was received of it, and then the error."""
+        self._book.end(call.call_id)
+        call.waiting.append(error)
+        self._news[call.call_id].set()
+
+    def _took(self, call: OpenCall[pb.CallEvent | MeshError]) -> None:
+        seq = self._book.take(call)
+        if self._stream is not None and call.call_id in self._book.calls:
+            self._stream.send(pb.AttachResponse(ack=pb.EventAck(call_id=call.call_id, seq=seq)))
+            self._stream.send(pb.AttachResponse(credit=pb.EventCredit(events=1)))
+
+    # --- as a client of a RolloutService ----------------------------------------------------------
+
+    async def wait_until_serving(self, deadline_s: float, on_wait: Callable[[str], None] = lambda why: None) -> None:
+        """As `RolloutClient` does. A worker that the pool knows of has dialled in, so there is nothing to wait for."""
+        if why := await self.why_not_serving(deadline_s):
+            on_wait(why)
+            raise MeshError(Reason.UNREACHABLE, why)
+
+    async def why_not_serving(self, deadline_s: float) -> str:
+        """Empty while its stream stands."""
+        if self.attached:
+            return ""
+        left_s = max(0.0, self._config.lease_s - self.silent_s)
+        return f"its link broke, or it has left; nothing was heard for {self.silent_s:.0f} s, its lease: {left_s:.0f} s"
+
+    async def list_environments(self, deadline_s: float | None = None) -> tuple[EnvironmentInfo, ...]:
+        return self._environments
+
+    async def get_status(self, deadline_s: float | None = None) -> RolloutStatus:
+        """What it said last."""
+        if self._status is None:
+            raise MeshError(Reason.UNREACHABLE, f"{self.address} has not said what it does")
+        return self._status
+
+    async def run_rollouts(self, request: RolloutRequest) -> AsyncGenerator[RolloutEvent, None]:
+        """Yields the rollouts and failures of one group, then its summary, as `RolloutClient.run_rollouts` does.
+
+        What the caller has come back for is acknowledged to the worker. Raises MeshError: what the worker refused it
+        for; OVERLOADED while it has no room; UNREACHABLE when it is away, or stays away for its whole lease.
+        """
+        if self._stream is None:
+            raise MeshError(Reason.UNREACHABLE, f"{self.address} is away: {await self.why_not_serving(0.0)}")
+        if request.group_size > self._room:
+            raise MeshError(
+                Reason.OVERLOADED, f"{self.address} has room for {self._room} rollouts now", retry_after_s=1.0
+            )
+        self._room -= request.group_size
+        call = self._book.begin(str(uuid.uuid4()), request.group_size)
+        self._requests[call.call_id], self._news[call.call_id] = request, asyncio.Event()
+        self._start(call)
+        summary: RolloutSummary | None = None
+        try:
+            end_s = self._now() + request.deadline_s + MARGIN_S
+            while True:
+                event = await self._next(call, end_s)
+                if isinstance(event, MeshError):
+                    raise event
+                if event.WhichOneof("event") == "end":
+                    self._took(call)
+                    self._book.end(call.call_id)
+                    break
+                parsed = event_of(event.result)
+                if isinstance(parsed, RolloutSummary):
+                    summary = parsed
+                elif parsed is not None:
+                    yield parsed
+                self._took(call)
+        finally:
+            self._forget(call)
+        if event.end.reason:
+            raise _error(event.end)
+        if summary is None:
+            raise MeshError(Reason.UNREACHABLE, f"the call of group {request.group_id} ended before its summary")
+        yield summary
+
+    async def cancel_rollouts(self, group_ids: Sequence[str] = ()) -> int:
+        """Stops the groups named, or all; their streams end with a summary. Returns the rollouts that had not ended."""
+        stopped = 0
+        for call in self._book.calls.values():
+            if self._stream is not None and (not group_ids or self._requests[call.call_id].group_id in group_ids):
+                self._stream.send(pb.AttachResponse(cancel=pb.CancelCall(call_id=call.call_id)))
+                stopped += max(0, call.rollouts - call.received)
+        return stopped
+
+    async def close(self) -> None:
+        """Ends its stream."""
+        if self._stream is not None:
+            self._stream.close(MeshError(Reason.DRAINING, "the run ends"))
+
+    async def _next(self, call: OpenCall[pb.CallEvent | MeshError], end_s: float) -> pb.CallEvent | MeshError:
+        """The first event that waits. Raises DEADLINE_PASSED when none comes in time."""
+        news = self._news[call.call_id]
+        while not call.waiting:
+            news.clear()
+            try:
+                async with asyncio.timeout(max(0.0, end_s - self._now())):
+                    await news.wait()
+            except TimeoutError:
+                raise MeshError(Reason.DEADLINE_PASSED, f"{self.address} did not end the group in time") from None
+        return call.waiting[0]
+
+    def _forget(self, call: OpenCall[pb.CallEvent | MeshError]) -> None:
+        """Nobody waits for the call any more; one that is not over is stopped at the worker."""
+        del self._requests[call.call_id], self._news[call.call_id]
+        if self._book.end(call.call_id) is not None and self._stream is not None:
+            unbooked = len(call.waiting)
+            self._stream.send(pb.AttachResponse(ack=pb.EventAck(call_id=call.call_id, unneeded=True)))
+            if unbooked:
+                self._stream.send(pb.AttachResponse(credit=pb.EventCredit(events=unbooked)))
+
+
+def _error(end: pb.CallEnd) -> MeshError:
+    """The error that a call ended with; a reason that this program does not know counts as INTERNAL."""
+    reason = Reason.__members__.get(end.reason, Reason.INTERNAL)
+    return MeshError(reason, end.message, retry_after_s=end.retry_after_s or None)

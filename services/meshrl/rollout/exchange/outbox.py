@@ -1,0 +1,146 @@
+"""What a worker still has to tell of its calls: events in order, until the orchestrator has acknowledged them.
+
+No I/O. Filled by `worker` with what groups stream, emptied by acknowledgements; after a break it says what is sent
+again. An event goes numbered -> stored (it is in the spool) -> sent -> acknowledged, and back to stored when the stream
+that it was sent over breaks.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class SpooledEvent:
+    """One event as it lies in the spool: `message` is the AttachRequest that carries it."""
+
+    call_id: str
+    seq: int
+    message: bytes
+    is_end: bool
+
+
+@dataclass
+class _Call:
+    """`events` are those that are kept, by number; `playing` while this process makes more."""
+
+    playing: bool
+    last_seq: int = 0
+    ended: bool = False
+    events: dict[int, SpooledEvent] = field(default_factory=dict)
+    stored: set[int] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class ReportedCall:
+    """A call as a hello names it."""
+
+    call_id: str
+    last_seq: int
+    playing: bool
+
+
+class Outbox:
+    """The calls of one worker and what is kept of each. `left` are the events of an earlier process."""
+
+    def __init__(self, left: Iterable[SpooledEvent] = ()) -> None:
+        self.held_bytes = 0
+        """Of all events that are kept."""
+        self._calls: dict[str, _Call] = {}
+        self._ready: deque[tuple[str, int]] = deque()
+        for event in left:
+            call = self._calls.setdefault(event.call_id, _Call(playing=False))
+            call.events[event.seq] = event
+            call.stored.add(event.seq)
+            call.last_seq = max(call.last_seq, event.seq)
+            call.ended = call.ended or event.is_end
+            self.held_bytes += len(event.message)
+
+    def __contains__(self, call_id: str) -> bool:
+        return call_id in self._calls
+
+    @property
+    def calls(self) -> tuple[ReportedCall, ...]:
+        """Every call of which there is something."""
+        return tuple(
+            ReportedCall(call_id, call.last_seq, call.playing and not call.ended)
+            for call_id, call in self._calls.items()
+        )
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._calls
+
+    def begin(self, call_id: str) -> None:
+        """A call is played from now on. Raises ValueError for one that is known."""
+        if call_id in self._calls:
+            raise ValueError(f"call {call_id} is known")
+        self._calls[call_id] = _Call(playing=True)
+
+    def next_seq(self, call_id: str) -> int:
+        """The number of the call's next event."""
+        return self._calls[call_id].last_seq + 1
+
+    def add(self, event: SpooledEvent) -> None:
+        """Takes an event in, which may be sent once it is `stored`. Raises ValueError for a number out of turn."""
+        call = self._calls[event.call_id]
+        if call.ended or event.seq <= call.last_seq:
+            raise ValueError(f"event {event.seq} of call {event.call_id} after {call.last_seq}")
+        call.events[event.seq] = event
+        call.last_seq, call.ended = event.seq, event.is_end
+        self.held_bytes += len(event.message)
+
+    def stored(self, event: SpooledEvent) -> None:
+        """The event is in the spool; what was dropped meanwhile stays dropped."""
+        call = self._calls.get(event.call_id)
+        if call is not None and event.seq in call.events:
+            call.stored.add(event.seq)
+            self._ready.append((event.call_id, event.seq))
+
+    def next_event(self) -> SpooledEvent | None:
+        """The next event to send, in order within each call; None while there is none."""
+        while self._ready:
+            call_id, seq = self._ready.popleft()
+            call = self._calls.get(call_id)
+            if call is not None and seq in call.events:
+                return call.events[seq]
+        return None
+
+    def acknowledge(self, call_id: str, seq: int) -> None:
+        """The orchestrator has the events up to `seq`. A call whose end it has is forgotten."""
+        call = self._calls.get(call_id)
+        if call is None:
+            return
+        for number in [number for number in call.events if number <= seq]:
+            self.held_bytes -= len(call.events.pop(number).message)
+            call.stored.discard(number)
+        if call.ended and not call.events:
+            del self._calls[call_id]
+
+    def drop(self, call_id: str) -> None:
+        """Nobody needs the call."""
+        call = self._calls.pop(call_id, None)
+        if call is not None:
+            self.held_bytes -= sum(len(event.message) for event in call.events.values())
+
+    def resume(self, cursors: Mapping[str, int]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """A new stream stands; `cursors` says from which number each call that is wanted is sent again.
+
+        Returns the calls that were dropped since nobody needs them, and those that need an end: an earlier process
+        played them.
+        """
+        unneeded = tuple(call_id for call_id in self._calls if call_id not in cursors)
+        for call_id in unneeded:
+            self.drop(call_id)
+        for call_id, next_seq in cursors.items():
+            if call_id in self._calls:
+                call = self._calls[call_id]
+                call.last_seq = max(call.last_seq, next_seq - 1)
+                self.acknowledge(call_id, next_seq - 1)
+        self._ready = deque(
+            (call_id, seq) for call_id, call in self._calls.items() for seq in sorted(call.stored & call.events.keys())
+        )
+        cut_off = tuple(call_id for call_id, call in self._calls.items() if not call.playing and not call.ended)
+        return unneeded, cut_off
