@@ -34,6 +34,16 @@ def test_resolved_configuration_of_a_run_starts_all_of_its_programs_again(tmp_pa
     assert set(parts_of(again)) == set(COMPONENTS)
 
 
+def test_a_run_whose_workers_dial_in_starts_no_rollout_program() -> None:
+    parts = parts_of(load("--inference", "--orchestrator.services.rollout", "", "--orchestrator.exchange.port", "7004"))
+    assert set(parts) == set(COMPONENTS) - {"rollout"}
+    assert parts["orchestrator"].config.services.rollout == []
+    assert parts["orchestrator"].config.exchange.address == "127.0.0.1:7004"
+    beside = parts_of(load("--inference", "--orchestrator.exchange.port", "7004"))
+    assert set(beside) == set(COMPONENTS)
+    assert len(beside["orchestrator"].config.services.rollout) == 1
+
+
 def test_keys_of_a_trainer_that_is_not_started_are_not_held_against_the_others() -> None:
     flags = ("--orchestrator.services.trainer", "h:1", "--orchestrator.services.weights", "h:2")
     own = ("--orchestrator.run-id", "theirs", "--orchestrator.seq-len", "9999", "--inference.model.name", "m")
@@ -50,7 +60,7 @@ def test_keys_of_a_trainer_that_is_not_started_are_not_held_against_the_others()
         (("--orchestrator.services.rollout", "h:1"), "'h:1', which cannot know the ports that rl chooses"),
         (
             ("--orchestrator.services.rollout", ""),
-            "orchestrator.services.rollout: expected list of text or None, got []",
+            "orchestrator.services.rollout must name at least one rollout service, got none; name one, or let workers",
         ),
     ],
 )

@@ -1,0 +1,274 @@
+"""A worker that dials in: plays as a RolloutService does, over links that break and processes that end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from cut_link import CutLink
+from meshrl.client.exchange import ExchangeClient
+from meshrl.core.clock import Clock
+from meshrl.core.config import ConfigError
+from meshrl.orchestrator.exchange.config import ExchangeConfig
+from meshrl.orchestrator.exchange.service import RolloutExchange
+from meshrl.rollout.engines.capacity import RolloutLimit
+from meshrl.rollout.engines.engine_table import EngineTable, Requirement
+from meshrl.rollout.exchange.config import ExchangeLinkConfig
+from meshrl.rollout.exchange.spool import ResultSpool
+from meshrl.rollout.exchange.worker import ExchangeWorker
+from meshrl.rollout.group_runner import GroupRunner
+from meshrl.rollout.groups import GroupTable
+from meshrl.sampling.attempts import SamplerDeadlines
+from meshrl.sampling.groups import GroupTicket, TaskRef
+from meshrl.sampling.hosts import HostState
+from meshrl.sampling.pool import RolloutPool
+from meshrl.sampling.sampler import GroupSampler
+from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.types import EnvironmentInfo, Rollout, RolloutEvent, RolloutRequest, RolloutSummary, Sampling
+from scripted_services import finished_rollout
+
+DEADLINE_S = 120.0
+
+
+class Servers:
+    """Engines that have every version."""
+
+    def __init__(self) -> None:
+        self.engines = EngineTable([])
+        self.on_look: Callable[[], None] = lambda: None
+
+    async def require(self, need: Requirement) -> None:
+        pass
+
+
+class Plays:
+    """Plays `echo`, whose rollouts wait at the gate but for the first `free` ones; `begun` counts them."""
+
+    info = EnvironmentInfo(name="echo", taskset="echo", num_tasks=50)
+
+    def __init__(self, free: int = 0) -> None:
+        self.free, self.begun, self.gate = free, 0, asyncio.Event()
+
+    def runner(self) -> GroupRunner:
+        """What stands behind a rollout service that hosts it."""
+        limit = RolloutLimit(16)
+        table = GroupTable(max_concurrent=limit.rollouts, max_queued=64)
+        return GroupRunner({"echo": self}, table, Servers(), limit)
+
+    async def open(self, request: RolloutRequest) -> OpenGroup:
+        return OpenGroup(self, request)
+
+
+class OpenGroup:
+    """One group of it."""
+
+    def __init__(self, plays: Plays, request: RolloutRequest) -> None:
+        self._plays, self._request = plays, request
+
+    async def play(self, index: int) -> tuple[Rollout, ...]:
+        self._plays.begun += 1
+        if self._plays.begun > self._plays.free:
+            await self._plays.gate.wait()
+        return (finished_rollout(self._request, float(index), 0),)
+
+    def stage(self, index: int) -> None:
+        return None
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass
+class Orchestrator:
+    """What a run has of the exchange: its server, the pool of services, and who samples groups there."""
+
+    exchange: RolloutExchange
+    pool: RolloutPool
+    address: str
+
+    @property
+    def sampler(self) -> GroupSampler:
+        deadlines = SamplerDeadlines(group_s=DEADLINE_S, retry_s=DEADLINE_S, unreachable_s=1.0)
+        return GroupSampler(self.pool, deadlines=deadlines, clock=Clock())
+
+
+def ticket(group_id: str, size: int) -> GroupTicket:
+    task = TaskRef(environment="echo", index=0)
+    return GroupTicket(group_id=group_id, task=task, size=size, for_step=1, min_version=0, active_version=0, seed=None)
+
+
+@asynccontextmanager
+async def orchestrating(**terms: float) -> AsyncIterator[Orchestrator]:
+    config = ExchangeConfig(port=0, **{"heartbeat_s": 20.0, "lease_s": 60.0, **terms})
+    pool = RolloutPool([], unreachable_s=1.0, dial_in=("here", ()))
+    exchange = RolloutExchange(config, pool)
+    port = await exchange.start()
+    try:
+        yield Orchestrator(exchange, pool, f"127.0.0.1:{port}")
+    finally:
+        await exchange.close()
+        await pool.close()
+
+
+@asynccontextmanager
+async def working(runner, address: str, spool: Path, name: str = "box") -> AsyncIterator[ExchangeWorker]:
+    """A worker process, which ends at once at the end of the block."""
+    file = ResultSpool(spool)
+    worker = ExchangeWorker(ExchangeLinkConfig(address=address), runner, file, name=name, max_queued=64)
+    running = asyncio.create_task(worker.run())
+    try:
+        yield worker
+    finally:
+        running.cancel()
+        await asyncio.wait({running})
+        file.close()
+
+
+async def until(holds: Callable[[], object]) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while not holds():  # noqa: ASYNC110  # what another program says of itself
+            await asyncio.sleep(0.02)
+
+
+async def test_groups_are_played_over_links_that_break_and_each_rollout_is_booked_once(tmp_path: Path) -> None:
+    plays = Plays(free=4)
+    runner = plays.runner()
+    booked: list[RolloutEvent] = []
+    async with AsyncExitStack() as stack:
+        run = await stack.enter_async_context(orchestrating())
+        link = stack.enter_context(CutLink(run.address))
+        worker = await stack.enter_async_context(working(runner, link.address, tmp_path / "spool.sqlite"))
+        await run.pool.gather({"echo"}, startup_s=DEADLINE_S)
+        playing = asyncio.create_task(run.sampler.sample(ticket("g1", 12), sampling=Sampling(), on_event=booked.append))
+        await until(lambda: len(booked) == 4)
+        await asyncio.to_thread(link.cut)
+        await until(lambda: not worker.attached.is_set() and run.pool.table.hosts[0].state is HostState.AWAY)
+        plays.gate.set()
+        await until(lambda: runner.status().running == 0)  # it has played on
+        assert len(booked) == 4
+        link.mend()
+        group = await asyncio.wait_for(playing, DEADLINE_S)
+        rollouts = [event for event in booked if isinstance(event, Rollout)]
+        assert len({rollout.rollout_id for rollout in rollouts}) == len(rollouts) == len(group.rollouts) == 12
+        assert group.failures == []
+        assert isinstance(booked[-1], RolloutSummary)
+        assert plays.begun == 12  # nothing was played twice
+        await until(lambda: worker._outbox.is_empty)
+        async with ExchangeClient(run.address) as client:
+            (told,) = await client.list_workers()
+        assert (told.worker, told.attached, told.calls, told.attachments) == ("box", True, 0, 2)
+        assert run.pool.table.hosts[0].achievement("echo").tokens > 0
+
+
+async def test_what_a_killed_worker_had_in_its_spool_is_taken_and_only_the_rest_is_played_again(tmp_path: Path) -> None:
+    first, second, spool = Plays(free=4), Plays(free=99), tmp_path / "spool.sqlite"
+    async with AsyncExitStack() as stack:
+        run = await stack.enter_async_context(orchestrating())
+        link = stack.enter_context(CutLink(run.address))
+        async with working(first.runner(), link.address, spool) as worker:
+            await run.pool.gather({"echo"}, startup_s=DEADLINE_S)
+            await asyncio.to_thread(link.cut)
+            first.free = 0
+            link.mend()
+            await until(lambda: worker.attached.is_set() and run.exchange.workers["box"].attachments == 2)
+            playing = asyncio.create_task(run.sampler.sample(ticket("g1", 8), sampling=Sampling()))
+            await until(lambda: first.begun == 8)
+            await asyncio.to_thread(link.cut)
+            first.gate.set()
+            first.gate = asyncio.Event()
+            await until(lambda: len(worker._spool.read()) == 10)  # eight rollouts, the summary, the end
+        link.mend()
+        async with working(second.runner(), link.address, spool) as worker:
+            group = await asyncio.wait_for(playing, DEADLINE_S)
+            assert len({rollout.rollout_id for rollout in group.rollouts}) == len(group.rollouts) == 8
+            assert second.begun == 0  # all came from the spool
+            await until(lambda: worker._outbox.is_empty)
+            second.free = 2
+            playing = asyncio.create_task(run.sampler.sample(ticket("g2", 6), sampling=Sampling()))
+            await until(lambda: second.begun == 6 and worker._outbox.calls[0].last_seq == 2)
+        third = Plays(free=99)
+        async with working(third.runner(), link.address, spool):
+            group = await asyncio.wait_for(playing, DEADLINE_S)
+            assert len({rollout.rollout_id for rollout in group.rollouts}) == len(group.rollouts) == 6
+            assert third.begun == 4
+
+
+async def test_groups_of_a_lease_that_ran_out_go_to_others_and_late_results_are_not_needed(tmp_path: Path) -> None:
+    slow, quick = Plays(), Plays(free=99)
+    async with AsyncExitStack() as stack:
+        run = await stack.enter_async_context(orchestrating(heartbeat_s=0.5, lease_s=1.5))
+        link = stack.enter_context(CutLink(run.address))
+        late = await stack.enter_async_context(working(slow.runner(), link.address, tmp_path / "1.sqlite", "late"))
+        await run.pool.gather({"echo"}, startup_s=DEADLINE_S)
+        playing = asyncio.create_task(run.sampler.sample(ticket("g1", 4), sampling=Sampling()))
+        await until(lambda: slow.begun == 4)
+        await stack.enter_async_context(working(quick.runner(), run.address, tmp_path / "2.sqlite", "steady"))
+        await until(lambda: len(run.pool.table.hosts) == 2)
+        await asyncio.to_thread(link.cut)
+        group = await asyncio.wait_for(playing, DEADLINE_S)
+        assert len(group.rollouts) == 4
+        assert quick.begun >= 4
+        slow.gate.set()
+        link.mend()
+        await until(lambda: late.attached.is_set() and late._outbox.is_empty)
+        assert len(group.rollouts) == 4
+
+
+async def test_a_worker_that_drains_gets_nothing_new_and_what_it_has_is_taken(tmp_path: Path) -> None:
+    plays = Plays()
+    runner = plays.runner()
+    async with orchestrating() as run, working(runner, run.address, tmp_path / "spool.sqlite") as worker:
+        await run.pool.gather({"echo"}, startup_s=DEADLINE_S)
+        playing = asyncio.create_task(run.sampler.sample(ticket("g1", 4), sampling=Sampling()))
+        await until(lambda: plays.begun == 4)
+        draining = asyncio.create_task(runner.drain(DEADLINE_S))
+        await asyncio.sleep(0)
+        worker.say_now()
+        await until(lambda: run.pool.table.hosts[0].state is HostState.DRAINING)
+        plays.gate.set()
+        assert len((await asyncio.wait_for(playing, DEADLINE_S)).rollouts) == 4
+        await asyncio.wait_for(draining, DEADLINE_S)
+
+
+async def test_no_more_is_sent_than_there_is_credit_for_and_no_more_is_asked_than_there_is_room(tmp_path: Path) -> None:
+    plays = Plays(free=99)
+    async with (
+        orchestrating(window=2) as run,
+        working(plays.runner(), run.address, tmp_path / "spool.sqlite") as worker,
+    ):
+        await run.pool.gather({"echo"}, startup_s=DEADLINE_S)
+        dialled_in = run.exchange.workers["box"]
+        request = RolloutRequest(
+            request_id="r", group_id="g", environment="echo", task_index=0, group_size=6, deadline_s=DEADLINE_S
+        )
+        async with aclosing(dialled_in.run_rollouts(request)) as events:
+            first = await anext(events)
+            await until(lambda: worker._outbox.calls[0].last_seq == 8)
+            await until(lambda: len(dialled_in._book.calls) == 1)
+            (call,) = dialled_in._book.calls.values()
+            await until(lambda: call.received == 2)
+            rest = [event async for event in events]
+        assert len({event.rollout_id for event in (first, *rest[:-1])}) == 6
+        with pytest.raises(MeshError) as refused:
+            await anext(dialled_in.run_rollouts(replace(request, request_id="s", group_size=999)))
+        assert refused.value.reason is Reason.OVERLOADED
+
+
+async def test_a_name_that_nobody_may_have_is_named_at_once(tmp_path: Path) -> None:
+    async with orchestrating() as run:
+        file = ResultSpool(tmp_path / "s")
+        unnamed = ExchangeWorker(
+            ExchangeLinkConfig(address=run.address), Plays().runner(), file, name="a/b", max_queued=1
+        )
+        with pytest.raises(MeshError) as refused:
+            await asyncio.wait_for(unnamed.run(), DEADLINE_S)
+        with pytest.raises(ConfigError, match=r"exchange\.spool .* cannot be used: database is locked"):
+            ResultSpool(tmp_path / "s")
+        file.close()
+    assert refused.value.reason is Reason.INVALID_REQUEST
+    assert "hello.worker: must hold no slash" in str(refused.value)
