@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +25,8 @@ from stalling_run import StallingRun
 
 SOON_S = 15.0
 MOST_S = 60.0
-BEGIN_S = 240.0
+BEGIN_S = 400.0
+LOOK_S = 0.3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,25 +93,31 @@ class Found:
 
 
 def play(stall: Stall, model: Path, folder: Path, *, verbose: bool) -> dict[str, Found]:
-    """Brings the stall about; returns how it was named in log, CLI and page."""
+    """Brings the stall about; returns how it was named in log, CLI and page, each looked at as often as it can be."""
     pattern = re.compile(stall.named)
-    found = {place: Found() for place in ("log", "CLI", "page")}
     with StallingRun(model, folder, flags=stall.flags, by_hand=stall.by_hand, small_disk=stall.on_small_disk) as run:
         run.wait_for_steps(stall.steps, BEGIN_S)
         run.new_log_lines()
+        looks: dict[str, Callable[[], list[str]]] = {
+            "log": run.new_log_lines,
+            "CLI": lambda: said(run.cli()),
+            "page": lambda: said(run.page()),
+        }
         began_s = time.monotonic()
         stall.inject(run)
-        while time.monotonic() - began_s < MOST_S and any(one.seconds is None for one in found.values()):
-            log, shown = run.new_log_lines(), {"CLI": run.cli(), "page": run.page()}
-            found["log"].look(pattern, log, began_s)
-            for place, status in shown.items():
-                found[place].look(pattern, said(status), began_s)
-            if verbose:
-                at_s = time.monotonic() - began_s
-                print(
-                    f"  {at_s:5.1f} s", *log, *(f"{place}: {said(one)}" for place, one in shown.items()), sep="\n      "
-                )
-    return found
+
+        def watch(look: Callable[[], list[str]]) -> Found:
+            found = Found()
+            while time.monotonic() - began_s < MOST_S and found.seconds is None:
+                lines = look()
+                found.look(pattern, lines, began_s)
+                if verbose:
+                    print(f"{time.monotonic() - began_s:5.1f} s", *lines, sep="\n    ", flush=True)
+                time.sleep(LOOK_S)
+            return found
+
+        with ThreadPoolExecutor(len(looks)) as watching:
+            return dict(zip(looks, watching.map(watch, looks.values()), strict=True))
 
 
 def said(status: dict[str, object]) -> list[str]:
@@ -137,7 +145,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory(prefix="stalls-") as folder:
             found = play(stall, given.model.resolve(), Path(folder), verbose=given.verbose)
         late += any(one.seconds is None or one.seconds > SOON_S for one in found.values())
-        words = found["CLI"].words or found["log"].words
+        words = found["page"].words or found["log"].words
         table.append(f"| {stall.name} | {found['log']} | {found['CLI']} | {found['page']} | {words} |")
         print(table[-1], file=sys.stderr, flush=True)
     print("| stall | log | CLI | page | what it says |\n|---|---|---|---|---|", *table, sep="\n")

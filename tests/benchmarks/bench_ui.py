@@ -34,7 +34,7 @@ VIEWS = {
     "now": ("now?n={step}", "document.querySelectorAll('.u-wrap').length >= 5"),
     "rollouts": ("rollouts?step={step}", "document.querySelectorAll('.message').length > 1"),
     "rollout of 32k tokens": (
-        "rollouts?step=2&look=logprobs&n={step}", "document.querySelectorAll('.tokens .block i').length >= 512",
+        "rollouts?step=2&look=logprobs&n={step}", "document.querySelectorAll('.tokens .block i').length >= 256",
     ),
     "timeline": ("timeline?n={step}", "document.querySelectorAll('rect.span').length > 1"),
     "weights": ("weights?n={step}", "document.querySelectorAll('.u-wrap').length >= 1"),

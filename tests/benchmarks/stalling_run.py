@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "configs" / "reverse_text" / "rl.toml"
 SMALL_DISK_MIB = 128
 SLOW_BYTES_S = 4000
-START_S, END_S = 180.0, 30.0
+START_S, END_S = 400.0, 60.0
 BLOCKS_ITS_LOOP = """
 import os, signal, time
 signal.signal(signal.SIGUSR2, lambda *_: time.sleep(600))

@@ -24,7 +24,7 @@ from meshrl.cli.run_folder import RunFolder
 from meshrl.cli.status import read_status
 from meshrl.cli.ui.history import MetricsHistory
 from meshrl.cli.ui.pieces import TokenPieces
-from meshrl.cli.ui.views import LedgerFunnel, Traces, rollout_list, whole_rollout
+from meshrl.cli.ui.views import KeptRollouts, LedgerFunnel, Traces
 
 STATIC = Path(__file__).parent / "static"
 LOOK_S = 0.5
@@ -53,6 +53,7 @@ class ShownRun:
         self.traces = Traces(folder)
         self.funnel = LedgerFunnel(folder)
         self.pieces = TokenPieces(folder)
+        self.kept = KeptRollouts(folder)
         self._lock = asyncio.Lock()
         self._status: tuple[float, dict[str, Any]] | None = None
         self._asking = asyncio.Lock()
@@ -149,7 +150,7 @@ class Page:
         run = self._run(request)
         steps = await run.read(run.folder.sampled_steps)
         step = _number(request, "step", steps[-1] if steps else 0)
-        found = await run.read(lambda: rollout_list(run.folder, step))
+        found = await run.read(lambda: run.kept.listed(step))
         return _json({"step": step, "steps": steps, "rollouts": found})
 
     async def _rollout(self, request: web.Request) -> web.Response:
@@ -157,7 +158,7 @@ class Page:
         rollout_id = request.match_info["rollout_id"]
         found = None
         if step.isdecimal():
-            found = await run.read(lambda: whole_rollout(run.folder, int(step), rollout_id))
+            found = await run.read(lambda: run.kept.whole(int(step), rollout_id))
         if found is None:
             raise web.HTTPNotFound(text=f"no rollout {rollout_id} is kept of step {step}")
         samples = found.get("samples", ())

@@ -28,12 +28,32 @@ FUNNEL_S, SLOW_S = 10.0, 0.2
 Json = Mapping[str, Any]
 
 
-def rollout_list(folder: RunFolder, step: int) -> list[Json]:
-    """A line for each rollout of a step that is kept, without its tokens."""
-    return [
-        {key: value for key, value in line.items() if key != "samples"} | {"says": _first_words(line)}
-        for line in folder.samples(step)
-    ]
+class KeptRollouts:
+    """The rollouts of a step that are kept; those of the step that was looked at last stay read. Not for several
+    threads."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+        self._step = -1
+        self._of = (0, 0)
+        self._lines: list[Json] = []
+
+    def listed(self, step: int) -> list[Json]:
+        """A line for each rollout of the step, without its tokens."""
+        return [
+            {key: value for key, value in line.items() if key != "samples"} | {"says": _first_words(line)}
+            for line in self._read(step)
+        ]
+
+    def whole(self, step: int, rollout_id: str) -> Json | None:
+        """A rollout with all its tokens; None where the step has none of this id."""
+        return next((line for line in self._read(step) if line["rollout_id"] == rollout_id), None)
+
+    def _read(self, step: int) -> list[Json]:
+        of = _state(self._folder.path / "rollouts" / f"step_{step}.jsonl.zst")
+        if (step, of) != (self._step, self._of):
+            self._step, self._of, self._lines = step, of, self._folder.samples(step)
+        return self._lines
 
 
 def _first_words(line: Json) -> str:
@@ -44,11 +64,6 @@ def _first_words(line: Json) -> str:
         if message["role"] == "assistant"
     )
     return " ".join(next(said, "").split())[:FIRST_WORDS]
-
-
-def whole_rollout(folder: RunFolder, step: int, rollout_id: str) -> Json | None:
-    """A kept rollout with all its tokens; None where the step has none of this id."""
-    return next((line for line in folder.samples(step) if line["rollout_id"] == rollout_id), None)
 
 
 class LedgerFunnel:

@@ -71,7 +71,7 @@ function drawRollout(box, rollout, now, choose) {
 
 const ESCAPES = { "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;" };
 const escape = (text) => text.replace(/[&<>"]/g, (character) => ESCAPES[character]);
-const BLOCK = 512; // tokens that are made at once, when they come near to what is seen
+const BLOCK = 256; // tokens that are made at once, when they come near to what is seen
 
 // The tokens, by what they say where the model's vocabulary is known and else by id, coloured by how unlikely each was
 // when it was sampled, or by the version that sampled it. Tokens that were not sampled, which no loss looks at, are pale.
@@ -94,7 +94,7 @@ function tokens(sample, first, end, look) {
       fill(block); // at once, not with the next frame
       continue;
     }
-    if (to - from === BLOCK) block.style.minHeight = "16rem";
+    if (to - from === BLOCK) block.style.minHeight = "8rem";
     watch.observe(block);
   }
   return box;
