@@ -96,6 +96,7 @@ class SFTLoop:
             "optim/grad_norm": result.grad_norm,
             "optim/lr": result.lr,
             "optim/zero_grad_ratio": result.zero_grad_ratio,
+            **result.routing,
             "progress/epoch": batch.epoch,
             "progress/num_samples": float(progress.samples),
             "progress/num_tokens": float(progress.tokens),

@@ -23,6 +23,7 @@ def step_metrics(result: StepResult, environments: Sequence[str]) -> dict[str, f
     with np.errstate(over="ignore"):  # a token that the sampler thought impossible counts as infinitely far off
         mismatch_kl = np.exp(log_ratio) - log_ratio - 1.0
     metrics = {f"loss/{name}": value for name, value in result.metrics.items()} | {
+        **result.routing,
         "loss/mean": result.loss,
         "optim/grad_norm": result.grad_norm,
         "optim/lr": result.lr,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ from meshrl.training.config import OptimConfig, SchedulerConfig
 from meshrl.training.lr_schedule import learning_rate
 from meshrl.training.optim import build_optimizer, clip_gradients, gradient_zeros, local
 from meshrl.training.parallel.rank_group import RankGroup
+from meshrl.training.routing import RoutingWatch
 from meshrl.wire.types import MicroBatch
 
 
@@ -63,6 +64,7 @@ class StepResult:
     lr: float
     forward_backward_s: float
     optimizer_s: float
+    routing: Mapping[str, float] = field(default_factory=dict)  # of a mixture of experts, under the metrics' names
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -100,6 +102,7 @@ class Learner:
         self.parallel = parallel or RankGroup(device=self.model.device)
         self.device = self.parallel.device
         self.optimizer = build_optimizer(self.model, optim, cpu_offload=optim_cpu_offload)
+        self._routing = RoutingWatch(self.model)
         self._parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self._optim = optim
         self._scheduler = scheduler
@@ -119,6 +122,7 @@ class Learner:
         counts = count(micro_batches)
         own = self.parallel.plan.own_rows(micro_batches)
         self.optimizer.zero_grad()
+        self._routing.begin()
         try:
             rows = [self._forward_backward(micro_batch, counts) for micro_batch in own]
             grad_norm = clip_gradients(self._parameters, self._optim.max_norm)
@@ -158,6 +162,7 @@ class Learner:
             lr=rate,
             forward_backward_s=computed - started,
             optimizer_s=time.perf_counter() - computed,
+            routing=self._routing.take(self.parallel),
         )
 
     def _update(self, rate: float) -> None:

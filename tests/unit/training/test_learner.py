@@ -3,7 +3,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from meshrl.algorithms.losses import Loss, LossInputs, LossOutput, aipo_loss, cross_entropy_loss
 from meshrl.algorithms.objective import Objective
@@ -178,3 +178,38 @@ def test_flops_count_parameters_and_attention_within_samples() -> None:
     assert step_flops(model, packing.micro_batches) == pytest.approx(float(expected))
     assert matmul_parameters(model) == sum(parameter.numel() for parameter in model.parameters())
     assert peak_flops(torch.device("cpu"), seconds=0.01) > 1e8
+
+
+def mixture_learner() -> Learner:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "moe_intermediate_size": 8, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+    config = Qwen3MoeConfig(vocab_size=VOCAB, num_experts=8, num_experts_per_tok=2, **sizes, **heads)
+    policy = PackedPolicy(Qwen3MoeForCausalLM(config))
+    parts = {"objective": Objective(loss=cross_entropy_loss), "optim": OptimConfig(lr=1e-2)}
+    return Learner(policy, scheduler=SchedulerConfig(), max_steps=None, **parts)
+
+
+def test_a_mixture_of_experts_says_how_its_routers_spread_the_tokens() -> None:
+    trained = mixture_learner()
+    packing = packed(seq_len=25)
+    routers = [module for name, module in trained.model.named_modules() if name.endswith("mlp.gate")]
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for router in routers:
+        router.register_forward_hook(lambda module, given, output: seen.append((output[0].detach(), output[2])))
+    with_own = trained.step(packing.micro_batches).routing
+    vios, confidences = [], []
+    for layer in range(2):
+        mine = seen[layer::2]  # rows one after the other, each through both layers
+        loads = torch.cat([chosen.flatten() for _, chosen in mine]).bincount(minlength=8).double()
+        vios.append(float(loads.max() / loads.mean() - 1))
+        confidences.append(float(torch.cat([lg.softmax(-1).gather(-1, chosen).sum(-1) for lg, chosen in mine]).mean()))
+    assert len(seen) == 2 * len(packing.micro_batches) > 2
+    assert with_own == pytest.approx(
+        {"max_vio/mean": np.mean(vios), "routing_confidence/mean": np.mean(confidences)}, rel=1e-5
+    )
+    assert 0.0 < with_own["max_vio/mean"] <= 8 / 2 - 1
+
+
+def test_a_model_without_experts_says_nothing_of_routing() -> None:
+    assert learner().step(packed(seq_len=25).micro_batches).routing == {}

@@ -116,6 +116,8 @@ TRAINING = (
     _trainer_and_sft("optim/grad_norm", "norm", "of the gradient before it is clipped"),
     _trainer_and_sft("optim/lr", "1", "learning rate of the step"),
     _trainer_and_sft("optim/zero_grad_ratio", "share", "parameters whose gradient is zero"),
+    _trainer_and_sft("max_vio", "1", "mixtures of experts: load of the busiest expert over the mean, less one", MEAN),
+    _trainer_and_sft("routing_confidence", "share", "mixtures of experts: probability of a token's experts", MEAN),
     _trainer_and_sft("perf/throughput", "tokens/s", "trained, without the time spent waiting for a batch"),
     _trainer_and_sft("perf/throughput_per_gpu", "tokens/s", "the same for each device"),
     _trainer_and_sft("perf/mfu", "share", "of the device's peak floating-point rate"),
