@@ -29,5 +29,5 @@ RUN groupadd --gid 10001 meshrl && useradd --uid 10001 --gid 10001 --no-create-h
 USER 10001:10001
 WORKDIR /outputs
 # MESHRL_HEALTH is where the program answers: host:port for gRPC, or a URL. Kubernetes has probes of its own.
-HEALTHCHECK --interval=10s --timeout=5s --start-period=300s --retries=6 CMD ["python", "/opt/healthcheck.py"]
+HEALTHCHECK --interval=15s --timeout=10s --start-period=300s --retries=6 CMD ["python", "/opt/healthcheck.py"]
 CMD ["meshrl", "--help"]

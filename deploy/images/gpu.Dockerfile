@@ -35,5 +35,5 @@ RUN groupadd --gid 10001 meshrl && useradd --uid 10001 --gid 10001 --no-create-h
   && mkdir -p /outputs /cache && chown 10001:10001 /outputs /cache
 USER 10001:10001
 WORKDIR /outputs
-HEALTHCHECK --interval=10s --timeout=5s --start-period=900s --retries=6 CMD ["python", "/opt/healthcheck.py"]
+HEALTHCHECK --interval=15s --timeout=10s --start-period=900s --retries=6 CMD ["python", "/opt/healthcheck.py"]
 CMD ["meshrl", "--help"]

@@ -62,7 +62,8 @@ def main() -> int:
     try:
         well = get(target) if target.startswith("http") else ask(target, "".join(sys.argv[1:2]))
     except Exception as error:  # noqa: BLE001  # whatever it is, the program is not well
-        sys.stderr.write(f"{target}: {error}\n")
+        details = getattr(error, "details", None)  # gRPC's own errors have many lines
+        sys.stderr.write(f"{target}: {details() if callable(details) else error}\n")
         return 1
     return 0 if well else 1
 

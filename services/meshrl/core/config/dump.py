@@ -27,9 +27,10 @@ def dump_toml(config: BaseConfig, path: Path) -> None:
     unfinished.replace(path)
 
 
-def to_toml(config: BaseConfig) -> str:
-    """The configuration as TOML, plain keys before sections; secrets are left out."""
-    return tomli_w.dumps(_table(config.model_dump()))
+def to_toml(config: BaseConfig, *, given_only: bool = False) -> str:
+    """The configuration as TOML, plain keys before sections; secrets are left out, as is with `given_only` what nobody
+    has set: some keys follow from others where they are not set."""
+    return tomli_w.dumps(_table(config.model_dump(exclude_unset=given_only)))
 
 
 def _table(values: Mapping[str, object]) -> dict[str, object]:

@@ -58,7 +58,7 @@ def script_of(job: BatchJob, slurm: SlurmConfig) -> str:
         "output_dir": str(layout.output_dir),
         "log_path": str(layout.slurm / "%j.log"),
         "config_path": str(layout.config(job.program)),
-        "config": to_toml(job.config),
+        "config": to_toml(job.config, given_only=True),
         "end_of_config": END_OF_CONFIG,
     }
     environment = jinja2.Environment(
