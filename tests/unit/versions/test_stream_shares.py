@@ -126,7 +126,7 @@ async def test_the_ranks_deltas_joined_lead_where_one_of_all_weights_leads(count
         await gathered.close()
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", [1, 3])
 async def test_a_delta_that_the_hub_refuses_or_that_does_not_pay_goes_in_full(count: int, tmp_path: Path) -> None:
     ranks = Ranks(count, tmp_path, anchor_every=9)
     try:
@@ -146,6 +146,9 @@ async def test_a_delta_that_the_hub_refuses_or_that_does_not_pay_goes_in_full(co
         assert (await ranks.prepare(2, stepped(state, 2))).manifest.kind is VersionKind.DELTA
         await ranks.transport.deliver(2)
         assert (await ranks.prepare(3, state_of(5))).manifest.kind is VersionKind.FULL
+        await ranks.transport.deliver(3)
+        ranks.shares[-1]._base = None  # a rank that can make no pieces: a delta without them would lead elsewhere
+        assert (await ranks.prepare(4, stepped(state_of(5), 4))).manifest.kind is VersionKind.FULL
     finally:
         await ranks.transport.close()
 

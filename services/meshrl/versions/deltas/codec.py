@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import struct
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice, pairwise
@@ -230,13 +230,22 @@ def split(stream: NDArray[np.uint8]) -> list[Packed]:
 
 
 def encode(
-    rows: Rows, old: NDArray[np.uint8], new: NDArray[np.uint8], threads: ThreadPoolExecutor
+    rows: Rows,
+    old: NDArray[np.uint8],
+    new: NDArray[np.uint8],
+    threads: ThreadPoolExecutor,
+    moved: Callable[[], object] = lambda: None,
 ) -> list[tuple[Changes, Packed]]:
-    """Changes of the runs of `rows` in which there are any, with their bytes, from two states of them."""
+    """Changes of the runs of `rows` in which there are any, with their bytes, from two states of them.
+
+    `moved` is called after each run, on its thread.
+    """
 
     def one(run: Stretch, at: int) -> tuple[Changes, Packed]:
         found = changes(run, words_of(old, run, at), words_of(new, run, at))
-        return found, pack(found)
+        made = found, pack(found)
+        moved()
+        return made
 
     return [pair for pair in threads.map(one, rows.runs, rows.at) if pair[1].changed]
 

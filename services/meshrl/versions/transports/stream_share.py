@@ -111,7 +111,7 @@ class StreamShare:
         if has_base and snapshot.ready is None:
             assert self._base is not None, "there is a base"
             old, new = self._base.numpy(), snapshot.flat.numpy()
-            pairs = encode(rows, old, new, self._threads)
+            pairs = encode(rows, old, new, self._threads, self.progress.moved)
             self.pieces = [packed for _, packed in pairs]
             edits = edits_of([found for found, _ in pairs], rows, old, new)
             take = lambda at: old[rows.place(at)]  # noqa: E731  # it has one use
@@ -122,7 +122,8 @@ class StreamShare:
                 assert self._base is not None, "there is a base"
                 has_base = self._encode_on_gpu(rows, self._base, snapshot.flat)
         changed = sum(piece.changed * piece.run.width for piece in self.pieces)
-        size = joined_bytes(self.pieces) if has_base else rows.num_bytes  # without one, it goes in full
+        whole = sum(tensor.num_bytes for tensor in snapshot.tensors)  # without pieces of this rank no delta is right
+        size = joined_bytes(self.pieces) if has_base else whole
         self.progress.moved()
         return {
             "bytes": {"delta": str(size), "changed": str(changed)},
