@@ -17,7 +17,8 @@ async def test_health_is_ok_with_requests_in_flight_and_while_paused(client: Eng
     await client.post("/pause")
     assert (await client.get("/health")).status == 200
     await client.post("/resume")
-    await running
+    running.cancel()
+    await client.until_in_flight(0)
 
 
 async def test_version_says_what_is_served(mesh: EngineMesh, client: EngineClient) -> None:
