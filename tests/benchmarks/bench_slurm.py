@@ -39,7 +39,8 @@ class Jobs:
 
     def __init__(self, slurm: SlurmCluster, folder: Path) -> None:
         self.slurm, self.folder = slurm, folder
-        self.model = create_model(folder / "model", seed=0)
+        self.model = folder / "model"
+        create_model(self.model, seed=0)
 
     def submit(self, module: str, name: str, *flags: str, environ: dict[str, str] | None = None) -> str:
         command = [
@@ -51,7 +52,7 @@ class Jobs:
         )
         if done.returncode:
             raise SystemExit(done.stderr)
-        return re.findall(r"submitted job (\d+)", done.stdout)[0]
+        return str(re.findall(r"submitted job (\d+)", done.stdout)[0])
 
     def log(self, name: str, number: str) -> str:
         path = self.folder / name / "slurm" / f"{number}.log"

@@ -9,7 +9,7 @@ import pytest
 
 from meshrl.client.authority import Authority
 from meshrl.client.trust import Role, TrustFile
-from meshrl.core.config import load_config
+from meshrl.core.config import ConfigError, load_config
 from meshrl.launch.compose import Part, compose
 from meshrl.launch.config import RLConfig
 from meshrl.launch.credentials import credentials_for, with_engine_key
@@ -97,3 +97,31 @@ def test_a_key_in_the_environment_is_the_engines(tmp_path: Path) -> None:
     assert config.inference.api_key is None
     assert "MESHRL_ADMIN_KEY" not in credentials_for(config, parts, {"MESHRL_API_KEY": "k"})["inference"]
     assert not (tmp_path / "credentials" / "engine.key").exists()
+
+
+NODES = ("--deployment.type", "multi_node")
+
+
+def test_a_job_of_several_nodes_gets_an_authority_once_and_a_key_for_its_engines(tmp_path: Path) -> None:
+    config, parts = made(tmp_path, "--inference", *NODES)
+    given = credentials_for(config, parts, {"SLURM_JOB_ID": "17"})
+    assert set(map(str, given.values())) == {"{}"}  # programs have certificates, by the authority
+    authority = Authority(tmp_path / "credentials")
+    assert authority.run == "job-17"
+    credentials_for(config, parts, {"SLURM_JOB_ID": "18"})  # which goes on in the same folder
+    assert Authority(tmp_path / "credentials").fingerprint == authority.fingerprint
+    assert not (tmp_path / "credentials" / "operator.token").exists()
+    assert (tmp_path / "credentials" / "engine.key").exists()
+    assert stat.S_IMODE((tmp_path / "credentials").stat().st_mode) == 0o700
+
+
+def test_a_job_that_wants_none_gets_none(tmp_path: Path) -> None:
+    config, parts = made(tmp_path, "--inference", *NODES, "--deployment.insecure")
+    assert credentials_for(config, parts, {}) == {}
+    assert not (tmp_path / "credentials").exists()
+
+
+def test_a_job_with_certificates_refuses_services_that_cannot_know_them(tmp_path: Path) -> None:
+    config, parts = made(tmp_path, "--inference", *NODES, *OUTSIDE)
+    with pytest.raises(ConfigError, match=r"127\.0\.0\.1:9 ran before this job .* or set deployment\.insecure"):
+        credentials_for(config, parts, {})
