@@ -43,7 +43,7 @@ class StallingRun:
         self._started: list[subprocess.Popen[bytes]] = []
         self._read: dict[Path, int] = {}
         self._link: SlowLink | None = None
-        self._page = ""
+        self.page_url = ""
 
     def __enter__(self) -> Self:
         for made in (self.output_dir, self._marks, self._folder / "site"):
@@ -131,7 +131,7 @@ class StallingRun:
         while not (said := re.search(r"open (\S+)", console.read_text())) and time.monotonic() < deadline_s:
             time.sleep(0.1)
         assert said, f"the page does not come up: {console.read_text()} {(self._folder / 'rl.console').read_text()}"
-        self._page = said[1]
+        self.page_url = said[1]
 
     def wait_for_steps(self, steps: int, most_s: float) -> None:
         """Returns once as many steps have ended, or, for none, once the orchestrator is up."""
@@ -141,10 +141,20 @@ class StallingRun:
                 break
             path = self.output_dir / "metrics.jsonl"
             ended = path.read_text().count('time/step"') if path.exists() else 0
-            if ended >= steps and (steps or "orchestrator" in read_states(self.output_dir)):
+            if ended >= steps and (steps or self._is_up()):
                 return
             time.sleep(0.2)
         raise RuntimeError(f"the run does not begin: {(self._folder / 'rl.console').read_text()[-3000:]}")
+
+    def steps_ended(self) -> int:
+        """Steps that have a record."""
+        path = self.output_dir / "metrics.jsonl"
+        return path.read_text().count('time/step"') if path.exists() else 0
+
+    def _is_up(self) -> bool:
+        """Whether the orchestrator has found all services."""
+        orchestrator = read_states(self.output_dir).get("orchestrator")
+        return orchestrator is not None and not any("services" in wait.what for wait in orchestrator.waits)
 
     # --- harm -------------------------------------------------------------------------------------
 
@@ -194,7 +204,7 @@ class StallingRun:
 
     def page(self) -> dict[str, Any]:
         """What the view Now fetches."""
-        with urllib.request.urlopen(f"{self._page}api/runs/0/now", timeout=60.0) as answer:
+        with urllib.request.urlopen(f"{self.page_url}api/runs/0/now", timeout=60.0) as answer:
             found: dict[str, Any] = json.load(answer)
         return found
 

@@ -116,6 +116,9 @@ async def test_engine_has_a_version_prepared_when_its_upload_ends(
 
 async def test_broken_upload_that_goes_on_is_followed_on(mesh: Any, engine: Any, state: Any) -> None:
     agent, upload = await begun(mesh, engine, state)
+    here, of = upload.chunks[3].offset / 1e6, upload.manifest.payload_bytes / 1e6
+    waited_for = f"version 1 from the hub, of which {here:.2f} of {of:.2f} MB are here"
+    await mesh.until(lambda: [(wait.what, wait.on) for wait in agent.waits.look(0.0)] == [(waited_for, ("weights",))])
     assert len((await upload.end()).missing_offsets) == len(upload.chunks) - 3
     upload.send(upload.chunks[3:])
     await mesh.until(lambda: agent.machine.state is AgentState.PREPARED)
