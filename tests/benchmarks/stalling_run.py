@@ -199,6 +199,7 @@ class StallingRun:
         """What `meshrl status --json` prints."""
         command = [sys.executable, "-m", "meshrl.cli.main", "status", "--json", "-o", str(self.output_dir)]
         printed = subprocess.run(command, capture_output=True, text=True, timeout=60.0, check=False)
+        assert printed.stdout, f"meshrl status says nothing: {printed.stderr[-2000:]}"
         found: dict[str, Any] = json.loads(printed.stdout)
         return found
 

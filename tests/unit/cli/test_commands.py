@@ -17,6 +17,7 @@ from click.testing import CliRunner, Result
 
 from meshrl.cli.command import ago, print_json
 from meshrl.cli.main import main
+from meshrl.cli.run_folder import RunFolder
 from meshrl.cli.status import RunStatus, ServiceRow, status_schema
 from meshrl.orchestrator.ledger.rows import SCHEMA
 from meshrl.wire.program_state import ProgramState, WaitState
@@ -164,6 +165,14 @@ def test_a_service_that_is_gone_is_a_row(tmp_path: Path) -> None:
     (row,) = status["rows"]
     assert (row["service"], row["address"], row["state"]) == ("trainer", "127.0.0.1:1", "not answering")
     assert row["detail"] == "Connection refused"
+
+
+def test_a_key_without_a_value_names_no_address(tmp_path: Path) -> None:
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs/orchestrator.toml").write_text('exchange = "None"\n[services]\nweights = "None"\n')
+    folder = RunFolder(tmp_path)
+    assert [folder.addresses(service) for service in ("exchange", "weights", "trainer")] == [(), (), ()]
+    assert json.loads(meshrl("status", "--json", "-o", str(tmp_path)).output)["rows"][0]["service"] == "orchestrator"
 
 
 TEXT = """21:22:09.000 INFO    rl started trainer (pid 7), log in logs/trainer.log

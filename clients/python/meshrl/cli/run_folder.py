@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 _TAIL_BYTES = 2**20
 FULL_BYTES = 2**20
 """A disk with less room takes no more logs, states and metrics."""
+UNSET = "None"
+"""What a resolved configuration has for a key without a value: TOML has no null."""
 _ANY_HOST = ("", "0.0.0.0", "::", "[::]")  # names what a server bound to; nothing is bound here
 
 
@@ -52,12 +54,12 @@ class RunFolder:
         (`exchange`)."""
         if service == "exchange":
             exchange = self.config("orchestrator").get("exchange")
-            return (_reach(exchange),) if exchange and exchange["port"] else ()
+            return (_reach(exchange),) if isinstance(exchange, dict) and exchange["port"] else ()
         named = self.config("orchestrator").get("services", {}).get(service)
-        if named is not None:
+        if named is not None and named != UNSET:
             return tuple(named) if isinstance(named, list) else (str(named),)
         server = self.config(service).get("server")
-        if not server:
+        if not isinstance(server, dict):
             return ()
         return (_reach(server),)
 
