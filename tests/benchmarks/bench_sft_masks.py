@@ -38,7 +38,10 @@ GLM = (("<|assistant|></think>", "<|assistant|><think>"), ("<|user|>", "<|observ
 BAR, UNDER = "\uff5c", "\u2581"  # the wide bar and the low block of DeepSeek's tokens
 TOOLS_END = f"<{BAR}tool{UNDER}outputs{UNDER}end{BAR}>"  # after which it goes on without a header
 DEEPSEEK = ((f"<{BAR}Assistant{BAR}>", TOOLS_END), (f"<{BAR}end{UNDER}of{UNDER}sentence{BAR}>",))
+DEEPSEEK_V4 = tuple(f"<{BAR}Assistant{BAR}>{mark}" for mark in ("</think>", "<think>"))
 KIMI = (("<|im_assistant|>assistant<|im_middle|>",), ("<|im_end|>",))
+HY = ":opensource"  # of every token of its family
+HY3 = tuple(f"<{BAR}hy_Assistant{HY}{BAR}><think{HY}>{end}" for end in (f"</think{HY}>", ""))
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,21 @@ FAMILIES = (
     Family("kimi-k2.5", None, *KIMI),
     Family("minimax-m2", None, ("]~b]ai\n",), ("[e~[",)),
     Family("laguna-xs.2", None, ("<assistant>\n",), ("</assistant>",)),
+    Family("laguna-m.1", None, ("<assistant>\n",), ("</assistant>",)),
+    Family("laguna-xs-2.1", None, ("<assistant></think>", "<assistant><think>"), ("</assistant>",)),
+    Family("laguna-s-2.1", None, ("<assistant></think>", "<assistant><think>"), ("</assistant>",)),
+    Family("qwen3-vl", None, *CHATML),
+    Family("nemotron-3.5", None, *CHATML),
+    Family("glm-5.3", None, *GLM),
+    Family("glm-5.3-flash", None, *GLM),
+    Family("deepseek-v4", None, DEEPSEEK_V4, DEEPSEEK[1]),
+    Family("hy3", None, HY3, (f"<{BAR}hy_eos{HY}{BAR}>",)),
+    Family("gemma4", None, ("<|turn>model\n", "<tool_response|>"), ("<turn|>", "<|tool_response>")),
+    Family("inkling", None, ("<|message_model|>",), ("<|content_model_end_sampling|>",)),
+    Family("muse-glimmer", None, ("<|start|>assistant",), ("<|eot|>",)),
 )
+"""Every renderer of the package but gpt-oss, which downloads its vocabulary, and those that need a template."""
+
 STOCK = {
     "llama-3": {"bos_token": "<|begin_of_text|>", "date_string": "26 Jul 2024"},
     "deepseek-v3": {"bos_token": f"<{BAR}begin{UNDER}of{UNDER}sentence{BAR}>"},
@@ -78,6 +95,10 @@ STOCK = {
 
 AS_JSON = ("deepseek-v3",)
 """Whose stock templates take arguments as JSON text alone."""
+
+GEMMA = "<bos> <eos> <|turn> <turn|> <|channel> <channel|> <|tool> <tool|> <|tool_call> <tool_call|> <|tool_response>"
+GEMMA += " <tool_response|> <|image> <image|>"
+HY_MARKS = "think tool_calls tool_call arg_key arg_value tool_responses tool_response"
 
 TOOL = {
     "type": "function",
@@ -97,6 +118,9 @@ def special_tokens() -> list[str]:
     found |= set(re.findall(rf'"(<[|{BAR}][^"\s|<>{BAR}]{{1,40}}[|{BAR}]>)"', text))
     named = re.findall(r'_get_special_token\(\s*f?"([^"]+)"', text)
     found |= {f"<{BAR}{name.replace('{_US}', UNDER)}{BAR}>" for name in named}
+    found |= set(GEMMA.split()) | {f"{BAR}DSML{BAR}"}
+    found |= {f"<{BAR}{name}{HY}{BAR}>" for name in ("hy_begin_of_sentence", "hy_eos", "hy_User", "reasoning_mode")}
+    found |= {f"<{slash}{name}{HY}>" for name in HY_MARKS.split() for slash in ("", "/")} | {f"<tool_sep{HY}>"}
     return sorted(found, key=lambda token: (-len(token), token))
 
 
@@ -169,6 +193,8 @@ def by_markup(tokenizer: Any, family: Family, tokens: Sequence[int]) -> list[boo
             at += 1
             continue
         at += len(header)
+        if at < len(tokens) and tokens[at] in ends:  # another result of a tool: nothing was said
+            continue
         while at < len(tokens):
             mask[at] = True
             at += 1
