@@ -102,6 +102,7 @@ def jobs() -> list[Job]:
     """Every warm-up, teacher and row."""
     held_out = ["--orchestrator.eval.interval", "5"]
     small = ["--max-steps", "20", *held_out]
+    keeps = ["--ckpt", "--ckpt.interval", "60", "--ckpt.weights-only"]
     followed = ["--orchestrator.algo.context-tokens", "250", "--inference.max-model-len", "256"]
     mixed = ["--data.name", "{here}/data", "--val.data.name", "{here}/data"]
     large = ["--hidden-size", "256"]
@@ -126,23 +127,31 @@ def jobs() -> list[Job]:
         warm_up("warm_memory", "memory_game/sft", data=demonstrations("memory_game")),
         warm_up("warm_trail", "word_trail/sft", data=demonstrations("word_trail"), model=["--tool-calls"]),
         warm_up("warm_sort", "letter_sort/sft", data=demonstrations("letter_sort")),
-        warm_up("warm_nim", "nim/sft", data=demonstrations("nim")),
+        warm_up("warm_nim", "nim/sft", data=[*demonstrations("nim"), "--share", "0.5"]),
         warm_up("warm_weak", "distillation/sft", data=demonstrations("reverse_text")),
-        warm_up("warm_posed", "letter_sort/sft", data=["posed_sorting", "{here}/data"]),
-        warm_up("warm_shown", "reverse_text/sft", data=demonstrations("reverse_text"), prepare=shown_twice),
+        warm_up("warm_posed", "letter_sort/sft", data=["posed_sorting", "{here}/data"], flags=["--max-steps", "850"]),
+        warm_up(
+            "warm_shown",
+            "reverse_text/sft",
+            data=demonstrations("reverse_text"),
+            prepare=shown_twice,
+            flags=["--max-steps", "550"],
+        ),
         warm_up("warm_mix", "reasoning_mix/sft", data=[*REASONING, "{here}/data"]),
         row("reasoning_mix", "grpo", "reasoning_mix/rl", "warm_mix"),
-        row("reverse_text", "grpo", "reverse_text/rl", "warm_reverse"),
+        replace(row("reverse_text", "grpo", "reverse_text/rl", "warm_reverse", *held_out, *keeps), weights=KEPT),
+        row("reverse_text_opd", "opd", "distillation/rl", "warm_reverse", *TAUGHT, teacher="reverse_text"),
+        row("reverse_text_max_rl", "max_rl", "reverse_text/rl", "warm_reverse", "--orchestrator.algo.type", "max_rl"),
         row("memory_game", "grpo", "memory_game/rl", "warm_memory", "--orchestrator.eval.interval", "10"),
         row("word_trail", "max_rl", "word_trail/rl", "warm_trail", "--orchestrator.algo.type", "max_rl"),
         row("word_trail_echo", "echo", "word_trail/rl", "warm_trail", "--orchestrator.algo.type", "echo"),
         row("letter_sort", "grpo", "letter_sort/rl", "warm_sort", "--orchestrator.eval.interval", "10"),
         row("nim", "rae", "nim/rl", "warm_nim"),
-        row("posed_sorting", "hierarchical_grpo", "letter_sort/rl", "warm_posed", *POSED),
+        row("posed_sorting", "hierarchical_grpo", "letter_sort/rl", "warm_posed", *POSED, "--max-steps", "45"),
         row("distillation", "opd", "distillation/rl", "warm_weak", teacher="large"),
-        row("distillation_by_rewards", "grpo", "reverse_text/rl", "warm_weak", "--max-steps", "100", *held_out),
+        row("distillation_by_rewards", "grpo", "reverse_text/rl", "warm_weak", "--max-steps", "200", *held_out),
         row("reverse_text_sft", "sft", "reverse_text/rl", "warm_weak", *small, *IMITATE, teacher="large"),
-        row("reverse_text_opsd", "opsd", "reverse_text/rl", "warm_shown", *small, *followed, *SELF),
+        row("reverse_text_opsd", "opsd", "reverse_text/rl", "warm_shown", *held_out, *followed, *SELF),
         row("two_algorithms", "opd and grpo", "two_algorithms/rl", "warm_both", teacher="large"),
     ]
 
@@ -153,12 +162,19 @@ POSED = (
     "--orchestrator.train.env.0.id", "posed_sorting",
     "--orchestrator.eval.env.0.id", "posed_sorting",
     "--orchestrator.eval.env.0.name", "posed_sorting_held_out",
-    "--orchestrator.batch-size", "16",
+    "--orchestrator.batch-size", "32",
     "--orchestrator.group-size", "4",
     "--orchestrator.eval.interval", "10",
 )  # fmt: skip
 IMITATE = ("--orchestrator.training-mode", "sft", "--orchestrator.teacher.model.name", "{teacher_model}")
-SELF = ("--orchestrator.algo.type", "opsd")
+SELF = (
+    "--orchestrator.algo.type", "opsd",
+    "--orchestrator.algo.top-k", "16",
+    "--trainer.optim.lr", "1e-4",
+    "--max-steps", "15",
+)  # fmt: skip
+TAUGHT = ("--max-steps", "16", "--trainer.optim.lr", "3e-4", "--orchestrator.eval.interval", "2")
+KEPT = "run/weights/step_60"
 
 
 @dataclass(kw_only=True)
