@@ -158,8 +158,9 @@ async def spread(clients: list[LoadProcess], path: str, concurrency: int, reques
     used = clients[: max(1, min(len(clients), concurrency))]
     share = [concurrency // len(used) + (number < concurrency % len(used)) for number in range(len(used))]
     each = max(1, requests // len(used))
-    await asyncio.gather(*(client.run(path, part, part) for client, part in zip(used, share, strict=True)))
-    return await asyncio.gather(*(client.run(path, part, each) for client, part in zip(used, share, strict=True)))
+    parts = list(zip(used, share, strict=True))
+    await asyncio.gather(*(client.run(path, part, part, profile=False) for client, part in parts))
+    return await asyncio.gather(*(client.run(path, part, each) for client, part in parts))
 
 
 async def bench(options: argparse.Namespace, stack: AsyncExitStack) -> None:

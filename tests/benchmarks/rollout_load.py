@@ -80,8 +80,9 @@ class LoadProcess:
         self._process.start()
         theirs.close()
 
-    async def run(self, path: str, concurrency: int, requests: int) -> Load:
-        self._pipe.send((path, concurrency, requests))
+    async def run(self, path: str, concurrency: int, requests: int, *, profile: bool = True) -> Load:
+        """`profile`: False where `Target.profile` is not to be followed, as in a warm-up."""
+        self._pipe.send((path, concurrency, requests, profile))
         answer = await asyncio.to_thread(self._pipe.recv)
         if isinstance(answer, str):
             raise SystemExit(f"the load of path {path} failed: {answer}")
@@ -116,14 +117,15 @@ async def _serve(pipe: Connection, target: Target, number: int) -> None:
         draw = np.random.default_rng(number)
         plays: dict[str, Play] = {}
         while (order := await asyncio.to_thread(pipe.recv)) is not None:
-            path, concurrency, requests = order
+            path, concurrency, requests, profile = order
             try:
                 if path in PLAYED and path not in plays:
                     from rollout_paths import open_path
 
                     plays[path] = await open_path(path, target, stack, number)
                 one = plays[path] if path in PLAYED else _http(path, target, http, draw)
-                pipe.send(await _profiled(target, number, path, measure(one, concurrency, requests)))
+                measured = measure(one, concurrency, requests)
+                pipe.send(await (_profiled(target, number, path, measured) if profile else measured))
             except Exception as error:  # noqa: BLE001 - the parent ends the benchmark with it
                 pipe.send(repr(error))
 
