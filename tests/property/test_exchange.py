@@ -119,6 +119,22 @@ class Exchange(RuleBasedStateMachine):
             self.credit += 1
         assert sum(len(call.waiting) for call in self.book.calls.values()) <= WINDOW
 
+    @precondition(lambda self: self.up is not None and self.playing())
+    @rule(is_end=st.booleans())
+    def make_and_receive(self, is_end: bool) -> None:
+        """The usual course of an event, as far as the orchestrator's memory."""
+        self.put(self.playing()[0], is_end=is_end)
+        self.write()
+        for _ in range(self.credit):
+            self.send()
+        while self.up:
+            self.receive()
+
+    @rule()
+    def reconnect(self) -> None:
+        self.break_link()
+        self.attach()
+
     @precondition(lambda self: self.down)
     @rule()
     def acknowledged(self) -> None:
