@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from meshrl.v1 import weights_pb2
+from meshrl.v1 import exchange_pb2, weights_pb2
 from meshrl.wire import convert, frames, tensors
 from meshrl.wire.errors import FieldViolation, MeshError, Reason, to_rpc_status
 from meshrl.wire.types import (
@@ -210,8 +210,44 @@ def messages():
         convert.agent_command_to_proto(Commit(version=2, artifact_id="a", hold=True)).SerializeToString(),
     )
     yield from group_messages(manifest)
+    yield from exchange_messages(request)
     yield "version_info", convert.version_info_to_proto(version).SerializeToString()
     yield "error_status", to_rpc_status(error).SerializeToString()
+
+
+def exchange_messages(request):
+    """What goes between the orchestrator and a worker that dials in."""
+    hello = exchange_pb2.WorkerHello(
+        contract_version="1.0",
+        worker="box",
+        incarnation="i",
+        room=8,
+        calls=[exchange_pb2.HeldCall(call_id="c", last_seq=3, playing=True)],
+    )
+    end = exchange_pb2.CallEnd(reason="OVERLOADED", message="full", retry_after_s=1.5)
+    lease = exchange_pb2.WorkerLease(
+        contract_version="1.0",
+        lease_s=60.0,
+        heartbeat_s=5.0,
+        credit=256,
+        calls=[exchange_pb2.CallCursor(call_id="c", next_seq=2)],
+    )
+    start = exchange_pb2.StartCall(call_id="c", request=convert.rollout_request_to_proto(request))
+    ack = exchange_pb2.EventAck(call_id="c", seq=3, unneeded=True)
+    beat = exchange_pb2.WorkerHeartbeat(number=4, room=7)
+    up = {"hello": hello, "heartbeat": beat, "event": exchange_pb2.CallEvent(call_id="c", seq=3, end=end)}
+    down = {
+        "lease": lease,
+        "start": start,
+        "cancel": exchange_pb2.CancelCall(call_id="c"),
+        "ack": ack,
+        "credit": exchange_pb2.EventCredit(events=2),
+        "answer": exchange_pb2.HeartbeatAnswer(number=4),
+    }
+    for name, message in up.items():
+        yield f"exchange_{name}", exchange_pb2.AttachRequest(**{name: message}).SerializeToString()
+    for name, message in down.items():
+        yield f"exchange_{name}", exchange_pb2.AttachResponse(**{name: message}).SerializeToString()
 
 
 def group_messages(manifest):

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from cut_link import CutLink
+from meshrl.cli.status import _dialled_in
+from meshrl.client import ChannelOptions
 from meshrl.client.exchange import ExchangeClient
 from meshrl.core.clock import Clock
 from meshrl.core.config import ConfigError
@@ -162,6 +164,9 @@ async def test_groups_are_played_over_links_that_break_and_each_rollout_is_booke
         async with ExchangeClient(run.address) as client:
             (told,) = await client.list_workers()
         assert (told.worker, told.attached, told.calls, told.attachments) == ("box", True, 0, 2)
+        (row,) = await _dialled_in(run.address, ChannelOptions())
+        assert (row.service, row.address, row.state) == ("rollout", "exchange/box", "without engines")
+        assert row.figures["finished"] <= 12
         assert run.pool.table.hosts[0].achievement("echo").tokens > 0
 
 
