@@ -13,7 +13,10 @@ import pytest
 from cut_link import CutLink
 from meshrl.cli.status import _dialled_in
 from meshrl.client import ChannelOptions
+from meshrl.client.authority import Authority
+from meshrl.client.credentials import CredentialFiles, Credentials, credentials_of
 from meshrl.client.exchange import ExchangeClient
+from meshrl.client.trust import Role
 from meshrl.core.clock import Clock
 from meshrl.core.config import ConfigError
 from meshrl.orchestrator.exchange.config import ExchangeConfig
@@ -105,10 +108,10 @@ def ticket(group_id: str, size: int) -> GroupTicket:
 
 
 @asynccontextmanager
-async def orchestrating(**terms: float) -> AsyncIterator[Orchestrator]:
+async def orchestrating(credentials: Credentials | None = None, **terms: float) -> AsyncIterator[Orchestrator]:
     config = ExchangeConfig(port=0, **{"heartbeat_s": 20.0, "lease_s": 60.0, **terms})
     pool = RolloutPool([], unreachable_s=1.0, dial_in=("here", ()))
-    exchange = RolloutExchange(config, pool)
+    exchange = RolloutExchange(config, pool, credentials=credentials)
     port = await exchange.start()
     try:
         yield Orchestrator(exchange, pool, f"127.0.0.1:{port}")
@@ -262,6 +265,44 @@ async def test_no_more_is_sent_than_there_is_credit_for_and_no_more_is_asked_tha
         with pytest.raises(MeshError) as refused:
             await anext(dialled_in.run_rollouts(replace(request, request_id="s", group_size=999)))
         assert refused.value.reason is Reason.OVERLOADED
+
+
+async def test_only_a_rollout_worker_of_the_run_may_dial_in_and_nobody_takes_the_name_of_another(
+    tmp_path: Path,
+) -> None:
+    authority = Authority.create(tmp_path / "credentials", "main")
+
+    def member(role: Role, name: str) -> Credentials:
+        authority.issue(tmp_path / name, role, name)
+        return credentials_of(replace(CredentialFiles.of_folder(tmp_path / name), trust=authority.trust.path))
+
+    async def refused(credentials: Credentials) -> MeshError:
+        file = ResultSpool(tmp_path / "refused.sqlite")
+        worker = ExchangeWorker(
+            ExchangeLinkConfig(address=run.address), Plays().runner(), file, name="box", max_queued=1,
+            options=ChannelOptions(credentials=credentials),
+        )  # fmt: skip
+        with pytest.raises(MeshError) as error:
+            await asyncio.wait_for(worker.run(), DEADLINE_S)
+        file.close()
+        return error.value
+
+    async with orchestrating(member(Role.ORCHESTRATOR, "o")) as run:
+        box = ResultSpool(tmp_path / "box.sqlite")
+        worker = ExchangeWorker(
+            ExchangeLinkConfig(address=run.address), Plays(free=9).runner(), box, name="box", max_queued=8,
+            options=ChannelOptions(credentials=member(Role.ROLLOUT, "box")),
+        )  # fmt: skip
+        running = asyncio.create_task(worker.run())
+        await run.pool.gather({"echo"}, startup_s=DEADLINE_S)
+        assert len((await run.sampler.sample(ticket("g", 4), sampling=Sampling())).rollouts) == 4
+        assert "for: rollout" in (await refused(member(Role.AGENT, "engine"))).message
+        other = await refused(member(Role.ROLLOUT, "other"))
+        assert (other.reason, "is that of a worker of rollout/box" in other.message) == (Reason.PERMISSION_DENIED, True)
+        assert worker.attached.is_set()
+        running.cancel()
+        await asyncio.wait({running})
+        box.close()
 
 
 async def test_a_name_that_nobody_may_have_is_named_at_once(tmp_path: Path) -> None:

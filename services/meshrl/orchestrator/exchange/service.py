@@ -10,6 +10,7 @@ import grpc
 import grpc.aio
 from loguru import logger
 
+from meshrl.client.credentials import Credentials
 from meshrl.core.rpc.guard import member
 from meshrl.core.rpc.serve import GrpcServer
 from meshrl.orchestrator.exchange.config import ExchangeConfig
@@ -28,14 +29,14 @@ LOOK_S = 1.0
 class RolloutExchange:
     """The server that workers dial. Order of use: `start` before the run waits for its services, `close` at the end.
 
-    Raises ConfigError where it cannot be bound.
+    Raises ConfigError where it cannot be bound. Without `credentials` it has those that the MESHRL_TLS_ variables name.
     """
 
-    def __init__(self, config: ExchangeConfig, pool: RolloutPool) -> None:
+    def __init__(self, config: ExchangeConfig, pool: RolloutPool, *, credentials: Credentials | None = None) -> None:
         self.workers: dict[str, DialedInWorker] = {}
         self._config = config
         self._pool = pool
-        self._server = GrpcServer(config)
+        self._server = GrpcServer(config, credentials=credentials)
         self._looking: asyncio.Task[None] | None = None
 
     async def start(self) -> int:
