@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+from opentelemetry.trace import get_tracer
 
 from cut_link import CutLink
 from meshrl.cli.status import _dialled_in
@@ -21,6 +23,8 @@ from meshrl.core.clock import Clock
 from meshrl.core.config import ConfigError
 from meshrl.orchestrator.exchange.config import ExchangeConfig
 from meshrl.orchestrator.exchange.service import RolloutExchange
+from meshrl.orchestrator.ledger.audit import audit
+from meshrl.orchestrator.main import orchestrate
 from meshrl.rollout.engines.capacity import RolloutLimit
 from meshrl.rollout.engines.engine_table import EngineTable, Requirement
 from meshrl.rollout.exchange.config import ExchangeLinkConfig
@@ -56,8 +60,8 @@ class Plays:
 
     info = EnvironmentInfo(name="echo", taskset="echo", num_tasks=50)
 
-    def __init__(self, free: int = 0) -> None:
-        self.free, self.begun, self.gate = free, 0, asyncio.Event()
+    def __init__(self, free: int = 0, version: Callable[[], int] = lambda: 0) -> None:
+        self.free, self.begun, self.gate, self.version = free, 0, asyncio.Event(), version
 
     def runner(self) -> GroupRunner:
         """What stands behind a rollout service that hosts it."""
@@ -79,7 +83,7 @@ class OpenGroup:
         self._plays.begun += 1
         if self._plays.begun > self._plays.free:
             await self._plays.gate.wait()
-        return (finished_rollout(self._request, float(index), 0),)
+        return (finished_rollout(self._request, float(index), self._plays.version()),)
 
     def stage(self, index: int) -> None:
         return None
@@ -265,6 +269,45 @@ async def test_no_more_is_sent_than_there_is_credit_for_and_no_more_is_asked_tha
         with pytest.raises(MeshError) as refused:
             await anext(dialled_in.run_rollouts(replace(request, request_id="s", group_size=999)))
         assert refused.value.reason is Reason.OVERLOADED
+
+
+async def test_a_run_of_workers_that_are_killed_and_cut_off_loses_nothing_and_books_nothing_twice(
+    mesh, script, make_config, tmp_path: Path
+) -> None:
+    """The whole orchestrator with its ledger; every worker listens nowhere."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    config = make_config(
+        mesh.services.model_copy(update={"rollout": []}),
+        max_steps=10,
+        max_async_level=2,
+        deadlines={"startup_s": DEADLINE_S, "unreachable_s": 1.0},
+        exchange={"port": port, "heartbeat_s": 20.0, "lease_s": 60.0, "workers": ["a", "b"]},
+    )
+    first, second, third = (Plays(10**6, lambda: max(0, script.engine_version)) for _ in range(3))
+    run = asyncio.create_task(orchestrate(config, asyncio.Event(), get_tracer("test")))
+    async with AsyncExitStack() as stack:
+        link = stack.enter_context(CutLink(f"127.0.0.1:{port}"))
+        b = await stack.enter_async_context(working(second.runner(), link.address, tmp_path / "b.sqlite", "b"))
+        async with working(first.runner(), f"127.0.0.1:{port}", tmp_path / "a.sqlite", "a") as a:
+            await until(lambda: script.trained_version >= 2)
+            first.free, second.free = first.begun + 2, second.begun + 2
+            await until(lambda: first.begun > first.free and second.begun > second.free)
+            await asyncio.to_thread(link.cut)
+            await until(lambda: not b.attached.is_set())
+            second.gate.set()
+            held = a._outbox.calls
+        assert held  # the one that is killed had groups
+        trained = script.trained_version
+        link.mend()
+        async with working(third.runner(), f"127.0.0.1:{port}", tmp_path / "a.sqlite", "a"):
+            assert await asyncio.wait_for(run, DEADLINE_S) == 0
+    assert (trained < 10, script.trained_version) == (True, 10)
+    assert third.begun > 0
+    report = audit(tmp_path)
+    assert report.violations == (), report.table()
+    assert {state for state, _ in report.counts} <= {"trained", "cancelled"}, report.table()
+    assert sum(count for (state, _), count in report.counts.items() if state == "trained") == 10 * 8
 
 
 async def test_only_a_rollout_worker_of_the_run_may_dial_in_and_nobody_takes_the_name_of_another(
