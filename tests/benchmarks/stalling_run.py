@@ -153,8 +153,10 @@ class StallingRun:
 
     def _is_up(self) -> bool:
         """Whether the orchestrator has found all services."""
-        orchestrator = read_states(self.output_dir).get("orchestrator")
-        return orchestrator is not None and not any("services" in wait.what for wait in orchestrator.waits)
+        states = read_states(self.output_dir)
+        waits = [wait.what for state in states.values() for wait in state.waits]
+        asked = {"orchestrator", "rollout", "trainer", "weights"} <= states.keys()
+        return asked and bool(waits) and not any("services" in what or "to be loaded" in what for what in waits)
 
     # --- harm -------------------------------------------------------------------------------------
 
