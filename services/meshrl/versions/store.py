@@ -20,9 +20,10 @@ import os
 import shutil
 import threading
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -41,6 +42,7 @@ from meshrl.wire.manifest_file import PayloadReader, from_json, manifest_path, o
 from meshrl.wire.types import Chunk, ChunkEntry, FileEntry, Manifest, Transport, VersionKind
 
 SPARE_BYTES = 2**20  # never used by versions: the log needs room to say what becomes of them
+RECENT_CHUNKS = 6
 VERIFIERS = 8  # threads that check a version made of files
 
 
@@ -68,8 +70,11 @@ class VersionStore:
         self._spool_dir = spool_dir
         self._artifacts: dict[str, _Artifact] = {}
         self._parts: dict[str, _Artifact] = {}  # whole ones that lead to a delta, and are no version's any more
+        self._found_parts = False  # those of an earlier start
         self._damaged: set[str] = set()  # artifacts that changed at rest
         self._leading = threading.Lock()
+        # Chunks that were read to send a part of: several connections ask for one between them.
+        self._recent: deque[tuple[bytes, bytes]] = deque(maxlen=RECENT_CHUNKS)
 
     def prepare(self, live: Collection[str]) -> None:
         """Loads the manifests of `live` artifacts from the spool and deletes whatever else is in it."""
@@ -96,8 +101,10 @@ class VersionStore:
                 artifact.received = {index for index, chunk in chunks if _is_sound(reader, chunk)}
         return artifact
 
-    def open(self, artifact_id: str, manifest: Manifest) -> None:
+    def open(self, artifact_id: str, manifest: Manifest, *, with_base: bool = True) -> None:
         """Makes room for an artifact; does nothing when it is there already.
+
+        `with_base`: below a delta lies what it leads from, as at a hub; a relay has them side by side.
 
         Raises OVERLOADED: there is no room; UNKNOWN_VERSION for a delta from a version that is not here, or not whole.
         """
@@ -106,7 +113,7 @@ class VersionStore:
         folder = self._spool_dir / artifact_id
         with self._room_for(manifest):
             folder.mkdir(parents=True, exist_ok=True)
-            if manifest.kind is VersionKind.DELTA:
+            if manifest.kind is VersionKind.DELTA and with_base:
                 chains.link_base(self._base_of(manifest).folder, folder)
             write_file(folder / MANIFEST, to_json(manifest))
             if manifest.transport is Transport.STREAM:
@@ -153,10 +160,16 @@ class VersionStore:
             self._parts[chains.id_of(part)] = _Artifact(manifest=part.manifest, folder=part.folder, index_of={})
         return tuple(part.manifest for part in found)
 
-    def part_bytes(self, artifact_id: str) -> int | None:
-        """Bytes of what leads to some delta; None for what does not."""
+    def part(self, artifact_id: str) -> Manifest | None:
+        """What leads to some delta; None for what does not."""
+        if artifact_id not in self._parts and not self._found_parts:  # engines go on with what an earlier start told
+            self._found_parts = True
+            for path in self._spool_dir.glob(f"*/*/**/{MANIFEST}"):
+                with suppress(OSError, ValueError):  # damaged or being retired: it cannot be fetched
+                    found = from_json(path.read_bytes())
+                    self._parts[artifact_id_of(found)] = _Artifact(manifest=found, folder=path.parent, index_of={})
         part = self._parts.get(artifact_id)
-        return None if part is None else part.manifest.payload_bytes
+        return None if part is None else part.manifest
 
     @contextmanager
     def _room_for(self, manifest: Manifest) -> Iterator[None]:
@@ -275,10 +288,15 @@ class VersionStore:
                 for chunk in artifact.manifest.chunks:
                     if chunk.offset + chunk.length <= offset or chunk.offset >= end:
                         continue
-                    data = reader.read(chunk.offset, chunk.length)
-                    if digest(data) != chunk.digest:
-                        self._damaged.add(artifact_id)
-                        raise _mismatch(artifact, chunk.offset)
+                    in_part = chunk.offset < offset or chunk.offset + chunk.length > end
+                    data = dict(self._recent.copy()).get(chunk.digest) if in_part else None
+                    if data is None:
+                        data = reader.read(chunk.offset, chunk.length)
+                        if digest(data) != chunk.digest:
+                            self._damaged.add(artifact_id)
+                            raise _mismatch(artifact, chunk.offset)
+                        if in_part:
+                            self._recent.append((chunk.digest, data))
                     first, last = max(offset, chunk.offset), min(end, chunk.offset + chunk.length)
                     for at in range(first, last, chunk_bytes):
                         stop = min(at + chunk_bytes, last)

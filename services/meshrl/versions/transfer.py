@@ -1,8 +1,8 @@
-"""Moves the chunks of a version up to the hub or down from it, and takes a broken transfer up where it ended.
+"""Moves the chunks of a version up to the hub and takes a broken upload up where it ended; down they go by `downloads`.
 
-A publisher uploads what the hub says it misses; an agent downloads what its host misses. Neither has a deadline for the
-whole transfer, since a large version may take as long as its link needs: it ends when for a while no call brought it
-further. Every piece of bytes travels with a CRC32C of its own.
+A publisher uploads what the hub says it misses. There is no deadline for the whole upload, since a large version may
+take as long as its link needs: it ends when for a while no call brought it further. Every piece of bytes, both ways,
+travels with a CRC32C of its own.
 """
 
 from __future__ import annotations
@@ -176,60 +176,3 @@ class Uploader:
                 return
             finally:
                 self._moved()
-
-
-class Arrival(Protocol):
-    """Where a download puts a version; `missing` are the indices of the chunks that are not here."""
-
-    missing: set[int]
-
-    def put(self, offset: int, data: NDArray[np.uint8]) -> None:
-        """Takes bytes of a missing chunk."""
-
-    def complete(self, index: int) -> None:
-        """All bytes of a chunk are here: it is no longer missing."""
-
-
-async def download(
-    client: WeightSyncClient, manifest: Manifest, artifact_id: str, arrival: Arrival, *, stall_s: float
-) -> None:
-    """Brings every missing chunk of a version here. `stall_s`: give up after this long without a new one.
-
-    Raises MeshError: CHUNK_CORRUPT when the link damages every copy; UNKNOWN_VERSION when the bytes are gone;
-    DIGEST_MISMATCH when they changed at the hub; UNREACHABLE when nothing came for `stall_s`.
-    """
-
-    async def receive() -> None:
-        order = sorted(arrival.missing)
-        filled = 0  # bytes of the chunk at order[0] that have arrived
-        async for piece in client.fetch(artifact_id, _ranges(manifest, order), stall_s=stall_s):
-            data = sound_bytes(piece)
-            chunk = manifest.chunks[order[0]] if order else None
-            if chunk is None or piece.offset != chunk.offset + filled or filled + len(data) > chunk.length:
-                raise MeshError(Reason.CHUNK_CORRUPT, f"bytes at {piece.offset} are not those that were asked for")
-            filled += len(data)
-            arrival.put(piece.offset, data)
-            if filled == chunk.length:
-                arrival.complete(order.pop(0))
-                filled = 0
-        if order:
-            raise MeshError(Reason.UNREACHABLE, f"the hub ended the stream with {len(order)} chunks to go")
-
-    async def left(_: MeshError) -> int:
-        return len(arrival.missing)
-
-    if arrival.missing:
-        attempts = Attempts(stall_s, left=len(arrival.missing))
-        await _resumed(f"fetch of version {manifest.version}", attempts, receive, left)
-
-
-def _ranges(manifest: Manifest, indices: Sequence[int]) -> list[tuple[int, int]]:
-    """Joins neighbouring chunks into (offset, length)."""
-    ranges: list[tuple[int, int]] = []
-    for index in indices:
-        chunk = manifest.chunks[index]
-        if ranges and sum(ranges[-1]) == chunk.offset:
-            ranges[-1] = (ranges[-1][0], ranges[-1][1] + chunk.length)
-        else:
-            ranges.append((chunk.offset, chunk.length))
-    return ranges

@@ -41,7 +41,7 @@ from meshrl.weights.coordinator.states import (
 from meshrl.weights.session import Ended, Session
 from meshrl.weights.spans import record_sync
 from meshrl.weights.storage.log import DecisionLog
-from meshrl.weights.storage.transfers import Transfers
+from meshrl.weights.storage.transfers import HubHoldings, Transfers
 from meshrl.wire import manifest as manifests
 from meshrl.wire import manifest_checks
 from meshrl.wire.errors import FieldViolation, MeshError, Reason, invalid
@@ -86,7 +86,7 @@ class Hub:
         self.coordinator = coordinator
         self._log = DecisionLog(spool_dir / LOG_FILE)
         self._store = VersionStore(spool_dir / "artifacts")
-        self._transfers = Transfers(self._store, coordinator, max_chunk_bytes=max_chunk_bytes)
+        self._transfers = Transfers(self._store, HubHoldings(self._store, coordinator), max_chunk_bytes=max_chunk_bytes)
         self._max_chunk_bytes = max_chunk_bytes
         self._verify_files = verify_files
         self._tracer = tracer or trace.get_tracer("meshrl.weights")
@@ -381,6 +381,9 @@ class Hub:
         By its artifact_id a version is also found while its bytes arrive. Raises UNKNOWN_VERSION, VERSION_NOT_SEALED.
         """
         coordinator = self.coordinator
+        of_part = artifact_id and not coordinator.has_artifact(artifact_id)  # a relay asks for what leads to a version
+        if of_part and (part := await asyncio.to_thread(self._store.part, artifact_id)) is not None:
+            return FoundVersion(manifest=part, artifact_id=artifact_id)
         record = coordinator.by_artifact(artifact_id) if artifact_id else coordinator.find(run_id, version)
         if record.state is VersionState.STAGING and not (artifact_id and record.arriving):
             raise MeshError(Reason.VERSION_NOT_SEALED, f"version {record.version} is still being staged")

@@ -315,6 +315,19 @@ class WeightBroadcastConfig(BaseConfig):
     anchor_every: int = Field(default=32, ge=1)
     """stream: after so many deltas a version goes in full, for engines that join: they fetch that and one delta."""
 
+    relays: list[str] = Field(default_factory=list)
+    """stream: relays of this site (`weights --upstream`), host:port, from which an engine fetches before it asks the
+    hub; the fastest that is there is used."""
+
+    connections: int = Field(default=32, ge=1, le=128)
+    """stream: most connections over which an engine fetches a version; there are as many as bring something."""
+
+    max_mbps: float = Field(default=0.0, ge=0.0)
+    """stream: most megabits per second that an engine fetches on average; 0 is no limit."""
+
+    stall_s: float = Field(default=120.0, gt=0.0)
+    """stream: a fetch is given up when nothing came for so many seconds; it survives breaks of the link up to then."""
+
     lora_adapter_only: bool = True
     """With model.lora, publish the adapter alone; False publishes whole weights with the adapter merged."""
 

@@ -71,7 +71,7 @@ class WeightAgent:
         config: InferenceConfig,
         address: str,
         *,
-        fetch_stall_s: float = 30.0,
+        fetch_stall_s: float | None = None,
         hold_deadline_s: float = 30.0,
         spool_dir: Path | None = None,
         url: str = "",
@@ -79,9 +79,9 @@ class WeightAgent:
     ) -> None:
         """`address` is the host:port at which the engine serves; `url` is how the hub reaches it, where it says so.
 
-        fetch_stall_s: give up a fetch after this long without a new chunk; hold_deadline_s: end a gang's pause if the
-        hub never does; spool_dir: where streamed versions become files for engines that want files, /dev/shm where
-        there is one with room; away_s: how long the hub may be away before the agent ends, None for ever.
+        fetch_stall_s: for weight_broadcast.stall_s; hold_deadline_s: end a gang's pause if the hub never does;
+        spool_dir: where streamed versions become files for engines that want files, by default /dev/shm where there
+        is room; away_s: how long the hub may be away before the agent ends, None for ever.
         """
         self._client = client
         self._engine = engine
@@ -89,7 +89,8 @@ class WeightAgent:
         self._url, self._away_s = url or f"{scheme()}://{address}", away_s
         self.connected, self.waits = False, Waits()  # to the hub, which then decides; the program's, where it has some
         spool = Spool(spool_dir, self._engine_id) if engine.stages_from_files else None
-        self._loader = VersionLoader(client, engine, VersionFetcher(client, stall_s=fetch_stall_s, spool=spool))
+        self._fetcher = VersionFetcher.over(client, config.weight_broadcast, spool=spool, stall_s=fetch_stall_s)
+        self._loader = VersionLoader(client, engine, self._fetcher)
         self._hold_deadline_s = hold_deadline_s
         self.machine = AgentMachine(version=engine.version)
         self._lease: Lease | None = None
@@ -153,6 +154,7 @@ class WeightAgent:
         if self.machine.held:
             await self._resume()
         self._loader.images.drop()
+        await self._fetcher.close()
 
     async def _follow(self) -> None:
         """One registration and its session; returns when the hub ends it."""

@@ -11,27 +11,28 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable
+from typing import Self
 
 import numpy as np
 from loguru import logger
 
 from meshrl.client import WeightSyncClient
+from meshrl.core.config.shared import WeightBroadcastConfig
+from meshrl.versions.downloads import Downloader, TransferLimits
 from meshrl.versions.files import Bytes, HostBytes, Spool, empty_bytes, map_files
-from meshrl.versions.transfer import download
 from meshrl.wire import manifest as manifests
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Manifest, TensorEntry, Transport
 
 
 class VersionFetcher:
-    """Fetches artifacts through one client. `stall_s`: give up after this long without a new chunk.
+    """Fetches artifacts by one downloader, which it closes.
 
     With a `spool`, versions that come in chunks are written into files there, else they stay in memory.
     """
 
-    def __init__(self, client: WeightSyncClient, *, stall_s: float, spool: Spool | None = None) -> None:
-        self._client = client
-        self._stall_s = stall_s
+    def __init__(self, downloader: Downloader, *, spool: Spool | None = None) -> None:
+        self._downloader = downloader
         self._spool = spool
         self._arrived, self._awaited = 0, 0  # bytes of what is fetched now
 
@@ -47,11 +48,26 @@ class VersionFetcher:
     def _arrive(self, count: int) -> None:
         self._arrived += count
 
+    @classmethod
+    def over(
+        cls, hub: WeightSyncClient, way: WeightBroadcastConfig | None, *, spool: Spool | None, stall_s: float | None
+    ) -> Self:
+        """Fetches from a hub and the relays of a configuration. `stall_s`: in place of its own."""
+        way = way or WeightBroadcastConfig()
+        limits = TransferLimits(
+            connections=way.connections, mbps=way.max_mbps, stall_s=way.stall_s if stall_s is None else stall_s
+        )
+        return cls(Downloader(hub, limits, way.relays), spool=spool)
+
+    async def close(self) -> None:
+        """Ends the connections."""
+        await self._downloader.close()
+
     async def fetch(self, manifest: Manifest, artifact_id: str) -> HostBytes:
         """Returns the verified bytes of a version, to be released once it is staged.
 
         Raises MeshError: DIGEST_MISMATCH when bytes are not those of the manifest; CHUNK_CORRUPT when a link damages
-        every copy; UNKNOWN_VERSION when they are gone; UNREACHABLE when nothing came for `stall_s`; OVERLOADED when
+        every copy; UNKNOWN_VERSION when they are gone; UNREACHABLE when nothing came; OVERLOADED when
         there is no room for them.
         """
         held = await self._mapped(manifest) if manifest.transport is Transport.FILESYSTEM else None
@@ -60,9 +76,9 @@ class VersionFetcher:
     async def fetch_delta(self, manifest: Manifest) -> Bytes:
         """Returns the bytes of a delta, every chunk right. Raises MeshError as `fetch`."""
         self._awaited += manifest.payload_bytes
-        arrival = _CheckedArrival(manifest, self._arrive)
+        arrival = CheckedArrival(manifest, self._arrive)
         artifact_id = await asyncio.to_thread(manifests.artifact_id, manifest)
-        await download(self._client, manifest, artifact_id, arrival, stall_s=self._stall_s)
+        await self._downloader.fetch(manifest, artifact_id, arrival)
         return arrival.data
 
     async def _mapped(self, manifest: Manifest) -> HostBytes | None:
@@ -92,7 +108,7 @@ class VersionFetcher:
         self._awaited += manifest.payload_bytes
         arrival = _HashedArrival(manifest, held, self._arrive)
         try:
-            await download(self._client, manifest, artifact_id, arrival, stall_s=self._stall_s)
+            await self._downloader.fetch(manifest, artifact_id, arrival)
             await arrival.check_rest()
         except BaseException:  # abandoned fetches leave no file either
             held.release()
@@ -102,7 +118,7 @@ class VersionFetcher:
         return held
 
 
-class _CheckedArrival:
+class CheckedArrival:
     """An `Arrival` that checks each chunk once its bytes are here. `tell` is given the bytes that have come."""
 
     def __init__(self, manifest: Manifest, tell: Callable[[int], None]) -> None:

@@ -67,6 +67,10 @@ class Coordinator(CommitRules):
                 return record
         raise MeshError(Reason.UNKNOWN_VERSION, f"artifact {artifact_id} is unknown or retired; fetch a newer version")
 
+    def has_artifact(self, artifact_id: str) -> bool:
+        """Whether it is a version's whose bytes are kept."""
+        return any(record.artifact_id == artifact_id for record in self.records.live)
+
     def infos(self, run_id: str, after_revision: int) -> list[tuple[int, VersionInfo]]:
         """Returns (revision, version) of every version that changed after a revision, in order of change."""
         if run_id and run_id != self.run_id:

@@ -1,6 +1,8 @@
 """Uploads into the hub's store and fetches out of it, on the event loop. A fetch may follow an upload that goes on.
 
-Called by the hub for CreateVersion and Fetch; the other ends are `versions.transfer` at publishers and agents.
+Called by the hub for CreateVersion and Fetch, and by relays for Fetch; the other ends are `versions.transfer` at
+publishers and `versions.downloads` at agents. Who waits for bytes that are on their way is sent an empty chunk now and
+then, to tell the link from a broken one.
 """
 
 from __future__ import annotations
@@ -8,23 +10,36 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, suppress
+from typing import Protocol
 
 from meshrl.core.waiting import Pulse
 from meshrl.versions.store import VersionStore
+from meshrl.versions.transfer import chunk_of
 from meshrl.weights.coordinator.coordinator import Coordinator
 from meshrl.weights.coordinator.states import VersionRecord
 from meshrl.wire.errors import FieldViolation, MeshError, Reason, invalid
 from meshrl.wire.types import Chunk, VersionState
 
+SIGN_S = 1.0  # between two of them
 ARRIVAL_DEADLINE_S = 60.0  # for the next chunk of a version that is fetched while it arrives
 WRITES_AT_ONCE = 3  # chunks of one upload
 
 
-class Transfers:
-    """Uploads and fetches of one hub, on its event loop. `close` ends what waits for bytes."""
+class Holdings(Protocol):
+    """Which artifacts can be fetched. Raises MeshError UNKNOWN_VERSION for others."""
 
-    def __init__(self, store: VersionStore, coordinator: Coordinator, *, max_chunk_bytes: int) -> None:
-        self._store, self._coordinator, self._max_chunk_bytes = store, coordinator, max_chunk_bytes
+    def num_bytes(self, artifact_id: str) -> int:
+        """Bytes of an artifact."""
+
+    def is_arriving(self, artifact_id: str) -> bool:
+        """Whether bytes of it may be on their way here."""
+
+
+class Transfers:
+    """Uploads and fetches of one hub or relay, on its event loop. `close` ends what waits for bytes."""
+
+    def __init__(self, store: VersionStore, holdings: Holdings, *, max_chunk_bytes: int) -> None:
+        self._store, self._holdings, self._max_chunk_bytes = store, holdings, max_chunk_bytes
         self._changed = Pulse()
         self._closed = False
 
@@ -70,47 +85,35 @@ class Transfers:
 
         Raises as `VersionStore.read`; VERSION_NOT_SEALED when no bytes arrive; UNREACHABLE when they stop to.
         """
-        num_bytes = self._num_bytes(artifact_id)
+        num_bytes = self._holdings.num_bytes(artifact_id)
         bad = [r for r in ranges if r[0] < 0 or r[1] < 0 or r[0] + r[1] > num_bytes]
         if bad:
             text = f"{len(bad)} ranges lie outside the version's {num_bytes} bytes, first {bad[0]}"
             raise invalid([FieldViolation("ranges", text)], "the fetch")
         most = min(chunk_bytes or self._max_chunk_bytes, self._max_chunk_bytes)
         for offset, length in ranges or ((0, num_bytes),):
-            at, end = offset, offset + length
+            at, end, waited_s = offset, offset + length, 0.0
             while at < end:
-                stop = await self._here(artifact_id, at, end)
+                stop = await self._here(artifact_id, at, end, SIGN_S if waited_s else 0.0)
+                if stop == at:
+                    if waited_s > ARRIVAL_DEADLINE_S:
+                        text = f"its source sent no more of artifact {artifact_id} for {ARRIVAL_DEADLINE_S:g} s"
+                        raise MeshError(Reason.UNREACHABLE, text)
+                    waited_s += SIGN_S
+                    yield chunk_of(at, b"")
+                    continue
                 async with aclosing(_read_ahead(self._store.read(artifact_id, at, stop, most))) as pieces:
                     async for piece in pieces:
                         yield piece
-                at = stop
+                at, waited_s = stop, 0.0
 
-    def _num_bytes(self, artifact_id: str) -> int:
-        """Bytes of a version that can be fetched, or of what leads to one."""
-        record = self._record(artifact_id)
-        if record is None:
-            return self._store.part_bytes(artifact_id) or 0
-        if record.state is VersionState.STAGING and not record.arriving:
-            raise MeshError(Reason.VERSION_NOT_SEALED, f"version {record.version} is still being staged")
-        return record.num_bytes
-
-    def _record(self, artifact_id: str) -> VersionRecord | None:
-        """The version of an artifact; None for one that leads to a version. Raises UNKNOWN_VERSION."""
-        try:
-            return self._coordinator.by_artifact(artifact_id)
-        except MeshError:
-            if self._store.part_bytes(artifact_id) is None:
-                raise
-            return None
-
-    async def _here(self, artifact_id: str, at: int, end: int) -> int:
-        """Returns where the bytes that can be read from `at` on end, once there are some."""
-        try:
-            async with asyncio.timeout(ARRIVAL_DEADLINE_S):
+    async def _here(self, artifact_id: str, at: int, end: int, wait_s: float) -> int:
+        """Returns where the bytes that can be read from `at` on end; `at` when there are none for `wait_s`."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
                 while True:
                     changed = self._changed.upcoming
-                    record = self._record(artifact_id)
-                    if record is None or record.state is not VersionState.STAGING:
+                    if not self._holdings.is_arriving(artifact_id):
                         return end
                     stop = self._store.received_to(artifact_id, at, end)
                     if stop > at:
@@ -118,9 +121,38 @@ class Transfers:
                     if self._closed:
                         raise MeshError(Reason.DRAINING)
                     await changed.wait()
-        except TimeoutError as error:
-            text = f"its publisher sent no more of artifact {artifact_id} for {ARRIVAL_DEADLINE_S:g} s"
-            raise MeshError(Reason.UNREACHABLE, text) from error
+        return at
+
+
+class HubHoldings:
+    """What a hub can be asked for: its versions, and what leads to them."""
+
+    def __init__(self, store: VersionStore, coordinator: Coordinator) -> None:
+        self._store, self._coordinator = store, coordinator
+
+    def num_bytes(self, artifact_id: str) -> int:
+        """As in `Holdings`; raises VERSION_NOT_SEALED when no bytes of it arrive."""
+        record = self._record(artifact_id)
+        if record is None:
+            part = self._store.part(artifact_id)
+            return 0 if part is None else part.payload_bytes
+        if record.state is VersionState.STAGING and not record.arriving:
+            raise MeshError(Reason.VERSION_NOT_SEALED, f"version {record.version} is still being staged")
+        return record.num_bytes
+
+    def is_arriving(self, artifact_id: str) -> bool:
+        """As in `Holdings`."""
+        record = self._record(artifact_id)
+        return record is not None and record.state is VersionState.STAGING
+
+    def _record(self, artifact_id: str) -> VersionRecord | None:
+        """The version of an artifact; None for one that leads to a version. Raises UNKNOWN_VERSION."""
+        try:
+            return self._coordinator.by_artifact(artifact_id)
+        except MeshError:
+            if self._store.part(artifact_id) is None:
+                raise
+            return None
 
 
 async def _read_ahead(pieces: Iterator[Chunk]) -> AsyncGenerator[Chunk, None]:

@@ -2350,8 +2350,8 @@ export const WeightSync: GenService<{
   },
   /**
    * Streams byte ranges of a version in chunks, each with its checksum. Resume by asking for the
-   * ranges still missing. Of a version that is not sealed, chunks are sent as they arrive; UNAVAILABLE
-   * when no more of them do. Idempotent. NOT_FOUND once a version is retired; DATA_LOSS when the bytes
+   * ranges still missing. Of a version that is not sealed, chunks are sent as they arrive, with an empty
+   * one every second while none do; UNAVAILABLE when no more of them come. Idempotent. NOT_FOUND once a version is retired; DATA_LOSS when the bytes
    * at rest no longer match the manifest.
    *
    * @generated from rpc meshrl.v1.WeightSync.Fetch

@@ -1,0 +1,244 @@
+"""Brings the missing chunks of a version here over as many connections as pay, and takes a broken transfer up again.
+
+Used by agents and relays. Each connection asks for the next bytes that nobody has (`versions.ranges`); one that breaks
+gives back what it has not got, so what is sent twice is at most what was under way. A download has no deadline, since a
+large version may take as long as its link needs: it ends when nothing came for `stall_s`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from loguru import logger
+from numpy.typing import NDArray
+
+from meshrl.client import WeightSyncClient
+from meshrl.client.backoff import Backoff
+from meshrl.versions.parents import ConnectionCount, Connections, Parent, Parents, RateLimit
+from meshrl.versions.ranges import SMALLEST, Claim, RangeQueue
+from meshrl.versions.transfer import TRANSIENT, WAIT_S, sound_bytes
+from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.types import Manifest
+
+WINDOW_S = 0.25  # after which the number of connections is looked at
+QUIET_S = 5.0  # a connection over which nothing came for so long is opened anew
+CALLS = 2  # at a time on each connection, so that it has work while the next request is on its way
+FIRST_CLAIM = 128 * 1024
+CLAIM_S, MESSAGE_S = 1.0, 0.05  # what a call asks for, and what comes in one message, by the rate of its connection
+LEAST_CLAIM_S = 0.02
+LARGEST_CLAIM = 64 * 2**20
+LEAST_MESSAGE = 64 * 1024
+WAITING_S = 2.5  # a hub that waits for bytes says so more often
+LOOK_S = 0.1
+TELL_S = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransferLimits:
+    """connections: the most of them; mbps: the most megabits per second, 0 for no limit; stall_s: give up after."""
+
+    connections: int = 32
+    mbps: float = 0.0
+    stall_s: float = 30.0
+
+
+class Arrival(Protocol):
+    """Where a download puts a version; `missing` are the indices of the chunks that are not here."""
+
+    missing: set[int]
+
+    def put(self, offset: int, data: NDArray[np.uint8]) -> None:
+        """Takes bytes of a missing chunk; chunks come in any order, and several at a time."""
+
+    def complete(self, index: int) -> None:
+        """All bytes of a chunk are here: it is no longer missing. Raises MeshError DIGEST_MISMATCH."""
+
+
+class Downloader:
+    """Fetches versions from relays or the hub; what it learns of the link is kept from one version to the next."""
+
+    def __init__(self, hub: WeightSyncClient, limits: TransferLimits, relays: Sequence[str] = ()) -> None:
+        """`relays`: addresses of those to ask before the hub."""
+        self.limits = limits
+        self.parents = Parents(hub.address, relays)
+        self.connections = Connections(hub)
+        self.count = ConnectionCount(limits.connections)
+        self.rate_limit = RateLimit(limits.mbps * 125_000)
+        self.taken_bytes = 0
+        self.sent_again_bytes = 0
+
+    async def fetch(self, manifest: Manifest, artifact_id: str, arrival: Arrival) -> None:
+        """Brings every missing chunk of a version here.
+
+        Raises MeshError: CHUNK_CORRUPT when the link damages every copy; UNKNOWN_VERSION when the bytes are gone;
+        DIGEST_MISMATCH when they changed at the hub; UNREACHABLE when nothing came for `stall_s`.
+        """
+        if arrival.missing:
+            await _Download(self, manifest, artifact_id, arrival).run()
+
+    async def close(self) -> None:
+        """Ends the connections."""
+        await self.connections.close()
+
+
+class _Download:
+    """One version on its way."""
+
+    def __init__(self, downloader: Downloader, manifest: Manifest, artifact_id: str, arrival: Arrival) -> None:
+        self._all, self._manifest, self._artifact_id, self._arrival = downloader, manifest, artifact_id, arrival
+        self._queue = RangeQueue(manifest.chunks, arrival.missing)
+        self._over = asyncio.Event()
+        self._workers: set[asyncio.Task[None]] = set()
+        self._numbers: set[int] = set()
+        self._now = asyncio.get_running_loop().time
+        self._came_s = self._now()
+        self._came = 0  # bytes
+        self._failure: MeshError | None = None
+        self._is_final = False
+        self._told_s = float("-inf")
+
+    async def run(self) -> None:
+        over = asyncio.create_task(self._over.wait())
+        try:
+            began_s, before = self._now(), 0
+            while not self._over.is_set():
+                self._open(self._all.count.count)
+                await asyncio.wait({over, *self._workers}, timeout=WINDOW_S, return_when=asyncio.FIRST_COMPLETED)
+                self._look_at_ended()
+                now_s = self._now()
+                if now_s - self._came_s >= self._all.limits.stall_s and not self._over.is_set():
+                    raise self._failure or MeshError(Reason.UNREACHABLE, f"{self} stands still")
+                if now_s - began_s >= WINDOW_S and self._came > before:
+                    rate = (self._came - before) / (now_s - began_s)
+                    self._all.count.measured(rate)
+                    self._all.parents.choose(now_s).measured(rate)
+                    began_s, before = now_s, self._came
+            if self._is_final and self._failure is not None:
+                raise self._failure
+        finally:
+            for task in (over, *self._workers):
+                task.cancel()
+            await asyncio.gather(over, *self._workers, return_exceptions=True)
+
+    def __str__(self) -> str:
+        return f"the fetch of version {self._manifest.version}, with {self._queue.chunks_left} chunks to go,"
+
+    def _open(self, count: int) -> None:
+        """Puts as many connections to work; those beyond end after what they are at."""
+        for number in set(range(count)) - self._numbers:
+            self._numbers.add(number)
+            self._workers |= {asyncio.create_task(self._work(number)) for _ in range(CALLS)}
+
+    def _look_at_ended(self) -> None:
+        for task in {task for task in self._workers if task.done()}:
+            self._workers.discard(task)
+            task.result()
+
+    async def _work(self, number: int) -> None:
+        """Fetches range after range over one connection."""
+        rate, backoff = 0.0, Backoff(*WAIT_S)
+        while not self._over.is_set() and number < self._all.count.count:
+            claim = self._queue.claim(self._size(rate), self._now(), rate)
+            if claim is None:
+                await asyncio.sleep(LOOK_S)
+                continue
+            try:
+                await self._all.rate_limit.take(claim.end - claim.at)
+                rate = await self._fetch(claim, number, rate)
+                backoff.reset()
+            except MeshError as error:
+                self._queue.release(claim)
+                self._failure = error
+                if self._now() > self._told_s + TELL_S:
+                    self._told_s = self._now()
+                    logger.warning("{} goes on: {}", self, error)
+                await asyncio.sleep(backoff.next_s())
+            finally:
+                self._queue.release(claim)
+        self._numbers.discard(number)
+
+    def _size(self, rate: float) -> int:
+        """What to ask for at once: enough for the connection, and not so much that others have nothing."""
+        size = FIRST_CLAIM if not rate else max(SMALLEST, min(round(rate * CLAIM_S), LARGEST_CLAIM))
+        if self._all.rate_limit.bytes_per_s:
+            size = min(size, max(SMALLEST, round(self._all.rate_limit.bytes_per_s * CLAIM_S / self._all.count.count)))
+        share = self._queue.unclaimed // (CALLS * self._all.count.count)
+        return min(size, max(SMALLEST, round(rate * LEAST_CLAIM_S), share))
+
+    async def _fetch(self, claim: Claim, number: int, rate: float) -> float:
+        """Fetches a claim, or what others leave of it; returns the rate. Raises MeshError."""
+        parent, began_s = self._all.parents.choose(self._now()), self._now()
+        client, size = self._all.connections.get(parent, number), claim.end - claim.at
+        receiving = asyncio.create_task(self._receive(claim, parent, client, rate))
+        claim.on_taken = receiving.cancel
+        try:
+            await receiving
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            return rate  # others took it over, since nothing came
+        except MeshError as error:
+            await self._after(error, parent, number, client)
+            raise
+        return size / max(self._now() - began_s, 1e-6)
+
+    async def _after(self, error: MeshError, parent: Parent, number: int, client: WeightSyncClient) -> None:
+        """Decides what an error means: the end, another parent, or another connection."""
+        broken = client is not self._all.connections.get(parent, number)  # another call has met it before
+        if parent.is_hub and error.reason not in TRANSIENT and not broken:
+            self._is_final = True
+            self._over.set()
+            return
+        if not parent.is_hub and parent.failed(self._now(), at_once=error.reason not in TRANSIENT and not broken):
+            logger.warning("relay {} is passed over: {}", parent.address, error)
+        if error.reason is not Reason.CHUNK_CORRUPT:
+            await self._all.connections.drop(parent, number, client)
+
+    async def _receive(self, claim: Claim, parent: Parent, client: WeightSyncClient, rate: float) -> None:
+        end, asked_s, first = claim.end, self._now(), True
+        stream = client.fetch(
+            self._artifact_id, [(claim.at, end - claim.at)], max(LEAST_MESSAGE, round(rate * MESSAGE_S)),
+            stall_s=min(QUIET_S, self._all.limits.stall_s),
+        )  # fmt: skip
+        async with aclosing(stream):
+            async for piece in stream:
+                data, now_s = sound_bytes(piece), self._now()
+                parent.heard(now_s)
+                if not len(data):  # they are still on their way there
+                    claim.quiet_from_s, first = now_s + WAITING_S, False
+                    continue
+                if first:
+                    self._all.count.first_answer(now_s - asked_s)
+                    first = False
+                if piece.offset != claim.at:
+                    raise MeshError(Reason.CHUNK_CORRUPT, f"bytes at {piece.offset} came, not those at {claim.at}")
+                self._take(claim, data, parent, now_s)
+                if claim.end < end and claim.at == claim.end:
+                    return
+        if claim.at < claim.end:
+            raise MeshError(Reason.UNREACHABLE, f"the stream ended {claim.end - claim.at} bytes early")
+
+    def _take(self, claim: Claim, data: NDArray[np.uint8], parent: Parent, now_s: float) -> None:
+        start = claim.at
+        taken, complete = self._queue.arrived(claim, len(data), now_s)
+        self._came += taken
+        self._came_s = now_s
+        self._all.taken_bytes += taken
+        self._all.sent_again_bytes += len(data) - taken
+        self._arrival.put(start, data[:taken])
+        for index in complete:
+            try:
+                self._arrival.complete(index)
+            except MeshError as error:
+                if parent.is_hub or error.reason is not Reason.DIGEST_MISMATCH:
+                    raise
+                self._queue.again(index)  # the hub, or another relay, has the right one
+                raise
+        if not self._queue.chunks_left:
+            self._over.set()

@@ -1,0 +1,125 @@
+"""Which bytes of a version each connection fetches next: one queue that all of them work on. No I/O, no clock.
+
+Used by `versions.downloads`. Ranges are claimed from the front. Once all are claimed, who has nothing to do takes over
+what stands still, or half of what would take long, so that no slow connection is waited for at the end. Whatever breaks
+off, every byte is taken exactly once.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from meshrl.wire.types import ChunkEntry
+
+SMALLEST = 16 * 1024
+"""Bytes below which a range is not split."""
+
+SILENT_S = 2.0
+LONG_S = 1.0
+
+
+@dataclass(eq=False)
+class Claim:
+    """Bytes [at, end) that one connection fetches: `at` moves on as they come, `end` back as others take the rest.
+
+    `rate` is what its connection makes, in bytes/s, 0 while nobody knows; `quiet_from_s`: it stands still since then,
+    which is waited for `patience_s` at most.
+    """
+
+    at: int
+    end: int
+    rate: float
+    quiet_from_s: float
+    patience_s: float = SILENT_S
+    on_taken: Callable[[], object] = lambda: None
+    """Called when all that was left of it has been taken over."""
+
+
+class RangeQueue:
+    """The bytes of some chunks of a version: to be claimed, claimed, or here."""
+
+    def __init__(self, chunks: Sequence[ChunkEntry], missing: Collection[int]) -> None:
+        """`missing`: indices of the chunks that are wanted."""
+        self._chunks = chunks
+        self._offsets = [chunk.offset for chunk in chunks]
+        self._left = {index: chunks[index].length for index in missing}
+        self._todo: list[tuple[int, int]] = []
+        for index in sorted(missing):
+            start, end = chunks[index].offset, chunks[index].offset + chunks[index].length
+            if self._todo and self._todo[-1][1] == start:
+                start = self._todo.pop()[0]
+            self._todo.append((start, end))
+        self._claims: dict[Claim, None] = {}  # in order
+
+    @property
+    def chunks_left(self) -> int:
+        """Chunks of which bytes are not here."""
+        return len(self._left)
+
+    @property
+    def unclaimed(self) -> int:
+        """Bytes that nobody fetches yet."""
+        return sum(end - start for start, end in self._todo)
+
+    def claim(self, size: int, now_s: float, rate: float = 0.0) -> Claim | None:
+        """Gives at most `size` bytes to a connection; None: others are about to have all that is left."""
+        if not self._todo:
+            return self._steal(now_s, rate)
+        start, end = heapq.heappop(self._todo)
+        if end - start > size:
+            heapq.heappush(self._todo, (start + size, end))
+            end = start + size
+        return self._claimed(start, end, now_s, rate)
+
+    def _claimed(self, start: int, end: int, now_s: float, rate: float) -> Claim:
+        claim = Claim(at=start, end=end, rate=rate, quiet_from_s=now_s)
+        self._claims[claim] = None
+        return claim
+
+    def _steal(self, now_s: float, rate: float) -> Claim | None:
+        for victim in self._claims:
+            if now_s - victim.quiet_from_s > victim.patience_s:
+                start, end, patience_s = victim.at, victim.end, 2 * victim.patience_s
+                victim.end = victim.at
+                del self._claims[victim]
+                victim.on_taken()
+                claim = self._claimed(start, end, now_s, rate)
+                claim.patience_s = patience_s
+                return claim
+        longest = max(self._claims, key=lambda claim: claim.end - claim.at, default=None)
+        if longest is None or longest.end - longest.at < 4 * SMALLEST + longest.rate * LONG_S:
+            return None
+        middle, end = (longest.at + longest.end) // 2, longest.end
+        longest.end = middle
+        return self._claimed(middle, end, now_s, rate)
+
+    def arrived(self, claim: Claim, length: int, now_s: float) -> tuple[int, list[int]]:
+        """Takes `length` bytes at `claim.at`; returns how many of them are the claim's, and the chunks now complete."""
+        start, claim.at = claim.at, min(claim.at + length, claim.end)
+        claim.quiet_from_s = now_s
+        complete, at = [], start
+        while at < claim.at:
+            index = bisect_right(self._offsets, at) - 1
+            stop = min(claim.at, self._chunks[index].offset + self._chunks[index].length)
+            self._left[index] -= stop - at
+            if not self._left[index]:
+                del self._left[index]
+                complete.append(index)
+            at = stop
+        return claim.at - start, complete
+
+    def release(self, claim: Claim) -> None:
+        """Its connection is done with it, or broken: what has not come is for others."""
+        self._claims.pop(claim, None)
+        if claim.at < claim.end:
+            heapq.heappush(self._todo, (claim.at, claim.end))
+            claim.end = claim.at
+
+    def again(self, index: int) -> None:
+        """A chunk that was complete was not right: it is fetched once more."""
+        chunk = self._chunks[index]
+        self._left[index] = chunk.length
+        heapq.heappush(self._todo, (chunk.offset, chunk.offset + chunk.length))

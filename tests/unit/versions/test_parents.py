@@ -1,0 +1,67 @@
+"""From whom a host fetches and over how many connections, without any network."""
+
+from __future__ import annotations
+
+from meshrl.versions.parents import DEAD_S, FAR_COUNT, FAR_S, HELD_OFF_S, ConnectionCount, Parents
+
+
+def settled(count: ConnectionCount, rate_of: dict[int, float], windows: int = 40) -> list[int]:
+    """The numbers of connections that it tries, in order, where so many make these rates."""
+    tried = [count.count]
+    for _ in range(windows):
+        count.measured(rate_of[count.count])
+        if count.count != tried[-1]:
+            tried.append(count.count)
+    return tried
+
+
+def test_connections_are_doubled_while_more_of_them_bring_more() -> None:
+    lossy = {n: 3.0 * n for n in (1, 2, 4, 8, 16, 32)}
+    assert settled(ConnectionCount(32), lossy) == [1, 2, 4, 8, 16, 32]
+    assert settled(ConnectionCount(12), {**lossy, 12: 36.0}) == [1, 2, 4, 8, 12]
+
+
+def test_one_connection_is_kept_where_it_fills_the_link_and_another_tried_now_and_then() -> None:
+    tried = settled(ConnectionCount(32), dict.fromkeys((1, 2), 100.0))
+    assert set(tried) == {1, 2}
+    count = ConnectionCount(32)
+    times = [count.count for _ in range(200) if count.measured(100.0) is None]
+    assert times.count(1) > 2 * times.count(2)
+
+
+def test_from_far_away_several_are_taken_at_once() -> None:
+    near, far = ConnectionCount(32), ConnectionCount(32)
+    near.first_answer(FAR_S / 2)
+    far.first_answer(2 * FAR_S)
+    assert (near.count, far.count) == (1, FAR_COUNT)
+
+
+def test_the_fastest_relay_is_asked_each_of_them_once_and_the_hub_only_without_any() -> None:
+    parents = Parents("hub:1", ["a:1", "b:1"])
+    first = parents.choose(0.0)
+    assert first.address == "a:1"
+    first.measured(10.0)
+    second = parents.choose(1.0)
+    assert second.address == "b:1"
+    second.measured(5.0)
+    assert parents.choose(2.0) is first
+    for _ in range(9):
+        first.measured(1.0)
+    assert parents.choose(3.0) is second
+    assert not second.failed(4.0)  # it may be one connection of many
+    assert second.failed(4.0 + DEAD_S)
+    assert parents.choose(8.0) is first
+    assert first.failed(8.0, at_once=True)
+    assert parents.choose(8.1).is_hub
+    assert parents.choose(8.0 + HELD_OFF_S[0]).address in ("a:1", "b:1")
+
+
+def test_a_relay_that_stays_away_is_left_alone_for_longer() -> None:
+    parents = Parents("hub:1", ["a:1"])
+    relay = parents.choose(0.0)
+    assert relay.failed(0.0, at_once=True)
+    assert relay.failed(10.0, at_once=True)
+    assert parents.choose(10.0 + 1.5 * HELD_OFF_S[0]).is_hub
+    relay.heard(40.0)
+    assert relay.failed(50.0, at_once=True)
+    assert parents.choose(50.0 + HELD_OFF_S[0]) is relay
