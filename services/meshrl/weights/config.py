@@ -29,6 +29,19 @@ class WeightsConfig(BaseConfig):
     """Port at which hosts join the run (`meshrl join`); needs the run's authority in output_dir (`meshrl run init`).
     None lets nobody join."""
 
+    upstream: str | None = Field(default=None, min_length=3)
+    """Address of the run's hub, host:port: this is then a relay, which brings what the engines of its site fetch over
+    the WAN once. Engines name it in weight_broadcast.relays. None is the hub itself."""
+
+    connections: int = Field(default=32, ge=1, le=128)
+    """Most connections over which a relay fetches; there are as many as bring something."""
+
+    max_mbps: float = Field(default=0.0, ge=0.0)
+    """Most megabits per second that a relay fetches on average; 0 is no limit."""
+
+    stall_s: float = Field(default=120.0, gt=0.0)
+    """Seconds without a byte after which a relay gives a fetch up."""
+
     spool_dir: Path | None = None
     """Folder for the durable log and streamed bytes; None means output_dir/weight_hub."""
 

@@ -1,4 +1,4 @@
-"""The `weights` program: one hub behind a gRPC server, from start to drain."""
+"""The `weights` program: one hub, or a relay of one, behind a gRPC server, from start to drain."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sqlite3
 from loguru import logger
 from opentelemetry import trace
 
+from meshrl.client import WeightSyncClient
 from meshrl.client.authority import Authority, AuthorityError
 from meshrl.client.credentials import CredentialFiles
 from meshrl.client.trust import Role, TrustFile
@@ -25,11 +26,13 @@ from meshrl.core.secret import read_secret
 from meshrl.core.telemetry.waits import waits_of
 from meshrl.core.waiting import stop_or_first
 from meshrl.v1.identity_pb2_grpc import add_EnrollmentServiceServicer_to_server
+from meshrl.versions.downloads import TransferLimits
 from meshrl.weights.config import WeightsConfig
 from meshrl.weights.coordinator.coordinator import Coordinator
 from meshrl.weights.engine_calls import EngineCaller
 from meshrl.weights.hub import Hub
-from meshrl.weights.service import WeightSyncService
+from meshrl.weights.relay import Relay
+from meshrl.weights.service import RelayService, WeightSyncService
 from meshrl.weights.storage.log import LogError
 from meshrl.wire import frames
 
@@ -60,6 +63,8 @@ async def serve(config: WeightsConfig, stop: asyncio.Event, tracer: trace.Tracer
         "weights.engine_api_key", None, file=config.engine_api_key_file, variable=config.engine_api_key_var,
         environ=os.environ,
     )  # fmt: skip
+    if config.upstream is not None:
+        return await serve_relay(config, config.upstream, stop, tracer)
     calling: asyncio.Task[None] | None = None
     hub = build_hub(config, tracer)
     try:
@@ -102,6 +107,33 @@ async def serve(config: WeightsConfig, stop: asyncio.Event, tracer: trace.Tracer
         await server.drain(DRAIN_GRACE_S)
         await hub.stop()
     return 1 if hub.failed.done() else 0
+
+
+async def serve_relay(config: WeightsConfig, upstream: str, stop: asyncio.Event, tracer: trace.Tracer) -> int:
+    """Runs a relay of the hub at `upstream` until `stop` is set; returns the exit code."""
+    limits = TransferLimits(connections=config.connections, mbps=config.max_mbps, stall_s=config.stall_s)
+    async with WeightSyncClient(upstream) as client:
+        relay = Relay(
+            client,
+            limits,
+            spool_dir=config.spool_dir or config.output_dir / "weight_relay",
+            max_chunk_bytes=config.max_chunk_bytes,
+            keep_versions=config.keep_versions,
+        )
+        server = GrpcServer(config.server, tracer=tracer)
+        server.add(frames.SERVICE, frames.add_weight_sync, RelayService(relay, upstream))
+        try:
+            await relay.start()
+            port = await server.start()
+            server.set_serving()
+            say_ready()
+            logger.info("weights: relaying the hub at {} at {}:{}", upstream, config.server.host, port)
+            await stop.wait()
+        finally:
+            server.set_not_serving()
+            await relay.stop()
+            await server.drain(DRAIN_GRACE_S)
+    return 0
 
 
 def _enrollment(config: WeightsConfig) -> EnrollmentServicer | None:

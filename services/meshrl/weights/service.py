@@ -14,12 +14,38 @@ from meshrl.v1 import weights_pb2 as pb
 from meshrl.v1 import weights_pb2_grpc
 from meshrl.weights.coordinator.engine_groups import GroupRequest
 from meshrl.weights.hub import Hub
+from meshrl.weights.relay import Relay
 from meshrl.wire import convert, frames, validate
 from meshrl.wire.errors import FieldViolation, MeshError, Reason, invalid
 from meshrl.wire.manifest import digest
 from meshrl.wire.types import CONTRACT_VERSION, AgentReport, Chunk
 
 KEPT_REQUEST_IDS = 4096
+
+
+class RelayService(weights_pb2_grpc.WeightSyncServicer):
+    """Fetch of a relay. Everything else is the hub's."""
+
+    def __init__(self, relay: Relay, upstream: str) -> None:
+        self._relay, self._upstream = relay, upstream
+
+    async def Fetch(self, request: pb.FetchRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
+        validate.validate_fetch_request(request)
+        ranges = [(byte_range.offset, byte_range.length) for byte_range in request.ranges]
+        async for chunk in self._relay.fetch(request.artifact_id, ranges, request.chunk_bytes):
+            yield frames.frame_fetch_chunk(chunk)
+
+    async def Register(self, request: pb.RegisterRequest, context: grpc.aio.ServicerContext) -> pb.RegisterResponse:
+        raise self._elsewhere("weight_broadcast.address", ", and weight_broadcast.relays to this one")
+
+    async def CreateVersion(
+        self, request_iterator: AsyncIterator[bytes], context: grpc.aio.ServicerContext
+    ) -> pb.CreateVersionResponse:
+        raise self._elsewhere("weight_broadcast.address")
+
+    def _elsewhere(self, key: str, more: str = "") -> MeshError:
+        text = f"this is a relay of the hub at {self._upstream}, which only passes bytes on; set {key} to that{more}"
+        return MeshError(Reason.NOT_SUPPORTED, text)
 
 
 class WeightSyncService(weights_pb2_grpc.WeightSyncServicer):

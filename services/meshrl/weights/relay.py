@@ -1,0 +1,179 @@
+"""A relay: what the engines of a site fetch, brought over the WAN once and passed on chunk by chunk as it arrives.
+
+Asked by agents for the bytes of artifacts, by Fetch. What it does not have it brings from its upstream hub, all of the
+artifact at once, over as many connections as pay; a chunk goes on as soon as it is whole and has the digest of the
+manifest. It decides nothing: agents register, report and take commands at the hub itself, so a version's transaction is
+the same with relays and without, and a relay may be lost at any moment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from loguru import logger
+from numpy.typing import NDArray
+
+from meshrl.client import WeightSyncClient
+from meshrl.core.waiting import Pulse
+from meshrl.versions.downloads import Downloader, TransferLimits
+from meshrl.versions.store import VersionStore
+from meshrl.versions.transfer import chunk_of
+from meshrl.weights.storage.transfers import Transfers
+from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.types import Chunk, Manifest, Transport, VersionKind
+
+STOP_S = 5.0
+
+
+class Relay:
+    """One relay, whose chunks survive its restarts. `start` before use, `stop` after."""
+
+    def __init__(
+        self,
+        upstream: WeightSyncClient,
+        limits: TransferLimits,
+        *,
+        spool_dir: Path,
+        max_chunk_bytes: int,
+        keep_versions: int,
+    ) -> None:
+        self._upstream = upstream
+        self._spool_dir = spool_dir / "relayed"
+        self._store = VersionStore(self._spool_dir)
+        self._transfers = Transfers(self._store, self, max_chunk_bytes=max_chunk_bytes)
+        self._downloader = Downloader(upstream, limits)
+        self._keep_versions = keep_versions
+        self._manifests: dict[str, Manifest] = {}
+        self._pulls: dict[str, asyncio.Task[None]] = {}
+        self._failed: dict[str, MeshError] = {}
+        self._known = Pulse()  # a manifest came, or did not
+        self._asked: Counter[str] = Counter()  # fetches that go on, by artifact
+
+    async def start(self) -> None:
+        """Finds what an earlier start has left. Raises OSError."""
+        folder = self._spool_dir
+        live = {each.name for each in folder.iterdir()} if folder.is_dir() else set()
+        await asyncio.to_thread(self._store.prepare, live)
+        for artifact_id in live:
+            with suppress(MeshError):  # its manifest is damaged: it is brought anew
+                self._manifests[artifact_id] = self._store.manifest(artifact_id)
+
+    async def stop(self) -> None:
+        """Ends everything that goes on."""
+        self._transfers.close()
+        for pull in self._pulls.values():
+            pull.cancel()
+        if self._pulls:
+            await asyncio.wait(self._pulls.values(), timeout=STOP_S)
+        await self._downloader.close()
+
+    async def fetch(
+        self, artifact_id: str, ranges: Sequence[tuple[int, int]], chunk_bytes: int
+    ) -> AsyncIterator[Chunk]:
+        """Yields byte ranges (offset, length) of an artifact of the hub, those that still come as they do.
+
+        Raises as the hub's Fetch; UNREACHABLE while the hub is away and the bytes are not here.
+        """
+        self._asked[artifact_id] += 1
+        try:
+            self._bring(artifact_id)
+            while artifact_id not in self._manifests:
+                known = self._known.upcoming
+                if artifact_id in self._failed:
+                    raise self._failed[artifact_id]
+                await known.wait()
+            async for chunk in self._transfers.serve_fetch(artifact_id, ranges, chunk_bytes):
+                yield chunk
+        finally:
+            self._asked[artifact_id] -= 1
+
+    # --- as `Holdings` ----------------------------------------------------------------------------
+
+    def num_bytes(self, artifact_id: str) -> int:
+        """Bytes of an artifact that is here or on its way."""
+        return self._manifests[artifact_id].payload_bytes
+
+    def is_arriving(self, artifact_id: str) -> bool:
+        """Whether more of it comes. Raises what kept it from coming."""
+        if artifact_id in self._failed:
+            raise self._failed[artifact_id]
+        return artifact_id in self._pulls
+
+    # --- from upstream ----------------------------------------------------------------------------
+
+    def _bring(self, artifact_id: str) -> None:
+        """Has an artifact that is not whole brought here, once for all who ask."""
+        if artifact_id in self._pulls or (artifact_id in self._manifests and not self._store.missing(artifact_id)):
+            return
+        self._failed.pop(artifact_id, None)
+        self._pulls[artifact_id] = pull = asyncio.create_task(self._pull(artifact_id))
+        pull.add_done_callback(lambda task: self._pulled(artifact_id, task))
+
+    async def _pull(self, artifact_id: str) -> None:
+        manifest, _ = await self._upstream.get_manifest(artifact_id=artifact_id)
+        if manifest.transport is Transport.NCCL:
+            raise MeshError(Reason.NOT_SUPPORTED, f"version {manifest.version} travels in a group, not by relays")
+        if manifest.transport is Transport.FILESYSTEM:  # whose files are at another site
+            manifest = replace(manifest, transport=Transport.STREAM, files=())
+        await asyncio.to_thread(self._store.open, artifact_id, manifest, with_base=False)
+        self._manifests[artifact_id] = manifest
+        self._known.beat()
+        arrival = _RelayedArrival(artifact_id, manifest, self._store, self._transfers)
+        to_come = len(arrival.missing)
+        await self._downloader.fetch(manifest, artifact_id, arrival)
+        logger.info("version {} is here: {} chunks came, artifact {}", manifest.version, to_come, artifact_id)
+        await self._drop_old()
+
+    def _pulled(self, artifact_id: str, pull: asyncio.Task[None]) -> None:
+        del self._pulls[artifact_id]
+        error = None if pull.cancelled() else pull.exception()
+        if error is not None:
+            logger.warning("artifact {} did not come from {}: {!r}", artifact_id, self._upstream.address, error)
+            trouble = error if isinstance(error, MeshError) else MeshError(Reason.INTERNAL, repr(error))
+            self._failed[artifact_id] = trouble
+            self._known.beat()
+        self._transfers.changed()
+
+    async def _drop_old(self) -> None:
+        """Keeps the newest versions with all that leads to them, and the newest full one, for engines that join."""
+        by_age = sorted(self._manifests.items(), key=lambda item: (item[1].epoch, item[1].version), reverse=True)
+        versions = list(dict.fromkeys((manifest.epoch, manifest.version) for _, manifest in by_age))
+        full = [(m.epoch, m.version) for _, m in by_age if m.kind is VersionKind.FULL]
+        kept = {*versions[: self._keep_versions], *full[:1]}
+        for artifact_id, manifest in by_age:
+            if (manifest.epoch, manifest.version) in kept or self._asked[artifact_id] or artifact_id in self._pulls:
+                continue
+            del self._manifests[artifact_id]
+            self._failed.pop(artifact_id, None)
+            await asyncio.to_thread(self._store.delete, artifact_id, ())
+
+
+class _RelayedArrival:
+    """An `Arrival` in a relay's store: a chunk is there for others once all of it has come and is right."""
+
+    def __init__(self, artifact_id: str, manifest: Manifest, store: VersionStore, transfers: Transfers) -> None:
+        self._artifact_id, self._chunks = artifact_id, manifest.chunks
+        self._store, self._transfers = store, transfers
+        self._index_of = {chunk.offset: index for index, chunk in enumerate(manifest.chunks)}
+        self.missing = {self._index_of[offset] for offset in store.missing(artifact_id)}
+        self._parts: dict[int, NDArray[np.uint8]] = {}
+
+    def put(self, offset: int, data: NDArray[np.uint8]) -> None:
+        index = bisect_right(self._chunks, offset, key=lambda chunk: chunk.offset) - 1
+        chunk = self._chunks[index]
+        if index not in self._parts:
+            self._parts[index] = np.empty(chunk.length, dtype=np.uint8)
+        self._parts[index][offset - chunk.offset : offset - chunk.offset + len(data)] = data
+
+    def complete(self, index: int) -> None:
+        """Checks and stores a chunk, which takes the loop a few ms. Raises MeshError DIGEST_MISMATCH, OVERLOADED."""
+        self._store.write(self._artifact_id, chunk_of(self._chunks[index].offset, self._parts.pop(index)))
+        self.missing.discard(index)
+        self._transfers.changed()

@@ -1,0 +1,100 @@
+"""Versions over a bad internet: fetches that outlive it, and relays that cross it once."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from wan_rig import PERFECT, Line, Wan, open_wan
+
+PEER = Path(__file__).parents[1] / "support" / "wan_peer.py"
+PIPES: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+MIB, CHUNK = 2**20, 2 * 2**20
+SIZE = 6 * MIB
+SITE = Line(down_mbps=30.0, up_mbps=10.0, delay_s=0.02, loss=0.002, nat=True)
+
+
+class Peer:
+    """A program of `wan_peer` at a site."""
+
+    def __init__(self, wan: Wan, site: str, *arguments: str) -> None:
+        self.process = wan.start(site, [sys.executable, str(PEER), *arguments], **PIPES)
+
+    def ask(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+
+    def until(self, key: str, value: Any = None) -> dict[str, Any]:
+        """What it says next of `key`, of `value` where that is given."""
+        assert self.process.stdout is not None
+        while line := self.process.stdout.readline():
+            told: dict[str, Any] = json.loads(line)
+            if key in told and value in (None, told[key]):
+                return told
+        raise AssertionError(f"it ended and did not say {key}")
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait(timeout=60.0)
+
+
+@pytest.fixture(scope="module")
+def wan() -> Iterator[Wan]:
+    with open_wan({"origin": PERFECT, "site": SITE}) as wan:
+        yield wan
+
+
+@pytest.fixture(scope="module")
+def hub(wan: Wan) -> str:
+    return f"{wan.addresses['origin']}:5000"
+
+
+def test_a_fetch_outlives_a_black_hole_a_nat_that_forgets_and_the_hub(wan: Wan, hub: str, tmp_path: Path) -> None:
+    serving = ("serve", hub, str(tmp_path), str(SIZE / MIB))
+    origin = Peer(wan, "origin", *serving)
+    origin.until("artifact_id")
+    host = Peer(wan, "site", "fetch", hub, "4")
+    host.until("ready")
+    host.ask()
+    host.until("chunks_left", SIZE // CHUNK - 1)
+    wan.change("site", hole_s=1.0, forget=True)
+    origin.end()
+    origin = Peer(wan, "origin", *serving)
+    done = host.until("seconds")
+    assert done["num_bytes"] == SIZE
+    assert done["again"] <= done["connections"] * CHUNK
+    origin.ask()
+    assert origin.until("sent")["sent"] <= SIZE - CHUNK + done["connections"] * CHUNK  # by the hub's second start
+    host.end()
+    origin.end()
+
+
+def test_a_relay_crosses_the_wan_once_for_its_site_and_can_be_lost(wan: Wan, hub: str, tmp_path: Path) -> None:
+    origin = Peer(wan, "origin", "serve", hub, str(tmp_path), str(SIZE / MIB))
+    origin.until("artifact_id")
+    place = ["--server.host", "127.0.0.1", "--server.port", "5001", "--output-dir", str(tmp_path / "relay")]
+    relay = wan.start("site", [sys.executable, "-m", "meshrl.weights.main", "--upstream", hub, *place])
+    hosts = [Peer(wan, "site", "fetch", hub, "4", "127.0.0.1:5001") for _ in range(2)]
+    for host in hosts:
+        host.until("ready")
+    for host in hosts:
+        host.ask()
+    for host in hosts:
+        assert host.until("seconds")["num_bytes"] == SIZE
+    origin.ask()
+    sent = origin.until("sent")["sent"]
+    assert SIZE <= sent <= 1.05 * SIZE
+    relay.kill()
+    hosts[0].ask()
+    assert hosts[0].until("seconds")["num_bytes"] == SIZE
+    origin.ask()
+    assert origin.until("sent")["sent"] >= sent + SIZE  # from the hub itself
+    for each in (*hosts, origin):
+        each.end()
