@@ -278,9 +278,30 @@ def test_logs_of_several_programs_are_one_in_the_order_of_time(tmp_path: Path) -
 def test_the_doctor_says_what_it_looked_at(tmp_path: Path) -> None:
     result = meshrl("doctor", "--json", "-o", str(tmp_path))
     looked_at = {finding["what"]: finding["state"] for finding in json.loads(result.output)}
-    assert {"python", "open files", "memory", "disk", "GPUs", "packages", "run"} <= looked_at.keys()
+    assert {"python", "open files", "memory", "disk", "GPUs", "network", "packages", "run"} <= looked_at.keys()
     assert set(looked_at.values()) <= {"ok", "warn", "fail"}
     assert result.exit_code == (1 if "fail" in looked_at.values() else 0)
+
+
+def test_the_doctor_names_congestion_control_and_packet_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshrl.cli.doctor.CONGESTION_CONTROL", tmp_path / "control")
+    monkeypatch.setattr("meshrl.cli.doctor.INTERFACES", tmp_path / "net")
+    (tmp_path / "control").write_text("cubic\n")
+    for name, mtu in (("lo", 65536), ("eth0", 1500)):
+        (tmp_path / "net" / name).mkdir(parents=True)
+        (tmp_path / "net" / name / "mtu").write_text(f"{mtu}\n")
+
+    def network() -> dict[str, str]:
+        findings = json.loads(meshrl("doctor", "--json", "-o", str(tmp_path)).output)
+        (found,) = [finding for finding in findings if finding["what"] == "network"]
+        return {key: found[key] for key in ("state", "found", "remedy")}
+
+    assert (network()["state"], network()["found"]) == ("ok", "congestion control cubic; MTU 1500 of eth0")
+    assert "bbr" in network()["remedy"]
+    (tmp_path / "control").write_text("bbr\n")
+    assert network()["remedy"] == ""
+    (tmp_path / "net" / "eth0" / "mtu").write_text("1200\n")
+    assert network()["state"] == "warn"
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import click
 
@@ -18,6 +19,9 @@ from meshrl.cli.command import folder_option, json_option, print_json, print_tab
 from meshrl.cli.run_folder import RunFolder
 
 WANTED_FILES = 32_000
+LOW_MTU = 1280
+CONGESTION_CONTROL = Path("/proc/sys/net/ipv4/tcp_congestion_control")
+INTERFACES = Path("/sys/class/net")
 LOW_DISK_BYTES = 10 * 2**30
 PACKAGES = ("meshrl-client", "meshrl", "grpcio", "protobuf", "torch", "transformers", "verifiers", "vllm")
 
@@ -35,7 +39,7 @@ class Diagnosis:
 def examine(folder: RunFolder) -> Iterator[Diagnosis]:
     """Yields what each look finds."""
     looks: tuple[Callable[[], Diagnosis], ...] = (
-        _python, _open_files, _memory, _shared_memory, lambda: _disk(folder), _gpus,
+        _python, _open_files, _memory, _shared_memory, lambda: _disk(folder), _gpus, _network,
     )  # fmt: skip
     for look in looks:
         yield look()
@@ -100,6 +104,26 @@ def _gpus() -> Diagnosis:
             what="GPUs", state="fail", found=f"nvidia-smi: {error}", remedy="mend the driver, or run on the CPU"
         )
     return Diagnosis(what="GPUs", state="ok", found="; ".join(told.strip().splitlines()) or "none")
+
+
+def _network() -> Diagnosis:
+    """What decides how fast versions and rollouts cross a link between sites: congestion control and packet size."""
+    try:
+        control = CONGESTION_CONTROL.read_text().strip()
+        mtus = {each.parent.name: int(each.read_text()) for each in sorted(INTERFACES.glob("*/mtu"))}
+    except (OSError, ValueError):  # not Linux
+        return Diagnosis(what="network", state="ok", found="what TCP does here cannot be read")
+    outside = {name: mtu for name, mtu in mtus.items() if name != "lo"}
+    sizes = ", ".join(f"{mtu} of {name}" for name, mtu in outside.items())
+    found = f"congestion control {control}; MTU {sizes or 'unknown'}"
+    if min(outside.values(), default=LOW_MTU) < LOW_MTU:
+        remedy = f"below {LOW_MTU} something narrows packets, such as a tunnel; links between sites are slower for it"
+        return Diagnosis(what="network", state="warn", found=found, remedy=remedy)
+    remedy = ""
+    if control != "bbr":
+        fast = "sysctl -w net.ipv4.tcp_congestion_control=bbr"
+        remedy = f"on links that lose packets, such as between sites, bbr is many times as fast: {fast}"
+    return Diagnosis(what="network", state="ok", found=found, remedy=remedy)
 
 
 def _packages() -> Iterator[Diagnosis]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
@@ -85,7 +86,7 @@ def channel_arguments(config: str, options: ChannelOptions) -> list[tuple[str, i
         ("grpc.min_reconnect_backoff_ms", 1000),
         ("grpc.max_reconnect_backoff_ms", 2000),
         ("grpc.use_local_subchannel_pool", 1),
-        ("grpc.enable_http_proxy", 0),
+        ("grpc.enable_http_proxy", int("grpc_proxy" in os.environ)),  # http_proxy is for the web
     ]
 
 
