@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 FORWARDER = Path(__file__).with_name("wan_forwarder.py")
+PEER = Path(__file__).with_name("wan_peer.py")
 DEADLINE_S = 60.0
 CONGESTION_CONTROL = "cubic"
 
@@ -101,6 +102,34 @@ def end(process: subprocess.Popen[str]) -> None:
     for pipe in (process.stdin, process.stdout, process.stderr):
         if pipe is not None:
             pipe.close()
+
+
+class Peer:
+    """A program of `wan_peer` at a site."""
+
+    def __init__(self, wan: Wan, site: str, *arguments: str) -> None:
+        command = [sys.executable, str(PEER), *arguments]
+        self.process = wan.start(site, command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    def ask(self) -> None:
+        """Sends it a line."""
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+
+    def until(self, key: str, value: Any = None) -> dict[str, Any]:
+        """What it says next of `key`, of `value` where that is given."""
+        assert self.process.stdout is not None
+        while line := self.process.stdout.readline():
+            told: dict[str, Any] = json.loads(line)
+            if key in told and value in (None, told[key]):
+                return told
+        raise AssertionError(f"it ended and did not say {key}")
+
+    def end(self) -> None:
+        """Kills it."""
+        self.process.kill()
+        self.process.wait(timeout=60.0)
 
 
 @contextmanager

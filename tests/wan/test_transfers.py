@@ -2,47 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from wan_rig import PERFECT, Line, Wan, open_wan
+from wan_rig import PERFECT, Line, Peer, Wan, open_wan
 
-PEER = Path(__file__).parents[1] / "support" / "wan_peer.py"
-PIPES: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
 MIB, CHUNK = 2**20, 2 * 2**20
 SIZE = 6 * MIB
 SITE = Line(down_mbps=30.0, up_mbps=10.0, delay_s=0.02, loss=0.002, nat=True)
-
-
-class Peer:
-    """A program of `wan_peer` at a site."""
-
-    def __init__(self, wan: Wan, site: str, *arguments: str) -> None:
-        self.process = wan.start(site, [sys.executable, str(PEER), *arguments], **PIPES)
-
-    def ask(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write("\n")
-        self.process.stdin.flush()
-
-    def until(self, key: str, value: Any = None) -> dict[str, Any]:
-        """What it says next of `key`, of `value` where that is given."""
-        assert self.process.stdout is not None
-        while line := self.process.stdout.readline():
-            told: dict[str, Any] = json.loads(line)
-            if key in told and value in (None, told[key]):
-                return told
-        raise AssertionError(f"it ended and did not say {key}")
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.wait(timeout=60.0)
 
 
 @pytest.fixture(scope="module")
