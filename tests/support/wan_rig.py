@@ -117,12 +117,12 @@ class Peer:
         self.process.stdin.write("\n")
         self.process.stdin.flush()
 
-    def until(self, key: str, value: Any = None) -> dict[str, Any]:
-        """What it says next of `key`, of `value` where that is given."""
+    def until(self, key: str, at_most: int | None = None) -> dict[str, Any]:
+        """What it says next of `key`, once that is `at_most` so much."""
         assert self.process.stdout is not None
         while line := self.process.stdout.readline():
             told: dict[str, Any] = json.loads(line)
-            if key in told and value in (None, told[key]):
+            if key in told and (at_most is None or told[key] <= at_most):
                 return told
         raise AssertionError(f"it ended and did not say {key}")
 

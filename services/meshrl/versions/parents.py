@@ -109,6 +109,7 @@ class Connections:
         """The first connection to the hub is that of `hub`, which belongs to somebody else."""
         self._hub = hub
         self._clients = {(hub.address, 0): hub}
+        self._dropped: dict[tuple[str, int], WeightSyncClient] = {}
 
     def get(self, parent: Parent, number: int) -> WeightSyncClient:
         """The connection of this number to a parent."""
@@ -120,15 +121,20 @@ class Connections:
     async def drop(self, parent: Parent, number: int, failed: WeightSyncClient) -> None:
         """The connection may be broken without anybody having said so: the next call opens another one."""
         key = (parent.address, number)
-        if self._clients.get(key) is failed:
-            del self._clients[key]
-            if failed is not self._hub:
-                await failed.close()
+        if self._clients.get(key) is not failed:
+            return
+        del self._clients[key]
+        before = self._dropped.pop(key, None)
+        if failed is not self._hub:
+            self._dropped[key] = failed  # another call may be about to use it
+        if before is not None:
+            await before.close()
 
     async def close(self) -> None:
         """Ends all of them but the first."""
-        clients, self._clients = self._clients, {(self._hub.address, 0): self._hub}
-        await asyncio.gather(*(client.close() for client in clients.values() if client is not self._hub))
+        clients = [*self._clients.values(), *self._dropped.values()]
+        self._clients, self._dropped = {(self._hub.address, 0): self._hub}, {}
+        await asyncio.gather(*(client.close() for client in clients if client is not self._hub))
 
 
 class RateLimit:

@@ -76,7 +76,7 @@ class VersionFetcher:
     async def fetch_delta(self, manifest: Manifest) -> Bytes:
         """Returns the bytes of a delta, every chunk right. Raises MeshError as `fetch`."""
         self._awaited += manifest.payload_bytes
-        arrival = CheckedArrival(manifest, self._arrive)
+        arrival = _CheckedArrival(manifest, self._arrive)
         artifact_id = await asyncio.to_thread(manifests.artifact_id, manifest)
         await self._downloader.fetch(manifest, artifact_id, arrival)
         return arrival.data
@@ -118,7 +118,7 @@ class VersionFetcher:
         return held
 
 
-class CheckedArrival:
+class _CheckedArrival:
     """An `Arrival` that checks each chunk once its bytes are here. `tell` is given the bytes that have come."""
 
     def __init__(self, manifest: Manifest, tell: Callable[[int], None]) -> None:
