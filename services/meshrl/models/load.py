@@ -55,14 +55,15 @@ def resolve_device(name: str) -> torch.device:
 def resolve_dtype(config: ModelConfig) -> torch.dtype:
     """The dtype a model computes and is published in.
 
-    "auto" is float32 on a CPU, where bfloat16 is slow, and the checkpoint's own dtype elsewhere.
+    "auto" is float32 on a CPU, where bfloat16 is slow, and the checkpoint's own dtype elsewhere, but bfloat16 for a
+    float32 checkpoint. Trainer and engines go by this one rule, for an engine refuses versions of another dtype.
     """
     if config.dtype != "auto":
         return DTYPES[config.dtype]
     if resolve_device(config.device).type == "cpu":
         return torch.float32
     dtype = getattr(_model_config(config), "dtype", None)
-    return dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
+    return dtype if isinstance(dtype, torch.dtype) and dtype != torch.float32 else torch.bfloat16
 
 
 def load_model(config: ModelConfig, *, dtype: torch.dtype | None = None) -> PreTrainedModel:

@@ -71,7 +71,7 @@ class ModelConfig(BaseConfig):
     """Folder with a Hugging Face model, or its name on the Hugging Face hub."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Numbers to compute in; auto is float32 on a CPU and the checkpoint's own elsewhere."""
+    """Numbers to compute in; auto is float32 on a CPU, else the checkpoint's own, or bfloat16 for a float32 one."""
 
     device: str = "auto"
     """Torch device; auto takes a GPU where there is one."""

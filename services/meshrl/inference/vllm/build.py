@@ -15,7 +15,7 @@ from transformers import GenerationConfig
 from meshrl.core.config.shared import ModelConfig
 from meshrl.inference.config import InferenceConfig
 from meshrl.inference.vllm.arguments import automatic, engine_arguments, engine_config
-from meshrl.models.load import empty_model
+from meshrl.models.load import empty_model, resolve_dtype
 from meshrl.models.state import hf_state
 from meshrl.versions.layout import Layout, layout_of
 
@@ -88,6 +88,8 @@ def run_headless(config: InferenceConfig) -> None:
 def _vllm_config(config: InferenceConfig, *, headless: bool = False) -> VllmConfig:
     # vLLM's own default is one seed for all: engines would answer the same prompt with the same replies.
     given = {"seed": secrets.randbelow(2**31), **config.vllm_arguments()}
+    if given["dtype"] == "auto":  # vLLM's own rule is not the trainer's
+        given["dtype"] = str(resolve_dtype(config.model)).removeprefix("torch.")
     arguments = engine_arguments({**automatic(config, given), **given}, torch_threads=config.torch_threads)
     return engine_config(arguments, headless=headless)
 
