@@ -39,6 +39,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from meshrl.client import WeightSyncClient
+from meshrl.core.telemetry.waits import Waits
 from meshrl.models.load import fill_at_random
 from meshrl.trainer.config import TrainerConfig
 from meshrl.trainer.publishing.build import decide, open_publication
@@ -132,7 +133,7 @@ async def lead(args: argparse.Namespace, parts: Any) -> list[dict[str, float]]:
     thread, loop = ThreadPoolExecutor(1), asyncio.get_running_loop()
     commands, records = CommandSender(parts.parallel), []
     async with WeightSyncClient(args.hub) as hub:
-        decided = asyncio.run_coroutine_threadsafe(decide(config, parts, hub, args.epoch, os.environ), loop)
+        decided = asyncio.run_coroutine_threadsafe(decide(config, parts, hub, args.epoch, os.environ, Waits()), loop)
         publication, captured = await loop.run_in_executor(
             thread, lambda: open_publication(decided, config, parts, commands, hub, os.environ)
         )

@@ -101,10 +101,11 @@ async def _build_and_serve(config: TrainerConfig, stop: asyncio.Event, tracer: t
     servicer = TrainerServicer(RunTable(own, max_runs=config.max_concurrent_runs), said, on_drained=stop.set)
     server.add(SERVICE, add_TrainerServiceServicer_to_server, servicer)
     port = await server.start()
-    waits_of(tracer).serves = (f"{config.server.host}:{port}",)
+    waits = waits_of(tracer)
+    waits.serves = (f"{config.server.host}:{port}",)
     async with WeightSyncClient(config.weight_broadcast.address) as hub:
         commands, loop = CommandSender(parts.parallel), asyncio.get_running_loop()
-        decided = asyncio.run_coroutine_threadsafe(decide(config, parts, hub, epoch, os.environ), loop)
+        decided = asyncio.run_coroutine_threadsafe(decide(config, parts, hub, epoch, os.environ, waits), loop)
         publication, initial = await unless_stopped(
             stop, thread.call(lambda: open_publication(decided, config, parts, commands, hub, os.environ))
         )

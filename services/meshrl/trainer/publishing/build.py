@@ -18,6 +18,7 @@ from meshrl.client import WeightSyncClient
 from meshrl.core.orphans import FolderGuardian
 from meshrl.core.paths import Layout
 from meshrl.core.rpc.serve import is_loopback
+from meshrl.core.telemetry.waits import Waits
 from meshrl.models.lora import adapter_config
 from meshrl.trainer.build import TrainerParts
 from meshrl.trainer.config import TrainerConfig
@@ -70,7 +71,12 @@ class Publication:
 
 
 async def decide(
-    config: TrainerConfig, parts: TrainerParts, client: WeightSyncClient, epoch: int, environment: Mapping[str, str]
+    config: TrainerConfig,
+    parts: TrainerParts,
+    client: WeightSyncClient,
+    epoch: int,
+    environment: Mapping[str, str],
+    waits: Waits,
 ) -> PublicationSettings:
     """How versions leave, but for the store's address. With type auto it waits for a first engine.
 
@@ -81,7 +87,9 @@ async def decide(
     engines: tuple[EngineInfo, ...] = ()
     if broadcast.type == "auto":
         logger.info("looking for engines, for at most {:g} s (hub_deadline_s)", config.hub_deadline_s)
-        engines = await first_engines(client, deadline_s=config.hub_deadline_s)
+        what = f"a first engine to register at the weight hub {broadcast.address}"
+        with waits.waiting("first_engine", what, (broadcast.address, "weights")):
+            engines = await first_engines(client, deadline_s=config.hub_deadline_s)
     elif broadcast.type == "filesystem" and broadcast.broadcast_dir is None:
         engines = await known_engines(client)
     on_gpu = parallel.device.type == "cuda"
