@@ -106,7 +106,6 @@ class StreamShare:
         """The pieces of a delta from the version kept, or none without one, and the digests of the rows."""
         rows = self._rows_of(snapshot)
         self.pieces = []
-        changed = 0
         has_base = self._base is not None and base_version == self._base_version
         if has_base and snapshot.ready is None:
             assert self._base is not None, "there is a base"
