@@ -60,8 +60,6 @@ class ImageKeeper:
             if step.kind is VersionKind.FULL:
                 await self._begin(step)
                 continue
-            if self._image is not None:
-                self._image.begin_check()  # beside the fetch
             delta = await self._fetcher.fetch_delta(step)
             if self._image is None:
                 raise _astray(version, "it leads from weights that are not here")

@@ -4,7 +4,7 @@ An agent keeps one for an engine whose versions come as deltas, and stages versi
 into the image, its outcome is known to have the root that the manifest names, from the changed words alone. What lies
 at rest between two deltas is guarded by a BLAKE3 of each tensor of the image's own, so that a bit that flipped there
 ends the image and not in the engine. These hashes are made and checked beside other work: made while the version is
-staged, checked while the next delta is fetched and unpacked.
+staged, checked while the next delta is unpacked.
 
 Blocking and for any thread: one thing is done at a time.
 """
@@ -39,7 +39,6 @@ class WeightImage:
         self._undo: list[tuple[Manifest, NDArray[np.uint8]]] = []  # the version before, and what led away from it
         self._hashing = ThreadPoolExecutor(1, thread_name_prefix="weight-image-hash")  # one after the other
         self._at_rest: list[bytes] = []
-        self._checking: Future[str | None] | None = None  # for the next delta
         self._hashing.submit(self._rest)
 
     @property
@@ -62,8 +61,7 @@ class WeightImage:
             before = self.manifest
             if manifest.base_root != before.result_root:
                 raise _refused(manifest, f"it is for other weights than those of version {before.version}")
-            checking, self._checking = self._checking, None
-            self._go(manifest, delta, checking or self._hashing.submit(self._changed), forth=True)
+            self._go(manifest, delta, forth=True)
             self._undo.append((before, delta))
 
     def revert(self) -> None:
@@ -71,13 +69,8 @@ class WeightImage:
         with self._lock:
             while self._undo:
                 before, delta = self._undo[-1]
-                self._go(before, delta, self._hashing.submit(self._changed), forth=False)
+                self._go(before, delta, forth=False)
                 self._undo.pop()
-
-    def begin_check(self) -> None:
-        """Begins to look, beside other work, whether the image changed at rest; the next `apply` waits for it."""
-        with self._lock:
-            self._checking = self._hashing.submit(self._changed)
 
     def check(self) -> None:
         """Raises MeshError DIGEST_MISMATCH where the image changed at rest."""
@@ -94,7 +87,8 @@ class WeightImage:
         self._hashing.shutdown(wait=False)
         self.held.release()
 
-    def _go(self, manifest: Manifest, delta: NDArray[np.uint8], checking: Future[str | None], *, forth: bool) -> None:
+    def _go(self, manifest: Manifest, delta: NDArray[np.uint8], *, forth: bool) -> None:
+        checking = self._hashing.submit(self._changed)
         try:
             pieces = split(delta)
             if pieces and pieces[-1].run.start + pieces[-1].run.values * pieces[-1].run.width > len(self._bytes):
