@@ -287,7 +287,7 @@ class Hub:
         await self._actions.put(actions)
         with self._waits.waiting(
             "commit",
-            lambda: f"version {version} at {', '.join(self._without(version)) or 'engines, of which it has none'}",
+            lambda: f"version {version} at {self._named_without(record) or 'engines, of which it has none'}",
             lambda: tuple(self._without(version).values()),
         ):
             return await outcome
@@ -296,6 +296,12 @@ class Hub:
         """URL of each engine that does not serve the version, under its id."""
         engines = self.list_engines("")
         return {engine.engine_id: engine.url for engine in engines if engine.serving_version != version}
+
+    def _named_without(self, record: VersionRecord) -> str:
+        """The same engines in words, with what each has against the version."""
+        faults = {} if record.attempt is None else record.attempt.faults
+        refusals = {name: f", which refused it ({fault.reason}: {fault.message})" for name, fault in faults.items()}
+        return "; ".join(name + refusals.get(name, "") for name in self._without(record.version))
 
     async def sleep_engines(self, engine_pool: str, deadline_s: float) -> SleepOutcome:
         """Has engines sleep until there is work; waits for their answers, for at most `deadline_s`."""

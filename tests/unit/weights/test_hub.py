@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from meshrl.weights.hub import Hub
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import (
     ActivationPolicy,
+    AgentFault,
     AgentRegistration,
     AgentReport,
     AgentState,
@@ -176,6 +178,30 @@ async def test_stopped_hub_drops_no_engine_and_gives_up_no_version(hub: Hub, clo
         clock.now_s += 1.0
         await asyncio.wait_for(hub._heard.next(), 15.0)
     assert hub.list_engines("") == ()
+
+
+async def test_wait_for_a_version_says_what_an_engine_has_against_it(hub: Hub) -> None:
+    leases = [await hub.register(replace(REGISTRATION, engine_id=name)) for name in ("a", "b")]
+    await seal(hub, manifest(1))
+    waiting = asyncio.create_task(
+        hub.activate_version(
+            run_id="run", version=1, policy=ActivationPolicy.ROLLING, min_ready=1, prepare_deadline_s=20.0
+        )
+    )
+    await asyncio.sleep(0.05)
+    fault = AgentFault(reason="LAYOUT_MISMATCH", message="it does not fit the served model")
+    artifact_id = hub.coordinator.records[1, 1].artifact_id
+    report = AgentReport(
+        lease_id=leases[0].lease_id,
+        state=AgentState.READY,
+        target_version=1,
+        target_artifact_id=artifact_id,
+        fault=fault,
+    )
+    hub.coordinator.report(report, hub._now())
+    (said,) = hub._waits.look(0.0)
+    assert said.what == "version 1 at a, which refused it (LAYOUT_MISMATCH: it does not fit the served model); b"
+    waiting.cancel()
 
 
 async def test_hub_says_that_it_serves_to_whoever_started_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
