@@ -75,8 +75,8 @@ async def test_a_rollout_of_32k_tokens_is_drawn_whole(page: tuple[Tab, str], run
     with zstandard.open(run_path / "rollouts/step_11.jsonl.zst", "wt", encoding="utf-8") as file:
         file.write(json.dumps(rollout(11, "random", 0.5, "long", tokens=32768)) + "\n")
     await tab.open(f"{address}#/0/rollouts?step=11&look=logprobs")
-    await tab.until("document.querySelectorAll('.block').length == 64")
-    await tab.until("document.querySelectorAll('.block i').length >= 512")
+    await tab.until("document.querySelectorAll('.block').length == 128")
+    await tab.until("document.querySelectorAll('.block i').length >= 256")
     assert await tab.ask("document.querySelectorAll('.block i').length") < 32768, "the rest is drawn when it is seen"
     await tab.ask("[...document.querySelectorAll('.block')].at(-1).scrollIntoView()")
-    await tab.until("[...document.querySelectorAll('.block')].at(-1).querySelectorAll('i').length == 512")
+    await tab.until("[...document.querySelectorAll('.block')].at(-1).querySelectorAll('i').length == 256")

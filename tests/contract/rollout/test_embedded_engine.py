@@ -17,7 +17,7 @@ from meshrl.inference.embedded.engine import EmbeddedEngine
 from meshrl.inference.engine import HostVersion
 from meshrl.inference.http.app import InferenceServer
 from meshrl.models.state import hf_state
-from meshrl.wire.types import Sampling
+from meshrl.wire.types import RolloutSummary, Sampling
 
 VOCABULARY = 99  # of the fixture's tokenizer
 
@@ -117,7 +117,7 @@ async def test_logprobs_and_versions_of_samples_are_those_of_the_model(start_mes
             np.testing.assert_allclose(sample.logprobs, model_logprobs(embedded.model, sample), atol=1e-4)
             assert {span.version for span in sample.version_spans} == {0}
     assert sum(int(s.loss_mask.sum()) for r in rollouts for s in r.samples) == sum(
-        event.sampled_tokens for event in events if hasattr(event, "sampled_tokens")
+        event.sampled_tokens for event in events if isinstance(event, RolloutSummary)
     )
 
 
