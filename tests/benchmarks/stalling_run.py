@@ -134,7 +134,7 @@ class StallingRun:
         self.page_url = said[1]
 
     def wait_for_steps(self, steps: int, most_s: float) -> None:
-        """Returns once as many steps have ended, or, for none, once the orchestrator is up."""
+        """Returns once as many steps have ended, or, for none, once all programs are up."""
         deadline_s = time.monotonic() + most_s
         while time.monotonic() < deadline_s:
             if self._started[0].poll() is not None:
@@ -152,11 +152,11 @@ class StallingRun:
         return path.read_text().count('time/step"') if path.exists() else 0
 
     def _is_up(self) -> bool:
-        """Whether the orchestrator has found all services."""
+        """Whether the programs run, and the trainer has its model."""
         states = read_states(self.output_dir)
-        waits = [wait.what for state in states.values() for wait in state.waits]
-        asked = {"orchestrator", "rollout", "trainer", "weights"} <= states.keys()
-        return asked and bool(waits) and not any("services" in what or "to be loaded" in what for what in waits)
+        if not {"orchestrator", "rollout", "trainer", "weights"} <= states.keys():
+            return False
+        return all(wait.name != "start" for wait in states["trainer"].waits)
 
     # --- harm -------------------------------------------------------------------------------------
 
