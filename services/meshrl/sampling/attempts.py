@@ -14,8 +14,6 @@ from meshrl.sampling.pool import RolloutPool
 from meshrl.sampling.retry import Patience, failed
 from meshrl.wire.errors import MeshError, Reason
 
-_LOOK_AGAIN_S = 0.1
-"""Where the only services that would take the group now are passed over for others."""
 _GONE = frozenset({Reason.UNREACHABLE, Reason.DRAINING})
 _MAY_PASS = frozenset({Reason.CANCELLED, Reason.DUPLICATE_REQUEST})
 """gRPC's server cancels a call that its application has not taken up in time: the service is busy, not away. And a
