@@ -49,8 +49,6 @@ class FolderLock:
         """
         deadline_s = time.monotonic() + ENDING_S
         try:
-            self._made = not self._folder.exists()
-            self._folder.mkdir(parents=True, exist_ok=True)
             while not self._try():
                 holder = self._holder()
                 if not _was_killed(holder) or time.monotonic() > deadline_s:
@@ -73,17 +71,27 @@ class FolderLock:
         self.fd = -1
 
     def _try(self) -> bool:
-        """Locks the file and writes this process into it; False when another process has the lock."""
+        """Locks the file and writes this process into it; False when another process has the lock.
+
+        Its last holder removes the file, and the folder when it made it, and may do so between any two of these lines.
+        """
         while True:
-            fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._made = not self._folder.exists()
+            self._folder.mkdir(parents=True, exist_ok=True)
+            try:
+                fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            except FileNotFoundError:
+                continue
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.path.samestat(os.fstat(fd), self._path.stat()):
+                    break
             except BlockingIOError:
                 os.close(fd)
                 return False
-            if self._path.exists() and os.path.samestat(os.fstat(fd), self._path.stat()):
-                break
-            os.close(fd)  # its last holder removed it between the opening and the locking
+            except FileNotFoundError:
+                pass
+            os.close(fd)
         os.ftruncate(fd, 0)
         since = datetime.now(UTC).isoformat(timespec="seconds")
         os.write(fd, json.dumps({"pid": os.getpid(), "host": platform.node(), "since": since}).encode() + b"\n")

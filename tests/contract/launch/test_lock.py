@@ -81,7 +81,8 @@ def test_the_lock_of_a_killed_rl_is_waited_for(tmp_path: Path) -> None:
     assert entered.is_set()
 
 
-def test_who_waits_never_locks_a_file_that_its_holder_has_removed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("folder", [".", "made_and_removed"])
+def test_who_waits_never_locks_a_file_that_its_holder_has_removed(tmp_path: Path, folder: str) -> None:
     """Many threads take turns; were a removed file locked, two would be inside at once."""
     inside, most, ended = 0, 0, 0
 
@@ -90,7 +91,7 @@ def test_who_waits_never_locks_a_file_that_its_holder_has_removed(tmp_path: Path
         turns = 0
         while turns < 40:
             try:
-                with FolderLock(Layout(tmp_path)):
+                with FolderLock(Layout(tmp_path / folder)):
                     inside += 1
                     most = max(most, inside)
                     time.sleep(0.0001)
