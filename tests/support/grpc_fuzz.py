@@ -236,10 +236,8 @@ async def call(
         for data in sent:
             await stream.write(data)
         await stream.done_writing()
-    except asyncio.InvalidStateError:  # refused before the last message
-        pass
-    except grpc.aio.AioRpcError:  # the same; the status comes below
-        pass
+    except (asyncio.InvalidStateError, grpc.aio.AioRpcError, grpc.aio.InternalError):
+        pass  # refused before the last message, which grpc.aio says in three ways; the status comes below
     try:
         for _ in range(MAX_ANSWERS):
             if await stream.read() is grpc.aio.EOF:
