@@ -1,8 +1,8 @@
 """Each program as a job of a real SLURM on this machine: sft, rl, eval and inference; prints what became of each.
 
 sft and rl are told that their time is nearly over, as SLURM does before the limit (USR1): they save, go back into the
-queue and end where they were to end. The engines' job serves over HTTPS, by credentials that it is given. Needs root
-and SLURM (`tests/support/slurm_cluster.py`):
+queue and end where they were to end. The engines' job serves over HTTPS, by credentials that it is given; rl and eval,
+as jobs of their own, join the engines of another. Needs root and SLURM (`tests/support/slurm_cluster.py`):
 
     PYTHONPATH=tests/support python tests/benchmarks/bench_slurm.py [JOB...]
 """
@@ -136,7 +136,37 @@ def inference(jobs: Jobs) -> str:
     return f"with key {answers[0]}, without {answers[1]}; {jobs.end(number)}"
 
 
-JOBS = {"sft": sft, "rl": rl, "eval": evaluate, "inference": inference}
+def joined(jobs: Jobs) -> str:
+    """An engine on each of two nodes; the jobs of rl and eval on the third name the addresses that its log says."""
+    key = {"MESHRL_API_KEY": "secret"}
+    number = jobs.submit(
+        "inference", "engines", "--model.name", str(jobs.model), "--max-model-len", "128", "--deployment.type",
+        "multi_node", "--deployment.num-infer-nodes", "2", "--server.insecure", environ=key,
+    )  # fmt: skip
+    logs = jobs.folder / "engines" / "logs" / "inference"
+    jobs.wait(lambda: len([1 for path in logs.glob("node_*.log") if "serving" in path.read_text()]) == 2, "both serve")
+    urls = re.findall(r"for client.base_url: (\S+)", jobs.log("engines", number))
+    file = jobs.folder / "joins.toml"
+    file.write_text(RUN_TOML)
+    run = jobs.submit(
+        "launch", "joins", "@", str(file), "--model.name", str(jobs.model), "--max-steps", "3", "--no-inference",
+        "--orchestrator.client.base-url", *urls, "--weights.server.host", "0.0.0.0", "--weights.server.insecure",
+        environ=key,
+    )  # fmt: skip
+    end = jobs.end(run)
+    whole = audit(jobs.folder / "joins").violations == ()
+    served = [len(re.findall("is served", path.read_text())) for path in sorted(logs.glob("node_*.log"))]
+    scored = jobs.submit(
+        "eval", "scores", "--env.0.id", "reverse_text", "--num-examples", "8", "--model.name", str(jobs.model),
+        "--client.base-url", *urls, "--sampling.max-tokens", "16", environ=key,
+    )  # fmt: skip
+    said = f"rl: {end}, ledger {'whole' if whole else 'NOT whole'}; versions at the engines: {served}"
+    said += f"; eval: {jobs.end(scored)}"
+    jobs.slurm.ask("scancel", number)
+    return f"engines at {' '.join(urls)}: {jobs.end(number)}; {said}"
+
+
+JOBS = {"sft": sft, "rl": rl, "eval": evaluate, "inference": inference, "joined": joined}
 
 
 def main() -> None:
@@ -147,7 +177,7 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="bench-slurm-"))
     try:
         (folder / "slurm").mkdir()
-        with cluster(folder / "slurm", nodes=2) as slurm:
+        with cluster(folder / "slurm", nodes=3) as slurm:
             jobs = Jobs(slurm, folder)
             print("| job | what became of it | s |\n|---|---|---|", flush=True)
             for name in chosen:

@@ -171,7 +171,7 @@ class InferenceConfig(BaseConfig):
     certificate has, or a proxy."""
 
     engine_id: str = ""
-    """Name of this engine at the weight hub; empty means host:port."""
+    """Name of this engine at the weight hub; empty means the host:port at which it is reached."""
 
     engine_pool: str = ""
     """Pool this engine belongs to, for rollouts that ask for one."""

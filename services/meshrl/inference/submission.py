@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
+from meshrl.client.credentials import CredentialFiles
 from meshrl.core.config import ConfigError
+from meshrl.core.paths import Layout
+from meshrl.core.rpc.serve import EVERYWHERE, check_bind
 from meshrl.core.slurm.config import InferenceDeploymentConfig, SlurmConfig
 from meshrl.core.slurm.submit import BatchJob, submit
 from meshrl.inference.config import InferenceConfig
@@ -31,10 +36,39 @@ def submit_inference(config: InferenceProgramConfig, dry_run: bool) -> str | Non
         output_dir=config.output_dir,
         nodes=given.num_infer_nodes if given.type == "multi_node" else 1,
         gpus_per_node=given.gpus_per_node,
-        values={"copies_per_node": _copies_per_node(config)},
+        values={"copies_per_node": _copies_per_node(config), **_listening(config)},
         environ={} if key is None else {config.api_key_var: key.get_secret_value()},
     )
     return submit(job, config.slurm, dry_run=dry_run)
+
+
+def _listening(config: InferenceProgramConfig) -> dict[str, object]:
+    """Where each engine listens: at its node's address, unless server.host says otherwise. Raises ConfigError for an
+    engine that others reach, without a certificate or leave to do without one.
+
+    `where` are the flags that say so on a node, empty where the configuration does; `scheme` and `port` tell others.
+    """
+    server, tls = config.server, config.tls.files()
+    named = CredentialFiles.from_environ(os.environ)
+    own = (Layout(config.output_dir).credentials / "ca.key").exists()
+    encrypted = own or any((tls.cert, named.cert, config.tls.folder, os.environ.get("MESHRL_TLS_FOLDER")))
+    given = "host" in server.model_fields_set
+    if not given and not encrypted and not server.insecure:
+        raise ConfigError(
+            "the engines of a job listen at their nodes' addresses, which others can reach, and there is no TLS; give a"
+            " certificate (tls.folder), allow it with --server.insecure, or serve programs of the same node alone with"
+            " --server.host 127.0.0.1"
+        )
+    check_bind(server, encrypted=encrypted)
+    scheme = "https" if encrypted else "http"
+    if not server.port:
+        raise ConfigError("server.port is 0, so nobody could know where the job's engines serve; name a port, as 8000")
+    where = ""
+    if not given:
+        where = '--server.host "$ADDRESS"'
+    elif server.host in EVERYWHERE and config.url is None:
+        where = f'--url "{scheme}://$ADDRESS:{server.port}"'
+    return {"where": where, "scheme": scheme, "port": server.port}
 
 
 def _copies_per_node(config: InferenceProgramConfig) -> int:

@@ -15,12 +15,12 @@ from collections.abc import Callable, Collection, Sequence
 from loguru import logger
 
 from meshrl.core.https import client_context
+from meshrl.core.rpc.serve import EVERYWHERE
 from meshrl.core.waiting import set_within
 
 CALL_EVERY_S = 2.0
 CALL_DEADLINE_S = 10.0  # the engine looks for the hub before it answers
 FOLLOW_PATH = "/follow_hub"
-EVERYWHERE = ("0.0.0.0", "::")
 
 
 class EngineCaller:

@@ -33,10 +33,19 @@ before_the_limit() {
   echo "USR1: an engine has nothing to save"
 }
 
+address_of() { # of a node, at which SLURM and the other nodes reach it
+  scontrol show node "$1" | grep -o 'NodeAddr=[^ ]*' | cut -d= -f2
+}
+NODES=$(scontrol show hostnames "$SLURM_JOB_NODELIST") # those that serve
+for node in $NODES; do
+  echo "engine on $node, for client.base_url: https://$(address_of "$node"):8000/v1"
+done
 mkdir -p "$OUTPUT_DIR/logs/inference"
 # An engine on each node.
 srun --overlap --nodes=3 --ntasks=3 --ntasks-per-node=1 --kill-on-bad-exit=1 \
   --open-mode=append --output="$OUTPUT_DIR/logs/inference/node_%n.log" \
+  bash -c 'ADDRESS=$(scontrol show node "$SLURMD_NODENAME" | grep -o "NodeAddr=[^ ]*" | cut -d= -f2)
+  exec "$@" --url "https://$ADDRESS:8000"' engine \
   "$PYTHON" -m meshrl.inference.main @ "$CONFIG" &
 main=$!
 put_back() { # the next start goes on from what is saved

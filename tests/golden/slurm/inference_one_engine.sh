@@ -33,18 +33,26 @@ before_the_limit() {
   echo "USR1: an engine has nothing to save"
 }
 
+address_of() { # of a node, at which SLURM and the other nodes reach it
+  scontrol show node "$1" | grep -o 'NodeAddr=[^ ]*' | cut -d= -f2
+}
+NODES=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1) # those that serve
+for node in $NODES; do
+  echo "engine on $node, for client.base_url: http://$(address_of "$node"):8000/v1"
+done
 mkdir -p "$OUTPUT_DIR/logs/inference"
 # One engine over all nodes: the first one serves, the others hold copies of the model for it.
-HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-HEAD=$(scontrol show node "$HEAD" | grep -o 'NodeAddr=[^ ]*' | cut -d= -f2)
 RPC_PORT=$("$PYTHON" -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')
 srun --overlap --nodes=2 --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=1 \
   --open-mode=append --output="$OUTPUT_DIR/logs/inference/node_%n.log" \
   bash -c 'if [ "$SLURM_NODEID" -gt 0 ]; then
     set -- "$@" --headless --data-parallel-start-rank "$((SLURM_NODEID * 2))"
+  else
+    ADDRESS=$(scontrol show node "$SLURMD_NODENAME" | grep -o "NodeAddr=[^ ]*" | cut -d= -f2)
+    set -- "$@" --server.host "$ADDRESS"
   fi; exec "$@"' engine \
-  "$PYTHON" -m meshrl.inference.main @ "$CONFIG" --data-parallel-address "$HEAD" --data-parallel-rpc-port "$RPC_PORT" \
-  --data-parallel-size-local 2 &
+  "$PYTHON" -m meshrl.inference.main @ "$CONFIG" --data-parallel-address "$(address_of "$NODES")" \
+  --data-parallel-rpc-port "$RPC_PORT" --data-parallel-size-local 2 &
 main=$!
 put_back() { # the next start goes on from what is saved
   [ "${SLURM_RESTART_COUNT:-0}" -lt 5 ] || return

@@ -56,10 +56,15 @@ CASES = {
     "reverse_text_sft": ("sft", ["@", "configs/reverse_text/sft.toml", "--slurm"]),
     "memory_game_sft_nodes": ("sft", ["@", "configs/memory_game/sft.toml", *TWO, "--deployment.num-train-nodes", "2"]),
     "eval": ("eval", ["--env.0.id", "reverse_text", "--inference", "--slurm", "--deployment.gpus-per-node", "1"]),
-    "inference_nodes": ("inference", [*TWO, "--deployment.num-infer-nodes", "3", "--server.host", "0.0.0.0"]),
+    "inference_one_node": ("inference", ["--slurm", "--server.insecure", "--deployment.gpus-per-node", "1"]),
+    "inference_nodes": (
+        "inference",
+        [*TWO, "--deployment.num-infer-nodes", "3", "--server.host", "0.0.0.0", "--tls.folder", "/etc/meshrl"],
+    ),
     "inference_one_engine": (
         "inference",
-        [*TWO, "--deployment.num-infer-nodes", "2", "--tensor-parallel-size", "4", "--data-parallel-size", "4"],
+        [*TWO, "--deployment.num-infer-nodes", "2", "--tensor-parallel-size", "4", "--data-parallel-size", "4",
+         "--server.insecure"],
     ),
 }
 
@@ -215,6 +220,9 @@ ENVIRONMENT = ["--orchestrator.train.env.0.id", "reverse_text", "--inference"]
             [*TWO, "--deployment.num-infer-nodes", "3", "--data-parallel-size", "16", "--tensor-parallel-size", "2"],
             "data_parallel_size is 16",
         ),
+        ("inference", ["--slurm"], "which others can reach, and there is no TLS; give a certificate (tls.folder)"),
+        ("inference", ["--slurm", "--server.host", "0.0.0.0"], "server.host is 0.0.0.0, which others can reach"),
+        ("inference", ["--slurm", "--server.insecure", "--server.port", "0"], "server.port is 0"),
     ],
 )  # fmt: skip
 def test_a_value_that_cannot_be_is_refused_by_name(

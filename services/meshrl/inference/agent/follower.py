@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 from loguru import logger
 
@@ -113,7 +114,8 @@ class HubFollower:
     def _begin(self, hub: str, *, url: str, away_s: float | None, token: str = "") -> None:
         leave = asyncio.Event()
         client = WeightSyncClient(hub, ChannelOptions(credentials=TokenCredentials(token)) if token else None)
-        agent = WeightAgent(client, self._engine, self._config, self._address, url=url, away_s=away_s)
+        at = urlsplit(url).netloc or self._address  # engines that listen at 0.0.0.0 would all have one name
+        agent = WeightAgent(client, self._engine, self._config, at, url=url, away_s=away_s)
         agent.waits = self._waits
         task = asyncio.create_task(_run(client, agent, leave, called=away_s is not None))
         self._following = _Following(hub=hub, agent=agent, task=task, leave=leave)
