@@ -63,8 +63,16 @@ CASES = {
     ),
     "inference_one_engine": (
         "inference",
-        [*TWO, "--deployment.num-infer-nodes", "2", "--tensor-parallel-size", "4", "--data-parallel-size", "4",
-         "--server.insecure"],
+        [
+            *TWO,
+            "--deployment.num-infer-nodes",
+            "2",
+            "--tensor-parallel-size",
+            "4",
+            "--data-parallel-size",
+            "4",
+            "--server.insecure",
+        ],
     ),
 }
 

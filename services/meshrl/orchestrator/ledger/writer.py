@@ -95,10 +95,9 @@ class ThreadedWriter:
 
     def close(self, deadline_s: float) -> None:
         """Commits what is queued and stops. Raises LedgerFileError when something could not be written."""
-        if not self._thread.is_alive():
-            return
-        self._queue.put(None)
-        self._thread.join(deadline_s)
+        if self._thread.is_alive():
+            self._queue.put(None)
+            self._thread.join(deadline_s)
         if self._thread.is_alive():
             raise LedgerFileError(f"ledger {self._path} was not written within {deadline_s:g} s; is its disk too slow?")
         self._check()
