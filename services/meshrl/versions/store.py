@@ -164,7 +164,10 @@ class VersionStore:
         """What leads to some delta; None for what does not."""
         if artifact_id not in self._parts and not self._found_parts:  # engines go on with what an earlier start told
             self._found_parts = True
-            for path in self._spool_dir.glob(f"*/*/**/{MANIFEST}"):
+            for folder, _, names in os.walk(self._spool_dir):  # a glob would end at a folder that is retired meanwhile
+                path = Path(folder, MANIFEST)
+                if MANIFEST not in names or len(path.relative_to(self._spool_dir).parts) < 3:  # not below another
+                    continue
                 with suppress(OSError, ValueError):  # damaged or being retired: it cannot be fetched
                     found = from_json(path.read_bytes())
                     self._parts[artifact_id_of(found)] = _Artifact(manifest=found, folder=path.parent, index_of={})
