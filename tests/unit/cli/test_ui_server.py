@@ -15,8 +15,10 @@ from click.testing import CliRunner
 from made_run import add_step, make_run
 from meshrl.cli.main import main
 from meshrl.cli.run_folder import RunFolder
+from meshrl.cli.ui import views
 from meshrl.cli.ui.history import MetricsHistory
 from meshrl.cli.ui.server import Page
+from meshrl.wire.trace_file import read_lines
 
 
 @pytest.fixture
@@ -174,6 +176,23 @@ async def test_which_engine_took_which_version_and_how_late(run_path: Path, clie
     assert (found["versions"], found["engines"]) == ([8, 7], ["e0", "e1"])
     assert found["cells"][0] == [{"pause": pytest.approx(0.25), "after": 0.0}, None]
     assert found["cells"][1][1]["after"] == pytest.approx(2.5)
+
+
+def test_traces_that_are_moved_aside_while_they_are_read_are_read_the_next_time(
+    run_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def moved_first(path: Path, begin: int = 0) -> tuple[list[bytes], int]:
+        path.rename(path.with_name(path.name.replace(".jsonl", ".1.jsonl")))
+        return read_lines(path, begin)
+
+    traces, untroubled = views.Traces(RunFolder(run_path)), views.Traces(RunFolder(run_path))
+    untroubled.read_on()
+    monkeypatch.setattr(views, "read_lines", moved_first)
+    traces.read_on()
+    assert traces.steps == []
+    monkeypatch.undo()
+    traces.read_on()
+    assert traces.steps == untroubled.steps != []
 
 
 def swap(version: int, engine: str, start_s: float) -> dict[str, object]:

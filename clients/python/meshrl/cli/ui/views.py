@@ -122,8 +122,14 @@ class Traces:
     def read_on(self) -> None:
         """Takes what the files have gained since the last call."""
         for path in trace_files(self._folder.path / "traces"):
-            file = path.stat().st_ino  # a file that was moved aside is known by it
-            lines, self._offsets[file] = read_lines(path, self._offsets.get(file, 0))
+            try:
+                file = path.stat().st_ino  # a file that was moved aside is known by it
+                lines, end = read_lines(path, self._offsets.get(file, 0))
+                if path.stat().st_ino != file:
+                    continue  # moved aside meanwhile: the next call reads both
+            except FileNotFoundError:  # the same, or the oldest one, which goes
+                continue
+            self._offsets[file] = end
             for raw in spans_of(lines):
                 span = to_run_span(path.name.partition(".")[0], raw)
                 self._spans.append(span)
