@@ -80,7 +80,7 @@ class GroupSenders:
             deadline_s=30.0,
         )
         await self.meet(opened.generation, num_receivers=num_receivers, deadline_s=30.0)
-        async with asyncio.timeout(30.0):
+        async with asyncio.timeout(60.0):
             while (await hub.list_engines())[0].group_generation != opened.generation:  # noqa: ASYNC110 - nobody tells
                 await asyncio.sleep(0.05)
 

@@ -62,7 +62,7 @@ async def methods_of(channel: grpc.aio.Channel) -> list[Method]:
         yield reflection_pb2.ServerReflectionRequest(list_services="")
 
     stub = reflection_pb2_grpc.ServerReflectionStub(channel)
-    answers = [answer async for answer in stub.ServerReflectionInfo(question(), timeout=30.0)]
+    answers = [answer async for answer in stub.ServerReflectionInfo(question(), timeout=60.0)]
     services = [service.name for service in answers[0].list_services_response.service]
     pool = descriptor_pool.Default()
     describe_v1()

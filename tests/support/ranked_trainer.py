@@ -51,7 +51,7 @@ class Program:
 
 def children(parent: int) -> list[int]:
     """Ids of the processes that a process has started."""
-    listed = subprocess.run(["ps", "-axo", "pid=,ppid="], capture_output=True, text=True, timeout=10, check=True)
+    listed = subprocess.run(["ps", "-axo", "pid=,ppid="], capture_output=True, text=True, timeout=60.0, check=True)
     pairs = [map(int, line.split()) for line in listed.stdout.splitlines()]
     return sorted(pid for pid, of in pairs if of == parent)
 
@@ -121,12 +121,14 @@ async def two_ranks(config: TrainerConfig) -> AsyncIterator[Program]:
             yield Program(process, client, config.output_dir, console)
     finally:
         process.kill()
-        process.wait(10)
+        process.wait(60.0)
 
 
 async def gone(pids: list[int], within_s: float) -> bool:
     def alive(pid: int) -> bool:
-        stat = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, timeout=10).stdout
+        stat = subprocess.run(
+            ["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, timeout=60.0
+        ).stdout
         return bool(stat.strip()) and not stat.strip().startswith("Z")
 
     end = time.monotonic() + within_s

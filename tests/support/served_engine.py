@@ -61,13 +61,13 @@ async def serving_engine(
         agent = WeightAgent(client, engine, InferenceConfig(engine_id=engine_id), "127.0.0.1:1", fetch_stall_s=5.0)
         served = ServedEngine(engine, loaded, asyncio.create_task(agent.run(stop)))
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60.0):
                 while engine_id not in {known.engine_id for known in await known_engines(client)}:  # noqa: ASYNC110 - no event for it
                     await asyncio.sleep(0.05)
             yield served
         finally:
             stop.set()
-            await asyncio.wait({served.task}, timeout=30.0)
+            await asyncio.wait({served.task}, timeout=60.0)
             await engine.close()
 
 

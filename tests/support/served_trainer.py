@@ -60,7 +60,7 @@ class Mesh:
     thread: threading.Thread
 
     async def until(self, state: StepState, step: int) -> StepEvent:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60.0):
             async for event in self.client.watch_steps():
                 if (event.step, event.state) == (step, state):
                     return event
@@ -113,7 +113,7 @@ async def serving(output_dir: Path, *, dp_size: int = 1) -> AsyncIterator[Mesh]:
 
     def publish(version: int, weights: Mapping[str, torch.Tensor], traceparent: str) -> Future[Any]:
         done: Future[Any] = Future()
-        gate.wait(20)
+        gate.wait(60.0)
         done.set_result(PublishReport(version=version, artifact_id="", root=b"", num_bytes=0))
         return done
 

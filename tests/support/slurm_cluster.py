@@ -148,7 +148,7 @@ class SlurmCluster:
         for daemon in reversed(list(self._daemons.values())):
             daemon.terminate()
             try:
-                daemon.wait(timeout=20)
+                daemon.wait(timeout=60.0)
             except subprocess.TimeoutExpired:
                 daemon.kill()
                 daemon.wait()

@@ -125,5 +125,5 @@ async def test_the_server_answers_on_after_malformed_bytes(reader):
     for method in METHODS * 5:
         await refusal_of(reader.channel, method, MALFORMED)
     trainer = trainer_pb2_grpc.TrainerServiceStub(reader.channel)
-    await trainer.GetTrainer(trainer_pb2.GetTrainerRequest(contract_version="1.0"), timeout=30.0)
+    await trainer.GetTrainer(trainer_pb2.GetTrainerRequest(contract_version="1.0"), timeout=60.0)
     assert [message.contract_version for message in reader.servicer.received] == ["1.0"]

@@ -36,7 +36,7 @@ async def codes_after_a_block(num_calls, block_s):
     server.set_serving()
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
         stub = trainer_pb2_grpc.TrainerServiceStub(channel)
-        await asyncio.to_thread(lambda: stub.GetTrainer(trainer_pb2.GetTrainerRequest(), timeout=30.0))
+        await asyncio.to_thread(lambda: stub.GetTrainer(trainer_pb2.GetTrainerRequest(), timeout=60.0))
         calls = [stub.GetTrainer.future(trainer_pb2.GetTrainerRequest(), timeout=100.0) for _ in range(num_calls)]
         time.sleep(block_s)  # noqa: ASYNC251  # the block is what is tested
         codes = await asyncio.to_thread(lambda: [call.code() for call in calls])

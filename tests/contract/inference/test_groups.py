@@ -33,7 +33,7 @@ async def group_of(mesh: EngineMesh, senders: GroupSenders) -> AsyncIterator[Wei
 
 async def until(hub: WeightSyncClient, holds: Callable[[EngineInfo], bool]) -> None:
     """Waits until the hub says so of the engine."""
-    async with asyncio.timeout(30.0):
+    async with asyncio.timeout(60.0):
         while not holds((await hub.list_engines())[0]):  # noqa: ASYNC110 - another process, which tells nobody
             await asyncio.sleep(0.05)
 

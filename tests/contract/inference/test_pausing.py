@@ -76,7 +76,7 @@ async def test_nothing_is_made_while_paused(client: EngineClient) -> None:
         made: list[int] = []
         begun = asyncio.Event()
         reading = asyncio.create_task(read(made, begun))
-        await asyncio.wait_for(begun.wait(), 30.0)
+        await asyncio.wait_for(begun.wait(), 60.0)
         await client.post("/pause")
         await asyncio.sleep(0.1)  # for what was on its way
         if (count := len(made)) < LENGTH:

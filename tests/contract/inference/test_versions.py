@@ -54,7 +54,7 @@ async def test_request_that_comes_in_the_pause_reads_nothing_that_older_weights_
     await client.greedy(LONG_PROMPT)
     assert (await client.post("/pause")).status == 200
     waiting = asyncio.create_task(client.greedy(LONG_PROMPT))
-    async with asyncio.timeout(30.0):
+    async with asyncio.timeout(60.0):
         while True:
             if (await client.version())["in_flight"]:
                 break
@@ -83,7 +83,7 @@ async def test_a_request_in_flight_goes_on_under_the_new_version(
         if all(len(choice["version_spans"]) == 2 for choice in choices):
             break
     assert activation.engines[0].applied.requests_kept == len(prompts)
-    assert 0.0 < activation.engines[0].applied.pause_s < 5.0
+    assert 0.0 < activation.engines[0].applied.pause_s < 60.0
     for prompt, choice in zip(prompts, choices, strict=True):
         (start, boundary, first), (again, end, second) = choice["version_spans"]
         assert (start, again, end) == (0, boundary, LENGTH)

@@ -42,7 +42,7 @@ def test_runs_that_start_at_once_never_get_the_same_port() -> None:
         assert process.stdout is not None
         given.append(set(process.stdout.readline().split()))
     for process in runs:
-        process.communicate("\n", timeout=30)
+        process.communicate("\n", timeout=60.0)
     assert [len(ports) for ports in given] == [500, 500]
     assert not given[0] & given[1]
 
@@ -54,7 +54,7 @@ async def test_servers_listen_on_the_ports_that_were_held_for_them_and_again_aft
             server = GrpcServer(ServerConfig(port=grpc_port))
             assert await server.start() == grpc_port
             async with grpc.aio.insecure_channel(f"127.0.0.1:{grpc_port}") as channel:
-                await asyncio.wait_for(channel.channel_ready(), 10)
+                await asyncio.wait_for(channel.channel_ready(), 60.0)
             runner = web.AppRunner(web.Application())
             await runner.setup()
             await web.TCPSite(runner, "127.0.0.1", http_port).start()

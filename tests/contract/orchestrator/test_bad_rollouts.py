@@ -226,7 +226,7 @@ async def test_a_batch_made_anew_has_the_whole_time_of_a_batch(
     deadlines = {"startup_s": 60.0, "unreachable_s": 60.0, "step_s": 60.0, "batch_s": 20.0, "activation_s": 60.0}
     async with start(make_config(mesh.services, max_steps=1, max_async_level=0, deadlines=deadlines)) as (loop, _):
         monkeypatch.setattr(loop, "_clock", Clock(now=lambda: now_s))
-        await asyncio.wait_for(loop.train(), 40.0)
+        await asyncio.wait_for(loop.train(), 60.0)
     assert script.refused_batches == [1] * 4
     (line,) = step_lines(tmp_path)
     assert line["time/wait_for_rollouts"] > 20.0, "the record tells of all the waiting"
@@ -252,7 +252,7 @@ async def test_a_rollout_that_the_ledger_has_lost_is_counted_when_its_batch_is_d
     )
     await mesh.start_trainer(0)
     async with start(config) as (loop, journal):
-        await asyncio.wait_for(loop.train(), 20.0)
+        await asyncio.wait_for(loop.train(), 60.0)
         assert journal.balance().open == 0
         journal.end()
     assert script.refused_batches == [1]

@@ -50,7 +50,7 @@ async def test_a_full_disk_ends_the_run_with_a_sentence_and_it_goes_on_once_ther
 ) -> None:
     config = make_config(mesh.services, max_steps=12, output_dir=disk)
     running = asyncio.create_task(orchestrate(config, asyncio.Event(), TRACER))
-    async with asyncio.timeout(30.0):
+    async with asyncio.timeout(60.0):
         while len(script.batches) < 3:  # noqa: ASYNC110  # what is watched is a plain field of the script
             await asyncio.sleep(0.01)
     filler = fill(disk)

@@ -183,7 +183,7 @@ async def test_a_dead_service_is_named_within_seconds(mesh, script, make_config,
         await mesh.servers[service].drain(grace_s=0.0)
         address = mesh.services.rollout[0] if service == "rollout" else getattr(mesh.services, service)
         with pytest.raises(RunError, match=f"{name} at {address}"):
-            await asyncio.wait_for(running, 30.0)
+            await asyncio.wait_for(running, 60.0)
 
 
 async def test_stopping_cancels_what_is_in_flight(mesh, script, make_config, start) -> None:

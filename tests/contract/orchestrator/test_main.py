@@ -90,7 +90,7 @@ async def test_a_stop_signal_ends_cleanly_with_exit_code_zero(mesh, script, make
         while len(script.batches) < 3:  # noqa: ASYNC110  # what is watched is a plain field of the script
             await asyncio.sleep(0.01)
     stop.set()
-    assert await asyncio.wait_for(running, 30.0) == 0
+    assert await asyncio.wait_for(running, 60.0) == 0
     assert set(states(tmp_path)) <= {"trained", "dropped", "cancelled"}
     assert states(tmp_path)["trained"] >= 8
 
@@ -105,7 +105,7 @@ async def test_a_step_that_is_trained_when_the_run_is_stopped_has_its_record(
         while len(script.batches) < 3 or states(tmp_path).get("trained", 0) < 16:  # noqa: ASYNC110  # of two steps
             await asyncio.sleep(0.05)
     stop.set()
-    assert await asyncio.wait_for(running, 30.0) == 0
+    assert await asyncio.wait_for(running, 60.0) == 0
     report = audit(tmp_path)
     assert report.ok, report.table()
     assert report.last_step == 2
@@ -133,11 +133,11 @@ async def test_health_is_served_where_a_server_is_configured(mesh, script, make_
     running = asyncio.create_task(orchestrate(make_config(mesh.services, server={"port": port}), stop, TRACER))
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         reply = await health_pb2_grpc.HealthStub(channel).Check(
-            health_pb2.HealthCheckRequest(service=HEALTH_NAME), wait_for_ready=True, timeout=30.0
+            health_pb2.HealthCheckRequest(service=HEALTH_NAME), wait_for_ready=True, timeout=60.0
         )
     assert reply.status == health_pb2.HealthCheckResponse.SERVING
     stop.set()
-    assert await asyncio.wait_for(running, 30.0) == 0
+    assert await asyncio.wait_for(running, 60.0) == 0
 
 
 async def test_a_run_without_training_environments_is_a_configuration_error(make_config, mesh) -> None:

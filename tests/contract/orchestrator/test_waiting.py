@@ -28,7 +28,7 @@ async def test_a_server_without_health_is_an_error_at_once(mesh, make_config) ->
     clients = connect(config)
     try:
         with pytest.raises(RunError, match=rf"trainer at 127.0.0.1:{port}.*grpc.health.v1.Health.*add it"):
-            await asyncio.wait_for(wait_for_services(config, clients), 30.0)
+            await asyncio.wait_for(wait_for_services(config, clients), 60.0)
     finally:
         await clients.close()
         await server.stop(None)
@@ -42,7 +42,7 @@ async def test_who_is_awaited_and_why_is_said_while_it_is_awaited(mesh, make_con
     clients = connect(config)
     waiting = asyncio.create_task(wait_for_services(config, clients))
     try:
-        async with asyncio.timeout(30.0):
+        async with asyncio.timeout(60.0):
             while not any(address in line for line in said):
                 assert not waiting.done()
                 await asyncio.sleep(0.05)
@@ -60,9 +60,9 @@ async def test_a_server_that_is_not_ready_yet_is_waited_for(mesh, make_config, s
     config = make_config(mesh.services, deadlines={"startup_s": 60.0})
     clients = connect(config)
     waiting = asyncio.create_task(wait_for_services(config, clients))
-    async with asyncio.timeout(30.0):
+    async with asyncio.timeout(60.0):
         while not any("NOT_SERVING" in line for line in said):  # noqa: ASYNC110  # lines of a log
             await asyncio.sleep(0.05)
     mesh.servers["trainer"].set_serving()
-    assert (await asyncio.wait_for(waiting, 30.0)).trainer.model == "scripted"
+    assert (await asyncio.wait_for(waiting, 60.0)).trainer.model == "scripted"
     await clients.close()

@@ -52,7 +52,7 @@ async def test_health_follows_the_life_of_the_program(tmp_path, tokenizer_dir, e
     stop = asyncio.Event()
     running = asyncio.create_task(program.serve(config, stop, NoOpTracer()))
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-        await asyncio.wait_for(channel.channel_ready(), 20)
+        await asyncio.wait_for(channel.channel_ready(), 60.0)
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=program.SERVICE))
         status = health_pb2.HealthCheckResponse
         states = [(await watch.read()).status]
@@ -67,7 +67,7 @@ async def test_health_follows_the_life_of_the_program(tmp_path, tokenizer_dir, e
             stop.set()
             assert (await watch.read()).status == status.NOT_SERVING
             assert (await events)[-1].finished == 1
-    assert await asyncio.wait_for(running, 10) == 0
+    assert await asyncio.wait_for(running, 60.0) == 0
 
 
 def program_client(port: int):

@@ -33,7 +33,7 @@ async def one_rank(config: TrainerConfig) -> AsyncIterator[TrainerClient]:
         await up(client)
         yield client
     stop.set()
-    assert await asyncio.wait_for(running, 30) == 0
+    assert await asyncio.wait_for(running, 60.0) == 0
 
 
 async def reference(folder: Path, model: str) -> tuple[dict[str, NDArray[np.float32]], dict[str, float]]:
@@ -100,7 +100,7 @@ async def test_two_nodes_started_by_hand_with_torchrun_are_one_trainer(tmp_path:
             await client.submit_batch(batch(1, ranks=2))
             assert (await until(client, StepState.DONE, 1)).version == 1
             assert await client.drain() == 1
-            assert [await asyncio.wait_for(node.wait(), 30) for node in nodes] == [0, 0]
+            assert [await asyncio.wait_for(node.wait(), 60.0) for node in nodes] == [0, 0]
     finally:
         for node in nodes:
             if node.returncode is None:
@@ -119,7 +119,7 @@ async def test_ranks_that_have_only_begun_end_with_their_agent(tmp_path: Path, m
                 await asyncio.sleep(0.05)
     finally:
         agent.kill()
-        agent.wait(10)
+        agent.wait(60.0)
     try:
         assert await gone(ranks, 30)
     finally:

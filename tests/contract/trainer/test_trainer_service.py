@@ -48,7 +48,7 @@ async def test_watch_sends_history_then_live_and_resumes(mesh: Mesh) -> None:
 
     watching = asyncio.create_task(watch())
     await mesh.client.submit_batch(batch(2))
-    await asyncio.wait_for(watching, 20)
+    await asyncio.wait_for(watching, 60.0)
     assert seen == [(1, StepState.RUNNING), (1, StepState.DONE)] + [
         (2, state) for state in (StepState.QUEUED, StepState.RUNNING, StepState.DONE)
     ]
@@ -158,7 +158,7 @@ async def test_drain_finishes_the_queue_refuses_more_and_ends_watches(mesh: Mesh
     assert mesh.drained.is_set()
     assert (await mesh.refused(batch(2))).reason is Reason.DRAINING
     mesh.queue.close()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60.0):
         states = [event.state async for event in mesh.client.watch_steps()]
     assert states == [StepState.QUEUED, StepState.RUNNING, StepState.DONE]
 

@@ -216,7 +216,7 @@ class Mesh:
     async def close(self) -> None:
         for task, stop in self._agents.values():
             stop.set()
-            await asyncio.wait({task}, timeout=30.0)
+            await asyncio.wait({task}, timeout=60.0)
         for client in self._clients:
             await client.close()
         if self._server is not None:

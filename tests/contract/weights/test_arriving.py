@@ -149,7 +149,7 @@ async def test_version_that_is_aborted_as_it_arrives_is_let_go(mesh: Any, engine
     await mesh.client().abort_version(run_id="run", epoch=1, version=1, message="")
     await mesh.until(lambda: agent.machine.state is AgentState.READY)
     with pytest.raises(MeshError) as gone:
-        await asyncio.wait_for(follower, 30.0)
+        await asyncio.wait_for(follower, 60.0)
     assert gone.value.reason is Reason.UNKNOWN_VERSION
     with pytest.raises(MeshError):
         await upload.end()

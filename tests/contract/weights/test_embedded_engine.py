@@ -72,10 +72,10 @@ async def test_request_in_flight_is_kept_across_a_commit_and_says_which_version_
                         return
 
         reading = asyncio.create_task(read())
-        await asyncio.wait_for(begun.wait(), 10.0)
+        await asyncio.wait_for(begun.wait(), 60.0)
         report = await publisher.publish(1, hf_state(trained))
         second = await client.activate_version(run_id="run", version=1, prepare_deadline_s=10.0)
-        await asyncio.wait_for(reading, 30.0)
+        await asyncio.wait_for(reading, 60.0)
 
         assert second.engines[0].applied.requests_kept == 1
         assert second.engines[0].applied.pause_s > 0

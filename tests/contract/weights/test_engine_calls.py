@@ -43,7 +43,7 @@ class Kept:
 
     async def version(self) -> dict[str, Any]:
         def ask() -> dict[str, Any]:
-            with urllib.request.urlopen(f"{self.url}/version", timeout=10.0) as answer:
+            with urllib.request.urlopen(f"{self.url}/version", timeout=60.0) as answer:
                 found: dict[str, Any] = json.loads(answer.read())
                 return found
 

@@ -235,12 +235,12 @@ async def test_engine_killed_at_any_moment_leaves_nothing_torn_and_the_next_one_
         getattr(engine, moment).shut()
     await trainer.publish(1)
     if moment == "fetching":
-        await asyncio.wait_for(engine.fetching.reached.wait(), 30.0)
+        await asyncio.wait_for(engine.fetching.reached.wait(), 60.0)
     else:
         await mesh.until(lambda: mesh.hub.list_engines("")[0].state is AgentState.PREPARED)
     if moment == "applying":
         commit = asyncio.create_task(trainer.activate(1))
-        await asyncio.wait_for(engine.applying.reached.wait(), 30.0)
+        await asyncio.wait_for(engine.applying.reached.wait(), 60.0)
         assert engine.paused
     await kill(mesh, "e0", engine)
     assert await whole(engine, 0)
@@ -265,7 +265,7 @@ async def test_sender_that_dies_in_the_middle_costs_one_version(mesh: Any, start
     await trainer.activate(0)
     engine.fetching.shut()
     trainer.send(await trainer.seal(1), senders=(0,))  # its other rank never gets to its share
-    await asyncio.wait_for(engine.fetching.reached.wait(), 30.0)
+    await asyncio.wait_for(engine.fetching.reached.wait(), 60.0)
     trainer.die()
     engine.fetching.open.set()
     await mesh.until(lambda: mesh.hub.list_engines("")[0].last_fault is not None)
@@ -346,7 +346,7 @@ async def test_slow_engine_of_a_gang_is_waited_for_and_all_resume_together(
     slow.applying.shut()
     await trainer.publish(1)
     commit = asyncio.create_task(trainer.activate(1, policy=ActivationPolicy.GANG))
-    await asyncio.wait_for(slow.applying.reached.wait(), 8.0)
+    await asyncio.wait_for(slow.applying.reached.wait(), 60.0)
     await mesh.until(lambda: fast.version == 1)
     await asyncio.sleep(0.2)
     assert fast.paused  # it holds the new weights and waits for the gang
@@ -368,7 +368,7 @@ async def test_engine_of_a_gang_that_is_killed_does_not_hold_up_the_other(
     killed.applying.shut()
     await trainer.publish(1)
     commit = asyncio.create_task(trainer.activate(1, policy=ActivationPolicy.GANG))
-    await asyncio.wait_for(killed.applying.reached.wait(), 8.0)
+    await asyncio.wait_for(killed.applying.reached.wait(), 60.0)
     await kill(mesh, "killed", killed)
     assert (await commit).version.state is VersionState.COMMITTED
     await mesh.until(lambda: not steady.paused)

@@ -75,7 +75,7 @@ async def test_what_was_sealed_and_not_decided_goes_with_its_epoch(
     with pytest.raises(MeshError) as caught:
         await activate(mesh, 2)
     assert caught.value.reason is Reason.VERSION_SUPERSEDED
-    again = await asyncio.wait_for(activate(mesh, 1), 30.0)
+    again = await asyncio.wait_for(activate(mesh, 1), 60.0)
     assert again.version.epoch == 2
     assert engine.holds(state(1))
     assert engine.history.count("apply 1") == 1  # the same bytes are not moved again

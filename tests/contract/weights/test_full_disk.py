@@ -88,7 +88,7 @@ async def test_a_hub_whose_log_finds_no_room_ends_with_a_sentence_and_goes_on_wh
             if caught.value.reason is not Reason.OVERLOADED:
                 break
         assert "the log cannot be written" in caught.value.message
-        await asyncio.wait_for(asyncio.shield(mesh.hub.failed), 20.0)
+        await asyncio.wait_for(asyncio.shield(mesh.hub.failed), 60.0)
         logger.remove(handler)
         (sentence,) = said
         assert sentence.startswith(

@@ -107,7 +107,7 @@ class Line:
         self._reports.put_nowait(self._report(applied=applied))
 
     async def told(self) -> AgentCommand:
-        return await asyncio.wait_for(self.commands.get(), 30.0)
+        return await asyncio.wait_for(self.commands.get(), 60.0)
 
     def prepared(self, manifest: Manifest) -> None:
         self.say(state=AgentState.PREPARED, target_version=manifest.version, target_artifact_id=artifact_id(manifest))

@@ -109,7 +109,7 @@ async def test_a_strangers_bytes_that_are_no_http_are_one_line_and_no_traceback(
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     reader, writer = await asyncio.open_connection(*runner.addresses[0][:2])
     writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: nine\r\n\r\n")
-    answer = await asyncio.wait_for(reader.read(-1), 30.0)
+    answer = await asyncio.wait_for(reader.read(-1), 60.0)
     writer.close()
     await runner.cleanup()
     assert b" 400 " in answer.splitlines()[0]

@@ -37,7 +37,7 @@ def test_the_exit_code_is_what_main_returns():
 
 
 def test_blocking_work_has_the_same_number_of_threads_on_every_machine():
-    meeting, names = threading.Barrier(BLOCKING_THREADS, timeout=30.0), set()
+    meeting, names = threading.Barrier(BLOCKING_THREADS, timeout=60.0), set()
 
     def work():
         meeting.wait()  # until that many are here at once
@@ -56,7 +56,7 @@ def test_sigterm_and_sigint_set_the_event():
 
         async def main(stop, signum=signum):
             os.kill(os.getpid(), signum)
-            await asyncio.wait_for(stop.wait(), 30.0)
+            await asyncio.wait_for(stop.wait(), 60.0)
             return 0
 
         assert run(main) == 0
@@ -81,7 +81,7 @@ def test_a_second_signal_ends_the_process_at_once():
         process.send_signal(signal.SIGTERM)
         assert process.stdout.readline() == b"draining\n"
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=10) == 128 + signal.SIGTERM
+        assert process.wait(timeout=60.0) == 128 + signal.SIGTERM
     finally:
         process.kill()
         process.communicate()

@@ -122,7 +122,7 @@ async def test_a_beat_during_a_look_is_not_missed():
     pulse = Pulse()
     upcoming = pulse.upcoming
     pulse.beat()
-    await asyncio.wait_for(upcoming.wait(), 30.0)
+    await asyncio.wait_for(upcoming.wait(), 60.0)
 
 
 async def test_what_is_in_flight_is_counted_and_waited_for():

@@ -85,7 +85,7 @@ async def test_tokenizer_that_cannot_be_copied_is_said_and_costs_no_place() -> N
     pool = TokenizerPool(Uncopied(tokenizer_object=make_tokenizer().backend_tokenizer), workers=1, limit_s=30.0)
     for _ in range(2):
         with pytest.raises(MemoryError, match="no room for a copy"):
-            await asyncio.wait_for(pool.run(lambda tokenizer: None), 15.0)
+            await asyncio.wait_for(pool.run(lambda tokenizer: None), 60.0)
 
 
 async def test_thread_that_cannot_be_started_costs_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +97,7 @@ async def test_thread_that_cannot_be_started_costs_no_place(monkeypatch: pytest.
         patched.setattr(threading.Thread, "start", refused)
         with pytest.raises(RuntimeError, match="can't start new thread"):
             await pool.run(lambda tokenizer: None)
-    assert await asyncio.wait_for(pool.run(lambda tokenizer: 1), 15.0) == 1
+    assert await asyncio.wait_for(pool.run(lambda tokenizer: 1), 60.0) == 1
 
 
 async def test_text_beyond_the_bound_is_refused_before_it_is_tokenized(serve: Start) -> None:

@@ -197,7 +197,7 @@ async def test_prompt_that_an_older_version_computed_is_said(start_engine: Engin
         prompt = [*prompt[1:], attempt]
         before = engine.stats()
         running = asyncio.create_task(complete(engine, ask(prompt, max_tokens=4, ignore_eos=True)))
-        async with asyncio.timeout(30.0):
+        async with asyncio.timeout(60.0):
             while True:
                 if engine.stats().prefilled_tokens > before.prefilled_tokens:
                     break
@@ -206,7 +206,7 @@ async def test_prompt_that_an_older_version_computed_is_said(start_engine: Engin
         caught = engine.stats().generated_tokens == before.generated_tokens
         version += 1
         await swap(engine, version, make_model(seed=version))
-        chunk = await asyncio.wait_for(running, 30.0)
+        chunk = await asyncio.wait_for(running, 60.0)
         if caught:
             break
     assert caught

@@ -57,7 +57,7 @@ async def test_the_time_of_a_step_begins_with_the_batch_that_takes_the_place_of_
     assert not waiting.done(), waiting.exception()
     uploader.add(1)
     with pytest.raises(RunError, match=r"did not finish step 1 within 0\.3 s"):
-        await asyncio.wait_for(waiting, 30.0)
+        await asyncio.wait_for(waiting, 60.0)
 
 
 async def test_a_withdrawn_batch_is_not_waited_for_at_the_end(uploader) -> None:
@@ -67,4 +67,4 @@ async def test_a_withdrawn_batch_is_not_waited_for_at_the_end(uploader) -> None:
     await asyncio.sleep(0.0)
     uploader.withdraw(1)
     uploader.end()
-    assert await asyncio.wait_for(waiting, 30.0) is None
+    assert await asyncio.wait_for(waiting, 60.0) is None

@@ -83,7 +83,7 @@ def test_the_file_reuses_the_room_of_payloads_that_went(make_group, make_rollout
         payload_bytes += rollout.samples[0].token_ids.nbytes
         train(store, ledger, make_group(f"g{step}", size=1), [rollout], step)
         store.forget(step)
-        store.flush().result(30.0)
+        store.flush().result(60.0)
         sizes.append(sum(file.stat().st_size for file in tmp_path.iterdir()))
     store.close()
     assert sizes[-1] - sizes[30] < 300_000  # rows that stay, and no more than a checkpoint of the log

@@ -92,7 +92,7 @@ def write_a_step(store: LedgerStore, group: RolloutGroup, rollouts: list[Rollout
     batch = batch_of(rollouts, step)
     ledger.batch([rollout.rollout_id for rollout in rollouts], step)
     store.batched(record_of(group.ticket, rollouts, batch), batch)
-    store.flush().result(5.0)
+    store.flush().result(60.0)
     return batch
 
 
@@ -128,7 +128,7 @@ def test_a_group_keeps_its_seed_or_that_it_has_none(make_group, path: Path, seed
 def test_a_flush_returns_when_all_before_it_is_committed(make_group, path: Path) -> None:
     store = fresh(path)
     Ledger(store.record).dispatch(make_group(size=2).ticket)
-    store.flush().result(5.0)
+    store.flush().result(60.0)
     assert len(states(path)) == 2
     store.close()
 
@@ -246,6 +246,6 @@ def test_a_write_that_fails_surfaces(make_group, path: Path) -> None:
     ledger = Ledger(store.record)
     ledger.dispatch(make_group(size=1).ticket)
     with pytest.raises(LedgerFileError, match="no such table"):
-        store.flush().result(5.0)
+        store.flush().result(60.0)
     with pytest.raises(LedgerFileError, match="no such table"):
         store.close()

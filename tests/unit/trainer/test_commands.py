@@ -34,7 +34,7 @@ class Line:
 
     def broadcast(self, data: bytes | None) -> bytes:
         if data is None:
-            return self.sent.get(timeout=30.0)
+            return self.sent.get(timeout=60.0)
         self.sent.put(data)
         return data
 

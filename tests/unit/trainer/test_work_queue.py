@@ -16,7 +16,7 @@ async def test_a_held_desk_takes_batches_and_hands_them_out_once_it_is_opened() 
     await asyncio.sleep(0.05)
     assert not work.done()
     queue.open()
-    assert await asyncio.wait_for(asyncio.wrap_future(work), 30.0) is BATCH
+    assert await asyncio.wait_for(asyncio.wrap_future(work), 60.0) is BATCH
 
 
 async def test_a_held_desk_that_closes_ends_the_training_thread() -> None:
@@ -24,4 +24,4 @@ async def test_a_held_desk_that_closes_ends_the_training_thread() -> None:
     queue.submit(BATCH, "a")
     work = queue.take()
     queue.close()
-    assert await asyncio.wait_for(asyncio.wrap_future(work), 30.0) is None
+    assert await asyncio.wait_for(asyncio.wrap_future(work), 60.0) is None

@@ -30,11 +30,11 @@ def in_time(work: Callable[[], object], pipe: Path) -> object:
 
     thread = threading.Thread(target=run)
     thread.start()
-    thread.join(30.0)
+    thread.join(60.0)
     waited = thread.is_alive()
     if waited:
         os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
-        thread.join(15.0)
+        thread.join(60.0)
     assert not waited, "it waits for somebody to write into the pipe"
     return found[0]
 

@@ -41,7 +41,7 @@ class Served:
 
     def close(self) -> None:
         stopped: threading.Event = self._server.stop(None)
-        stopped.wait(10)
+        stopped.wait(60.0)
 
 
 @pytest.fixture
