@@ -187,7 +187,7 @@ class StallingRun:
     def new_log_lines(self) -> list[str]:
         """What the logs and the console have got since the last look."""
         lines = []
-        for path in [*self.output_dir.glob("logs/**/*.log"), *self._folder.glob("*.console")]:
+        for path in [*self.output_dir.glob("logs/attempt_*/**/*.log"), *self._folder.glob("*.console")]:
             if path.name == "page.console":
                 continue
             with path.open("rb") as file:

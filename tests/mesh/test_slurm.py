@@ -86,7 +86,11 @@ def test_a_job_saves_before_its_limit_and_goes_on_from_there_with_a_whole_ledger
     assert slurm.job(number)["Restarts"] == "1"
     assert [address(output_dir, name) for name in ("trainer", "inference")] == ["127.0.0.2", "127.0.0.4"]
     assert "on 1 rank(s)" in (output_dir / "logs" / "trainer" / "node_0.log").read_text()
-    assert os.readlink(output_dir / "logs" / "trainer.log") == "trainer/node_0.log"
+    logs = output_dir / "logs"
+    assert sorted(path.name for path in logs.glob("attempt_*")) == ["attempt_1", "attempt_2"]
+    assert os.readlink(logs / "latest") == "attempt_2"
+    assert os.readlink(logs / "latest" / "trainer.log") == "trainer/node_0.log"
+    assert (logs / "trainer.log").samefile(logs / "attempt_2" / "trainer" / "node_0.log")
     assert "serving" in (output_dir / "logs" / "inference" / "node_0.log").read_text()
     assert audit(output_dir).violations == ()
     with sqlite3.connect(output_dir / "ledger.sqlite") as ledger:

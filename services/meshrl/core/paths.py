@@ -20,11 +20,11 @@ class Layout:
 
     @property
     def logs(self) -> Path:
-        """One file a process."""
+        """A folder for each start, and links to what is in the newest one: see `core.telemetry.log_folder`."""
         return self.output_dir / "logs"
 
     def log(self, process: str) -> Path:
-        """The log of one process."""
+        """The log of one process, by a link to that of the newest start; `log_place` says where it is written."""
         return self.logs / f"{process}.log"
 
     @property

@@ -25,6 +25,7 @@ from meshrl.core.config.base import ConfigError
 from meshrl.core.config.shared import LogConfig
 from meshrl.core.disk import disk_trouble
 from meshrl.core.paths import Layout
+from meshrl.core.telemetry.log_folder import log_place
 from meshrl.core.telemetry.logs import setup_logging
 from meshrl.wire.errors import MeshError
 
@@ -78,7 +79,7 @@ def log_as(name: str, config: ProgramConfig, *, to_file: bool = True) -> None:
     """Sends what this process logs to stdout under `name`, and to the program's file below output_dir, and begins with
     what there is to say about how its configuration was written.
     """
-    log_file = Layout(config.output_dir).log(name) if to_file else None
+    log_file = log_place(Layout(config.output_dir), f"{name}.log") if to_file else None
     setup_logging(name, config.log.level, log_file, json_logging=config.log.json_logging)
     if to_file:
         for note in config.notes:

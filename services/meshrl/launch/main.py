@@ -18,6 +18,7 @@ from meshrl.core.config.flags import SECTION
 from meshrl.core.paths import Layout, spool_name
 from meshrl.core.program import run
 from meshrl.core.run_folder import empty_folder, holds_a_run
+from meshrl.core.telemetry.log_folder import begin_attempt, log_place
 from meshrl.core.telemetry.logs import setup_logging
 from meshrl.inference.config import InferenceConfig
 from meshrl.launch.compose import Part, compose
@@ -110,7 +111,7 @@ def programs(
         Program(
             name=part.name,
             command=commands[part.name],
-            log=layout.log(part.name),
+            log=log_place(layout, f"{part.name}.log"),
             environ={
                 **part.environ,
                 **(credentials or {}).get(part.name, {}),
@@ -161,6 +162,7 @@ def _launch(config: RLConfig, free_ports: FreePorts) -> int:
                 credentials = dict(credentials_for(keyed, parts, os.environ))
                 if spread is not None and credentials:
                     credentials |= _certified(parts, spread, layout)
+                begin_attempt(layout)
                 started = programs(parts, layout, credentials)
                 if spread is not None:
                     hand_over(nodes[1:], [layout.config(part.name) for part in parts])
@@ -227,7 +229,7 @@ def _run(
 ) -> int:
     """Starts the programs and watches over them; returns the exit code."""
     layout = Layout(config.output_dir)
-    setup_logging(_NAME, config.log.level, layout.log(_NAME), json_logging=config.log.json_logging)
+    setup_logging(_NAME, config.log.level, log_place(layout, f"{_NAME}.log"), json_logging=config.log.json_logging)
     if used:
         logger.warning(
             "{} holds an earlier run and is used again; --clean-output-dir empties it, --ckpt.resume-step continues it",

@@ -10,6 +10,7 @@ from meshrl.core.config import ConfigError, dump_toml, load_config
 from meshrl.core.heap import loading
 from meshrl.core.paths import Layout
 from meshrl.core.run_folder import empty_folder
+from meshrl.core.telemetry.log_folder import BEGUN, begin_attempt
 from meshrl.sft.config import SFTConfig
 from meshrl.sft.submission import submit_sft
 from meshrl.training.bench.config import BenchConfig
@@ -28,13 +29,15 @@ def main() -> None:
 
 
 def _prepare(config: SFTConfig) -> None:
-    """Carries out --dry-run, which ends the process, and --clean-output-dir."""
+    """Carries out --dry-run, which ends the process, and --clean-output-dir; begins the logs of this start."""
     try:
         if config.dry_run:
             _dry_run(config)
             sys.exit(0)
         if config.clean_output_dir:
             empty_folder(config.output_dir, keep=config.begins_with)
+        if BEGUN not in os.environ:
+            begin_attempt(Layout(config.output_dir))
     except ConfigError as error:
         sys.stderr.write(f"sft: {error}\n")
         sys.exit(2)

@@ -40,10 +40,12 @@ NODES=$(scontrol show hostnames "$SLURM_JOB_NODELIST") # those that serve
 for node in $NODES; do
   echo "engine on $node, for client.base_url: https://$(address_of "$node"):8000/v1"
 done
-mkdir -p "$OUTPUT_DIR/logs/inference"
+# Each start of the job has its logs in a folder of its own.
+LOGS=$("$PYTHON" -m meshrl.core.telemetry.log_folder "$OUTPUT_DIR" inference) || exit 2
+export MESHRL_ATTEMPT_BEGUN=1
 # An engine on each node.
 srun --overlap --nodes=3 --ntasks=3 --ntasks-per-node=1 --kill-on-bad-exit=1 \
-  --open-mode=append --output="$OUTPUT_DIR/logs/inference/node_%n.log" \
+  --open-mode=append --output="$LOGS/node_%n.log" \
   bash -c 'ADDRESS=$(scontrol show node "$SLURMD_NODENAME" | grep -o "NodeAddr=[^ ]*" | cut -d= -f2)
   exec "$@" --url "https://$ADDRESS:8000"' engine \
   "$PYTHON" -m meshrl.inference.main @ "$CONFIG" &

@@ -40,11 +40,13 @@ NODES=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1) # those that 
 for node in $NODES; do
   echo "engine on $node, for client.base_url: http://$(address_of "$node"):8000/v1"
 done
-mkdir -p "$OUTPUT_DIR/logs/inference"
+# Each start of the job has its logs in a folder of its own.
+LOGS=$("$PYTHON" -m meshrl.core.telemetry.log_folder "$OUTPUT_DIR" inference) || exit 2
+export MESHRL_ATTEMPT_BEGUN=1
 # One engine over all nodes: the first one serves, the others hold copies of the model for it.
 RPC_PORT=$("$PYTHON" -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')
 srun --overlap --nodes=2 --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=1 \
-  --open-mode=append --output="$OUTPUT_DIR/logs/inference/node_%n.log" \
+  --open-mode=append --output="$LOGS/node_%n.log" \
   bash -c 'if [ "$SLURM_NODEID" -gt 0 ]; then
     set -- "$@" --headless --data-parallel-start-rank "$((SLURM_NODEID * 2))"
   else

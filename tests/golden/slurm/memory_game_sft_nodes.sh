@@ -35,13 +35,15 @@ before_the_limit() { # sft saves when it is told to end; `scontrol requeue` goes
   wait "$main"
 }
 
-mkdir -p "$OUTPUT_DIR/logs/sft"
+# Each start of the job has its logs in a folder of its own.
+LOGS=$("$PYTHON" -m meshrl.core.telemetry.log_folder "$OUTPUT_DIR" sft) || exit 2
+export MESHRL_ATTEMPT_BEGUN=1
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 MASTER_ADDR=$(scontrol show node "$MASTER_ADDR" | grep -o 'NodeAddr=[^ ]*' | cut -d= -f2)
 MASTER_PORT=$("$PYTHON" -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')
 export MASTER_ADDR MASTER_PORT WORLD_SIZE=16 LOCAL_WORLD_SIZE=8
 srun --overlap --nodes=2 --ntasks=16 --ntasks-per-node=8 \
-  --kill-on-bad-exit=1 --open-mode=append --output="$OUTPUT_DIR/logs/sft/node_%n.log" \
+  --kill-on-bad-exit=1 --open-mode=append --output="$LOGS/node_%n.log" \
   bash -c 'export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID; exec "$@"' rank \
   "$PYTHON" -m meshrl.sft.main @ "$CONFIG" "${resume[@]}" &
 main=$!

@@ -273,6 +273,7 @@ def test_logs_of_several_programs_are_one_in_the_order_of_time(tmp_path: Path) -
     refused = meshrl("logs", "-s", "hub", "-o", str(tmp_path))
     assert "no log of hub" in refused.output
     assert "there are: trainer, weights" in refused.output
+    assert "no attempt 3 in" in meshrl("logs", "-a", "3", "-o", str(tmp_path)).output
 
 
 def test_the_doctor_says_what_it_looked_at(tmp_path: Path) -> None:

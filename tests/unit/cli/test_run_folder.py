@@ -75,3 +75,16 @@ def test_logs_are_named_by_their_place(folder: RunFolder) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
     assert list(folder.logs()) == ["envs/train/words/env_server", "trainer"]
+    assert folder.attempts() == []
+
+
+def test_logs_are_those_of_the_newest_start_unless_another_is_named(folder: RunFolder) -> None:
+    for attempt in (9, 10):
+        path = folder.path / "logs" / f"attempt_{attempt}" / "trainer.log"
+        path.parent.mkdir(parents=True)
+        path.touch()
+    (folder.path / "logs" / "latest").symlink_to("attempt_10")
+    (folder.path / "logs" / "trainer.log").symlink_to("latest/trainer.log")
+    assert folder.attempts() == [9, 10]
+    assert folder.logs() == {"trainer": folder.path / "logs" / "attempt_10" / "trainer.log"}
+    assert folder.logs(9) == {"trainer": folder.path / "logs" / "attempt_9" / "trainer.log"}

@@ -4,6 +4,8 @@ import asyncio
 import errno
 import json
 import logging
+import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,8 @@ from opentelemetry import context, trace
 
 from meshrl.core.disk import disk_trouble
 from meshrl.core.paths import Layout
+from meshrl.core.telemetry.log_folder import begin_attempt, log_place
+from meshrl.core.telemetry.log_folder import main as log_folder_main
 from meshrl.core.telemetry.logs import setup_logging
 from meshrl.wire.trace import parse_traceparent
 from small_disk import fill, make_read_only, mounted
@@ -128,6 +132,53 @@ def test_everything_lies_under_the_output_dir():
     assert layout.checkpoint_step(3) == Path("out/checkpoints/step_3")
     for path in (layout.metrics_jsonl, layout.summary_json, layout.broadcasts, layout.hub, layout.ledger):
         assert path.parent == Path("out")
+
+
+def read(folder: Path) -> dict[str, str]:
+    """What the documents' paths of a run's logs hold."""
+    return {name: (folder / "logs" / name).read_text() for name in ("trainer.log", "envs/train/words/env_server.log")}
+
+
+def write(layout: Layout, text: str) -> None:
+    for parts in (("trainer.log",), ("envs", "train", "words", "env_server.log")):
+        path = log_place(layout, *parts)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as log:
+            log.write(text)
+
+
+def test_each_start_has_its_logs_and_the_documents_paths_are_the_newest(tmp_path):
+    layout = Layout(tmp_path / "run")
+    assert begin_attempt(layout).name == "attempt_1"
+    write(layout, "first")
+    assert begin_attempt(layout).name == "attempt_2"
+    write(layout, "second")
+    write(layout, ", more")  # a program of the same start, started again
+    assert set(read(layout.output_dir).values()) == {"second, more"}
+    assert (layout.logs / "attempt_1" / "trainer.log").read_text() == "first"
+    assert (layout.logs / "latest" / "trainer.log").read_text() == "second, more"
+    shutil.copytree(layout.output_dir, tmp_path / "copied", symlinks=True)
+    shutil.rmtree(layout.output_dir)
+    assert set(read(tmp_path / "copied").values()) == {"second, more"}
+
+
+def test_programs_without_a_start_share_the_newest_and_older_logs_become_one(tmp_path):
+    by_hand = Layout(tmp_path / "by_hand")
+    assert log_place(by_hand, "trainer.log") == log_place(by_hand, "weights.log").with_name("trainer.log")
+    assert [path.name for path in by_hand.logs.glob("attempt_*")] == ["attempt_1"]
+    older = Layout(tmp_path / "older")
+    (older.logs / "envs").mkdir(parents=True)
+    (older.logs / "trainer.log").write_text("old")
+    assert log_place(older, "trainer.log") == older.logs / "attempt_2" / "trainer.log"
+    assert (older.logs / "attempt_1" / "trainer.log").read_text() == "old"
+    assert (older.logs / "attempt_1" / "envs").is_dir()
+
+
+def test_a_batch_script_is_told_where_its_output_goes(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["log_folder", str(tmp_path), "sft"])
+    log_folder_main()
+    assert capsys.readouterr().out == f"{tmp_path}/logs/attempt_1/sft\n"
+    assert (tmp_path / "logs" / "sft").samefile(tmp_path / "logs" / "attempt_1" / "sft")
 
 
 def test_a_full_disk_costs_lines_of_the_log_and_is_said_once(tmp_path, capsys):

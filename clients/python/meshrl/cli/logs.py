@@ -23,23 +23,30 @@ TAIL_BYTES = 2**20  # of each log, in which its last lines are looked for
 @click.option(
     "-n", "--lines", type=click.IntRange(min=0), default=20, show_default=True, help="Last lines of each log."
 )
-@click.option("-f", "--follow", is_flag=True, help="Go on with what comes, until Ctrl-C.")
-def logs(folder: RunFolder, services: tuple[str, ...], lines: int, follow: bool) -> None:
+@click.option("-f", "--follow", is_flag=True, help="Go on with what comes, also of the next start, until Ctrl-C.")
+@click.option("-a", "--attempt", type=int, help="The logs of this start of the run, from 1; the newest is shown else.")
+def logs(folder: RunFolder, services: tuple[str, ...], lines: int, follow: bool, attempt: int | None) -> None:
     """Print the end of each program's log, and what is added to it."""
-    found = _chosen(folder, services)
-    read = {name: path.stat().st_size for name, path in found.items()}
-    ends = (_stamped(name, path, read[name], lines) for name, path in found.items())
+    found = _chosen(folder, services, attempt)
+    read = {path: path.stat().st_size for path in found.values()}
+    ends = (_stamped(name, path, read[path], lines) for name, path in found.items())
     for _, name, line in heapq.merge(*ends):
         click.echo(f"{name:14} {line}")
     while follow:
         time.sleep(FOLLOW_S)
-        for name, path in _chosen(folder, services).items():
-            for line in _new_lines(path, name, read):
+        for name, path in folder.logs(attempt).items():  # of a start that has just begun, maybe without some
+            if services and name not in services:
+                continue
+            for line in _new_lines(path, read):
                 click.echo(f"{name:14} {line}")
 
 
-def _chosen(folder: RunFolder, services: tuple[str, ...]) -> dict[str, Path]:
-    found = folder.logs()
+def _chosen(folder: RunFolder, services: tuple[str, ...], attempt: int | None) -> dict[str, Path]:
+    attempts = folder.attempts()
+    if attempt is not None and attempt not in attempts:
+        there_are = ", ".join(map(str, attempts)) or "none"
+        raise CliError(f"no attempt {attempt} in {folder.path / 'logs'}; there are: {there_are}")
+    found = folder.logs(attempt)
     if not found:
         raise CliError(f"{folder.path} has no logs: name a run's output folder with -o")
     if unknown := [service for service in services if service not in found]:
@@ -60,13 +67,13 @@ def _stamped(name: str, path: Path, end: int, number: int) -> list[tuple[str, st
     return stamped
 
 
-def _new_lines(path: Path, name: str, read: dict[str, int]) -> Iterator[str]:
+def _new_lines(path: Path, read: dict[Path, int]) -> Iterator[str]:
     """Whole lines that were added since the last look; a file that shrank was begun anew."""
     size = path.stat().st_size
-    begin = read.get(name, 0) if size >= read.get(name, 0) else 0
+    begin = read.get(path, 0) if size >= read.get(path, 0) else 0
     with path.open("rb") as file:
         file.seek(begin)
         added = file.read(size - begin)
     whole = added[: added.rfind(b"\n") + 1]
-    read[name] = begin + len(whole)
+    read[path] = begin + len(whole)
     yield from whole.decode(errors="replace").splitlines()

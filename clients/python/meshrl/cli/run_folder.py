@@ -168,9 +168,18 @@ class RunFolder:
         with zstandard.open(path, "rt", encoding="utf-8") as file:
             return [json.loads(line) for line in file]
 
-    def logs(self) -> dict[str, Path]:
-        """The log files by name, such as `trainer` or `envs/train/reverse_text/env_server`."""
+    def attempts(self) -> list[int]:
+        """The starts of the run that have logs, the newest last."""
+        return sorted(
+            int(path.name[8:]) for path in (self.path / "logs").glob("attempt_*") if path.name[8:].isdecimal()
+        )
+
+    def logs(self, attempt: int | None = None) -> dict[str, Path]:
+        """The log files of one start, else the newest, by name, such as `trainer` or `envs/train/words/env_server`."""
+        attempts = self.attempts()
         root = self.path / "logs"
+        if attempts:
+            root /= f"attempt_{attempts[-1] if attempt is None else attempt}"
         return {str(path.relative_to(root).with_suffix("")): path for path in sorted(root.rglob("*.log"))}
 
     def spans(self) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from meshrl.core.config import ConfigError
 from meshrl.core.config.shared import ServerConfig
 from meshrl.core.paths import Layout
+from meshrl.core.telemetry.log_folder import log_place
 from meshrl.core.telemetry.logs import LAUNCHER_LOGS
 from meshrl.launch.config import RLConfig
 from meshrl.launch.config.sections import RunDeploymentConfig
@@ -99,7 +100,7 @@ def on_nodes(
             node = next(engines)
             number = list(dict.fromkeys(each.name for each in spread.engines)).index(node.name)
             numbers[node.name] = place = numbers.get(node.name, 0) + 1
-            log = layout.logs / "inference" / f"node_{number}{'' if place == 1 else f'_{place}'}.log"
+            log = log_place(layout, "inference", f"node_{number}{'' if place == 1 else f'_{place}'}.log")
             started.append(_step(program, node, log=log))
         else:
             started.append(_step(program, spread.head, log=program.log))
@@ -109,12 +110,7 @@ def on_nodes(
 def link_logs(layout: Layout) -> None:
     """Lets logs/trainer.log and logs/inference.log be those of the first node."""
     for name in ("trainer", "inference"):
-        link = layout.log(name)
-        link.parent.mkdir(parents=True, exist_ok=True)
-        if link.is_file() and not link.is_symlink():
-            link.rename(link.with_name(f"{name}.before.log"))  # of an earlier run on one node
-        link.unlink(missing_ok=True)
-        link.symlink_to(f"{name}/node_0.log")
+        log_place(layout, f"{name}.log").symlink_to(f"{name}/node_0.log")
 
 
 def _trainers(program: Program, spread: Spread, layout: Layout, master_port: int) -> list[Program]:
@@ -131,7 +127,7 @@ def _trainers(program: Program, spread: Spread, layout: Layout, master_port: int
             _step(
                 replace(program, environ={**program.environ, **group, "FIRST_RANK": str(number * ranks)}),
                 node,
-                log=layout.logs / "trainer" / f"node_{number}.log",
+                log=log_place(layout, "trainer", f"node_{number}.log"),
                 tasks=ranks,
                 before=("sh", "-c", AS_RANK, "rank"),
             ),

@@ -19,6 +19,7 @@ from loguru import logger
 
 from meshrl.core.config.shared import EnvConfig, LogConfig
 from meshrl.core.paths import Layout
+from meshrl.core.telemetry.log_folder import log_place
 from meshrl.core.telemetry.logs import setup_logging, with_trace
 from meshrl.rollout.config import RolloutConfig
 from meshrl.rollout.workers.watchdog import environment_now
@@ -29,7 +30,7 @@ LINE = "{time:HH:mm:ss.SSS} {level: <7} {message}"
 
 def env_folder(output_dir: Path, entry: EnvConfig) -> Path:
     """The folder with the logs of one environment."""
-    return Layout(output_dir).logs / "envs" / entry.part / entry.resolved_name.replace("/", "_")
+    return log_place(Layout(output_dir), "envs", entry.part, entry.resolved_name.replace("/", "_"))
 
 
 def log_environments(config: RolloutConfig) -> None:
@@ -58,7 +59,7 @@ class WorkerLogs:
             if entry.resolved_name in names
         }
         alone = next(iter(hosted.values())) if len(hosted) == 1 else None
-        return cls(number, {} if alone else hosted, alone or Layout(config.output_dir).logs / "envs" / file)
+        return cls(number, {} if alone else hosted, alone or log_place(Layout(config.output_dir), "envs", file))
 
 
 def take_over_output(logs: WorkerLogs, config: LogConfig) -> None:

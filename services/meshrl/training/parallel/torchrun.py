@@ -25,6 +25,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from meshrl.core.orphans import AGENT_PID, LOST_PEER
 from meshrl.core.paths import Layout
+from meshrl.core.telemetry.log_folder import log_place
 from meshrl.core.telemetry.logs import stdout_goes_beside
 from meshrl.training.parallel.deployment import DeploymentConfig
 
@@ -37,11 +38,12 @@ def run_ranks(
 ) -> int:
     """Runs `module` with this program's arguments as so many ranks; returns the exit code.
 
-    Their output is in <output_dir>/logs/<role>/torchrun/<rdzv>/attempt_0/<rank>/. What rank 0 prints is shown here too:
-    all of it, or errors alone when this program's output already goes to the log that rank 0 writes.
+    Their output is in <output_dir>/logs/<role>/torchrun/<rdzv>/attempt_0/<rank>/ of the newest start. What rank 0
+    prints is shown here too: all of it, or errors alone when this program's output already goes to the log that rank 0
+    writes.
     """
-    show = Std.ERR if stdout_goes_beside(layout.log(role)) else Std.ALL
-    log_dir = layout.logs / role / "torchrun"
+    show = Std.ERR if stdout_goes_beside(log_place(layout, f"{role}.log")) else Std.ALL
+    log_dir = log_place(layout, role, "torchrun")
     agent = RankAgent(module, sys.argv[1:], ranks=deployment.num_train_gpus, log_dir=log_dir, show=show, role=role)
     return agent.run(environment)
 

@@ -1,0 +1,103 @@
+"""Where the logs of a run lie: each start has a folder of its own, `logs/attempt_N`; `logs/latest` is the newest.
+
+The documents' paths (`logs/trainer.log`, `logs/envs/...`) are links through `latest`, so that they name the newest
+start's. All links are relative: a copied folder keeps them. Whoever starts a run begins an attempt; programs that are
+started alone write to the newest one.
+
+    python -m meshrl.core.telemetry.log_folder OUTPUT_DIR FOLDER
+
+begins an attempt, makes a folder in it, and prints its path: for a batch script whose job is several processes.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from meshrl.core.disk import disk_trouble
+from meshrl.core.paths import Layout
+
+BEGUN = "MESHRL_ATTEMPT_BEGUN"
+"""Set for programs that belong to a start which has begun its attempt already."""
+
+_LATEST = "latest"
+_ATTEMPT = "attempt_"
+
+
+def begin_attempt(layout: Layout) -> Path:
+    """Makes the folder for the logs of a new start and returns it. Logs that lie beside the attempts, as those of older
+    versions do, become an attempt before it. Ends the process with a sentence where nothing can be written.
+    """
+    logs = layout.logs
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+        if beside := _beside(logs):
+            earlier = _new_folder(logs)
+            for path in beside:
+                path.rename(earlier / path.name)
+        folder = _new_folder(logs)
+        _link(logs / _LATEST, folder.name)
+    except OSError as error:
+        raise SystemExit(disk_trouble(error) or f"cannot write {logs}: {error}") from error
+    return folder
+
+
+def log_place(layout: Layout, *parts: str) -> Path:
+    """The path of a log, or of a folder of logs, in the newest attempt; nothing is made there but the attempt, where
+    there is none. The documents' path becomes a link to it. Ends the process as `begin_attempt` does.
+    """
+    logs, plain = layout.logs, layout.logs / parts[0]
+    latest = logs / _LATEST
+    try:
+        if latest.is_symlink():
+            folder = logs / latest.readlink()
+        elif logs.is_dir() and _beside(logs):
+            folder = begin_attempt(layout)
+        else:  # programs that are started by hand at once meet in the first one
+            folder = logs / f"{_ATTEMPT}1"
+            folder.mkdir(parents=True, exist_ok=True)
+            _link(latest, folder.name)
+        if not os.path.lexists(plain):
+            _link(plain, f"{_LATEST}/{parts[0]}")
+    except OSError as error:
+        raise SystemExit(disk_trouble(error) or f"cannot write {plain}: {error}") from error
+    return folder.joinpath(*parts)
+
+
+def _beside(logs: Path) -> list[Path]:
+    """What lies in the folder of logs that is neither a link nor an attempt."""
+    return [path for path in logs.iterdir() if not path.is_symlink() and not path.name.startswith(_ATTEMPT)]
+
+
+def _new_folder(logs: Path) -> Path:
+    """The attempt after the last one; another process may have taken that number a moment ago."""
+    numbers = [path.name.removeprefix(_ATTEMPT) for path in logs.glob(f"{_ATTEMPT}*")]
+    number = max((int(found) for found in numbers if found.isdecimal()), default=0) + 1
+    folder = logs / f"{_ATTEMPT}{number}"
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        return _new_folder(logs)
+    return folder
+
+
+def _link(path: Path, target: str) -> None:
+    """Makes `path` a link to `target`, also where it is one to something else: nobody ever sees none."""
+    made = path.with_name(f".{path.name}.{os.getpid()}")
+    made.unlink(missing_ok=True)
+    made.symlink_to(target)
+    made.replace(path)
+
+
+def main() -> None:
+    """Begins an attempt for a batch script and prints where its output goes."""
+    layout = Layout(Path(sys.argv[1]))
+    begin_attempt(layout)
+    place = log_place(layout, sys.argv[2])
+    place.mkdir()
+    sys.stdout.write(f"{place}\n")
+
+
+if __name__ == "__main__":
+    main()
