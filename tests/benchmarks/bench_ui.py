@@ -36,6 +36,9 @@ VIEWS = {
     "rollout of 32k tokens": (
         "rollouts?step=2&look=logprobs&n={step}", "document.querySelectorAll('.tokens .block i').length >= 256",
     ),
+    "its gaps to the trainer": (
+        "rollouts?step=2&look=gap&n={step}", "document.querySelectorAll('.tokens .block i').length >= 256",
+    ),
     "timeline": ("timeline?n={step}", "document.querySelectorAll('rect.span').length > 1"),
     "weights": ("weights?n={step}", "document.querySelectorAll('.u-wrap').length >= 1"),
     "ledger": ("ledger?n={step}", "document.querySelectorAll('table').length == 2"),

@@ -200,6 +200,10 @@ def messages():
             StepEvent(revision=5, step=3, state=StepState.DONE, durable_step=2)
         ).SerializeToString(),
     )
+    asking_batch = dataclasses.replace(BATCH, logprob_rollouts=("b", "a"))
+    yield "batch_header_asking", next(iter(convert.batch_to_messages(asking_batch))).SerializeToString()
+    given = dataclasses.replace(event, logprobs={"b": np.array([-0.5, -2.0], dtype=np.float32)})
+    yield "step_event_logprobs", convert.step_event_to_proto(given).SerializeToString()
     yield "manifest", convert.manifest_to_proto(manifest).SerializeToString()
     yield "upload_chunk", frames.frame_upload_chunk(Chunk(offset=8, data=b"bytes", crc32c=0x01020304))
     yield "fetch_chunk", frames.frame_fetch_chunk(Chunk(offset=8, data=b"bytes", crc32c=0x01020304))

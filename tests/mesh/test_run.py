@@ -7,8 +7,11 @@ import sqlite3
 from collections.abc import Callable
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from mesh_run import Run
+from meshrl.cli.run_folder import RunFolder
 from meshrl.client.authority import Authority
 from meshrl.orchestrator.ledger.audit import audit
 
@@ -73,6 +76,24 @@ def test_runs_that_start_at_once_train_beside_each_other(finished: dict[int, Run
     assert [len(ports(run)) for run in runs] == [4, 4]  # rollout, trainer, weights and inference
     assert not ports(runs[0]) & ports(runs[1])
     assert not [pid for run in runs for pid in run.left_running()]
+
+
+def test_kept_rollouts_have_the_logprobs_of_the_weights_that_trained_them(finished: dict[int, Run]) -> None:
+    """Step 3 trains the weights of step 2, which are on disk: they give the trainer's side of each token's gap."""
+    folder = RunFolder(finished[2].output_dir)
+    model = AutoModelForCausalLM.from_pretrained(folder.path / "weights" / "step_2", dtype=torch.float32).eval()
+    kept = [line for line in folder.samples(3) if line.get("advantage") is not None]
+    assert kept
+    for line in kept:
+        for sample in line["samples"]:
+            ids = torch.tensor(sample["token_ids"])
+            with torch.no_grad():
+                logits = model(ids[None]).logits[0, :-1] / sample["temperature"]
+            own = logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0].tolist()
+            sampled = [place for place, logprob in enumerate(sample["logprobs"]) if logprob is not None]
+            assert [place for place, found in enumerate(sample["trainer_logprobs"]) if found is not None] == sampled
+            gaps = [sample["trainer_logprobs"][place] - sample["logprobs"][place] for place in sampled]
+            assert gaps == pytest.approx([own[place - 1] - sample["logprobs"][place] for place in sampled], abs=1e-4)
 
 
 def test_a_run_is_resumed_by_the_next_one(finished: dict[int, Run], start_shared_run: Callable[..., Run]) -> None:

@@ -33,11 +33,13 @@ def add_step(path: Path, step: int) -> None:
 def rollout(step: int, picked: str, reward: float, reply: str, tokens: int = 4) -> dict[str, Any]:
     """A line of rollouts/step_N.jsonl.zst; half of its `tokens` are the prompt's."""
     half = tokens // 2
+    gaps = (0.02, -0.2, 0.0, -0.75)
     message = [{"role": "user", "text": "say", "tokens": [0, half]}]
     message += [{"role": "assistant", "text": reply, "tokens": [half, tokens]}]
     sample = {
         "token_ids": list(range(1, tokens + 1)),
         "logprobs": [None] * half + [-0.5] * (tokens - half),
+        "trainer_logprobs": [None] * half + [round(-0.5 + gaps[place % 4], 5) for place in range(tokens - half)],
         "temperature": 1.0,
         "versions": [[half, tokens, step - 1]],
         "messages": message,

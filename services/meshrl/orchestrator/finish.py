@@ -66,6 +66,10 @@ class StepFinisher:
         self._alerts = Alerts(synchronous=config.max_async_level == 0)
         self._step_began_s = clock.now()
 
+    def asked(self, step: SubmittedStep) -> SubmittedStep:
+        """The step with a batch that asks the trainer for what the step's record is to hold."""
+        return step if self._samples is None else self._samples.asked(step)
+
     async def finish_steps(self, tasks: asyncio.TaskGroup) -> None:
         """Brings each step to its end, in order, until the last one; evaluations beside training run in `tasks`."""
         self._step_began_s = self._clock.now()
@@ -92,7 +96,7 @@ class StepFinisher:
                 with trace.use_span(run.span(step)), at_hub:
                     activation = await self._relay.activate_or_skip(self._uploader, version)
             except asyncio.CancelledError:  # the run is stopped: the step is trained, and its record says so
-                await self._write(submitted, served, trainer=record.trainer_metrics(done))
+                await self._write(submitted, served, done)
                 raise
             served = record.activation_metrics(activation, skipped=version < self._uploader.came_back_at)
         active = activation is not None and step <= run.steps.trained  # else it is made and activated again
@@ -102,7 +106,7 @@ class StepFinisher:
                 self._sample_with(version)
         if redone := run.journal.redone(step):
             served["progress/redone"] = 1.0
-        await self._write(submitted, served, trainer=record.trainer_metrics(done))
+        await self._write(submitted, served, done)
         await run.journal.state_checkpoint()
         if self._evaluator is not None and (due := self._evaluator.due(step)) and not redone:
             if synchronous:
@@ -122,8 +126,8 @@ class StepFinisher:
         self._run.plan.activated(version)
         self._dispatcher.dispatch()
 
-    async def _write(self, submitted: SubmittedStep, served: record.Metrics, *, trainer: record.Metrics) -> None:
-        """Writes the one record of a step: its own metrics, how the version was `served`, and the `trainer`'s."""
+    async def _write(self, submitted: SubmittedStep, served: record.Metrics, done: StepEvent) -> None:
+        """Writes the one record of a step: its own metrics, how the version was `served`, and the trainer's."""
         run, now_s = self._run, self._clock.now()
         seconds, self._step_began_s = now_s - self._step_began_s, now_s
         metrics = record.step_metrics(
@@ -139,7 +143,7 @@ class StepFinisher:
         metrics |= record.mixture_metrics(submitted.assembled, submitted.groups, self._config.mixture)
         metrics |= {"policy/active_version": float(run.plan.active_version)} | served
         metrics |= {f"progress/epoch/{name}": value for name, value in run.plan.epochs().items()}
-        metrics = record.merged(CATALOGUE.record(Source.ORCHESTRATOR, metrics), trainer=trainer)
+        metrics = record.merged(CATALOGUE.record(Source.ORCHESTRATOR, metrics), trainer=record.trainer_metrics(done))
         states = await asyncio.to_thread(read_states, self._config.output_dir)
         lags_s = {state.program: state.loop_lag_s for state in states.values()}
         metrics |= CATALOGUE.record(Source.ORCHESTRATOR, self._alerts.look(metrics, lags_s))
@@ -147,7 +151,7 @@ class StepFinisher:
         await asyncio.to_thread(self._monitor.log, submitted.step, metrics)
         run.journal.logged(submitted.step, forgotten=submitted.step > run.steps.trained)
         if self._samples is not None:
-            await asyncio.to_thread(self._samples.write, submitted)
+            await asyncio.to_thread(self._samples.write, submitted, done.logprobs)
         await log_extras(self._monitor, self._config.log_extras, submitted)
         if self._config.bench:
             self.records.append(metrics)

@@ -209,8 +209,10 @@ class RunLoop:
             span.set_attributes({"rl.batch.groups": len(groups), "rl.batch.micro_batches": len(rows)})
         for _ in assembled.untrainable:
             tally.drop(DropReason.UNTRAINABLE)
-        await run.journal.batch(groups, assembled, dp_size=self._trainer.dp_size, drawn=run.plan.drawn())
-        run.submitted.add(SubmittedStep(step=step, groups=tuple(groups), assembled=assembled, tally=tally))
+        submitted = SubmittedStep(step=step, groups=tuple(groups), assembled=assembled, tally=tally)
+        submitted = await asyncio.to_thread(self.finisher.asked, submitted)
+        await run.journal.batch(groups, submitted.assembled, dp_size=self._trainer.dp_size, drawn=run.plan.drawn())
+        run.submitted.add(submitted)
         self._uploader.add(step)
 
     def _assemble(self, step: int, groups: list[ReadyGroup], scores: Scores) -> AssembledBatch:

@@ -12,7 +12,9 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 
+import numpy as np
 from loguru import logger
+from numpy.typing import NDArray
 
 from meshrl.core.metrics.catalogue import Source
 from meshrl.core.metrics.names import CATALOGUE
@@ -20,6 +22,7 @@ from meshrl.core.telemetry.waits import Waits
 from meshrl.trainer.metrics import step_metrics
 from meshrl.trainer.publishing.publisher import PublishReport
 from meshrl.trainer.ranks.commands import CommandSender, SaveCommand, SnapshotCommand, StopCommand, TrainCommand
+from meshrl.trainer.rollout_logprobs import rollout_logprobs
 from meshrl.trainer.runs.table import TrainerRun
 from meshrl.trainer.runs.work_queue import SaveRequest
 from meshrl.trainer.spans import TrainSpan, TrainSpans
@@ -124,7 +127,8 @@ class TrainerLoop:
             "step": wait_s + ended - started,
         }
         metrics = self._metrics(batch, result, timings_s, ended - started)
-        self._start_publication(result.step, captured, metrics, timings_s, span)
+        logprobs = rollout_logprobs(batch, result.tokens.logprobs)
+        self._start_publication(result.step, captured, metrics, timings_s, span, logprobs)
         logger.info(
             "step {} | loss {:.4f} | grad norm {:.3f} | mismatch kl {:.2e} | {:.0f} tokens/s | {:.2f} s, wait {:.2f} s",
             result.step,
@@ -145,6 +149,7 @@ class TrainerLoop:
         metrics: Mapping[str, float],
         timings_s: Mapping[str, float],
         span: TrainSpan,
+        logprobs: Mapping[str, NDArray[np.float32]],
     ) -> None:
         """Starts the publication of a version; the step is DONE when the hub has sealed it."""
         started = time.perf_counter()
@@ -169,6 +174,7 @@ class TrainerLoop:
                 metrics={**metrics, **CATALOGUE.record(Source.TRAINER, published)},
                 timings_s={**timings_s, **lengths_s},
                 traceparent=span.traceparent,
+                logprobs=logprobs,
             )
 
         self._versions.progress.moved()

@@ -45,6 +45,9 @@ async def test_every_view_draws_what_the_folder_holds(page: tuple[Tab, str]) -> 
         "rollouts": f"{TEXT}.includes('made: reward 0 (right 0), advantage -0.5')",
         "rollouts?step=4&id=best-4": f"{TEXT}.includes('good 4')",
         "rollouts?id=best-10&look=logprobs": "document.querySelectorAll('.block i.t2').length == 2",
+        "rollouts?id=best-10&look=gap": "document.querySelector('.block i.n2').title =="
+        " 'gap -0.20000: trainer -0.7, engine -0.5, token 4' && document.querySelectorAll('.block i.t0').length == 2"
+        " && document.querySelector('.block i.p1') && document.querySelectorAll('p.tokens i').length == 9",
         "rollouts?id=best-10&look=versions": "document.querySelector('.block i.v0').title == 'version 9, token 3'",
         "timeline": "document.querySelectorAll('rect.span').length == 2",
         "weights": "document.querySelectorAll('.u-wrap').length == 1",

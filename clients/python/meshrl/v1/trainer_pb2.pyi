@@ -80,7 +80,7 @@ class SubmitBatchRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[BatchHeader, _Mapping]] = ..., micro_batch: _Optional[_Union[MicroBatch, _Mapping]] = ...) -> None: ...
 
 class BatchHeader(_message.Message):
-    __slots__ = ("run_id", "step", "digest", "num_micro_batches", "loss_tokens", "environments", "traceparent")
+    __slots__ = ("run_id", "step", "digest", "num_micro_batches", "loss_tokens", "environments", "traceparent", "logprob_rollouts")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
@@ -88,6 +88,7 @@ class BatchHeader(_message.Message):
     LOSS_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ENVIRONMENTS_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    LOGPROB_ROLLOUTS_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     step: int
     digest: str
@@ -95,7 +96,8 @@ class BatchHeader(_message.Message):
     loss_tokens: int
     environments: _containers.RepeatedScalarFieldContainer[str]
     traceparent: str
-    def __init__(self, run_id: _Optional[str] = ..., step: _Optional[int] = ..., digest: _Optional[str] = ..., num_micro_batches: _Optional[int] = ..., loss_tokens: _Optional[int] = ..., environments: _Optional[_Iterable[str]] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    logprob_rollouts: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, run_id: _Optional[str] = ..., step: _Optional[int] = ..., digest: _Optional[str] = ..., num_micro_batches: _Optional[int] = ..., loss_tokens: _Optional[int] = ..., environments: _Optional[_Iterable[str]] = ..., traceparent: _Optional[str] = ..., logprob_rollouts: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class MicroBatch(_message.Message):
     __slots__ = ("dp_rank", "token_ids", "position_ids", "loss_mask", "advantages", "inference_logprobs", "sample_offsets", "temperatures", "env_index", "rollout_ids", "traceparents", "rl_weights", "ce_weights", "ref_kl_weights", "ref_logprobs", "prefix_tokens", "prefix_samples", "ref_top_ids", "ref_top_logprobs")
@@ -156,7 +158,7 @@ class WatchStepsRequest(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., after_revision: _Optional[int] = ...) -> None: ...
 
 class WatchStepsResponse(_message.Message):
-    __slots__ = ("revision", "step", "state", "version", "metrics", "timings_s", "reason", "message", "traceparent", "durable_step")
+    __slots__ = ("revision", "step", "state", "version", "metrics", "timings_s", "reason", "message", "traceparent", "durable_step", "logprobs")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -181,6 +183,7 @@ class WatchStepsResponse(_message.Message):
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     DURABLE_STEP_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     revision: int
     step: int
     state: StepState
@@ -191,7 +194,16 @@ class WatchStepsResponse(_message.Message):
     message: str
     traceparent: str
     durable_step: int
-    def __init__(self, revision: _Optional[int] = ..., step: _Optional[int] = ..., state: _Optional[_Union[StepState, str]] = ..., version: _Optional[int] = ..., metrics: _Optional[_Mapping[str, float]] = ..., timings_s: _Optional[_Mapping[str, float]] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ..., traceparent: _Optional[str] = ..., durable_step: _Optional[int] = ...) -> None: ...
+    logprobs: _containers.RepeatedCompositeFieldContainer[RolloutLogprobs]
+    def __init__(self, revision: _Optional[int] = ..., step: _Optional[int] = ..., state: _Optional[_Union[StepState, str]] = ..., version: _Optional[int] = ..., metrics: _Optional[_Mapping[str, float]] = ..., timings_s: _Optional[_Mapping[str, float]] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ..., traceparent: _Optional[str] = ..., durable_step: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[RolloutLogprobs, _Mapping]]] = ...) -> None: ...
+
+class RolloutLogprobs(_message.Message):
+    __slots__ = ("rollout_id", "logprobs")
+    ROLLOUT_ID_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    rollout_id: str
+    logprobs: _tensor_pb2.Tensor
+    def __init__(self, rollout_id: _Optional[str] = ..., logprobs: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ...) -> None: ...
 
 class SaveCheckpointRequest(_message.Message):
     __slots__ = ("request_id", "run_id", "weights_only")

@@ -3,6 +3,7 @@
 Asked by the step finisher once a step is recorded; read by `meshrl rollouts`. A line is one rollout, whole: what was
 said, how it was rewarded, and every token with its logprob, mask and version. Of each environment there are the best,
 the worst and a few drawn by chance, of those that trained and those that were dropped; and every rollout that failed.
+Those that trained have the trainer's logprobs beside the engine's: the batch asks for them.
 """
 
 from __future__ import annotations
@@ -11,21 +12,27 @@ import json
 import math
 import random
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import zstandard
 from loguru import logger
+from numpy.typing import NDArray
 
 from meshrl.core.config.flags import flag
 from meshrl.core.durable import write_file
 from meshrl.orchestrator.config import RolloutSamplesConfig
 from meshrl.orchestrator.work.batches import SubmittedStep
+from meshrl.sampling.groups import RolloutGroup
 from meshrl.wire.trace import parse_traceparent
-from meshrl.wire.types import Rollout, Sample
+from meshrl.wire.types import MicroBatch, Rollout, Sample
 
 _Line = Mapping[str, Any]
+Logprobs = Mapping[str, NDArray[np.float32]]
+"""The trainer's, by rollout id: one for each of its tokens of the rl term, in the order of the batch's rows."""
 
 
 class RolloutSamplesWriter:
@@ -36,11 +43,21 @@ class RolloutSamplesWriter:
         self._folder = folder
         self._warned = False
 
-    def write(self, step: SubmittedStep) -> None:
-        """Writes a step's file when its turn has come. Blocks. Raises nothing of the disk's."""
+    def asked(self, step: SubmittedStep) -> SubmittedStep:
+        """The step with a batch that asks the trainer for its logprobs of the rollouts that are to be written."""
+        if step.step % self._config.interval:
+            return step
+        trained = step.assembled.advantages.keys() - step.assembled.untrainable
+        ids = [rollout.rollout_id for _, rollout in picked(step, self._config) if rollout.rollout_id in trained]
+        batch = replace(step.assembled.batch, logprob_rollouts=tuple(ids))
+        return replace(step, assembled=replace(step.assembled, batch=batch))
+
+    def write(self, step: SubmittedStep, logprobs: Logprobs) -> None:
+        """Writes a step's file when its turn has come, with the trainer's logprobs (StepEvent.logprobs) where it gave
+        them. Blocks. Raises nothing of the disk's."""
         if step.step % self._config.interval:
             return
-        lines = within(chosen(step, self._config), round(self._config.max_mib * 2**20))
+        lines = within(chosen(step, self._config, logprobs), round(self._config.max_mib * 2**20))
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             packed = zstandard.ZstdCompressor(level=3).compress(b"".join(lines))
@@ -64,9 +81,9 @@ def within(lines: Iterable[_Line], max_bytes: int) -> Iterator[bytes]:
             yield written
 
 
-def chosen(step: SubmittedStep, config: RolloutSamplesConfig) -> Iterator[_Line]:
+def chosen(step: SubmittedStep, config: RolloutSamplesConfig, logprobs: Logprobs) -> Iterator[_Line]:
     """The lines of a step in the order in which they are worth their bytes; each rollout is in one."""
-    groups = [*(ready.group for ready in step.groups), *step.tally.discarded]
+    groups = _groups(step)
     for group in groups:
         for failure in group.failures:
             yield {
@@ -74,15 +91,51 @@ def chosen(step: SubmittedStep, config: RolloutSamplesConfig) -> Iterator[_Line]
                 "environment": group.ticket.task.environment, "task_index": group.ticket.task.index,
                 "reason": failure.reason, "message": failure.message,
             }  # fmt: skip
+    for why, rollout in picked(step, config):
+        advantage = step.assembled.advantages.get(rollout.rollout_id)
+        found = trainer_logprobs(rollout, step.assembled.batch.micro_batches, logprobs.get(rollout.rollout_id))
+        yield {"picked": why, "step": step.step, "advantage": advantage, **_line(rollout, found)}
+
+
+def _groups(step: SubmittedStep) -> list[RolloutGroup]:
+    return [*(ready.group for ready in step.groups), *step.tally.discarded]
+
+
+def picked(step: SubmittedStep, config: RolloutSamplesConfig) -> Iterator[tuple[str, Rollout]]:
+    """The rollouts of a step that are to be read, and why; the same whenever it is asked."""
     by_environment: dict[str, list[Rollout]] = defaultdict(list)
-    for group in groups:
+    for group in _groups(step):
         for rollout in group.rollouts:
             by_environment[rollout.environment].append(rollout)
-    for picked in ("worst", "best", "random"):
+    for why in ("worst", "best", "random"):
         for rollouts in by_environment.values():
-            for rollout in _taken(rollouts, picked, getattr(config, picked), seed=step.step):
-                advantage = step.assembled.advantages.get(rollout.rollout_id)
-                yield {"picked": picked, "step": step.step, "advantage": advantage, **_line(rollout)}
+            yield from ((why, rollout) for rollout in _taken(rollouts, why, getattr(config, why), seed=step.step))
+
+
+def trainer_logprobs(
+    rollout: Rollout, rows: Sequence[MicroBatch], values_N: NDArray[np.float32] | None
+) -> list[NDArray[np.float32]] | None:
+    """(T,) of each sample of the rollout, NaN at tokens that the rl term did not have; None where the trainer gave
+    nothing, or not one value for each token.
+    """
+    places = [
+        (row, place) for row in rows for place, owner in enumerate(row.rollout_ids) if owner == rollout.rollout_id
+    ]
+    masks = [row.loss_mask[row.sample_offsets[place] : row.sample_offsets[place + 1]] for row, place in places]
+    if values_N is None or len(values_N) != sum(int(mask.sum()) for mask in masks):
+        return None
+    found = [np.full(len(sample.token_ids), np.nan, dtype=np.float32) for sample in rollout.samples]
+    left = list(range(len(found)))
+    for (row, place), mask in zip(places, masks, strict=True):
+        own = row.token_ids[row.sample_offsets[place] : row.sample_offsets[place + 1]]
+        prefix = 0 if row.prefix_tokens is None else int(row.prefix_tokens[place])
+        values, values_N = np.split(values_N, [int(mask.sum())])
+        for index in left:  # rows are packed in an order of their own
+            if np.array_equal(rollout.samples[index].token_ids[prefix : prefix + len(own)], own):
+                found[index][prefix + np.flatnonzero(mask)] = values
+                left.remove(index)
+                break
+    return found
 
 
 def _taken(rollouts: list[Rollout], picked: str, number: int, *, seed: int) -> list[Rollout]:
@@ -106,7 +159,7 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _line(rollout: Rollout) -> _Line:
+def _line(rollout: Rollout, logprobs: Sequence[NDArray[np.float32]] | None) -> _Line:
     context = parse_traceparent(rollout.traceparent)
     return {
         "rollout_id": rollout.rollout_id,
@@ -122,11 +175,18 @@ def _line(rollout: Rollout) -> _Line:
         "num_turns": rollout.num_turns,
         "timings_s": {name: round(seconds, 4) for name, seconds in rollout.timings_s.items()},
         "trace_id": None if context is None else f"{context.trace_id:032x}",
-        "samples": [_sample(sample) for sample in rollout.samples],
+        "samples": [
+            _sample(sample) | ({} if logprobs is None else {"trainer_logprobs": _rounded(logprobs[place])})
+            for place, sample in enumerate(rollout.samples)
+        ],
     }
 
 
-def _sample(sample: Sample) -> _Line:
+def _rounded(logprobs_T: NDArray[np.float32]) -> list[float | None]:
+    return [_finite(round(logprob, 5)) for logprob in logprobs_T.tolist()]
+
+
+def _sample(sample: Sample) -> dict[str, Any]:
     """Lists of one entry a token; `logprobs` is null where the policy sampled nothing."""
     pairs = zip(sample.logprobs.tolist(), sample.loss_mask.tolist(), strict=True)
     return {

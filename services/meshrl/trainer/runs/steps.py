@@ -12,9 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Batch, RunInfo, StepEvent, StepState
 
+EVENTS_WITH_LOGPROBS = 8
 RETRY_AFTER_S = 0.5  # a queue moves at the pace of steps, which take about this long at least
 
 
@@ -168,8 +172,9 @@ class StepBook:
         metrics: Mapping[str, float],
         timings_s: Mapping[str, float],
         traceparent: str = "",
+        logprobs: Mapping[str, NDArray[np.float32]] | None = None,
     ) -> None:
-        """The step is trained and its version sealed."""
+        """The step is trained and its version sealed. Only the newest events keep `logprobs`: they are large."""
         assert step in self._unfinished, f"step {step} is not running"
         self._unfinished.remove(step)
         self.step = step
@@ -180,7 +185,11 @@ class StepBook:
             metrics=dict(metrics),
             timings_s=dict(timings_s),
             traceparent=traceparent,
+            logprobs=dict(logprobs or {}),
         )
+        with_logprobs = [place for place, event in enumerate(self._events) if event.logprobs]
+        for place in with_logprobs[:-EVENTS_WITH_LOGPROBS]:
+            self._events[place] = replace(self._events[place], logprobs={})
 
     def fail(self, step: int, reason: Reason, message: str, *, traceparent: str = "") -> None:
         """The step left the weights as they were; every step queued behind it fails with it."""

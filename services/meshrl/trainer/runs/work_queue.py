@@ -13,6 +13,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from meshrl.core.waiting import Pulse
 from meshrl.trainer.runs.steps import Accepted, StepBook
 from meshrl.wire.errors import MeshError, Reason
@@ -111,10 +114,20 @@ class TrainingQueue:
         return asyncio.run_coroutine_threadsafe(self._next_work(), self._loop)
 
     def finished(
-        self, step: int, *, metrics: Mapping[str, float], timings_s: Mapping[str, float], traceparent: str
+        self,
+        step: int,
+        *,
+        metrics: Mapping[str, float],
+        timings_s: Mapping[str, float],
+        traceparent: str,
+        logprobs: Mapping[str, NDArray[np.float32]],
     ) -> None:
-        """Reports a step as DONE."""
-        self._report(lambda: self.book.finish(step, metrics=metrics, timings_s=timings_s, traceparent=traceparent))
+        """Reports a step as DONE; `logprobs` are those of rollouts that its batch asked for."""
+        self._report(
+            lambda: self.book.finish(
+                step, metrics=metrics, timings_s=timings_s, traceparent=traceparent, logprobs=logprobs
+            )
+        )
 
     def failed(self, step: int, reason: Reason, message: str, *, traceparent: str = "") -> None:
         """Reports a step as FAILED."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +39,7 @@ class BatchHeader:
     loss_tokens: int
     environments: tuple[str, ...]
     traceparent: str = ""
+    logprob_rollouts: tuple[str, ...] = ()
 
 
 def batch_digest(batch: Batch) -> str:
@@ -75,6 +77,7 @@ def batch_header_to_proto(header: BatchHeader) -> pb.BatchHeader:
         loss_tokens=header.loss_tokens,
         environments=header.environments,
         traceparent=header.traceparent,
+        logprob_rollouts=header.logprob_rollouts,
     )
 
 
@@ -87,6 +90,7 @@ def batch_header_from_proto(message: pb.BatchHeader) -> BatchHeader:
         loss_tokens=message.loss_tokens,
         environments=tuple(message.environments),
         traceparent=message.traceparent,
+        logprob_rollouts=tuple(message.logprob_rollouts),
     )
 
 
@@ -100,6 +104,7 @@ def batch_to_messages(batch: Batch) -> Iterator[pb.SubmitBatchRequest]:
         loss_tokens=batch.loss_tokens,
         environments=batch.environments,
         traceparent=batch.traceparent,
+        logprob_rollouts=batch.logprob_rollouts,
     )
     yield pb.SubmitBatchRequest(header=batch_header_to_proto(header))
     for micro_batch in batch.micro_batches:
@@ -178,6 +183,7 @@ class BatchReader:
             loss_tokens=header.loss_tokens,
             environments=header.environments,
             traceparent=header.traceparent,
+            logprob_rollouts=header.logprob_rollouts,
         )
         digest = batch_digest(batch)
         if digest != header.digest:
@@ -262,6 +268,10 @@ def step_event_to_proto(event: StepEvent) -> pb.WatchStepsResponse:
         message=event.message,
         traceparent=event.traceparent,
         durable_step=event.durable_step,
+        logprobs=[
+            pb.RolloutLogprobs(rollout_id=rollout_id, logprobs=tensors.encode(logprobs))
+            for rollout_id, logprobs in event.logprobs.items()
+        ],
     )
 
 
@@ -281,4 +291,14 @@ def step_event_from_proto(message: pb.WatchStepsResponse) -> StepEvent | None:
         message=message.message,
         traceparent=message.traceparent,
         durable_step=message.durable_step,
+        logprobs=_logprobs(message),
     )
+
+
+def _logprobs(message: pb.WatchStepsResponse) -> dict[str, NDArray[np.float32]]:
+    """Those that can be read; an event is not given up for what is only looked at."""
+    found = {}
+    for one in message.logprobs:
+        with suppress(MeshError):
+            found[one.rollout_id] = tensors.decode(one.logprobs, expect="float32", ndim=1)
+    return found

@@ -77,6 +77,7 @@ class Batch:
     loss_tokens: int
     environments: tuple[str, ...]
     traceparent: str = ""
+    logprob_rollouts: tuple[str, ...] = ()  # whose logprobs the DONE event is to carry
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +121,11 @@ class StepState(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class StepEvent:
-    """One event of a run; `version`, `metrics` and `timings_s` are filled when DONE, `reason` when FAILED."""
+    """One event of a run; `version`, `metrics` and `timings_s` are filled when DONE, `reason` when FAILED.
+
+    `logprobs` are the trainer's of rollouts that were asked for (Batch.logprob_rollouts): one a token of loss_mask, in
+    the order of the batch.
+    """
 
     revision: int
     step: int
@@ -132,3 +137,4 @@ class StepEvent:
     message: str = ""
     traceparent: str = ""
     durable_step: int = 0  # of the run, when this event was made
+    logprobs: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)  # by rollout id, (N,) each

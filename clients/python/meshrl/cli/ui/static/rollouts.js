@@ -55,7 +55,8 @@ function drawRollout(box, rollout, now, choose) {
     box.append(element("p", { class: "error" }, `${rollout.reason}: ${rollout.message}`));
     return;
   }
-  const looks = ["conversation", "logprobs", "versions"];
+  const compared = rollout.samples.some((sample) => sample.trainer_logprobs);
+  const looks = ["conversation", "logprobs", ...(compared ? ["gap"] : []), "versions"];
   const look = looks.includes(now.look) ? now.look : "conversation";
   box.append(element("div", { class: "bar" }, ...looks.map((one) => element("button", { ...(one === look && { disabled: true }), onclick: () => choose({ look: one, id: rollout.rollout_id }) }, one)),
     element("button", { onclick: () => choose({ group: rollout.group_id, id: rollout.rollout_id }) }, "its group")));
@@ -74,7 +75,8 @@ const escape = (text) => text.replace(/[&<>"]/g, (character) => ESCAPES[characte
 const BLOCK = 256; // tokens that are made at once, when they come near to what is seen
 
 // The tokens, by what they say where the model's vocabulary is known and else by id, coloured by how unlikely each was
-// when it was sampled, or by the version that sampled it. Tokens that were not sampled, which no loss looks at, are pale.
+// when it was sampled, by how far the trainer's logprob is from the engine's, or by the version that sampled it. Tokens
+// that were not sampled, which no loss looks at, are pale.
 // Blocks that are far away stay empty: 32,000 elements take a browser a second.
 function tokens(sample, first, end, look) {
   const box = element("div", { class: "tokens" });
@@ -100,14 +102,32 @@ function tokens(sample, first, end, look) {
   return box;
 }
 
+const GAPS = [0.01, 0.1, 0.5]; // nats; both sides are rounded to 0.00001
+
+function gapShade(gap) {
+  const size = GAPS.filter((bound) => Math.abs(gap) > bound).length;
+  return size === 0 ? "g0" : `${gap > 0 ? "p" : "n"}${size}`;
+}
+
+// Shade and words of a token that was sampled.
+function shadeOf(sample, place, look) {
+  const logprob = sample.logprobs[place];
+  if (look === "versions") {
+    const found = sample.versions.findIndex(([from, to]) => from <= place && place < to);
+    return [`v${Math.max(0, found) % 4}`, `version ${Number(sample.versions[found]?.[2])}`];
+  }
+  if (look === "logprobs") return [`t${logprob > -0.1 ? 1 : logprob > -1 ? 2 : logprob > -3 ? 3 : 4}`, `logprob ${Number(logprob)}`];
+  const trained = sample.trainer_logprobs?.[place] ?? null;
+  if (trained === null) return ["untrained", `not trained, engine ${Number(logprob)}`];
+  const gap = trained - logprob;
+  return [gapShade(gap), `gap ${gap > 0 ? "+" : ""}${gap.toFixed(5)}: trainer ${Number(trained)}, engine ${Number(logprob)}`];
+}
+
 function markup(sample, first, end, look) {
-  const version = (place) => sample.versions.findIndex(([from, to]) => from <= place && place < to);
   let html = "";
   for (let place = first; place < end; place++) {
-    const logprob = sample.logprobs[place];
-    const shade = logprob === null ? "t0" : look === "versions" ? `v${Math.max(0, version(place)) % 4}` : `t${logprob > -0.1 ? 1 : logprob > -1 ? 2 : logprob > -3 ? 3 : 4}`;
+    const [shade, about] = sample.logprobs[place] === null ? ["t0", "not sampled"] : shadeOf(sample, place, look);
     const id = Number(sample.token_ids[place]);
-    const about = logprob === null ? "not sampled" : look === "versions" ? `version ${Number(sample.versions[version(place)]?.[2])}` : `logprob ${Number(logprob)}`;
     const piece = sample.pieces?.[place];
     const text = piece === undefined || piece === "" ? id : escape(piece).replace(/\n/g, "\u23ce\n");
     html += `<i class="${shade}" title="${about}, token ${id}">${text}</i>`;
@@ -117,6 +137,10 @@ function markup(sample, first, end, look) {
 
 const LEGENDS = {
   logprobs: [["t0", "not sampled, no loss"], ["t1", "logprob above -0.1"], ["t2", "above -1"], ["t3", "above -3"], ["t4", "below"]],
+  gap: [
+    ["t0", "not sampled, no loss"], ["untrained", "not trained"], ["n3", "trainer's logprob lower by more than 0.5"], ["n2", "0.1"], ["n1", "0.01"],
+    ["g0", "the same within 0.01"], ["p1", "higher by more than 0.01"], ["p2", "0.1"], ["p3", "0.5"],
+  ],
   versions: [["t0", "not sampled, no loss"]],
 };
 

@@ -12,7 +12,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file meshrl/v1/trainer.proto.
  */
 export const file_meshrl_v1_trainer: GenFile = /*@__PURE__*/
-  fileDesc("ChdtZXNocmwvdjEvdHJhaW5lci5wcm90bxIJbWVzaHJsLnYxIi0KEUdldFRyYWluZXJSZXF1ZXN0EhgKEGNvbnRyYWN0X3ZlcnNpb24YASABKAkiuwIKEkdldFRyYWluZXJSZXNwb25zZRIYChBjb250cmFjdF92ZXJzaW9uGAEgASgJEhIKCndvcmxkX3NpemUYAiABKA0SDwoHZHBfc2l6ZRgDIAEoDRIPCgdzZXFfbGVuGAQgASgNEhQKDHBhZF9tdWx0aXBsZRgFIAEoDRIRCglvYmplY3RpdmUYBiABKAkSDQoFbW9kZWwYByABKAkSHAoEcnVucxgIIAMoCzIOLm1lc2hybC52MS5SdW4SGgoSbWF4X3F1ZXVlZF9iYXRjaGVzGAkgASgNEhIKCnZvY2FiX3NpemUYCiABKA0SGQoRbWF4X21lc3NhZ2VfYnl0ZXMYCyABKA0SHgoRbWluX3NoYXJlZF9wcmVmaXgYDCABKAFIAIgBAUIUChJfbWluX3NoYXJlZF9wcmVmaXgiawoDUnVuEg4KBnJ1bl9pZBgBIAEoCRIMCgRzdGVwGAIgASgEEg8KB3ZlcnNpb24YAyABKAQSDQoFZXBvY2gYBCABKAQSEAoIcmV2aXNpb24YBSABKAQSFAoMZHVyYWJsZV9zdGVwGAYgASgEInQKElN1Ym1pdEJhdGNoUmVxdWVzdBIoCgZoZWFkZXIYASABKAsyFi5tZXNocmwudjEuQmF0Y2hIZWFkZXJIABIsCgttaWNyb19iYXRjaBgCIAEoCzIVLm1lc2hybC52MS5NaWNyb0JhdGNoSABCBgoEcGFydCKWAQoLQmF0Y2hIZWFkZXISDgoGcnVuX2lkGAEgASgJEgwKBHN0ZXAYAiABKAQSDgoGZGlnZXN0GAMgASgJEhkKEW51bV9taWNyb19iYXRjaGVzGAQgASgNEhMKC2xvc3NfdG9rZW5zGAUgASgEEhQKDGVudmlyb25tZW50cxgGIAMoCRITCgt0cmFjZXBhcmVudBgHIAEoCSLZBQoKTWljcm9CYXRjaBIPCgdkcF9yYW5rGAEgASgNEiQKCXRva2VuX2lkcxgCIAEoCzIRLm1lc2hybC52MS5UZW5zb3ISJwoMcG9zaXRpb25faWRzGAMgASgLMhEubWVzaHJsLnYxLlRlbnNvchIkCglsb3NzX21hc2sYBCABKAsyES5tZXNocmwudjEuVGVuc29yEiUKCmFkdmFudGFnZXMYBSABKAsyES5tZXNocmwudjEuVGVuc29yEi0KEmluZmVyZW5jZV9sb2dwcm9icxgGIAEoCzIRLm1lc2hybC52MS5UZW5zb3ISKQoOc2FtcGxlX29mZnNldHMYByABKAsyES5tZXNocmwudjEuVGVuc29yEicKDHRlbXBlcmF0dXJlcxgIIAEoCzIRLm1lc2hybC52MS5UZW5zb3ISJAoJZW52X2luZGV4GAkgASgLMhEubWVzaHJsLnYxLlRlbnNvchITCgtyb2xsb3V0X2lkcxgKIAMoCRIUCgx0cmFjZXBhcmVudHMYCyADKAkSJQoKcmxfd2VpZ2h0cxgMIAEoCzIRLm1lc2hybC52MS5UZW5zb3ISJQoKY2Vfd2VpZ2h0cxgNIAEoCzIRLm1lc2hybC52MS5UZW5zb3ISKQoOcmVmX2tsX3dlaWdodHMYDiABKAsyES5tZXNocmwudjEuVGVuc29yEicKDHJlZl9sb2dwcm9icxgPIAEoCzIRLm1lc2hybC52MS5UZW5zb3ISKAoNcHJlZml4X3Rva2VucxgQIAEoCzIRLm1lc2hybC52MS5UZW5zb3ISKQoOcHJlZml4X3NhbXBsZXMYESABKAsyES5tZXNocmwudjEuVGVuc29yEiYKC3JlZl90b3BfaWRzGBIgASgLMhEubWVzaHJsLnYxLlRlbnNvchIrChByZWZfdG9wX2xvZ3Byb2JzGBMgASgLMhEubWVzaHJsLnYxLlRlbnNvciI/ChNTdWJtaXRCYXRjaFJlc3BvbnNlEhAKCHJldmlzaW9uGAEgASgEEhYKDnF1ZXVlX3Bvc2l0aW9uGAIgASgNIjsKEVdhdGNoU3RlcHNSZXF1ZXN0Eg4KBnJ1bl9pZBgBIAEoCRIWCg5hZnRlcl9yZXZpc2lvbhgCIAEoBCKlAwoSV2F0Y2hTdGVwc1Jlc3BvbnNlEhAKCHJldmlzaW9uGAEgASgEEgwKBHN0ZXAYAiABKAQSIwoFc3RhdGUYAyABKA4yFC5tZXNocmwudjEuU3RlcFN0YXRlEhQKB3ZlcnNpb24YBCABKARIAIgBARI7CgdtZXRyaWNzGAUgAygLMioubWVzaHJsLnYxLldhdGNoU3RlcHNSZXNwb25zZS5NZXRyaWNzRW50cnkSPgoJdGltaW5nc19zGAYgAygLMisubWVzaHJsLnYxLldhdGNoU3RlcHNSZXNwb25zZS5UaW1pbmdzU0VudHJ5Eg4KBnJlYXNvbhgHIAEoCRIPCgdtZXNzYWdlGAggASgJEhMKC3RyYWNlcGFyZW50GAkgASgJEhQKDGR1cmFibGVfc3RlcBgKIAEoBBouCgxNZXRyaWNzRW50cnkSCwoDa2V5GAEgASgJEg0KBXZhbHVlGAIgASgBOgI4ARovCg1UaW1pbmdzU0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoAToCOAFCCgoIX3ZlcnNpb24iUQoVU2F2ZUNoZWNrcG9pbnRSZXF1ZXN0EhIKCnJlcXVlc3RfaWQYASABKAkSDgoGcnVuX2lkGAIgASgJEhQKDHdlaWdodHNfb25seRgDIAEoCCI0ChZTYXZlQ2hlY2twb2ludFJlc3BvbnNlEgwKBHN0ZXAYASABKAQSDAoEcGF0aBgCIAEoCSI2ChBDcmVhdGVSdW5SZXF1ZXN0EhIKCnJlcXVlc3RfaWQYASABKAkSDgoGcnVuX2lkGAIgASgJIjAKEUNyZWF0ZVJ1blJlc3BvbnNlEhsKA3J1bhgBIAEoCzIOLm1lc2hybC52MS5SdW4iEQoPTGlzdFJ1bnNSZXF1ZXN0IjAKEExpc3RSdW5zUmVzcG9uc2USHAoEcnVucxgBIAMoCzIOLm1lc2hybC52MS5SdW4iNgoQRGVsZXRlUnVuUmVxdWVzdBISCgpyZXF1ZXN0X2lkGAEgASgJEg4KBnJ1bl9pZBgCIAEoCSITChFEZWxldGVSdW5SZXNwb25zZSIOCgxEcmFpblJlcXVlc3QiHQoNRHJhaW5SZXNwb25zZRIMCgRzdGVwGAEgASgEKoIBCglTdGVwU3RhdGUSGgoWU1RFUF9TVEFURV9VTlNQRUNJRklFRBAAEhUKEVNURVBfU1RBVEVfUVVFVUVEEAESFgoSU1RFUF9TVEFURV9SVU5OSU5HEAISEwoPU1RFUF9TVEFURV9ET05FEAMSFQoRU1RFUF9TVEFURV9GQUlMRUQQBDLgBAoOVHJhaW5lclNlcnZpY2USSQoKR2V0VHJhaW5lchIcLm1lc2hybC52MS5HZXRUcmFpbmVyUmVxdWVzdBodLm1lc2hybC52MS5HZXRUcmFpbmVyUmVzcG9uc2USTgoLU3VibWl0QmF0Y2gSHS5tZXNocmwudjEuU3VibWl0QmF0Y2hSZXF1ZXN0Gh4ubWVzaHJsLnYxLlN1Ym1pdEJhdGNoUmVzcG9uc2UoARJLCgpXYXRjaFN0ZXBzEhwubWVzaHJsLnYxLldhdGNoU3RlcHNSZXF1ZXN0Gh0ubWVzaHJsLnYxLldhdGNoU3RlcHNSZXNwb25zZTABElUKDlNhdmVDaGVja3BvaW50EiAubWVzaHJsLnYxLlNhdmVDaGVja3BvaW50UmVxdWVzdBohLm1lc2hybC52MS5TYXZlQ2hlY2twb2ludFJlc3BvbnNlEkYKCUNyZWF0ZVJ1bhIbLm1lc2hybC52MS5DcmVhdGVSdW5SZXF1ZXN0GhwubWVzaHJsLnYxLkNyZWF0ZVJ1blJlc3BvbnNlEkMKCExpc3RSdW5zEhoubWVzaHJsLnYxLkxpc3RSdW5zUmVxdWVzdBobLm1lc2hybC52MS5MaXN0UnVuc1Jlc3BvbnNlEkYKCURlbGV0ZVJ1bhIbLm1lc2hybC52MS5EZWxldGVSdW5SZXF1ZXN0GhwubWVzaHJsLnYxLkRlbGV0ZVJ1blJlc3BvbnNlEjoKBURyYWluEhcubWVzaHJsLnYxLkRyYWluUmVxdWVzdBoYLm1lc2hybC52MS5EcmFpblJlc3BvbnNlYgZwcm90bzM", [file_meshrl_v1_tensor]);
+  fileDesc("ChdtZXNocmwvdjEvdHJhaW5lci5wcm90bxIJbWVzaHJsLnYxIi0KEUdldFRyYWluZXJSZXF1ZXN0EhgKEGNvbnRyYWN0X3ZlcnNpb24YASABKAkiuwIKEkdldFRyYWluZXJSZXNwb25zZRIYChBjb250cmFjdF92ZXJzaW9uGAEgASgJEhIKCndvcmxkX3NpemUYAiABKA0SDwoHZHBfc2l6ZRgDIAEoDRIPCgdzZXFfbGVuGAQgASgNEhQKDHBhZF9tdWx0aXBsZRgFIAEoDRIRCglvYmplY3RpdmUYBiABKAkSDQoFbW9kZWwYByABKAkSHAoEcnVucxgIIAMoCzIOLm1lc2hybC52MS5SdW4SGgoSbWF4X3F1ZXVlZF9iYXRjaGVzGAkgASgNEhIKCnZvY2FiX3NpemUYCiABKA0SGQoRbWF4X21lc3NhZ2VfYnl0ZXMYCyABKA0SHgoRbWluX3NoYXJlZF9wcmVmaXgYDCABKAFIAIgBAUIUChJfbWluX3NoYXJlZF9wcmVmaXgiawoDUnVuEg4KBnJ1bl9pZBgBIAEoCRIMCgRzdGVwGAIgASgEEg8KB3ZlcnNpb24YAyABKAQSDQoFZXBvY2gYBCABKAQSEAoIcmV2aXNpb24YBSABKAQSFAoMZHVyYWJsZV9zdGVwGAYgASgEInQKElN1Ym1pdEJhdGNoUmVxdWVzdBIoCgZoZWFkZXIYASABKAsyFi5tZXNocmwudjEuQmF0Y2hIZWFkZXJIABIsCgttaWNyb19iYXRjaBgCIAEoCzIVLm1lc2hybC52MS5NaWNyb0JhdGNoSABCBgoEcGFydCKwAQoLQmF0Y2hIZWFkZXISDgoGcnVuX2lkGAEgASgJEgwKBHN0ZXAYAiABKAQSDgoGZGlnZXN0GAMgASgJEhkKEW51bV9taWNyb19iYXRjaGVzGAQgASgNEhMKC2xvc3NfdG9rZW5zGAUgASgEEhQKDGVudmlyb25tZW50cxgGIAMoCRITCgt0cmFjZXBhcmVudBgHIAEoCRIYChBsb2dwcm9iX3JvbGxvdXRzGAggAygJItkFCgpNaWNyb0JhdGNoEg8KB2RwX3JhbmsYASABKA0SJAoJdG9rZW5faWRzGAIgASgLMhEubWVzaHJsLnYxLlRlbnNvchInCgxwb3NpdGlvbl9pZHMYAyABKAsyES5tZXNocmwudjEuVGVuc29yEiQKCWxvc3NfbWFzaxgEIAEoCzIRLm1lc2hybC52MS5UZW5zb3ISJQoKYWR2YW50YWdlcxgFIAEoCzIRLm1lc2hybC52MS5UZW5zb3ISLQoSaW5mZXJlbmNlX2xvZ3Byb2JzGAYgASgLMhEubWVzaHJsLnYxLlRlbnNvchIpCg5zYW1wbGVfb2Zmc2V0cxgHIAEoCzIRLm1lc2hybC52MS5UZW5zb3ISJwoMdGVtcGVyYXR1cmVzGAggASgLMhEubWVzaHJsLnYxLlRlbnNvchIkCgllbnZfaW5kZXgYCSABKAsyES5tZXNocmwudjEuVGVuc29yEhMKC3JvbGxvdXRfaWRzGAogAygJEhQKDHRyYWNlcGFyZW50cxgLIAMoCRIlCgpybF93ZWlnaHRzGAwgASgLMhEubWVzaHJsLnYxLlRlbnNvchIlCgpjZV93ZWlnaHRzGA0gASgLMhEubWVzaHJsLnYxLlRlbnNvchIpCg5yZWZfa2xfd2VpZ2h0cxgOIAEoCzIRLm1lc2hybC52MS5UZW5zb3ISJwoMcmVmX2xvZ3Byb2JzGA8gASgLMhEubWVzaHJsLnYxLlRlbnNvchIoCg1wcmVmaXhfdG9rZW5zGBAgASgLMhEubWVzaHJsLnYxLlRlbnNvchIpCg5wcmVmaXhfc2FtcGxlcxgRIAEoCzIRLm1lc2hybC52MS5UZW5zb3ISJgoLcmVmX3RvcF9pZHMYEiABKAsyES5tZXNocmwudjEuVGVuc29yEisKEHJlZl90b3BfbG9ncHJvYnMYEyABKAsyES5tZXNocmwudjEuVGVuc29yIj8KE1N1Ym1pdEJhdGNoUmVzcG9uc2USEAoIcmV2aXNpb24YASABKAQSFgoOcXVldWVfcG9zaXRpb24YAiABKA0iOwoRV2F0Y2hTdGVwc1JlcXVlc3QSDgoGcnVuX2lkGAEgASgJEhYKDmFmdGVyX3JldmlzaW9uGAIgASgEItMDChJXYXRjaFN0ZXBzUmVzcG9uc2USEAoIcmV2aXNpb24YASABKAQSDAoEc3RlcBgCIAEoBBIjCgVzdGF0ZRgDIAEoDjIULm1lc2hybC52MS5TdGVwU3RhdGUSFAoHdmVyc2lvbhgEIAEoBEgAiAEBEjsKB21ldHJpY3MYBSADKAsyKi5tZXNocmwudjEuV2F0Y2hTdGVwc1Jlc3BvbnNlLk1ldHJpY3NFbnRyeRI+Cgl0aW1pbmdzX3MYBiADKAsyKy5tZXNocmwudjEuV2F0Y2hTdGVwc1Jlc3BvbnNlLlRpbWluZ3NTRW50cnkSDgoGcmVhc29uGAcgASgJEg8KB21lc3NhZ2UYCCABKAkSEwoLdHJhY2VwYXJlbnQYCSABKAkSFAoMZHVyYWJsZV9zdGVwGAogASgEEiwKCGxvZ3Byb2JzGAsgAygLMhoubWVzaHJsLnYxLlJvbGxvdXRMb2dwcm9icxouCgxNZXRyaWNzRW50cnkSCwoDa2V5GAEgASgJEg0KBXZhbHVlGAIgASgBOgI4ARovCg1UaW1pbmdzU0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoAToCOAFCCgoIX3ZlcnNpb24iSgoPUm9sbG91dExvZ3Byb2JzEhIKCnJvbGxvdXRfaWQYASABKAkSIwoIbG9ncHJvYnMYAiABKAsyES5tZXNocmwudjEuVGVuc29yIlEKFVNhdmVDaGVja3BvaW50UmVxdWVzdBISCgpyZXF1ZXN0X2lkGAEgASgJEg4KBnJ1bl9pZBgCIAEoCRIUCgx3ZWlnaHRzX29ubHkYAyABKAgiNAoWU2F2ZUNoZWNrcG9pbnRSZXNwb25zZRIMCgRzdGVwGAEgASgEEgwKBHBhdGgYAiABKAkiNgoQQ3JlYXRlUnVuUmVxdWVzdBISCgpyZXF1ZXN0X2lkGAEgASgJEg4KBnJ1bl9pZBgCIAEoCSIwChFDcmVhdGVSdW5SZXNwb25zZRIbCgNydW4YASABKAsyDi5tZXNocmwudjEuUnVuIhEKD0xpc3RSdW5zUmVxdWVzdCIwChBMaXN0UnVuc1Jlc3BvbnNlEhwKBHJ1bnMYASADKAsyDi5tZXNocmwudjEuUnVuIjYKEERlbGV0ZVJ1blJlcXVlc3QSEgoKcmVxdWVzdF9pZBgBIAEoCRIOCgZydW5faWQYAiABKAkiEwoRRGVsZXRlUnVuUmVzcG9uc2UiDgoMRHJhaW5SZXF1ZXN0Ih0KDURyYWluUmVzcG9uc2USDAoEc3RlcBgBIAEoBCqCAQoJU3RlcFN0YXRlEhoKFlNURVBfU1RBVEVfVU5TUEVDSUZJRUQQABIVChFTVEVQX1NUQVRFX1FVRVVFRBABEhYKElNURVBfU1RBVEVfUlVOTklORxACEhMKD1NURVBfU1RBVEVfRE9ORRADEhUKEVNURVBfU1RBVEVfRkFJTEVEEAQy4AQKDlRyYWluZXJTZXJ2aWNlEkkKCkdldFRyYWluZXISHC5tZXNocmwudjEuR2V0VHJhaW5lclJlcXVlc3QaHS5tZXNocmwudjEuR2V0VHJhaW5lclJlc3BvbnNlEk4KC1N1Ym1pdEJhdGNoEh0ubWVzaHJsLnYxLlN1Ym1pdEJhdGNoUmVxdWVzdBoeLm1lc2hybC52MS5TdWJtaXRCYXRjaFJlc3BvbnNlKAESSwoKV2F0Y2hTdGVwcxIcLm1lc2hybC52MS5XYXRjaFN0ZXBzUmVxdWVzdBodLm1lc2hybC52MS5XYXRjaFN0ZXBzUmVzcG9uc2UwARJVCg5TYXZlQ2hlY2twb2ludBIgLm1lc2hybC52MS5TYXZlQ2hlY2twb2ludFJlcXVlc3QaIS5tZXNocmwudjEuU2F2ZUNoZWNrcG9pbnRSZXNwb25zZRJGCglDcmVhdGVSdW4SGy5tZXNocmwudjEuQ3JlYXRlUnVuUmVxdWVzdBocLm1lc2hybC52MS5DcmVhdGVSdW5SZXNwb25zZRJDCghMaXN0UnVucxIaLm1lc2hybC52MS5MaXN0UnVuc1JlcXVlc3QaGy5tZXNocmwudjEuTGlzdFJ1bnNSZXNwb25zZRJGCglEZWxldGVSdW4SGy5tZXNocmwudjEuRGVsZXRlUnVuUmVxdWVzdBocLm1lc2hybC52MS5EZWxldGVSdW5SZXNwb25zZRI6CgVEcmFpbhIXLm1lc2hybC52MS5EcmFpblJlcXVlc3QaGC5tZXNocmwudjEuRHJhaW5SZXNwb25zZWIGcHJvdG8z", [file_meshrl_v1_tensor]);
 
 /**
  * Asks what the trainer is.
@@ -286,6 +286,14 @@ export type BatchHeader = Message<"meshrl.v1.BatchHeader"> & {
    * @generated from field: string traceparent = 7;
    */
   traceparent: string;
+
+  /**
+   * Rollouts of this batch whose logprobs the DONE event is to carry, to be looked at. Not part of the
+   * digest; a trainer may leave out any.
+   *
+   * @generated from field: repeated string logprob_rollouts = 8;
+   */
+  logprobRollouts: string[];
 };
 
 /**
@@ -596,6 +604,14 @@ export type WatchStepsResponse = Message<"meshrl.v1.WatchStepsResponse"> & {
    * @generated from field: uint64 durable_step = 10;
    */
   durableStep: bigint;
+
+  /**
+   * What the trainer's forward pass found for rollouts of BatchHeader.logprob_rollouts, before the
+   * weights changed; filled when DONE, 1 MiB at most. Events that are seen late may have none.
+   *
+   * @generated from field: repeated meshrl.v1.RolloutLogprobs logprobs = 11;
+   */
+  logprobs: RolloutLogprobs[];
 };
 
 /**
@@ -604,6 +620,35 @@ export type WatchStepsResponse = Message<"meshrl.v1.WatchStepsResponse"> & {
  */
 export const WatchStepsResponseSchema: GenMessage<WatchStepsResponse> = /*@__PURE__*/
   messageDesc(file_meshrl_v1_trainer, 8);
+
+/**
+ * The trainer's own logprobs of what a rollout trained in the rl term. N tokens.
+ *
+ * @generated from message meshrl.v1.RolloutLogprobs
+ */
+export type RolloutLogprobs = Message<"meshrl.v1.RolloutLogprobs"> & {
+  /**
+   * The rollout.
+   *
+   * @generated from field: string rollout_id = 1;
+   */
+  rolloutId: string;
+
+  /**
+   * FLOAT32 (N,) logprob of each of its tokens of loss_mask, at the temperature of its sample:
+   * micro-batch after micro-batch in the order of the upload, and in the order of tokens in each.
+   *
+   * @generated from field: meshrl.v1.Tensor logprobs = 2;
+   */
+  logprobs?: Tensor | undefined;
+};
+
+/**
+ * Describes the message meshrl.v1.RolloutLogprobs.
+ * Use `create(RolloutLogprobsSchema)` to create a new message.
+ */
+export const RolloutLogprobsSchema: GenMessage<RolloutLogprobs> = /*@__PURE__*/
+  messageDesc(file_meshrl_v1_trainer, 9);
 
 /**
  * Asks for a checkpoint.
@@ -638,7 +683,7 @@ export type SaveCheckpointRequest = Message<"meshrl.v1.SaveCheckpointRequest"> &
  * Use `create(SaveCheckpointRequestSchema)` to create a new message.
  */
 export const SaveCheckpointRequestSchema: GenMessage<SaveCheckpointRequest> = /*@__PURE__*/
-  messageDesc(file_meshrl_v1_trainer, 9);
+  messageDesc(file_meshrl_v1_trainer, 10);
 
 /**
  * Where the checkpoint is.
@@ -666,7 +711,7 @@ export type SaveCheckpointResponse = Message<"meshrl.v1.SaveCheckpointResponse">
  * Use `create(SaveCheckpointResponseSchema)` to create a new message.
  */
 export const SaveCheckpointResponseSchema: GenMessage<SaveCheckpointResponse> = /*@__PURE__*/
-  messageDesc(file_meshrl_v1_trainer, 10);
+  messageDesc(file_meshrl_v1_trainer, 11);
 
 /**
  * Describes a new run.
@@ -694,7 +739,7 @@ export type CreateRunRequest = Message<"meshrl.v1.CreateRunRequest"> & {
  * Use `create(CreateRunRequestSchema)` to create a new message.
  */
 export const CreateRunRequestSchema: GenMessage<CreateRunRequest> = /*@__PURE__*/
-  messageDesc(file_meshrl_v1_trainer, 11);
+  messageDesc(file_meshrl_v1_trainer, 12);
 
 /**
  * The run was added.
@@ -715,7 +760,7 @@ export type CreateRunResponse = Message<"meshrl.v1.CreateRunResponse"> & {
  * Use `create(CreateRunResponseSchema)` to create a new message.
  */
 export const CreateRunResponseSchema: GenMessage<CreateRunResponse> = /*@__PURE__*/
-  messageDesc(file_meshrl_v1_trainer, 12);
+  messageDesc(file_meshrl_v1_trainer, 13);
 
 /**
  * Asks for the runs.
@@ -730,7 +775,7 @@ export type ListRunsRequest = Message<"meshrl.v1.ListRunsRequest"> & {
  * Use `create(ListRunsRequestSchema)` to create a new message.
  */
 export const ListRunsRequestSchema: GenMessage<ListRunsRequest> = /*@__PURE__*/
-  messageDesc(file_meshrl_v1_trainer, 13);
+  messageDesc(file_meshrl_v1_trainer, 14);
 
 /**
  * The runs.
@@ -751,7 +796,7 @@ export type ListRunsResponse = Message<"meshrl.v1.ListRunsResponse"> & {
  * Use `create(ListRunsResponseSchema)` to create a new message.
  */
 export const ListRunsResponseSchema: GenMessage<ListRunsResponse> = /*@__PURE__*/
-  messageDesc(file_meshrl_v1_trainer, 14);
+  messageDesc(file_meshrl_v1_trainer, 15);
 
 /**
  * Names the run to remove.
@@ -779,7 +824,7 @@ export type DeleteRunRequest = Message<"meshrl.v1.DeleteRunRequest"> & {
  * Use `create(DeleteRunRequestSchema)` to create a new message.
  */
 export const DeleteRunRequestSchema: GenMessage<DeleteRunRequest> = /*@__PURE__*/
-  messageDesc(file_meshrl_v1_trainer, 15);
+  messageDesc(file_meshrl_v1_trainer, 16);
 
 /**
  * The run is gone.
@@ -794,7 +839,7 @@ export type DeleteRunResponse = Message<"meshrl.v1.DeleteRunResponse"> & {
  * Use `create(DeleteRunResponseSchema)` to create a new message.
  */
 export const DeleteRunResponseSchema: GenMessage<DeleteRunResponse> = /*@__PURE__*/
-  messageDesc(file_meshrl_v1_trainer, 16);
+  messageDesc(file_meshrl_v1_trainer, 17);
 
 /**
  * Asks the trainer to finish.
@@ -809,7 +854,7 @@ export type DrainRequest = Message<"meshrl.v1.DrainRequest"> & {
  * Use `create(DrainRequestSchema)` to create a new message.
  */
 export const DrainRequestSchema: GenMessage<DrainRequest> = /*@__PURE__*/
-  messageDesc(file_meshrl_v1_trainer, 17);
+  messageDesc(file_meshrl_v1_trainer, 18);
 
 /**
  * The queue is empty.
@@ -830,7 +875,7 @@ export type DrainResponse = Message<"meshrl.v1.DrainResponse"> & {
  * Use `create(DrainResponseSchema)` to create a new message.
  */
 export const DrainResponseSchema: GenMessage<DrainResponse> = /*@__PURE__*/
-  messageDesc(file_meshrl_v1_trainer, 18);
+  messageDesc(file_meshrl_v1_trainer, 19);
 
 /**
  * State of a step.
