@@ -8,11 +8,12 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import zstandard
 from aiohttp import CookieJar
 from aiohttp.test_utils import TestClient, TestServer
 from click.testing import CliRunner
 
-from made_run import add_step, make_run
+from made_run import add_step, make_run, rollout
 from meshrl.cli.main import main
 from meshrl.cli.run_folder import RunFolder
 from meshrl.cli.ui import views
@@ -86,7 +87,13 @@ async def test_the_page_and_what_it_asks_for(client: TestClient) -> None:
         ("worst", 0.0, "<img src=x onerror=alert(1)>"), ("best", 1.0, "good 10"),
     ]  # fmt: skip
     whole = await (await client.get(f"/api/runs/0/rollouts/10/{found['rollouts'][1]['rollout_id']}")).json()
-    assert whole["samples"][0]["token_ids"] == [1, 2, 3, 4]
+    assert whole["first"] == {
+        "token_ids": [1, 2, 3, 4],
+        "logprobs": [None, None, -0.5, -0.5],
+        "trainer_logprobs": [None, None, -0.48, -0.7],
+        "pieces": None,
+    }
+    assert (whole["samples"][0]["compared"], "token_ids" in whole["samples"][0]) == (True, False)
     timeline = await (await client.get("/api/runs/0/timeline?step=3")).json()
     assert timeline["seconds"] == pytest.approx(9.0)
     assert {name: [span["name"] for span in lane] for name, lane in timeline["lanes"].items()} == {
@@ -153,7 +160,7 @@ async def test_tokens_come_with_what_they_say_where_the_vocabulary_is_here(
     run_path: Path, client: TestClient, tmp_path: Path
 ) -> None:
     without = await (await client.get("/api/runs/0/rollouts/3/best-3")).json()
-    assert [sample["pieces"] for sample in without["samples"]] == [None]
+    assert without["first"]["pieces"] is None
     vocabulary = {"Hi": 1, "\u0120you": 2, "\u010a": 3}  # Ġ is a space and Ċ a line feed in byte-level vocabularies
     tokenizer = {
         "model": {"type": "BPE", "vocab": vocabulary}, "decoder": {"type": "ByteLevel"}, "pre_tokenizer": None,
@@ -165,7 +172,21 @@ async def test_tokens_come_with_what_they_say_where_the_vocabulary_is_here(
     again = await client_of(run_path)
     found = await (await again.get("/api/runs/0/rollouts/3/best-3")).json()
     await again.close()
-    assert found["samples"][0]["pieces"] == ["Hi", " you", "\n", "<|end|>"]
+    assert found["first"]["pieces"] == ["Hi", " you", "\n", "<|end|>"]
+
+
+async def test_tokens_of_a_long_rollout_come_window_by_window(run_path: Path) -> None:
+    with zstandard.open(run_path / "rollouts/step_4.jsonl.zst", "wt", encoding="utf-8") as lines:
+        lines.write(json.dumps(rollout(4, "long", 0.5, "long", tokens=2500)) + "\n")
+    client = await client_of(run_path)
+    whole = await (await client.get("/api/runs/0/rollouts/4/long-4")).json()
+    assert (whole["window"], whole["first"]["token_ids"]) == (1024, list(range(1, 1025)))
+    last = await (await client.get("/api/runs/0/rollouts/4/long-4/tokens?window=2")).json()
+    assert last["token_ids"] == list(range(2049, 2501))
+    assert {len(values) for values in last.values() if values} == {452}
+    missing = await client.get("/api/runs/0/rollouts/4/long-4/tokens?sample=1")
+    assert (missing.status, await missing.text()) == (404, "no sample 1; there are 1")
+    await client.close()
 
 
 async def test_which_engine_took_which_version_and_how_late(run_path: Path, client: TestClient) -> None:

@@ -24,7 +24,7 @@ from meshrl.cli.run_folder import RunFolder
 from meshrl.cli.status import read_status
 from meshrl.cli.ui.history import MetricsHistory
 from meshrl.cli.ui.pieces import TokenPieces
-from meshrl.cli.ui.views import KeptRollouts, LedgerFunnel, Traces
+from meshrl.cli.ui.views import WINDOW, Json, KeptRollouts, LedgerFunnel, Traces, tokens_of, without_tokens
 
 STATIC = Path(__file__).parent / "static"
 LOOK_S = 0.5
@@ -63,6 +63,11 @@ class ShownRun:
         async with self._lock:
             return await asyncio.to_thread(read)
 
+    def window(self, sample: Json, number: int) -> Json:
+        """What there is of the tokens of a window, and what they say where that is known. Blocks."""
+        found = tokens_of(sample, number)
+        return {**found, "pieces": self.pieces.of(found["token_ids"])}
+
     async def status(self) -> dict[str, Any]:
         """What the services and the files say now, at most STATUS_S old."""
         async with self._asking:
@@ -91,6 +96,7 @@ class Page:
                 web.get("/api/runs/{run}/metrics", self._metrics),
                 web.get("/api/runs/{run}/rollouts", self._rollouts),
                 web.get("/api/runs/{run}/rollouts/{step}/{rollout_id}", self._rollout),
+                web.get("/api/runs/{run}/rollouts/{step}/{rollout_id}/tokens", self._tokens),
                 web.get("/api/runs/{run}/timeline", self._timeline),
                 web.get("/api/runs/{run}/swaps", self._swaps),
                 web.get("/api/runs/{run}/ledger", self._ledger),
@@ -154,6 +160,23 @@ class Page:
         return _json({"step": step, "steps": steps, "rollouts": found})
 
     async def _rollout(self, request: web.Request) -> web.Response:
+        """A rollout with the first tokens of its first sample; `_tokens` has the others, as they are looked at."""
+        run, found = await self._kept(request)
+        if samples := found.get("samples"):
+            first = await run.read(lambda: run.window(samples[0], 0))
+            found = {**found, "samples": [without_tokens(one) for one in samples], "window": WINDOW, "first": first}
+        return _json(found)
+
+    async def _tokens(self, request: web.Request) -> web.Response:
+        """The tokens of a `sample` of a rollout from number `window` times WINDOW on: lists of one entry a token."""
+        run, found = await self._kept(request)
+        samples = found.get("samples", ())
+        place, window = _number(request, "sample", 0), _number(request, "window", 0)
+        if place >= len(samples):
+            raise web.HTTPNotFound(text=f"no sample {place}; there are {len(samples)}")
+        return _json(await run.read(lambda: run.window(samples[place], window)))
+
+    async def _kept(self, request: web.Request) -> tuple[ShownRun, Json]:
         run, step = self._run(request), request.match_info["step"]
         rollout_id = request.match_info["rollout_id"]
         found = None
@@ -161,11 +184,7 @@ class Page:
             found = await run.read(lambda: run.kept.whole(int(step), rollout_id))
         if found is None:
             raise web.HTTPNotFound(text=f"no rollout {rollout_id} is kept of step {step}")
-        samples = found.get("samples", ())
-        pieces = await run.read(lambda: [run.pieces.of(sample["token_ids"]) for sample in samples])
-        if samples:
-            found = {**found, "samples": [{**one, "pieces": said} for one, said in zip(samples, pieces, strict=True)]}
-        return _json(found)
+        return run, found
 
     async def _swaps(self, request: web.Request) -> web.Response:
         """Which engine took which version."""

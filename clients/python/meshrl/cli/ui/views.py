@@ -22,6 +22,11 @@ KEPT_SPANS = 300_000
 
 MOST_VERSIONS = 40
 
+WINDOW = 1024
+"""Tokens that the page fetches at once."""
+PER_TOKEN = ("token_ids", "logprobs", "trainer_logprobs")
+"""What a sample has a list of, with one entry a token."""
+
 FUNNEL_S, SLOW_S = 10.0, 0.2
 """A count that took longer than SLOW_S stands for FUNNEL_S."""
 
@@ -54,6 +59,17 @@ class KeptRollouts:
         if (step, of) != (self._step, self._of):
             self._step, self._of, self._lines = step, of, self._folder.samples(step)
         return self._lines
+
+
+def without_tokens(sample: Json) -> Json:
+    """A sample without its lists of one entry a token, and whether the trainer's logprobs are among them."""
+    kept = {key: value for key, value in sample.items() if key not in PER_TOKEN}
+    return {**kept, "compared": "trainer_logprobs" in sample}
+
+
+def tokens_of(sample: Json, window: int) -> Json:
+    """The lists of one entry a token, of one window of WINDOW tokens."""
+    return {key: sample[key][window * WINDOW : (window + 1) * WINDOW] for key in PER_TOKEN if key in sample}
 
 
 def _first_words(line: Json) -> str:

@@ -22,7 +22,8 @@ export async function drawRollouts(box, { run, query, go }) {
   const detail = element("div");
   box.append(filters(found, now, choose), element("div", { class: "two" }, element("div", {}, list), detail));
   const id = now.id ?? shown.find((row) => row.rollout_id)?.rollout_id;
-  if (id) drawRollout(detail, await get(`/api/runs/${run}/rollouts/${found.step}/${encodeURIComponent(id)}`), now, choose);
+  const place = `/api/runs/${run}/rollouts/${found.step}/${encodeURIComponent(id)}`;
+  if (id) drawRollout(detail, await get(place), now, choose, place);
 }
 
 function filters(found, now, choose) {
@@ -45,7 +46,7 @@ function filters(found, now, choose) {
   );
 }
 
-function drawRollout(box, rollout, now, choose) {
+function drawRollout(box, rollout, now, choose, place) {
   const parts = Object.entries(rollout.reward_parts ?? {}).map(([name, value]) => `${name} ${number(value)}`).join(", ");
   box.append(
     element("h3", {}, `${rollout.environment}: reward ${number(rollout.reward)}${parts ? ` (${parts})` : ""}, advantage ${number(rollout.advantage)}`),
@@ -55,13 +56,16 @@ function drawRollout(box, rollout, now, choose) {
     box.append(element("p", { class: "error" }, `${rollout.reason}: ${rollout.message}`));
     return;
   }
-  const compared = rollout.samples.some((sample) => sample.trainer_logprobs);
+  const compared = rollout.samples.some((sample) => sample.compared);
   const looks = ["conversation", "logprobs", ...(compared ? ["gap"] : []), "versions"];
   const look = looks.includes(now.look) ? now.look : "conversation";
   box.append(element("div", { class: "bar" }, ...looks.map((one) => element("button", { ...(one === look && { disabled: true }), onclick: () => choose({ look: one, id: rollout.rollout_id }) }, one)),
     element("button", { onclick: () => choose({ group: rollout.group_id, id: rollout.rollout_id }) }, "its group")));
   if (look !== "conversation") box.append(legend(look, rollout.samples));
-  for (const sample of rollout.samples) {
+  for (const [number, sample] of rollout.samples.entries()) {
+    sample.size = rollout.window;
+    sample.windows = number ? [] : [rollout.first]; // tokens come when they are looked at
+    sample.fetch = (window) => get(`${place}/tokens?sample=${number}&window=${window}`);
     for (const message of sample.messages) {
       const [first, end] = message.tokens;
       const body = look === "conversation" ? element("pre", {}, message.text) : tokens(sample, first, end, look);
@@ -77,19 +81,27 @@ const BLOCK = 256; // tokens that are made at once, when they come near to what 
 // The tokens, by what they say where the model's vocabulary is known and else by id, coloured by how unlikely each was
 // when it was sampled, by how far the trainer's logprob is from the engine's, or by the version that sampled it. Tokens
 // that were not sampled, which no loss looks at, are pale.
-// Blocks that are far away stay empty: 32,000 elements take a browser a second.
+// Blocks that are far away stay empty, and their tokens unread: 32,000 elements take a browser a second.
 function tokens(sample, first, end, look) {
   const box = element("div", { class: "tokens" });
   const fill = (block) => {
-    block.style.minHeight = "";
-    block.innerHTML = markup(sample, Number(block.dataset.from), Number(block.dataset.to), look); // escaped there
+    const [from, to] = [Number(block.dataset.from), Number(block.dataset.to)];
+    const window = Math.floor(from / sample.size);
+    const draw = (tokens) => {
+      sample.windows[window] = tokens;
+      block.style.minHeight = "";
+      block.innerHTML = markup(sample, tokens, from, to, look); // escaped there
+    };
+    const held = (sample.windows[window] ??= sample.fetch(window));
+    if (held instanceof Promise) held.then(draw, () => delete sample.windows[window]);
+    else draw(held);
   };
   const watch = new IntersectionObserver((seen) => seen.filter((one) => one.isIntersecting).forEach(({ target }) => {
     watch.unobserve(target);
     fill(target);
   }), { rootMargin: "300px" });
-  for (let from = first; from < end; from += BLOCK) {
-    const to = Math.min(end, from + BLOCK);
+  for (let from = first, to; from < end; from = to) {
+    to = Math.min(end, from + BLOCK, (Math.floor(from / sample.size) + 1) * sample.size); // of one window
     const block = element("div", { class: "block", "data-from": from, "data-to": to });
     box.append(block);
     if (from === first) {
@@ -110,25 +122,26 @@ function gapShade(gap) {
 }
 
 // Shade and words of a token that was sampled.
-function shadeOf(sample, place, look) {
-  const logprob = sample.logprobs[place];
+function shadeOf(sample, tokens, at, place, look) {
+  const logprob = tokens.logprobs[at];
   if (look === "versions") {
     const found = sample.versions.findIndex(([from, to]) => from <= place && place < to);
     return [`v${Math.max(0, found) % 4}`, `version ${Number(sample.versions[found]?.[2])}`];
   }
   if (look === "logprobs") return [`t${logprob > -0.1 ? 1 : logprob > -1 ? 2 : logprob > -3 ? 3 : 4}`, `logprob ${Number(logprob)}`];
-  const trained = sample.trainer_logprobs?.[place] ?? null;
+  const trained = tokens.trainer_logprobs?.[at] ?? null;
   if (trained === null) return ["untrained", `not trained, engine ${Number(logprob)}`];
   const gap = trained - logprob;
   return [gapShade(gap), `gap ${gap > 0 ? "+" : ""}${gap.toFixed(5)}: trainer ${Number(trained)}, engine ${Number(logprob)}`];
 }
 
-function markup(sample, first, end, look) {
+function markup(sample, tokens, first, end, look) {
   let html = "";
   for (let place = first; place < end; place++) {
-    const [shade, about] = sample.logprobs[place] === null ? ["t0", "not sampled"] : shadeOf(sample, place, look);
-    const id = Number(sample.token_ids[place]);
-    const piece = sample.pieces?.[place];
+    const at = place % sample.size;
+    const [shade, about] = tokens.logprobs[at] === null ? ["t0", "not sampled"] : shadeOf(sample, tokens, at, place, look);
+    const id = Number(tokens.token_ids[at]);
+    const piece = tokens.pieces?.[at];
     const text = piece === undefined || piece === "" ? id : escape(piece).replace(/\n/g, "\u23ce\n");
     html += `<i class="${shade}" title="${about}, token ${id}">${text}</i>`;
   }
