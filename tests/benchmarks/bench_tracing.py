@@ -58,6 +58,7 @@ def main() -> int:
     parser.add_argument("--mlflow", type=Path, help="an interpreter that has mlflow")
     parser.add_argument("--model", help="the model that the run begins with")
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--output-dir", type=Path, help="where the run is kept, instead of a temporary folder")
     parser.add_argument("--cost", type=Path, help="a run: measures what writing spans like its own takes of a step")
     given = parser.parse_args()
     if given.cost is not None:
@@ -66,15 +67,16 @@ def main() -> int:
     if given.mlflow is None or given.model is None:
         parser.error("--mlflow and --model, or --cost")
     with tempfile.TemporaryDirectory() as folder:
+        run = given.output_dir or Path(folder) / "run"
         server, url = start_mlflow(given.mlflow, Path(folder))
         try:
-            train(given.model, given.steps, url, Path(folder) / "run")
+            train(given.model, given.steps, url, run)
             spans = read(given.mlflow, url)
         finally:
             os.killpg(server.pid, signal.SIGTERM)
             server.wait(60.0)
-        report = hold_against(spans, trained(Path(folder) / "run" / "ledger.sqlite"))
-        table(report, Path(folder) / "run")
+        report = hold_against(spans, trained(run / "ledger.sqlite"))
+        table(report, run)
     return 1 if report.problems else 0
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -234,7 +235,19 @@ def demo(options: Options) -> str:
     write_summary(summary, Layout(out).summary_json)
     draw(curves(records), out / "reward.png")
     return (
-        f"\n{table(summary)}\n\n  picture {out / 'reward.png'}, figures {Layout(out).summary_json}, metrics {metrics}"
+        f"\n{table(summary)}\n\n  picture {out / 'reward.png'}, figures {Layout(out).summary_json}, metrics {metrics}\n"
+        f"{looks(out / 'rl', last_step=max(int(record['step']) for record in records))}"
+    )
+
+
+def looks(run: Path, *, last_step: int) -> str:
+    """The commands that look into the demo's run, as they can be pasted."""
+    script = Path(_script("meshrl"))
+    meshrl = str(script.relative_to(Path.cwd()) if script.is_relative_to(Path.cwd()) else script)
+    worst = [meshrl, "rollouts", "worst", str(min(30, last_step)), "-o", str(run)]
+    return (
+        f"  the worst rollout of a step: {shlex.join(worst)}\n"
+        f"  everything, in a browser:    {shlex.join([meshrl, 'ui', str(run)])}"
     )
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from meshrl.core.config import load_config
 from meshrl.launch.config import RLConfig
-from meshrl.launch.demo import DemoError, Stage, empty, is_shown, parse, run, stages
+from meshrl.launch.demo import DemoError, Stage, empty, is_shown, looks, parse, run, stages
 from meshrl.launch.demo_report import ReportError, curves, draw, read_records, summarise, table, write_summary
 from meshrl.sft.config import SFTConfig
 
@@ -188,3 +188,10 @@ def test_the_demos_configurations_are_valid_and_agree() -> None:
     for run_config in (rl.orchestrator.eval, vllm.orchestrator.eval):
         assert [env.args for env in run_config.env] == [{"split": "held_out"}]
     assert rl.orchestrator.eval.sampling.temperature == rl.orchestrator.sampling.temperature == 1.0
+
+
+def test_the_demo_says_how_to_look_into_its_run(tmp_path: Path) -> None:
+    worst, browser = looks(tmp_path / "my demo" / "rl", last_step=60).splitlines()
+    assert worst.endswith(f"meshrl rollouts worst 30 -o '{tmp_path}/my demo/rl'")
+    assert Path(browser.split()[4]).name == "meshrl"
+    assert looks(tmp_path, last_step=7).splitlines()[0].endswith(f"worst 7 -o {tmp_path}")
