@@ -97,7 +97,7 @@ def test_every_program_is_started_from_its_own_file_and_can_be_run_as_a_module(
         executable, dash_m, module, at, path = program.command
         assert (executable, dash_m, at) == (sys.executable, "-m", "@")
         assert Path(path).read_text()
-        assert program.log == layout.log(program.name)
+        assert program.log == layout.logs / "attempt_1" / f"{program.name}.log"
         assert program.environ["MESHRL_SECTION"] == program.name
         spec = importlib.util.find_spec(module)
         assert spec is not None
