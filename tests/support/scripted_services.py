@@ -10,7 +10,7 @@ import grpc
 import numpy as np
 
 from meshrl.trainer.runs.steps import StepBook
-from meshrl.trainer.validate import check_batch
+from meshrl.trainer.service import check_batch
 from meshrl.v1 import rollout_pb2, rollout_pb2_grpc, trainer_pb2, trainer_pb2_grpc, weights_pb2, weights_pb2_grpc
 from meshrl.wire import convert
 from meshrl.wire.errors import MeshError, Reason

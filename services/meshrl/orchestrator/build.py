@@ -27,9 +27,8 @@ from meshrl.orchestrator.work.screening import screen_finished
 from meshrl.orchestrator.work.slot_use import SlotUse
 from meshrl.orchestrator.work.staleness import StalenessLaw
 from meshrl.orchestrator.work.task_schedule import TaskSchedule, TrainSource
-from meshrl.sampling.attempts import SamplerDeadlines
 from meshrl.sampling.retry import RunError
-from meshrl.sampling.sampler import GroupSampler
+from meshrl.sampling.sampler import GroupSampler, SamplerDeadlines
 
 
 def make_plan(config: OrchestratorConfig, mesh: Mesh, recipes: Recipes) -> WorkPlan:

@@ -1,20 +1,26 @@
-"""TrainerService over gRPC: converts each request, asks the run it names, converts the answer back."""
+"""TrainerService over gRPC: converts each request, asks the run it names, converts the answer back.
+
+A batch is checked against the model before it is queued, so that none can break a step of training.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from meshrl.trainer.answers import Answers
 from meshrl.trainer.runs.table import RunTable, TrainerRun
-from meshrl.trainer.validate import check_batch
 from meshrl.v1 import trainer_pb2 as pb
 from meshrl.v1 import trainer_pb2_grpc as pb_grpc
 from meshrl.wire import validate
 from meshrl.wire.convert.batches import BatchReader, run_to_proto, step_event_to_proto, trainer_info_to_proto
-from meshrl.wire.types import CONTRACT_VERSION, TrainerInfo
+from meshrl.wire.errors import FieldViolation, invalid
+from meshrl.wire.trainable import are_logprobs, row_problems
+from meshrl.wire.types import CONTRACT_VERSION, Batch, MicroBatch, TrainerInfo
 
 MIN_MESSAGE_BYTES = 4 * 2**20
 BYTES_PER_TOKEN = 64  # of a micro-batch message, with room for the ids and traces of its samples
@@ -118,3 +124,45 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         steps = [await run.queue.drain() for run in self._runs]
         self._on_drained()
         return pb.DrainResponse(step=steps[0])
+
+
+def check_batch(batch: Batch, *, vocab_size: int, takes_prefixes: bool = True) -> None:
+    """Raises INVALID_REQUEST with every violation. Shapes and lengths are already known to be right."""
+    violations = [
+        FieldViolation(f"micro_batches[{index}].{name}", problem)
+        for index, row in enumerate(batch.micro_batches)
+        for name, problem in _problems(row, vocab_size, takes_prefixes)
+    ]
+    if violations:
+        raise invalid(violations, f"the batch of step {batch.step}")
+
+
+def _problems(row: MicroBatch, vocab_size: int, takes_prefixes: bool) -> Iterator[tuple[str, str]]:
+    lengths, first = np.diff(row.sample_offsets), row.sample_offsets[:-1]
+    if row.prefix_tokens is not None:
+        first = first - row.prefix_tokens
+        if not takes_prefixes:
+            yield "prefix_tokens", "must be unset: this trainer's attention takes no shared prefixes"
+    if (row.position_ids != np.arange(len(row.token_ids)) - np.repeat(first, lengths)).any():
+        yield "position_ids", "must count from 0 within each sample, or from its prefix_tokens"
+    yield from row_problems(
+        token_ids_T=row.token_ids,
+        loss_mask_T=row.loss_mask,
+        logprobs_T=row.inference_logprobs,
+        unpredicted=row.unpredicted,
+        temperatures_S=row.temperatures,
+        vocab_size=vocab_size,
+        logprobs="inference_logprobs",
+    )
+    if row.ref_logprobs is not None and not are_logprobs(row.ref_logprobs[row.ref_kl_weights != 0]):
+        yield "ref_logprobs", "must be logprobs, so finite and not above 0"
+    if row.ref_top_ids is not None and row.ref_top_logprobs is not None:
+        if (row.ref_top_ids >= vocab_size).any():
+            yield "ref_top_ids", f"must be below the vocabulary's {vocab_size} tokens"
+        if not are_logprobs(row.ref_top_logprobs[row.ref_top_ids >= 0]):
+            yield "ref_top_logprobs", "must be logprobs, so finite and not above 0"
+        ordered_TK = np.sort(row.ref_top_ids, axis=1)
+        if ((ordered_TK[:, 1:] == ordered_TK[:, :-1]) & (ordered_TK[:, 1:] >= 0)).any():
+            yield "ref_top_ids", "must hold each candidate of a token once"
+    if row.ref_kl_weights is not None and not are_logprobs(row.inference_logprobs[row.ref_kl_weights != 0]):
+        yield "inference_logprobs", "must be logprobs at the tokens of ref_kl, so finite and not above 0"

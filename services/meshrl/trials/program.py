@@ -27,10 +27,9 @@ from meshrl.inference.config import InferenceConfig
 from meshrl.launch.compose import with_values
 from meshrl.launch.ports import FreePorts
 from meshrl.launch.supervise import Program, Supervisor
-from meshrl.sampling.attempts import SamplerDeadlines
 from meshrl.sampling.groups import RolloutGroup
 from meshrl.sampling.retry import RunError
-from meshrl.sampling.sampler import GroupSampler
+from meshrl.sampling.sampler import GroupSampler, SamplerDeadlines
 from meshrl.trials.config import TrialsConfig
 from meshrl.trials.engines import PolicyEndpoints, ServerFacts
 from meshrl.trials.plan import TaskSpan, Trial, plan_trials

@@ -32,11 +32,10 @@ from meshrl.rollout.exchange.spool import ResultSpool
 from meshrl.rollout.exchange.worker import ExchangeWorker
 from meshrl.rollout.group_runner import GroupRunner
 from meshrl.rollout.groups import GroupTable
-from meshrl.sampling.attempts import SamplerDeadlines
 from meshrl.sampling.groups import GroupTicket, TaskRef
 from meshrl.sampling.hosts import HostState
 from meshrl.sampling.pool import RolloutPool
-from meshrl.sampling.sampler import GroupSampler
+from meshrl.sampling.sampler import GroupSampler, SamplerDeadlines
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import EnvironmentInfo, Rollout, RolloutEvent, RolloutRequest, RolloutSummary, Sampling
 from scripted_services import finished_rollout

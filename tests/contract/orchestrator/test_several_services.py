@@ -14,12 +14,11 @@ from meshrl.core.config.shared import ServerConfig
 from meshrl.core.rpc.serve import GrpcServer
 from meshrl.orchestrator.ledger.audit import audit
 from meshrl.sampling import pool as pool_module
-from meshrl.sampling.attempts import SamplerDeadlines
 from meshrl.sampling.groups import GroupTicket, TaskRef
 from meshrl.sampling.hosts import HostState
 from meshrl.sampling.pool import RolloutPool
 from meshrl.sampling.retry import RunError
-from meshrl.sampling.sampler import GroupSampler
+from meshrl.sampling.sampler import GroupSampler, SamplerDeadlines
 from meshrl.v1 import rollout_pb2_grpc
 from meshrl.wire import convert
 from meshrl.wire.errors import MeshError, Reason

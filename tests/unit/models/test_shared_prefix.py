@@ -16,7 +16,7 @@ from meshrl.core.config import ConfigError
 from meshrl.models.logprobs import PackedPolicy
 from meshrl.models.lora import apply_lora
 from meshrl.trainer.build import MIN_SHARED_PREFIX, min_shared_prefix
-from meshrl.trainer.validate import check_batch
+from meshrl.trainer.service import check_batch
 from meshrl.training.config import OptimConfig, SchedulerConfig
 from meshrl.training.learner import Learner
 from meshrl.training.model_config import ActivationCheckpointConfig, TrainerModelConfig

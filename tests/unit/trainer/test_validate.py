@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from meshrl.algorithms.packing import TrainSample, pack_samples
-from meshrl.trainer.validate import check_batch
+from meshrl.trainer.service import check_batch
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Batch, MicroBatch
 

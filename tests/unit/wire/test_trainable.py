@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshrl.algorithms.packing import TrainSample, pack_samples
-from meshrl.trainer.validate import check_batch
+from meshrl.trainer.service import check_batch
 from meshrl.wire import convert
 from meshrl.wire.trainable import rollout_problems
 from meshrl.wire.types import Batch, Rollout, Sample, VersionSpan

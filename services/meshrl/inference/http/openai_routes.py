@@ -18,8 +18,18 @@ from aiohttp import web
 
 from meshrl.inference.engine import FinishReason, GenerateRequest, TokenChunk
 from meshrl.inference.http.chat_replies import NEEDS_A_PARSER, with_arguments
-from meshrl.inference.http.results import Completion, join, said, spans_json
-from meshrl.inference.http.runs import Serving, gather, interleave, json_answer, send_events, whole
+from meshrl.inference.http.runs import (
+    Completion,
+    Serving,
+    gather,
+    interleave,
+    join,
+    json_answer,
+    said,
+    send_events,
+    spans_json,
+    whole,
+)
 from meshrl.inference.http.schemas import ChatBody, CompletionBody, parse
 from meshrl.inference.http.tokenizer import TextCodec, TextStream
 from meshrl.wire.errors import MeshError, Reason

@@ -1,28 +1,101 @@
-"""Runs the completions of one HTTP request on the engine, within its deadline; shared by the routes."""
+"""Runs the completions of one HTTP request on the engine, within its deadline, and puts their chunks together.
+
+Shared by the routes, which write what comes of it as JSON, as a frame or as a stream.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
+import numpy as np
 from aiohttp import web
 from loguru import logger
+from numpy.typing import NDArray
 
 from meshrl.inference.engine import Engine, FinishReason, GenerateRequest, TokenChunk
-from meshrl.inference.http.results import Completion, join
 from meshrl.inference.http.spans import CompletionSpans
 from meshrl.wire.completion_frame import MEDIA_TYPE, CompletionFrame, encode
 from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.types import VersionSpan
 
 VERSION_HEADER = "X-Policy-Version"
 SYNCS_HEADER = "X-Policy-Syncs"
 """Trace contexts of the commits that brought the versions of an answer, with commas between them."""
 UNFINISHED = "the engine ended this completion without a reason; send it again"
 
+REMOVED_LOGPROB = -9999.0  # what vLLM says for a candidate that top_k, top_p or min_p removed: JSON has no infinity
+
 Result = TypeVar("Result")
+Scalar = TypeVar("Scalar", bound=np.generic)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Completion:
+    """One completion, or a stretch of one when it is streamed: as `TokenChunk`, over all its tokens."""
+
+    token_ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    raw_logprobs: NDArray[np.float32] | None
+    top_ids: NDArray[np.int32] | None
+    top_logprobs: NDArray[np.float32] | None
+    version_spans: tuple[VersionSpan, ...]
+    finish_reason: FinishReason | None
+    stop_token_id: int | None
+    prompt_logprobs: NDArray[np.float32] | None
+    prompt_top_ids: NDArray[np.int32] | None
+    prompt_top_logprobs: NDArray[np.float32] | None
+    routed_experts: NDArray[np.generic] | None
+
+    @property
+    def version(self) -> int | None:
+        """Version that sampled the last token."""
+        return self.version_spans[-1].version if self.version_spans else None
+
+    @property
+    def prompt_version(self) -> int | None:
+        """Oldest version that computed a part of the prompt's KV cache; None where this is no beginning."""
+        if not self.version_spans or self.version_spans[0].start > 0:
+            return None
+        first = self.version_spans[0]
+        return first.version if first.prompt_version is None else first.prompt_version
+
+
+def join(chunks: Sequence[TokenChunk]) -> Completion:
+    """Puts the chunks of a completion together, in order."""
+    first, last = chunks[0], chunks[-1]
+    spans: list[VersionSpan] = []
+    for span in (span for chunk in chunks for span in chunk.version_spans):
+        if spans and spans[-1].version == span.version:
+            spans[-1] = replace(spans[-1], end=span.end)
+        else:
+            spans.append(span)
+    return Completion(
+        token_ids=first.token_ids if len(chunks) == 1 else np.concatenate([chunk.token_ids for chunk in chunks]),
+        logprobs=first.logprobs if len(chunks) == 1 else np.concatenate([chunk.logprobs for chunk in chunks]),
+        raw_logprobs=_joined([chunk.raw_logprobs for chunk in chunks]),
+        top_ids=_joined([chunk.top_ids for chunk in chunks]),
+        top_logprobs=_joined([chunk.top_logprobs for chunk in chunks]),
+        version_spans=tuple(spans),
+        finish_reason=last.finish_reason,
+        stop_token_id=last.stop_token_id,
+        prompt_logprobs=first.prompt_logprobs,
+        prompt_top_ids=first.prompt_top_ids,
+        prompt_top_logprobs=first.prompt_top_logprobs,
+        routed_experts=_joined([chunk.routed_experts for chunk in chunks]),
+    )
+
+
+def _joined(parts: Sequence[NDArray[Scalar] | None]) -> NDArray[Scalar] | None:
+    present = [part for part in parts if part is not None]
+    if not present:
+        return None
+    return present[0] if len(present) == 1 else np.concatenate(present)
 
 
 class Serving:
@@ -127,6 +200,15 @@ async def interleave(
             yield item
     finally:
         await cancel(tasks)
+
+
+def said(logprob: float) -> float:
+    """A logprob as JSON can carry it."""
+    return logprob if math.isfinite(logprob) else REMOVED_LOGPROB
+
+
+def spans_json(spans: Sequence[VersionSpan]) -> list[list[int]]:
+    return [[span.start, span.end, span.version] for span in spans]
 
 
 def json_answer(text: str, version: int | None) -> web.Response:

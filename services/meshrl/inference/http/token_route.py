@@ -13,18 +13,33 @@ they are answered in JSON, so a client reads the Content-Type.
 
 from __future__ import annotations
 
+import base64
+import io
 import json
+import math
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
+import numpy as np
 from aiohttp import web
+from numpy.typing import NDArray
 
 from meshrl.inference.engine import GenerateRequest
-from meshrl.inference.http.results import Completion, frame_choice, join, prompt_logprobs_json, token_choice_json
-from meshrl.inference.http.runs import Serving, frame_answer, gather, interleave, json_answer, send_events
-from meshrl.inference.http.schemas import GenerateBody, parse
-from meshrl.wire.completion_frame import MEDIA_TYPE, CompletionFrame
+from meshrl.inference.http.runs import (
+    Completion,
+    Serving,
+    frame_answer,
+    gather,
+    interleave,
+    join,
+    json_answer,
+    said,
+    send_events,
+    spans_json,
+)
+from meshrl.inference.http.schemas import GenerateBody, TokenSampling, parse
+from meshrl.wire.completion_frame import MEDIA_TYPE, CompletionFrame, FrameChoice
 from meshrl.wire.errors import MeshError, Reason
 
 
@@ -47,7 +62,17 @@ class TokenRoute:
             frame = CompletionFrame(
                 request_id=request_id,
                 prompt_tokens=len(body.token_ids),
-                choices=tuple(frame_choice(completion, logprobs=logprobs) for completion in completions),
+                choices=tuple(
+                    FrameChoice(
+                        token_ids=completion.token_ids,
+                        logprobs=completion.logprobs if logprobs else None,
+                        raw_logprobs=completion.raw_logprobs,
+                        version_spans=completion.version_spans,
+                        finish_reason=completion.finish_reason,
+                        stop_token_id=completion.stop_token_id,
+                    )
+                    for completion in completions
+                ),
             )
             spans = [span for completion in completions for span in completion.version_spans]
             return frame_answer(frame, version, syncs=self._serving.spans.syncs(spans))
@@ -76,7 +101,7 @@ class TokenRoute:
             first = completions[0]
             if first.prompt_logprobs is None:
                 raise MeshError(Reason.NOT_SUPPORTED, "this engine reports no prompt_logprobs; leave them out")
-            prompt_logprobs = prompt_logprobs_json(
+            prompt_logprobs = _prompt_logprobs(
                 body.token_ids, first.prompt_logprobs, first.prompt_top_ids, first.prompt_top_logprobs
             )
         made = sum(len(completion.token_ids) for completion in completions)
@@ -93,18 +118,95 @@ class TokenRoute:
         }
         if body.return_token_ids:
             fields["prompt_token_ids"] = body.token_ids
-        choices = [self._choice(body, index, completion) for index, completion in enumerate(completions)]
+        choices = [_choice(index, completion, body.sampling_params) for index, completion in enumerate(completions)]
         return f'{json.dumps(fields)[:-1]},"choices":[{",".join(choices)}]}}'
-
-    def _choice(self, body: GenerateBody, index: int, completion: Completion) -> str:
-        sampling = body.sampling_params
-        return token_choice_json(
-            index, completion, logprobs=sampling.logprobs is not None, packed_only=sampling.packed_only
-        )
 
     async def _events(self, body: GenerateBody, requests: list[GenerateRequest]) -> AsyncGenerator[str, None]:
         """One event a step and choice."""
         head = json.dumps({"request_id": requests[0].request_id, "model": self._serving.model_name})[:-1]
         async with aclosing(interleave(self._serving.spans, requests)) as chunks:
             async for index, chunk in chunks:
-                yield f'{head},"choices":[{self._choice(body, index, join([chunk]))}]}}'
+                yield f'{head},"choices":[{_choice(index, join([chunk]), body.sampling_params)}]}}'
+
+
+def _choice(index: int, completion: Completion, sampling: TokenSampling) -> str:
+    """One choice as JSON text."""
+    spans = completion.version_spans
+    fields: dict[str, object] = {
+        "index": index,
+        "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_token_id,
+        "token_ids": completion.token_ids.tolist(),
+        "version_spans": spans_json(spans),
+        # the same as vLLM has them from 0.32 on
+        "weight_versions": [{"version": span.version, "start": span.start, "end": span.end} for span in spans],
+        "prompt_version": completion.prompt_version,
+    }
+    logprobs = sampling.logprobs is not None
+    if logprobs:
+        fields["completion_logprobs"] = _packed(completion.logprobs)
+    if completion.raw_logprobs is not None:
+        fields["raw_logprobs"] = _packed(completion.raw_logprobs)
+    if completion.routed_experts is not None:  # (T, layers, experts), as vLLM says them: base64 of a .npy file
+        file = io.BytesIO()
+        np.save(file, completion.routed_experts, allow_pickle=False)
+        fields["routed_experts"] = base64.b64encode(file.getvalue()).decode()
+    content = _logprobs(completion) if logprobs and not sampling.packed_only else "null"
+    return f'{json.dumps(fields, separators=(",", ":"))[:-1]},"logprobs":{content}}}'
+
+
+def _packed(values: NDArray[np.float32]) -> dict[str, object]:
+    """The packed form that `renderers` reads: base64 of little-endian float32."""
+    data = base64.b64encode(np.ascontiguousarray(values, "<f4").tobytes()).decode()
+    return {"data": data, "shape": [len(values)], "dtype": "float32"}
+
+
+def _logprobs(completion: Completion) -> str:
+    """`logprobs` of a choice, as JSON text: written by hand, since this is a line for every token sampled."""
+    token_ids, logprobs = completion.token_ids.tolist(), completion.logprobs.tolist()
+    if completion.top_ids is None or completion.top_logprobs is None:
+        entries = [
+            f'{{"token":"token_id:{token}","logprob":{logprob!r},"bytes":null,"top_logprobs":[]}}'
+            for token, logprob in zip(token_ids, logprobs, strict=True)
+        ]
+    else:
+        ranked = zip(completion.top_ids.tolist(), completion.top_logprobs.tolist(), strict=True)
+        tops = [
+            ",".join(
+                f'{{"token":"token_id:{token}","logprob":{said(logprob)!r},"bytes":null}}'
+                for token, logprob in zip(ids_K, logprobs_K, strict=True)
+            )
+            for ids_K, logprobs_K in ranked
+        ]
+        entries = [
+            f'{{"token":"token_id:{token}","logprob":{logprob!r},"bytes":null,"top_logprobs":[{top}]}}'
+            for token, logprob, top in zip(token_ids, logprobs, tops, strict=True)
+        ]
+    return f'{{"content":[{",".join(entries)}]}}'
+
+
+def _prompt_logprobs(
+    token_ids: Sequence[int],
+    logprobs: NDArray[np.float32],
+    top_ids: NDArray[np.int32] | None = None,
+    top_logprobs: NDArray[np.float32] | None = None,
+) -> list[dict[str, object] | None]:
+    """Logprobs (P,) of the prompt's tokens as vLLM says them: an entry a token, none for the first.
+
+    With alternatives (P, K) an entry also has the likeliest tokens in that place, with their rank.
+    """
+
+    def entry(logprob: float, rank: int | None) -> dict[str, object]:
+        return {"logprob": said(logprob), "rank": rank, "decoded_token": None}
+
+    made: list[dict[str, object] | None] = []
+    for place, (token, logprob) in enumerate(zip(token_ids, logprobs.tolist(), strict=True)):
+        if math.isnan(logprob):
+            made.append(None)
+            continue
+        entries: dict[str, object] = {str(token): entry(logprob, None)}
+        if top_ids is not None and top_logprobs is not None:
+            ranked = zip(top_ids[place].tolist(), top_logprobs[place].tolist(), strict=True)
+            entries |= {str(one): entry(value, rank) for rank, (one, value) in enumerate(ranked, 1)}
+        made.append(entries)
+    return made
