@@ -7,6 +7,7 @@ is flushed, too. All calls block. All raise OSError.
 from __future__ import annotations
 
 import os
+from io import FileIO
 from pathlib import Path
 
 
@@ -31,6 +32,19 @@ def append(descriptor: int, content: bytes) -> None:
     while left:  # a disk that fills up takes a part first, and then refuses
         left = left[os.write(descriptor, left) :]
     os.fdatasync(descriptor)
+
+
+def append_whole(file: FileIO, content: bytes) -> None:
+    """Writes all of `content` behind what an open file holds, or leaves the file as it was. Left to the system to put
+    on disk.
+    """
+    size, left = os.fstat(file.fileno()).st_size, memoryview(content)
+    try:
+        while left:  # a disk that is nearly full takes a part of it
+            left = left[file.write(left) :]
+    except OSError:
+        os.ftruncate(file.fileno(), size)
+        raise
 
 
 def flush(path: Path) -> None:

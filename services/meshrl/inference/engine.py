@@ -294,12 +294,19 @@ class Engine(Protocol):
         """Root hash of the live weights, computed from their bytes; empty where the engine cannot read them back."""
 
 
+def check_fit(engine: Engine) -> None:
+    """Raises MeshError ENGINE_FAILED for one that may hold torn weights."""
+    if engine.unfit is not None:
+        raise MeshError(Reason.ENGINE_FAILED, f"this engine must be reseeded: {engine.unfit}")
+
+
 def check_request(engine: Engine, request: GenerateRequest, *, capacity: int, vocab_size: int) -> None:
     """Refuses what the engine cannot serve; `capacity` is how many requests may be in flight.
 
-    Raises: MeshError DRAINING, VERSION_NOT_AVAILABLE and OVERLOADED for the engine's state, INVALID_REQUEST for what
-    the request asks.
+    Raises: MeshError ENGINE_FAILED, DRAINING, VERSION_NOT_AVAILABLE and OVERLOADED for the engine's state,
+    INVALID_REQUEST for what the request asks.
     """
+    check_fit(engine)
     if engine.draining:
         raise MeshError(Reason.DRAINING, "this engine is shutting down; use another one")
     if engine.version is None:

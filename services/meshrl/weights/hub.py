@@ -38,7 +38,7 @@ from meshrl.weights.coordinator.states import (
     Send,
     VersionRecord,
 )
-from meshrl.weights.session import Ended, Session
+from meshrl.weights.session import Ended, Sessions
 from meshrl.weights.spans import record_sync
 from meshrl.weights.storage.log import DecisionLog
 from meshrl.weights.storage.transfers import HubHoldings, Transfers
@@ -93,7 +93,7 @@ class Hub:
         self._waits = waits_of(self._tracer)
         self._now, self._wall = AwakeClock(monotonic), wall
         self._actions = ActionQueue(self._perform)
-        self._sessions: dict[str, Session] = {}
+        self._sessions = Sessions()
         self._waiters: dict[Key, list[asyncio.Future[Activation]]] = {}
         self._sealing: dict[str, asyncio.Task[None]] = {}  # by artifact
         self._changed = Pulse()  # a version did
@@ -129,8 +129,7 @@ class Hub:
     def close_streams(self) -> None:
         """Ends sessions, watches and waits with DRAINING, so that the server can drain."""
         self._draining = True
-        for session in self._sessions.values():
-            session.put_nowait(Ended.LEASE_OVER)
+        self._sessions.end_all()
         self._changed.beat()
         self._transfers.close()
         self._refuse_waiters(MeshError(Reason.DRAINING, "the hub is shutting down; call again"))
@@ -184,21 +183,15 @@ class Hub:
             case Compact():
                 await asyncio.to_thread(self._log.compact, action.entries)
             case Send():
-                session = self._sessions.get(action.lease_id)
-                if session is not None:
+                if self._sessions.send(action.lease_id, action.command):
                     logger.debug("to {}: {}", action.engine_id, action.command)
-                    session.put_nowait(action.command)
             case EndSession():
-                session = self._sessions.pop(action.lease_id, None)
-                if session is not None:
-                    session.put_nowait(Ended.LEASE_OVER)
+                self._sessions.end(action.lease_id)
             case Answer():
                 for future in self._waiters.pop(action.key, []):
-                    if future.done():
-                        continue
                     if isinstance(action.result, MeshError):
-                        future.set_exception(action.result)
-                    else:
+                        refuse(future, action.result)
+                    elif not future.done():
                         future.set_result(action.result)
             case DeleteBytes():
                 await asyncio.to_thread(self._store.delete, action.artifact_id, action.paths)
@@ -350,10 +343,7 @@ class Hub:
             raise MeshError(Reason.DRAINING)
         lease_id = first.lease_id
         actions = self.coordinator.report(first, self._now())
-        session: Session = asyncio.Queue()
-        before, self._sessions[lease_id] = self._sessions.get(lease_id), session
-        if before is not None:
-            before.put_nowait(Ended.LEASE_OVER)
+        session = self._sessions.open(lease_id)
         await self._actions.put([*actions, *self.coordinator.connect(lease_id, self._now())])
         reader = asyncio.create_task(self._read_reports(reports, lease_id))
         reader.add_done_callback(lambda _: session.put_nowait(Ended.HUNG_UP))
@@ -368,8 +358,7 @@ class Hub:
             raise MeshError(Reason.LEASE_EXPIRED, "the lease is over; register again")
         finally:
             reader.cancel()
-            if self._sessions.get(lease_id) is session:
-                del self._sessions[lease_id]
+            if self._sessions.leave(lease_id, session):
                 self.coordinator.disconnect(lease_id)
 
     async def _read_reports(self, reports: AsyncIterator[AgentReport], lease_id: str) -> None:

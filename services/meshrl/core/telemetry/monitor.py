@@ -21,6 +21,7 @@ from loguru import logger
 
 from meshrl.core.config import ConfigError
 from meshrl.core.config.shared import LogConfig, WandbConfig
+from meshrl.core.durable import append_whole
 from meshrl.core.paths import Layout
 
 CONSOLE_FIELDS: tuple[tuple[str, str, str], ...] = (
@@ -158,7 +159,7 @@ class JsonlSink:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 self._file = self._path.open("ab", buffering=0)
             while self._waiting:
-                _append_whole(self._file, self._waiting[0])
+                append_whole(self._file, self._waiting[0])
                 del self._waiting[0]
         except OSError as error:
             raise SinkError(
@@ -178,17 +179,6 @@ class JsonlSink:
         finally:
             if self._file is not None:
                 self._file.close()
-
-
-def _append_whole(file: FileIO, line: bytes) -> None:
-    """Appends the line, or leaves the file as it was. Raises OSError."""
-    size, rest = os.fstat(file.fileno()).st_size, memoryview(line)
-    try:
-        while rest:  # a disk that is nearly full takes a part of it
-            rest = rest[file.write(rest) :]
-    except OSError:
-        os.ftruncate(file.fileno(), size)
-        raise
 
 
 class WandbSink:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import base64
 import json
 import math
-import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -24,6 +23,8 @@ from loguru import logger
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.trace import Link, SpanContext, StatusCode
+
+from meshrl.core.durable import append_whole
 
 
 class JsonLinesSpanExporter(SpanExporter):
@@ -51,7 +52,7 @@ class JsonLinesSpanExporter(SpanExporter):
             if self._max_bytes is not None and self._size and self._size + len(frame) > self._max_bytes // 2:
                 self._rotate(self._max_bytes)
             assert self._file is not None  # opened above
-            self._append(self._file, frame)
+            append_whole(self._file, frame)
             self._size += len(frame)
         except OSError as error:  # telemetry is not worth a run
             if not self._failing:  # said once, not every second
@@ -68,17 +69,6 @@ class JsonLinesSpanExporter(SpanExporter):
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self._path.open("ab", buffering=0)
         self._size = self._path.stat().st_size
-
-    @staticmethod
-    def _append(file: FileIO, frame: bytes) -> None:
-        """Appends the frame, or leaves the file as it was: behind half a frame nothing could be read."""
-        size, rest = os.fstat(file.fileno()).st_size, memoryview(frame)
-        try:
-            while rest:
-                rest = rest[file.write(rest) :]
-        except OSError:
-            os.ftruncate(file.fileno(), size)
-            raise
 
     def _rotate(self, max_bytes: int) -> None:
         """Moves the full file aside. What it replaces is the oldest there is."""

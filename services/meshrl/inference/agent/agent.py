@@ -189,7 +189,9 @@ class WeightAgent:
             try:
                 yield await asyncio.wait_for(outbox.get(), lease.lease_s / 3)
             except TimeoutError:
-                if self._changed_by_hand():  # a new session: the hub then has its own version served again
+                root = self._engine.root
+                if root is not None and root != self._live_root and self.machine.displaced(self._engine.version):
+                    self._live_root = root  # in a new session the hub has its own version served again
                     logger.warning("weights were loaded by hand as version {}: registering anew", self._engine.version)
                     return
                 yield self._report(Tell())
@@ -211,14 +213,6 @@ class WeightAgent:
             sleeping=self._engine.sleeping,
             sleep_answered=machine.sleep_answered,
         )
-
-    def _changed_by_hand(self) -> bool:
-        """Whether an admin route has loaded other weights than those that the hub was told of."""
-        root = self._engine.root
-        if root is None or root == self._live_root or not self.machine.displaced(self._engine.version):
-            return False
-        self._live_root = root
-        return True
 
     # --- actions --------------------------------------------------------------------------------
 
@@ -324,39 +318,38 @@ class WeightAgent:
             await self._engine.leave_group()
 
     async def _apply(self, action: StartApply) -> None:
-        with apply_span(action.version, self._prepared, self._engine_id) as span:
-            await self._swap_in(action, self._prepared, span)
-
-    async def _swap_in(self, action: StartApply, prepared: PreparedVersion | None, span: Span) -> None:
-        began_s = time.monotonic()
-        try:
-            if prepared is None or prepared.artifact_id != action.artifact_id:
-                raise MeshError(Reason.ENGINE_FAILED, f"version {action.version} is not staged")
-            async with asyncio.timeout(APPLY_DEADLINE_S):
-                kept = await self._swap(prepared, action)
-        except (MeshError, TimeoutError) as error:
-            reason = error.reason if isinstance(error, MeshError) else Reason.DEADLINE_PASSED
-            self._poison(action.version, reason, str(error), span)
-            return
-        except Exception as error:  # noqa: BLE001 (whatever it was, the weights may be torn: the engine stays paused)
-            self._poison(action.version, Reason.ENGINE_FAILED, repr(error), span)
-            return
-        self._prepared, self._live_root = None, prepared.manifest.result_root
-        self._loader.images.keep(self._live_root)
-        span.set_attribute("meshrl.requests_kept", kept)
-        report = ApplyReport(
-            version=action.version,
-            root=prepared.manifest.result_root,
-            pause_s=time.monotonic() - began_s if action.hold or not prepared.adopt else 0.0,
-            prepare_s=prepared.prepare_s,
-            requests_kept=kept,
-        )
-        if action.hold:
-            self._held = (began_s, report)
-            self._hold_timer = asyncio.create_task(self._end_hold(action.version))
-        else:
-            logger.info("version {} is served, pause {:.4f} s, {} requests kept", action.version, report.pause_s, kept)
-        self._perform(self.machine.applied(action.artifact_id, report))
+        prepared, began_s = self._prepared, time.monotonic()
+        with apply_span(action.version, prepared, self._engine_id) as span:
+            try:
+                if prepared is None or prepared.artifact_id != action.artifact_id:
+                    raise MeshError(Reason.ENGINE_FAILED, f"version {action.version} is not staged")
+                async with asyncio.timeout(APPLY_DEADLINE_S):
+                    kept = await self._swap(prepared, action)
+            except (MeshError, TimeoutError) as error:
+                reason = error.reason if isinstance(error, MeshError) else Reason.DEADLINE_PASSED
+                self._poison(action.version, reason, str(error), span)
+                return
+            except Exception as error:  # noqa: BLE001 (whatever it was, the weights may be torn: the engine stays paused)
+                self._poison(action.version, Reason.ENGINE_FAILED, repr(error), span)
+                return
+            self._prepared, self._live_root = None, prepared.manifest.result_root
+            self._loader.images.keep(self._live_root)
+            span.set_attribute("meshrl.requests_kept", kept)
+            report = ApplyReport(
+                version=action.version,
+                root=prepared.manifest.result_root,
+                pause_s=time.monotonic() - began_s if action.hold or not prepared.adopt else 0.0,
+                prepare_s=prepared.prepare_s,
+                requests_kept=kept,
+            )
+            if action.hold:
+                self._held = (began_s, report)
+                self._hold_timer = asyncio.create_task(self._end_hold(action.version))
+            else:
+                logger.info(
+                    "version {} is served, pause {:.4f} s, {} requests kept", action.version, report.pause_s, kept
+                )
+            self._perform(self.machine.applied(action.artifact_id, report))
 
     async def _swap(self, prepared: PreparedVersion, action: StartApply) -> int:
         engine, version, root = self._engine, action.version, prepared.manifest.result_root

@@ -16,6 +16,7 @@ import numpy as np
 from loguru import logger
 from transformers import PreTrainedModel
 
+from meshrl.core.waiting import InFlight
 from meshrl.inference.embedded.live_weights import LiveWeights
 from meshrl.inference.embedded.runner import PromptScores, make_runner
 from meshrl.inference.embedded.sampler import stream_keys
@@ -28,6 +29,7 @@ from meshrl.inference.engine import (
     GenerateRequest,
     HostVersion,
     TokenChunk,
+    check_fit,
     check_request,
 )
 from meshrl.inference.sleep import NeverSleeps
@@ -55,9 +57,7 @@ class EmbeddedEngine(NeverSleeps):
         self._device = model.device
         self._staging = Staging(self._weights, model.device)
         self._seeds = np.random.default_rng(seed)
-        self._idle = asyncio.Event()
-        self._idle.set()
-        self._in_flight, self._draining = 0, False
+        self._in_flight, self._draining = InFlight(), False
         self._root: bytes | None = None
         self._paused_at = self._last_pause_s = 0.0
 
@@ -89,7 +89,7 @@ class EmbeddedEngine(NeverSleeps):
 
     @property
     def in_flight(self) -> int:
-        return self._in_flight
+        return self._in_flight.count
 
     @property
     def num_slots(self) -> int:
@@ -115,7 +115,7 @@ class EmbeddedEngine(NeverSleeps):
         table, counts = self._steps.table, self._steps.counts
         return EngineStats(
             running=table.occupied,
-            waiting=max(0, self._in_flight - table.occupied),
+            waiting=max(0, self.in_flight - table.occupied),
             slots=self.num_slots,
             generated_tokens=counts.tokens,
             prefilled_tokens=counts.prefilled,
@@ -139,23 +139,19 @@ class EmbeddedEngine(NeverSleeps):
 
     async def idle(self) -> None:
         """Returns once no request is in flight."""
-        await self._idle.wait()
+        await self._in_flight.idle()
 
     async def close(self, deadline_s: float = 0.0) -> None:
         """Drains for at most `deadline_s`, aborts what is left and stops the thread."""
         self.begin_drain()
-        if deadline_s > 0 and self._in_flight:
-            try:
-                await asyncio.wait_for(self.idle(), deadline_s)
-            except TimeoutError:
-                logger.warning("{} requests were still running at the drain deadline; aborting them", self._in_flight)
+        if deadline_s > 0 and not await self._in_flight.idle_within(deadline_s):
+            logger.warning("{} requests were still running at the drain deadline; aborting them", self.in_flight)
         await self._staging.leave()
         await self._steps.stop()
 
     # --- requests ---------------------------------------------------------------------------
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
-        self._check_fit()
         check_request(self, request, capacity=self.num_slots + self.max_queue, vocab_size=self.vocab_size)
         chunks: asyncio.Queue[TokenChunk | MeshError] = asyncio.Queue()
         params = request.sampling
@@ -170,36 +166,32 @@ class EmbeddedEngine(NeverSleeps):
             deliver=lambda chunk: self._steps.defer(lambda: chunks.put_nowait(chunk)),
             fail=lambda error: self._steps.defer(lambda: chunks.put_nowait(error)),
         )
-        self._in_flight += 1
-        self._idle.clear()
         submitted = over = False
-        try:
-            prompt = None
-            if params.prompt_logprobs is not None:
-                prompt = await self._score_prompt(request, params.prompt_logprobs)
-            self._steps.submit(row)
-            submitted = True
-            while not over:
-                chunk = await chunks.get()  # the caller bounds the wait: the HTTP layer has a deadline a request
-                over = isinstance(chunk, MeshError) or chunk.finish_reason is not None
-                if isinstance(chunk, MeshError):
-                    raise chunk
-                if prompt is None:
-                    yield chunk
-                    continue
-                yield replace(
-                    chunk,
-                    prompt_logprobs=prompt.logprobs,
-                    prompt_top_ids=prompt.top_ids,
-                    prompt_top_logprobs=prompt.top_logprobs,
-                )
-                prompt = None  # they go with the first chunk
-        finally:
-            if submitted and not over:
-                self._steps.cancel(row)
-            self._in_flight -= 1
-            if self._in_flight == 0:
-                self._idle.set()
+        with self._in_flight.one():
+            try:
+                prompt = None
+                if params.prompt_logprobs is not None:
+                    prompt = await self._score_prompt(request, params.prompt_logprobs)
+                self._steps.submit(row)
+                submitted = True
+                while not over:
+                    chunk = await chunks.get()  # the caller bounds the wait: the HTTP layer has a deadline a request
+                    over = isinstance(chunk, MeshError) or chunk.finish_reason is not None
+                    if isinstance(chunk, MeshError):
+                        raise chunk
+                    if prompt is None:
+                        yield chunk
+                        continue
+                    yield replace(
+                        chunk,
+                        prompt_logprobs=prompt.logprobs,
+                        prompt_top_ids=prompt.top_ids,
+                        prompt_top_logprobs=prompt.top_logprobs,
+                    )
+                    prompt = None  # they go with the first chunk
+            finally:
+                if submitted and not over:
+                    self._steps.cancel(row)
 
     async def _score_prompt(self, request: GenerateRequest, asked: int) -> PromptScores:
         """Of each prompt token. Raises MeshError ENGINE_FAILED where one but the first is not finite."""
@@ -210,17 +202,13 @@ class EmbeddedEngine(NeverSleeps):
             raise MeshError(Reason.ENGINE_FAILED, message)
         return found
 
-    def _check_fit(self) -> None:
-        if self.unfit is not None:
-            raise MeshError(Reason.ENGINE_FAILED, f"this engine must be reseeded: {self.unfit}")
-
     # --- weights ----------------------------------------------------------------------------
 
     async def pause(self) -> int:
         def begin() -> int:
             if not self._steps.paused:
                 self._steps.paused, self._paused_at = True, time.monotonic()
-            return self._in_flight
+            return self.in_flight
 
         return await self._steps.call(begin)
 
@@ -266,7 +254,7 @@ class EmbeddedEngine(NeverSleeps):
         self._staging.drop()
 
     async def adopt(self, version: int, root: bytes) -> None:
-        self._check_fit()
+        check_fit(self)
         await self._steps.call(lambda: self._name_weights(version, root, same=True))
 
     async def weights_root(self) -> bytes:

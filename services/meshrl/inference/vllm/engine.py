@@ -29,6 +29,7 @@ from meshrl.inference.engine import (
     GenerateRequest,
     HostVersion,
     TokenChunk,
+    check_fit,
     check_request,
 )
 from meshrl.inference.sleep import Sleeper
@@ -203,7 +204,6 @@ class VllmEngine:
                 raise MeshError(Reason.INVALID_REQUEST, f"vLLM refuses the request: {error}") from error
 
     def _admit(self, request: GenerateRequest) -> None:
-        self._check_fit()
         check_request(self, request, capacity=self.num_slots + self._max_queue, vocab_size=self.vocab_size)
         sampling = request.sampling
         changed = sampling.reweighted or sampling.truncated or sampling.temperature not in (0.0, 1.0)
@@ -213,10 +213,6 @@ class VllmEngine:
                 "vLLM reports one kind of logprobs, those sampled from; leave raw_logprobs out, or sample at "
                 "temperature 1 without cuts, penalties and biases, where both are the same",
             )
-
-    def _check_fit(self) -> None:
-        if self.unfit is not None:
-            raise MeshError(Reason.ENGINE_FAILED, f"this engine must be reseeded: {self.unfit}")
 
     # --- sleep ------------------------------------------------------------------------------
 
@@ -306,7 +302,7 @@ class VllmEngine:
         self._clock.serve(version)
 
     async def adopt(self, version: int, root: bytes) -> None:
-        self._check_fit()
+        check_fit(self)
         self._root = root
         self._clock.serve(version, same=True)
 
