@@ -25,7 +25,6 @@ from meshrl.client.credentials import (
     PREFIX,
     CredentialError,
     CredentialFiles,
-    Credentials,
     default_credentials,
 )
 from meshrl.client.enrollment import RENEWAL_FILE, renew, revoked_members
@@ -108,7 +107,10 @@ async def _keep(files: CredentialFiles, authority: Authority | None, role: Role,
                     await asyncio.to_thread(authority.issue, folder, role, name, hosts=own_hosts())
                 logger.info("the certificate in {} is renewed", folder)
             if joined and files.trust is not None:
-                known = await _take_over(TrustFile(files.trust), folder, credentials, known)
+                revoked = await revoked_members(folder, credentials)
+                if revoked - known:
+                    await asyncio.to_thread(TrustFile(files.trust).shut_out, revoked - known)
+                known = revoked
             told = ""
         except (MeshError, OSError, ValueError, sqlite3.Error) as error:  # what there is still counts for a while
             if told != str(error):
@@ -116,16 +118,6 @@ async def _keep(files: CredentialFiles, authority: Authority | None, role: Role,
                 logger.warning("the certificate in {} cannot be renewed or checked now: {}", folder, error)
             wait_s = RETRY_S if renew_in_s(files.cert) <= 0.0 else LOOK_S
         await asyncio.sleep(wait_s)
-
-
-async def _take_over(
-    trust: TrustFile, folder: Path, credentials: Credentials, known: set[tuple[str, str]]
-) -> set[tuple[str, str]]:
-    """Writes who is revoked into this member's own list, where that has changed."""
-    revoked = await revoked_members(folder, credentials)
-    if revoked - known:
-        await asyncio.to_thread(trust.shut_out, revoked - known)
-    return revoked
 
 
 class MemberConfig(ProgramConfig, Protocol):

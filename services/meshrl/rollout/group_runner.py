@@ -25,7 +25,7 @@ from meshrl.rollout.stages import BEGINNING, RolloutStage
 from meshrl.rollout.waiting_report import LOOK_EVERY_S, WaitingReport
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.trace import trace_id_of
-from meshrl.wire.types import EngineEndpoint, RolloutEvent, RolloutFailure, RolloutRequest, RolloutStatus
+from meshrl.wire.types import RolloutEvent, RolloutFailure, RolloutRequest, RolloutStatus
 
 
 @dataclass(eq=False)
@@ -126,21 +126,20 @@ class GroupRunner:
 
     def status(self) -> RolloutStatus:
         """What the server does now, in rollouts."""
+        endpoints, calls = self._router.engines.endpoints(), self._in_flight() if self._in_flight is not None else {}
         return RolloutStatus(
             running=self._table.running,
             queued=self._table.queued,
             finished=self._table.finished,
             failures=dict(self._table.failures),
             rollouts_per_s=self._table.rate(self._clock()),
-            engines=self._engines(),
+            engines=tuple(
+                replace(engine, in_flight=engine.in_flight + calls.get(engine.url, 0)) for engine in endpoints
+            ),
             draining=self._table.draining,
             max_concurrent=self._table.max_concurrent,
             limit_reason=self._limit.reason,
         )
-
-    def _engines(self) -> tuple[EngineEndpoint, ...]:
-        endpoints, calls = self._router.engines.endpoints(), self._in_flight() if self._in_flight is not None else {}
-        return tuple(replace(engine, in_flight=engine.in_flight + calls.get(engine.url, 0)) for engine in endpoints)
 
     async def drain(self, grace_s: float) -> None:
         """Admits no more groups, gives those that run `grace_s` seconds, then cancels them."""

@@ -46,7 +46,12 @@ class JsonLines(Sequence[Row]):
         with self._path.open("rb") as file:
             file.seek(int(self._offsets[index]))
             line = file.readline()
-        return _row(line, f"{self._path}, line {self._numbers[index]}")
+        where = f"{self._path}, line {self._numbers[index]}"
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise DataError(f"{where}: not JSON ({error}); each line must be one object") from error
+        return _object(row, where)
 
 
 class _DatasetRows(Sequence[Row]):
@@ -108,14 +113,6 @@ def _json(path: Path) -> Rows:
                     raise DataError(f"{path}: not JSON ({error}); it begins as a list of rows") from error
                 return [_object(row, f"{path}, row {index}") for index, row in enumerate(rows)]
     return JsonLines(path)
-
-
-def _row(line: bytes, where: str) -> Row:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise DataError(f"{where}: not JSON ({error}); each line must be one object") from error
-    return _object(row, where)
 
 
 def _object(row: object, where: str) -> Row:

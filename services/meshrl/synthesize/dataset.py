@@ -83,7 +83,9 @@ class ConversationDataset:
         if not rows:
             return None
         unfinished = path.with_name(path.name + ".tmp")
-        pq.write_table(pa.Table.from_pylist(_with_all_columns(rows)), unfinished)
+        # a table needs rows of one set of columns: of rows that others wrote, those that ours have
+        columns = ("messages", "tools", "reward", "environment", "task", "task_key", "agent", "rollout_id", "model")
+        pq.write_table(pa.Table.from_pylist([{name: row.get(name) for name in columns} for row in rows]), unfinished)
         unfinished.replace(path)
         return path
 
@@ -103,9 +105,3 @@ class ConversationDataset:
         if self._reasoning_field == "content":
             return {**told, "content": f"<think>\n{reasoning}\n</think>\n\n{told.get('content') or ''}"}
         return {**told, self._reasoning_field: reasoning}
-
-
-def _with_all_columns(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of one set of columns, as a table needs them; of rows that others wrote, those that ours have."""
-    columns = ("messages", "tools", "reward", "environment", "task", "task_key", "agent", "rollout_id", "model")
-    return [{name: row.get(name) for name in columns} for row in rows]

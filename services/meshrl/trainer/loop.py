@@ -73,7 +73,8 @@ class TrainerLoop:
                 if isinstance(work, SaveRequest):
                     self._save_on_request(work)
                 else:
-                    self._train(work, wait_s=time.perf_counter() - waited_since)
+                    with self._waits.waiting("step", f"its own work on step {work.step}"):
+                        self._train_on(work, wait_s=time.perf_counter() - waited_since)
                     waited_since = time.perf_counter()
             self._wait_for_publication()
             if self._ckpt is not None and self._learner.step_done != self._saved_step:
@@ -89,11 +90,6 @@ class TrainerLoop:
         """Waits for a batch, for a checkpoint that somebody asks for, or for the end."""
         with self._waits.waiting("batch", f"batch {self._learner.step_done + 1}", ("orchestrator",)):
             return self._commands.wait(self._queue.take())
-
-    def _train(self, batch: Batch, *, wait_s: float) -> None:
-        """One step, from a batch to a publication under way."""
-        with self._waits.waiting("step", f"its own work on step {batch.step}"):
-            self._train_on(batch, wait_s=wait_s)
 
     def _train_on(self, batch: Batch, *, wait_s: float) -> None:
         self._checkpointer.check()

@@ -154,7 +154,10 @@ class TrialsConfig(BaseConfig):
         """The rollout service that plays, at `port` of this machine, against the servers at `urls`."""
         client = {**self.client.model_dump(), "base_url": urls, "api": api}
         return RolloutConfig(
-            env=[EnvConfig.model_validate(_hosted(env)) for env in self.environments],
+            env=[
+                EnvConfig.model_validate({**env.model_dump(exclude={"num_examples", "group_size"}), "part": "eval"})
+                for env in self.environments
+            ],
             client=ClientConfig.model_validate(client),
             model=self.model,
             tokenizer=self.tokenizer,
@@ -202,8 +205,3 @@ class TrialsConfig(BaseConfig):
                 f"inference.api_key is not taken here; put the key into the variable {self.client.api_key_var}"
             )
         return self
-
-
-def _hosted(env: TrialEnvConfig) -> dict[str, object]:
-    """What the rollout service is told of an environment."""
-    return {**env.model_dump(exclude={"num_examples", "group_size"}), "part": "eval"}

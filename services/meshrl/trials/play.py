@@ -15,7 +15,7 @@ from loguru import logger
 from meshrl.sampling.groups import GroupTicket, RolloutGroup, TaskRef
 from meshrl.sampling.retry import RunError
 from meshrl.sampling.sampler import GroupSampler
-from meshrl.trials.config import TrialEnvConfig, TrialsConfig
+from meshrl.trials.config import TrialsConfig
 from meshrl.trials.plan import Trial
 from meshrl.wire.types import Sampling
 
@@ -37,7 +37,7 @@ class TrialPlayer:
         self._slots = slots
         self._conversations = conversations
         self._sampling: Mapping[str, Sampling] = {
-            env.resolved_name: _sampling_of(env, config) for env in config.environments
+            env.resolved_name: env.sampling.to_wire().over(config.sampling.to_wire()) for env in config.environments
         }
 
     async def play(self, trials: Sequence[Trial], *, version: int | None, on_end: OnEnd) -> None:
@@ -97,10 +97,6 @@ def why_failed(group: RolloutGroup) -> str:
     if group.failures:
         return f"{group.failures[-1].reason}: {group.failures[-1].message}"
     return group.cut_short or "the rollout was cancelled"
-
-
-def _sampling_of(env: TrialEnvConfig, config: TrialsConfig) -> Sampling:
-    return env.sampling.to_wire().over(config.sampling.to_wire())
 
 
 def _check_version(group: RolloutGroup, version: int) -> None:

@@ -49,7 +49,10 @@ class TrialResults:
             opening.enter_context(self._results)
             opening.enter_context(self._failures)
             if self._clean:
-                self._empty()
+                for name in (RESULTS, FAILURES):
+                    (self._folder / name).write_bytes(b"")  # the locked file itself
+                for name in (SETTINGS, *self._derived):
+                    (self._folder / name).unlink(missing_ok=True)
             self._check_settings()
             rows = [_short(row) for row in self._results]
             self.done = whole_episodes(rows)
@@ -92,12 +95,6 @@ class TrialResults:
             )
         environments = {**kept.get("env", {}), **self._settings.get("env", {})}
         write_file(path, json.dumps({**self._settings, "env": environments}, indent=2) + "\n")
-
-    def _empty(self) -> None:
-        for name in (RESULTS, FAILURES):
-            (self._folder / name).write_bytes(b"")  # the locked file itself
-        for name in (SETTINGS, *self._derived):
-            (self._folder / name).unlink(missing_ok=True)
 
 
 def settings_of(config: TrialsConfig, **more: object) -> dict[str, Any]:

@@ -273,10 +273,6 @@ def show(status: RunStatus) -> None:
         click.echo(f"the event loop of {program.program} answers {program.loop_lag_s:.1f} s late")
 
 
-def _as_json(status: RunStatus) -> Mapping[str, Any]:
-    return {**asdict(status), "well": status.is_well}
-
-
 def status_schema() -> str:
     """The JSON schema of what `meshrl status --json` prints."""
     return SCHEMA.read_text()
@@ -300,7 +296,7 @@ def status(folder: RunFolder, as_json: bool) -> None:
     """
     now = run(read_status(folder))
     if as_json:
-        print_json(_as_json(now))
+        print_json({**asdict(now), "well": now.is_well})
     elif not now.rows:
         click.echo(f"{folder.path} holds no run: name its output folder with -o", err=True)
     else:

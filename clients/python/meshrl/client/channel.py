@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -318,7 +318,14 @@ class ServiceClient:
         if not span.is_recording():
             yield span, self._metadata(span)
             return
-        span.set_attributes(self._span_attributes(full_method))
+        span.set_attributes(
+            {
+                "rpc.system.name": "grpc",
+                "rpc.method": full_method,
+                "rpc.response.status_code": "OK",
+                "server.address": self.address,
+            }
+        )
         try:
             yield span, self._metadata(span)
         except (asyncio.CancelledError, GeneratorExit):  # the caller gave up; the trace says so
@@ -332,14 +339,6 @@ class ServiceClient:
         traceparent = format_traceparent(span.get_span_context())
         metadata = self._credentials.metadata()
         return ((*metadata, (TRACEPARENT, traceparent)) if traceparent else metadata) or None
-
-    def _span_attributes(self, full_method: str) -> Mapping[str, str]:
-        return {
-            "rpc.system.name": "grpc",
-            "rpc.method": full_method,
-            "rpc.response.status_code": "OK",
-            "server.address": self.address,
-        }
 
     def _failed(
         self, span: trace.Span, method: str, error: grpc.aio.AioRpcError, deadline_s: float | None

@@ -6,7 +6,6 @@ Only what a message shows by itself is checked here; whether an environment or a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 from meshrl.v1 import exchange_pb2, rollout_pb2, trainer_pb2, weights_pb2
 from meshrl.wire.errors import FieldViolation, MeshError, Reason, invalid
@@ -191,13 +190,9 @@ def validate_fetch_request(message: weights_pb2.FetchRequest) -> None:
     """Raises INVALID_REQUEST unless an artifact is named and no range is empty."""
     violations = _Violations()
     violations.digest(message.artifact_id, "artifact_id")
-    _check_ranges(violations, message.ranges)
-    violations.done("the fetch request")
-
-
-def _check_ranges(violations: _Violations, ranges: Sequence[weights_pb2.ByteRange]) -> None:
-    for index, byte_range in enumerate(ranges):
+    for index, byte_range in enumerate(message.ranges):
         violations.check(byte_range.length > 0, f"ranges[{index}].length", "must be at least 1")
+    violations.done("the fetch request")
 
 
 def validate_worker_hello(message: exchange_pb2.WorkerHello) -> None:

@@ -83,7 +83,8 @@ class OlderSpellings:
         old, origin = ".".join(named), layer.origin_of(path) or layer.origin
         if row.key.values:
             present = row.key.values[str(value).lower()]
-            _put(layer.values, path, present)
+            holder = _at(layer.values, path[:-1])
+            holder[int(path[-1]) if isinstance(holder, list) else path[-1]] = present
             found.notes.append(f"{old} {value!r} is {present!r} here (from {origin})")
             return
         _remove(layer.values, path, self._root)
@@ -129,11 +130,12 @@ def _rows(root: Kind, sections: tuple[str, ...]) -> Iterator[_Row]:
         if new and _known(root, new) is None:
             continue
         unused = key.unused or (bool(key.new) and not new)
-        yield _Row(old=old, new=new, why=why, key=_as(key, unused=unused))
-
-
-def _as(key: OlderKey, *, unused: bool) -> OlderKey:
-    return key if key.unused == unused else OlderKey(old=key.old, why=key.why, unused=unused, only=key.only)
+        yield _Row(
+            old=old,
+            new=new,
+            why=why,
+            key=key if key.unused == unused else OlderKey(old=key.old, why=key.why, unused=unused, only=key.only),
+        )
 
 
 def _elsewhere(new: Path) -> str:
@@ -196,11 +198,6 @@ def _at(values: Any, path: Path) -> Any:
     for part in path:
         values = _below(values, part)
     return values
-
-
-def _put(values: Any, path: Path, value: object) -> None:
-    holder = _at(values, path[:-1])
-    holder[int(path[-1]) if isinstance(holder, list) else path[-1]] = value
 
 
 def _remove(values: Table, path: Path, root: Kind) -> None:

@@ -51,7 +51,7 @@ class Guard:
         Raises UNAUTHENTICATED where that is not known or no longer counts, and PERMISSION_DENIED where the caller's
         role may not.
         """
-        caller = self._by_certificate(context) if self._mutual else self._by_token(context)
+        caller = member(certificate_of(context)) if self._mutual else self._by_token(context)
         why = self.why_not(caller)
         if why is not None:
             raise why
@@ -96,9 +96,6 @@ class Guard:
                 logger.warning("{} cannot be read: {}", self._file.path, error)
             self._read_at_s = time.monotonic()
         return self._trust
-
-    def _by_certificate(self, context: grpc.aio.ServicerContext) -> Caller:
-        return member(certificate_of(context))
 
     def _by_token(self, context: grpc.aio.ServicerContext) -> Caller:
         for key, value in context.invocation_metadata() or ():

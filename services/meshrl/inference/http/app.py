@@ -120,6 +120,7 @@ class InferenceServer:
 
     async def _version(self, _request: web.Request) -> web.StreamResponse:
         root, stats = self._engine.root, self._engine.stats()
+        follower = self._follower
         return web.json_response(
             {
                 "version": self._engine.version,
@@ -129,14 +130,9 @@ class InferenceServer:
                 "logprobs_mode": self._engine.logprobs_mode,
                 "slots": stats.slots,
                 "kv_tokens": stats.kv_tokens,
-                **self._hub(),
+                **({} if follower is None else {"hub": follower.hub, "hub_is_there": follower.connected}),
             }
         )
-
-    def _hub(self) -> dict[str, str | bool | None]:
-        """The weight hub that the engine follows; nothing for one that can follow none."""
-        follower = self._follower
-        return {} if follower is None else {"hub": follower.hub, "hub_is_there": follower.connected}
 
     async def _metrics(self, _request: web.Request) -> web.StreamResponse:
         metrics = EngineMetrics(self._engine.stats(), self._engine.version)

@@ -166,7 +166,8 @@ class DialedInWorker:
     def _receive(self, event: pb.CallEvent, stream: WorkerStream) -> None:
         call = self._book.calls.get(event.call_id)
         if call is None:  # its lease ran out, or nobody waits for it
-            self._refuse(event.call_id, stream)
+            stream.send(pb.AttachResponse(ack=pb.EventAck(call_id=event.call_id, unneeded=True)))
+            stream.send(pb.AttachResponse(credit=pb.EventCredit(events=1)))
             return
         try:
             is_new = self._book.receive(event.call_id, event.seq, event)
@@ -176,10 +177,6 @@ class DialedInWorker:
             self._news[event.call_id].set()
         else:
             stream.send(pb.AttachResponse(credit=pb.EventCredit(events=1)))
-
-    def _refuse(self, call_id: str, stream: WorkerStream) -> None:
-        stream.send(pb.AttachResponse(ack=pb.EventAck(call_id=call_id, unneeded=True)))
-        stream.send(pb.AttachResponse(credit=pb.EventCredit(events=1)))
 
     def _start(self, call: OpenCall[pb.CallEvent | MeshError]) -> None:
         request = convert.rollout_request_to_proto(self._requests[call.call_id])
@@ -258,7 +255,8 @@ class DialedInWorker:
         finally:
             self._forget(call)
         if event.end.reason:
-            raise _error(event.end)
+            reason = Reason.__members__.get(event.end.reason, Reason.INTERNAL)
+            raise MeshError(reason, event.end.message, retry_after_s=event.end.retry_after_s or None)
         if summary is None:
             raise MeshError(Reason.UNREACHABLE, f"the call of group {request.group_id} ended before its summary")
         yield summary
@@ -297,9 +295,3 @@ class DialedInWorker:
             self._stream.send(pb.AttachResponse(ack=pb.EventAck(call_id=call.call_id, unneeded=True)))
             if unbooked:
                 self._stream.send(pb.AttachResponse(credit=pb.EventCredit(events=unbooked)))
-
-
-def _error(end: pb.CallEnd) -> MeshError:
-    """The error that a call ended with; a reason that this program does not know counts as INTERNAL."""
-    reason = Reason.__members__.get(end.reason, Reason.INTERNAL)
-    return MeshError(reason, end.message, retry_after_s=end.retry_after_s or None)
