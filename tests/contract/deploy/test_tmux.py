@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -65,3 +66,26 @@ def test_what_it_does_not_know_is_refused(given: list[str], environ: dict[str, s
     done = run(environ, "bash", str(SCRIPT), *given)
     assert done.returncode == 2
     assert "usage: " in done.stderr or "a session's name" in done.stderr
+
+
+def test_meshrl_watch_draws_a_run_in_place(environ: dict[str, str], tmp_path: Path) -> None:
+    """In a real terminal: its second look replaces the first, and Ctrl-C gives the prompt back."""
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "weights.toml").write_text('[server]\nhost = "127.0.0.1"\nport = 1\n')
+    watch = f"{sys.executable} -m meshrl.cli.main watch --interval 0.2 -o {tmp_path}"
+    assert run(environ, "tmux", "new-session", "-d", "-s", "watch", "-x", "120", "-y", "20", "sh").returncode == 0
+    run(environ, "tmux", "send-keys", "-t", "watch", f"{watch}; echo ended with $?", "Enter")
+    shown = shown_in(environ, "watch", lambda lines: any(line.startswith("weights") for line in lines))
+    assert sum("127.0.0.1:1 " in line for line in shown) == 1
+    assert not any("watch --interval" in line for line in shown)  # the screen was cleared
+    run(environ, "tmux", "send-keys", "-t", "watch", "C-c")
+    shown_in(environ, "watch", lambda lines: any(line.endswith("ended with 0") for line in lines))
+
+
+def shown_in(environ: dict[str, str], pane: str, wanted: Callable[[list[str]], bool]) -> list[str]:
+    """What a pane shows once it is as wanted."""
+    end = time.monotonic() + 120
+    while not wanted(lines := run(environ, "tmux", "capture-pane", "-p", "-t", pane).stdout.splitlines()):
+        assert time.monotonic() < end, lines
+        time.sleep(0.1)
+    return lines
