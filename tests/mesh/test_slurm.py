@@ -1,5 +1,9 @@
-"""A run over two nodes of a real SLURM, whose programs know each other by certificates: it is told that its time is
-nearly over, one node is killed, the job is requeued on another, and the ledger is whole."""
+"""Jobs of a real SLURM of three nodes.
+
+A run over two of them, whose programs know each other by certificates: it is told that its time is nearly over, one
+node is killed, the job is requeued on another, which does not share the run's folder, and the ledger is whole. And
+engines of a job of their own, which another job joins.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ import stat
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -22,7 +26,7 @@ from meshrl.client import ChannelOptions, WeightSyncClient
 from meshrl.client.credentials import CredentialFiles, Credentials, FileCredentials
 from meshrl.orchestrator.ledger.audit import audit
 from meshrl.wire.errors import MeshError, Reason
-from slurm_cluster import SlurmCluster, cluster, why_not
+from slurm_cluster import SlurmCluster, cluster, free_ports, why_not
 
 reason = why_not()
 pytestmark = [
@@ -30,41 +34,75 @@ pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.skipif(reason is not None, reason=str(reason)),
 ]
-STEPS = 8
+STEPS = 6
+KEY = {"MESHRL_API_KEY": "key-of-this-test"}
 
 
-@pytest.fixture
-def slurm(tmp_path: Path) -> Iterator[SlurmCluster]:
-    folder = tmp_path / "slurm"
-    folder.mkdir()
-    with cluster(folder, nodes=3) as started:
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that n1 and n2 share, and n3 does not see."""
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory, runs: Path) -> Iterator[SlurmCluster]:
+    with cluster(tmp_path_factory.mktemp("slurm"), nodes=3, private={"n3": runs}) as started:
         yield started
 
 
-def submit(slurm: SlurmCluster, model_dir: Path, output_dir: Path) -> str:
-    """Submits a run over two nodes; returns the job's number."""
-    config = output_dir.parent / "run.toml"
-    config.write_text(
-        RUN_TOML
-        + "[deployment]\ntype = 'multi_node'\ngpus_per_node = 0\n"
-        + "[slurm]\njob_name = 'reverse'\npre_run_command = 'true'\n"
-        + f"[ckpt]\ninterval = {10 * STEPS}\n[model]\nname = '{model_dir}'\n"
-    )
-    command = [sys.executable, "-m", "meshrl.launch.main", "@", str(config), "--output-dir", str(output_dir)]
+def submit(slurm: SlurmCluster, program: str, output_dir: Path, *flags: str, environ: Mapping[str, str] = {}) -> str:
+    """Submits a program; returns the job's number."""
+    command = [sys.executable, "-m", f"meshrl.{program}.main", *flags, "--output-dir", str(output_dir)]
     done = subprocess.run(
-        [*command, "--max-steps", str(STEPS)],
-        capture_output=True, text=True, env=slurm.environ, timeout=240, check=False,
+        [*command, "--deployment.gpus-per-node", "0"],
+        capture_output=True, text=True, env={**slurm.environ, **environ}, timeout=240, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    (number,) = re.findall(r"submitted job (\d+) \(reverse\)", done.stdout)
+    (number,) = re.findall(r"submitted job (\d+) \(", done.stdout)
     return str(number)
 
 
-def test_a_job_saves_before_its_limit_and_goes_on_from_there_with_a_whole_ledger_when_a_node_is_killed(
+def test_a_job_joins_engines_of_another_by_the_addresses_that_its_log_says(
     slurm: SlurmCluster, model_dir: Path, tmp_path: Path
 ) -> None:
-    output_dir = tmp_path / "out"
-    number = submit(slurm, model_dir, output_dir)
+    out, port = tmp_path / "engines", str(free_ports(1)[0])
+    engines = submit(
+        slurm, "inference", out, "--slurm.job-name", "engines", "--model.name", str(model_dir), "--max-model-len",
+        "128", "--torch-threads", "1", "--server.insecure", "--server.port", port, environ=KEY,
+    )  # fmt: skip
+    log = out / "slurm" / f"{engines}.log"
+
+    def serves() -> bool:
+        assert slurm.job(engines).get("JobState") in ("PENDING", "RUNNING"), log.read_text()
+        return log.exists() and "serving" in log.read_text()
+
+    slurm.wait_for(serves, "the engine serves", 400.0)
+    (url,) = re.findall(r"engine on n1, for client.base_url: (\S+)", log.read_text())
+    assert url == f"http://127.0.0.2:{port}/v1"
+    scores = submit(
+        slurm, "eval", tmp_path / "scores", "--slurm.job-name", "scores", "--env.0.id", "reverse_text", "--workers",
+        "0", "--num-examples", "2", "--model.name", str(model_dir), "--client.base-url", url, "--sampling.max-tokens",
+        "8", environ=KEY,
+    )  # fmt: skip
+    ended = ("COMPLETED", "FAILED")
+    slurm.wait_for(lambda: slurm.job(scores).get("JobState") in ended, "the evaluation ends", 400.0)
+    assert slurm.job(scores)["JobState"] == "COMPLETED", (tmp_path / "scores" / "slurm" / f"{scores}.log").read_text()
+    assert slurm.job(scores)["NodeList"] == "n2"
+    assert len((tmp_path / "scores" / "results.jsonl").read_text().splitlines()) == 2
+    slurm.ask("scancel", engines)
+    slurm.wait_for(lambda: slurm.ask("squeue", "-h") == "", "the engines end")
+
+
+def test_a_job_saves_before_its_limit_and_goes_on_from_there_with_a_whole_ledger_when_a_node_is_killed(
+    slurm: SlurmCluster, model_dir: Path, tmp_path: Path, runs: Path
+) -> None:
+    output_dir, config = runs / "out", tmp_path / "run.toml"
+    config.write_text(
+        RUN_TOML
+        + "[deployment]\ntype = 'multi_node'\n[slurm]\njob_name = 'reverse'\npre_run_command = 'true'\n"
+        + f"[ckpt]\ninterval = {10 * STEPS}\n[model]\nname = '{model_dir}'\n"
+    )
+    number = submit(slurm, "launch", output_dir, "@", str(config), "--max-steps", str(STEPS))
     log = output_dir / "slurm" / f"{number}.log"
 
     def said(text: str) -> bool:
@@ -79,6 +117,8 @@ def test_a_job_saves_before_its_limit_and_goes_on_from_there_with_a_whole_ledger
     slurm.ask("scancel", "--signal=USR1", "--batch", number)  # as SLURM does two minutes before the limit
     slurm.wait_for(lambda: said("is saved in"), "the trainer saves a checkpoint", 400.0)
     slurm.kill_node("n2")
+    slurm.wait_for(lambda: said("a node of this job does not answer: requeueing"), "the job puts itself back", 400.0)
+    slurm.tell_of_death("n2")
 
     slurm.wait_for(lambda: said("start 2, resuming"), "the job starts again", 400.0)
     slurm.wait_for(lambda: slurm.job(number).get("JobState") in ("COMPLETED", "FAILED"), "the job ends", 400.0)
@@ -92,6 +132,9 @@ def test_a_job_saves_before_its_limit_and_goes_on_from_there_with_a_whole_ledger
     assert os.readlink(logs / "latest" / "trainer.log") == "trainer/node_0.log"
     assert (logs / "trainer.log").samefile(logs / "attempt_2" / "trainer" / "node_0.log")
     assert "serving" in (output_dir / "logs" / "inference" / "node_0.log").read_text()
+    own = {path.name for path in slurm.seen_by("n3", output_dir).iterdir()}
+    assert {"configs", "credentials"} <= own  # what went over srun
+    assert not own & {"checkpoints", "ledger.sqlite", "metrics.jsonl"}
     assert audit(output_dir).violations == ()
     with sqlite3.connect(output_dir / "ledger.sqlite") as ledger:
         states = dict(ledger.execute("SELECT state, COUNT(*) FROM rollouts GROUP BY state"))

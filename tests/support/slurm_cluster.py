@@ -10,11 +10,11 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-COMMANDS = ("setpriv", "munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue")
+COMMANDS = ("setpriv", "unshare", "munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue")
 DEADLINE_S = 120.0
 CONF = """
 ClusterName=meshrl
@@ -45,6 +45,7 @@ SlurmdParameters=config_overrides
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 NODE = "NodeName={name} NodeHostname={host} NodeAddr={address} Port={port} CPUs=2 RealMemory=1000 State=UNKNOWN\n"
+APART = 'mount -t tmpfs none "$0" && exec "$@"'
 
 
 def why_not() -> str | None:
@@ -58,8 +59,9 @@ def why_not() -> str | None:
 class SlurmCluster:
     """The daemons, and commands to them."""
 
-    def __init__(self, folder: Path, nodes: int) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, nodes: int, private: Mapping[str, Path] | None = None) -> None:
+        """private: folders that a node, by its name, does not share with the others: it has an empty one of its own."""
+        self.folder, self._private = folder, private or {}
         self.names = [f"n{number}" for number in range(1, nodes + 1)]
         self.environ = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
@@ -82,7 +84,9 @@ class SlurmCluster:
         self.wait_for(lambda: (self.folder / "munge.socket").exists(), "munged listens")
         self._start("slurmctld", "-D", "-i", "-f", str(self.folder / "slurm.conf"))
         for name in self.names:
-            self._start("slurmd", "-D", "-N", name, "-f", str(self.folder / "slurm.conf"), key=name)
+            own = self._private.get(name)
+            apart = () if own is None else ("unshare", "--mount", "sh", "-c", APART, str(own))
+            self._start(*apart, "slurmd", "-D", "-N", name, "-f", str(self.folder / "slurm.conf"), key=name)
         self.wait_for(lambda: self.ask("sinfo", "-h", "-o", "%T %D") == f"idle {len(self.names)}", "all nodes are idle")
 
     def _start(self, *command: str, key: str = "") -> None:
@@ -106,6 +110,10 @@ class SlurmCluster:
         """What scontrol says of a job."""
         return dict(re.findall(r"(\S+?)=(\S*)", self.ask("scontrol", "show", "job", number)))
 
+    def seen_by(self, name: str, path: Path) -> Path:
+        """What a node that runs sees at an absolute path."""
+        return Path(f"/proc/{self._daemons[name].pid}/root", *path.parts[1:])
+
     def halt_programs(self, name: str) -> None:
         """What jobs run on the node stands still; the node itself answers."""
         for pid in self._running_on(name, self._daemons[name].pid)[0]:
@@ -118,6 +126,10 @@ class SlurmCluster:
         for pid in (daemon.pid, *steps, *programs):
             kill(pid)
         daemon.wait(timeout=DEADLINE_S)
+
+    def tell_of_death(self, name: str) -> None:
+        """Has SLURM know at once that a killed node is gone, as an operator does, and not after SlurmdTimeout."""
+        self.ask("scontrol", "update", f"NodeName={name}", "State=DOWN", "Reason=killed")
 
     def _running_on(self, name: str, daemon: int) -> tuple[list[int], list[int]]:
         """Process ids of the programs of jobs on a node, and of what started them."""
@@ -186,9 +198,9 @@ def free_ports(count: int) -> list[int]:
 
 
 @contextmanager
-def cluster(folder: Path, nodes: int) -> Iterator[SlurmCluster]:
+def cluster(folder: Path, nodes: int, private: Mapping[str, Path] | None = None) -> Iterator[SlurmCluster]:
     """A cluster for as long as the block lasts."""
-    slurm = SlurmCluster(folder, nodes)
+    slurm = SlurmCluster(folder, nodes, private)
     try:
         slurm.start()
         yield slurm
