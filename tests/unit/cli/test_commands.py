@@ -320,6 +320,8 @@ def kept(tmp_path: Path) -> Path:
             "messages": [{"role": "user", "text": "why?", "tokens": [0, 1]},
                          {"role": "assistant", "text": said, "tokens": [1, 2]}],
         }  # fmt: skip
+        if reward == 1.0:
+            sample["trainer_logprobs"] = [None, -0.75]
         return {
             "picked": "random", "step": 30, "advantage": None, "rollout_id": rollout_id, "environment": "words",
             "task_key": "1", "agent": "", "reward": reward, "reward_parts": {"exact": reward}, "num_turns": 1,
@@ -338,6 +340,11 @@ def test_the_worst_and_the_best_rollout_of_a_step_are_shown_whole(kept: Path) ->
     worst = meshrl("rollouts", "worst", "30", "-o", str(kept)).output
     assert "reward 0.250" in worst
     assert "2 tokens, 1 sampled by version 7, mean logprob -0.500" in worst
+    assert "trainer" not in worst
+    assert (
+        "-0.500, the trainer's is -0.250 from it (at most 0.250)\n"
+        in meshrl("rollouts", "best", "-o", str(kept)).output
+    )
     assert worst.index("[user]\nwhy?") < worst.index("[assistant]\nso so")
     assert json.loads(meshrl("rollouts", "best", "--json", "-o", str(kept)).output)["rollout_id"] == "bbb"
 

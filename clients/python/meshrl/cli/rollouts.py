@@ -244,6 +244,9 @@ def _print_rollout(line: _Line) -> None:
         versions = sorted({version for _, _, version in sample["versions"]})
         sampled = [logprob for logprob in sample["logprobs"] if logprob is not None]
         mean = f"mean logprob {sum(sampled) / len(sampled):.3f}" if sampled else "nothing sampled"
+        pairs = zip(sample["logprobs"], sample.get("trainer_logprobs", ()), strict=False)
+        if gaps := [trained - logprob for logprob, trained in pairs if trained is not None]:
+            mean += f", the trainer's is {sum(gaps) / len(gaps):+.3f} from it (at most {max(map(abs, gaps)):.3f})"
         click.echo(f"\nsample {number}: {len(sample['token_ids'])} tokens, {len(sampled)} sampled by version "
                    f"{', '.join(map(str, versions))}, {mean}")  # fmt: skip
         for message in sample["messages"]:
