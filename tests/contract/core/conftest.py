@@ -82,20 +82,29 @@ async def mesh():
 
 
 @pytest.fixture
-def make_mesh():
-    """Starts meshes of a test's own; the test drains them."""
-    return start_mesh
+async def make_mesh():
+    """Starts meshes of a test's own. Those that the test has not drained, as when it failed, are drained after it: a
+    server that is left to the garbage collector fails other tests."""
+    started = []
+
+    async def start(port=0, **options):
+        started.append(await start_mesh(port, **options))
+        return started[-1]
+
+    yield start
+    for mesh in started:
+        await mesh.server.drain(0.0)
 
 
 @pytest.fixture
 async def rollout_client(mesh):
-    async with RolloutClient(mesh.address, ChannelOptions(unary_deadline_s=5.0, retry_backoff_s=0.02)) as client:
+    async with RolloutClient(mesh.address, ChannelOptions(unary_deadline_s=60.0, retry_backoff_s=0.02)) as client:
         yield client
 
 
 @pytest.fixture
 async def trainer_client(mesh):
-    async with TrainerClient(mesh.address, ChannelOptions(unary_deadline_s=5.0, reconnect_s=3.0)) as client:
+    async with TrainerClient(mesh.address, ChannelOptions(unary_deadline_s=60.0, reconnect_s=3.0)) as client:
         yield client
 
 

@@ -332,7 +332,7 @@ async def test_a_call_that_ends_at_its_deadline_names_itself_and_the_deadline(me
     assert str(seen.value) == f"DEADLINE_PASSED: {call} was not answered within its deadline of 0.25 s"
 
 
-async def until(condition, deadline_s=30.0):
+async def until(condition, deadline_s=60.0):
     end = time.monotonic() + deadline_s
     while not condition():
         assert time.monotonic() < end, "did not come true in time"

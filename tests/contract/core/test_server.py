@@ -66,10 +66,14 @@ async def test_a_server_is_not_serving_before_it_says_so(make_mesh):
     mesh = await make_mesh()
     mesh.server.set_not_serving()
     async with RolloutClient(mesh.address) as client:
-        with pytest.raises(MeshError, match=r"was not serving within 0\.3 s: its health says NOT_SERVING"):
-            await client.wait_until_serving(0.3)
+        for wait_s in (0.3, 3.0, 30.0):  # a busy machine answers nobody for a while
+            with pytest.raises(MeshError, match=f"was not serving within {wait_s:g} s: ") as seen:
+                await client.wait_until_serving(wait_s)
+            if str(seen.value).endswith("its health says NOT_SERVING"):
+                break
+        assert str(seen.value).endswith("its health says NOT_SERVING")
         asyncio.get_running_loop().call_later(0.1, mesh.server.set_serving)
-        await client.wait_until_serving(5.0)
+        await client.wait_until_serving(60.0)
     await mesh.server.drain(0.0)
 
 

@@ -183,9 +183,11 @@ class ServiceClient:
         last = "no answer"
         told = ""
         while (left := end - loop.time()) > 0:
-            last = await self.why_not_serving(min(left, 2.0))
-            if not last:
+            why = await self.why_not_serving(min(left, 2.0))
+            if not why:
                 return
+            if loop.time() < end or last == "no answer":  # else only the time was up, which says less
+                last = why
             if last != told:
                 told = last
                 on_wait(last)
