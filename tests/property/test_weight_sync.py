@@ -190,16 +190,16 @@ def walk(seed: int, steps: int) -> WeightSync:
 
 def test_long_runs_keep_the_law_and_get_versions_through() -> None:
     kinds: Counter[str] = Counter()
-    for seed in range(100):
+    for seed in range(50):
         mesh = walk(seed, 400)
         kinds.update(entry["kind"] for entry in mesh.history)
         kinds["snapshot"] += mesh.disk[0]["kind"] == "snapshot" if mesh.disk else 0
         kinds["sent"] += mesh.sent
     # The walk would prove nothing if little happened in it.
-    assert kinds["committed"] > 100
-    assert kinds["retired"] > 30
-    assert kinds["aborted"] > 100
-    assert kinds["epoch"] > 60
-    assert kinds["group"] > 100
-    assert kinds["sent"] > 100
-    assert kinds["snapshot"] > 90
+    assert kinds["committed"] > 50
+    assert kinds["retired"] > 15
+    assert kinds["aborted"] > 50
+    assert kinds["epoch"] > 30
+    assert kinds["group"] > 50
+    assert kinds["sent"] > 50
+    assert kinds["snapshot"] > 45

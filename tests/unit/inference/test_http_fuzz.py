@@ -41,7 +41,7 @@ KEYS = [
     "weight_dir", "path", "lora_path", "lora_name", "host", "port", "return_tokens_as_token_ids", "add_special_tokens",
 ]  # fmt: skip
 MESSAGES = [{"role": "user", "content": "ab"}]
-COUNT = 400
+COUNT = 200
 
 
 def body(draw: random.Random, path: str) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest_file import from_json, manifest_path
 from meshrl.wire.types import StagedVersion, TensorEntry, Transport
 from state_publisher import StatePublisher
+from virtual_time import run_at_once
 
 
 class FirstHub(WeightSyncClient):
@@ -99,24 +100,28 @@ async def test_sealing_has_time_for_all_the_bytes_that_the_hub_must_hash() -> No
     assert hub.sealed["deadline_s"] > 65e9 / 100e6  # a hub that hashes 100 MB/s
 
 
-async def run_attempts(left: Sequence[int | None], length_s: float, stall_s: float) -> int:
+def run_attempts(left: Sequence[int | None], length_s: float, stall_s: float) -> int:
     """How many of these attempts there are when each takes `length_s` and leaves so much."""
-    attempts = Attempts(stall_s, left=100)
-    for count, after in enumerate(left, 1):
-        await asyncio.sleep(length_s)
-        try:
-            await attempts.another(MeshError(Reason.UNREACHABLE), left=after)
-        except MeshError:
-            return count
-    return len(left)
+
+    async def run() -> int:
+        attempts = Attempts(stall_s, left=100)
+        for count, after in enumerate(left, 1):
+            await asyncio.sleep(length_s)
+            try:
+                await attempts.another(MeshError(Reason.UNREACHABLE), left=after)
+            except MeshError:
+                return count
+        return len(left)
+
+    return run_at_once(run())
 
 
-async def test_a_transfer_ends_when_no_attempt_brings_it_further_however_long_it_took() -> None:
-    assert await run_attempts([90, 80, 70], 0.6, 0.5) == 3
-    assert await run_attempts([90, None, 80, 80], 0.6, 0.5) == 4
-    assert await run_attempts([None, None], 0.6, 0.5) == 2  # nobody knows whether the second one did
-    assert await run_attempts([100, 100], 0.6, 0.5) == 1
-    assert await run_attempts([99, 100, 100], 0.6, 0.5) == 2
+def test_a_transfer_ends_when_no_attempt_brings_it_further_however_long_it_took() -> None:
+    assert run_attempts([90, 80, 70], 0.6, 0.5) == 3
+    assert run_attempts([90, None, 80, 80], 0.6, 0.5) == 4
+    assert run_attempts([None, None], 0.6, 0.5) == 2  # nobody knows whether the second one did
+    assert run_attempts([100, 100], 0.6, 0.5) == 1
+    assert run_attempts([99, 100, 100], 0.6, 0.5) == 2
 
 
 def test_epoch_grows_with_every_start(tmp_path: Path) -> None:
