@@ -32,9 +32,9 @@ def main() -> None:
 
 
 def played(folder: Path, v0: Path, steps: int) -> None:
+    from local_ports import free_port
     from mesh_run import RUN_TOML
     from meshrl.environments.reverse_text.model import create_model
-    from trainer_kit import free_port
 
     hub, host = free_port(), free_port()
     create_model(folder / "model", seed=0)

@@ -22,6 +22,7 @@ from typing import Any
 import aiohttp
 import torch
 
+from local_ports import free_port
 from meshrl.client import ChannelOptions, WeightSyncClient
 from meshrl.core.readiness import READY_FILE
 from meshrl.wire.errors import MeshError
@@ -134,7 +135,12 @@ class EngineMesh:
         folder.mkdir(parents=True, exist_ok=True)
         self.kind, self.folder, self.base_seed = kind, folder, seed
         self.model_folder = save_model(folder / "model", seed, kind.dtype, mixture=kind.mixture)
-        hub = {"server": {"port": 0}, "output_dir": str(folder), "lease_s": LEASE_S, "commit_deadline_s": COMMIT_S}
+        hub = {
+            "server": {"port": free_port()},
+            "output_dir": str(folder),
+            "lease_s": LEASE_S,
+            "commit_deadline_s": COMMIT_S,
+        }
         self.hub = Program(Path(sys.executable), "meshrl.weights.main", hub, folder, "weights")
         self.hub_address = self.hub.address(r"serving WeightSync at (\S+)")
         self.seed: int | None = None

@@ -15,6 +15,7 @@ from typing import Literal
 
 import numpy as np
 
+from local_ports import free_port
 from meshrl.algorithms.packing import TrainSample, pack_samples
 from meshrl.client import TrainerClient
 from meshrl.core.config import dump_toml
@@ -24,7 +25,7 @@ from meshrl.training.config import OptimConfig
 from meshrl.training.model_config import TrainerModelConfig
 from meshrl.training.parallel.deployment import DeploymentConfig
 from meshrl.wire.types import Batch
-from trainer_kit import VOCAB, free_port, up
+from trainer_kit import VOCAB, up
 
 Transport = Literal["auto", "filesystem", "nccl", "stream"]
 

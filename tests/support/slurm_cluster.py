@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from local_ports import free_port
+
 COMMANDS = ("setpriv", "unshare", "munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue")
 DEADLINE_S = 120.0
 CONF = """
@@ -188,13 +190,10 @@ def kill(pid: int) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    probes = [socket.socket() for _ in range(count)]
-    for probe in probes:
-        probe.bind(("127.0.0.1", 0))
-    ports = [int(probe.getsockname()[1]) for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
+    ports: set[int] = set()
+    while len(ports) < count:
+        ports.add(free_port())
+    return list(ports)
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,6 +13,7 @@ from numpy.typing import NDArray
 from opentelemetry import trace
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from local_ports import free_port
 from meshrl.client import TrainerClient, WeightSyncClient
 from meshrl.core.config.shared import ServerConfig
 from meshrl.weights.config import WeightsConfig
@@ -23,12 +23,6 @@ from meshrl.wire.types import StepEvent, StepState
 
 VOCAB = 16
 UP_S = 150.0  # ranks import torch side by side, beside whatever other tests do
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def save_tiny_model(folder: Path) -> str:

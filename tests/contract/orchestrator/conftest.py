@@ -1,7 +1,6 @@
 """A mesh of three real gRPC servers on loopback whose rollouts, steps and versions follow a script."""
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 from opentelemetry import trace
 
+from local_ports import free_port
 from meshrl.core.config.shared import ServerConfig, ServicesConfig
 from meshrl.core.rpc.serve import GrpcServer
 from meshrl.core.telemetry.monitor import JsonlSink, Monitor
@@ -71,10 +71,8 @@ async def serve(script: Script) -> AsyncIterator[RunningMesh]:
         addresses[name] = f"127.0.0.1:{await servers[name].start()}"
         servers[name].set_serving()
     trainer = TrainerServicer(script)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        addresses["trainer"] = f"127.0.0.1:{free.getsockname()[1]}"
-    port = int(addresses["trainer"].rpartition(":")[2])
+    port = free_port()
+    addresses["trainer"] = f"127.0.0.1:{port}"
     servers["trainer"] = await serve_trainer(trainer, ServerConfig(port=port))
     training = asyncio.create_task(trainer.train())
     running = RunningMesh(

@@ -13,6 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from loguru import logger
 from opentelemetry import trace
 
+from local_ports import free_port
 from meshrl.core.config import ConfigError
 from meshrl.core.readiness import READY_FILE
 from meshrl.orchestrator.config import OrchestratorConfig
@@ -125,9 +126,7 @@ async def test_services_that_never_serve_end_the_program_with_exit_code_one(
 
 
 async def test_health_is_served_where_a_server_is_configured(mesh, script, make_config) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     script.rollout_s = 0.5
     stop = asyncio.Event()
     running = asyncio.create_task(orchestrate(make_config(mesh.services, server={"port": port}), stop, TRACER))

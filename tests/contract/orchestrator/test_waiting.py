@@ -1,12 +1,12 @@
 """Before the loop: who is waited for is said at once, and a server that can never be ready is an error at once."""
 
 import asyncio
-import socket
 
 import grpc
 import pytest
 from loguru import logger
 
+from local_ports import free_port
 from meshrl.orchestrator.peers.connect import connect, wait_for_services
 from meshrl.sampling.retry import RunError
 
@@ -35,9 +35,7 @@ async def test_a_server_without_health_is_an_error_at_once(mesh, make_config) ->
 
 
 async def test_who_is_awaited_and_why_is_said_while_it_is_awaited(mesh, make_config, said) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     config = make_config(mesh.services.model_copy(update={"trainer": address}), deadlines={"startup_s": 600.0})
     clients = connect(config)
     waiting = asyncio.create_task(wait_for_services(config, clients))

@@ -8,6 +8,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from opentelemetry.trace import NoOpTracer
 
+from local_ports import free_port
 from meshrl.core.config import ConfigError, load_config
 from meshrl.core.readiness import READY_FILE
 from meshrl.rollout import main as program
@@ -32,13 +33,6 @@ def write_config(folder: Path, tokenizer: Path, url: str, env: str = "mesh_echo"
         '''
     )
     return path
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 async def test_health_follows_the_life_of_the_program(tmp_path, tokenizer_dir, engine, make_group, monkeypatch):

@@ -18,6 +18,7 @@ from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 import node_service
 from conformance_kit import verdict
+from local_ports import free_port
 from meshrl.client import RolloutClient
 from meshrl.inference.embedded.engine import EmbeddedEngine
 from meshrl.inference.http.app import InferenceServer
@@ -25,7 +26,6 @@ from meshrl.inference.http.tokenizer import TextCodec
 from meshrl.v1 import weights_pb2 as pb
 from meshrl.v1 import weights_pb2_grpc as pb_grpc
 from meshrl.wire.types import Rollout, Sampling
-from trainer_kit import free_port
 
 pytestmark = [
     pytest.mark.timeout(600),

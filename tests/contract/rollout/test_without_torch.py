@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from local_ports import free_port
 from meshrl.client import RolloutClient
 from meshrl.core.readiness import READY_FILE
 
@@ -58,10 +59,3 @@ async def until_there(ready: Path, program: asyncio.subprocess.Process) -> None:
             if program.returncode is not None:
                 pytest.fail(f"the program ended with {program.returncode}")
             await asyncio.sleep(0.1)
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])

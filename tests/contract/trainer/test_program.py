@@ -12,6 +12,7 @@ from loguru import logger
 from opentelemetry import trace
 from transformers import Qwen3ForCausalLM
 
+from local_ports import free_port
 from meshrl.algorithms.packing import TrainSample, pack_samples
 from meshrl.client import TrainerClient, WeightSyncClient
 from meshrl.core.config import ConfigError
@@ -26,7 +27,7 @@ from meshrl.wire.errors import MeshError
 from meshrl.wire.types import Batch, StepState, Transport
 from small_disk import fill, mounted
 from state_publisher import StatePublisher
-from trainer_kit import UP_S, free_port, until, up
+from trainer_kit import UP_S, until, up
 
 END_S = 90.0
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from local_ports import free_port
 from meshrl.client import ChannelOptions, WeightSyncClient
 from meshrl.core.config.shared import ServerConfig
 from meshrl.core.rpc.serve import GrpcServer
@@ -148,7 +149,7 @@ class Mesh:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.settings: dict[str, object] = {"lease_s": 1.0, "commit_deadline_s": 3.0}
-        self.port = 0
+        self.port = free_port()
         self.hub: Hub
         self._server: GrpcServer | None = None
         self._clients: list[WeightSyncClient] = []
@@ -205,7 +206,7 @@ class Mesh:
         task.cancel()
         await asyncio.wait({task})
 
-    async def until(self, holds: Callable[[], bool], deadline_s: float = 30.0) -> None:
+    async def until(self, holds: Callable[[], bool], deadline_s: float = 60.0) -> None:
         async with asyncio.timeout(deadline_s):
             while not holds():  # noqa: ASYNC110 (polls what has no event: state of other tasks)
                 await asyncio.sleep(0.01)
