@@ -49,7 +49,7 @@ def starting(folder: Path, model_dir: Path) -> Iterator[Callable[..., Run]]:
         if run.process.poll() is None:
             run.process.send_signal(signal.SIGTERM)
             try:
-                run.process.wait(timeout=20)
+                run.process.wait(timeout=60)
             except subprocess.TimeoutExpired:
                 run.process.kill()
 

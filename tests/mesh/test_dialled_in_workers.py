@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from cut_link import CutLink
+from local_ports import free_port
 from mesh_run import Run
 from meshrl.client.authority import Authority
 from meshrl.client.trust import Role
 from meshrl.orchestrator.ledger.audit import audit
-from trainer_kit import free_port
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(900)]
 UP_S = 300.0
@@ -53,7 +53,7 @@ def start_worker(tmp_path: Path, model_dir: Path) -> Iterator[Callable[..., subp
     yield start
     for process in started:
         process.kill()
-        process.wait(10)
+        process.wait(60.0)
 
 
 def test_workers_that_listen_nowhere_play_a_run_and_nothing_is_lost_or_booked_twice(

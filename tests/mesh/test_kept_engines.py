@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
+from local_ports import free_port
 from mesh_run import Run
 from meshrl.environments.reverse_text.model import create_model
-from trainer_kit import free_port
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(900)]
 UP_S = 240.0
@@ -45,12 +45,12 @@ def kept_engine(tmp_path: Path, model_dir: Path) -> Iterator[str]:
     yield url
     assert process.poll() is None, (tmp_path / "kept.txt").read_text()
     process.kill()
-    process.wait(10)
+    process.wait(60.0)
 
 
 def version(url: str) -> dict[str, Any] | None:
     try:
-        with urllib.request.urlopen(f"{url}/version", timeout=5.0) as answer:
+        with urllib.request.urlopen(f"{url}/version", timeout=60.0) as answer:
             found: dict[str, Any] = json.loads(answer.read())
             return found
     except OSError:

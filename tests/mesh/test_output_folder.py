@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mesh_run import Run
+from mesh_run import WITH_WORKERS, Run
 from meshrl.trainer.publishing.transport_choice import shm_folder
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(420)]
@@ -29,7 +29,7 @@ def contents(folder: Path) -> dict[str, str]:
 
 
 def test_a_second_rl_leaves_a_living_run_alone_and_a_killed_run_leaves_nothing(start_run: Callable[..., Run]) -> None:
-    run = start_run("--max-steps", "500", "--weights.transport", "filesystem")
+    run = start_run("--max-steps", "500", "--weights.transport", "filesystem", *WITH_WORKERS)
     run.wait_for(lambda: len(run.steps()) >= 1)
     in_memory, configs = shm_folder(run.output_dir), contents(run.output_dir / "configs")
     assert in_memory.is_dir()
@@ -49,7 +49,7 @@ def test_a_second_rl_leaves_a_living_run_alone_and_a_killed_run_leaves_nothing(s
     run.wait_for(lambda: len(run.steps()) >= trained + 2)
 
     run.process.send_signal(signal.SIGKILL)
-    run.process.wait(10)
+    run.process.wait(60.0)
     after = second(run, "--dry-run", "--seed", "7")  # waits for the programs of the killed one
     assert after.returncode == 0, after.stderr
     assert "nothing was written" not in after.stdout

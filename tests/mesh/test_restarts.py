@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from mesh_run import Run
+from mesh_run import Run, check_kill
 from meshrl.orchestrator.ledger.audit import audit
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(420)]
@@ -30,7 +30,9 @@ def test_killed_trainer_and_orchestrator_come_back_and_every_rollout_is_trained_
     assert not run.left_running()
 
 
-def test_a_killed_engine_that_may_restart_catches_up_and_the_run_goes_on(start_run: Callable[..., Run]) -> None:
+def test_a_killed_engine_that_may_restart_catches_up_and_a_killed_trainer_that_may_not_ends_the_run(
+    start_run: Callable[..., Run],
+) -> None:
     run = start_run("--max-steps", "500", "--engine-restarts", "1")
     run.wait_for(lambda: len(run.steps()) >= 2)
     first = run.pid("inference")
@@ -39,6 +41,4 @@ def test_a_killed_engine_that_may_restart_catches_up_and_the_run_goes_on(start_r
     run.wait_for(lambda: len(run.steps()) >= trained + 4)
     assert run.pid("inference") != first
     assert [step for step in run.steps() if run.steps().count(step) > 1] == []
-    run.process.send_signal(signal.SIGTERM)
-    assert run.finish(deadline_s=60.0) == 0
-    assert not run.left_running()
+    check_kill(run, "trainer")  # which may not

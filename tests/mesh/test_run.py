@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from mesh_run import Run
+from mesh_run import WITH_WORKERS, Run
 from meshrl.cli.run_folder import RunFolder
 from meshrl.client.authority import Authority
 from meshrl.orchestrator.ledger.audit import audit
@@ -23,12 +23,16 @@ MAX_OFF_POLICY_STEPS = 8  # the default
 def finished(start_shared_run: Callable[..., Run], tmp_path_factory: pytest.TempPathFactory) -> dict[int, Run]:
     """Two runs that were started at once and have trained four steps, by their levels of asynchrony.
 
-    The second has an authority of its own: its programs speak TLS.
+    The second has an authority of its own: its programs speak TLS. Its environments play in a worker.
     """
     flags = ("--max-steps", "4", "--ckpt.interval", "2", "--max-async-level")
     folder = tmp_path_factory.mktemp("runs")
     Authority.create(folder / "level_2" / "credentials", "main")  # as `meshrl run init` does
-    runs = {level: start_shared_run(*flags, str(level), output_dir=folder / f"level_{level}") for level in (0, 2)}
+    more = {0: (), 2: WITH_WORKERS}
+    runs = {
+        level: start_shared_run(*flags, str(level), *more[level], output_dir=folder / f"level_{level}")
+        for level in more
+    }
     for run in runs.values():
         assert run.finish() == 0, run.console.read_text()
     return runs
@@ -98,7 +102,7 @@ def test_kept_rollouts_have_the_logprobs_of_the_weights_that_trained_them(finish
 
 def test_a_run_is_resumed_by_the_next_one(finished: dict[int, Run], start_shared_run: Callable[..., Run]) -> None:
     output_dir = finished[2].output_dir
-    second = start_shared_run("--max-steps", "6", "--ckpt.resume-step", "-1", output_dir=output_dir)
+    second = start_shared_run("--max-steps", "6", "--ckpt.resume-step", "-1", *WITH_WORKERS, output_dir=output_dir)
     assert second.finish() == 0, second.console.read_text()
     assert second.steps() == [1, 2, 3, 4, 5, 6]
     assert "resumed" in second.log("trainer")

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from local_ports import free_port
 from mesh_run import Run
 from meshrl.client import RolloutClient, WeightSyncClient
-from trainer_kit import free_port
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(420)]
 UP_S = 120.0
@@ -31,7 +31,7 @@ def start_program(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[byt
     yield start
     for process in started:
         process.kill()
-        process.wait(10)
+        process.wait(60.0)
 
 
 async def test_hub_and_rollout_service_that_run_already_serve_a_run_and_outlive_it(

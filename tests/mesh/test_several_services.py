@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 import node_service
+from local_ports import free_port
 from mesh_run import Run
 from meshrl.client import ChannelOptions, RolloutClient, WeightSyncClient
 from meshrl.orchestrator.ledger.audit import audit
-from trainer_kit import free_port
 
 pytestmark = [
     pytest.mark.mesh,
@@ -42,7 +42,7 @@ def start_program(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[byt
     yield start
     for process in started:
         process.kill()
-        process.wait(10)
+        process.wait(60.0)
 
 
 async def serving(address: str, options: ChannelOptions | None = None) -> int:

@@ -14,13 +14,14 @@ import pytest
 from numpy.typing import NDArray
 from opentelemetry import trace
 
+from local_ports import free_port
 from meshrl.client import TrainerClient
 from meshrl.core.config import dump_toml
 from meshrl.trainer.config import TrainerConfig
 from meshrl.trainer.program import serve
 from meshrl.wire.types import StepState
 from ranked_trainer import batch, children, configure, gone, start, two_ranks
-from trainer_kit import free_port, published, running_hub, until, up
+from trainer_kit import published, running_hub, until, up
 
 STEPS = 3
 
@@ -64,8 +65,8 @@ async def test_two_ranks_train_as_one_survive_a_bad_batch_and_drain(tmp_path: Pa
         pids = program.rank_pids()
         assert len(pids) == 2
         program.process.send_signal(signal.SIGTERM)
-        assert program.exit_code(20) == 0, program.console.read_text()
-        assert await gone(pids, 1)
+        assert program.exit_code(60.0) == 0, program.console.read_text()
+        assert await gone(pids, 60.0)
         assert "not finite" in program.rank_log(1)
         log = (program.output_dir / "logs/trainer.log").read_text()
         assert len(re.findall(r"step \d \| loss", log)) == STEPS
@@ -121,22 +122,20 @@ async def test_ranks_that_have_only_begun_end_with_their_agent(tmp_path: Path, m
         agent.kill()
         agent.wait(60.0)
     try:
-        assert await gone(ranks, 30)
+        assert await gone(ranks, 60.0)
     finally:
         for pid in ranks:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("victim", [0, 1], ids=["first started", "last started"])
-async def test_a_killed_rank_ends_the_whole_trainer_within_seconds(
-    tmp_path: Path, model: str, hub: str, victim: int
-) -> None:
+async def test_the_first_rank_killed_ends_the_whole_trainer(tmp_path: Path, model: str, hub: str) -> None:
+    """The last one is killed in a whole run, in tests/mesh/test_ranks.py."""
     async with two_ranks(configure(tmp_path / "two", model, hub, ranks=2)) as program:
         await program.client.submit_batch(batch(1, ranks=2))
         await until(program.client, StepState.DONE, 1)
         pids = program.rank_pids()
-        os.kill(pids[victim], signal.SIGKILL)
-        assert await asyncio.to_thread(program.exit_code, 15) != 0
-        assert await gone(pids, 1)
+        os.kill(pids[0], signal.SIGKILL)
+        assert await asyncio.to_thread(program.exit_code, 60.0) != 0
+        assert await gone(pids, 60.0)
         assert "was killed by SIGKILL" in program.console.read_text()
