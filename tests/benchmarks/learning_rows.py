@@ -106,7 +106,14 @@ def jobs() -> list[Job]:
         warm_up("warm_sort", "letter_sort/sft", data=demonstrations("letter_sort")),
         warm_up("warm_nim", "nim/sft", data=[*demonstrations("nim"), "--share", "0.5"]),
         warm_up("warm_weak", "distillation/sft", data=demonstrations("reverse_text")),
-        warm_up("warm_posed", "letter_sort/sft", data=["posed_sorting", "{here}/data"], flags=["--max-steps", "850"]),
+        Job(
+            name="warm_posed",
+            commands=(
+                ["-m", "posed_reversing", "{here}/data"],
+                [*warm_up("", "reverse_text/sft", data=()).commands[2], *POSING],
+            ),
+            needs=["warm_reverse"],
+        ),
         warm_up(
             "warm_shown",
             "reverse_text/sft",
@@ -124,7 +131,7 @@ def jobs() -> list[Job]:
         row("word_trail_echo", "echo", "word_trail/rl", "warm_trail", "--orchestrator.algo.type", "echo"),
         row("letter_sort", "grpo", "letter_sort/rl", "warm_sort", "--orchestrator.eval.interval", "10"),
         row("nim", "rae", "nim/rl", "warm_nim"),
-        row("posed_sorting", "hierarchical_grpo", "letter_sort/rl", "warm_posed", *POSED, "--max-steps", "45"),
+        row("posed_reversing", "hierarchical_grpo", "reverse_text/rl", "warm_posed", *POSED),
         row("distillation", "opd", "distillation/rl", "warm_weak", teacher="large"),
         row("distillation_by_rewards", "grpo", "reverse_text/rl", "warm_weak", "--max-steps", "200", *held_out),
         row("reverse_text_sft", "sft", "reverse_text/rl", "warm_weak", *small, *IMITATE, teacher="large"),
@@ -134,14 +141,17 @@ def jobs() -> list[Job]:
 
 
 REASONING = ("meshrl.environments.reasoning_demonstrations", "configs/reasoning_mix/rl.toml")
+POSING = ("--model.name", "{warm_reverse}/weights/final", "--max-steps", "60", "--optim.lr", "1e-3")
 POSED = (
     "--orchestrator.algo.type", "hierarchical_grpo",
-    "--orchestrator.train.env.0.id", "posed_sorting",
-    "--orchestrator.eval.env.0.id", "posed_sorting",
-    "--orchestrator.eval.env.0.name", "posed_sorting_held_out",
-    "--orchestrator.batch-size", "32",
+    "--orchestrator.train.env.0.id", "posed_reversing",
+    "--orchestrator.eval.env.0.id", "posed_reversing",
+    "--orchestrator.eval.env.0.name", "posed_reversing_held_out",
+    "--orchestrator.batch-size", "64",
     "--orchestrator.group-size", "4",
     "--orchestrator.eval.interval", "10",
+    "--max-async-level", "1",
+    "--max-steps", "20",
 )  # fmt: skip
 IMITATE = ("--orchestrator.training-mode", "sft", "--orchestrator.teacher.model.name", "{teacher_model}")
 SELF = (
