@@ -332,6 +332,8 @@ def group_messages(manifest):
     yield "agent_command_sleep", convert.agent_command_to_proto(Sleep(number=4)).SerializeToString()
     asleep = dataclasses.replace(engine, sleeping=True, can_sleep=True)
     yield "engine_info_sleeping", convert.engine_info_to_proto(asleep).SerializeToString()
+    told = dataclasses.replace(engine, layout_signature=b"layout")
+    yield "engine_info_layout", convert.engine_info_to_proto(told).SerializeToString()
     yield "sleep_request", weights_pb2.SleepEnginesRequest(engine_pool="p", deadline_s=30.0).SerializeToString()
     outcome = SleepOutcome(asleep=2, awake=1, seconds=0.5)
     yield "sleep_outcome", convert.sleep_outcome_to_proto(outcome).SerializeToString()

@@ -8,7 +8,7 @@ from meshrl.weights.coordinator.coordinator import Coordinator
 from meshrl.weights.coordinator.engine_groups import GroupRequest
 from meshrl.weights.coordinator.states import Action, Answer, Append, Compact, Send
 from meshrl.wire.errors import MeshError
-from meshrl.wire.manifest import artifact_id, build_manifest
+from meshrl.wire.manifest import artifact_id, build_manifest, layout_signature
 from meshrl.wire.types import (
     Activation,
     ActivationPolicy,
@@ -26,6 +26,8 @@ from meshrl.wire.types import (
 )
 
 BOTH = (Transport.STREAM, Transport.NCCL)
+LAYOUT = layout_signature([("w", "float32", (1,))])
+"""Of every version that `manifest` makes."""
 
 
 def manifest(version: int, *, epoch: int = 1, transport: Transport = Transport.NCCL) -> Manifest:
@@ -81,7 +83,7 @@ class Hub:
             engine_id=engine_id,
             url="http://e",
             transports=more.pop("transports", BOTH),
-            layout_signature=b"l",
+            layout_signature=more.pop("layout_signature", LAYOUT),
             collective_ranks=ranks,
             collective_backend=backend,
             host="here",

@@ -71,10 +71,12 @@ async def serving_engine(
             await engine.close()
 
 
-async def activate(hub: str, version: int, *, prepare_deadline_s: float = 20.0) -> tuple[Activation, Manifest]:
-    """Has every engine serve a version."""
+async def activate(
+    hub: str, version: int, *, min_ready: int = 0, prepare_deadline_s: float = 20.0
+) -> tuple[Activation, Manifest]:
+    """Has `min_ready` engines (0: every one) serve a version."""
     async with WeightSyncClient(hub) as client:
         activation = await client.activate_version(
-            run_id="main", version=version, prepare_deadline_s=prepare_deadline_s
+            run_id="main", version=version, min_ready=min_ready, prepare_deadline_s=prepare_deadline_s
         )
         return activation, (await client.get_manifest("main", version))[0]

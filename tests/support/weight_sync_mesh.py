@@ -11,6 +11,7 @@ from collections.abc import Callable
 import hypothesis.strategies as st
 from hypothesis.stateful import rule
 
+from hub_rules import LAYOUT
 from meshrl.inference.agent import states as agent
 from meshrl.weights.coordinator import states as hub
 from meshrl.weights.coordinator.engine_groups import GroupRequest
@@ -209,7 +210,7 @@ class SimulatedMesh(SimulatedHub):
             transports=(Transport.STREAM, Transport.NCCL),
             collective_ranks=1,
             collective_backend="gloo",
-            layout_signature=b"l",
+            layout_signature=LAYOUT,
             held_version=held,
             held_root=root,
         )

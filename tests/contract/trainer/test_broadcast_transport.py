@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -124,6 +125,28 @@ async def test_trainer_without_engines_publishes_and_the_first_engine_gets_the_v
             activation, _ = await activate(hub, 1)
             assert [report.engine_id for report in activation.engines] == ["e0"]
             assert training.is_served_by(served)
+
+
+async def test_engine_of_another_layout_is_refused_before_anything_is_sent(
+    model: str, hub: str, tmp_path: Path
+) -> None:
+    other = AutoModelForCausalLM.from_pretrained(model)
+    other.resize_token_embeddings(other.config.vocab_size + 8)
+    other.save_pretrained(tmp_path / "other")
+    async with serving_engine(str(tmp_path / "other"), hub, "misfit"), trainer(model, hub) as training:
+        await training.publish(0)
+        with pytest.raises(MeshError, match=r"model\.embed_tokens\.weight is float32 \(\d+, 16\)") as refused:
+            await activate(hub, 0)
+        assert refused.value.metadata == {"misfit": "LAYOUT_MISMATCH"}
+        async with serving_engine(model, hub, "e0") as served:
+            await training.publish(1)
+            with pytest.raises(MeshError, match="LAYOUT_MISMATCH"):
+                await activate(hub, 1)  # of all, and one will never have it
+            await activate(hub, 1, min_ready=1)
+            assert training.is_served_by(served)
+            async with WeightSyncClient(hub) as client:
+                groups = {engine.engine_id: engine.group_generation for engine in await client.list_engines()}
+            assert groups == {"misfit": None, "e0": 1}  # the first group was the only one
 
 
 async def test_engine_that_takes_nothing_holds_nobody_up_for_longer_than_the_deadline(model: str, hub: str) -> None:

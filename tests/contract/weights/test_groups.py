@@ -12,7 +12,7 @@ import pytest
 
 from meshrl.v1 import weights_pb2 as pb
 from meshrl.wire.errors import MeshError, Reason
-from meshrl.wire.manifest import Adapter, artifact_id, build_manifest, entries_of, plan_tensors
+from meshrl.wire.manifest import Adapter, artifact_id, build_manifest, entries_of, layout_signature, plan_tensors
 from meshrl.wire.types import (
     AdapterConfig,
     AgentCommand,
@@ -68,7 +68,7 @@ class Line:
                 engine_id=self.engine_id,
                 url="http://e",
                 transports=tuple(Transport),
-                layout_signature=b"l",
+                layout_signature=layout_signature([("w", "float32", (1,))]),
                 held_version=self._last.get("serving_version"),
                 held_root=self._last.get("root", b""),
                 collective_ranks=self.ranks,

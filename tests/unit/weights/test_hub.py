@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from opentelemetry import trace
 
-from hub_rules import manifest
+from hub_rules import LAYOUT, manifest
 from meshrl.core.config.shared import ServerConfig
 from meshrl.core.readiness import READY_FILE
 from meshrl.weights import main
@@ -33,7 +33,7 @@ from meshrl.wire.types import (
 )
 
 REGISTRATION = AgentRegistration(
-    engine_id="e", url="http://e", transports=(Transport.STREAM, Transport.NCCL), layout_signature=b"l"
+    engine_id="e", url="http://e", transports=(Transport.STREAM, Transport.NCCL), layout_signature=LAYOUT
 )
 
 

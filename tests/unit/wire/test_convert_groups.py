@@ -77,6 +77,7 @@ OPENED = OpenedGroup(generation=3, members=(GroupMember(engine_id="i", first_rec
                 last_seen_s=0.5,
                 sleeping=True,
                 can_sleep=True,
+                layout_signature=b"layout",
             ),
             convert.engine_info_to_proto,
             convert.engine_info_from_proto,

@@ -594,7 +594,7 @@ class ListEnginesResponse(_message.Message):
     def __init__(self, engines: _Optional[_Iterable[_Union[EngineInfo, _Mapping]]] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class EngineInfo(_message.Message):
-    __slots__ = ("engine_id", "url", "engine_pool", "state", "serving_version", "routable", "last_seen_s", "last_fault", "transports", "collective_ranks", "collective_backend", "group_generation", "host", "sleeping", "can_sleep")
+    __slots__ = ("engine_id", "url", "engine_pool", "state", "serving_version", "routable", "last_seen_s", "last_fault", "transports", "collective_ranks", "collective_backend", "group_generation", "host", "sleeping", "can_sleep", "layout_signature")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     URL_FIELD_NUMBER: _ClassVar[int]
     ENGINE_POOL_FIELD_NUMBER: _ClassVar[int]
@@ -610,6 +610,7 @@ class EngineInfo(_message.Message):
     HOST_FIELD_NUMBER: _ClassVar[int]
     SLEEPING_FIELD_NUMBER: _ClassVar[int]
     CAN_SLEEP_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_SIGNATURE_FIELD_NUMBER: _ClassVar[int]
     engine_id: str
     url: str
     engine_pool: str
@@ -625,4 +626,5 @@ class EngineInfo(_message.Message):
     host: str
     sleeping: bool
     can_sleep: bool
-    def __init__(self, engine_id: _Optional[str] = ..., url: _Optional[str] = ..., engine_pool: _Optional[str] = ..., state: _Optional[_Union[AgentState, str]] = ..., serving_version: _Optional[int] = ..., routable: bool = ..., last_seen_s: _Optional[float] = ..., last_fault: _Optional[_Union[AgentFault, _Mapping]] = ..., transports: _Optional[_Iterable[_Union[Transport, str]]] = ..., collective_ranks: _Optional[int] = ..., collective_backend: _Optional[str] = ..., group_generation: _Optional[int] = ..., host: _Optional[str] = ..., sleeping: bool = ..., can_sleep: bool = ...) -> None: ...
+    layout_signature: bytes
+    def __init__(self, engine_id: _Optional[str] = ..., url: _Optional[str] = ..., engine_pool: _Optional[str] = ..., state: _Optional[_Union[AgentState, str]] = ..., serving_version: _Optional[int] = ..., routable: bool = ..., last_seen_s: _Optional[float] = ..., last_fault: _Optional[_Union[AgentFault, _Mapping]] = ..., transports: _Optional[_Iterable[_Union[Transport, str]]] = ..., collective_ranks: _Optional[int] = ..., collective_backend: _Optional[str] = ..., group_generation: _Optional[int] = ..., host: _Optional[str] = ..., sleeping: bool = ..., can_sleep: bool = ..., layout_signature: _Optional[bytes] = ...) -> None: ...

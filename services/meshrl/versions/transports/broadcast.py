@@ -52,13 +52,16 @@ class MeetingPoint:
 
 
 class SenderPlan(Protocol):
-    """The tensors of every version, without digests, and how the senders share them."""
+    """The tensors of every version, without digests, how the senders share them, and their layout signature."""
 
     @property
     def tensors(self) -> tuple[TensorEntry, ...]: ...
 
     @property
     def collective(self) -> CollectivePlan: ...
+
+    @property
+    def layout(self) -> bytes: ...
 
 
 @dataclass(kw_only=True)
@@ -86,7 +89,7 @@ class BroadcastTransport:
         """`share` is rank 0's own."""
         self.progress = share.progress
         self._line, self._ranks, self._share, self._client, self._place = line, ranks, share, client, place
-        self._tensors, self._plan = plan.tensors, plan.collective
+        self._tensors, self._plan, self._layout = plan.tensors, plan.collective, plan.layout
         self._meet_s = min(MEET_S, place.deadline_s)
         self._watch_s = watch_s
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="broadcast")  # the GPU belongs to a thread
@@ -94,6 +97,7 @@ class BroadcastTransport:
         self._group: OpenedGroup | None = None
         self._newest: int | None = None  # None from the preparation of a version until it is sealed
         self._stuck: dict[str, float] = {}  # engines that are asked into no group of all until then
+        self._misfits: set[str] = set()  # engines of another layout; each is named in the log once
         self._has: set[str] = set()  # engines that took the newest version from us
         self._pauses: dict[str, _Pause] = {}
         self._watching: asyncio.Task[None] | None = None
@@ -135,14 +139,19 @@ class BroadcastTransport:
     # --- groups -----------------------------------------------------------------------------------
 
     async def _able(self) -> dict[str, EngineInfo]:
-        """The engines that can take part, by id."""
-        return {
+        """The engines that can take part, by id. One whose model has another layout would break every group."""
+        engines = {
             engine.engine_id: engine
             for engine in await self._client.list_engines()
             if Transport.NCCL in engine.transports
             and engine.collective_ranks
             and engine.collective_backend == self._place.backend
         }
+        misfits = {name for name, engine in engines.items() if engine.layout_signature not in (b"", self._layout)}
+        for name in sorted(misfits - self._misfits):
+            logger.error("engine {} is sent nothing: it serves a model of another layout than the trainer's", name)
+        self._misfits = misfits
+        return {name: engine for name, engine in engines.items() if name not in misfits}
 
     async def _open_group_of_all(self) -> None:
         """Sees to a group of all engines. Without one the version is staged all the same, and sent later."""
@@ -153,7 +162,7 @@ class BroadcastTransport:
                 engines = {name: engine for name, engine in (await self._able()).items() if name not in self._stuck}
                 if not engines or self._is_of(engines):
                     return
-                missing = await self._open(without=self._stuck)
+                missing = await self._open(without={*self._stuck, *self._misfits})
                 if not missing:
                     return
                 self._stuck |= dict.fromkeys(missing, now_s + STUCK_S)

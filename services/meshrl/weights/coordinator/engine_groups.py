@@ -140,10 +140,13 @@ class EngineGroups:
         )
 
     def outside(self, engine: EngineRecord, record: VersionRecord) -> str | None:
-        """Returns why a version cannot be brought to an engine now, for a person; None when it can."""
+        """Returns why a version cannot be brought to an engine now, for a person; None when it can.
+
+        An engine of another layout needs no group: it is told of the version, and refuses it with what differs.
+        """
         if record.transport not in engine.registration.transports:
             return f"it does not take transport {record.transport.value}"
-        if record.transport is not Transport.NCCL:
+        if record.transport is not Transport.NCCL or not engine.fits(record):
             return None
         group = self.current
         if group is None or engine.group_generation != group.generation:

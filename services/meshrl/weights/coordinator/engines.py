@@ -83,6 +83,7 @@ class EnginePool:
                 host=engine.registration.host,
                 sleeping=engine.sleeping,
                 can_sleep=engine.registration.can_sleep,
+                layout_signature=engine.registration.layout_signature,
             )
             for engine in self.of_pool(engine_pool)
         )

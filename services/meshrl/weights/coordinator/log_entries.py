@@ -69,6 +69,7 @@ def staged(record: VersionRecord) -> LogEntry:
         transport=record.transport.value,
         num_bytes=record.num_bytes,
         root=record.root.hex(),
+        layout_signature=record.layout_signature.hex(),
         paths=list(record.paths),
     )
 
@@ -144,6 +145,7 @@ def _staged(entry: LogEntry) -> VersionRecord:
         transport=Transport(entry["transport"]),
         num_bytes=entry["num_bytes"],
         root=bytes.fromhex(entry["root"]),
+        layout_signature=bytes.fromhex(entry.get("layout_signature", "")),
         paths=tuple(entry["paths"]),
     )
 

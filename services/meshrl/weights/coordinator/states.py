@@ -68,6 +68,7 @@ class VersionRecord:
     transport: Transport
     num_bytes: int
     root: bytes
+    layout_signature: bytes = b""  # empty in a log of an earlier release
     paths: tuple[str, ...] = ()
     state: VersionState = VersionState.STAGING
     revision: int = 0
@@ -117,6 +118,7 @@ class VersionRecord:
             transport=manifest.transport,
             num_bytes=manifest.payload_bytes,
             root=manifest.result_root,
+            layout_signature=manifest.layout_signature,
             paths=tuple(file.path for file in manifest.files),
         )
 
@@ -158,6 +160,10 @@ class EngineRecord:
         """What went wrong with a version is forgotten: the engine is told of it once more."""
         self.faulted.discard(key)
         self.sent = None
+
+    def fits(self, record: VersionRecord) -> bool:
+        """Whether its model has the version's layout."""
+        return record.layout_signature in (b"", self.registration.layout_signature)
 
     def serves(self, record: VersionRecord) -> bool:
         return self.serving == record.version and self.root == record.root

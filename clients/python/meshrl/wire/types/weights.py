@@ -340,6 +340,7 @@ class EngineInfo:
     host: str = ""
     sleeping: bool = False
     can_sleep: bool = False
+    layout_signature: bytes = b""
 
 
 @dataclass(frozen=True, kw_only=True)
