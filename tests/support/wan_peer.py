@@ -2,9 +2,11 @@
 
     wan_peer.py serve HOST:PORT FOLDER MIB         a hub with one version of MIB MiB of random bytes in 2 MiB chunks
     wan_peer.py fetch HUB CONNECTIONS [RELAY ...]  fetches its version and tells how
+    wan_peer.py publish HUB CONNECTIONS MIB        uploads the next version and tells how
 
 `serve` says `{"artifact_id": ...}` once it serves, and answers every line with the bytes that left it. `fetch` fetches
-at every line on its stdin, and says what came of it: seconds, bytes, bytes that came twice, connections.
+at every line on its stdin, and says what came of it: seconds, bytes, bytes that came twice, connections. `publish` says
+how many chunks have left, and at last the seconds that it took until the hub had sealed it.
 """
 
 from __future__ import annotations
@@ -25,8 +27,9 @@ from numpy.typing import NDArray
 from meshrl.client import WeightSyncClient
 from meshrl.core.config.shared import ServerConfig
 from meshrl.core.rpc.serve import GrpcServer
-from meshrl.versions.downloads import Downloader, TransferLimits
-from meshrl.versions.transfer import chunk_of
+from meshrl.versions.downloads import Downloader
+from meshrl.versions.parents import TransferLimits
+from meshrl.versions.transfer import Uploader, chunk_of
 from meshrl.weights.config import WeightsConfig
 from meshrl.weights.main import build_hub
 from meshrl.weights.service import WeightSyncService
@@ -37,7 +40,7 @@ from meshrl.wire.types import Chunk, Manifest, TensorEntry, Transport
 CHUNK_BYTES = 2 * 2**20
 
 
-def version_of(data: bytes) -> Manifest:
+def version_of(data: bytes, version: int = 0) -> Manifest:
     """A version that is these bytes."""
     plans = manifests.plan_tensors([("w", "uint8", (len(data),))])
     entry = TensorEntry(
@@ -49,7 +52,7 @@ def version_of(data: bytes) -> Manifest:
         digest=manifests.digest(data),
     )
     return manifests.build_manifest(
-        run_id="run", epoch=1, version=0, transport=Transport.STREAM, tensors=(entry,),
+        run_id="run", epoch=1, version=version, transport=Transport.STREAM, tensors=(entry,),
         chunks=manifests.chunks_of(memoryview(data), CHUNK_BYTES),
     )  # fmt: skip
 
@@ -144,9 +147,35 @@ async def fetch(address: str, connections: int, relays: list[str]) -> None:
             await downloader.close()
 
 
+async def publish(address: str, connections: int, mib: float) -> None:
+    data = os.urandom(int(mib * 2**20))
+    manifest = version_of(data, version=1)
+    left = 0
+
+    def moved(*, unseen_s: float = 0.0) -> None:
+        nonlocal left
+        left += 1
+        say(chunks_sent=left)
+
+    async with WeightSyncClient(address) as hub:
+        uploader = Uploader(hub, moved, retry_for_s=200.0, limits=TransferLimits(connections=connections))
+        try:
+            await hub.wait_until_serving(60.0)
+            say(ready=True)
+            async for _ in lines():
+                began_s = time.monotonic()
+                staged = await uploader.stage(manifest, np.frombuffer(data, np.uint8))
+                await uploader.seal(manifest, staged.artifact_id, "")
+                say(seconds=time.monotonic() - began_s, num_bytes=len(data), connections=uploader.connections)
+        finally:
+            await uploader.close()
+
+
 if __name__ == "__main__":
     what, where, *rest = sys.argv[1:]
     if what == "serve":
         asyncio.run(serve(where, Path(rest[0]), float(rest[1])))
+    elif what == "publish":
+        asyncio.run(publish(where, int(rest[0]), float(rest[1])))
     else:
         asyncio.run(fetch(where, int(rest[0]), rest[1:]))

@@ -46,6 +46,28 @@ def test_a_fetch_outlives_a_black_hole_a_nat_that_forgets_and_the_hub(wan: Wan, 
     origin.end()
 
 
+def test_an_upload_goes_over_several_connections_and_outlives_a_black_hole_and_the_hub(
+    wan: Wan, hub: str, tmp_path: Path
+) -> None:
+    serving = ("serve", hub, str(tmp_path), "0.1")
+    origin = Peer(wan, "origin", *serving)
+    origin.until("artifact_id")
+    host = Peer(wan, "site", "publish", hub, "4", str(2 * SIZE / MIB))
+    host.until("ready")
+    before = wan.change()["site"]["up"]
+    host.ask()
+    host.until("chunks_sent")
+    wan.change("site", hole_s=1.0, forget=True)
+    origin.end()
+    origin = Peer(wan, "origin", *serving)
+    done = host.until("seconds")  # until the hub had all of it, and had sealed it
+    assert (done["num_bytes"], done["connections"]) == (2 * SIZE, 4)
+    up = wan.change()["site"]["up"] - before
+    assert up <= 1.1 * 2 * SIZE + done["connections"] * CHUNK  # with headers, and packets that were lost
+    host.end()
+    origin.end()
+
+
 def test_a_relay_crosses_the_wan_once_for_its_site_and_can_be_lost(wan: Wan, hub: str, tmp_path: Path) -> None:
     origin = Peer(wan, "origin", "serve", hub, str(tmp_path), str(SIZE / MIB))
     origin.until("artifact_id")

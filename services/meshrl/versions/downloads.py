@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 
 from meshrl.client import WeightSyncClient
 from meshrl.client.backoff import Backoff
-from meshrl.versions.parents import ConnectionCount, Connections, Parent, Parents, RateLimit
+from meshrl.versions.parents import ConnectionCount, Connections, Parent, Parents, RateLimit, TransferLimits
 from meshrl.versions.ranges import SMALLEST, Claim, RangeQueue
 from meshrl.versions.transfer import TRANSIENT, WAIT_S, sound_bytes
 from meshrl.wire.errors import MeshError, Reason
@@ -36,15 +35,6 @@ LEAST_MESSAGE = 64 * 1024
 WAITING_S = 2.5  # a hub that waits for bytes says so more often
 LOOK_S = 0.1
 TELL_S = 10.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class TransferLimits:
-    """connections: the most of them; mbps: the most megabits per second, 0 for no limit; stall_s: give up after."""
-
-    connections: int = 32
-    mbps: float = 0.0
-    stall_s: float = 30.0
 
 
 class Arrival(Protocol):

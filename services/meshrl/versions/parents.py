@@ -1,8 +1,8 @@
 """From whom a host fetches versions and over how many connections: relays first, the hub last; what pays is kept.
 
-Used by `versions.downloads`. Relays are told apart by the rate that they brought and left alone for a while once they
-bring nothing. On a link that loses packets one TCP connection makes a few Mb/s whatever the link could, so there are
-more of them as long as more bring more.
+Used by `versions.downloads`, and by `versions.transfer` for uploads. Relays are told apart by the rate that they
+brought and left alone for a while once they bring nothing. On a link that loses packets one TCP connection makes a few
+Mb/s whatever the link could, so there are more of them as long as more bring more.
 """
 
 from __future__ import annotations
@@ -22,6 +22,15 @@ FAR_S = 0.03
 FAR_COUNT = 8
 PAYS = 1.1
 PROBE_WINDOWS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransferLimits:
+    """connections: the most of them; mbps: the most megabits per second, 0 for no limit; stall_s: give up after."""
+
+    connections: int = 32
+    mbps: float = 0.0
+    stall_s: float = 30.0
 
 
 @dataclass(eq=False)

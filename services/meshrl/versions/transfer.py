@@ -1,14 +1,15 @@
 """Moves the chunks of a version up to the hub and takes a broken upload up where it ended; down they go by `downloads`.
 
-A publisher uploads what the hub says it misses. There is no deadline for the whole upload, since a large version may
-take as long as its link needs: it ends when for a while no call brought it further. Every piece of bytes, both ways,
-travels with a CRC32C of its own.
+A publisher uploads what the hub says it misses, to a hub far away over several connections. There is no deadline for
+the whole upload, since a large version may take as long as its link needs: it ends when for a while no call brought it
+further. Every piece of bytes, both ways, travels with a CRC32C of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from typing import Protocol, TypeVar
 
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 
 from meshrl.client import WeightSyncClient
 from meshrl.client.backoff import Backoff
+from meshrl.versions.parents import FAR_S, Connections, Parent, RateLimit, TransferLimits
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Chunk, Manifest, StagedVersion
 
@@ -103,29 +105,39 @@ class Moved(Protocol):
 
 
 class Uploader:
-    """The hub as a publisher sees it. `retry_for_s`: how long a hub that is away, or takes nothing, is called again."""
+    """The hub as a publisher sees it: one that is far away is sent chunks over several connections."""
 
-    def __init__(self, client: WeightSyncClient, moved: Moved, *, retry_for_s: float = RETRY_FOR_S) -> None:
+    def __init__(
+        self,
+        client: WeightSyncClient,
+        moved: Moved,
+        *,
+        retry_for_s: float = RETRY_FOR_S,
+        limits: TransferLimits | None = None,
+    ) -> None:
+        """`retry_for_s`: how long a hub that is away, or takes nothing, is called again."""
         self._client, self._moved = client, moved
-        self._retry_for_s = retry_for_s
+        self._retry_for_s, self._limits = retry_for_s, limits or TransferLimits(connections=1)
+        self._lines: Connections | None = None  # beside the client's own
+        self._rate_limit = RateLimit(self._limits.mbps * 125_000)
+        self._is_far: bool | None = None
+        self.connections = 1  # of the last upload
+
+    async def close(self) -> None:
+        """Ends the connections beyond the client's own."""
+        if self._lines is not None:
+            await self._lines.close()
 
     async def stage(self, manifest: Manifest, buffer: NDArray[np.uint8] | None = None) -> StagedVersion:
         """Brings the hub a manifest and, of a version that travels through it, the chunks that it misses.
 
         Raises MeshError as `WeightSyncClient.create_version` does, for what another attempt does not mend.
         """
-        length_of = {chunk.offset: chunk.length for chunk in manifest.chunks} if buffer is not None else {}
-        missing: Sequence[int] = tuple(length_of)
-
-        async def chunks(pieces: NDArray[np.uint8]) -> AsyncIterator[Chunk]:
-            for offset in missing:
-                yield chunk_of(offset, pieces[offset : offset + length_of[offset]])
-                self._moved()  # it was taken
+        missing: Sequence[int] = () if buffer is None else tuple(chunk.offset for chunk in manifest.chunks)
 
         async def send() -> StagedVersion:
             nonlocal missing
-            taken = None if buffer is None else chunks(buffer)
-            staged = await self._client.create_version(manifest, taken, stall_s=self._retry_for_s)
+            staged = await self._send(manifest, buffer, missing)
             missing = staged.missing_offsets
             if missing:
                 raise MeshError(Reason.CHUNKS_MISSING, f"the hub still misses {len(missing)} chunks")
@@ -142,6 +154,59 @@ class Uploader:
 
         attempts = Attempts(self._retry_for_s, left=len(missing), also=INCOMPLETE | NO_ROOM)
         return await _resumed(f"upload of version {manifest.version}", attempts, send, left)
+
+    async def _send(
+        self, manifest: Manifest, buffer: NDArray[np.uint8] | None, missing: Sequence[int]
+    ) -> StagedVersion:
+        """Brings the hub a manifest and chunks of it, once; the answer says what it still misses.
+
+        Of several connections each sends the next chunk that no other has: one that breaks loses what was under way on
+        it, and the others go on. Raises MeshError once all have ended.
+        """
+        if buffer is None:
+            return await self._client.create_version(manifest, stall_s=self._retry_for_s)
+        length_of = {chunk.offset: chunk.length for chunk in manifest.chunks}
+        queue = deque(missing)
+
+        async def chunks() -> AsyncIterator[Chunk]:
+            while queue:
+                offset = queue.popleft()
+                await self._rate_limit.take(length_of[offset])
+                yield chunk_of(offset, buffer[offset : offset + length_of[offset]])
+                self._moved()  # it was taken
+
+        self.connections = count = await self._count(len(missing))
+        if count == 1:
+            return await self._client.create_version(manifest, chunks(), stall_s=self._retry_for_s)
+        staged = await self._client.create_version(manifest)
+        queue = deque(staged.missing_offsets)
+        hub = Parent(address=self._client.address, is_hub=True)
+        lines = self._lines = self._lines or Connections(self._client)
+
+        async def one(number: int) -> MeshError | None:
+            client = lines.get(hub, number)
+            try:
+                await client.create_version(manifest, chunks(), stall_s=self._retry_for_s)
+            except MeshError as error:
+                await lines.drop(hub, number, client)
+                return error
+            return None
+
+        ends = await asyncio.gather(*(one(number) for number in range(count)))
+        failures = sorted((end for end in ends if end is not None), key=lambda end: end.reason in TRANSIENT)
+        if failures:  # the worst of them: what is not worth another try comes first
+            raise failures[0]
+        return await self._client.create_version(manifest)
+
+    async def _count(self, num_chunks: int) -> int:
+        """Over how many connections so many chunks are sent: on a link that loses packets each makes little alone."""
+        most = min(self._limits.connections, num_chunks)
+        if most > 1 and self._is_far is None:
+            await self._client.epoch()  # opens the connection
+            began_s = time.monotonic()
+            await self._client.epoch()
+            self._is_far = time.monotonic() - began_s > FAR_S
+        return most if most > 1 and self._is_far else 1
 
     async def seal(
         self, manifest: Manifest, artifact_id: str, traceparent: str, buffer: NDArray[np.uint8] | None = None

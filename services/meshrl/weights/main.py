@@ -26,7 +26,7 @@ from meshrl.core.secret import read_secret
 from meshrl.core.telemetry.waits import waits_of
 from meshrl.core.waiting import stop_or_first
 from meshrl.v1.identity_pb2_grpc import add_EnrollmentServiceServicer_to_server
-from meshrl.versions.downloads import TransferLimits
+from meshrl.versions.parents import TransferLimits
 from meshrl.weights.config import WeightsConfig
 from meshrl.weights.coordinator.coordinator import Coordinator
 from meshrl.weights.engine_calls import EngineCaller

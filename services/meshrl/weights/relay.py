@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 
 from meshrl.client import WeightSyncClient
 from meshrl.core.waiting import Pulse
-from meshrl.versions.downloads import Downloader, TransferLimits
+from meshrl.versions.downloads import Downloader
+from meshrl.versions.parents import TransferLimits
 from meshrl.versions.store import VersionStore
 from meshrl.versions.transfer import chunk_of
 from meshrl.weights.storage.transfers import Transfers

@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 
+from meshrl.client import WeightSyncClient
 from meshrl.trainer.ranks.commands import CommandSender
 from meshrl.training.parallel.rank_group import RankGroup
+from meshrl.versions import transfer
+from meshrl.versions.parents import TransferLimits
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Chunk, Transport, VersionState
 
@@ -40,6 +43,45 @@ async def test_upload_that_moves_outlives_a_hiccup_after_the_time_for_which_a_hu
     mesh.start_agent("e0", engine)
     await mesh.client().activate_version(run_id="run", version=0, prepare_deadline_s=20.0)
     assert engine.root == report.root
+
+
+async def test_a_hub_far_away_is_sent_chunks_over_several_connections(
+    mesh: Any, engine: Any, state: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "FAR_S", -1.0)
+    publisher = mesh.publisher(Transport.STREAM)
+    prepared = await publisher.prepare(0, state(1))
+    uploader = transfer.Uploader(mesh.client(), publisher.progress.moved, limits=TransferLimits(connections=3))
+    create, all_send = WeightSyncClient.create_version, asyncio.Barrier(3)
+    sent: dict[WeightSyncClient, list[int]] = {}
+    broken: list[WeightSyncClient] = []
+
+    async def noted(client: WeightSyncClient, manifest: Any, chunks: Any = None, **more: Any) -> Any:
+        async def passed_on() -> Any:
+            async for chunk in chunks:
+                if client not in sent and not broken:
+                    sent[client] = []
+                    await all_send.wait()
+                elif not broken:
+                    broken.append(client)
+                    raise MeshError(Reason.UNREACHABLE, "the link broke")
+                sent.setdefault(client, []).append(chunk.offset)
+                yield chunk
+
+        return await create(client, manifest, None if chunks is None else passed_on(), **more)
+
+    monkeypatch.setattr(WeightSyncClient, "create_version", noted)
+    staged = await uploader.stage(prepared.manifest, prepared.buffer)
+    await uploader.seal(prepared.manifest, staged.artifact_id, "")
+    await uploader.close()
+    offsets = [offset for of_client in sent.values() for offset in of_client]
+    wanted = {chunk.offset for chunk in prepared.manifest.chunks}
+    assert len(broken) == 1
+    assert set(offsets) == wanted
+    assert len(offsets) <= len(wanted) + 1  # what was under way on the broken one, by another
+    mesh.start_agent("e0", engine)
+    await mesh.client().activate_version(run_id="run", version=0, prepare_deadline_s=60.0)
+    assert engine.root == prepared.manifest.result_root
 
 
 async def test_publication_over_a_slow_link_is_not_given_up_while_it_moves(mesh: Any, state: Any) -> None:

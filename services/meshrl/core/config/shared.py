@@ -320,13 +320,15 @@ class WeightBroadcastConfig(BaseConfig):
     hub; the fastest that is there is used."""
 
     connections: int = Field(default=32, ge=1, le=128)
-    """stream: most connections over which an engine fetches a version; there are as many as bring something."""
+    """stream: most connections over which an engine fetches a version, as many as bring something, and over which a
+    trainer sends one to a hub far away."""
 
     max_mbps: float = Field(default=0.0, ge=0.0)
-    """stream: most megabits per second that an engine fetches on average; 0 is no limit."""
+    """stream: most megabits per second that an engine fetches, or a trainer sends, on average; 0 is no limit."""
 
     stall_s: float = Field(default=120.0, gt=0.0)
-    """stream: a fetch is given up when nothing came for so many seconds; it survives breaks of the link up to then."""
+    """stream: a fetch is given up when nothing came for so many seconds, an upload when the hub took nothing; they
+    survive breaks of the link up to then."""
 
     lora_adapter_only: bool = True
     """With model.lora, publish the adapter alone; False publishes whole weights with the adapter merged."""

@@ -18,8 +18,9 @@ from loguru import logger
 
 from meshrl.client import WeightSyncClient
 from meshrl.core.config.shared import WeightBroadcastConfig
-from meshrl.versions.downloads import Downloader, TransferLimits
+from meshrl.versions.downloads import Downloader
 from meshrl.versions.files import Bytes, HostBytes, Spool, empty_bytes, map_files
+from meshrl.versions.parents import TransferLimits
 from meshrl.wire import manifest as manifests
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Manifest, TensorEntry, Transport

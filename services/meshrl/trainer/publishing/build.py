@@ -37,6 +37,7 @@ from meshrl.trainer.publishing.transport_choice import (
 from meshrl.trainer.ranks.commands import CommandSender, PublishSetupCommand, SnapshotCommand
 from meshrl.versions import peft
 from meshrl.versions.collective.communicator import open_store, reach_store
+from meshrl.versions.parents import TransferLimits
 from meshrl.versions.snapshot import Captured
 from meshrl.versions.transports.base import VersionLine, VersionTransport
 from meshrl.versions.transports.broadcast import BroadcastTransport, MeetingPoint
@@ -171,10 +172,12 @@ def open_publication(
     transport = _transport(decided, config, parts, client, snapshotter, store)
     commands.send(SnapshotCommand())
     initial = snapshotter.capture(parts.learner.step_done)
+    way = config.weight_broadcast
+    limits = TransferLimits(connections=way.connections, mbps=way.max_mbps, stall_s=way.stall_s)
     folder, layout = shm_folder(config.output_dir), Layout(config.output_dir)
     temporary = folder if Path(decided.folder) == folder else None
     publication = Publication(
-        publisher=Publisher(client, transport),
+        publisher=Publisher(client, transport, retry_for_s=way.stall_s, limits=limits),
         snapshotter=snapshotter,
         store=store,
         temporary=temporary,

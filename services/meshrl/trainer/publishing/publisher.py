@@ -16,6 +16,7 @@ from loguru import logger
 
 from meshrl.client import WeightSyncClient
 from meshrl.core.durable import write_file
+from meshrl.versions.parents import TransferLimits
 from meshrl.versions.progress import Progress
 from meshrl.versions.snapshot import Captured
 from meshrl.versions.transfer import RETRY_FOR_S, Uploader
@@ -56,11 +57,16 @@ class Publisher:
     """Publishes the versions of one run in one epoch, one at a time."""
 
     def __init__(
-        self, client: WeightSyncClient, transport: VersionTransport, *, retry_for_s: float = RETRY_FOR_S
+        self,
+        client: WeightSyncClient,
+        transport: VersionTransport,
+        *,
+        retry_for_s: float = RETRY_FOR_S,
+        limits: TransferLimits | None = None,
     ) -> None:
-        """`retry_for_s`: how long a hub that is away is called again."""
+        """`retry_for_s`: how long a hub that is away is called again; `limits` of the upload, else one connection."""
         self._transport = transport
-        self._uploader = Uploader(client, transport.progress.moved, retry_for_s=retry_for_s)
+        self._uploader = Uploader(client, transport.progress.moved, retry_for_s=retry_for_s, limits=limits)
         self._busy = asyncio.Lock()
 
     @property
@@ -103,6 +109,7 @@ class Publisher:
 
     async def close(self) -> None:
         """Ends the transport's threads and connections."""
+        await self._uploader.close()
         await self._transport.close()
 
 
