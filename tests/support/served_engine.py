@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +13,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from meshrl.client import ChannelOptions, WeightSyncClient
+from meshrl.client.credentials import Credentials
+from meshrl.core.config.shared import WeightBroadcastConfig
 from meshrl.inference.agent.agent import WeightAgent
 from meshrl.inference.config import InferenceConfig
 from meshrl.inference.embedded.engine import EmbeddedEngine
@@ -40,10 +42,24 @@ class ServedEngine:
         await self.engine.leave_group()
 
 
+async def _known(client: WeightSyncClient, engine_id: str) -> None:
+    """Waits until the hub knows the engine."""
+    async with asyncio.timeout(60):
+        while engine_id not in {known.engine_id for known in await known_engines(client)}:  # noqa: ASYNC110 - no event for it
+            await asyncio.sleep(0.05)
+
+
 @asynccontextmanager
 async def serving_engine(
-    model: str, hub: str, engine_id: str = "e0", kind: type[EmbeddedEngine] = EmbeddedEngine
+    model: str,
+    hub: str,
+    engine_id: str = "e0",
+    kind: type[EmbeddedEngine] = EmbeddedEngine,
+    *,
+    credentials: Credentials | None = None,
+    relays: Sequence[str] = (),
 ) -> AsyncIterator[ServedEngine]:
+    """Yields an engine that the hub knows; with credentials of its own, which do not list engines, one that starts."""
     loaded = AutoModelForCausalLM.from_pretrained(model).eval()
     engine = kind(
         loaded,
@@ -57,13 +73,14 @@ async def serving_engine(
     )
     engine.start()
     stop = asyncio.Event()
-    async with WeightSyncClient(hub, ChannelOptions(retry_attempts=2, retry_backoff_s=0.05)) as client:
-        agent = WeightAgent(client, engine, InferenceConfig(engine_id=engine_id), "127.0.0.1:1", fetch_stall_s=5.0)
+    options = ChannelOptions(retry_attempts=2, retry_backoff_s=0.05, credentials=credentials)
+    config = InferenceConfig(engine_id=engine_id, weight_broadcast=WeightBroadcastConfig(relays=list(relays)))
+    async with WeightSyncClient(hub, options) as client:
+        agent = WeightAgent(client, engine, config, "127.0.0.1:1", fetch_stall_s=5.0)
         served = ServedEngine(engine, loaded, asyncio.create_task(agent.run(stop)))
         try:
-            async with asyncio.timeout(60.0):
-                while engine_id not in {known.engine_id for known in await known_engines(client)}:  # noqa: ASYNC110 - no event for it
-                    await asyncio.sleep(0.05)
+            if credentials is None:
+                await _known(client, engine_id)
             yield served
         finally:
             stop.set()
