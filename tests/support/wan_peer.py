@@ -2,7 +2,7 @@
 
     wan_peer.py serve HOST:PORT FOLDER MIB         a hub with one version of MIB MiB of random bytes in 2 MiB chunks
     wan_peer.py fetch HUB CONNECTIONS [RELAY ...]  fetches its version and tells how
-    wan_peer.py publish HUB CONNECTIONS MIB        uploads the next version and tells how
+    wan_peer.py publish HUB CONNECTIONS MIB NUMBER uploads a version of this number and tells how
 
 `serve` says `{"artifact_id": ...}` once it serves, and answers every line with the bytes that left it. `fetch` fetches
 at every line on its stdin, and says what came of it: seconds, bytes, bytes that came twice, connections. `publish` says
@@ -147,9 +147,9 @@ async def fetch(address: str, connections: int, relays: list[str]) -> None:
             await downloader.close()
 
 
-async def publish(address: str, connections: int, mib: float) -> None:
+async def publish(address: str, connections: int, mib: float, version: int) -> None:
     data = os.urandom(int(mib * 2**20))
-    manifest = version_of(data, version=1)
+    manifest = version_of(data, version)
     left = 0
 
     def moved(*, unseen_s: float = 0.0) -> None:
@@ -176,6 +176,6 @@ if __name__ == "__main__":
     if what == "serve":
         asyncio.run(serve(where, Path(rest[0]), float(rest[1])))
     elif what == "publish":
-        asyncio.run(publish(where, int(rest[0]), float(rest[1])))
+        asyncio.run(publish(where, int(rest[0]), float(rest[1]), int(rest[2])))
     else:
         asyncio.run(fetch(where, int(rest[0]), rest[1:]))

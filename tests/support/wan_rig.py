@@ -117,12 +117,12 @@ class Peer:
         self.process.stdin.write("\n")
         self.process.stdin.flush()
 
-    def until(self, key: str, at_most: int | None = None) -> dict[str, Any]:
-        """What it says next of `key`, once that is `at_most` so much."""
+    def until(self, key: str, at_most: int | None = None, *, at_least: int = 0) -> dict[str, Any]:
+        """What it says next of `key`, once that is `at_most`, or `at_least`, so much."""
         assert self.process.stdout is not None
         while line := self.process.stdout.readline():
             told: dict[str, Any] = json.loads(line)
-            if key in told and (at_most is None or told[key] <= at_most):
+            if key in told and (at_most is None or told[key] <= at_most) and (not at_least or told[key] >= at_least):
                 return told
         raise AssertionError(f"it ended and did not say {key}")
 

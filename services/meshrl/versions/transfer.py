@@ -121,7 +121,7 @@ class Uploader:
         self._lines: Connections | None = None  # beside the client's own
         self._rate_limit = RateLimit(self._limits.mbps * 125_000)
         self._is_far: bool | None = None
-        self.connections = 1  # of the last upload
+        self.connections = 1  # the most that an upload had
 
     async def close(self) -> None:
         """Ends the connections beyond the client's own."""
@@ -175,7 +175,8 @@ class Uploader:
                 yield chunk_of(offset, buffer[offset : offset + length_of[offset]])
                 self._moved()  # it was taken
 
-        self.connections = count = await self._count(len(missing))
+        count = await self._count(len(missing))
+        self.connections = max(self.connections, count)
         if count == 1:
             return await self._client.create_version(manifest, chunks(), stall_s=self._retry_for_s)
         staged = await self._client.create_version(manifest)
