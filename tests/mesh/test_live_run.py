@@ -182,7 +182,7 @@ def meshrl(run: Run, *arguments: str) -> Any:
         [sys.executable, "-m", "meshrl.cli.main", *arguments, "-o", str(run.output_dir)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout) if "--json" in arguments or arguments[0] == "call" else done.stdout
@@ -200,7 +200,7 @@ def status_when_all_is_well(run: Run) -> Any:
     }
     deadline = time.monotonic() + 120.0
     while True:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=180)
         status = json.loads(done.stdout)
         if done.returncode == 0 and {row["service"]: row["state"] for row in status["rows"]} == well:
             return status
@@ -251,13 +251,13 @@ def test_the_services_of_a_live_run_keep_the_contract_and_want_to_know_who_asks(
     """Only the safe checks; those of what an operator may not call are left out."""
     run, address = live_run, f"127.0.0.1:{live_run.port(service)}"
     command = [sys.executable, "-m", "meshrl.cli.main", "conformance", "--address", address, "--service", service]
-    known = subprocess.run([*command, "--json", "-o", str(run.output_dir)], capture_output=True, text=True, timeout=60)
+    known = subprocess.run([*command, "--json", "-o", str(run.output_dir)], capture_output=True, text=True, timeout=180)
     assert known.returncode == 0, known.stdout + known.stderr
     rules = json.loads(known.stdout)["rules"]
     assert sum(one["result"] == "keeps" for one in rules) >= 10
     assert all("role" in one["found"] or "--full" in one["found"] for one in rules if one["result"] == "not checked")
     if service == "rollout":
-        unknown = subprocess.run([*command, "-o", "/nowhere"], capture_output=True, text=True, timeout=60)
+        unknown = subprocess.run([*command, "-o", "/nowhere"], capture_output=True, text=True, timeout=180)
         assert (unknown.returncode, unknown.stdout) == (2, "")
         assert "does not know who calls" in unknown.stderr
 

@@ -21,7 +21,7 @@ def second(run: Run, *flags: str) -> subprocess.CompletedProcess[str]:
     """The same `rl` once more, on the folder of `run`."""
     assert isinstance(run.process.args, list)
     command = [str(part) for part in run.process.args]
-    return subprocess.run([*command, *flags], capture_output=True, text=True, timeout=120)
+    return subprocess.run([*command, *flags], capture_output=True, text=True, timeout=240)
 
 
 def contents(folder: Path) -> dict[str, str]:

@@ -55,7 +55,7 @@ class Orchestrator:
         running = asyncio.create_task(loop.train())
         killing = asyncio.create_task(kill_when() if kill_when is not None else asyncio.Event().wait())
         try:
-            await asyncio.wait({running, killing}, return_when=asyncio.FIRST_COMPLETED, timeout=45.0)
+            await asyncio.wait({running, killing}, return_when=asyncio.FIRST_COMPLETED, timeout=180.0)
             if running.done():
                 running.result()
                 journal.end()
@@ -65,7 +65,7 @@ class Orchestrator:
         finally:
             for task in (running, killing):
                 task.cancel()
-            await asyncio.wait({running, killing}, timeout=30.0)
+            await asyncio.wait({running, killing}, timeout=60.0)
             await asyncio.to_thread(journal.close)
             await services.close()
             monitor.close()

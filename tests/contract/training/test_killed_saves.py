@@ -13,6 +13,8 @@ import pytest
 import checkpoint_kit as kit
 from meshrl.training.checkpoints.checkpointer import Checkpointer
 
+pytestmark = pytest.mark.timeout(400)  # processes of their own that import torch, on a machine that may be busy
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
@@ -77,7 +79,7 @@ def test_a_save_killed_at_any_moment_leaves_a_checkpoint_to_resume(
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(kit.__file__).parent)}
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(KILLED_PROGRAM), model, str(tmp_path), str(in_background)],
-        env=environment, capture_output=True, text=True, timeout=100,
+        env=environment, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     deaths = int(done.stdout)

@@ -16,6 +16,7 @@ import pytest
 import checkpoint_kit as kit
 import resumed_training
 
+pytestmark = pytest.mark.timeout(700)  # processes of their own that import torch, on a machine that may be busy
 SETTINGS: dict[str, dict[str, Any]] = {"plain": {}, "lora": {"lora": {"rank": 4, "dropout": 0.3}}}
 HALF, WHOLE = 10, 20
 SAVED = str(HALF)
@@ -38,7 +39,7 @@ def two_ranks(folder: Path, name: str, parts: dict[str, Any]) -> Iterator[Result
     results: Results = {}
     try:
         yield results
-        assert process.wait(115) == 0, log.read_text()[-3000:]
+        assert process.wait(300) == 0, log.read_text()[-3000:]
         results.update(json.loads(result.read_text()))
     finally:
         process.kill()
