@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, NoReturn, Protocol, TypeVar
 
 from loguru import logger
 
@@ -55,14 +55,14 @@ class ProgramConfig(Protocol):
 
 ConfigT = TypeVar("ConfigT", bound=ProgramConfig)
 
-Work = Callable[[asyncio.Event], Coroutine[Any, Any, int]]
+Work = Callable[[asyncio.Event], Coroutine[None, None, int]]
 """What runs on the event loop until the event is set or it is done; returns the exit code."""
 
 
 def run_program(
     name: str,
     config: ConfigT,
-    serve: Callable[[ConfigT, asyncio.Event, Tracing], Coroutine[Any, Any, int]],
+    serve: Callable[[ConfigT, asyncio.Event, Tracing], Coroutine[None, None, int]],
     *,
     blocking_threads: int | None = BLOCKING_THREADS,
 ) -> NoReturn:
@@ -89,7 +89,7 @@ def log_as(name: str, config: ProgramConfig, *, to_file: bool = True) -> None:
 def run_traced(
     name: str,
     config: ConfigT,
-    serve: Callable[[ConfigT, asyncio.Event, Tracing], Coroutine[Any, Any, int]],
+    serve: Callable[[ConfigT, asyncio.Event, Tracing], Coroutine[None, None, int]],
     *,
     blocking_threads: int | None = BLOCKING_THREADS,
 ) -> int:

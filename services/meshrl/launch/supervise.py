@@ -120,7 +120,12 @@ class Supervisor:
         try:
             with tempfile.TemporaryDirectory(prefix="meshrl-rl-", ignore_cleanup_errors=True) as folder:
                 self._ready_folder = Path(folder)
-                await self._start_guardian()
+                self._guardian = await asyncio.create_subprocess_exec(
+                    *guardian_command(self._grace.failure_s, [*self._temporary, self._ready_folder]),
+                    stdin=asyncio.subprocess.PIPE,
+                    start_new_session=True,
+                    pass_fds=() if self._lock_fd is None else (self._lock_fd,),
+                )
                 for program in self._programs:
                     await self._start(program, program.command, program.restarts)
                 return await self._watch(stop, leading)
@@ -138,14 +143,6 @@ class Supervisor:
             await asyncio.gather(*showing, return_exceptions=True)
             for tail in tails:
                 tail.read()
-
-    async def _start_guardian(self) -> None:
-        self._guardian = await asyncio.create_subprocess_exec(
-            *guardian_command(self._grace.failure_s, [*self._temporary, self._ready_folder]),
-            stdin=asyncio.subprocess.PIPE,
-            start_new_session=True,
-            pass_fds=() if self._lock_fd is None else (self._lock_fd,),
-        )
 
     def _tell_guardian(self, word: str, group: int) -> None:
         if self._guardian is not None and self._guardian.stdin is not None:

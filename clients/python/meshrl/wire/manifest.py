@@ -202,11 +202,11 @@ def build_manifest(
     files: tuple[FileEntry, ...] = (),
     collective: CollectivePlan | None = None,
     adapter: Adapter | None = None,
-    digest_algorithm: str = "",
 ) -> Manifest:
     """Returns the manifest of a version; its root, and a full version's layout, follow from the tensors.
 
-    With `collective` it travels by broadcast, and the tensors' digests are SUM128; with `adapter` it is a LoRA version.
+    The tensors' digests are BLAKE3. With `collective` it travels by broadcast, and they are SUM128; with `adapter` it
+    is a LoRA version.
     """
     own_layout = layout_signature((entry.name, entry.dtype, entry.shape) for entry in tensors)
     return Manifest(
@@ -221,7 +221,7 @@ def build_manifest(
         tensors=tensors,
         chunks=chunks,
         files=files,
-        digest_algorithm=digest_algorithm if collective is None else SUM128,
+        digest_algorithm="" if collective is None else SUM128,
         collective=collective,
         adapter=None if adapter is None else adapter.config,
     )

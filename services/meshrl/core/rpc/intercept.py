@@ -37,10 +37,10 @@ class _Method:
 
     name: str
     takes_stream: bool
-    deserialize: Callable[[bytes], Any]
+    deserialize: Callable[[bytes], object]
     is_ours: bool
 
-    async def request(self, received: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> Any:
+    async def request(self, received: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> object:
         """Returns what the servicer wants: the one message, or an iterator over all of them.
 
         Raises INVALID_REQUEST where the one message is missing.
@@ -52,7 +52,7 @@ class _Method:
             raise MeshError(Reason.INVALID_REQUEST, f"{self.name} was called without a message; send one")
         return self.parse(data)
 
-    def parse(self, data: bytes) -> Any:
+    def parse(self, data: bytes) -> object:
         """Returns the message; raises INVALID_REQUEST for bytes that are none of this method."""
         try:
             return self.deserialize(data)
@@ -71,7 +71,7 @@ class _ParsedRequests:
     def __aiter__(self) -> _ParsedRequests:
         return self
 
-    async def __anext__(self) -> Any:
+    async def __anext__(self) -> object:
         return self._method.parse(await anext(self._received))
 
 
@@ -79,7 +79,7 @@ def _as_they_are(data: bytes) -> bytes:
     return data
 
 
-async def _stop_upload(request: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> None:
+async def _stop_upload(request: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
     """Tells the sender of an upload that the answer is ready and takes in what is under way until it stops.
 
     An answer sent into a running upload may get lost at the sender: see `ServiceClient._upload`.
@@ -105,11 +105,11 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc
         """guard: checks callers of services whose name starts with "meshrl."; None lets everybody in."""
         self._tracer = tracer
         self._guard = guard
-        self._callers: dict[asyncio.Task[Any], Caller] = {}
-        self._shut_out: dict[asyncio.Task[Any], MeshError] = {}
-        self._sending: set[asyncio.Task[Any]] = set()
+        self._callers: dict[asyncio.Task[object], Caller] = {}
+        self._shut_out: dict[asyncio.Task[object], MeshError] = {}
+        self._sending: set[asyncio.Task[object]] = set()
         self._in_flight = InFlight()
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks: set[asyncio.Task[object]] = set()
         self._cut_off_why = ""
         self.refusing = False
 
@@ -179,7 +179,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc
         return grpc.stream_unary_rpc_method_handler(wrapped, None, handler.response_serializer)
 
     def _around_call(self, behaviour: Any, method: _Method) -> Any:
-        async def call(received: Any, context: grpc.aio.ServicerContext) -> Any:
+        async def call(received: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> object:
             with self._served(context, method) as span:
                 try:
                     self._admit(method, context)
@@ -198,7 +198,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc
         return call
 
     def _around_stream(self, behaviour: Any, method: _Method) -> Any:
-        async def stream(received: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+        async def stream(received: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> AsyncIterator[object]:
             with self._served(context, method) as span:
                 try:
                     self._admit(method, context)

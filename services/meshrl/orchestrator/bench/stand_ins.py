@@ -5,6 +5,8 @@ come and was read, a version is served as soon as it is asked for. They keep the
 in a run: what is measured is its own pace.
 """
 
+# ruff: noqa: N802 (methods are named after the RPCs of the contract)
+
 from __future__ import annotations
 
 import asyncio
@@ -12,10 +14,10 @@ import json
 import sys
 import uuid
 from collections.abc import AsyncIterator
-from typing import Any
 
 import numpy as np
 from loguru import logger
+from numpy.typing import NDArray
 
 from meshrl.core.config.shared import ServerConfig
 from meshrl.core.rpc.serve import GrpcServer
@@ -57,19 +59,27 @@ class MadeUpRollouts(rollout_pb2_grpc.RolloutServiceServicer):
         self._most = most_tokens
         self._draw = np.random.default_rng(0)
 
-    async def ListEnvironments(self, request: Any, context: Any) -> rollout_pb2.ListEnvironmentsResponse:  # noqa: N802 - the name is gRPC's
+    async def ListEnvironments(
+        self, request: rollout_pb2.ListEnvironmentsRequest, context: object
+    ) -> rollout_pb2.ListEnvironmentsResponse:
         infos = [EnvironmentInfo(name=name, taskset=name, num_tasks=100_000) for name in self._names]
         return rollout_pb2.ListEnvironmentsResponse(
             contract_version=CONTRACT_VERSION, environments=map(convert.environment_to_proto, infos)
         )
 
-    async def GetRolloutStatus(self, request: Any, context: Any) -> rollout_pb2.GetRolloutStatusResponse:  # noqa: N802 - the same
+    async def GetRolloutStatus(
+        self, request: rollout_pb2.GetRolloutStatusRequest, context: object
+    ) -> rollout_pb2.GetRolloutStatusResponse:
         return rollout_pb2.GetRolloutStatusResponse(max_concurrent=SLOTS)
 
-    async def CancelRollouts(self, request: Any, context: Any) -> rollout_pb2.CancelRolloutsResponse:  # noqa: N802 - the same
+    async def CancelRollouts(
+        self, request: rollout_pb2.CancelRolloutsRequest, context: object
+    ) -> rollout_pb2.CancelRolloutsResponse:
         return rollout_pb2.CancelRolloutsResponse()
 
-    async def RunRollouts(self, message: Any, context: Any) -> AsyncIterator[rollout_pb2.RunRolloutsResponse]:  # noqa: N802 - the same
+    async def RunRollouts(
+        self, message: rollout_pb2.RunRolloutsRequest, context: object
+    ) -> AsyncIterator[rollout_pb2.RunRolloutsResponse]:
         request = convert.rollout_request_from_proto(message)
         prompt_ids = self._draw.integers(0, VOCAB_SIZE, max(1, self._most // 4)).astype(np.int32)
         sampled = 0
@@ -89,7 +99,7 @@ class MadeUpRollouts(rollout_pb2_grpc.RolloutServiceServicer):
         summary = RolloutSummary(finished=request.group_size, failed=0, cancelled=0, sampled_tokens=sampled)
         yield convert.rollout_event_to_proto(summary)
 
-    def _sample(self, prompt_ids: np.ndarray[Any, np.dtype[np.int32]], count: int) -> Sample:
+    def _sample(self, prompt_ids: NDArray[np.int32], count: int) -> Sample:
         total = len(prompt_ids) + count
         mask = np.arange(total) >= len(prompt_ids)
         completion_ids = self._draw.integers(0, VOCAB_SIZE, count).astype(np.int32)
@@ -109,7 +119,9 @@ class EagerTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         self._events: list[StepEvent] = []
         self._changed = asyncio.Condition()
 
-    async def GetTrainer(self, request: Any, context: Any) -> trainer_pb2.GetTrainerResponse:  # noqa: N802 - the name is gRPC's
+    async def GetTrainer(
+        self, request: trainer_pb2.GetTrainerRequest, context: object
+    ) -> trainer_pb2.GetTrainerResponse:
         step = self._events[-1].step if self._events else 0
         run = RunInfo(run_id=RUN, step=step, version=step, epoch=1, revision=len(self._events), durable_step=step)
         info = TrainerInfo(
@@ -118,7 +130,9 @@ class EagerTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         )  # fmt: skip
         return convert.trainer_info_to_proto(info, contract_version=CONTRACT_VERSION)
 
-    async def SubmitBatch(self, parts: Any, context: Any) -> trainer_pb2.SubmitBatchResponse:  # noqa: N802 - the same
+    async def SubmitBatch(
+        self, parts: AsyncIterator[trainer_pb2.SubmitBatchRequest], context: object
+    ) -> trainer_pb2.SubmitBatchResponse:
         reader = convert.BatchReader(seq_len=self._seq_len)
         async for part in parts:
             reader.feed(part)
@@ -140,7 +154,9 @@ class EagerTrainer(trainer_pb2_grpc.TrainerServiceServicer):
             )
         )  # fmt: skip
 
-    async def WatchSteps(self, request: Any, context: Any) -> AsyncIterator[trainer_pb2.WatchStepsResponse]:  # noqa: N802 - the same
+    async def WatchSteps(
+        self, request: trainer_pb2.WatchStepsRequest, context: object
+    ) -> AsyncIterator[trainer_pb2.WatchStepsResponse]:
         seen = request.after_revision
         while True:
             async with self._changed:
@@ -158,14 +174,18 @@ class EagerHub(weights_pb2_grpc.WeightSyncServicer):
     def __init__(self, rollouts: MadeUpRollouts) -> None:
         self._rollouts = rollouts
 
-    async def ListEngines(self, request: Any, context: Any) -> weights_pb2.ListEnginesResponse:  # noqa: N802 - the name is gRPC's
+    async def ListEngines(
+        self, request: weights_pb2.ListEnginesRequest, context: object
+    ) -> weights_pb2.ListEnginesResponse:
         engine = EngineInfo(
             engine_id=ENGINE, url="http://127.0.0.1:1", engine_pool="", state=AgentState.READY,
             serving_version=self._rollouts.version, routable=True, last_seen_s=0.0,
         )  # fmt: skip
         return weights_pb2.ListEnginesResponse(engines=[convert.engine_info_to_proto(engine)])
 
-    async def ActivateVersion(self, request: Any, context: Any) -> weights_pb2.ActivateVersionResponse:  # noqa: N802 - the same
+    async def ActivateVersion(
+        self, request: weights_pb2.ActivateVersionRequest, context: object
+    ) -> weights_pb2.ActivateVersionResponse:
         self._rollouts.version = request.version
         info = VersionInfo(
             run_id=RUN, epoch=1, version=request.version, artifact_id="none", state=VersionState.COMMITTED, num_bytes=1,

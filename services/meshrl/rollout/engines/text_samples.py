@@ -44,7 +44,7 @@ class TextSamples:
         token_ids = np.asarray([*prompt_ids, *reply_ids], dtype=np.int32)[: self._seq_len]
         end, start = len(token_ids), min(len(prompt_ids), len(token_ids))
         asked, said = messages[-2], messages[-1]
-        spans = [MessageSpan(start=0, end=start, role=_role(asked), text=_content(asked))]
+        spans = [MessageSpan(start=0, end=start, role=str(getattr(asked, "role", "user")), text=_content(asked))]
         if end > start:
             spans.append(MessageSpan(start=start, end=end, role="assistant", text=_content(said)))
         return Sample(
@@ -54,10 +54,6 @@ class TextSamples:
             version_spans=(),
             message_spans=tuple(spans),
         )
-
-
-def _role(message: object) -> str:
-    return str(getattr(message, "role", "user"))
 
 
 def _content(message: object) -> str:

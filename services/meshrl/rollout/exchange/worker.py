@@ -246,7 +246,13 @@ class ExchangeWorker:
             case "cancel" if answer.cancel.call_id in self._playing:
                 self._runner.cancel((self._playing[answer.cancel.call_id][0],))
             case "ack":
-                self._acknowledged(answer.ack)
+                if answer.ack.unneeded:
+                    self._drop(answer.ack.call_id)
+                else:
+                    self._outbox.acknowledge(answer.ack.call_id, answer.ack.seq)
+                    self._forget.append((answer.ack.call_id, answer.ack.seq))
+                self._to_write.set()
+                self._changed.beat()
             case "credit":
                 stream.credit += answer.credit.events
                 self._changed.beat()
@@ -266,15 +272,6 @@ class ExchangeWorker:
         self._forget += [(call_id, next_seq - 1) for call_id, next_seq in cursors.items()]
         self._to_write.set()
         stream.terms.set()
-        self._changed.beat()
-
-    def _acknowledged(self, ack: pb.EventAck) -> None:
-        if ack.unneeded:
-            self._drop(ack.call_id)
-        else:
-            self._outbox.acknowledge(ack.call_id, ack.seq)
-            self._forget.append((ack.call_id, ack.seq))
-        self._to_write.set()
         self._changed.beat()
 
     def _drop(self, call_id: str) -> None:

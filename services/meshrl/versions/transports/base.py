@@ -8,7 +8,7 @@ does its part on a thread beside training.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import numpy as np
@@ -82,8 +82,8 @@ class VersionLine:
         collective: CollectivePlan | None = None,
         digest_algorithm: str = "",
     ) -> Manifest:
-        """The manifest of a version of this line."""
-        return build_manifest(
+        """The manifest of a version of this line; `digest_algorithm` where it is another than the transport's own."""
+        manifest = build_manifest(
             run_id=self.run_id,
             epoch=self.epoch,
             version=version,
@@ -93,8 +93,8 @@ class VersionLine:
             files=files,
             collective=collective,
             adapter=self.adapter,
-            digest_algorithm=digest_algorithm,
         )
+        return replace(manifest, digest_algorithm=digest_algorithm or manifest.digest_algorithm)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
