@@ -61,22 +61,39 @@ async def test_engine_serves_the_trainers_weights_to_the_bit(
 
 
 @pytest.mark.parametrize("transport", ["filesystem", "nccl", "stream"])
-async def test_two_ranks_bring_their_own_rows_and_the_engine_has_all_of_them(
+async def test_the_engine_has_the_rows_of_both_ranks_and_what_follows_their_death_is_of_a_new_epoch(
     tmp_path: Path, model: str, hub: str, transport: Transport
 ) -> None:
-    config = configure(tmp_path / "two", model, hub, ranks=2, transport=transport)
+    config = configure(tmp_path / "out", model, hub, ranks=2, transport=transport)
     config = config.model_copy(update={"optim": OptimConfig(lr=1e-9)})  # changes few bits, so deltas pay
-    async with serving_engine(model, hub) as served, two_ranks(config) as program:
-        folder = await train(program.client, 2, ranks=2)
-        _, manifest = await activate(hub, 2)
-        assert served.differs_from(Path(folder)) == []
-        if manifest.collective is not None:
-            assert manifest.collective.num_senders == 2
-        assert manifest.kind is (VersionKind.DELTA if transport == "stream" else VersionKind.FULL)
-        log = program.output_dir / "logs/trainer.log"
-        async with asyncio.timeout(60.0):  # an engine may serve it before the trainer has heard so and says it
-            while "version 2 is published" not in await asyncio.to_thread(log.read_text):  # noqa: ASYNC110 - another process writes it
-                await asyncio.sleep(0.05)
+    async with serving_engine(model, hub) as served:
+        async with two_ranks(config) as program:
+            folder = await train(program.client, 2, ranks=2)
+            _, manifest = await activate(hub, 2)
+            assert served.differs_from(Path(folder)) == []
+            if manifest.collective is not None:
+                assert manifest.collective.num_senders == 2
+            assert manifest.kind is (VersionKind.DELTA if transport == "stream" else VersionKind.FULL)
+            log = program.output_dir / "logs/trainer.log"
+            async with asyncio.timeout(60.0):  # an engine may serve it before the trainer has heard so and says it
+                while "version 2 is published" not in await asyncio.to_thread(log.read_text):  # noqa: ASYNC110 - another process writes it
+                    await asyncio.sleep(0.05)
+            before = {name: tensor.clone() for name, tensor in hf_state(served.model).items()}
+            await program.client.submit_batch(batch(3, ranks=2))
+            await until(program.client, StepState.RUNNING, 3)
+            for pid in program.rank_pids():
+                os.kill(pid, signal.SIGKILL)
+        live = hf_state(served.model)
+        assert all(torch.equal(live[name], tensor) for name, tensor in before.items())
+        await asyncio.to_thread(shutil.move, tmp_path / "out", tmp_path / "first")
+        again = configure(tmp_path / "out", model, hub, ranks=1, transport=transport)
+        (tmp_path / "out").mkdir()
+        await asyncio.to_thread(shutil.copy, tmp_path / "first/trainer_epoch", tmp_path / "out/trainer_epoch")
+        async with one_rank(again) as client:
+            folder = await train(client, 1, ranks=1)
+            _, manifest = await activate(hub, 1)
+            assert manifest.epoch == 2
+            assert served.differs_from(Path(folder)) == []
 
 
 async def test_auto_takes_files_in_memory_where_everybody_is_on_one_host_and_removes_them(
@@ -120,34 +137,6 @@ async def test_adapter_alone_gives_the_engine_the_merged_weights(
         assert manifest.adapter.target_modules == ("down_proj", "q_proj")
         assert "base_model.model.model.layers.1.mlp.down_proj.lora_B.weight" in {t.name for t in manifest.tensors}
         assert served.differs_from(Path(folder)) == []
-
-
-@pytest.mark.parametrize("transport", ["filesystem", "nccl", "stream"])
-async def test_trainer_killed_after_a_step_and_started_again_goes_on_in_a_new_epoch(
-    tmp_path: Path, model: str, hub: str, transport: Transport
-) -> None:
-    async with serving_engine(model, hub) as served:
-        config = configure(tmp_path / "out", model, hub, ranks=2, transport=transport)
-        async with two_ranks(config) as program:
-            await program.client.submit_batch(batch(1, ranks=2))
-            await until(program.client, StepState.DONE, 1)
-            await activate(hub, 1)
-            before = {name: tensor.clone() for name, tensor in hf_state(served.model).items()}
-            await program.client.submit_batch(batch(2, ranks=2))
-            await until(program.client, StepState.RUNNING, 2)
-            for pid in program.rank_pids():
-                os.kill(pid, signal.SIGKILL)
-        live = hf_state(served.model)
-        assert all(torch.equal(live[name], tensor) for name, tensor in before.items())
-        await asyncio.to_thread(shutil.move, tmp_path / "out", tmp_path / "first")
-        again = configure(tmp_path / "out", model, hub, ranks=1, transport=transport)
-        (tmp_path / "out").mkdir()
-        await asyncio.to_thread(shutil.copy, tmp_path / "first/trainer_epoch", tmp_path / "out/trainer_epoch")
-        async with one_rank(again) as client:
-            folder = await train(client, 1, ranks=1)
-            _, manifest = await activate(hub, 1)
-            assert manifest.epoch == 2
-            assert served.differs_from(Path(folder)) == []
 
 
 async def test_ranks_bring_their_rows_of_merged_weights(tmp_path: Path, model: str, hub: str) -> None:
