@@ -83,8 +83,8 @@ class InferenceConfig(BaseConfig):
     """Any other engine arguments of vLLM, under its own names with underscores; checked against the installed vLLM."""
 
     python: Path | None = None
-    """Interpreter that `rl` starts this program with, such as that of an environment with vLLM; meshrl need not be
-    installed in it. None means the one that runs `rl`."""
+    """Interpreter that runs this program, such as that of an environment with vLLM; meshrl must be found in it. None
+    means the one that it was started with, or that runs `rl`."""
 
     max_model_len: int = Field(default=2048, ge=2)
     """Longest sequence in tokens, prompt and completion together."""

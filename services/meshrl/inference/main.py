@@ -8,13 +8,22 @@ from meshrl.client.trust import Role
 from meshrl.core.config import load_config
 from meshrl.core.heap import loading
 from meshrl.core.identity import as_member
+from meshrl.core.interpreter import start_anew_in
 from meshrl.core.program import log_as, run, run_traced
 from meshrl.inference.submission import InferenceProgramConfig, submit_inference
 
 
+def _elsewhere(config: InferenceProgramConfig, dry_run: bool) -> str | None:
+    """Submits the program as a job, or makes this process one of the interpreter that was asked for."""
+    told = submit_inference(config, dry_run)
+    if told is None and config.python is not None and not dry_run:
+        start_anew_in(config.python, "inference", "meshrl.inference.main")
+    return told
+
+
 def main() -> None:
     """Console script `inference`."""
-    config = load_config(InferenceProgramConfig, prog="inference", instead=submit_inference)
+    config = load_config(InferenceProgramConfig, prog="inference", instead=_elsewhere)
     name = f"inference-{config.engine_id}" if config.engine_id else "inference"
     log_as(name, config)
     if config.headless:

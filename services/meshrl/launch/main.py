@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -15,6 +14,7 @@ from loguru import logger
 
 from meshrl.core.config import ConfigError, dump_toml, load_config
 from meshrl.core.config.flags import SECTION
+from meshrl.core.interpreter import check_interpreter
 from meshrl.core.paths import Layout, spool_name
 from meshrl.core.program import run
 from meshrl.core.run_folder import empty_folder, holds_a_run
@@ -54,21 +54,9 @@ def resolve(
         engine_hosts=None if spread is None else [node.address for node in spread.engines],
     )
     for part in parts:
-        if part.python is not None and not os.access(part.python, os.X_OK):
-            raise ConfigError(f"{part.name}.python: {str(part.python)!r} is no program; give the path of a python")
-        if part.python is not None and not _has(part.python, part.module):
-            raise ConfigError(
-                f"{part.name}.python: {str(part.python)!r} finds no {part.module}; install meshrl there, with"
-                f" {str(part.python)!r} -m pip install 'meshrl[{part.name}]', or from a checkout with"
-                " -m pip install --no-deps --editable . --editable clients/python"
-            )
+        if part.python is not None:
+            check_interpreter(part.name, part.python, part.module)
     return parts
-
-
-def _has(python: Path, module: str) -> bool:
-    """Whether an interpreter finds a module. It does not import it, which takes seconds."""
-    code = f"import sys; from importlib.util import find_spec; sys.exit(find_spec({module!r}) is None)"
-    return subprocess.run([python, "-c", code], capture_output=True, timeout=60.0, check=False).returncode == 0
 
 
 def write_configs(config: RLConfig, parts: Sequence[Part]) -> None:

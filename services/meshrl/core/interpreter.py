@@ -1,0 +1,37 @@
+"""Another python for a program, such as that of an environment with vLLM: looked at before it is started."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from meshrl.core.config import ConfigError
+
+CHOSEN = "MESHRL_PYTHON"
+"""Names the interpreter of a process that was started anew in it."""
+
+
+def check_interpreter(program: str, python: Path, module: str) -> None:
+    """Raises ConfigError where `python` is no program or finds no `module`. It imports nothing, to be quick."""
+    if not os.access(python, os.X_OK):
+        raise ConfigError(f"{program}.python: {str(python)!r} is no program; give the path of a python")
+    code = f"import sys; from importlib.util import find_spec; sys.exit(find_spec({module!r}) is None)"
+    if subprocess.run([python, "-c", code], capture_output=True, timeout=60.0, check=False).returncode != 0:
+        raise ConfigError(
+            f"{program}.python: {str(python)!r} finds no {module}; install meshrl there, with"
+            f" {str(python)!r} -m pip install 'meshrl[{program}]', or from a checkout with"
+            " -m pip install --no-deps --editable . --editable clients/python"
+        )
+
+
+def start_anew_in(python: Path, program: str, module: str) -> None:
+    """Makes this process the same program, with the same arguments, of another interpreter; nothing where it is that
+    one already. Raises ConfigError as `check_interpreter` does.
+    """
+    chosen = os.path.abspath(python)
+    if chosen in (sys.executable, os.environ.get(CHOSEN)):
+        return
+    check_interpreter(program, python, module)
+    os.execve(chosen, [chosen, "-m", module, *sys.argv[1:]], {**os.environ, CHOSEN: chosen})
