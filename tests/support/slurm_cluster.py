@@ -129,10 +129,6 @@ class SlurmCluster:
             kill(pid)
         daemon.wait(timeout=DEADLINE_S)
 
-    def tell_of_death(self, name: str) -> None:
-        """Has SLURM know at once that a killed node is gone, as an operator does, and not after SlurmdTimeout."""
-        self.ask("scontrol", "update", f"NodeName={name}", "State=DOWN", "Reason=killed")
-
     def _running_on(self, name: str, daemon: int) -> tuple[list[int], list[int]]:
         """Process ids of the programs of jobs on a node, and of what started them."""
         spool = str(self.folder / f"spool.{name}")

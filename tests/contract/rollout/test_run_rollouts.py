@@ -165,7 +165,7 @@ async def test_the_same_request_twice_is_refused(start_mesh, engine, make_group)
 async def test_rollouts_alive_at_the_deadline_are_failures(start_mesh, engine, make_group):
     engine.delay_s = 60.0
     mesh = await start_mesh([engine], max_concurrent=1)
-    *failures, summary = await collect(mesh, make_group(group_size=2, deadline_s=1.0))
+    *failures, summary = await collect(mesh, make_group(group_size=2, deadline_s=3.0))
     assert [failure.reason for failure in failures] == ["DEADLINE_PASSED"] * 2
     assert failures[0].retryable
     late = "not finished within deadline_s = 3: it was"
