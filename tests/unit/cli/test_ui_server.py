@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from meshrl.cli.main import main
 from meshrl.cli.run_folder import RunFolder
 from meshrl.cli.ui import views
 from meshrl.cli.ui.history import MetricsHistory
-from meshrl.cli.ui.server import Page
+from meshrl.cli.ui.server import Page, ShownRun
 from meshrl.wire.trace_file import read_lines
 
 
@@ -223,3 +224,28 @@ def swap(version: int, engine: str, start_s: float) -> dict[str, object]:
         "startTimeUnixNano": str(int(start_s * 1e9)), "endTimeUnixNano": str(int((start_s + 0.25) * 1e9)),
         "attributes": [{"key": key, "value": value} for key, value in about.items()],
     }  # fmt: skip
+
+
+async def test_a_request_that_is_cancelled_leaves_no_two_readings_of_the_same_files(tmp_path: Path) -> None:
+    run = ShownRun(RunFolder(tmp_path))
+    began, go_on = threading.Event(), threading.Event()
+    reading, most = 0, 0
+
+    def read() -> None:
+        nonlocal reading, most
+        reading += 1
+        most = max(most, reading)
+        began.set()
+        assert go_on.wait(60.0)
+        reading -= 1
+
+    first = asyncio.create_task(run.read(read))
+    assert await asyncio.to_thread(began.wait, 60.0)
+    first.cancel()  # the page is gone
+    second = asyncio.create_task(run.read(read))
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    await asyncio.sleep(0.1)  # in which the second would begin
+    go_on.set()
+    await asyncio.wait_for(second, 60.0)
+    assert (most, reading) == (1, 0)

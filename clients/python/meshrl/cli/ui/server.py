@@ -59,7 +59,10 @@ class ShownRun:
         self._asking = asyncio.Lock()
 
     async def read(self, read: Callable[[], Any]) -> Any:
-        """The answer of a function that reads files."""
+        """The answer of a function that reads files. It goes on where the request is cancelled: no other may begin."""
+        return await asyncio.shield(self._read(read))
+
+    async def _read(self, read: Callable[[], Any]) -> Any:
         async with self._lock:
             return await asyncio.to_thread(read)
 
