@@ -25,7 +25,7 @@ COPY --from=build /opt/meshrl /opt/meshrl
 COPY deploy/images/healthcheck.py /opt/healthcheck.py
 ENV PATH=/opt/meshrl/bin:$PATH PYTHONUNBUFFERED=1 HOME=/tmp HF_HOME=/cache/huggingface
 RUN groupadd --gid 10001 meshrl && useradd --uid 10001 --gid 10001 --no-create-home meshrl \
-  && mkdir -p /outputs /cache && chown 10001:10001 /outputs /cache
+  && mkdir -p /outputs /cache /models && chown 10001:10001 /outputs /cache /models
 USER 10001:10001
 WORKDIR /outputs
 # MESHRL_HEALTH is where the program answers: host:port for gRPC, or a URL. Kubernetes has probes of its own.

@@ -32,7 +32,7 @@ ENV PATH=/opt/meshrl/bin:$PATH PYTHONUNBUFFERED=1 HOME=/tmp HF_HOME=/cache/huggi
   TRITON_CACHE_DIR=/tmp/triton TORCHINDUCTOR_CACHE_DIR=/tmp/inductor \
   NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 RUN groupadd --gid 10001 meshrl && useradd --uid 10001 --gid 10001 --no-create-home meshrl \
-  && mkdir -p /outputs /cache && chown 10001:10001 /outputs /cache
+  && mkdir -p /outputs /cache /models && chown 10001:10001 /outputs /cache /models
 USER 10001:10001
 WORKDIR /outputs
 HEALTHCHECK --interval=15s --timeout=10s --start-period=900s --retries=6 CMD ["python", "/opt/healthcheck.py"]
