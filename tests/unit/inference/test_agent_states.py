@@ -1,12 +1,15 @@
-"""Groups and sleep in the agent's rules: they come, fail and go beside whatever the agent does."""
+"""The agent's rules: groups and sleep beside whatever it does, and gangs that are not waited for any more."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from meshrl.inference.agent.states import (
     AgentMachine,
     CancelFetch,
+    ResumeEngine,
     StartApply,
     StartFetch,
     StartJoin,
@@ -126,3 +129,40 @@ def test_failed_sleep_is_a_fault_of_no_version() -> None:
     fault = AgentFault(reason="ENGINE_FAILED", message="no host memory")
     assert machine.slept(1, fault) == [Tell(fault=fault, of_group=True)]
     assert (machine.state, machine.version, machine.sleep_answered) == (AgentState.READY, 4, 1)
+
+
+@pytest.mark.parametrize(
+    ("told", "then"),
+    [
+        (Commit(version=6, artifact_id="six"), StartFetch(version=6, artifact_id="six")),
+        (Commit(version=5, artifact_id="five"), None),
+    ],
+    ids=["a newer version is decided", "its gang goes on without the others"],
+)
+def test_an_engine_that_is_let_go_while_it_applies_does_not_wait_for_its_gang(
+    told: Commit, then: StartFetch | None
+) -> None:
+    machine = serving()
+    machine.command(Commit(version=5, artifact_id="five", hold=True))
+    assert machine.fetched("five")[-1] == StartApply(version=5, artifact_id="five", hold=True)
+    assert machine.command(told) == []  # it is not paused for its gang yet
+    report = ApplyReport(version=5, root=b"root", pause_s=0.1, prepare_s=0.1, requests_kept=0)
+    assert machine.applied("five", report) == [Tell(), ResumeEngine()]
+    actions = machine.resumed(report)
+    assert actions[0] == Tell(applied=report)
+    assert (then is None) == (machine.state is AgentState.READY)
+    assert then is None or then in actions
+
+
+def test_a_gang_is_waited_for_again_in_the_next_version() -> None:
+    machine = serving()
+    report = ApplyReport(version=5, root=b"root", pause_s=0.1, prepare_s=0.1, requests_kept=0)
+    machine.command(Commit(version=5, artifact_id="five", hold=True))
+    machine.fetched("five")
+    machine.command(Commit(version=5, artifact_id="five"))
+    machine.applied("five", report)
+    machine.resumed(report)
+    machine.command(Commit(version=6, artifact_id="six", hold=True))
+    machine.fetched("six")
+    assert machine.applied("six", replace(report, version=6)) == [Tell()]
+    assert machine.held

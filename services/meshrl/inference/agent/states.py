@@ -130,6 +130,7 @@ class AgentMachine:
         self.artifact_id = ""  # of the version served; unknown for one that was there before the agent
         self.target: Target | None = None
         self.held = False  # applied, and paused until Resume
+        self._let_go = False  # told while it applies that its gang is not waited for
         self.last_applied: ApplyReport | None = None
         self.group: int | None = None  # generation of the group that the engine is in
         self.sleep_answered: int | None = None  # last Sleep of this session that is over, whatever came of it
@@ -180,6 +181,7 @@ class AgentMachine:
                 self._queued = command  # and a gang that waits is of no use any more
             elif command.hold:
                 return []
+            self._let_go = True
             return [ResumeEngine()] if self.held else []
         if command.artifact_id == self.artifact_id and self.version is not None:
             return [Tell(applied=self.last_applied)]
@@ -259,7 +261,7 @@ class AgentMachine:
         self.version, self.artifact_id, self._poisoned = report.version, artifact_id, False
         if self.target.hold:
             self.held = True
-            return [Tell()]
+            return [Tell(), ResumeEngine()] if self._let_go else [Tell()]
         return self._finish(report)
 
     def resumed(self, report: ApplyReport) -> list[Action]:
@@ -310,6 +312,7 @@ class AgentMachine:
 
     def _apply(self) -> list[Action]:
         assert self.target is not None
+        self._let_go = False
         self._move(AgentState.APPLYING)
         target = self.target
         return [Tell(), StartApply(version=target.version, artifact_id=target.artifact_id, hold=target.hold)]
