@@ -108,7 +108,7 @@ async def test_engine_killed_in_a_gang_that_has_applied_serves_what_was_decided_
     assert isinstance(outcome, (MeshError, asyncio.CancelledError)), "an engine of the gang has not applied"
     mesh.seed = seed
     mesh.restart_engine()
-    await mesh.until(lambda engine: engine.serving_version == mesh.version)
+    await mesh.until(lambda engine: engine.routable and engine.serving_version == mesh.version)
     await check_served(mesh)
     await mesh.publish(mesh.other_seed())
     await check_served(mesh)
