@@ -170,9 +170,8 @@ class RunFolder:
 
     def attempts(self) -> list[int]:
         """The starts of the run that have logs, the newest last."""
-        return sorted(
-            int(path.name[8:]) for path in (self.path / "logs").glob("attempt_*") if path.name[8:].isdecimal()
-        )
+        numbers = [path.name.removeprefix("attempt_") for path in (self.path / "logs").glob("attempt_*")]
+        return sorted(int(number) for number in numbers if number.isdecimal())
 
     def logs(self, attempt: int | None = None) -> dict[str, Path]:
         """The log files of one start, else the newest, by name, such as `trainer` or `envs/train/words/env_server`."""
