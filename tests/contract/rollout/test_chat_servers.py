@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -49,11 +50,14 @@ class ChatServer:
     def __init__(self) -> None:
         self.statuses: list[int] = []
         self.requests: list[tuple[str, dict[str, Any]]] = []
+        self.silent = False
         self.url = ""
 
     async def complete(self, request: web.Request) -> web.Response:
         body = await request.json()
         self.requests.append((request.headers["Authorization"], body))
+        if self.silent:
+            await asyncio.Event().wait()
         if self.statuses:
             return web.json_response({"error": {"message": "not now"}}, status=self.statuses.pop(0))
         choice = {"index": 0, "message": {"role": "assistant", "content": "cat"}, "finish_reason": "stop"}
@@ -125,6 +129,14 @@ async def test_a_call_is_made_again_where_the_server_says_not_now_and_fails_wher
     failure, _ = [event async for event in mesh.client.run_rollouts(make_group(scores_only=True))]
     assert "401" in failure.message
     assert len(chat.requests) == 4
+
+
+async def test_a_server_that_does_not_answer_in_time_is_said_to_have_timed_out(start_mesh, make_group, chat):
+    chat.silent = True
+    mesh = await start_mesh([], **evaluated(chat.url, failover_s=0.1, call_deadline_s=0.2))
+    failure, _ = [event async for event in mesh.client.run_rollouts(make_group(scores_only=True, deadline_s=60.0))]
+    assert failure.reason == "ENGINE_FAILED"
+    assert failure.message.startswith(f"{chat.url}/v1 failed for 0.1 s: ReadTimeout"), failure.message
 
 
 async def test_training_from_such_a_server_is_refused_and_so_is_a_version(start_mesh, make_group, chat):

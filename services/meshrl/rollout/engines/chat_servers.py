@@ -172,7 +172,8 @@ class ChatServers(Client):  # type: ignore[misc]  # verifiers is untyped for the
                     skip.add(server.url)
                     continue
                 if error.status_code in AGAIN:
-                    detail = f"{server.url} failed for {self._config.failover_s:g} s: {error}"
+                    why = str(error) or type(error.__cause__).__name__  # a timeout of httpx has no text of its own
+                    detail = f"{server.url} failed for {self._config.failover_s:g} s: {why}"
                     session.failure = MeshError(Reason.ENGINE_FAILED, detail)
                 raise
             finally:
