@@ -9,7 +9,6 @@ from typing import TypeVar
 
 from meshrl.core.config import BaseConfig, ConfigError
 from meshrl.core.config.shared import ServerConfig
-from meshrl.core.config.values import assign
 from meshrl.core.secret import checked
 from meshrl.inference.config import InferenceConfig
 from meshrl.launch.config import RLConfig
@@ -257,7 +256,11 @@ def with_values(config: Config, values: Mapping[str, object]) -> Config:
         return config
     changed = config.model_dump()
     for path, value in values.items():
-        assign(changed, path.split("."), value)
+        *above, key = path.split(".")
+        section = changed
+        for name in above:
+            section = section[name]
+        section[key] = value
     return type(config).model_validate(changed)
 
 

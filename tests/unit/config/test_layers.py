@@ -43,6 +43,19 @@ def test_none_in_a_file_unsets_what_an_earlier_file_set(load: Any, toml: Any) ->
     assert (config.max_norm, config.ckpt) == (None, None)
 
 
+def test_a_section_that_a_later_layer_switches_off_begins_anew_above_it(load: Any, toml: Any) -> None:
+    first, second = toml("[ckpt]\ninterval = 7\n", "1.toml"), toml("ckpt = false\n", "2.toml")
+    assert load("@", first, "@", second, "--ckpt.resume-step", "3").ckpt.model_dump() == {
+        "interval": None, "resume_step": 3,
+    }  # fmt: skip
+
+
+def test_a_list_of_a_file_replaces_entries_that_variables_give_by_place(load: Any, toml: Any) -> None:
+    environ = {"PRIME_ENV__0__ARGS__K": "1", "PRIME_ENV__1__ID": "two"}
+    config = load("@", toml("[[env]]\nid = 'x'\n"), "--env.0.ratio", "2.0", environ=environ)
+    assert [(env.id, env.args, env.ratio) for env in config.env] == [("x", {}, 2.0)]
+
+
 def test_keys_in_files_may_have_dashes_and_older_spellings(load: Any, toml: Any) -> None:
     config = load("@", toml("max-steps = 5\nrollouts_per_example = 2\n"))
     assert (config.max_steps, config.group_size) == (5, 2)

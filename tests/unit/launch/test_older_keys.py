@@ -120,6 +120,15 @@ def test_two_spellings_that_disagree_are_an_error_that_names_both_places(refused
     )
 
 
+def test_two_lists_under_two_spellings_are_one_line(refused: Callable[..., str]) -> None:
+    said = refused(
+        "[[orchestrator.env]]\nid = 'a'\n[[orchestrator.train.env]]\nid = 'b'\n[orchestrator.train.env.args]\nk = 1\n"
+    )
+    lines = [line for line in said.splitlines() if "as it was called" in line]
+    assert len(lines) == 1
+    assert "orchestrator.train.env" in lines[0]
+
+
 def test_two_spellings_that_agree_are_one(load: Callable[..., Any]) -> None:
     assert load(ENVIRONMENT + "[orchestrator]\ngroup_size = 4\nrollouts_per_example = 4\n").orchestrator.group_size == 4
 

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict, PrivateAttr, model_validator
 
+from meshrl.core.config.layers import Layer
 from meshrl.core.config.schema import Kind, ReadTable, Table, kind_of_key
 
 
@@ -46,12 +47,11 @@ class BaseConfig(BaseModel):
         return type(self) is type(other) and self.__dict__ == other.__dict__
 
     @classmethod
-    def hand_down(cls, layer: ReadTable) -> Table:
-        """Returns one layer (a file, the command line, the environment) with shared keys copied to where they are used.
+    def hand_down(cls, layer: Layer) -> None:
+        """Copies shared keys of one layer (a file, the command line, the environment) to where they are used.
 
         A class that composes others overrides it; layers are merged afterwards, so precedence between layers holds.
         """
-        return dict(layer)
 
     @classmethod
     def complete(cls, values: ReadTable) -> Table:

@@ -1,76 +1,82 @@
-"""Layers of values, one from each place that has a say; pydantic-settings merges them in their order."""
+"""A layer: what one place (a file, the environment, the command line) says of the configuration, key by key."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from pydantic.fields import FieldInfo
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
-
-from meshrl.core.config.schema import Kind, Path, Table
-from meshrl.core.config.values import assign, by_place, merge, with_lists
+from meshrl.core.config.schema import Path
 
 
-@dataclass(kw_only=True)
-class Layer:
-    """Values from one place: a file, the environment, the command line."""
+class Given(NamedTuple):
+    """One value and where it was given: the name of a file, a flag, a variable."""
+
+    value: Any
+    """A plain value, {} or []; {} is a section or table that is there, [] a list in place of those of lower layers."""
 
     origin: str
-    """Name of the place for error messages."""
 
-    values: Table = field(default_factory=dict)
 
-    exact: dict[Path, str] = field(default_factory=dict)
-    """More exact places of single values: a flag, a variable."""
+@dataclass
+class Layer:
+    """Paths from the root and what was given there. Places of a list are parts of a path: ("env", "0", "id")."""
+
+    given: dict[Path, Given] = field(default_factory=dict)
 
     def put(self, path: Path, value: object, origin: str) -> None:
-        """Sets one key and remembers the flag or variable that it came from."""
-        assign(self.values, path, value)
-        self.exact[path] = origin
+        """Sets a key, or a table key by key, in place of what the layer says of it so far."""
+        for place, given in list(self.given.items()):
+            if _starts(place, path) or (_starts(path, place) and not isinstance(given.value, (dict, list))):
+                del self.given[place]
+        self.given |= {place: Given(plain, origin) for place, plain in _leaves(path, value)}
+
+    def taken(self, path: Path, value: object) -> Path | None:
+        """The place of what the layer says of a key itself, above it or below it; None where the key may be set."""
+        if path in self.given:
+            return path
+        return next(
+            (
+                place
+                for place, given in self.given.items()
+                if (_starts(path, place) and given.value != {}) or (_starts(place, path) and value != {})
+            ),
+            None,
+        )
+
+    def offer(self, path: Path, part: Mapping[Path, Given]) -> None:
+        """Sets keys below `path`, but for those of which the layer says something itself."""
+        free = {
+            (*path, *rest): given for rest, given in part.items() if self.taken((*path, *rest), given.value) is None
+        }
+        self.given |= free
+
+    def below(self, path: Path) -> dict[Path, Given]:
+        """What is given at a path and below it, by the rest of its path."""
+        return {place[len(path) :]: given for place, given in self.given.items() if _starts(place, path)}
 
     def origin_of(self, path: Path) -> str | None:
-        """Where this layer has a value from, as exactly as it is known; None where it has none."""
-        value: Any = self.values
-        for part in path:
-            value = by_place(value) if isinstance(value, list) else value
-            if not isinstance(value, Mapping) or part not in value:
-                return None
-            value = value[part]
-        above = (path[:end] for end in range(len(path), 0, -1))
-        return next((self.exact[each] for each in above if each in self.exact), self.origin)
+        """Where what the layer says of a key comes from; None where it says nothing."""
+        return next(
+            (
+                origin
+                for place, (value, origin) in self.given.items()
+                if _starts(place, path) or (_starts(path, place) and value != {})
+            ),
+            None,
+        )
 
 
-class LayerSource(PydanticBaseSettingsSource):
-    """A source of settings that holds one layer."""
-
-    def __init__(self, settings: type[BaseSettings], kind: Kind, layer: Layer) -> None:
-        super().__init__(settings)
-        self._kind = kind
-        self._layer = layer
-
-    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
-        """One top-level value of the layer."""
-        return self._layer.values.get(field_name), field_name, False
-
-    def __call__(self) -> Table:
-        """The layer under those above it, which `current_state` holds."""
-        merged: Table = merge(self._kind, self._layer.values, self.current_state)
-        return merged
+def _starts(path: Path, start: Path) -> bool:
+    return path[: len(start)] == start
 
 
-def merge_layers(kind: Kind, layers: Sequence[Layer]) -> Table:
-    """Merges layers key by key, the last winning. Raises ConfigError when a list has gaps."""
-
-    class Merged(BaseSettings):
-        model_config = SettingsConfigDict(extra="allow", protected_namespaces=())
-
-        @classmethod
-        def settings_customise_sources(
-            cls, settings_cls: type[BaseSettings], *_: object, **__: object
-        ) -> tuple[PydanticBaseSettingsSource, ...]:
-            return tuple(LayerSource(settings_cls, kind, layer) for layer in reversed(layers))
-
-    merged: Table = with_lists(kind, Merged().model_extra or {})
-    return merged
+def _leaves(path: Path, value: object) -> Iterator[tuple[Path, object]]:
+    if isinstance(value, list):
+        yield path, []
+        value = {str(place): item for place, item in enumerate(value)}
+    elif not isinstance(value, Mapping) or not value:
+        yield path, value
+        return
+    for key, item in value.items():
+        yield from _leaves((*path, key), item)

@@ -13,12 +13,12 @@ from meshrl.core.config.base import BaseConfig, ConfigError
 from meshrl.core.config.command_line import CommandLine, parse_command_line
 from meshrl.core.config.dump import to_toml
 from meshrl.core.config.help_text import help_text
-from meshrl.core.config.layers import Layer, merge_layers
+from meshrl.core.config.layers import Layer
 from meshrl.core.config.report import Origin, explain, one_message, without_unknown
 from meshrl.core.config.respelling import OlderSpellings
-from meshrl.core.config.schema import Kind, Path, Table, kind_of
+from meshrl.core.config.schema import Path, Table, kind_of
 from meshrl.core.config.sources import read_environment, read_file
-from meshrl.core.config.values import merge
+from meshrl.core.config.values import in_present_words, merged
 
 Config = TypeVar("Config", bound=BaseConfig)
 
@@ -39,9 +39,8 @@ def load_config(
     Ends the process: with code 0 after --help, with code 2 and one message on stderr when the configuration is wrong.
     """
     try:
-        root = kind_of(cls)
-        older = OlderSpellings(root, cls.sections_in_rl)
-        line = parse_command_line(root, sys.argv[1:] if argv is None else argv, older)
+        older = OlderSpellings(kind_of(cls), cls.sections_in_rl)
+        line = parse_command_line(older, sys.argv[1:] if argv is None else argv)
         if line.help:
             sys.stdout.write(help_text(cls, prog, every_key=line.help == "every key"))
             raise SystemExit(0)
@@ -51,51 +50,47 @@ def load_config(
         help_flag = "--help-all" if cls.everyday_keys else "--help"
         sys.stderr.write(one_message(prog, str(error), help_flag) + "\n")
         raise SystemExit(2) from None  # the message is all there is to say
-    for warning in warnings:
-        sys.stderr.write(f"{prog}: warning: {warning}\n")
-    if told is not None:
-        sys.stderr.writelines(f"{prog}: note: {note}\n" for note in config.notes)
-        sys.stdout.write(told)
-        raise SystemExit(0)
-    if line.dry_run:
-        sys.stderr.writelines(f"{prog}: note: {note}\n" for note in config.notes)
-        sys.stdout.write(to_toml(config))
+    sys.stderr.writelines(f"{prog}: warning: {warning}\n" for warning in warnings)
+    if told is None and not line.dry_run:
+        return config
+    sys.stderr.writelines(f"{prog}: note: {note}\n" for note in config.notes)
+    sys.stdout.write(to_toml(config) if told is None else told)
+    if told is None:
         sys.stderr.write(f"{prog}: dry run: the configuration is valid, and is what was written\n")
-        raise SystemExit(0)
-    return config
+    raise SystemExit(0)
 
 
 def build_config(
     cls: type[Config], line: CommandLine, environ: Mapping[str, str], older: OlderSpellings
 ) -> tuple[Config, list[str]]:
     """The configuration and warnings about variables. Raises ConfigError with all that is wrong, one line a problem."""
-    root, problems = kind_of(cls), list(line.problems)
-    read, warnings = _layers(root, line, environ, older, problems)
-    layers: list[Layer] = []
+    problems = list(line.problems)
     notes: list[str] = []
+    layers: list[Layer] = []
+    read, warnings = _layers(line, environ, older, problems)
     for layer in read:
-        found = older.apply(layer)
-        notes += found.notes
-        problems += found.problems
+        said, wrong = older.apply(layer)
+        notes += said
+        problems += wrong
         try:
-            layer.values = cls.hand_down(merge(root, {}, layer.values))
+            layers.append(in_present_words(older.root, layer))
         except ConfigError as error:
             problems.append(str(error))
         else:
-            layers.append(layer)
+            cls.hand_down(layers[-1])
 
     def origin_of(path: Path) -> str | None:
         return next((origin for layer in reversed(layers) if (origin := layer.origin_of(path))), None)
 
     try:
-        merged = cls.complete(merge_layers(root, layers))
+        values = cls.complete(merged(older.root, layers))
     except ConfigError as error:
         raise ConfigError("\n".join([*problems, str(error)])) from error
     try:
-        config = cls.model_validate(merged)
+        config = cls.model_validate(values)
     except ValidationError as error:
-        problems += explain(root, error, origin_of)
-        problems += _beyond_unknown_keys(cls, merged, error, origin_of)
+        problems += explain(older.root, error, origin_of)
+        problems += _beyond_unknown_keys(cls, values, error, origin_of)
     if problems:
         raise ConfigError("\n".join(dict.fromkeys(problems)))
     config._notes = tuple(dict.fromkeys(notes))
@@ -103,13 +98,13 @@ def build_config(
 
 
 def _layers(
-    root: Kind, line: CommandLine, environ: Mapping[str, str], older: OlderSpellings, problems: list[str]
+    line: CommandLine, environ: Mapping[str, str], older: OlderSpellings, problems: list[str]
 ) -> tuple[list[Layer], list[str]]:
     """The layers, lowest first, and warnings about variables. What cannot be read is added to the problems."""
     layers: list[Layer] = []
     warnings: list[str] = []
     try:
-        environment, warnings = read_environment(root, environ, older)
+        environment, warnings = read_environment(older, environ)
         layers.append(environment)
     except ConfigError as error:
         problems.append(str(error))

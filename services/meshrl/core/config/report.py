@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import SecretStr, ValidationError
 from pydantic_core import ErrorDetails
 
-from meshrl.core.config.schema import Kind, Path, Table, describe, flag_of, key_names, nearest
+from meshrl.core.config.schema import Kind, Path, Table, describe, flag_of, nearest, suggestion
 
 _TYPE_SAYS_IT = ("_type", "_parsing", "literal_error", "enum")
 
@@ -88,7 +88,7 @@ def _explain_one(problem: ErrorDetails, path: Path, kind: Kind, parent: Kind, or
         case "missing":
             return f"{key}: needs a value ({describe(kind)}); set it in a file or with {flag_of(path)}"
         case "extra_forbidden":
-            return f"{key}: no such key{came(path)}{_meant(parent, path)}"
+            return f"{key}: no such key{came(path)}{suggestion(parent, path[:-1], path[-1], '.'.join)}"
         case "value_error" | "assertion_error":
             text = str(context.get("error", problem["msg"]))
             return text if not path or path[-1] in text else f"{key}: {text}"
@@ -104,16 +104,6 @@ def _explain_one(problem: ErrorDetails, path: Path, kind: Kind, parent: Kind, or
         detail = "; " + problem["msg"].replace("Input should", "it should")
     given = "a value that is not shown" if kind.annotation is SecretStr else _shorten(repr(problem["input"]))
     return f"{key}: expected {describe(kind)}, got {given}{came(path)}{detail}"
-
-
-def _meant(parent: Kind, path: Path) -> str:
-    """What an unknown key may have been meant to be."""
-    above = path[:-1]
-    close = nearest(parent.sections, path[-1], above)
-    if close is not None:
-        return f"; did you mean {'.'.join(close)}?"
-    keys_of = f"keys of {'.'.join(above)}" if above else "top-level keys"
-    return f"; {keys_of} are {', '.join(key_names(parent.sections))}"
 
 
 def _shorten(text: str, limit: int = 80) -> str:

@@ -6,15 +6,24 @@ their present place. What was said about them comes back as notes, and keys that
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from meshrl.core.config.layers import Layer
+from meshrl.core.config.base import ConfigError
+from meshrl.core.config.layers import Given, Layer
 from meshrl.core.config.older_keys import OLDER_KEYS, OlderKey
-from meshrl.core.config.schema import Kind, Path, Table
+from meshrl.core.config.schema import Kind, Path
 
-_RL = "rl"
+_PROGRAMS = ("orchestrator", "trainer", "inference", "rollout", "weights")
+
+
+class UnknownKeyError(ConfigError):
+    """There is no key `part` at `path`, which accepts `kind`."""
+
+    def __init__(self, kind: Kind, path: Path, part: str) -> None:
+        super().__init__(f"{'.'.join(path)} has no key {part!r}")
+        self.kind, self.path, self.part = kind, path, part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,133 +33,141 @@ class _Row:
     old: Path
     new: Path
     why: str
+    unused: bool
     key: OlderKey
 
-    def is_for(self, value: object) -> bool:
-        """Whether the row is for this value of the key."""
+    def fits(self, path: Path) -> bool:
+        """Whether a path is that of the row, or below it."""
+        return len(path) >= len(self.old) and all(one in ("*", two) for one, two in zip(self.old, path, strict=False))
+
+    def is_for(self, path: Path, value: object) -> bool:
+        """Whether the row is for this key with this value."""
         words = self.key.only or tuple(self.key.values)
-        return not words or str(value).lower() in words
+        return self.fits(path) and (not words or (len(path) == len(self.old) and str(value).lower() in words))
 
-
-@dataclass(kw_only=True)
-class Respelled:
-    """What was found in one layer."""
-
-    notes: list[str] = field(default_factory=list)
-    """Keys that were taken under another name, or without effect."""
-
-    problems: list[str] = field(default_factory=list)
-    """Keys that there are none of, and pairs of spellings that disagree."""
+    def renamed(self, path: Path) -> Path:
+        """The present path, with the places that the older one had for its stars."""
+        places = iter([part for one, part in zip(self.old, path, strict=False) if one == "*"])
+        return (*(next(places, "0") if part == "*" else part for part in self.new), *path[len(self.old) :])
 
 
 class OlderSpellings:
     """The table of older keys for one program. `sections` are its places in `rl`; empty for `rl` itself."""
 
     def __init__(self, root: Kind, sections: Sequence[str]) -> None:
-        self._root = root
+        self.root = root
         self._rows = tuple(_rows(root, tuple(sections)))
 
-    def meant(self, path: Path) -> Kind | None:
-        """What a key that this program does not have accepts under its present name; any value where it has none.
+    def find(self, written: Path) -> tuple[Path, Kind]:
+        """The path that a flag or variable names and what it accepts; an older spelling is left as it is written.
 
-        None for a key that is in no row.
+        Raises UnknownKeyError.
         """
-        for row in self._rows:
-            if _fits(row.old, path):
-                if not row.new or row.new == row.old:
-                    return _known(self._root, path) if row.new else Kind(annotation=Any, nullable=True)
-                moved = (*row.new, *path[len(row.old) :])
-                return self.meant(moved) or _known(self._root, moved)
-        return None
+        meant = self.meant(written)
+        if meant is not None:
+            return written, meant
+        path, kind = Path(), self.root
+        for part in written:
+            step = kind.step(part)
+            if step is None:
+                raise UnknownKeyError(kind, path, part)
+            path, kind = (*path, step[0]), step[1]
+        return path, kind
 
-    def is_older(self, path: Path) -> bool:
-        """Whether the table has a word to say about a key."""
-        return any(_fits(row.old, path) and row.new != row.old for row in self._rows)
+    def meant(self, path: Path) -> Kind | None:
+        """What a key in an older spelling accepts under its present name; any value where it has none.
 
-    def apply(self, layer: Layer) -> Respelled:
-        """Moves what the layer says under older names to the present ones, and takes out what is not used."""
-        found = Respelled()
-        for row in self._rows:
-            for path in list(_matches(layer.values, row.old)):
-                value = _at(layer.values, path)
-                if row.is_for(value):
-                    self._respell(layer, row, path, value, found)
-        found.notes = list(dict.fromkeys(found.notes))
-        return found
-
-    def _respell(self, layer: Layer, row: _Row, path: Path, value: Any, found: Respelled) -> None:
-        named = _normal(path)
-        old, origin = ".".join(named), layer.origin_of(path) or layer.origin
-        if row.key.values:
-            present = row.key.values[str(value).lower()]
-            holder = _at(layer.values, path[:-1])
-            holder[int(path[-1]) if isinstance(holder, list) else path[-1]] = present
-            found.notes.append(f"{old} {value!r} is {present!r} here (from {origin})")
-            return
-        _remove(layer.values, path, self._root)
+        None for a key of which the table says nothing.
+        """
+        row = next((row for row in self._rows if row.new != row.old and row.fits(path)), None)
+        if row is None:
+            return None
         if not row.new:
-            text = f"{old} is not {'used' if row.key.unused else 'there'}: {row.why}"
-            (found.notes if row.key.unused else found.problems).append(f"{text} (from {origin})")
+            return Kind(annotation=Any, nullable=True)
+        return self.meant(row.renamed(path)) or _known(self.root, row.renamed(path))
+
+    def apply(self, layer: Layer) -> tuple[list[str], list[str]]:
+        """Moves what the layer says under older names to the present ones, and takes out what is not used.
+
+        Returns notes on keys that were taken under another name, or without effect; and problems: keys that there are
+        none of, and pairs of spellings that disagree.
+        """
+        notes: list[str] = []
+        problems: list[str] = []
+        for row in self._rows:
+            own = Layer(layer.given.copy())
+            for path, (value, origin) in own.given.items():
+                name = _plain(path)
+                if not row.is_for(name, value):
+                    continue
+                old = ".".join(name[: len(row.old)])
+                if row.key.values:
+                    present = row.key.values[str(value).lower()]
+                    layer.put(path, present, origin)
+                    notes.append(f"{old} {value!r} is {present!r} here (from {origin})")
+                    continue
+                self._take_out(layer, path)
+                if row.new:
+                    notes.append(f"{old} is called {'.'.join(row.renamed(name[: len(row.old)]))} now (from {origin})")
+                    problems += self._moved(layer, own, path, row)
+                else:
+                    text = f"{old} is not {'used' if row.unused else 'there'}: {row.why} (from {origin})"
+                    (notes if row.unused else problems).append(text)
+        return list(dict.fromkeys(notes)), problems
+
+    def _moved(self, layer: Layer, own: Layer, path: Path, row: _Row) -> Iterator[str]:
+        """Gives a value its present name, unless the layer has another there by itself: says so then."""
+        value, origin = own.given[path]
+        name = _plain(path)
+        new = row.renamed(name)
+        place = own.taken(next((each for each in own.given if _plain(each) == new), new), value)
+        if place is None or place == path[: len(place)]:  # what holds both holds the new one too
+            layer.given[(*new[: len(row.new)], *path[len(row.old) :])] = Given(value, origin)
             return
-        new = _filled(row.new, row.old, named)
-        found.notes.append(f"{old} is called {'.'.join(new)} now (from {origin})")
-        before = dict(layer.exact)
-        for place in [place for place in layer.exact if _normal(place)[: len(named)] == named]:
-            layer.exact.setdefault((*new, *_normal(place)[len(named) :]), layer.exact.pop(place))
-        for place, own, other in _laid(layer.values, new, value):
-            below = place[len(new) :]
-            theirs = before.get((*named, *below), origin)
-            found.problems.append(
-                f"{'.'.join(place)} is {own!r} (from {before.get(place, layer.origin)}), but"
-                f" {'.'.join((old, *below))}, as it was called, is {other!r} (from {theirs}); keep only"
-                f" {'.'.join(place)}"
+        there, own_origin = own.given[place]
+        if _plain(place) != new or (there != value and [] in (there, value)):
+            old, key = ".".join(name[: len(row.old)]), ".".join(new[: len(row.new)])
+            yield f"{key} is set (from {own_origin}), and {old}, as it was called, too (from {origin}); keep only {key}"
+        elif there != value:
+            key = ".".join(new)
+            yield (
+                f"{key} is {there!r} (from {own_origin}), but {'.'.join(name)}, as it was called, is {value!r}"
+                f" (from {origin}); keep only {key}"
             )
+
+    def _take_out(self, layer: Layer, path: Path) -> None:
+        """Takes a value out; the section of the program that it was in stays, as it is by default."""
+        origin = layer.given.pop(path).origin
+        for end in range(len(path) - 1, 0, -1):
+            if _known(self.root, _plain(path[:end])) is not None:
+                layer.given.setdefault(path[:end], Given({}, origin))
+                return
 
 
 def _rows(root: Kind, sections: tuple[str, ...]) -> Iterator[_Row]:
     """The rows that one program reads, without those for keys that it has."""
     for key in OLDER_KEYS:
-        old, new = _split(key.old), _split(key.new)
-        if not sections:
-            if key.alone or old[0] == "sft":
-                continue
-        elif old[0] not in sections:
+        old, new = (tuple(filter(None, dotted.split("."))) for dotted in (key.old, key.new))
+        why, unused = key.why, key.unused
+        if (old[0] not in sections) if sections else (key.alone or old[0] == "sft"):
             continue
-        else:
+        if sections:
             old = old[1:]
-        why = key.why
-        if sections and new:
-            if new[0] in sections:
-                new = new[1:]
-            else:
-                why, new = _elsewhere(new), ()
-        known = _known(root, old) is not None
-        if known and not key.values:
-            continue
-        if new and _known(root, new) is None:
-            continue
-        unused = key.unused or (bool(key.new) and not new)
-        yield _Row(
-            old=old,
-            new=new,
-            why=why,
-            key=key if key.unused == unused else OlderKey(old=key.old, why=key.why, unused=unused, only=key.only),
-        )
+            if new and new[0] not in sections:
+                why, unused, new = _elsewhere(new), True, ()
+            new = new[1:]
+        if (_known(root, old) is None or key.values) and (not new or _known(root, new) is not None):
+            yield _Row(old=old, new=new, why=why, unused=unused, key=key)
 
 
 def _elsewhere(new: Path) -> str:
     """Says whose key it is."""
-    programs = ("orchestrator", "trainer", "inference", "rollout", "weights")
-    if new[0] in programs:
+    if new[0] in _PROGRAMS:
         return f"it belongs to the {new[0]} program; start that with --{'.'.join(new[1:])}".replace("_", "-")
     return f"it belongs to rl, as {'.'.join(new)}"
 
 
-def _split(dotted: str) -> Path:
-    return tuple(dotted.split(".")) if dotted else ()
-
-
-def _normal(path: Path) -> Path:
+def _plain(path: Path) -> Path:
     return tuple(part.replace("-", "_") for part in path)
 
 
@@ -162,74 +179,3 @@ def _known(kind: Kind, path: Path) -> Kind | None:
             return None
         kind = step[1]
     return kind
-
-
-def _fits(pattern: Path, path: Path) -> bool:
-    """Whether a path is that of the pattern, or below it."""
-    return len(path) >= len(pattern) and all(one in ("*", two) for one, two in zip(pattern, path, strict=False))
-
-
-def _filled(new: Path, old: Path, path: Path) -> Path:
-    """The present path, with the places that the older one had for its stars."""
-    places = iter([part for one, part in zip(old, path, strict=True) if one == "*"])
-    return tuple(next(places, "0") if part == "*" else part for part in new)
-
-
-def _matches(values: object, pattern: Path, above: Path = ()) -> Iterator[Path]:
-    """The paths in a layer that fit a pattern, in its own spelling."""
-    if not pattern:
-        yield above
-        return
-    items: list[tuple[str, object]] = []
-    if isinstance(values, Mapping):
-        items = [(key, item) for key, item in values.items() if isinstance(key, str)]
-    elif isinstance(values, list):
-        items = [(str(place), item) for place, item in enumerate(values)]
-    for key, item in items:
-        if pattern[0] in ("*", key.replace("-", "_")):
-            yield from _matches(item, pattern[1:], (*above, key))
-
-
-def _below(values: Any, part: str) -> Any:
-    return values[int(part)] if isinstance(values, list) else values[part]
-
-
-def _at(values: Any, path: Path) -> Any:
-    for part in path:
-        values = _below(values, part)
-    return values
-
-
-def _remove(values: Table, path: Path, root: Kind) -> None:
-    """Takes a value out, and the tables above it that are empty then and no sections of the program."""
-    holder = _at(values, path[:-1])
-    if isinstance(holder, list):
-        holder[int(path[-1])] = {}
-        return
-    del holder[path[-1]]
-    if path[:-1] and not holder and _known(root, _normal(path[:-1])) is None:
-        _remove(values, path[:-1], root)
-
-
-def _laid(values: Any, path: Path, value: Any, above: Path = ()) -> Iterator[tuple[Path, Any, Any]]:
-    """Puts a value at a path, key by key; yields what disagrees with what is there: its path and both values."""
-    if isinstance(values, Mapping):
-        key = next((each for each in values if each.replace("-", "_") == path[0]), path[0])
-        there = key in values
-    else:
-        key, there = path[0], isinstance(values, list) and int(path[0]) < len(values)
-    here = (*above, path[0])
-    if len(path) > 1:
-        if not there or not isinstance(_below(values, key), (dict, list)):
-            if isinstance(values, list):
-                yield here, values, value
-                return
-            values[key] = {}
-        yield from _laid(_below(values, key), path[1:], value, here)
-    elif not there:
-        values[key] = value
-    elif isinstance(own := _below(values, key), dict) and isinstance(value, Mapping):
-        for inner, item in value.items():
-            yield from _laid(own, (inner.replace("-", "_"),), item, here)
-    elif own != value:
-        yield here, own, value

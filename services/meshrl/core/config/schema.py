@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import pathlib
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -152,6 +152,15 @@ def nearest(sections: Sequence[Section], key: str, prefix: Path = ()) -> Path | 
         return (*prefix, close[0])
     close = difflib.get_close_matches(wanted, list(everywhere), n=1, cutoff=0.75)
     return (*prefix, *everywhere[close[0]]) if close else None
+
+
+def suggestion(kind: Kind, path: Path, part: str, write: Callable[[Path], str]) -> str:
+    """What an unknown key `part` of the section at `path` may have been meant to be; `write` spells a key."""
+    close = nearest(kind.sections, part, path)
+    if close is not None:
+        return f"; did you mean {write(close)}?"
+    keys_of = f"keys of {'.'.join(path)}" if path else "top-level keys"
+    return f"; {keys_of} are {', '.join(key_names(kind.sections))}"
 
 
 def flag_of(path: Path) -> str:

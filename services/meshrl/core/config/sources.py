@@ -11,10 +11,10 @@ from pydantic import ValidationError
 
 from meshrl.core.config.base import ConfigError
 from meshrl.core.config.layers import Layer
-from meshrl.core.config.respelling import OlderSpellings
-from meshrl.core.config.schema import Kind, Path, nearest
+from meshrl.core.config.respelling import OlderSpellings, UnknownKeyError
+from meshrl.core.config.schema import Path, nearest
 from meshrl.core.config.shared import LogConfig, LogLevel
-from meshrl.core.config.values import assign, decode
+from meshrl.core.config.values import decode
 
 PREFIX = "PRIME_"
 LOG_LEVEL = "PRIME_LOG_LEVEL"
@@ -36,20 +36,20 @@ def read_file(section: Path, file: str) -> Layer:
         raise ConfigError(f"{name} cannot be read: {error.strerror}; expected a TOML file") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{name} is not valid TOML: {error}; text values need quotes, sections are [name]") from error
-    layer = Layer(origin=file, values={} if section else values)
-    if section:
-        assign(layer.values, section, values)
+    layer = Layer()
+    if section or values:
+        layer.put(section, values, file)
     return layer
 
 
-def read_environment(root: Kind, environ: Mapping[str, str], older: OlderSpellings) -> tuple[Layer, list[str]]:
+def read_environment(older: OlderSpellings, environ: Mapping[str, str]) -> tuple[Layer, list[str]]:
     """The layer that PRIME_ variables make, and warnings; `__` separates levels, as in PRIME_MODEL__NAME.
 
     Unknown names are other tools' and are left alone, but one that begins with a known section is a warning.
     """
-    layer, warnings = Layer(origin="the environment"), []
+    layer, warnings = Layer(), []
     level = environ.get(LOG_LEVEL)
-    if level and root.step("log") is not None:
+    if level and older.root.step("log") is not None:
         try:
             LogConfig.model_validate({"level": level})
         except ValidationError:  # another tool's level: worth a word, not an error
@@ -57,28 +57,17 @@ def read_environment(root: Kind, environ: Mapping[str, str], older: OlderSpellin
         else:
             layer.put(("log", "level"), level, LOG_LEVEL)
     for variable, text in sorted(environ.items()):
-        if variable.startswith(PREFIX) and variable not in OTHER_TOOLS:
-            warnings += _take(root, variable, text, layer, older)
-    return layer, warnings
-
-
-def _take(kind: Kind, variable: str, text: str, layer: Layer, older: OlderSpellings) -> list[str]:
-    """Puts one variable into the layer; returns what there is to warn of."""
-    path: Path = ()
-    written = tuple(variable.removeprefix(PREFIX).lower().split("__"))
-    meant = older.meant(written) if older.is_older(written) and kind.step(written[0]) is not None else None
-    for part in () if meant is not None else written:
-        step = kind.step(part)
-        if step is None:
-            if not path:
-                return []
-            close = nearest(kind.sections, part, path) if kind.sections else None
+        written = tuple(variable.removeprefix(PREFIX).lower().split("__"))
+        others = not variable.startswith(PREFIX) or variable in OTHER_TOOLS
+        if others or older.root.step(written[0]) is None:
+            continue
+        try:
+            path, kind = older.find(written)
+            layer.put(path, decode(kind, text), variable)
+        except UnknownKeyError as unknown:
+            close = nearest(unknown.kind.sections, unknown.part, unknown.path) if unknown.kind.sections else None
             nearby = f"; did you mean {PREFIX}{'__'.join(close).upper()}?" if close else ""
-            return [f"{variable} is not used: {'.'.join(path)} has no key {part!r}{nearby}"]
-        path, kind = (*path, step[0]), step[1]
-    path, kind = (path, kind) if meant is None else (written, meant)
-    try:
-        layer.put(path, decode(kind, text), variable)
-    except ConfigError as error:
-        raise ConfigError(f"{variable}: {error}") from error
-    return []
+            warnings.append(f"{variable} is not used: {unknown}{nearby}")
+        except ConfigError as error:
+            raise ConfigError(f"{variable}: {error}") from error
+    return layer, warnings

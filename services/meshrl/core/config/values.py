@@ -1,13 +1,15 @@
-"""Reads the text of flags and variables, and merges trees of values by what the configuration's keys accept."""
+"""Reads the text of flags and variables, and lays layers over each other by what the configuration's keys accept."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeGuard
+from collections.abc import Iterable
+from itertools import pairwise
+from typing import Any
 
 from meshrl.core.config.base import ConfigError
-from meshrl.core.config.schema import Kind, Path, ReadTable, Table
+from meshrl.core.config.layers import Given, Layer
+from meshrl.core.config.schema import Kind, Path, Table
 
 NONE = "None"
 """How None is written in text and TOML, where a key takes it."""
@@ -43,80 +45,88 @@ def decode(kind: Kind, text: str) -> Any:
         return text
 
 
-def merge(kind: Kind, lower: Any, upper: Any, where: Path = ()) -> Any:
-    """`upper` over `lower`, key by key, with every key under its present name and "None" as None where a key takes it.
-
-    A boolean for an optional section switches it on, as it is by default or as `lower` has it, or off. A list replaces
-    a list, but entries addressed by place change single ones. A section whose type is chosen anew loses the keys of
-    the type before. Unknown keys stay, for validation to name them. Raises ConfigError when two spellings disagree.
-    """
-    if isinstance(upper, str):
-        return None if upper == NONE and kind.nullable else upper
-    if isinstance(upper, bool) and kind.sections and kind.nullable:
-        upper = {} if upper else None
-    if isinstance(upper, list):
-        inner = kind if kind.is_any else kind.item
-        return upper if inner is None else [merge(inner, None, item, (*where, str(n))) for n, item in enumerate(upper)]
-    if not isinstance(upper, Mapping) or (kind.item is not None and not is_indexed(upper)):
-        return upper
-    if isinstance(lower, list) and kind.item is not None:
-        lower = by_place(lower)
-    chooser, below = kind.discriminator, dict(lower) if isinstance(lower, Mapping) else {}
-    if chooser is not None and chooser in upper and below.get(chooser, upper[chooser]) != upper[chooser]:
-        below = {}
-    own: Table = {}
-    kind = kind.narrowed(upper)
-    for key, item in upper.items():
-        name, inner = kind.step(key) or (key, None)
-        value = item if inner is None else merge(inner, below.get(name), item, (*where, name))
-        if name in own and own[name] != value:
+def in_present_words(root: Kind, layer: Layer) -> Layer:
+    """The layer with every key under its name, None for "None" where a key takes it, and {} or None for a boolean that
+    switches an optional section. Raises ConfigError when two spellings of a key disagree."""
+    present = Layer()
+    for written, (value, origin) in layer.given.items():
+        path, kind = _named(root, written, layer)
+        if isinstance(value, bool) and kind is not None and kind.sections and kind.nullable:
+            value = {} if value else None
+        elif value == NONE and kind is not None and kind.nullable:
+            value = None
+        other = present.given.setdefault(path, Given(value, origin)).value
+        if other != value:
             raise ConfigError(
-                f"{'.'.join((*where, name))}: two spellings of this key disagree, {own[name]!r} and {value!r}"
-                f" ({key}); keep only {name}"
+                f"{'.'.join(path)}: two spellings of this key disagree, {other!r} and {value!r} ({written[-1]});"
+                f" keep only {path[-1]}"
             )
-        own[name] = value
-    return {**below, **own}
+    return present
 
 
-def with_lists(kind: Kind, value: Any, where: Path = ()) -> Any:
-    """A merged tree with entries addressed by place turned back into lists. Raises ConfigError on a gap."""
-    if kind.item is not None:
-        if is_indexed(value):
-            places = sorted(int(place) for place in value)
-            gap = next((place for place in range(len(places)) if place not in places), None)
-            if gap is not None:
-                name = ".".join(where)
-                raise ConfigError(
-                    f"{name}.{places[-1]} is set but {name}.{gap} is not; places of a list start at 0 and leave no gap"
-                )
-            value = [value[str(place)] for place in places]
-        if isinstance(value, list):
-            return [with_lists(kind.item, item, (*where, str(place))) for place, item in enumerate(value)]
-    if not kind.sections or not isinstance(value, Mapping):
+def _named(kind: Kind | None, written: Path, layer: Layer) -> tuple[Path, Kind | None]:
+    """A path with every key under its name, and what it accepts, as far as the configuration has such keys."""
+    path: Path = ()
+    for part in written:
+        if kind is not None and kind.discriminator is not None:
+            chosen = layer.given.get((*written[: len(path)], kind.discriminator))
+            kind = kind if chosen is None else kind.narrowed({kind.discriminator: chosen.value})
+        step = None if kind is None else kind.step(part)
+        path, kind = (*path, part if step is None else step[0]), None if step is None else step[1]
+    return path, kind
+
+
+class _Places(dict[str, Any]):
+    """A list by its places."""
+
+
+def merged(root: Kind, layers: Iterable[Layer]) -> Table:
+    """The layers as one table, the last winning, key by key.
+
+    A list replaces a list, but entries that are addressed by place change single ones. A section whose type is chosen
+    anew loses the keys of the type before. Unknown keys stay, for validation to name them. Raises ConfigError when a
+    list has gaps.
+    """
+    table: Table = {}
+    for layer in layers:
+        for path, (value, _) in layer.given.items():
+            holder, kind = _holder(table, root, path)
+            if kind.discriminator in path[-1:] and holder.get(path[-1], value) != value:
+                holder.clear()
+        for path, (value, _) in layer.given.items():
+            holder, _ = _holder(table, root, path)
+            if value != {} or type(holder.get(path[-1])) is not dict:
+                holder[path[-1]] = _Places() if isinstance(value, list) else {} if value == {} else value
+    plain: Table = _with_lists(table, ())
+    return plain
+
+
+def _holder(table: Table, kind: Kind, path: Path) -> tuple[Table, Kind]:
+    """The table that holds the last key of a path, and what it accepts.
+
+    Made where there is none; what stood there in its place is gone.
+    """
+    for part, following in pairwise(path):
+        step = kind.step(part)
+        kind = Kind(annotation=Any) if step is None else step[1]
+        below = table.get(part)
+        if not isinstance(below, dict) or (isinstance(below, _Places) and not following.isdecimal()):
+            table[part] = below = _Places() if kind.item is not None and following.isdecimal() else {}
+        table = below
+    return table, kind
+
+
+def _with_lists(value: Any, where: Path) -> Any:
+    if not isinstance(value, dict):
         return value
-    kind = kind.narrowed(value)
-    steps = ((key, item, kind.step(key)) for key, item in value.items())
-    return {key: item if step is None else with_lists(step[1], item, (*where, key)) for key, item, step in steps}
-
-
-def is_indexed(value: object) -> TypeGuard[ReadTable]:
-    """True for entries of a list that are addressed by place: {"0": ..., "1": ...}."""
-    return isinstance(value, Mapping) and bool(value) and all(isinstance(key, str) and key.isdecimal() for key in value)
-
-
-def by_place(items: Sequence[Any]) -> Table:
-    """A list as entries addressed by place."""
-    return {str(place): item for place, item in enumerate(items)}
-
-
-def assign(data: Table, path: Sequence[str], value: object) -> None:
-    """Sets one key of a nested tree, making the sections above it; what stood in the way is replaced."""
-    for key in path[:-1]:
-        below = data.get(key)
-        if isinstance(below, list):
-            below = by_place(below)
-        if not isinstance(below, dict):
-            below = {}
-        data[key] = below
-        data = below
-    data[path[-1]] = value
+    inner = {key: _with_lists(item, (*where, key)) for key, item in value.items()}
+    if not isinstance(value, _Places) or not all(key.isdecimal() for key in inner):
+        return inner
+    places = sorted(inner, key=int)
+    gap = next((str(place) for place in range(len(places)) if str(place) not in inner), None)
+    if gap is not None:
+        name = ".".join(where)
+        raise ConfigError(
+            f"{name}.{places[-1]} is set but {name}.{gap} is not; places of a list start at 0 and leave no gap"
+        )
+    return [inner[place] for place in places]

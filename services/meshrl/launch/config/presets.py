@@ -24,6 +24,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from meshrl.core.config.layers import Given, Layer
 from meshrl.core.config.schema import ReadTable, Table
 from meshrl.orchestrator.config import OrchestratorConfig
 from meshrl.trainer.loss_config import CONSTANTS, LossName, NormaliserName
@@ -54,26 +55,26 @@ PRESETS: Mapping[str, Preset] = {
 }
 
 
-def apply_preset(layer: ReadTable) -> Table:
-    """One layer of configuration with its `algorithm` put where it belongs; a component's own key wins.
+def apply_preset(layer: Layer) -> None:
+    """Puts the `algorithm` of one layer of configuration where it belongs; a component's own key wins.
 
     What lower layers say of the same loss is unset, so that an algorithm on the command line replaces the whole loss of
     a file. A loss whose type the same layer chooses itself is left alone, and so is its advantage.
     """
-    preset, spread = _preset(layer), dict(layer)
+    name, origin = layer.given.get(("algorithm",), (None, ""))
+    preset = PRESETS.get(name) if isinstance(name, str) else None
     if preset is None:
-        return spread
-    trainer, orchestrator = _section(spread, "trainer"), _section(spread, "orchestrator")
-    loss = None if trainer is None else _section(trainer, "loss")
-    if trainer is not None and loss is not None and loss.get("type", preset.loss) == preset.loss:
+        return
+    loss, advantage = ("trainer", "loss"), ("orchestrator", "advantage")
+    if layer.given.get((*loss, "type"), (preset.loss,))[0] == preset.loss:
         unset = dict.fromkeys(
             ("fixed_length", "import_path", *(name for names in CONSTANTS.values() for name in names))
         )
-        trainer["loss"] = {**unset, "type": preset.loss, "normaliser": preset.normaliser, **preset.constants, **loss}
-    advantage = None if orchestrator is None else _section(orchestrator, "advantage")
-    if orchestrator is not None and advantage is not None and "type" not in advantage:
-        orchestrator["advantage"] = {"import_path": None, "type": preset.advantage, **advantage}
-    return spread
+        keys = {**unset, "type": preset.loss, "normaliser": preset.normaliser, **preset.constants}
+        layer.offer(loss, {(key,): Given(value, origin) for key, value in keys.items()})
+    if (*advantage, "type") not in layer.given:
+        keys = {"import_path": None, "type": preset.advantage}
+        layer.offer(advantage, {(key,): Given(value, origin) for key, value in keys.items()})
 
 
 def fit_preset(values: ReadTable) -> Table:

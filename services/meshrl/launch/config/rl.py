@@ -9,6 +9,7 @@ from typing import Annotated, ClassVar, Self
 from pydantic import Field, model_validator
 
 from meshrl.core.config import BaseConfig
+from meshrl.core.config.layers import Layer
 from meshrl.core.config.schema import ReadTable, Table
 from meshrl.core.config.shared import EnvConfig, LogConfig, ModelConfig, TlsConfig, WandbConfig, WeightBroadcastConfig
 from meshrl.core.slurm.config import SlurmConfig
@@ -228,9 +229,10 @@ class RLConfig(BaseConfig):
         return self.restarts if own is None else own
 
     @classmethod
-    def hand_down(cls, layer: ReadTable) -> Table:
+    def hand_down(cls, layer: Layer) -> None:
         """Hands the shared keys of one layer down to the components."""
-        return hand_down(cls, apply_preset(layer))
+        apply_preset(layer)
+        hand_down(cls, layer)
 
     @classmethod
     def complete(cls, values: ReadTable) -> Table:

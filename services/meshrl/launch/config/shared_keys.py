@@ -6,19 +6,16 @@ Each is declared once, in RLConfig, with the component keys that take its value:
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from pydantic import BaseModel
 
-from meshrl.core.config.schema import ReadTable, Table
+from meshrl.core.config.layers import Given, Layer
+from meshrl.core.config.schema import Table
 
 COMPONENTS = ("rollout", "trainer", "weights", "inference", "orchestrator")
 
 _SWITCHED_ON = "__switched_on__"
-_MISSING = object()
 
 
 @dataclass(frozen=True)
@@ -38,48 +35,22 @@ def every_component(key: str) -> tuple[str, ...]:
     return tuple(f"{name}.{key}" for name in COMPONENTS)
 
 
-def hand_down(section: type[BaseModel], layer: ReadTable) -> Table:
+def hand_down(section: type[BaseModel], layer: Layer) -> None:
     """Copies the shared keys of one layer to the components; a component's own key in the same layer wins.
 
     Layers are merged afterwards, so a shared key on the command line beats a component's key in a file, and a
     component's key on the command line beats both. A shared key alone does not switch `inference` on.
     """
-    spread = copy.deepcopy(dict(layer))
-    is_off = "inference" in spread and spread["inference"] is None
-    if isinstance(spread.get("inference"), dict):
-        spread["inference"][_SWITCHED_ON] = True
-    for shared, value in _shared_values(section, spread):
-        for target in shared.targets:
-            if not (is_off and target.startswith("inference.")):
-                _put_under(spread, target.split("."), value)
-    return spread
-
-
-def _shared_values(section: type[BaseModel], values: ReadTable) -> Iterator[tuple[HandedTo, Any]]:
-    """The shared keys that these values set, in the order of their declaration."""
+    if layer.below(("inference",)):
+        layer.offer(("inference",), {(_SWITCHED_ON,): Given(True, "")})
     for name, field in section.model_fields.items():
         for shared in field.metadata:
             if not isinstance(shared, HandedTo):
                 continue
-            found: Any = values
-            for key in filter(None, (name, *shared.key.split("."))):
-                found = found.get(key, _MISSING) if isinstance(found, Mapping) else _MISSING
-            if found is not _MISSING and (found is not None or shared.even_none):
-                yield shared, found
-
-
-def _put_under(values: Table, path: list[str], shared: Any) -> None:
-    """Sets one key of a component, below what the component says itself."""
-    for key in path[:-1]:
-        values = values.setdefault(key, {})
-        if not isinstance(values, dict):
-            return  # the component is switched off, or wrong, which validation reports
-    key = path[-1]
-    if key not in values:
-        values[key] = copy.deepcopy(shared)
-    elif isinstance(shared, Mapping) and isinstance(values[key], dict):
-        for inner, value in shared.items():
-            _put_under(values[key], [inner], value)
+            part = layer.below((name, *filter(None, shared.key.split("."))))
+            if part and (shared.even_none or () not in part or part[()].value is not None):
+                for target in shared.targets:
+                    layer.offer(tuple(target.split(".")), part)
 
 
 def drop_unused_inference(values: Table) -> bool:
