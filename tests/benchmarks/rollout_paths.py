@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rollout_load import TOOL_TURNS, Play, Target
 
 CHAT_TEMPLATE = (
@@ -188,15 +189,15 @@ async def _envserver(target: Target, stack: AsyncExitStack) -> Play:
 
 
 def _let_verifiers_read_renderers() -> None:
-    """verifiers 0.4.0 asks whether a list of logprobs is empty; renderers 0.1.12 gives it an array, which has no such
-    answer, and every model call of the EnvServer fails."""
+    """verifiers 0.4.0 asks whether a list of logprobs is empty; renderers gives it an array from 0.1.13 on, which has no
+    such answer, and every model call of the EnvServer fails."""
     import renderers.client
 
     inner = renderers.client.generate
 
     async def generate(*args: Any, **options: Any) -> dict[str, Any]:
         result = await inner(*args, **options)
-        return {**result, "completion_logprobs": result["completion_logprobs"].tolist()}
+        return {**result, "completion_logprobs": np.asarray(result["completion_logprobs"]).tolist()}
 
     renderers.client.generate = generate
 
