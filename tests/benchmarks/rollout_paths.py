@@ -189,8 +189,8 @@ async def _envserver(target: Target, stack: AsyncExitStack) -> Play:
 
 
 def _let_verifiers_read_renderers() -> None:
-    """verifiers 0.4.0 asks whether a list of logprobs is empty; renderers gives it an array from 0.1.13 on, which has no
-    such answer, and every model call of the EnvServer fails."""
+    """verifiers 0.4.0 asks whether a list of logprobs is empty; renderers 0.1.13 gives it an array, which has no such
+    answer, and every model call of the EnvServer fails. Older ones give a list."""
     import renderers.client
 
     inner = renderers.client.generate
