@@ -27,9 +27,9 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from meshrl.sft.data import Conversation, DataError
-from meshrl.sft.rendering import Renderers
-from meshrl.sft.tokenization import render
+from meshrl.sft.data.conversations import Conversation, DataError
+from meshrl.sft.data.rendering import Renderers
+from meshrl.sft.data.tokenization import render
 
 LEARNED = frozenset({"assistant"})
 CHATML = (("<|im_start|>assistant\n",), ("<|im_end|>",))

@@ -27,8 +27,8 @@ def make(folder: Path, *, batch: int, hidden: int, layers: int) -> None:
     from meshrl.environments.reverse_text.model import create_model
     from meshrl.models.load import load_tokenizer
     from meshrl.sft.config import DataConfig
-    from meshrl.sft.sources import load_conversations
-    from meshrl.sft.tokenization import tokenize
+    from meshrl.sft.data.sources import load_conversations
+    from meshrl.sft.data.tokenization import tokenize
     from meshrl.training.model_config import TrainerModelConfig
 
     create_model(folder / "model", seed=0, hidden_size=hidden, num_layers=layers)

@@ -23,7 +23,7 @@ from loguru import logger
 
 from meshrl.core.config.base import ConfigError
 from meshrl.core.config.shared import LogConfig
-from meshrl.core.disk import disk_trouble
+from meshrl.core.durable import disk_trouble
 from meshrl.core.paths import Layout
 from meshrl.core.telemetry.log_folder import log_place
 from meshrl.core.telemetry.logs import setup_logging

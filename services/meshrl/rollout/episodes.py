@@ -20,6 +20,7 @@ from verifiers.v1.task import Task
 from verifiers.v1.trace import Trace
 
 from meshrl.core.telemetry.tracing import ROLLOUT_SPAN, links_from, traceparent_of
+from meshrl.rollout.deadlines.stages import BEGINNING, RolloutStage, StageKind
 from meshrl.rollout.engines.chat_servers import refuse_without_tokens
 from meshrl.rollout.engines.engine_table import Requirement
 from meshrl.rollout.engines.sessions import Session, SessionBook
@@ -27,7 +28,6 @@ from meshrl.rollout.engines.text_samples import TextSamples
 from meshrl.rollout.groups import late, rollout_failure
 from meshrl.rollout.hosting import HostedEnvironment
 from meshrl.rollout.samples import rollouts_of, trace_uuid
-from meshrl.rollout.stages import BEGINNING, RolloutStage, StageKind
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import EnvironmentInfo, Rollout, RolloutFailure, RolloutRequest
 

@@ -16,13 +16,13 @@ from dataclasses import dataclass, field, replace
 from loguru import logger
 
 from meshrl.core.telemetry.waits import CountedWait
+from meshrl.rollout.deadlines.stages import BEGINNING, RolloutStage
+from meshrl.rollout.deadlines.waiting_report import LOOK_EVERY_S, WaitingReport
 from meshrl.rollout.engines.capacity import EpisodeSizes, RolloutLimit
 from meshrl.rollout.engines.engine_table import PolicyServers, Requirement
 from meshrl.rollout.engines.logprobs_mode import reshaping
 from meshrl.rollout.groups import AdmittedGroup, GroupTable, Outcome, late, rollout_failure
 from meshrl.rollout.played import PlayableGroup, Played, Player, SerializedRollouts
-from meshrl.rollout.stages import BEGINNING, RolloutStage
-from meshrl.rollout.waiting_report import LOOK_EVERY_S, WaitingReport
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.trace import trace_id_of
 from meshrl.wire.types import RolloutEvent, RolloutFailure, RolloutRequest, RolloutStatus

@@ -16,6 +16,8 @@ from opentelemetry.trace import Tracer
 
 from meshrl.rollout import hosting
 from meshrl.rollout.config import RolloutConfig
+from meshrl.rollout.deadlines.overdue import TimedPlayer
+from meshrl.rollout.deadlines.stages import shortest_s
 from meshrl.rollout.engines.chat_servers import ChatServers
 from meshrl.rollout.engines.model_client import EngineClient
 from meshrl.rollout.engines.rendering import PolicyRenderer, load_renderer
@@ -24,8 +26,6 @@ from meshrl.rollout.engines.sessions import SessionBook
 from meshrl.rollout.engines.text_samples import TextSamples
 from meshrl.rollout.episodes import EpisodePlayer
 from meshrl.rollout.hosting import PolicyClient
-from meshrl.rollout.overdue import TimedPlayer
-from meshrl.rollout.stages import shortest_s
 
 
 async def open_players(

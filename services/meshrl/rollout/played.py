@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from meshrl.rollout.deadlines.stages import RolloutStage
 from meshrl.rollout.engines.capacity import EpisodeSizes
-from meshrl.rollout.stages import RolloutStage
 from meshrl.wire.types import EnvironmentInfo, Rollout, RolloutFailure, RolloutRequest
 
 

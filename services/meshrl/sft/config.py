@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from meshrl.core.config import BaseConfig
 from meshrl.core.config.shared import LogConfig, WandbConfig
 from meshrl.core.slurm.config import DeploymentType, SlurmConfig
-from meshrl.sft.data_config import DataConfig
+from meshrl.sft.data.config import DataConfig
 from meshrl.training.bench.config import BenchConfig
 from meshrl.training.config import CheckpointConfig, OptimConfig, SchedulerConfig
 from meshrl.training.model_config import TrainerModelConfig

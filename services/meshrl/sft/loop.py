@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from meshrl.core.metrics.catalogue import Source
 from meshrl.core.metrics.names import CATALOGUE
 from meshrl.core.telemetry.monitor import Monitor
-from meshrl.sft.batches import SFTBatch
-from meshrl.sft.feed import Feed
+from meshrl.sft.data.batches import SFTBatch
+from meshrl.sft.data.feed import Feed
 from meshrl.training.bench.throughput import peak_flops, peak_memory_gib, step_flops
 from meshrl.training.checkpoints.checkpointer import Checkpointer
 from meshrl.training.config import CheckpointConfig

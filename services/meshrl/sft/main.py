@@ -45,8 +45,8 @@ def _prepare(config: SFTConfig) -> None:
 
 def _dry_run(config: SFTConfig) -> None:
     from meshrl.models.load import ModelError  # takes seconds to import, and other runs load it in a rank
-    from meshrl.sft.check import check_data
-    from meshrl.sft.data import DataError
+    from meshrl.sft.data.check import check_data
+    from meshrl.sft.data.conversations import DataError
 
     try:
         checks = check_data(config)

@@ -19,13 +19,13 @@ from meshrl.core.paths import Layout
 from meshrl.core.program import exit_code_of, leave, raise_open_file_limit
 from meshrl.core.telemetry.monitor import Monitor, open_monitor
 from meshrl.models.load import ModelError, resolve_device, resolve_dtype
-from meshrl.sft.batches import DataProgress
-from meshrl.sft.check import check_data
 from meshrl.sft.config import SFTConfig
-from meshrl.sft.data import DataError
-from meshrl.sft.feed import Feed
+from meshrl.sft.data.batches import DataProgress
+from meshrl.sft.data.check import check_data
+from meshrl.sft.data.conversations import DataError
+from meshrl.sft.data.feed import Feed
+from meshrl.sft.data.rendering import load_sft_tokenizer
 from meshrl.sft.loop import SFTLoop
-from meshrl.sft.rendering import load_sft_tokenizer
 from meshrl.training.auto_settings import suited
 from meshrl.training.build import build_learner
 from meshrl.training.checkpoints.checkpointer import Checkpointer, CheckpointError

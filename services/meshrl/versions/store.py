@@ -30,8 +30,7 @@ from typing import Literal
 
 from loguru import logger
 
-from meshrl.core.disk import is_full
-from meshrl.core.durable import write_file
+from meshrl.core.durable import is_full, write_file
 from meshrl.versions.deltas import chains
 from meshrl.versions.deltas.chains import MANIFEST, PAYLOAD
 from meshrl.versions.transfer import chunk_of, sound_bytes

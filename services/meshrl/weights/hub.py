@@ -18,7 +18,7 @@ from typing import Literal
 from loguru import logger
 from opentelemetry import trace
 
-from meshrl.core.disk import disk_trouble
+from meshrl.core.durable import disk_trouble
 from meshrl.core.telemetry.waits import waits_of
 from meshrl.core.waiting import Pulse
 from meshrl.versions.store import VersionStore

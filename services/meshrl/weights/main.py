@@ -14,7 +14,7 @@ from meshrl.client.authority import Authority, AuthorityError
 from meshrl.client.credentials import CredentialFiles
 from meshrl.client.trust import Role, TrustFile
 from meshrl.core.config import ConfigError, load_config
-from meshrl.core.disk import disk_trouble
+from meshrl.core.durable import disk_trouble
 from meshrl.core.identity import as_member
 from meshrl.core.paths import Layout
 from meshrl.core.program import run_program

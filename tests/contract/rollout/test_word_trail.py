@@ -14,8 +14,8 @@ from meshrl.environments.reverse_text.model import create_tokenizer
 from meshrl.environments.word_trail.demonstrations import write_demonstrations
 from meshrl.environments.word_trail.trail import trails
 from meshrl.sft.config import DataConfig
-from meshrl.sft.sources import load_conversations
-from meshrl.sft.tokenization import tokenize
+from meshrl.sft.data.sources import load_conversations
+from meshrl.sft.data.tokenization import tokenize
 
 # verifiers 0.4 passes an argument of tenacity by its old name when it connects to a tool server.
 pytestmark = pytest.mark.filterwarnings("ignore:The 'initial' parameter is deprecated:DeprecationWarning")

@@ -16,8 +16,8 @@ from datasets import Dataset
 from meshrl.environments.reverse_text.demonstrations import demonstrations
 from meshrl.environments.reverse_text.model import create_model
 from meshrl.environments.reverse_text.sentences import sentences
-from meshrl.sft.data_config import DataConfig
-from meshrl.sft.sources import load_conversations
+from meshrl.sft.data.config import DataConfig
+from meshrl.sft.data.sources import load_conversations
 
 FILE = """
 max_steps = 100

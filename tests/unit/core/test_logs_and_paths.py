@@ -13,7 +13,7 @@ from aiohttp import web
 from loguru import logger
 from opentelemetry import context, trace
 
-from meshrl.core.disk import disk_trouble
+from meshrl.core.durable import disk_trouble
 from meshrl.core.paths import Layout
 from meshrl.core.telemetry.log_folder import begin_attempt, log_place
 from meshrl.core.telemetry.log_folder import main as log_folder_main

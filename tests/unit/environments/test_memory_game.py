@@ -16,8 +16,8 @@ from meshrl.environments.plugins import plugin_id
 from meshrl.environments.reverse_text.model import create_tokenizer
 from meshrl.environments.words import every_word, words_of
 from meshrl.sft.config import DataConfig
-from meshrl.sft.sources import load_conversations
-from meshrl.sft.tokenization import tokenize
+from meshrl.sft.data.sources import load_conversations
+from meshrl.sft.data.tokenization import tokenize
 
 TOKENIZER = create_tokenizer()
 

@@ -20,7 +20,7 @@ from meshrl.inference.http.app import InferenceServer
 from meshrl.inference.http.chat_replies import ChatReplies, with_arguments
 from meshrl.inference.http.tokenizer import TextCodec
 from meshrl.models.load import ModelError
-from meshrl.sft import rendering
+from meshrl.sft.data import rendering
 
 CHAT = "/v1/chat/completions"
 TOOL = {

@@ -6,10 +6,10 @@ import pytest
 from loguru import logger
 
 from meshrl.core.config.shared import StageDeadlinesConfig
+from meshrl.rollout.deadlines.stages import RolloutStage, StageKind, overdue, shortest_s
+from meshrl.rollout.deadlines.waiting_report import WaitingReport
 from meshrl.rollout.engines.capacity import EpisodeSizes
 from meshrl.rollout.played import SerializedRollouts
-from meshrl.rollout.stages import RolloutStage, StageKind, overdue, shortest_s
-from meshrl.rollout.waiting_report import WaitingReport
 from meshrl.rollout.workers.frames import Channel, FrameKind, encode, pack_rollouts, unpack_rollouts
 
 

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from loguru import logger
 
 from meshrl.algorithms.packing import TrainSample
-from meshrl.sft.batches import DataProgress, SFTBatch, training_batches
-from meshrl.sft.data import DataError
-from meshrl.sft.data_config import DataConfig
-from meshrl.sft.loader import DrawnSample
-from meshrl.sft.mixture import Cursor, Mixture
+from meshrl.sft.data.batches import DataProgress, SFTBatch, training_batches
+from meshrl.sft.data.config import DataConfig
+from meshrl.sft.data.conversations import DataError
+from meshrl.sft.data.loader import DrawnSample
+from meshrl.sft.data.mixture import Cursor, Mixture
 
 
 def drawn(

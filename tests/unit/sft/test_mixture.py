@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshrl.sft.mixture import Cursor, Draw, Mixture
+from meshrl.sft.data.mixture import Cursor, Draw, Mixture
 
 
 def epoch(mixture: Mixture, number: int = 0) -> list[Draw]:

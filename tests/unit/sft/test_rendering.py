@@ -11,9 +11,9 @@ from chatml_tokenizer import chatml_tokenizer
 from meshrl.environments.reverse_text.model import create_model, create_tokenizer
 from meshrl.models.load import ModelError
 from meshrl.sft.config import SFTConfig, TokenizerConfig
-from meshrl.sft.data import Conversation, DataError
-from meshrl.sft.rendering import TEMPLATES, Renderers, load_sft_tokenizer
-from meshrl.sft.tokenization import render, tokenize
+from meshrl.sft.data.conversations import Conversation, DataError
+from meshrl.sft.data.rendering import TEMPLATES, Renderers, load_sft_tokenizer
+from meshrl.sft.data.tokenization import render, tokenize
 from meshrl.training.model_config import TrainerModelConfig
 
 TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}

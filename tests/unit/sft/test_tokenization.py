@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from meshrl.environments.reverse_text.model import create_tokenizer
-from meshrl.sft.data import Conversation, DataError
-from meshrl.sft.tokenization import tokenize
+from meshrl.sft.data.conversations import Conversation, DataError
+from meshrl.sft.data.tokenization import tokenize
 
 MESSAGES = (
     {"role": "system", "content": "S"},

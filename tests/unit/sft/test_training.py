@@ -17,7 +17,7 @@ from meshrl.environments.reverse_text.model import create_model
 from meshrl.environments.reverse_text.sentences import sentences
 from meshrl.models.load import load_model, load_tokenizer
 from meshrl.sft.config import DataConfig, LossMaskConfig, SFTConfig, ValConfig
-from meshrl.sft.data import DataError
+from meshrl.sft.data.conversations import DataError
 from meshrl.sft.program import train
 from meshrl.training.config import CheckpointConfig, OptimConfig
 from meshrl.training.model_config import TrainerModelConfig

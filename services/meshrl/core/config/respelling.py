@@ -36,6 +36,11 @@ class _Row:
     unused: bool
     key: OlderKey
 
+    @property
+    def start(self) -> Path:
+        """The path up to its first star: a layer that says nothing there has nothing for the row."""
+        return self.old[: self.old.index("*")] if "*" in self.old else self.old
+
     def fits(self, path: Path) -> bool:
         """Whether a path is that of the row, or below it."""
         return len(path) >= len(self.old) and all(one in ("*", two) for one, two in zip(self.old, path, strict=False))
@@ -94,12 +99,14 @@ class OlderSpellings:
         """
         notes: list[str] = []
         problems: list[str] = []
+        starts = _starts(layer)
         for row in self._rows:
-            own = Layer(layer.given.copy())
-            for path, (value, origin) in own.given.items():
-                name = _plain(path)
-                if not row.is_for(name, value):
-                    continue
+            if row.start not in starts:
+                continue
+            found = [path for path, given in layer.given.items() if row.is_for(_plain(path), given.value)]
+            own = Layer(layer.given.copy() if found else {})
+            for path in found:
+                (value, origin), name = own.given[path], _plain(path)
                 old = ".".join(name[: len(row.old)])
                 if row.key.values:
                     present = row.key.values[str(value).lower()]
@@ -113,6 +120,7 @@ class OlderSpellings:
                 else:
                     text = f"{old} is not {'used' if row.unused else 'there'}: {row.why} (from {origin})"
                     (notes if row.unused else problems).append(text)
+            starts = _starts(layer) if found else starts
         return list(dict.fromkeys(notes)), problems
 
     def _moved(self, layer: Layer, own: Layer, path: Path, row: _Row) -> Iterator[str]:
@@ -165,6 +173,10 @@ def _elsewhere(new: Path) -> str:
     if new[0] in _PROGRAMS:
         return f"it belongs to the {new[0]} program; start that with --{'.'.join(new[1:])}".replace("_", "-")
     return f"it belongs to rl, as {'.'.join(new)}"
+
+
+def _starts(layer: Layer) -> set[Path]:
+    return {path[:end] for path in map(_plain, layer.given) for end in range(len(path) + 1)}
 
 
 def _plain(path: Path) -> Path:

@@ -15,7 +15,7 @@ import os
 import sys
 from pathlib import Path
 
-from meshrl.core.disk import disk_trouble
+from meshrl.core.durable import disk_trouble
 from meshrl.core.paths import Layout
 
 BEGUN = "MESHRL_ATTEMPT_BEGUN"

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from loguru import logger
 from opentelemetry import trace
 
-from meshrl.core.disk import disk_trouble
+from meshrl.core.durable import disk_trouble
 
 if TYPE_CHECKING:
     from loguru import Record

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from meshrl.rollout.stages import RolloutStage, StageKind
+from meshrl.rollout.deadlines.stages import RolloutStage, StageKind
 
 BEAT_EVERY_S = 0.5
 

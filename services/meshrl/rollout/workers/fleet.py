@@ -24,7 +24,7 @@ from meshrl.core.config.shared import EnvConfig
 from meshrl.core.telemetry.tracing import ENDPOINT_VARIABLES
 from meshrl.core.waiting import Pulse
 from meshrl.rollout.config import RolloutConfig
-from meshrl.rollout.stages import overdue
+from meshrl.rollout.deadlines.stages import overdue
 from meshrl.rollout.workers.process import WorkerProcess
 from meshrl.rollout.workers.slot import Loss, SlotLimits, WorkerSlot
 from meshrl.wire.types import EnvironmentInfo

@@ -10,9 +10,9 @@ import asyncio
 import time
 import uuid
 
+from meshrl.rollout.deadlines.stages import RolloutStage
 from meshrl.rollout.groups import late, rollout_failure
 from meshrl.rollout.played import Played
-from meshrl.rollout.stages import RolloutStage
 from meshrl.rollout.workers.fleet import WorkerFleet
 from meshrl.rollout.workers.process import WorkerLostError, WorkerProcess
 from meshrl.wire import convert

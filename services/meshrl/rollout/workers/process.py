@@ -24,8 +24,8 @@ from google.rpc import status_pb2
 
 from meshrl.core.config import ConfigError
 from meshrl.core.program import how_it_ended
+from meshrl.rollout.deadlines.stages import BEGINNING, RolloutStage, StageKind
 from meshrl.rollout.played import Played
-from meshrl.rollout.stages import BEGINNING, RolloutStage, StageKind
 from meshrl.rollout.workers.beat import Beat
 from meshrl.rollout.workers.frames import Channel, FrameKind, unpack_rollouts
 from meshrl.rollout.workers.order import WorkerOrder

@@ -32,13 +32,13 @@ from meshrl.core.telemetry.exposition import observed, registry_of
 from meshrl.core.telemetry.tracing import setup_tracing
 from meshrl.core.telemetry.waits import waits_of
 from meshrl.rollout.config import RolloutConfig
+from meshrl.rollout.deadlines.stages import RolloutStage
 from meshrl.rollout.engines.capacity import EpisodeSizes
 from meshrl.rollout.engines.connect import connect_servers
 from meshrl.rollout.engines.engine_table import PolicyServers
 from meshrl.rollout.engines.sessions import SessionBook
 from meshrl.rollout.local import open_players
 from meshrl.rollout.played import PlayableGroup, Played, Player, SerializedRollouts
-from meshrl.rollout.stages import RolloutStage
 from meshrl.rollout.workers.beat import BEAT_EVERY_S, Beat
 from meshrl.rollout.workers.frames import Channel, FrameKind, pack_rollouts
 from meshrl.rollout.workers.order import WorkerOrder

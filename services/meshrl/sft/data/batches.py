@@ -13,10 +13,10 @@ from typing import Any
 from loguru import logger
 
 from meshrl.algorithms.packing import Packing, pack_samples
-from meshrl.sft.data import DataError
-from meshrl.sft.data_config import DataConfig
-from meshrl.sft.loader import DrawnSample
-from meshrl.sft.mixture import Cursor
+from meshrl.sft.data.config import DataConfig
+from meshrl.sft.data.conversations import DataError
+from meshrl.sft.data.loader import DrawnSample
+from meshrl.sft.data.mixture import Cursor
 
 
 @dataclass(frozen=True, kw_only=True)

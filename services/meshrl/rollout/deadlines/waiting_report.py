@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from loguru import logger
 
-from meshrl.rollout.stages import RolloutStage
+from meshrl.rollout.deadlines.stages import RolloutStage
 
 LOOK_EVERY_S = 5.0
 SAY_EVERY_S = 60.0

@@ -13,8 +13,8 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from meshrl.algorithms.packing import TrainSample
-from meshrl.sft.data import Conversation, DataError
-from meshrl.sft.rendering import Renderers
+from meshrl.sft.data.conversations import Conversation, DataError
+from meshrl.sft.data.rendering import Renderers
 
 
 class ConversationTokenizer:

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from meshrl.sft.data import Conversation, DataError, Row, to_conversation
-from meshrl.sft.data_config import DataConfig
+from meshrl.sft.data.config import DataConfig
+from meshrl.sft.data.conversations import Conversation, DataError, Row, to_conversation
 
 Rows = Sequence[Row]
 SAVED = ("state.json", "dataset_dict.json")  # what `save_to_disk` of datasets leaves in a folder

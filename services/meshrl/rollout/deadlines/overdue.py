@@ -11,9 +11,9 @@ import time
 import uuid
 
 from meshrl.core.config.shared import StageDeadlinesConfig
+from meshrl.rollout.deadlines.stages import RolloutStage, overdue, shortest_s
 from meshrl.rollout.episodes import EpisodePlayer, GroupEpisodes
 from meshrl.rollout.groups import rollout_failure
-from meshrl.rollout.stages import RolloutStage, overdue, shortest_s
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import EnvironmentInfo, Rollout, RolloutFailure, RolloutRequest
 

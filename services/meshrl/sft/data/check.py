@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshrl.sft.config import SFTConfig
-from meshrl.sft.data_config import DataConfig
-from meshrl.sft.loader import TokenizedRows
-from meshrl.sft.mixture import Cursor, Draw
+from meshrl.sft.data.config import DataConfig
+from meshrl.sft.data.loader import TokenizedRows
+from meshrl.sft.data.mixture import Cursor, Draw
 
 FIRST_ROWS = 8
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 from loguru import logger
 
-from meshrl.sft.batches import DataProgress, SFTBatch, training_batches, validation_rows
 from meshrl.sft.config import SFTConfig
-from meshrl.sft.data import DataError
-from meshrl.sft.loader import TokenizedRows, drawn_samples, fake_samples
+from meshrl.sft.data.batches import DataProgress, SFTBatch, training_batches, validation_rows
+from meshrl.sft.data.conversations import DataError
+from meshrl.sft.data.loader import TokenizedRows, drawn_samples, fake_samples
 from meshrl.training.parallel.rank_group import RankGroup
 from meshrl.v1 import trainer_pb2 as pb
 from meshrl.wire.convert.micro_batches import micro_batch_from_proto, micro_batch_to_proto

@@ -18,12 +18,12 @@ from torch.utils.data import DataLoader, Dataset
 
 from meshrl.algorithms.packing import TrainSample
 from meshrl.sft.config import SFTConfig
-from meshrl.sft.data import DataError, to_conversation
-from meshrl.sft.data_config import DataConfig
-from meshrl.sft.mixture import Cursor, Draw, Mixture
-from meshrl.sft.rendering import Renderers, load_sft_tokenizer
-from meshrl.sft.sources import Rows, every_row, open_parts, row_name
-from meshrl.sft.tokenization import ConversationTokenizer
+from meshrl.sft.data.config import DataConfig
+from meshrl.sft.data.conversations import DataError, to_conversation
+from meshrl.sft.data.mixture import Cursor, Draw, Mixture
+from meshrl.sft.data.rendering import Renderers, load_sft_tokenizer
+from meshrl.sft.data.sources import Rows, every_row, open_parts, row_name
+from meshrl.sft.data.tokenization import ConversationTokenizer
 
 ROWS_AT_ONCE = 16  # rows that a process tokenizes before it hands them over
 LOADER_DEADLINE_S = 600.0
