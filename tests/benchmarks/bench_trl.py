@@ -49,7 +49,7 @@ def ours(folder: Path, out: Path, options: argparse.Namespace) -> dict[str, floa
     """Runs `rl`, and adds up the CPU time of all its processes between two steps."""
     flags = {
         "model.name": folder / "model", "output-dir": out, "max-steps": options.steps, "seed": 0,
-        "max-async-level": options.level, "trainer.seq-len": 2048, "trainer.torch-threads": 1,
+        "max-async-level": options.level, "trainer.seq-len": 2048, "trainer.torch-threads": options.trainer_threads,
         "trainer.optim.lr": 1e-5, "trainer.optim.weight-decay": 0.0, "inference.max-model-len": 128,
         "inference.torch-threads": 1, "inference.engine": "embedded", "rollout.seq-len": 128,
         "orchestrator.batch-size": options.batch, "orchestrator.group-size": GROUP, "orchestrator.seq-len": 2048,
@@ -221,7 +221,10 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64, help=f"completions a step, in groups of {GROUP} (default 64)")
     parser.add_argument("--tokens", type=int, default=40, help="most tokens of a completion (default 40)")
     parser.add_argument("--level", type=int, default=1, help="max_async_level of rl (default 1)")
-    parser.add_argument("--threads", type=int, default=2, help="torch threads of TRL; rl's programs have 1 (default 2)")
+    parser.add_argument("--threads", type=int, default=2, help="torch threads of TRL (default 2)")
+    parser.add_argument(
+        "--trainer-threads", type=int, default=1, help="torch threads of rl's trainer (default 1, as its engine has)"
+    )
     parser.add_argument("--rounds", type=int, default=2, help="runs of each (default 2)")
     parser.add_argument("--programs", action="store_true", help="print the CPU seconds a step of each process of rl")
     parser.add_argument("--flags", nargs=argparse.REMAINDER, default=[], help="more flags of rl; comes last")
