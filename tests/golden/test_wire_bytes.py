@@ -339,6 +339,9 @@ def group_messages(manifest):
     yield "sleep_outcome", convert.sleep_outcome_to_proto(outcome).SerializeToString()
     spoken = dataclasses.replace(SAMPLE, message_spans=(MessageSpan(start=0, end=1, role="user", text="why?"),))
     yield "sample_with_text", convert.sample_to_proto(spoken).SerializeToString()
+    told = MessageSpan(start=0, end=2, role="tool", text="why?", content_start=0, content_end=1)
+    marked = dataclasses.replace(SAMPLE, message_spans=(told,))
+    yield "sample_with_content", convert.sample_to_proto(marked).SerializeToString()
 
 
 @pytest.mark.parametrize(("name", "data"), list(messages()), ids=lambda value: value if isinstance(value, str) else "")

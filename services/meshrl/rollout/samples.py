@@ -16,6 +16,7 @@ import numpy as np
 from verifiers.v1.configs.agent import agent_config_fields
 from verifiers.v1.env import Env
 from verifiers.v1.episode import Episode
+from verifiers.v1.graph import MessageNode
 from verifiers.v1.trace import Branch, Trace
 from verifiers.v1.types import Message
 
@@ -167,7 +168,7 @@ def _sample(
     for node in branch.nodes:
         end = position + len(node.token_ids)
         if end > position:
-            messages.append(MessageSpan(start=position, end=end, role=node.message.role, text=_text(node.message)))
+            messages.append(_message_span(node, position))
         if id(node) in fresh:
             start = end - sum(node.mask)
             mask_T[start:end] = True
@@ -182,6 +183,21 @@ def _sample(
         version_spans=tuple(versions),
         message_spans=tuple(messages),
         temperature=temperature,
+    )
+
+
+def _message_span(node: MessageNode, start: int) -> MessageSpan:
+    """The span of a message whose tokens begin at `start`, with its content where the renderer tells it from markup."""
+    end = start + len(node.token_ids)
+    content = [start + place for place, belongs in enumerate(node.is_content) if belongs]
+    told = len(node.is_content) == len(node.token_ids)
+    return MessageSpan(
+        start=start,
+        end=end,
+        role=node.message.role,
+        text=_text(node.message),
+        content_start=(content[0] if content else start) if told else None,
+        content_end=(content[-1] + 1 if content else start) if told else None,
     )
 
 

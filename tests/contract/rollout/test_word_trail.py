@@ -84,3 +84,6 @@ async def test_a_trail_is_followed_with_the_tool_in_the_tokens_of_the_demonstrat
     assert [span.role for span in sample.message_spans] == [
         "system", "user", "assistant", "tool", "assistant", "tool", "assistant",
     ]  # fmt: skip
+    said = [tokenizer.decode(sample.token_ids[span.content_start : span.content_end]) for span in sample.message_spans]
+    assert said[1] == trail.prompt
+    assert [said[3], said[5]] == trail.words[1:]

@@ -142,3 +142,16 @@ def test_solvers_without_an_episode_are_an_error() -> None:
     group = [dict(one, episode="") for one in GOLDEN["groups"][2]]
     with pytest.raises(ValueError, match=r"compares the rollouts of agent 'solver' within an episode.*name none"):
         RECIPES["hierarchical_grpo"]().streams(rollouts(group), {})
+
+
+def test_echo_learns_what_a_tool_says_without_the_markup_around_it_where_that_is_known() -> None:
+    spans = (
+        MessageSpan(start=0, end=2, role="user", content_start=1, content_end=2),
+        MessageSpan(start=2, end=6, role="tool", content_start=3, content_end=5),
+        MessageSpan(start=6, end=8, role="tool", content_start=6, content_end=6),
+        MessageSpan(start=8, end=10, role="tool"),
+    )
+    one = sample({"tokens": list(range(12)), "mask": 10 * [False] + 2 * [True], "spans": []})
+    rollout = replace(rollouts(GOLDEN["groups"][0])[0], samples=(replace(one, message_spans=spans),))
+    ((streams,),) = RECIPES["echo"]().streams([rollout], {}).values()
+    assert (streams.ce_weights > 0).nonzero()[0].tolist() == [3, 4, 8, 9]

@@ -66,6 +66,18 @@ def test_the_text_of_a_message_is_its_reasoning_its_parts_and_its_tool_calls() -
     ]
 
 
+def test_the_content_of_a_message_is_told_where_the_renderer_tells_it() -> None:
+    asked, silent, untold = user(1, 2, 3, 4), user(5, 6), user(7)
+    asked.is_content = [False, True, True, False]
+    silent.is_content = [False, False]
+    reply = assistant([8], [9], [-0.1])
+    reply.is_content = [False, True]
+    (sample,) = samples_of([branch(asked, silent, untold, reply)], [Call([9], ((0, 1, 1),))], 1.0)
+    assert [(span.content_start, span.content_end) for span in sample.message_spans] == [
+        (1, 3), (4, 4), (None, None), (8, 9),
+    ]  # fmt: skip
+
+
 def test_a_message_that_branches_share_trains_in_the_first_only():
     shared = assistant([], [2], [-0.1])
     first = branch(user(1), shared, assistant([], [3], [-0.2]))

@@ -358,6 +358,20 @@ class TestSamples:
         spans = tuple(VersionSpan(start=start, end=end, version=1) for start, end in bounds)
         assert self.refuse(version_spans=spans) == ["samples[0].version_spans"]
 
+    @pytest.mark.parametrize("content", [(0, 2), (1, 5), (3, 2), (1, None), (None, 2)])
+    def test_the_content_of_a_message_is_within_it_and_has_both_ends(self, content):
+        start, end = content
+        span = MessageSpan(start=1, end=4, role="tool", content_start=start, content_end=end)
+        assert self.refuse(message_spans=(span,)) == ["samples[0].message_spans[0]"]
+
+
+@pytest.mark.parametrize("content", [(None, None), (0, 0), (1, 3)])
+def test_a_message_keeps_what_of_it_is_content(content):
+    start, end = content
+    span = MessageSpan(start=0, end=4, role="tool", text="so", content_start=start, content_end=end)
+    message = convert.sample_to_proto(make_sample(message_spans=(span,)))
+    assert convert.sample_from_proto(message).message_spans == (span,)
+
 
 @pytest.mark.parametrize("prompt_version", [None, 0, 2])
 def test_span_keeps_which_version_computed_the_prompt(prompt_version):

@@ -185,16 +185,20 @@ class VersionSpan(_message.Message):
     def __init__(self, start: _Optional[int] = ..., end: _Optional[int] = ..., version: _Optional[int] = ..., prompt_version: _Optional[int] = ...) -> None: ...
 
 class MessageSpan(_message.Message):
-    __slots__ = ("start", "end", "role", "text")
+    __slots__ = ("start", "end", "role", "text", "content_start", "content_end")
     START_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
+    CONTENT_START_FIELD_NUMBER: _ClassVar[int]
+    CONTENT_END_FIELD_NUMBER: _ClassVar[int]
     start: int
     end: int
     role: str
     text: str
-    def __init__(self, start: _Optional[int] = ..., end: _Optional[int] = ..., role: _Optional[str] = ..., text: _Optional[str] = ...) -> None: ...
+    content_start: int
+    content_end: int
+    def __init__(self, start: _Optional[int] = ..., end: _Optional[int] = ..., role: _Optional[str] = ..., text: _Optional[str] = ..., content_start: _Optional[int] = ..., content_end: _Optional[int] = ...) -> None: ...
 
 class RolloutFailure(_message.Message):
     __slots__ = ("rollout_id", "group_id", "reason", "message", "retryable", "traceparent")

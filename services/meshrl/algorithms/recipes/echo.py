@@ -15,9 +15,11 @@ from meshrl.wire.types import Rollout, Sample
 
 
 class Echo(GroupRelative):
-    """The policy samples, nothing is scored; tokens of messages of `roles` weigh `weight` in the ce term.
+    """The policy samples, nothing is scored; what messages of `roles` say weighs `weight` a token in the ce term.
 
-    A group of equal rewards has observations to learn from all the same, so it is kept.
+    The markup of the chat template around a message is left out where the renderer tells it: the policy never writes
+    it, and a model to which it is new would learn little else. A group of equal rewards has observations to learn from
+    all the same, so it is kept.
     """
 
     least_rollouts = 1
@@ -43,6 +45,8 @@ class Echo(GroupRelative):
         weights_T = np.zeros(len(sample.token_ids), dtype=np.float32)
         for span in sample.message_spans:
             if span.role in self._roles:
-                weights_T[span.start : span.end] = self._weight
+                start = span.start if span.content_start is None else span.content_start
+                end = span.end if span.content_end is None else span.content_end
+                weights_T[start:end] = self._weight
         weights_T[sample.loss_mask] = 0.0
         return weights_T

@@ -21,6 +21,7 @@ from verifiers.v1.graph import PendingTurn
 from verifiers.v1.types import Message
 
 from meshrl.core.config import ConfigError
+from meshrl.rollout.engines.content import tell_content
 from meshrl.rollout.engines.render_cache import PROMPT_TOKENS, RenderCache, quicken, remember_prefixes
 from meshrl.wire.errors import MeshError, Reason
 
@@ -146,6 +147,7 @@ def load_renderer(tokenizer: str, options: Mapping[str, object]) -> Renderer:
     quicken(loaded)
     renderer = _create(loaded, tokenizer, options)
     remember_prefixes(renderer)
+    tell_content(renderer, loaded)
     return renderer
 
 

@@ -56,7 +56,8 @@ _ROLLOUT_FULL = {
     "rollout.summary": "The last event of a group is its summary: finished + failed + cancelled is the group size,"
     " and each is what was streamed.",
     "rollout.identity": "Every rollout has an id of its own and carries the group and the environment of the request.",
-    "rollout.sample": "Each sample keeps the rules of Sample: shapes, loss_mask, logprobs, version_spans, temperature.",
+    "rollout.sample": "Each sample keeps the rules of Sample: shapes, loss_mask, logprobs, version_spans,"
+    " message_spans, temperature.",
     "rollout.duplicate": "A request_id that is running or was seen lately is ALREADY_EXISTS (DUPLICATE_REQUEST).",
     "rollout.deadline": "Rollouts alive at deadline_s come back as failures, and the stream ends.",
 }

@@ -126,7 +126,15 @@ def sample_to_proto(sample: Sample) -> pb.Sample:
             for s in sample.version_spans
         ],
         message_spans=[
-            pb.MessageSpan(start=s.start, end=s.end, role=s.role, text=s.text) for s in sample.message_spans
+            pb.MessageSpan(
+                start=s.start,
+                end=s.end,
+                role=s.role,
+                text=s.text,
+                content_start=s.content_start,
+                content_end=s.content_end,
+            )
+            for s in sample.message_spans
         ],
         temperature=sample.temperature,
     )
@@ -148,17 +156,24 @@ def sample_from_proto(message: pb.Sample, field: str = "") -> Sample:
         )
         for s in message.version_spans
     )  # fmt: skip
+    messages = tuple(
+        MessageSpan(
+            start=s.start, end=s.end, role=s.role, text=s.text,
+            content_start=optional(s, "content_start"), content_end=optional(s, "content_end"),
+        )
+        for s in message.message_spans
+    )  # fmt: skip
     if reader.ok:
         _check_version_spans(reader, spans, loss_mask_T)
+    for place, span in enumerate(messages):
+        _check_content(reader, span, f"message_spans[{place}]")
     reader.done()
     return Sample(
         token_ids=token_ids_T,
         loss_mask=loss_mask_T,
         logprobs=logprobs_T,
         version_spans=spans,
-        message_spans=tuple(
-            MessageSpan(start=s.start, end=s.end, role=s.role, text=s.text) for s in message.message_spans
-        ),
+        message_spans=messages,
         temperature=_decimal(message.temperature) or 0.0,
     )
 
@@ -174,6 +189,15 @@ def _check_version_spans(reader: FieldReader, spans: tuple[VersionSpan, ...], lo
         last_end = span.end
     covered = not spans or not bool((loss_mask_T & ~covered_T).any())
     reader.check(covered, "version_spans", "must cover every token of loss_mask, or be none at all")
+
+
+def _check_content(reader: FieldReader, span: MessageSpan, field: str) -> None:
+    start, end = span.content_start, span.content_end
+    if start is None or end is None:
+        reader.check(start is end, field, "needs content_start and content_end, or neither")
+    else:
+        within = span.start <= start <= end <= span.end
+        reader.check(within, field, f"content [{start}, {end}) is not within the message [{span.start}, {span.end})")
 
 
 def rollout_to_proto(rollout: Rollout) -> pb.Rollout:

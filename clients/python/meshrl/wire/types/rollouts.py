@@ -89,12 +89,18 @@ class VersionSpan:
 
 @dataclass(frozen=True, kw_only=True)
 class MessageSpan:
-    """Tokens [start, end) belong to one message of `role`; `text` is what people read of it."""
+    """Tokens [start, end) belong to one message of `role`; `text` is what people read of it.
+
+    Of them [content_start, content_end) are what the message says, the others markup of the chat template. Both are
+    None where nobody told them apart.
+    """
 
     start: int
     end: int
     role: str
     text: str = ""
+    content_start: int | None = None
+    content_end: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

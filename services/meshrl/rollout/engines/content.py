@@ -1,0 +1,83 @@
+"""Finds what messages say among the tokens that a chat template made of them; the rest of a message is its markup.
+
+Used by `rendering` around the renderer for unknown chat templates, which does not tell the two apart, as others do.
+"""
+
+from __future__ import annotations
+
+import functools
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from renderers.base import RenderedTokens, Renderer
+from renderers.default import DefaultRenderer
+
+CUT_CHARACTER = "\ufffd"
+"""How a tokenizer decodes a character of which a token is missing."""
+
+
+def tell_content(renderer: Renderer, tokenizer: Any) -> None:
+    """Has the renderer for unknown chat templates say which tokens are content (`is_content`)."""
+    if type(renderer) is not DefaultRenderer:
+        return
+    render = renderer.render
+
+    @functools.wraps(render)
+    def told(messages: Any, **options: Any) -> RenderedTokens:
+        rendered = render(messages, **options)
+        rendered.is_content = content_mask(
+            rendered, messages, decode=tokenizer.decode, stop_token_ids=renderer.get_stop_token_ids()
+        )
+        return rendered
+
+    renderer.render = told
+
+
+def content_mask(
+    rendered: RenderedTokens,
+    messages: Sequence[Mapping[str, object]],
+    *,
+    decode: Callable[[list[int]], str],
+    stop_token_ids: Sequence[int],
+) -> list[bool]:
+    """(T,) true for tokens of content.
+
+    Of an assistant's message that is all up to its stop token, of others the tokens that write its text. Where that
+    text is not found just once, since the template writes it otherwise, all of the message counts as content.
+    """
+    mask = [False] * len(rendered.token_ids)
+    start = 0
+    for place, message in enumerate(messages):
+        end = start + rendered.message_indices.count(place)
+        token_ids, text = rendered.token_ids[start:end], message.get("content")
+        found: tuple[int, int] | None = None
+        if message.get("role") == "assistant":
+            stops = [at for at, token in enumerate(token_ids) if token in stop_token_ids]
+            found = (0, stops[-1] + 1) if stops else None
+        elif isinstance(text, str):
+            found = content_range(token_ids, text, decode)
+        first, last = (0, len(token_ids)) if found is None else found
+        mask[start + first : start + last] = [True] * (last - first)
+        start = end
+    return mask
+
+
+def content_range(token_ids: list[int], text: str, decode: Callable[[list[int]], str]) -> tuple[int, int] | None:
+    """The tokens [start, end) of a message that write its text; None where it is not found, or in several places.
+
+    A token that also writes markup belongs to what its first character belongs to.
+    """
+    whole = decode(token_ids)
+    sought = text if text in whole else text.strip()  # many templates strip it
+    if not sought:
+        return 0, 0
+    if whole.count(sought) != 1:
+        return None
+    first = whole.index(sought)
+
+    def characters(num_tokens: int) -> int:
+        return len(decode(token_ids[:num_tokens]).rstrip(CUT_CHARACTER))
+
+    lengths = range(len(token_ids) + 1)
+    return bisect_left(lengths, first, key=characters), bisect_left(lengths, first + len(sought), key=characters)
