@@ -189,7 +189,7 @@ def serving(model: Path, folder: Path, cores: Sequence[int]) -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = ["-m", ENGINE, "--model.name", model, "--server.port", port, "--max-model-len", 128]
+    command = ["-m", ENGINE, "--model.name", model, "--server.port", port, "--max-model-len", 256]
     command += ["--torch-threads", 1, "--output-dir", folder / "teacher"]
     log = folder / "teacher.log"
     engine = started([*map(str, command)], log, cores)

@@ -57,9 +57,9 @@ def row(name: str, algorithm: str, config: str, start: str, *flags: str, teacher
     """An `rl` run from the weights of the job `start`."""
     run = ["-m", RL, "@", f"configs/{config}.toml", "--model.name", "{" + start + "}/weights/final"]
     run += ["--output-dir", "{here}/run", *flags]
-    if teacher is not None:
+    if teacher is not None and "{teacher}" not in flags:
         run += ["--orchestrator.teacher.client.base-url", "{teacher}"]
-    needs = [start, *([teacher] if teacher else [])]
+    needs = list(dict.fromkeys([start, *([teacher] if teacher else [])]))
     return Job(name=name, commands=[run], needs=needs, teacher=teacher, algorithm=algorithm)
 
 
@@ -136,6 +136,16 @@ def jobs() -> list[Job]:
         row("distillation_by_rewards", "grpo", "reverse_text/rl", "warm_weak", "--max-steps", "200", *held_out),
         row("reverse_text_sft", "sft", "reverse_text/rl", "warm_weak", *small, *IMITATE, teacher="large"),
         row("reverse_text_opsd", "opsd", "reverse_text/rl", "warm_shown", *held_out, *followed, *SELF),
+        row(
+            "opsd_kept_teacher",
+            "opsd",
+            "reverse_text/rl",
+            "warm_shown",
+            *held_out,
+            *followed,
+            *KEEPING,
+            teacher="warm_shown",
+        ),
         row("two_algorithms", "opd and grpo", "two_algorithms/rl", "warm_both", teacher="large"),
     ]
 
@@ -160,5 +170,6 @@ SELF = (
     "--trainer.optim.lr", "1e-4",
     "--max-steps", "15",
 )  # fmt: skip
+KEEPING = (*SELF[:-1], "30", "--orchestrator.algo.teacher.client.base-url", "{teacher}")
 TAUGHT = ("--max-steps", "16", "--trainer.optim.lr", "3e-4", "--orchestrator.eval.interval", "2")
 KEPT = "run/weights/step_60"

@@ -142,7 +142,7 @@ _KEYS_OF: dict[str, tuple[str, ...]] = {
     "hierarchical_grpo": ("episode_agents",),
     "echo": ("roles", "weight"),
     "opd": ("weight", "teacher", "top_k"),
-    "opsd": ("weight", "context_tokens", "top_k"),
+    "opsd": ("weight", "context_tokens", "top_k", "teacher"),
     "sft": ("weight", "min_reward"),
     "custom": ("import_path", "kwargs", "teacher"),
 }
@@ -183,7 +183,8 @@ class AlgoConfig(BaseConfig):
     """sft: learn only from the teacher's rollouts of at least this reward; None takes all."""
 
     teacher: TeacherConfig | None = None
-    """opd, custom: a teacher of this algorithm alone; None takes orchestrator.teacher."""
+    """opd, custom: a teacher of this algorithm alone; None takes orchestrator.teacher. opsd: an engine that serves what
+    the run began with, which stays as it is; None takes the policy as it is now, which drifts with what it learns."""
 
     import_path: str | None = None
     """custom: `package.module.Class`, a subclass of meshrl.algorithms.recipes.base.Recipe."""

@@ -339,6 +339,8 @@ class OrchestratorConfig(BaseConfig):
     def teacher_of(self, env: TrainEnvConfig) -> TeacherConfig | None:
         """The teacher of an environment's algorithm; None for one that has none."""
         algo = self.algo_of(env)
+        if algo.type == "opsd":
+            return algo.teacher
         return (algo.teacher or self.teacher) if algo.type in (*TAUGHT, "custom") else None
 
     @property

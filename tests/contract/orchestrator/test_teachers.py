@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -105,6 +106,32 @@ async def test_a_teacher_and_rewards_train_environments_of_one_run(
     assert seen == {"plain": 16, "taught": 16}
     scored = asked.count("/inference/v1/generate")
     assert 2 <= scored <= 17, "the same tokens are scored once, but for those that are asked for at the same moment"
+
+
+async def test_self_distillation_asks_its_own_teacher_what_it_says_after_the_best_attempt(
+    mesh, script, make_config, start, model, teacher
+) -> None:
+    url, asked = teacher
+    script.environments = {"taught": 50}
+    batches: list[Batch] = []
+    script.refuses = lambda batch: bool(batches.append(batch))
+    script.reward = lambda request, place: float(place == 0)
+    algo = {"type": "opsd", "context_tokens": 12, "teacher": {"client": {"base_url": url}}}
+    train = TrainEnvsConfig(env=[TrainEnvConfig.model_validate({"id": "taught", "algo": algo})])
+    config = make_config(mesh.services, train=train, batch_size=16, max_steps=1, max_async_level=0)
+    async with start(config) as (loop, _):
+        await loop.train()
+    with torch.inference_mode():
+        logprobs_TV = model(input_ids=torch.tensor([TOKENS + TOKENS])).logits[0].log_softmax(-1)
+    said = [float(logprobs_TV[len(TOKENS) + at - 1, TOKENS[at]]) for at in (2, 3, 4)]
+    taught = 0
+    for row in (row for batch in batches for row in batch.micro_batches):
+        for start_of, end_of in pairwise(row.sample_offsets):
+            assert row.ref_kl_weights[start_of:end_of].tolist() == [0, 0, 1, 1, 1]
+            assert row.ref_logprobs[start_of:end_of][2:].tolist() == pytest.approx(said, abs=1e-4)
+            taught += 1
+    assert taught > 0
+    assert "/inference/v1/generate" in asked
 
 
 async def test_a_teacher_plays_one_environment_and_the_policy_another(mesh, script, make_config, start) -> None:

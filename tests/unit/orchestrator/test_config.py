@@ -109,6 +109,10 @@ def test_training_modes_name_an_algorithm_and_say_whether_there_is_a_teacher() -
     )
     own = {"env": [{"id": "a", "algo": {"type": "opd", "teacher": teacher}}]}
     assert OrchestratorConfig.model_validate({"train": own}).teacher is None
+    kept = {"env": [{"id": "a", "algo": {"type": "opsd", "teacher": teacher}}]}
+    config = OrchestratorConfig.model_validate({"train": kept})
+    assert config.teacher_of(config.train.env[0]) == config.train.env[0].algo.teacher
+    assert "no environment learns from a teacher" in refusal(algo={"type": "opsd"}, teacher=teacher, train=train)
 
 
 def test_group_size_of_the_run_is_held_against_nobody_where_each_environment_has_its_own() -> None:

@@ -1,4 +1,4 @@
-"""opsd: on-policy self-distillation. The policy is its own teacher: it scores its tokens after a better attempt."""
+"""opsd: on-policy self-distillation. The policy is its own teacher: its tokens are scored after a better attempt."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ from meshrl.wire.types import Rollout
 
 
 class SelfDistillation(Recipe):
-    """ref_kl alone, towards what the live policy says of the same tokens after a demonstration (SDFT, 2601.19897).
+    """ref_kl alone, towards what the policy says of the same tokens after a demonstration (SDFT, arXiv 2601.19897).
+
+    The paper's teacher is a moving average of the policy. Here it is the live policy, or with `scored_by` TEACHER an
+    engine that keeps the weights from which the run began.
 
     The demonstration is the best rollout of the same task and agent in the group, whole, put before the sample as it
     stands: no expert is needed, and no tokenizer. A rollout that none is better than, and one that does not fit behind
     the demonstration within `context_tokens`, trains nothing; so do groups of equal rewards.
     """
 
-    scored_by = Actor.POLICY
-
-    def __init__(self, *, weight: float, context_tokens: int, top_k: int = 0) -> None:
+    def __init__(self, *, weight: float, context_tokens: int, top_k: int = 0, scored_by: Actor = Actor.POLICY) -> None:
         self._weight = weight
         self.top_k = top_k
+        self.scored_by = scored_by
         self._context_tokens = context_tokens
 
     def score_requests(self, rollouts: Sequence[Rollout]) -> list[ScoreRequest]:

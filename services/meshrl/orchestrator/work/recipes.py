@@ -94,7 +94,8 @@ def _recipe(algo: AlgoConfig, config: OrchestratorConfig) -> Recipe:
         return OnPolicyDistillation(weight=weight, top_k=algo.top_k)
     if algo.type == "opsd":
         context_tokens = algo.context_tokens or config.seq_len - 1
-        return SelfDistillation(weight=weight, context_tokens=context_tokens, top_k=algo.top_k)
+        scored_by = Actor.POLICY if algo.teacher is None else Actor.TEACHER
+        return SelfDistillation(weight=weight, context_tokens=context_tokens, top_k=algo.top_k, scored_by=scored_by)
     if algo.type == "sft":
         return Imitation(weight=weight, min_reward=algo.min_reward)
     advantage = build_advantage(config.advantage)
