@@ -8,10 +8,10 @@ import pytest
 
 from meshrl.core.heap import freeze_loaded
 
-LOADED = 1_000_000
-MADE = 200_000  # less than a quarter of what is loaded
-IN_USE = 20_000  # long enough to reach the oldest generation before they are let go
-FULL_COLLECTION = 100_000  # allocations until one; the thresholds of this test make it 11 * 11 * 700
+LOADED = 100_000
+MADE = 20_000  # less than a quarter of what is loaded
+IN_USE = 2_000  # long enough to reach the oldest generation before they are let go
+FULL_COLLECTION = 10_000  # allocations until one; the thresholds of this test make it 11 * 11 * 70
 
 
 class Cycle:
@@ -30,7 +30,7 @@ class Cycle:
 @pytest.fixture
 def loaded() -> Iterator[list[list[int]]]:
     thresholds = gc.get_threshold()
-    gc.set_threshold(700, 10, 10)  # as Python 3.12 has them; the first is 2000 since 3.13
+    gc.set_threshold(70, 10, 10)  # a tenth of those of Python 3.12, as all counts here are
     yield [[] for _ in range(LOADED)]
     gc.set_threshold(*thresholds)
     gc.unfreeze()

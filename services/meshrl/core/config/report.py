@@ -102,12 +102,9 @@ def _explain_one(problem: ErrorDetails, path: Path, kind: Kind, parent: Kind, or
     detail = ""
     if not problem["type"].endswith(_TYPE_SAYS_IT):
         detail = "; " + problem["msg"].replace("Input should", "it should")
-    given = "a value that is not shown" if kind.annotation is SecretStr else _shorten(repr(problem["input"]))
+    given = "a value that is not shown" if kind.annotation is SecretStr else repr(problem["input"])
+    given = given if len(given) <= 80 else given[:77] + "..."
     return f"{key}: expected {describe(kind)}, got {given}{came(path)}{detail}"
-
-
-def _shorten(text: str, limit: int = 80) -> str:
-    return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
 def one_message(prog: str, problems: str, help_flag: str) -> str:

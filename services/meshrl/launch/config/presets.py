@@ -62,7 +62,7 @@ def apply_preset(layer: Layer) -> None:
     a file. A loss whose type the same layer chooses itself is left alone, and so is its advantage.
     """
     name, origin = layer.given.get(("algorithm",), (None, ""))
-    preset = PRESETS.get(name) if isinstance(name, str) else None
+    preset = _preset(name)
     if preset is None:
         return
     loss, advantage = ("trainer", "loss"), ("orchestrator", "advantage")
@@ -84,7 +84,7 @@ def fit_preset(values: ReadTable) -> Table:
     the most tokens that are sampled, or that a rollout may have.
     """
     fitted = dict(values)
-    preset = _preset(values)
+    preset = _preset(values.get("algorithm"))
     trainer = _section(fitted, "trainer")
     loss = None if trainer is None else _section(trainer, "loss")
     if preset is None or loss is None:
@@ -98,9 +98,8 @@ def fit_preset(values: ReadTable) -> Table:
     return fitted
 
 
-def _preset(values: ReadTable) -> Preset | None:
-    """The preset that `values` name; an unknown name is for validation to report."""
-    name = values.get("algorithm")
+def _preset(name: object) -> Preset | None:
+    """The preset of that name; an unknown name is for validation to report."""
     return PRESETS.get(name) if isinstance(name, str) else None
 
 
