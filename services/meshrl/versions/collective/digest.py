@@ -57,24 +57,25 @@ def _on_cpu(words: NDArray[np.uint16], first_word: int) -> NDArray[np.uint64]:
         np.add(places[: len(block)], np.uint64((first_word + at + 1) * GOLDEN % 2**64), out=z)
         z += block
         for lane, found in enumerate(sums_of(z, spare)):
-            lanes[lane] += found
+            lanes[lane] += int(found)
     return np.array([lane % 2**64 for lane in lanes], dtype=np.uint64)
 
 
-def sums_of(z: NDArray[np.uint64], spare: NDArray[np.uint64]) -> tuple[int, int]:
-    """The two lanes, not reduced, of words to which their places were added: w_i + (i + 1) * GOLDEN.
+def sums_of(z: NDArray[np.uint64], spare: NDArray[np.uint64]) -> tuple[Any, Any]:
+    """The two lanes of words to which their places were added: w_i + (i + 1) * GOLDEN; of each row of several.
 
-    Both arrays (W,) are written over; with BLOCK_WORDS of them they stay in a core's cache, which is what counts here.
+    Both arrays (..., W) are written over; with BLOCK_WORDS of them they stay in a core's cache, which is what counts
+    here.
     """
     for shift, factor in ((30, MIX_1), (27, MIX_2)):
         z ^= np.right_shift(z, np.uint64(shift), out=spare)
         z *= np.uint64(factor)
     z ^= np.right_shift(z, np.uint64(31), out=spare)
-    first = int(z.sum(dtype=np.uint64))
+    first = z.sum(axis=-1, dtype=np.uint64)
     np.right_shift(z, np.uint64(29), out=spare)
     spare ^= z
     spare *= np.uint64(SPREAD)
-    return first, int(spare.sum(dtype=np.uint64))
+    return first, spare.sum(axis=-1, dtype=np.uint64)
 
 
 def _on_gpu(words: torch.Tensor, first_word: int) -> torch.Tensor:

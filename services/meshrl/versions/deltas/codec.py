@@ -159,15 +159,21 @@ def unpack(piece: Packed) -> Changes:
         _decompressed(frame, size) for frame, size in zip(piece.frames, piece.raw, strict=True)
     )
     ends = gap_bytes < ESCAPE
-    places = (np.cumsum(gap_bytes, dtype=np.int64) + np.cumsum(ends))[ends] - 1
+    onward = gap_bytes.astype(np.int16)  # from an element that changes, or an escape, to the next
+    onward += ends
+    onward[:1] -= 1
+    places = np.cumsum(onward, dtype=np.int64)[ends]
     wide = step_bytes == ESCAPE
-    if len(places) != piece.changed or len(step_bytes) != piece.changed or len(escapes) != wide.sum() * run.width:
+    num_wide = int(np.count_nonzero(wide))
+    if len(places) != piece.changed or len(step_bytes) != piece.changed or len(escapes) != num_wide * run.width:
         raise DeltaError(f"the piece at {run.start} does not hold the {piece.changed} changes that it names")
     if piece.changed and places[-1] >= run.values:
         raise DeltaError(f"the piece at {run.start} changes an element beyond its {run.values}")
     codes = step_bytes.astype(dtype)
-    codes[wide] = escapes.view(dtype)
-    return Changes(run=run, places=places, steps=unzigzag(codes + dtype.type(1)))
+    if num_wide:
+        codes[wide] = escapes.view(dtype)
+    codes += dtype.type(1)
+    return Changes(run=run, places=places, steps=unzigzag(codes))
 
 
 def _decompressed(frame: bytes, size: int) -> NDArray[np.uint8]:

@@ -7,7 +7,8 @@ way, and agents check the root of a version without reading the rest of the mode
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -16,23 +17,31 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshrl.versions.collective.digest import BLOCK_WORDS, GOLDEN, sums_of
-from meshrl.versions.deltas.codec import Changes, Rows, words_of
+from meshrl.versions.deltas.codec import Changes, Rows, Stretch, words_of
 from meshrl.versions.deltas.words import Words
 from meshrl.wire.types import TensorEntry
 
 Lanes = NDArray[np.uint64]
 """(T, 2) digests of tensors, or differences of them, modulo 2^64."""
+Differences = Mapping[int, Lanes]
+"""By how much the digest (2,) of each of some tensors changes, by the tensor's index."""
 Image = NDArray[np.uint8]
 """Bytes of a version's byte stream."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Edit:
-    """C elements that change: their first bytes `at` (C,) in the version's byte stream, rising, and what they hold."""
+    """C elements of a run that change: their `places` (C,) in it, rising, and what they hold."""
 
-    at: NDArray[np.int64]
+    run: Stretch
+    places: NDArray[np.int64]
     old: Words
     new: Words
+
+    @property
+    def at(self) -> NDArray[np.int64]:
+        """The first byte of each in the version's byte stream."""
+        return self.run.start + self.places * self.run.width
 
 
 def edits_of(found: Sequence[Changes], rows: Rows, old: Image, new: Image) -> list[Edit]:
@@ -42,7 +51,7 @@ def edits_of(found: Sequence[Changes], rows: Rows, old: Image, new: Image) -> li
     for each in found:
         run, at = each.run, place[each.run.start]
         words = (words_of(image, run, at)[each.places] for image in (old, new))
-        edits.append(Edit(at=run.start + each.places * run.width, old=next(words), new=next(words)))
+        edits.append(Edit(run=run, places=each.places, old=next(words), new=next(words)))
     return edits
 
 
@@ -62,33 +71,76 @@ def lanes_after(
 
     `take` gives the weights' bytes as they are before, by their offsets in the version's byte stream.
     """
-    after = lanes.copy()
-    wide = [edit for edit in edits if edit.old.itemsize > 1]
-    for found in threads.map(lambda edit: _differences(tensors, edit), [*wide, *_whole_words(tensors, take, edits)]):
-        for owner, difference in found.items():
-            after[owner] += difference
-    return after
+    digester = Digester(tensors)
+    wide = threads.map(digester.differences, [edit for edit in edits if edit.run.width > 1])
+    return digester.after(lanes, wide, take, edits)
 
 
-def _differences(tensors: Sequence[TensorEntry], edit: Edit) -> dict[int, Lanes]:
-    """How the digests of tensors change, by their index."""
-    if not len(edit.at):
-        return {}
-    first, last = _owners(tensors, edit.at[[0, -1]]).tolist()
-    inner = np.searchsorted(edit.at, [tensor.offset for tensor in tensors[first + 1 : last + 1]]).tolist()
-    found: dict[int, Lanes] = {}
-    for owner, (begin, end) in enumerate(pairwise([0, *inner, len(edit.at)]), first):
-        if begin < end:
-            at = edit.at[begin:end] - tensors[owner].offset
-            size = tensors[owner].num_bytes
-            before, after = (_terms(at, words[begin:end], size) for words in (edit.old, edit.new))
-            found[owner] = after - before
-    return found
+class Digester:
+    """What edits do to the digests of some tensors. For any thread."""
 
+    def __init__(self, tensors: Sequence[TensorEntry]) -> None:
+        self._tensors, self._offsets = tensors, [entry.offset for entry in tensors]
 
-def _owners(tensors: Sequence[TensorEntry], at: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The tensor of each byte; of several at one offset it is the last, since the others are empty."""
-    return np.searchsorted(np.array([entry.offset for entry in tensors]), at, side="right") - 1
+    def differences(self, edit: Edit) -> Differences:
+        """How an edit of elements of 16 bits and more changes the digests, by the index of the tensor."""
+        if not len(edit.places):
+            return {}
+        run, places = edit.run, edit.places
+        first, last = (bisect_right(self._offsets, run.start + int(place) * run.width) - 1 for place in places[[0, -1]])
+        starts = [(offset - run.start) // run.width for offset in self._offsets[first + 1 : last + 1]]
+        inner = np.searchsorted(places, starts).tolist() if starts else []
+        found: dict[int, Lanes] = {}
+        for owner, (begin, end) in enumerate(pairwise([0, *inner, len(places)]), first):
+            if begin < end:
+                before = (run.start - self._offsets[owner]) // 2  # 16-bit words of the tensor before the run
+                words = np.stack([edit.old[begin:end], edit.new[begin:end]]).view("<u2")
+                found[owner] = _difference(_halves(places[begin:end], run.width // 2, before), words)
+        return found
+
+    def after(
+        self,
+        lanes: Lanes,
+        wide: Iterable[Differences],
+        take: Callable[[NDArray[np.int64]], Image],
+        edits: Sequence[Edit],
+    ) -> Lanes:
+        """The digests after `edits`; `wide` are the differences by those of them that are of 16 bits and more."""
+        after = lanes.copy()
+        for found in (*wide, self._of_bytes(take, edits)):
+            for owner, difference in found.items():
+                after[owner] += difference
+        return after
+
+    def _of_bytes(self, take: Callable[[NDArray[np.int64]], Image], edits: Sequence[Edit]) -> Differences:
+        """The differences by the edits of single bytes, which count with the other byte of each 16-bit word."""
+        bytewise = [edit for edit in edits if edit.run.width == 1]
+        if not bytewise:
+            return {}
+        edited = np.concatenate([edit.at for edit in bytewise])
+        owners = self._owners(edited)
+        starts = np.array(self._offsets)[owners]
+        sizes = np.array([entry.num_bytes for entry in self._tensors])[owners]
+        other = (edited - starts) ^ 1
+        at = np.union1d(edited, (starts + other)[other < sizes])
+        old = take(at)
+        new = old.copy()
+        new[np.searchsorted(at, edited)] = np.concatenate([edit.new for edit in bytewise])
+        found: dict[int, Lanes] = {}
+        for owner, (begin, end) in _groups(self._owners(at)):
+            place = at[begin:end] - self._offsets[owner]
+            low = place % 2 == 0
+            alone = low & (place == self._tensors[owner].num_bytes - 1)  # the last of an odd number counts with a zero
+            words = np.zeros((2, int(low.sum())), dtype=np.uint16)
+            for row, elements in zip(words, (old[begin:end], new[begin:end]), strict=True):
+                row |= elements[low]
+                row[~alone[low]] |= elements[~low].astype(np.uint16) << np.uint16(8)
+            found[owner] = _difference(place[low] // 2, words)
+        return found
+
+    def _owners(self, at: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The tensor of each byte; of several at one offset it is the last, since the others are empty."""
+        return np.searchsorted(np.array(self._offsets), at, side="right") - 1
 
 
 def with_lanes(tensors: Sequence[TensorEntry], lanes: Lanes) -> tuple[TensorEntry, ...]:
@@ -98,47 +150,30 @@ def with_lanes(tensors: Sequence[TensorEntry], lanes: Lanes) -> tuple[TensorEntr
     )
 
 
-def _whole_words(
-    tensors: Sequence[TensorEntry], take: Callable[[NDArray[np.int64]], Image], edits: Sequence[Edit]
-) -> list[Edit]:
-    """The edits of single bytes as one, with the other byte of each 16-bit word, where its tensor has one."""
-    bytewise = [edit for edit in edits if edit.old.itemsize == 1]
-    if not bytewise:
-        return []
-    edited = np.concatenate([edit.at for edit in bytewise])
-    owners = _owners(tensors, edited)
-    starts = np.array([entry.offset for entry in tensors])[owners]
-    sizes = np.array([entry.num_bytes for entry in tensors])[owners]
-    other = (edited - starts) ^ 1
-    at = np.union1d(edited, (starts + other)[other < sizes])
-    old = take(at)
-    new = old.copy()
-    new[np.searchsorted(at, edited)] = np.concatenate([edit.new for edit in bytewise])
-    return [Edit(at=at, old=old, new=new)]
+def _groups(owners: NDArray[np.int64]) -> Iterator[tuple[int, tuple[int, int]]]:
+    """Each owner, which rise, with where its elements begin and end."""
+    edges = [0, *(np.flatnonzero(np.diff(owners)) + 1).tolist(), len(owners)]
+    return ((int(owners[begin]), (begin, end)) for begin, end in pairwise(edges))
 
 
-def _terms(at: NDArray[np.int64], elements: Words, num_bytes: int) -> Lanes:
-    """(2,) sums of the terms of elements at byte `at` of a tensor."""
-    if elements.itemsize == 1:
-        low = at % 2 == 0
-        alone = low & (at == num_bytes - 1)  # the last byte of an odd number counts with a zero
-        place = at[low] // 2
-        high = np.zeros(len(place), dtype=np.uint64)
-        high[~alone[low]] = elements[~low]
-        return _sums(place, elements[low].astype(np.uint64) | high << np.uint64(8))
-    halves = elements.itemsize // 2
-    words = np.ascontiguousarray(elements).view("<u2")
-    place = (at // 2)[:, None] + np.arange(halves) if halves > 1 else at // 2
-    return _sums(place.reshape(-1), words)
+def _halves(places: NDArray[np.int64], halves: int, before: int) -> NDArray[np.int64]:
+    """Places of the 16-bit words that elements at `places` consist of, which begin `before` words into their tensor."""
+    if halves == 1:
+        return places + before
+    return ((places * halves + before)[:, None] + np.arange(halves)).reshape(-1)
 
 
-def _sums(place: NDArray[np.int64], words: Words) -> Lanes:
-    lanes, spare = [0, 0], np.empty(min(BLOCK_WORDS, len(words)), dtype=np.uint64)
-    for at in range(0, len(words), BLOCK_WORDS):
-        z = place[at : at + BLOCK_WORDS].astype(np.uint64)
-        z += np.uint64(1)
-        z *= np.uint64(GOLDEN)
-        z += words[at : at + BLOCK_WORDS]
-        for lane, found in enumerate(sums_of(z, spare[: len(z)])):
-            lanes[lane] += found
-    return np.array([lane % 2**64 for lane in lanes], dtype=np.uint64)
+def _difference(place: NDArray[np.int64], words: NDArray[np.uint16]) -> Lanes:
+    """(2,) lanes of W 16-bit words at `place` (W,) of a tensor after a change, less those before: `words` (2, W)."""
+    lanes = np.zeros(2, dtype=np.uint64)
+    room = np.empty((2, 2, min(BLOCK_WORDS, len(place))), dtype=np.uint64)
+    for at in range(0, len(place), BLOCK_WORDS):
+        block = place[at : at + BLOCK_WORDS].view(np.uint64)
+        z, spare = room[..., : len(block)]
+        np.multiply(block, np.uint64(GOLDEN), out=z[0])
+        z[0] += np.uint64(GOLDEN)
+        np.add(z[0], words[1, at : at + BLOCK_WORDS], out=z[1])
+        z[0] += words[0, at : at + BLOCK_WORDS]
+        for lane, (before, after) in enumerate(np.stack(sums_of(z, spare))[:, :, None]):
+            lanes[lane : lane + 1] += after - before
+    return lanes

@@ -19,7 +19,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from meshrl.versions.deltas.codec import Changes, DeltaError, Packed, split, unpack, words_of
-from meshrl.versions.deltas.digests import Edit, lanes_after, lanes_of, with_lanes
+from meshrl.versions.deltas.digests import Differences, Digester, Edit, lanes_of, with_lanes
 from meshrl.versions.deltas.words import from_ordered, ordered
 from meshrl.versions.files import HostBytes
 from meshrl.wire.errors import MeshError, Reason
@@ -93,10 +93,12 @@ class WeightImage:
             pieces = split(delta)
             if pieces and pieces[-1].run.start + pieces[-1].run.values * pieces[-1].run.width > len(self._bytes):
                 raise DeltaError("it changes what lies beyond the weights")
-            edits = list(self._threads.map(lambda piece: self._edit(piece, forth=forth), pieces))
+            digester = Digester(manifest.tensors)
+            pairs = list(self._threads.map(lambda piece: self._edit(piece, digester, forth=forth), pieces))
         except DeltaError as error:
             raise _refused(manifest, str(error)) from error
-        lanes = lanes_after(manifest.tensors, lanes_of(self.manifest.tensors), self._bytes.take, edits, self._threads)
+        edits = [edit for edit, _ in pairs]
+        lanes = digester.after(lanes_of(self.manifest.tensors), (found for _, found in pairs), self._bytes.take, edits)
         reached = with_lanes(self.manifest.tensors, lanes)
         if result_root(reached) != manifest.result_root:
             raise _refused(manifest, "it does not lead to the root of the version")
@@ -106,17 +108,20 @@ class WeightImage:
         self.manifest = manifest
         self._hashing.submit(self._rest)
 
-    def _edit(self, piece: Packed, *, forth: bool) -> Edit:
+    def _edit(self, piece: Packed, digester: Digester, *, forth: bool) -> tuple[Edit, Differences]:
+        """What a piece changes, and what that does to the digests where it can be told from the piece alone."""
         found: Changes = unpack(piece)
-        old = words_of(self._bytes, found.run)[found.places]
-        places = ordered(old)
-        new = from_ordered(places + found.steps if forth else places - found.steps)
-        return Edit(at=found.run.start + found.places * found.run.width, old=old, new=new)
+        old = words_of(self._bytes, found.run).take(found.places)
+        rank = ordered(old)
+        if forth:
+            rank += found.steps
+        else:
+            rank -= found.steps
+        edit = Edit(run=found.run, places=found.places, old=old, new=from_ordered(rank))
+        return edit, digester.differences(edit) if found.run.width > 1 else {}
 
     def _write(self, edit: Edit) -> None:
-        width = edit.new.itemsize
-        end = len(self._bytes) // width * width
-        self._bytes[:end].view(edit.new.dtype)[edit.at // width] = edit.new
+        words_of(self._bytes, edit.run)[edit.places] = edit.new
 
     def _refuse_changed(self, manifest: Manifest, checking: Future[str | None]) -> None:
         if (name := checking.result()) is not None:

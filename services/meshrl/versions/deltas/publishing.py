@@ -114,7 +114,7 @@ class DeltaMaker:
         lanes = lanes_after(base.tensors, lanes_of(base.tensors), old.take, edits, self._threads)
         tensors = with_lanes(base.tensors, lanes)
         payload = join([packed for _, packed in pairs])
-        changed = sum(len(edit.at) * edit.new.itemsize for edit in edits)
+        changed = sum(edit.new.nbytes for edit in edits)
         pays = self._rule.pays(version, delta_bytes=len(payload), changed_bytes=changed, num_bytes=len(image))
         if not pays:
             return self._full(version, tensors, image)
