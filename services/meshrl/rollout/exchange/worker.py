@@ -12,7 +12,7 @@ import sqlite3
 import time
 import uuid
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing
+from contextlib import aclosing, closing
 
 from loguru import logger
 
@@ -54,6 +54,12 @@ class _Stream:
         self.terms = asyncio.Event()
         self.heartbeat_s = 1.0
         self.credit = 0
+        self.is_over = False
+
+    def close(self) -> None:
+        """Nothing more goes up: gRPC asks for the next message of a call that has ended, too, and drops it."""
+        self.is_over = True
+        self.terms.set()
 
 
 class ExchangeWorker:
@@ -162,6 +168,11 @@ class ExchangeWorker:
     async def _attach(self, backoff: Backoff) -> None:
         """One stream, from hello to its end."""
         stream = _Stream()
+        with closing(stream):
+            await self._listen(stream, backoff)
+
+    async def _listen(self, stream: _Stream, backoff: Backoff) -> None:
+        """Takes in what the orchestrator sends, to the end of the stream."""
         async with (
             ExchangeClient(self._config.address, self._options) as client,
             aclosing(client.attach(self._messages(stream))) as answers,
@@ -192,7 +203,7 @@ class ExchangeWorker:
         await stream.terms.wait()
         next_beat_s = time.monotonic() + stream.heartbeat_s
         told = self._versions()
-        while True:
+        while not stream.is_over:
             upcoming = self._changed.upcoming
             if self._beat_now or time.monotonic() >= next_beat_s:
                 self._beat_now, next_beat_s = False, time.monotonic() + stream.heartbeat_s
