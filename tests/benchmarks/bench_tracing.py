@@ -25,12 +25,16 @@ import urllib.request
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+from opentelemetry.context import Context
+from opentelemetry.sdk.trace import SpanLimits, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.trace import Link, SpanContext
 from trace_audit import Span, TraceReport, hold_against, trained
 
 from meshrl.core.telemetry.otlp_file import JsonLinesSpanExporter
-from meshrl.core.telemetry.tracing import build_provider
+from meshrl.core.telemetry.tracing import MAX_LINKS, MAX_QUEUE, build_provider
 from meshrl.wire.trace_file import read_lines, spans_of, trace_files
 
 ROOT = Path(__file__).parents[2]
@@ -83,32 +87,58 @@ def main() -> int:
 def cost(run: Path, rounds: int = 7) -> None:
     """Makes, ends and writes spans as many and as large as those of the run, and holds the time against its steps.
 
-    The CPU time is that of all threads of this process, so that the writing beside the loop is in it.
+    By our tracer and by OpenTelemetry's own in turns. The CPU time is that of all threads of this process, so that the
+    writing beside the loop is in it.
     """
     spans = [span for path in trace_files(run / "traces") for span in spans_of(read_lines(path)[0])]
+    again = [
+        (
+            span["name"],
+            {pair["key"]: _value(pair["value"]) for pair in span.get("attributes", ())},
+            [Link(_context(link)) for link in span.get("links", ())],
+        )
+        for span in spans
+    ]
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     step_s = statistics.median(step["time/step"] for step in steps if "time/step" in step)
     count = sum("time/step" in step for step in steps)
-    taken_s = []
-    for _ in range(rounds):
-        with tempfile.TemporaryDirectory() as folder:
-            began_s = time.process_time()
-            provider = build_provider("bench", [JsonLinesSpanExporter(Path(folder) / "bench.jsonl.zst")])
-            tracer = provider.get_tracer("meshrl")
-            for span in spans:
-                pairs = span.get("attributes", ())
-                attributes = {pair["key"]: str(next(iter(pair["value"].values()), "")) for pair in pairs}
-                links = [Link(_context(link)) for link in span.get("links", ())]
-                tracer.start_span(span["name"], attributes=attributes, links=links).end()
-            provider.shutdown()
-            taken_s.append(time.process_time() - began_s)
-    per_step_s = statistics.median(taken_s) / count
     rollouts = sum(span["name"] == "rl.rollout" for span in spans)
-    each_us, share = 1e6 * statistics.median(taken_s) / rollouts, 100 * per_step_s / step_s
-    print(
-        f"{len(spans)} spans of {count} steps and {rollouts} rollouts: {1e3 * per_step_s:.2f} ms of CPU a step in all,"
-    )
-    print(f"{each_us:.0f} us a rollout, {share:.2f}% of a step of {step_s:.2f} s")
+    taken_s: dict[str, list[float]] = {"ours": [], "OpenTelemetry's": []}
+    for _ in range(rounds):
+        for whose, taken in taken_s.items():
+            with tempfile.TemporaryDirectory() as folder:
+                exporter = JsonLinesSpanExporter(Path(folder) / "bench.jsonl.zst")
+                provider = build_provider("bench", [exporter]) if whose == "ours" else _sdk_provider(exporter)
+                tracer = provider.get_tracer("meshrl")
+                began_s = time.process_time()
+                for name, attributes, links in again:
+                    span = tracer.start_span(name, context=Context(), links=links)
+                    span.set_attributes(attributes)
+                    span.end()
+                provider.shutdown()
+                taken.append(time.process_time() - began_s)
+    print(f"{len(spans)} spans of {count} steps and {rollouts} rollouts; a step takes {step_s:.2f} s")
+    for whose, taken in taken_s.items():
+        per_step_s, each_us = statistics.median(taken) / count, 1e6 * statistics.median(taken) / rollouts
+        share = 100 * per_step_s / step_s
+        print(f"{whose} tracer: {1e3 * per_step_s:.2f} ms of CPU a step, {each_us:.0f} us a rollout, {share:.2f}%")
+
+
+def _sdk_provider(exporter: SpanExporter) -> TracerProvider:
+    provider = TracerProvider(span_limits=SpanLimits(max_links=MAX_LINKS), shutdown_on_exit=False)
+    provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=1000, max_queue_size=MAX_QUEUE))
+    return provider
+
+
+def _value(written: Mapping[str, Any]) -> Any:
+    """What an attribute was before OTLP wrote it in JSON."""
+    ((kind, value),) = written.items()
+    match kind:
+        case "intValue":
+            return int(value)
+        case "arrayValue":
+            return [_value(each) for each in value["values"]]
+    return value
 
 
 def _context(link: Mapping[str, str]) -> SpanContext:

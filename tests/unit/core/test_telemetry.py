@@ -12,7 +12,7 @@ from opentelemetry import trace
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from meshrl.core.telemetry import tracing as telemetry
-from meshrl.core.telemetry.otlp_file import JsonLinesSpanExporter, export_request
+from meshrl.core.telemetry.otlp_file import JsonLinesSpanExporter, export_line
 from meshrl.core.telemetry.tracing import ROLLOUT_SPAN, TRAIN_SPAN, Tracing, build_provider, traceparent_of
 from meshrl.wire.trace_file import read_lines
 from small_disk import fill, mounted
@@ -226,7 +226,7 @@ def test_lines_say_what_opentelemetrys_own_encoder_says():
         tracer.start_span("child", kind=trace.SpanKind.CLIENT).end()
         span.set_status(trace.StatusCode.ERROR, "diverged")
     provider.shutdown()
-    ours = json_format.ParseDict(export_request(ended), trace_service.ExportTraceServiceRequest())
+    ours = json_format.ParseDict(json.loads(export_line(ended)), trace_service.ExportTraceServiceRequest())
     theirs = encoder.encode_spans(ended)
     for span in theirs.resource_spans[0].scope_spans[0].spans:  # whether a parent is remote is left out
         span.flags = 0

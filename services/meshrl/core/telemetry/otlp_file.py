@@ -8,19 +8,19 @@ hexadecimal. It is made from the spans directly: by way of protobuf messages a s
 from __future__ import annotations
 
 import base64
-import json
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from io import FileIO
+from json.encoder import encode_basestring_ascii as _text
 from pathlib import Path
 from typing import Any
 
 import zstandard
 from loguru import logger
-from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace import Event, ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.trace import Link, SpanContext, StatusCode
 
@@ -45,8 +45,7 @@ class JsonLinesSpanExporter(SpanExporter):
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         """Writes one frame; a disk that is full loses the batch and says so, but never stops the program."""
         try:
-            line = json.dumps(export_request(spans), separators=(",", ":")).encode() + b"\n"
-            frame = zstandard.ZstdCompressor().compress(line)
+            frame = zstandard.ZstdCompressor().compress(f"{export_line(spans)}\n".encode())
             if self._file is None:
                 self._open()
             if self._max_bytes is not None and self._size and self._size + len(frame) > self._max_bytes // 2:
@@ -95,80 +94,80 @@ class JsonLinesSpanExporter(SpanExporter):
         return True
 
 
-def export_request(spans: Sequence[ReadableSpan]) -> dict[str, Any]:
+def export_line(spans: Sequence[ReadableSpan]) -> str:
     """Returns an ExportTraceServiceRequest as OTLP writes it in JSON. The spans are of one provider."""
-    scopes: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
+    if not spans:
+        return '{"resourceSpans":[]}'
+    scopes: defaultdict[str, list[str]] = defaultdict(list)
     for span in spans:
         scopes[span.instrumentation_scope.name if span.instrumentation_scope else ""].append(_span(span))
-    if not spans:
-        return {"resourceSpans": []}
-    resource = {"attributes": _attributes(spans[0].resource.attributes)}
-    of_scopes = [{"scope": {"name": name}, "spans": found} for name, found in scopes.items()]
-    return {"resourceSpans": [{"resource": resource, "scopeSpans": of_scopes}]}
+    of_scopes = ",".join(
+        f'{{"scope":{{"name":{_text(name)}}},"spans":[{",".join(found)}]}}' for name, found in scopes.items()
+    )
+    resource = _attributes(spans[0].resource.attributes)
+    return f'{{"resourceSpans":[{{"resource":{{"attributes":{resource}}},"scopeSpans":[{of_scopes}]}}]}}'
 
 
-def _span(span: ReadableSpan) -> dict[str, Any]:
-    written: dict[str, Any] = _ids(span.get_span_context())
+def _span(span: ReadableSpan) -> str:
+    parts = [f"{{{_ids(span.get_span_context())}"]
     if span.parent is not None:
-        written["parentSpanId"] = f"{span.parent.span_id:016x}"
-    written |= {
-        "name": span.name,
-        "kind": span.kind.value + 1,  # OTLP's begin with one for what is not said
-        "startTimeUnixNano": str(span.start_time or 0),
-        "endTimeUnixNano": str(span.end_time or 0),
-    }
-    if span.attributes:
-        written["attributes"] = _attributes(span.attributes)
-    if span.events:
-        written["events"] = [
-            {"timeUnixNano": str(event.timestamp), "name": event.name, "attributes": _attributes(event.attributes)}
-            for event in span.events
-        ]
-    if span.links:
-        written["links"] = [_link(link) for link in span.links]
-    if span.status.status_code is not StatusCode.UNSET:
-        written["status"] = {"code": span.status.status_code.value}
-        if span.status.description:
-            written["status"]["message"] = span.status.description
+        parts.append(f'"parentSpanId":"{span.parent.span_id:016x}"')
+    parts.append(  # OTLP's kinds begin with one for what is not said
+        f'"name":{_text(span.name)},"kind":{span.kind.value + 1},'
+        f'"startTimeUnixNano":"{span.start_time or 0}","endTimeUnixNano":"{span.end_time or 0}"'
+    )
+    if attributes := span.attributes:
+        parts.append(f'"attributes":{_attributes(attributes)}')
+    if events := span.events:
+        parts.append(f'"events":[{",".join(map(_event, events))}]')
+    if links := span.links:
+        parts.append(f'"links":[{",".join(map(_link, links))}]')
+    if (code := span.status.status_code) is not StatusCode.UNSET:
+        message = f',"message":{_text(span.status.description)}' if span.status.description else ""
+        parts.append(f'"status":{{"code":{code.value}{message}}}')
     for name, lost in (("Attributes", span.dropped_attributes), ("Links", span.dropped_links)):
         if lost:
-            written[f"dropped{name}Count"] = lost
-    return written
+            parts.append(f'"dropped{name}Count":{lost}')
+    return ",".join(parts) + "}"
 
 
-def _link(link: Link) -> dict[str, Any]:
-    attributes = {"attributes": _attributes(link.attributes)} if link.attributes else {}
-    return _ids(link.context) | attributes
+def _event(event: Event) -> str:
+    attributes = _attributes(event.attributes)
+    return f'{{"timeUnixNano":"{event.timestamp}","name":{_text(event.name)},"attributes":{attributes}}}'
 
 
-def _ids(context: SpanContext | None) -> dict[str, Any]:
+def _link(link: Link) -> str:
+    attributes = f',"attributes":{_attributes(link.attributes)}' if link.attributes else ""
+    return f"{{{_ids(link.context)}{attributes}}}"
+
+
+def _ids(context: SpanContext | None) -> str:
     assert context is not None  # the SDK's spans have one
-    ids = {"traceId": f"{context.trace_id:032x}", "spanId": f"{context.span_id:016x}"}
-    return ids | {"traceState": context.trace_state.to_header()} if context.trace_state else ids
+    ids = f'"traceId":"{context.trace_id:032x}","spanId":"{context.span_id:016x}"'
+    return f'{ids},"traceState":{_text(context.trace_state.to_header())}' if context.trace_state else ids
 
 
-def _attributes(attributes: Mapping[str, Any] | None) -> list[dict[str, Any]]:
-    return [{"key": key, "value": _value(value)} for key, value in (attributes or {}).items()]
+def _attributes(attributes: Mapping[str, Any] | None) -> str:
+    pairs = [f'{{"key":{_text(key)},"value":{_value(value)}}}' for key, value in (attributes or {}).items()]
+    return f"[{','.join(pairs)}]"
 
 
-def _value(value: object) -> dict[str, Any]:
+def _value(value: object) -> str:
     match value:
-        case bool():
-            return {"boolValue": value}
         case str():
-            return {"stringValue": value}
+            return f'{{"stringValue":{_text(value)}}}'
+        case bool():
+            return f'{{"boolValue":{"true" if value else "false"}}}'
         case int():
-            return {"intValue": str(value)}
-        case float() if math.isnan(value):
-            return {"doubleValue": "NaN"}
-        case float() if math.isinf(value):
-            return {"doubleValue": "Infinity" if value > 0 else "-Infinity"}
+            return f'{{"intValue":"{int(value)}"}}'
+        case float() if math.isfinite(value):
+            return f'{{"doubleValue":{float.__repr__(value)}}}'
         case float():
-            return {"doubleValue": value}
+            return f'{{"doubleValue":"{"NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"}"}}'
         case bytes():
-            return {"bytesValue": base64.b64encode(value).decode()}
+            return f'{{"bytesValue":"{base64.b64encode(value).decode()}"}}'
         case Mapping():
-            return {"kvlistValue": {"values": _attributes(value)}}
+            return f'{{"kvlistValue":{{"values":{_attributes(value)}}}}}'
         case Sequence():
-            return {"arrayValue": {"values": [_value(each) for each in value]}}
-    return {}
+            return f'{{"arrayValue":{{"values":[{",".join(map(_value, value))}]}}}}'
+    return "{}"

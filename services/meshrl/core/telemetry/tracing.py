@@ -25,6 +25,7 @@ from prometheus_client import CollectorRegistry
 
 from meshrl.core.telemetry.collector import CollectorExporter
 from meshrl.core.telemetry.otlp_file import JsonLinesSpanExporter
+from meshrl.core.telemetry.spans import SpanProvider
 from meshrl.core.telemetry.waits import Waits
 from meshrl.wire.trace import context_from, current_traceparent, format_traceparent, link_from, links_from
 
@@ -126,10 +127,8 @@ class Tracing(trace.Tracer):
     def start_span(self, *args: Any, **kwargs: Any) -> trace.Span:
         return self._tracer.start_span(*args, **kwargs)
 
-    @contextmanager
-    def start_as_current_span(self, *args: Any, **kwargs: Any) -> Iterator[trace.Span]:  # type: ignore[override]  # a plain context manager is all that callers use
-        with self._tracer.start_as_current_span(*args, **kwargs) as span:
-            yield span
+    def start_as_current_span(self, *args: Any, **kwargs: Any) -> Any:  # what OpenTelemetry returns has no public type
+        return self._tracer.start_as_current_span(*args, **kwargs)
 
     def close(self) -> None:
         """Exports what is buffered and stops; blocks for as long as that takes, and for CLOSE_S at most.
@@ -174,9 +173,7 @@ def build_provider(service_name: str, exporters: list[SpanExporter]) -> TracerPr
     resource = Resource.create(
         {"service.name": service_name, "service.namespace": "meshrl", "process.pid": os.getpid()}
     )
-    provider = TracerProvider(
-        resource=resource, span_limits=SpanLimits(max_links=MAX_LINKS), id_generator=SpanIds(), shutdown_on_exit=False
-    )
+    provider = SpanProvider(resource, SpanLimits(max_links=MAX_LINKS), SpanIds())
     for exporter in exporters:
         queue = None if os.environ.get(OTEL_BSP_MAX_QUEUE_SIZE) else MAX_QUEUE
         provider.add_span_processor(
