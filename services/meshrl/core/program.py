@@ -25,8 +25,8 @@ from meshrl.core.config.base import ConfigError
 from meshrl.core.config.shared import LogConfig
 from meshrl.core.durable import disk_trouble
 from meshrl.core.paths import Layout
-from meshrl.core.telemetry.log_folder import log_place
-from meshrl.core.telemetry.logs import setup_logging
+from meshrl.core.telemetry.log_folder import log_place, own_log
+from meshrl.core.telemetry.logs import setup_logging, stdout_goes_beside
 from meshrl.wire.errors import MeshError
 
 if TYPE_CHECKING:  # takes long to import, and not every process traces
@@ -55,6 +55,9 @@ class ProgramConfig(Protocol):
 
 ConfigT = TypeVar("ConfigT", bound=ProgramConfig)
 
+GROUP_LOG = "MESHRL_GROUP_LOG"
+"""Set for the ranks of a group: the log that its agent has chosen, and rank 0 writes."""
+
 Work = Callable[[asyncio.Event], Coroutine[None, None, int]]
 """What runs on the event loop until the event is set or it is done; returns the exit code."""
 
@@ -76,14 +79,22 @@ def run_program(
 
 
 def log_as(name: str, config: ProgramConfig, *, to_file: bool = True) -> None:
-    """Sends what this process logs to stdout under `name`, and to the program's file below output_dir, and begins with
+    """Sends what this process logs to stdout under `name`, and to a file of this run below output_dir, and begins with
     what there is to say about how its configuration was written.
     """
-    log_file = log_place(Layout(config.output_dir), f"{name}.log") if to_file else None
+    log_file = run_log(name, Layout(config.output_dir)) if to_file else None
     setup_logging(name, config.log.level, log_file, json_logging=config.log.json_logging)
     if to_file:
         for note in config.notes:
             logger.info("{}", note)
+
+
+def run_log(name: str, layout: Layout) -> Path:
+    """The log of this run of the program `name`: its launcher's, that of its group of ranks, or one of its own."""
+    if GROUP_LOG in os.environ:
+        return Path(os.environ.pop(GROUP_LOG))
+    launchers = log_place(layout, f"{name}.log")
+    return launchers if stdout_goes_beside(launchers) else own_log(layout, name)
 
 
 def run_traced(

@@ -8,6 +8,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from loguru import logger
@@ -116,11 +117,11 @@ def programs(
 
 def newest_checkpoint(output_dir: Path, *, since_s: float) -> int | None:
     """Step of the newest trainer checkpoint that was written after a point in time (seconds of the epoch)."""
-    written = (
-        int(folder.parent.name.removeprefix("step_"))
-        for folder in (output_dir / "checkpoints").glob("step_*/trainer")
-        if folder.stat().st_mtime >= since_s
-    )
+    written = []
+    for folder in (output_dir / "checkpoints").glob("step_*"):
+        with suppress(FileNotFoundError):  # one of another program, or one that is cleaned away at this moment
+            if (folder / "trainer").stat().st_mtime >= since_s:
+                written.append(int(folder.name.removeprefix("step_")))
     return max(written, default=None)
 
 

@@ -21,7 +21,7 @@ from meshrl.core.config import ConfigError, dump_toml
 from meshrl.core.https import scheme
 from meshrl.core.paths import Layout
 from meshrl.core.program import FAILED, run_program
-from meshrl.core.telemetry.log_folder import log_place
+from meshrl.core.telemetry.log_folder import own_log
 from meshrl.core.waiting import StoppedError, unless_stopped
 from meshrl.inference.config import InferenceConfig
 from meshrl.launch.compose import with_values
@@ -180,5 +180,5 @@ def _program(config: TrialsConfig, engine: InferenceConfig) -> Program:
     return Program(
         name="inference",
         command=[python, "-m", "meshrl.inference.main", "@", str(layout.config("inference"))],
-        log=log_place(layout, "inference.log"),
+        log=own_log(layout, "inference"),
     )

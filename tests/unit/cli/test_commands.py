@@ -16,6 +16,7 @@ import zstandard
 from click.testing import CliRunner, Result
 
 from meshrl.cli.command import ago, print_json
+from meshrl.cli.logs import _new_lines
 from meshrl.cli.main import main
 from meshrl.cli.run_folder import RunFolder
 from meshrl.cli.status import RunStatus, ServiceRow, status_schema
@@ -274,6 +275,35 @@ def test_logs_of_several_programs_are_one_in_the_order_of_time(tmp_path: Path) -
     assert "no log of hub" in refused.output
     assert "there are: trainer, weights" in refused.output
     assert "no attempt 3 in" in meshrl("logs", "-a", "3", "-o", str(tmp_path)).output
+
+
+def test_logs_of_a_program_are_those_of_all_its_runs(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    for name, line in (("eval", "10:00:01.000 INFO a"), ("eval.2", "10:00:02.000 INFO b"), ("rl", "10:00:03.000 c")):
+        (tmp_path / f"logs/{name}.log").write_text(f"{line}\n")
+    shown = [line.split()[0] for line in meshrl("logs", "-s", "eval", "-o", str(tmp_path)).output.splitlines()]
+    assert shown == ["eval", "eval.2"]
+    only = meshrl("logs", "-s", "eval.2", "-o", str(tmp_path)).output
+    assert only.split()[0] == "eval.2"
+    assert len(only.splitlines()) == 1
+
+
+def test_a_log_that_has_gone_before_it_is_read_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs/trainer.log").write_text("10:00:01.000 INFO a\n")
+    (tmp_path / "logs/gone.log").symlink_to("nowhere")  # listed, and not there when it is opened
+    result = meshrl("logs", "-o", str(tmp_path))
+    assert (result.exit_code, result.output.splitlines()) == (0, [f"{'trainer':14} 10:00:01.000 INFO a"])
+
+
+def test_a_log_that_goes_while_it_is_followed_is_read_anew_when_it_is_back(tmp_path: Path) -> None:
+    path, read = tmp_path / "trainer.log", dict[Path, int]()
+    path.write_text("one\n")
+    assert list(_new_lines(path, read)) == ["one"]
+    path.unlink()
+    assert list(_new_lines(path, read)) == []
+    path.write_text("two, longer than before\nhalf")
+    assert list(_new_lines(path, read)) == ["two, longer than before"]
 
 
 def test_the_doctor_says_what_it_looked_at(tmp_path: Path) -> None:

@@ -88,3 +88,12 @@ def test_logs_are_those_of_the_newest_start_unless_another_is_named(folder: RunF
     assert folder.attempts() == [9, 10]
     assert folder.logs() == {"trainer": folder.path / "logs" / "attempt_10" / "trainer.log"}
     assert folder.logs(9) == {"trainer": folder.path / "logs" / "attempt_9" / "trainer.log"}
+
+
+def test_spans_of_a_file_that_has_gone_before_it_is_read_are_left_out(folder: RunFolder) -> None:
+    (folder.path / "traces").mkdir()
+    (folder.path / "traces" / "rollout.1.jsonl.zst").symlink_to("nowhere")  # listed, and not there when it is opened
+    span = {"name": "rl.step"}
+    line = json.dumps({"resourceSpans": [{"scopeSpans": [{"spans": [span]}]}]})
+    (folder.path / "traces" / "trainer.jsonl").write_text(f"{line}\n")
+    assert list(folder.spans()) == [("trainer", span)]

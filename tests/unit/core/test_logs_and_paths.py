@@ -6,6 +6,7 @@ import json
 import logging
 import shutil
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from opentelemetry import context, trace
 
 from meshrl.core.durable import disk_trouble
 from meshrl.core.paths import Layout
-from meshrl.core.telemetry.log_folder import begin_attempt, log_place
+from meshrl.core.telemetry.log_folder import begin_attempt, log_place, own_log
 from meshrl.core.telemetry.log_folder import main as log_folder_main
 from meshrl.core.telemetry.logs import setup_logging
 from meshrl.wire.trace import parse_traceparent
@@ -172,6 +173,28 @@ def test_programs_without_a_start_share_the_newest_and_older_logs_become_one(tmp
     assert log_place(older, "trainer.log") == older.logs / "attempt_2" / "trainer.log"
     assert (older.logs / "attempt_1" / "trainer.log").read_text() == "old"
     assert (older.logs / "attempt_1" / "envs").is_dir()
+
+
+def test_each_run_of_a_program_has_a_log_of_its_own_and_the_documents_path_is_the_newest(tmp_path):
+    layout = Layout(tmp_path / "run")
+    begin_attempt(layout)
+    for run in ("first", "second", "third"):
+        own_log(layout, "eval").write_text(run)
+        assert layout.log("eval").read_text() == run
+    found = {path.name: path.read_text() for path in (layout.logs / "attempt_1").iterdir()}
+    assert found == {"eval.log": "first", "eval.2.log": "second", "eval.3.log": "third"}
+    begin_attempt(layout)
+    log_place(layout, "eval.log").write_text("of the next start")
+    assert layout.log("eval").read_text() == "of the next start"
+
+
+def test_runs_that_start_at_once_do_not_share_a_log(tmp_path):
+    layout = Layout(tmp_path / "run")
+    with ThreadPoolExecutor(8) as threads:
+        logs = list(threads.map(lambda _: own_log(layout, "inference-0.5"), range(24)))
+    assert len(set(logs)) == 24
+    assert {log.parent.name for log in logs} == {"attempt_1"}
+    assert {"inference-0.5.log", "inference-0.5.24.log"} <= {log.name for log in logs}
 
 
 def test_a_batch_script_is_told_where_its_output_goes(tmp_path, capsys, monkeypatch):

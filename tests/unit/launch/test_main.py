@@ -182,3 +182,11 @@ def test_a_trainer_goes_on_from_what_this_run_has_written(tmp_path: Path) -> Non
         os.utime(folder, (time.time() - age_s, time.time() - age_s))
     assert newest_checkpoint(tmp_path, since_s=time.time() - 50.0) == 4
     assert newest_checkpoint(tmp_path, since_s=0.0) == 9
+
+
+def test_a_checkpoint_without_the_trainers_part_is_none_to_go_on_from(tmp_path: Path) -> None:
+    """It is being written, or cleaned away at this moment."""
+    (tmp_path / "checkpoints" / "step_2" / "trainer").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step_4" / "orchestrator").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step_6").symlink_to("nowhere")  # listed, and not there when it is looked at
+    assert newest_checkpoint(tmp_path, since_s=0.0) == 2

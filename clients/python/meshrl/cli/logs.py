@@ -6,6 +6,7 @@ import heapq
 import time
 from collections import deque
 from collections.abc import Iterator
+from os import SEEK_END
 from pathlib import Path
 
 import click
@@ -19,7 +20,7 @@ TAIL_BYTES = 2**20  # of each log, in which its last lines are looked for
 
 @click.command()
 @folder_option
-@click.option("-s", "--service", "services", multiple=True, help="Only this program's log; may be given again.")
+@click.option("-s", "--service", "services", multiple=True, help="Only this program's logs; may be given again.")
 @click.option(
     "-n", "--lines", type=click.IntRange(min=0), default=20, show_default=True, help="Last lines of each log."
 )
@@ -28,14 +29,14 @@ TAIL_BYTES = 2**20  # of each log, in which its last lines are looked for
 def logs(folder: RunFolder, services: tuple[str, ...], lines: int, follow: bool, attempt: int | None) -> None:
     """Print the end of each program's log, and what is added to it."""
     found = _chosen(folder, services, attempt)
-    read = {path: path.stat().st_size for path in found.values()}
-    ends = (_stamped(name, path, read[path], lines) for name, path in found.items())
+    read: dict[Path, int] = {}
+    ends = [_stamped(name, path, read, lines) for name, path in found.items()]
     for _, name, line in heapq.merge(*ends):
         click.echo(f"{name:14} {line}")
     while follow:
         time.sleep(FOLLOW_S)
         for name, path in folder.logs(attempt).items():  # of a start that has just begun, maybe without some
-            if services and name not in services:
+            if services and _program(name) not in services and name not in services:
                 continue
             for line in _new_lines(path, read):
                 click.echo(f"{name:14} {line}")
@@ -49,17 +50,30 @@ def _chosen(folder: RunFolder, services: tuple[str, ...], attempt: int | None) -
     found = folder.logs(attempt)
     if not found:
         raise CliError(f"{folder.path} has no logs: name a run's output folder with -o")
-    if unknown := [service for service in services if service not in found]:
+    named = {*found, *map(_program, found)}
+    if unknown := [service for service in services if service not in named]:
         raise CliError(f"no log of {', '.join(unknown)} in {folder.path}; there are: {', '.join(found)}")
-    return {name: path for name, path in found.items() if not services or name in services}
+    return {name: path for name, path in found.items() if not services or {name, _program(name)} & {*services}}
 
 
-def _stamped(name: str, path: Path, end: int, number: int) -> list[tuple[str, str, str]]:
-    """The last lines before byte `end`, each with the time it begins with, or that of the line before."""
-    with path.open("rb") as file:
-        begin = max(0, end - TAIL_BYTES)
-        file.seek(begin)
-        kept = deque(file.read(end - begin).decode(errors="replace").splitlines(), maxlen=number)
+def _program(name: str) -> str:
+    """The program whose log it is: `eval` for `eval.2`, the log of its second run in one start."""
+    program, _, number = name.rpartition(".")
+    return program if number.isdecimal() else name
+
+
+def _stamped(name: str, path: Path, read: dict[Path, int], number: int) -> list[tuple[str, str, str]]:
+    """The last lines, each with the time it begins with, or that of the line before; none of a file that has gone.
+
+    Notes in `read` up to which byte.
+    """
+    try:
+        with path.open("rb") as file:
+            read[path] = file.seek(0, SEEK_END)
+            begin = file.seek(max(0, read[path] - TAIL_BYTES))
+            kept = deque(file.read(read[path] - begin).decode(errors="replace").splitlines(), maxlen=number)
+    except FileNotFoundError:
+        return []
     stamped, stamp = [], ""
     for line in kept:
         stamp = line[:12] if line[2:3] == ":" else stamp
@@ -68,12 +82,15 @@ def _stamped(name: str, path: Path, end: int, number: int) -> list[tuple[str, st
 
 
 def _new_lines(path: Path, read: dict[Path, int]) -> Iterator[str]:
-    """Whole lines that were added since the last look; a file that shrank was begun anew."""
-    size = path.stat().st_size
-    begin = read.get(path, 0) if size >= read.get(path, 0) else 0
-    with path.open("rb") as file:
-        file.seek(begin)
-        added = file.read(size - begin)
+    """Whole lines that were added since the last look; a file that shrank was begun anew, one that went has none."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, SEEK_END)
+            begin = file.seek(read.get(path, 0) if size >= read.get(path, 0) else 0)
+            added = file.read(size - begin)
+    except FileNotFoundError:
+        read.pop(path, None)
+        return
     whole = added[: added.rfind(b"\n") + 1]
     read[path] = begin + len(whole)
     yield from whole.decode(errors="replace").splitlines()

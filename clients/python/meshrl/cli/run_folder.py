@@ -150,9 +150,12 @@ class RunFolder:
     def ledger(self) -> sqlite3.Connection | None:
         """A read-only connection to the run's ledger, None when there is none; the caller closes it."""
         path = self.path / "ledger.sqlite"
-        if not path.exists():
+        try:
+            connection = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, timeout=5.0)
+        except sqlite3.OperationalError:
+            if path.exists():  # and cannot be opened
+                raise
             return None
-        connection = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, timeout=5.0)
         connection.row_factory = sqlite3.Row
         return connection
 
@@ -162,11 +165,11 @@ class RunFolder:
 
     def samples(self, step: int) -> list[Mapping[str, Any]]:
         """The rollouts of a step that are kept to be read; none where there is no such file."""
-        path = self.path / "rollouts" / f"step_{step}.jsonl.zst"
-        if not path.exists():
+        try:
+            with zstandard.open(self.path / "rollouts" / f"step_{step}.jsonl.zst", "rt", encoding="utf-8") as file:
+                return [json.loads(line) for line in file]
+        except FileNotFoundError:
             return []
-        with zstandard.open(path, "rt", encoding="utf-8") as file:
-            return [json.loads(line) for line in file]
 
     def attempts(self) -> list[int]:
         """The starts of the run that have logs, the newest last."""
@@ -182,9 +185,14 @@ class RunFolder:
         return {str(path.relative_to(root).with_suffix("")): path for path in sorted(root.rglob("*.log"))}
 
     def spans(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """Each span of the run with the name of its program, in OTLP's JSON form; half-written lines are left out."""
+        """Each span of the run with the name of its program, in OTLP's JSON form; half-written lines are left out, and
+        a file that goes before it is read."""
         for path in trace_files(self.path / "traces"):
-            for span in spans_of(read_lines(path)[0]):
+            try:
+                lines, _ = read_lines(path)
+            except FileNotFoundError:  # its program has just moved it aside, to make room for newer spans
+                continue
+            for span in spans_of(lines):
                 yield path.name.partition(".")[0], span
 
 

@@ -2,7 +2,7 @@
 
 The documents' paths (`logs/trainer.log`, `logs/envs/...`) are links through `latest`, so that they name the newest
 start's. All links are relative: a copied folder keeps them. Whoever starts a run begins an attempt; programs that are
-started alone write to the newest one.
+started alone write to the newest one, each time to a file of their own: `eval.log`, then `eval.2.log`.
 
     python -m meshrl.core.telemetry.log_folder OUTPUT_DIR FOLDER
 
@@ -11,8 +11,11 @@ begins an attempt, makes a folder in it, and prints its path: for a batch script
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
+import uuid
+from contextlib import suppress
 from pathlib import Path
 
 from meshrl.core.durable import disk_trouble
@@ -58,11 +61,34 @@ def log_place(layout: Layout, *parts: str) -> Path:
             folder = logs / f"{_ATTEMPT}1"
             folder.mkdir(parents=True, exist_ok=True)
             _link(latest, folder.name)
-        if not os.path.lexists(plain):
-            _link(plain, f"{_LATEST}/{parts[0]}")
+        _point(plain, f"{_LATEST}/{parts[0]}")
     except OSError as error:
         raise SystemExit(disk_trouble(error) or f"cannot write {plain}: {error}") from error
     return folder.joinpath(*parts)
+
+
+def own_log(layout: Layout, name: str) -> Path:
+    """Makes an empty log in the newest attempt for one run of the program `name`, that no other run writes to.
+
+    The documents' path becomes a link to it. Ends the process as `begin_attempt` does.
+    """
+    first = log_place(layout, f"{name}.log")
+    try:
+        log = _new_file(first)
+        _point(layout.log(name), f"{_LATEST}/{log.name}")
+    except OSError as error:
+        raise SystemExit(disk_trouble(error) or f"cannot write {first}: {error}") from error
+    return log
+
+
+def _new_file(first: Path) -> Path:
+    """Makes the first of `NAME.log`, `NAME.2.log` and so on that is not there yet."""
+    for number in itertools.count(1):
+        path = first if number == 1 else first.with_suffix(f".{number}{first.suffix}")
+        with suppress(FileExistsError):
+            path.touch(exist_ok=False)
+            return path
+    raise AssertionError("there is always another number")
 
 
 def _beside(logs: Path) -> list[Path]:
@@ -82,10 +108,15 @@ def _new_folder(logs: Path) -> Path:
     return folder
 
 
+def _point(path: Path, target: str) -> None:
+    """Makes `path` a link to `target` where it is none; what is no link stays as it is."""
+    if (path.is_symlink() and str(path.readlink()) != target) or not os.path.lexists(path):
+        _link(path, target)
+
+
 def _link(path: Path, target: str) -> None:
     """Makes `path` a link to `target`, also where it is one to something else: nobody ever sees none."""
-    made = path.with_name(f".{path.name}.{os.getpid()}")
-    made.unlink(missing_ok=True)
+    made = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     made.symlink_to(target)
     made.replace(path)
 

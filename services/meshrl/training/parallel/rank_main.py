@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 
 from meshrl.core.orphans import AGENT_PID, end_with_agent
 from meshrl.core.paths import Layout
-from meshrl.core.program import ProgramConfig, log_as
+from meshrl.core.program import GROUP_LOG, ProgramConfig, log_as, run_log
 from meshrl.training.bench.config import BenchConfig
 from meshrl.training.parallel.deployment import DeploymentConfig, is_rank, own_rank
 
@@ -53,6 +53,7 @@ def rank_main(
 
         log_as(name, config, to_file=False)
         layout = Layout(config.output_dir)
+        os.environ[GROUP_LOG] = str(run_log(name, layout))
         sys.exit(run_ranks(f"meshrl.{name}.main", name, config.deployment, layout, os.environ))
     rank = own_rank(os.environ)
     log_as(f"{name}:{rank}" if rank else name, config, to_file=rank == 0)
