@@ -71,7 +71,7 @@ STALLS = (
         inject=lambda run: run.kill("rollout_worker_1"), named="worker 1 .*SIGKILL|rollout_worker_1 is gone"
     ),
     Stall(
-        name="no engine", inject=lambda run: None, named="waits? for a first engine",
+        name="no engine", inject=lambda run: None, named="wait(s|ing) for .*a first engine",
         flags=("--no-inference", "--orchestrator.client.base-url", "http://127.0.0.1:9/v1"), steps=0,
     ),
 )  # fmt: skip
