@@ -7,7 +7,9 @@ from pathlib import Path
 
 from click.testing import CliRunner
 
+from local_ports import free_port
 from meshrl.cli.conformance import command, publishing
+from meshrl.cli.conformance.exchange import WORKER_CHECKS, WORKER_RULES
 from meshrl.cli.conformance.probe import CHECKS
 from meshrl.cli.conformance.rules import EVERY, RULES
 
@@ -30,6 +32,22 @@ def test_the_contract_lists_every_rule_with_its_sentence() -> None:
         for name, rule in RULES.items()
     ]
     assert listed == expected
+
+
+def test_the_contract_lists_every_rule_of_workers_that_dial_in_with_its_sentence() -> None:
+    listed = re.findall(r"^\| `(exchange\.(?!proto)[a-z-]+)` \| (.*) \|$", CONTRACT.read_text(), flags=re.MULTILINE)
+    assert dict(listed) == WORKER_RULES
+    assert WORKER_CHECKS.keys() == WORKER_RULES.keys()
+
+
+def test_no_worker_that_dials_in_is_exit_code_two_and_one_line() -> None:
+    address = f"127.0.0.1:{free_port()}"
+    asked = ["--address", address, "--service", "exchange", "--deadline", "0.5"]
+    result = CliRunner().invoke(command.conformance, asked)
+    assert result.exit_code == 2
+    assert result.output == (
+        f"Error: no worker has dialled in at {address} within 0.5 s: start it with that exchange.address\n"
+    )
 
 
 def test_a_server_that_is_not_there_is_exit_code_two_and_one_line() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 from dataclasses import asdict, dataclass
 from typing import NoReturn
 
@@ -12,6 +13,7 @@ import grpc
 from meshrl.cli.command import CliError, folder_option, json_option, options_for, print_json, print_table
 from meshrl.cli.conformance import every_service, publishing, rollout, trainer, weights
 from meshrl.cli.conformance.every_service import look
+from meshrl.cli.conformance.exchange import WORKER_CHECKS, WORKER_RULES, waiting_for_worker
 from meshrl.cli.conformance.probe import CHECKS, NotCheckedError, Probe, RefusedError, RuleBrokenError, open_probe
 from meshrl.cli.conformance.rules import EVERY, RULES
 from meshrl.cli.run_folder import RunFolder
@@ -19,6 +21,7 @@ from meshrl.client.credentials import INSECURE, Credentials, default_credentials
 
 MODULES = (every_service, rollout, trainer, weights, publishing)
 """What has the checks, which register themselves."""
+EXCHANGE = "exchange"
 CONFORMS, BROKEN, UNREACHABLE = 0, 1, 2
 
 
@@ -45,7 +48,7 @@ async def examine_server(
         await _be_let_in(probe)
         for name, rule in RULES.items():
             if service in rule.services and (full or not rule.full):
-                results.append(await _result(name, probe))
+                results.append(await _result(name, rule.sentence, CHECKS[name](probe), deadline_s))
     finally:
         await probe.channel.close()
     return results
@@ -64,10 +67,26 @@ async def _be_let_in(probe: Probe) -> None:
     probe.refusals.clear()
 
 
-async def _result(name: str, probe: Probe) -> RuleResult:
-    said = {"rule": name, "sentence": RULES[name].sentence}
+async def examine_worker(
+    address: str, *, full: bool, deadline_s: float, credentials: Credentials = INSECURE
+) -> list[RuleResult]:
+    """Checks every rule of a rollout worker, which dials in at `address`, in turn.
+
+    Raises TimeoutError where none does, and RuntimeError where nobody can listen there.
+    """
+    waiting = waiting_for_worker(address, full=full, deadline_s=deadline_s, credentials=credentials)
+    async with waiting as probe:
+        results = []
+        for name, sentence in WORKER_RULES.items():
+            results.append(await _result(name, sentence, WORKER_CHECKS[name](probe), deadline_s))
+            await probe.next_stream()
+        return results
+
+
+async def _result(name: str, sentence: str, checking: Awaitable[None], deadline_s: float) -> RuleResult:
+    said = {"rule": name, "sentence": sentence}
     try:
-        await asyncio.wait_for(CHECKS[name](probe), 3 * probe.deadline_s)
+        await asyncio.wait_for(checking, 3 * deadline_s)
     except NotCheckedError as why:
         return RuleResult(result="not checked", found=str(why), **said)
     except RuleBrokenError as found:
@@ -77,7 +96,7 @@ async def _result(name: str, probe: Probe) -> RuleResult:
             return RuleResult(result="not checked", found=f"{refusal.method} is not offered", **said)
         return RuleResult(result="breaks", found=str(refusal), **said)
     except TimeoutError:
-        return RuleResult(result="breaks", found=f"no answer within {3 * probe.deadline_s:g} s", **said)
+        return RuleResult(result="breaks", found=f"no answer within {3 * deadline_s:g} s", **said)
     return RuleResult(result="keeps", **said)
 
 
@@ -95,8 +114,9 @@ def _show(results: list[RuleResult]) -> None:
 
 @click.command(name="conformance")
 @folder_option
-@click.option("--address", required=True, metavar="HOST:PORT", help="The server.")
-@click.option("--service", required=True, type=click.Choice(EVERY), help="Which service of the contract it is.")
+@click.option("--address", required=True, metavar="HOST:PORT", help="The server; of exchange, where to listen.")
+@click.option("--service", required=True, type=click.Choice((*EVERY, EXCHANGE)),
+              help="Which service of the contract it is; exchange: a rollout worker that dials in.")  # fmt: skip
 @click.option("--full", is_flag=True, help="Also what changes the server: for one that is started for this alone.")
 @click.option("--deadline", "deadline_s", type=click.FloatRange(min=0.5), default=20.0, show_default=True,
               help="Seconds for one call.")  # fmt: skip
@@ -109,17 +129,25 @@ def conformance(folder: RunFolder, address: str, service: str, full: bool, deadl
     run away from its trainer: use it on a server that is started for this alone. Credentials are those of the run's
     folder (-o), or of MESHRL_TLS_ variables.
 
+    With --service exchange it is the other way round: this command listens at --address for up to --deadline, and the
+    rollout worker is started with that as its exchange.address.
+
     \b
     Exit codes: 0 it keeps every rule that was checked; 1 it breaks one; 2 it cannot be reached.
     """
-    credentials = options_for(folder).credentials or default_credentials()
-    try:
-        results = asyncio.run(
-            examine_server(address, service, full=full, deadline_s=deadline_s, credentials=credentials)
-        )
-    except TimeoutError:
+    if service == EXCHANGE:
+        examining = examine_worker(address, full=full, deadline_s=deadline_s, credentials=default_credentials())
+        why = f"no worker has dialled in at {address} within {deadline_s:g} s: start it with that exchange.address"
+    else:
+        credentials = options_for(folder).credentials or default_credentials()
+        examining = examine_server(address, service, full=full, deadline_s=deadline_s, credentials=credentials)
         why = f"no gRPC server answers at {address} within {deadline_s:g} s: start it, or correct --address"
+    try:
+        results = asyncio.run(examining)
+    except TimeoutError:
         _cannot_reach(why)
+    except RuntimeError as error:
+        _cannot_reach(f"nobody can listen at {address}: {error}; free it, or correct --address")
     except CliError as error:
         _cannot_reach(error.message)
     broken = [one for one in results if one.result == "breaks"]

@@ -1,0 +1,113 @@
+"""`meshrl conformance --service exchange`: our worker keeps every rule, and workers that break one are named by it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from local_ports import free_port
+from meshrl.cli.conformance.command import examine_worker
+from meshrl.rollout.exchange.config import ExchangeLinkConfig
+from meshrl.rollout.exchange.spool import ResultSpool
+from meshrl.rollout.exchange.worker import ExchangeWorker
+from meshrl.wire.errors import MeshError, Reason
+
+pytestmark = pytest.mark.timeout(600)
+DEADLINE_S = 60.0
+
+
+@asynccontextmanager
+async def dialling(kind: type[ExchangeWorker], runner: Any, address: str, folder: Path) -> AsyncIterator[None]:
+    """A worker that dials `address` until the end of the block."""
+    config = ExchangeLinkConfig(address=address)
+    worker = kind(config, runner, ResultSpool(folder / "spool.sqlite"), name="box", max_queued=64)
+    running = asyncio.create_task(worker.run())
+    try:
+        yield
+    finally:
+        running.cancel()
+        await asyncio.wait({running})
+
+
+async def test_our_worker_keeps_every_rule(start_mesh, engine, tmp_path):
+    mesh = await start_mesh([engine])
+    address = f"127.0.0.1:{free_port()}"
+    command = [
+        sys.executable,
+        "-m",
+        "meshrl.cli.main",
+        "conformance",
+        "--full",
+        "--json",
+        "--deadline",
+        str(DEADLINE_S),
+    ]
+    async with dialling(ExchangeWorker, mesh.runner, address, tmp_path):
+        asked = await asyncio.create_subprocess_exec(
+            *command, "--address", address, "--service", "exchange",
+            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        out, err = await asyncio.wait_for(asked.communicate(), 5 * DEADLINE_S)
+    assert asked.returncode == 0, out + err
+    rules = {one["rule"]: one["result"] for one in json.loads(out)["rules"]}
+    assert {rule for rule, result in rules.items() if result != "keeps"} == {"exchange.spool", "exchange.cut-off"}
+    assert len(rules) == 10
+
+
+class PlaysAgain(ExchangeWorker):
+    """It forgets that it has had a call."""
+
+    def _start(self, start: Any) -> None:
+        self._outbox.drop(start.call_id)
+        super()._start(start)
+
+
+class SpendsMore(ExchangeWorker):
+    """It takes one credit more than it was given."""
+
+    def _resume(self, stream: Any, lease: Any) -> None:
+        super()._resume(stream, lease)
+        stream.credit += 1
+
+
+class KeepsAll(ExchangeWorker):
+    """It goes on with calls that nobody needs."""
+
+    def _drop(self, call_id: str) -> None:
+        pass
+
+
+class SaysOnlyThatItFailed(ExchangeWorker):
+    """It has one reason for everything."""
+
+    def _end(self, call_id: str, error: MeshError | None) -> None:
+        super()._end(call_id, error and MeshError(Reason.INTERNAL, error.message))
+
+
+@pytest.mark.parametrize(
+    ("kind", "rules", "words"),
+    [
+        (PlaysAgain, {"exchange.once"}, "was started again"),
+        (SpendsMore, {"exchange.credit"}, "beyond a credit of 1"),
+        (KeepsAll, {"exchange.cancel"}, "after unneeded"),
+        (SaysOnlyThatItFailed, {"exchange.refusal"}, "with INTERNAL"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+async def test_a_worker_that_breaks_a_rule_is_named_by_it(
+    start_mesh, engine, tmp_path, kind: type[ExchangeWorker], rules: set[str], words: str
+):
+    mesh = await start_mesh([engine])
+    address = f"127.0.0.1:{free_port()}"
+    async with dialling(kind, mesh.runner, address, tmp_path):
+        results = await examine_worker(address, full=False, deadline_s=DEADLINE_S)
+    broken = {one.rule: one.found for one in results if one.result == "breaks"}
+    assert set(broken) == rules, broken
+    assert any(words in found for found in broken.values())
