@@ -17,8 +17,8 @@ from meshrl.core.config.layers import Layer
 from meshrl.core.config.report import Origin, explain, one_message, without_unknown
 from meshrl.core.config.respelling import OlderSpellings
 from meshrl.core.config.schema import Path, Table, kind_of
-from meshrl.core.config.sources import read_environment, read_file
-from meshrl.core.config.values import in_present_words, merged
+from meshrl.core.config.sources import read_environment, read_file, read_settings
+from meshrl.core.config.values import in_present_words
 
 Config = TypeVar("Config", bound=BaseConfig)
 
@@ -83,7 +83,7 @@ def build_config(
         return next((origin for layer in reversed(layers) if (origin := layer.origin_of(path))), None)
 
     try:
-        values = cls.complete(merged(older.root, layers))
+        values = cls.complete(read_settings(older.root, layers))
     except ConfigError as error:
         raise ConfigError("\n".join([*problems, str(error)])) from error
     try:

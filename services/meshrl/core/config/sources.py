@@ -1,20 +1,22 @@
-"""Reads TOML files and PRIME_ variables into layers of values."""
+"""Reads TOML files and PRIME_ variables into layers, and hands all layers to pydantic-settings as its one source."""
 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path as FilePath
-from typing import get_args
+from typing import Any, get_args
 
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from meshrl.core.config.base import ConfigError
 from meshrl.core.config.layers import Layer
 from meshrl.core.config.respelling import OlderSpellings, UnknownKeyError
-from meshrl.core.config.schema import Path, nearest
+from meshrl.core.config.schema import Kind, Path, Table, nearest
 from meshrl.core.config.shared import LogConfig, LogLevel
-from meshrl.core.config.values import decode
+from meshrl.core.config.values import decode, merged
 
 PREFIX = "PRIME_"
 LOG_LEVEL = "PRIME_LOG_LEVEL"
@@ -71,3 +73,35 @@ def read_environment(older: OlderSpellings, environ: Mapping[str, str]) -> tuple
         except ConfigError as error:
             raise ConfigError(f"{variable}: {error}") from error
     return layer, warnings
+
+
+class LayersSource(PydanticBaseSettingsSource):
+    """The source of settings that holds every layer, the lowest first."""
+
+    def __init__(self, settings: type[BaseSettings], root: Kind, layers: Sequence[Layer]) -> None:
+        super().__init__(settings)
+        self._root = root
+        self._layers = layers
+
+    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
+        """One top-level value of the layers."""
+        return self().get(field_name), field_name, False
+
+    def __call__(self) -> Table:
+        """The layers laid over each other. Raises ConfigError when a list has gaps."""
+        return merged(self._root, self._layers)
+
+
+def read_settings(root: Kind, layers: Sequence[Layer]) -> Table:
+    """What pydantic-settings makes of the layers, which take the place of its own sources. Raises ConfigError."""
+
+    class Settings(BaseSettings):
+        model_config = SettingsConfigDict(extra="allow", protected_namespaces=())
+
+        @classmethod
+        def settings_customise_sources(
+            cls, settings_cls: type[BaseSettings], *_: object, **__: object
+        ) -> tuple[PydanticBaseSettingsSource, ...]:
+            return (LayersSource(settings_cls, root, layers),)
+
+    return Settings().model_extra or {}
