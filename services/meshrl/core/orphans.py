@@ -12,10 +12,11 @@ lines from stdin: `+PID` when a process group has been started, `-PID` when that
 guarded process is dead, or done: every group left is asked to end and killed after the grace, then the folders are
 removed.
 
-    orphans.py GRACE_S LOCK_FILE FOLDER...
+    orphans.py GRACE_S LOCK_FILE MARK FOLDER...
 
-The folders stay while another process has LOCK_FILE locked: then they are in use, and that process removes them. An
-empty LOCK_FILE removes them in any case.
+What the guarded programs started in sessions of their own, such as the tool servers of environments, is known by MARK
+in its environment, and killed after them. The folders stay while another process has LOCK_FILE locked: then they are in
+use, and that process removes them. An empty LOCK_FILE removes them in any case.
 """
 
 from __future__ import annotations
@@ -38,6 +39,10 @@ POLL_S = 0.25
 
 AGENT_PID = "MESHRL_AGENT_PID"
 """Environment variable by which our agent tells a rank whom to watch."""
+
+RUN_MARK = "MESHRL_RUN_MARK"
+WORKER_MARK = "MESHRL_WORKER_MARK"
+"""Environment variables that programs of a run, and of a worker of rollouts, hand down to whatever they start."""
 
 ORPHANED = 70
 """Exit code of a process whose program is gone; nobody is left to read it but the kernel's log."""
@@ -229,10 +234,16 @@ def end_with_parent(*, whole_group: bool = False) -> None:
     threading.Thread(target=watch, name="meshrl-orphan-watch", daemon=True).start()
 
 
-def guardian_command(grace_s: float, folders: Sequence[Path], *, lock_file: Path | None = None) -> list[str]:
-    """How to start a guardian. Its stdin must be a pipe; a session of its own keeps it out of what it outlives."""
+def guardian_command(
+    grace_s: float, folders: Sequence[Path], *, lock_file: Path | None = None, mark: str = ""
+) -> list[str]:
+    """How to start a guardian. Its stdin must be a pipe; a session of its own keeps it out of what it outlives.
+
+    Without a `mark` it ends only the process groups that it is told of.
+    """
     lock = "" if lock_file is None else str(lock_file.absolute())
-    return [sys.executable, "-I", "-S", __file__, str(grace_s), lock, *(str(folder.absolute()) for folder in folders)]
+    known = [sys.executable, "-I", "-S", __file__, str(grace_s), lock, mark]
+    return [*known, *(str(folder.absolute()) for folder in folders)]
 
 
 class FolderGuardian:
@@ -245,6 +256,7 @@ class FolderGuardian:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             start_new_session=True,
+            env={name: value for name, value in os.environ.items() if name not in (RUN_MARK, WORKER_MARK)},
         )
 
     def close(self) -> None:
@@ -267,6 +279,22 @@ def _signal(groups: set[int], signum: int) -> set[int]:
             continue
         alive.add(group)
     return alive
+
+
+def end_marked(name: str, mark: str) -> int:
+    """Kills every process of this user that was started with the variable `name` set to `mark`; returns how many.
+
+    By /proc, so on Linux alone; elsewhere it finds none.
+    """
+    wanted, found = f"{name}={mark}".encode(), 0
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if wanted in (entry / "environ").read_bytes().split(b"\0"):
+                os.kill(int(entry.name), signal.SIGKILL)
+                found += 1
+        except OSError:  # another user's, or gone by now
+            continue
+    return found
 
 
 def _end(groups: set[int], grace_s: float) -> None:
@@ -298,11 +326,13 @@ def guard() -> None:
     """The guardian: runs until stdin ends, then tidies up."""
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)  # outlives the guarded process on purpose, and ends with its stdin
-    grace_s, lock_file, *folders = sys.argv[1:]
+    grace_s, lock_file, mark, *folders = sys.argv[1:]
     groups: set[int] = set()
     for line in sys.stdin:
         (groups.add if line.startswith("+") else groups.discard)(int(line[1:]))
     _end(groups, float(grace_s))
+    if mark:
+        end_marked(RUN_MARK, mark)
     if not (lock_file and is_locked(lock_file)):
         for folder in folders:
             shutil.rmtree(folder, ignore_errors=True)  # most often it is gone already

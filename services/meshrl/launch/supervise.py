@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import os
+import secrets
 import shutil
 import signal
 import sys
@@ -17,7 +18,7 @@ from typing import Any
 
 from loguru import logger
 
-from meshrl.core.orphans import guardian_command
+from meshrl.core.orphans import RUN_MARK, guardian_command
 from meshrl.core.program import how_it_ended
 from meshrl.core.readiness import READY_FILE
 from meshrl.core.waiting import CANCEL_DEADLINE_S, stop_or_first
@@ -87,7 +88,8 @@ class Supervisor:
     """Runs programs until the leader is done, one dies, or it is told to stop. Nothing is left running after `run`.
 
     Each program has a session of its own, so that its children end with it. A guardian process ends them all if this
-    process is killed, holds `lock_fd` until then, and removes the `temporary` folders in any case.
+    process is killed, holds `lock_fd` until then, and in any case ends what left its program's session and removes the
+    `temporary` folders.
     """
 
     def __init__(
@@ -107,6 +109,7 @@ class Supervisor:
         self._children: dict[str, _Child] = {}
         self._guardian: asyncio.subprocess.Process | None = None
         self._ready_folder = Path()  # made by `run`
+        self._mark = secrets.token_hex(16)
 
     async def run(self, stop: asyncio.Event, lead: Coroutine[Any, Any, int] | None = None) -> int:
         """Returns the exit code: 0 when the run is over or was stopped in order, else 1.
@@ -121,7 +124,7 @@ class Supervisor:
             with tempfile.TemporaryDirectory(prefix="meshrl-rl-", ignore_cleanup_errors=True) as folder:
                 self._ready_folder = Path(folder)
                 self._guardian = await asyncio.create_subprocess_exec(
-                    *guardian_command(self._grace.failure_s, [*self._temporary, self._ready_folder]),
+                    *guardian_command(self._grace.failure_s, [*self._temporary, self._ready_folder], mark=self._mark),
                     stdin=asyncio.subprocess.PIPE,
                     start_new_session=True,
                     pass_fds=() if self._lock_fd is None else (self._lock_fd,),
@@ -173,7 +176,13 @@ class Supervisor:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=log,
                 stderr=asyncio.subprocess.STDOUT,
-                env={**os.environ, "PYTHONUNBUFFERED": "1", **program.environ, READY_FILE: str(ready)},
+                env={
+                    **os.environ,
+                    "PYTHONUNBUFFERED": "1",
+                    **program.environ,
+                    READY_FILE: str(ready),
+                    RUN_MARK: self._mark,
+                },
                 start_new_session=True,
             )
         self._tell_guardian("+", process.pid)

@@ -29,7 +29,7 @@ DEADLINE_S = 30.0
 
 def wait_for(log: Path) -> str:
     """Code that waits until another program has written a line."""
-    return f"while not os.path.getsize({str(log)!r}): time.sleep(0.01)\n"
+    return f"while not (os.path.exists({str(log)!r}) and os.path.getsize({str(log)!r})): time.sleep(0.01)\n"
 
 
 class Programs:
@@ -120,6 +120,16 @@ async def test_run_is_over_when_the_leader_is_done(programs: Programs, messages:
     assert await supervise(programs) == 0
     assert programs.alive() == []
     assert "INFO leader is done; ending the other programs\n" in messages
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="what left its session is found by /proc")
+@pytest.mark.parametrize("end", ["in order", "killed"])
+async def test_what_left_its_programs_session_ends_with_the_run(programs: Programs, end: str) -> None:
+    child = CHILD.format(code=UP + STUBBORN + SLEEP).replace("'.child'])", "'.child'], start_new_session=True)")
+    programs.add("server", child + ("os.kill(os.getpid(), 9)" if end == "killed" else DRAINS + SLEEP))
+    programs.add("leader", wait_for(programs.folder / "server.child"), leader=True)
+    await supervise(programs)
+    assert gone(programs)
 
 
 async def test_leaders_log_is_shown_and_kept(programs: Programs) -> None:

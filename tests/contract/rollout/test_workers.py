@@ -4,6 +4,7 @@ import asyncio
 import os
 import re
 import signal
+from pathlib import Path
 
 import pytest
 from loguru import logger
@@ -225,6 +226,24 @@ async def test_a_killed_worker_costs_what_it_played_and_is_replaced(start_mesh, 
     logs = tmp_path / "logs" / "envs" / "train" / "mesh_echo"
     assert sorted(path.name for path in logs.iterdir()) == ["env_server.log", "env_worker_1.log"]
     assert message in (logs / "env_server.log").read_text()
+
+
+async def test_what_a_dead_worker_started_in_a_session_of_its_own_ends_too(start_mesh, engine, make_group, tmp_path):
+    mesh = await start_mesh([engine], env=[zoo("leaves")], workers=1)
+    await collect(mesh, make_group(environment="leaves", deadline_s=PATIENCE_S))
+    logs = (tmp_path / "logs" / "envs").rglob("env_worker_*.log")
+    left = [int(pid) for log in logs for pid in re.findall(r"left process (\d+)", log.read_text())]
+    assert left
+    async with asyncio.timeout(PATIENCE_S):
+        while any(map(runs, left)):  # noqa: ASYNC110  # other processes change what is asked
+            await asyncio.sleep(0.05)
+
+
+def runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def worker_pids() -> list[int]:

@@ -15,6 +15,8 @@ class WorkerOrder:
     config: str
     names: Sequence[str]
     max_memory_mib: int
+    mark: str = ""
+    """In the environment of what it starts, so that it can be found when the worker is gone."""
 
     def encode(self) -> str:
         return json.dumps(asdict(self))

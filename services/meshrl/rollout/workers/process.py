@@ -10,6 +10,7 @@ import asyncio
 import json
 import multiprocessing
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -23,6 +24,7 @@ from multiprocessing.process import BaseProcess
 from google.rpc import status_pb2
 
 from meshrl.core.config import ConfigError
+from meshrl.core.orphans import WORKER_MARK, end_marked
 from meshrl.core.program import how_it_ended
 from meshrl.rollout.deadlines.stages import BEGINNING, RolloutStage, StageKind
 from meshrl.rollout.played import Played
@@ -104,7 +106,7 @@ class WorkerProcess:
     """One worker process. Use from one event loop."""
 
     def __init__(self, order: WorkerOrder) -> None:
-        self.order = order
+        self.order = replace(order, mark=secrets.token_hex(16))
         self.infos: tuple[EnvironmentInfo, ...] = ()
         self.in_flight: dict[str, int] = {}
         self.rollouts: dict[tuple[int, int], Assigned] = {}
@@ -264,6 +266,7 @@ class WorkerProcess:
         self._signal_group(alive=code is None)  # what it started; and itself, where it only closed its socket
         if code is None:
             code = await asyncio.to_thread(exit_code, process, EXIT_CODE_S)
+        await asyncio.to_thread(end_marked, WORKER_MARK, self.order.mark)  # what it started in a session of its own
         self.close()
         return how_it_ended(code)
 

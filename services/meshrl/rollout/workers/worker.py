@@ -25,7 +25,7 @@ from opentelemetry.trace import Tracer
 
 from meshrl.core.config import ConfigError
 from meshrl.core.heap import freeze_loaded
-from meshrl.core.orphans import end_with_parent
+from meshrl.core.orphans import WORKER_MARK, end_with_parent
 from meshrl.core.paths import Layout
 from meshrl.core.program import raise_open_file_limit
 from meshrl.core.telemetry.exposition import observed, registry_of
@@ -56,7 +56,8 @@ CLOSE_S = 5.0
 def main(front: socket.socket, alarm: socket.socket, order_text: str) -> None:
     """Runs a whole worker; the target of a process that a fork server starts."""
     order = WorkerOrder.decode(order_text)
-    os.setsid()  # programs that environments start are ended together with it
+    os.setsid()  # programs that environments start are ended together with it,
+    os.environ[WORKER_MARK] = order.mark  # and those in sessions of their own are found by this
     _end_with_fork_server()
     end_with_parent(whole_group=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
