@@ -1,11 +1,13 @@
 """The file in which a worker keeps what it made until the orchestrator has it; written before anything is sent.
 
-One process at a time has it open. Its calls block; `worker` makes them on a thread.
+One process at a time has it open. Its calls block; `worker` makes them on a thread. A write that nobody waits for any
+more goes on there, so that `close` waits for it: SQLite crashes when a file is closed under a statement.
 """
 
 from __future__ import annotations
 
 import sqlite3
+import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -18,6 +20,7 @@ class ResultSpool:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._in_use = threading.Lock()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = sqlite3.connect(path, timeout=1.0, isolation_level=None, check_same_thread=False)
@@ -48,9 +51,9 @@ class ResultSpool:
     def write(self, events: Sequence[SpooledEvent], forget: Iterable[tuple[str, int | None]] = ()) -> None:
         """Adds events and removes, per call, those up to a number (None: all), at once and on disk on return.
 
-        Raises OSError or sqlite3.Error where the disk does not take it.
+        Raises OSError or sqlite3.Error where the disk does not take it, or the spool is closed.
         """
-        with self._file:
+        with self._in_use, self._file:
             self._file.execute("BEGIN IMMEDIATE")
             rows = [(event.call_id, event.seq, event.message, event.is_end) for event in events]
             self._file.executemany("INSERT OR REPLACE INTO events VALUES (?, ?, ?, ?)", rows)
@@ -59,4 +62,6 @@ class ResultSpool:
                 self._file.execute("DELETE FROM events WHERE call_id = ? AND seq <= ?", (call_id, upto))
 
     def close(self) -> None:
-        self._file.close()
+        """Waits for a write that goes on, and closes the file."""
+        with self._in_use:
+            self._file.close()
