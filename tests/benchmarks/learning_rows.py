@@ -128,7 +128,7 @@ def jobs() -> list[Job]:
         row("reverse_text_max_rl", "max_rl", "reverse_text/rl", "warm_reverse", "--orchestrator.algo.type", "max_rl"),
         row("memory_game", "grpo", "memory_game/rl", "warm_memory", "--orchestrator.eval.interval", "10"),
         row("word_trail", "max_rl", "word_trail/rl", "warm_trail", "--orchestrator.algo.type", "max_rl"),
-        row("word_trail_echo", "echo", "word_trail/rl", "warm_trail", "--orchestrator.algo.type", "echo"),
+        row("word_trail_echo", "echo", "word_trail/rl", "warm_trail", *ECHOING),
         row("letter_sort", "grpo", "letter_sort/rl", "warm_sort", "--orchestrator.eval.interval", "10"),
         row("nim", "rae", "nim/rl", "warm_nim"),
         row("posed_reversing", "hierarchical_grpo", "reverse_text/rl", "warm_posed", *POSED),
@@ -164,6 +164,7 @@ POSED = (
     "--max-steps", "20",
 )  # fmt: skip
 IMITATE = ("--orchestrator.training-mode", "sft", "--orchestrator.teacher.model.name", "{teacher_model}")
+ECHOING = ("--orchestrator.algo.type", "echo", "--orchestrator.algo.weight", "0.004")
 SELF = (
     "--orchestrator.algo.type", "opsd",
     "--orchestrator.algo.top-k", "16",
