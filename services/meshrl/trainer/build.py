@@ -82,6 +82,7 @@ def build_parts(config: TrainerConfig, environment: Mapping[str, str]) -> Traine
         model, logits_bytes = suited(
             config.model, config.optim, parallel, seq_len=config.seq_len, max_logits_mib=config.max_logits_mib
         )
+        started = time.perf_counter()
         learner = build_learner(
             model,
             objective=build_objective(config.loss),
@@ -92,6 +93,7 @@ def build_parts(config: TrainerConfig, environment: Mapping[str, str]) -> Traine
             seed=config.seed,
             max_logits_bytes=logits_bytes,
         )
+        logger.info("the model is loaded, in {:.1f} s", time.perf_counter() - started)
         if isinstance(model.compile, CompileConfig) and device.type == "cuda":
             compile_kernels(learner, seq_len=config.seq_len)
         checkpointer = Checkpointer(
