@@ -281,20 +281,18 @@ def _signal(groups: set[int], signum: int) -> set[int]:
     return alive
 
 
-def end_marked(name: str, mark: str) -> int:
-    """Kills every process of this user that was started with the variable `name` set to `mark`; returns how many.
+def end_marked(name: str, mark: str) -> None:
+    """Kills every process of this user that was started with the variable `name` set to `mark`.
 
     By /proc, so on Linux alone; elsewhere it finds none.
     """
-    wanted, found = f"{name}={mark}".encode(), 0
+    wanted = f"{name}={mark}".encode()
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             if wanted in (entry / "environ").read_bytes().split(b"\0"):
                 os.kill(int(entry.name), signal.SIGKILL)
-                found += 1
         except OSError:  # another user's, or gone by now
             continue
-    return found
 
 
 def _end(groups: set[int], grace_s: float) -> None:

@@ -16,7 +16,6 @@ import zstandard
 from click.testing import CliRunner, Result
 
 from meshrl.cli.command import ago, print_json
-from meshrl.cli.logs import _new_lines
 from meshrl.cli.main import main
 from meshrl.cli.run_folder import RunFolder
 from meshrl.cli.status import RunStatus, ServiceRow, status_schema
@@ -308,16 +307,6 @@ def test_a_log_that_has_gone_before_it_is_read_is_left_out(tmp_path: Path) -> No
     (tmp_path / "logs/gone.log").symlink_to("nowhere")  # listed, and not there when it is opened
     result = meshrl("logs", "-o", str(tmp_path))
     assert (result.exit_code, result.output.splitlines()) == (0, [f"{'trainer':14} 10:00:01.000 INFO a"])
-
-
-def test_a_log_that_goes_while_it_is_followed_is_read_anew_when_it_is_back(tmp_path: Path) -> None:
-    path, read = tmp_path / "trainer.log", dict[Path, int]()
-    path.write_text("one\n")
-    assert list(_new_lines(path, read)) == ["one"]
-    path.unlink()
-    assert list(_new_lines(path, read)) == []
-    path.write_text("two, longer than before\nhalf")
-    assert list(_new_lines(path, read)) == ["two, longer than before"]
 
 
 def test_the_doctor_says_what_it_looked_at(tmp_path: Path) -> None:
