@@ -83,7 +83,7 @@ def test_help_lists_every_command_and_each_has_its_own(monkeypatch: pytest.Monke
     ("arguments", "line"),
     [
         (("stats",), "Error: No such command 'stats'; see main --help"),
-        (("weights", "unpin"), "Error: No such command 'unpin'; see main weights --help"),
+        (("weights", "delete"), "Error: No such command 'delete'; see main weights --help"),
         (("conformance",), "Error: Missing option '--address'; see main conformance --help"),
         (
             ("watch", "--count", "0"),

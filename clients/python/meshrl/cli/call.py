@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import AsyncIterator, Iterator
-from typing import Any
 
 import click
 import grpc
@@ -100,7 +99,7 @@ async def _each(requests: list[Message]) -> AsyncIterator[Message]:
         yield request
 
 
-def _print(message: Any) -> None:
+def _print(message: Message | bytes) -> None:
     if isinstance(message, bytes):
         raise CliError("this RPC answers in raw bytes, which have no JSON form")
     click.echo(json_format.MessageToJson(message, preserving_proto_field_name=True))

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypedDict, TypeVar, Unpack
 
 import click
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from meshrl.client.channel import ChannelOptions
 
 _T = TypeVar("_T")
-_Command = Callable[..., Any]
+_Command = Callable[..., object]
 
 CALL_DEADLINE_S = 10.0
 """How long a service may take to answer before the command gives up."""
@@ -98,7 +98,14 @@ def the_address(folder: RunFolder, service: str, address: str | None) -> str:
     return found[0]
 
 
-def options_for(folder: RunFolder, **changes: Any) -> ChannelOptions:
+class _Changes(TypedDict, total=False):
+    """Options that a command has otherwise."""
+
+    unary_deadline_s: float
+    reconnect_s: float
+
+
+def options_for(folder: RunFolder, **changes: Unpack[_Changes]) -> ChannelOptions:
     """How to call the services of a run, with its credentials, where it has any. Raises CliError for unusable ones."""
     from meshrl.client.channel import ChannelOptions  # gRPC takes 0.1 s to import, which `--help` need not wait for
     from meshrl.client.credentials import CredentialError, default_credentials
@@ -107,10 +114,11 @@ def options_for(folder: RunFolder, **changes: Any) -> ChannelOptions:
         credentials = folder.credentials() or default_credentials()
     except CredentialError as error:
         raise CliError(str(error)) from error
-    return ChannelOptions(**{"unary_deadline_s": CALL_DEADLINE_S, "credentials": credentials, **changes})
+    changes.setdefault("unary_deadline_s", CALL_DEADLINE_S)
+    return ChannelOptions(credentials=credentials, **changes)
 
 
-def run(work: Coroutine[Any, Any, _T]) -> _T:
+def run(work: Coroutine[None, None, _T]) -> _T:
     """Runs calls to services to their end; one that fails is a CliError with the service's own words."""
     import asyncio  # `--help` need not wait for it
 

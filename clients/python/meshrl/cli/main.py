@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import click
 from click.exceptions import NoArgsIsHelpError
@@ -51,13 +50,13 @@ class LazyCommands(click.Group):
         return command
 
     def make_context(
-        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: object
     ) -> click.Context:
         """As click does, but for errors, which are one line."""
         with _in_one_line(info_name or "meshrl"):
             return super().make_context(info_name, args, parent, **extra)
 
-    def invoke(self, ctx: click.Context) -> Any:
+    def invoke(self, ctx: click.Context) -> object:
         """As click does, but for errors, which are one line."""
         with _in_one_line(ctx.command_path):
             return super().invoke(ctx)

@@ -5,22 +5,19 @@ from __future__ import annotations
 import json
 import sqlite3
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
-from typing import Any
 
 import click
 
 from meshrl.cli.command import CliError, ago, folder_option, json_option, print_json, print_table
 from meshrl.cli.run_folder import RunFolder
+from meshrl.wire.values import JsonObject
 
 FOLLOW_S = 1.0
 
 _IN_LEDGER = {"in_flight": "dispatched", "ready": "finished"}
 """What the ledger calls these states."""
-
-_Line = Mapping[str, Any]
-"""A kept rollout, as in `rollouts/step_N.jsonl.zst`."""
 
 _ROW = """SELECT rollouts.rollout_id, rollouts.environment, rollouts.task_index, rollouts.state, rollouts.reason,
   rollouts.step, rollouts.oldest_version, rollouts.group_id, rollouts.updated_s, rollouts.key, rollouts.run,
@@ -51,7 +48,7 @@ def _open(folder: RunFolder) -> sqlite3.Connection:
     return ledger
 
 
-def _read(ledger: sqlite3.Connection, query: str, values: Sequence[object] = ()) -> list[Mapping[str, Any]]:
+def _read(ledger: sqlite3.Connection, query: str, values: Sequence[object] = ()) -> list[JsonObject]:
     try:
         return [dict(row) for row in ledger.execute(query, values)]
     except sqlite3.DatabaseError as error:
@@ -93,7 +90,7 @@ def _filter(environment: str | None, state: str | None) -> tuple[str, list[objec
     return " AND ".join(given) or "1", list(given.values())
 
 
-def _show(found: Sequence[Mapping[str, Any]], *, as_json: bool) -> None:
+def _show(found: Sequence[JsonObject], *, as_json: bool) -> None:
     if as_json:
         for row in found:
             click.echo(json.dumps(row))
@@ -197,7 +194,7 @@ def best(folder: RunFolder, step: int | None, environment: str | None, as_json: 
     _show_extreme(_kept(folder, step, environment), max, as_json=as_json)
 
 
-def _kept(folder: RunFolder, step: int | None, environment: str | None) -> list[_Line]:
+def _kept(folder: RunFolder, step: int | None, environment: str | None) -> list[JsonObject]:
     """The kept rollouts of a step. Raises CliError when there are none."""
     steps = folder.sampled_steps()
     if not steps:
@@ -217,7 +214,7 @@ def _kept(folder: RunFolder, step: int | None, environment: str | None) -> list[
     return kept
 
 
-def _show_extreme(kept: Sequence[_Line], extreme: Callable[..., _Line], *, as_json: bool) -> None:
+def _show_extreme(kept: Sequence[JsonObject], extreme: Callable[..., JsonObject], *, as_json: bool) -> None:
     scored = [line for line in kept if line.get("reward") is not None]
     if not scored:
         raise CliError(f"none of the {len(kept)} kept rollouts has a reward; `meshrl rollouts samples` says why")
@@ -228,7 +225,7 @@ def _show_extreme(kept: Sequence[_Line], extreme: Callable[..., _Line], *, as_js
         _print_rollout(chosen)
 
 
-def _print_rollout(line: _Line) -> None:
+def _print_rollout(line: JsonObject) -> None:
     """Prints a kept rollout as a conversation."""
     if "samples" not in line:
         click.echo(f"failed: {line['reason']}: {line['message']}")
@@ -254,7 +251,7 @@ def _print_rollout(line: _Line) -> None:
             click.echo(message["text"])
 
 
-def _beginning(line: _Line) -> str:
+def _beginning(line: JsonObject) -> str:
     """The first words that the policy said, or why the rollout failed."""
     if "samples" not in line:
         return f"{line['reason']}: {line['message']}"[:60]

@@ -1,4 +1,7 @@
-"""Reads what a run has written to its output folder: addresses, metrics, ledger, logs and traces. Changes nothing."""
+"""Reads what a run has written to its output folder: addresses, metrics, ledger, logs, traces and checkpoints.
+
+Used by the commands that show a run; it writes nothing.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,16 @@ import shutil
 import sqlite3
 import time
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import zstandard
 
 from meshrl.wire.program_state import SILENT_AFTER_S, ProgramState, read_states
 from meshrl.wire.trace_file import read_lines, spans_of, trace_files
+from meshrl.wire.values import JsonObject
 
 if TYPE_CHECKING:
     from meshrl.client.credentials import Credentials
@@ -30,7 +34,7 @@ UNSET = "None"
 _ANY_HOST = ("", "0.0.0.0", "::", "[::]")  # names what a server bound to; nothing is bound here
 
 
-def _reach(server: Mapping[str, Any]) -> str:
+def _reach(server: JsonObject) -> str:
     """host:port by which a server of this machine is called."""
     return f"{'127.0.0.1' if server['host'] in _ANY_HOST else server['host']}:{server['port']}"
 
@@ -41,7 +45,7 @@ class RunFolder:
 
     path: Path
 
-    def config(self, program: str) -> Mapping[str, Any]:
+    def config(self, program: str) -> JsonObject:
         """The resolved configuration of one program; empty when the folder has none that can be read."""
         try:
             with (self.path / "configs" / f"{program}.toml").open("rb") as file:
@@ -75,7 +79,18 @@ class RunFolder:
         token = folder / "operator.token"
         return credentials_of(CredentialFiles(token=token)) if os.access(token, os.R_OK) else None
 
-    def last_step(self) -> Mapping[str, Any] | None:
+    @property
+    def weights(self) -> Path:
+        """Where the snapshots of saved steps are."""
+        return self.path / "weights"
+
+    def saved_steps(self, *, to_resume: bool = False) -> list[int]:
+        """The steps that have a snapshot of the weights, or those that a run can resume from, in order."""
+        found = self.path.glob("checkpoints/step_*/trainer" if to_resume else "weights/step_*")
+        names = {(path.parent if to_resume else path).name.removeprefix("step_") for path in found if path.is_dir()}
+        return sorted(int(name) for name in names if name.isdecimal())
+
+    def last_step(self) -> JsonObject | None:
         """The record of the step that metrics.jsonl ends with, None where there is none yet.
 
         The file's last line may be half written, and evaluations have records of their own without a reward.
@@ -163,7 +178,7 @@ class RunFolder:
         """The steps of which rollouts are kept to be read."""
         return sorted(int(path.name.split(".")[0][5:]) for path in (self.path / "rollouts").glob("step_*.jsonl.zst"))
 
-    def samples(self, step: int) -> list[Mapping[str, Any]]:
+    def samples(self, step: int) -> list[JsonObject]:
         """The rollouts of a step that are kept to be read; none where there is no such file."""
         try:
             with zstandard.open(self.path / "rollouts" / f"step_{step}.jsonl.zst", "rt", encoding="utf-8") as file:
@@ -184,7 +199,7 @@ class RunFolder:
             root /= f"attempt_{attempts[-1] if attempt is None else attempt}"
         return {str(path.relative_to(root).with_suffix("")): path for path in sorted(root.rglob("*.log"))}
 
-    def spans(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    def spans(self) -> Iterator[tuple[str, JsonObject]]:
         """Each span of the run with the name of its program, in OTLP's JSON form; half-written lines are left out, and
         a file that goes before it is read."""
         for path in trace_files(self.path / "traces"):

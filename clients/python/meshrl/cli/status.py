@@ -9,16 +9,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from meshrl.cli.command import ago, folder_option, json_option, print_json, print_table, run
 from meshrl.cli.run_folder import RunFolder
 from meshrl.wire.program_state import ProgramState, run_line
+from meshrl.wire.values import JsonObject
 
 if TYPE_CHECKING:  # gRPC and what goes with it take half a second to import: where there is nobody to ask, nobody waits
     from meshrl.client import ChannelOptions
@@ -41,7 +42,7 @@ class ServiceRow:
     version: int | None = None
     lag: int | None = None
     detail: str = ""
-    figures: Mapping[str, Any] = field(default_factory=dict)
+    figures: JsonObject = field(default_factory=dict)
 
     @property
     def is_well(self) -> bool:
@@ -215,9 +216,7 @@ async def _weights(address: str, options: ChannelOptions) -> list[ServiceRow]:
     return rows
 
 
-def _orchestrator(
-    folder: RunFolder, last: Mapping[str, Any] | None, now_s: float, *, running: bool
-) -> ServiceRow | None:
+def _orchestrator(folder: RunFolder, last: JsonObject | None, now_s: float, *, running: bool) -> ServiceRow | None:
     """What the orchestrator's files say of it; None in a folder that it never wrote to."""
     if not folder.config("orchestrator"):
         return None
@@ -248,7 +247,7 @@ def _behind(row: ServiceRow, newest: int | None) -> ServiceRow:
     return ServiceRow(**{**asdict(row), "lag": max(0, newest - row.version)})
 
 
-def _headline(folder: RunFolder, last: Mapping[str, Any] | None, now_s: float, *, running: bool) -> str:
+def _headline(folder: RunFolder, last: JsonObject | None, now_s: float, *, running: bool) -> str:
     parts = ["running" if running else "not running"]
     if last is None:
         parts.append("no step has ended yet")

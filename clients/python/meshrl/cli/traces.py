@@ -10,13 +10,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
 
 import click
 
 from meshrl.cli.command import CliError, ago, folder_option, json_option, print_json, print_table
 from meshrl.cli.rollouts import find_trace
 from meshrl.cli.run_folder import RunFolder
+from meshrl.wire.values import JsonObject
 
 STEP_SPAN = "rl.step"
 _ID = 8
@@ -36,7 +36,7 @@ class RunSpan:
     seconds: float
     start_us: int
     end_us: int
-    attributes: Mapping[str, Any] = field(default_factory=dict)
+    attributes: JsonObject = field(default_factory=dict)
     links: tuple[str, ...] = ()
     """The ids of the spans it links to."""
 
@@ -49,7 +49,7 @@ def read_spans(folder: RunFolder) -> list[RunSpan]:
     return found
 
 
-def to_run_span(program: str, raw: Mapping[str, Any]) -> RunSpan:
+def to_run_span(program: str, raw: JsonObject) -> RunSpan:
     """A span of `program` from OTLP's JSON form."""
     start, end = int(raw["startTimeUnixNano"]), int(raw["endTimeUnixNano"])
     return RunSpan(
@@ -150,7 +150,7 @@ class SpanKind:
     count: int
     median_s: float
     max_s: float
-    longest: Mapping[str, Any]
+    longest: JsonObject
     trace_id: str
 
 
@@ -167,7 +167,7 @@ def _longest(program: str, name: str, spans: Sequence[RunSpan]) -> SpanKind:
     )
 
 
-def _of(attributes: Mapping[str, Any]) -> str:
+def _of(attributes: JsonObject) -> str:
     named = ("rl.step", "meshrl.version", "meshrl.group_id", "rl.version")
     return next((f"{key.rpartition('.')[2]} {attributes[key]}" for key in named if key in attributes), "")
 
@@ -183,7 +183,7 @@ def export(folder: RunFolder, target: Path) -> None:
     click.echo(f"{len(spans)} spans of {len({span.program for span in spans})} programs are in {target}")
 
 
-def _events(spans: Sequence[RunSpan]) -> Iterable[Mapping[str, Any]]:
+def _events(spans: Sequence[RunSpan]) -> Iterable[JsonObject]:
     """The spans as Chrome's trace events; spans of one program that overlap without nesting get tracks of their own.
 
     As Perfetto wants it: whole microseconds, since it drops slices of a track that overlap by a rounding; threads whose

@@ -9,6 +9,16 @@ from meshrl.cli.run_folder import RunFolder
 from meshrl.client import TrainerClient
 
 
+def drain_trainer(folder: RunFolder, address: str | None, deadline_s: float) -> int:
+    """Has a run's trainer train what it has and take no more; returns the step that it ended with. Raises CliError."""
+
+    async def finish() -> int:
+        async with TrainerClient(the_address(folder, "trainer", address), options_for(folder)) as client:
+            return await client.drain(deadline_s)
+
+    return run(finish())
+
+
 @click.group()
 def trainer() -> None:
     """Drive the trainer: checkpoint, drain."""
@@ -47,11 +57,7 @@ def drain(folder: RunFolder, address: str | None, deadline_s: float, yes: bool, 
     if not yes:
         click.confirm(f"the trainer at {where} will take no more batches, and its run ends; go on?", abort=True)
 
-    async def finish() -> int:
-        async with TrainerClient(where, options_for(folder)) as client:
-            return await client.drain(deadline_s)
-
-    step = run(finish())
+    step = drain_trainer(folder, where, deadline_s)
     if as_json:
         print_json({"step": step})
     else:

@@ -1,15 +1,18 @@
-"""`meshrl weights`: the versions that the hub knows, and the engines that serve them."""
+"""`meshrl weights`: the versions that the hub knows, the engines that serve them, and the steps that are kept."""
 
 from __future__ import annotations
 
 import asyncio
-from contextlib import aclosing, suppress
+import shlex
+from collections.abc import Iterator
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import asdict
 
 import click
 
 from meshrl.cli.command import (
     CALL_DEADLINE_S,
+    CliError,
     address_option,
     ago,
     folder_option,
@@ -21,11 +24,16 @@ from meshrl.cli.command import (
     the_address,
 )
 from meshrl.cli.run_folder import RunFolder
+from meshrl.cli.trainer import drain_trainer
 from meshrl.client import ChannelOptions, WeightSyncClient
+from meshrl.wire.pinned_steps import pin_step, pinned_steps, unpin_step
 from meshrl.wire.types import EngineInfo, VersionInfo
 
 QUIET_S = 0.5
 """The hub's watch sends what has been at once; when nothing came for this long, all of it has come."""
+
+
+step_argument = click.argument("step", type=click.IntRange(min=1))
 
 
 async def _versions(address: str, run_id: str, options: ChannelOptions) -> list[VersionInfo]:
@@ -48,10 +56,7 @@ async def _engines(address: str, pool: str, options: ChannelOptions) -> tuple[En
 
 @click.group()
 def weights() -> None:
-    """Look at weight versions and the engines that serve them.
-
-    Versions go forward only: to go back to an earlier policy, resume the run from its checkpoint (--ckpt.resume-step).
-    """
+    """Look at weight versions and the engines that serve them; keep a step, and go back to it."""
 
 
 @weights.command(name="list")
@@ -96,3 +101,86 @@ def engines(folder: RunFolder, address: str | None, pool: str, as_json: bool) ->
         for engine in found
     ]  # fmt: skip
     print_table(("engine", "url", "pool", "state", "version", "takes requests", "seen", "last fault"), rows)
+
+
+@weights.command()
+@step_argument
+@folder_option
+@json_option
+def pin(step: int, folder: RunFolder, as_json: bool) -> None:
+    """Keep what was saved of STEP, whatever ckpt.keep_last says."""
+    _saved(folder, step, to_resume=False)
+    with _changing(folder):
+        pin_step(folder.weights, step)
+    _tell_pinned(folder, as_json)
+
+
+@weights.command()
+@step_argument
+@folder_option
+@json_option
+def unpin(step: int, folder: RunFolder, as_json: bool) -> None:
+    """Give STEP free again: ckpt.keep_last may delete it."""
+    with _changing(folder):
+        unpin_step(folder.weights, step)
+    _tell_pinned(folder, as_json)
+
+
+@weights.command()
+@step_argument
+@folder_option
+@click.option("--deadline", "deadline_s", type=click.FloatRange(min=1.0), default=600.0, show_default=True,
+              help="Seconds that the trainer may take for the batches it has.")  # fmt: skip
+@click.option("--yes", is_flag=True, help="Do not ask: a run that goes on ends with it.")
+@json_option
+def rollback(step: int, folder: RunFolder, deadline_s: float, yes: bool, as_json: bool) -> None:
+    """End the run, and say how it goes on from STEP.
+
+    Versions go forward only, so a run that goes on is never given older weights. Resumed, it publishes those of STEP
+    as its first version, and sets checkpoints of later steps aside. STEP is pinned, too.
+    """
+    _saved(folder, step, to_resume=True)
+    running = folder.is_running()
+    if running and not yes:
+        click.confirm(f"the run in {folder.path} ends, to go on from step {step}; go on?", abort=True)
+    with _changing(folder):
+        pin_step(folder.weights, step)
+    if running:
+        drain_trainer(folder, None, deadline_s)
+    configuration = folder.path / "configs" / "rl.toml"
+    if configuration.exists():
+        command = shlex.join(["rl", "@", str(configuration), "--ckpt.resume-step", str(step)])
+    else:  # programs that were started by hand
+        command = f"each program as it was started, the trainer with --ckpt.resume-step {step}"
+    if as_json:
+        print_json({"step": step, "ended": running, "command": command})
+    else:
+        ended = "the trainer has finished; when `meshrl status` says that the run has ended" if running else "now"
+        click.echo(f"{ended}, go on from step {step} with: {command}")
+
+
+def _tell_pinned(folder: RunFolder, as_json: bool) -> None:
+    pinned = sorted(pinned_steps(folder.weights))
+    if as_json:
+        print_json({"pinned": pinned})
+    else:
+        click.echo(f"pinned steps, which ckpt.keep_last spares: {', '.join(map(str, pinned)) or 'none'}")
+
+
+def _saved(folder: RunFolder, step: int, *, to_resume: bool) -> None:
+    """Raises CliError unless the step is saved."""
+    saved = folder.saved_steps(to_resume=to_resume)
+    if step not in saved:
+        what = "no checkpoint to resume from" if to_resume else "no weights"
+        there = f"it has those of {', '.join(map(str, saved))}" if saved else "it has none; set ckpt.interval"
+        raise CliError(f"{folder.path} has {what} of step {step}; {there}, or save now: meshrl trainer checkpoint")
+
+
+@contextmanager
+def _changing(folder: RunFolder) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CliError(
+            f"{folder.weights} cannot be changed: {error.strerror}; run this where the run's disk is"
+        ) from None

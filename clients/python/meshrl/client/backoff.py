@@ -1,4 +1,4 @@
-"""How long to wait before the next attempt: longer each time, and not the same for everybody.
+"""How long to wait before the next attempt: twice as long each time, with jitter.
 
 Used wherever a client, a service or an engine tries something again: watches, transfers, refused calls, lost groups.
 """

@@ -1,4 +1,4 @@
-"""What every client shares: one channel with its limits, keepalive, retries, deadlines, trace context and errors.
+"""The base of all clients: one channel with limits, keepalive, retries, deadlines, trace context and errors.
 
 A call that fails raises `MeshError` and nothing else. Only UNAVAILABLE on an idempotent unary call is retried here;
 streams resume by revision or offset instead.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -96,12 +96,12 @@ class Outgoing:
     An error of their source ends the call as cancelled, which is all that grpc.aio says: `raise_failure` says why.
     """
 
-    def __init__(self, source: AsyncGenerator[Any, None]) -> None:
+    def __init__(self, source: AsyncGenerator[object, None]) -> None:
         self._source = source
         self._failure: Exception | None = None
         self.stopped = False
 
-    async def messages(self) -> AsyncGenerator[Any, None]:
+    async def messages(self) -> AsyncGenerator[object, None]:
         """Yields the messages of the source and closes it at the end."""
         async with aclosing(self._source):
             try:
@@ -152,8 +152,17 @@ class ServiceClient:
         """Ends the channel; calls in flight are cancelled."""
         await self._channel.close(None)
 
+    async def wait_until_connected(self, deadline_s: float) -> None:
+        """Returns once the connection is open, with its TLS. Raises UNREACHABLE after `deadline_s`."""
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self._channel.channel_ready()
+        except TimeoutError as error:
+            text = f"no connection to {self.address} within {deadline_s:g} s"
+            raise MeshError(Reason.UNREACHABLE, text) from error
+
     async def why_not_serving(self, deadline_s: float) -> str:
-        """Asks the server's health: empty when it answers SERVING within `deadline_s`, else what it said or did not.
+        """Asks the server's health: empty when it answers SERVING within `deadline_s`, else what it answered instead.
 
         Raises NOT_SUPPORTED for a server that has no health service.
         """
@@ -196,7 +205,9 @@ class ServiceClient:
             Reason.UNREACHABLE, f"{self.service} at {self.address} was not serving within {deadline_s:g} s: {last}"
         )
 
-    async def _unary(self, call: Any, method: str, request: Any, deadline_s: float | None = None) -> Any:
+    async def _unary(
+        self, call: Callable[..., Awaitable[_T]], method: str, request: object, deadline_s: float | None = None
+    ) -> _T:
         """Makes one call with one message each way."""
         timeout_s = self.options.unary_deadline_s if deadline_s is None else deadline_s
         with self._span(method) as (span, metadata):
@@ -206,8 +217,12 @@ class ServiceClient:
                 raise self._failed(span, method, error, timeout_s) from error
 
     async def _upload(
-        self, call: Any, method: str, messages: AsyncGenerator[Any, None], deadline_s: float | None
-    ) -> Any:
+        self,
+        call: Callable[..., Awaitable[_T]],
+        method: str,
+        messages: AsyncGenerator[object, None],
+        deadline_s: float | None,
+    ) -> _T:
         """Streams `messages` up and returns the one answer; stops sending once the server begins to answer.
 
         Without that stop, a server that refuses early would race with our writes, and grpc.aio would report the write
@@ -215,7 +230,7 @@ class ServiceClient:
         """
         upload = Outgoing(messages)
 
-        async def listen(pending: Any) -> None:
+        async def listen(pending: grpc.aio.Call) -> None:
             await pending.initial_metadata()
             upload.stopped = True
 
@@ -234,9 +249,9 @@ class ServiceClient:
 
     async def _stream(
         self,
-        call: Any,
+        call: grpc.aio.UnaryStreamMultiCallable,
         method: str,
-        request: Any,
+        request: object,
         deadline_s: float | None,
         on_standing: Callable[[], None] | None = None,
         with_span: bool = False,
@@ -265,9 +280,9 @@ class ServiceClient:
 
     async def _watch(
         self,
-        call: Any,
+        call: grpc.aio.UnaryStreamMultiCallable,
         method: str,
-        request_from: Callable[[int], Any],
+        request_from: Callable[[int], object],
         after_revision: int,
         parse: Callable[[Any], _T | None],
     ) -> AsyncGenerator[_T, None]:

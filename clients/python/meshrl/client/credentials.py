@@ -12,7 +12,7 @@ import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import grpc
 
@@ -234,11 +234,11 @@ class FileCredentials:
             return int(server.add_insecure_port(address))
         reread = _Reread([self.files.key, self.files.cert, *([self.files.ca] if self.files.ca else [])])
 
-        def configuration() -> Any:
+        def configuration() -> grpc.ServerCertificateConfiguration:
             key, cert, *authority = reread.read()
             return grpc.ssl_server_certificate_configuration([(key, cert)], *authority)
 
-        def on_handshake() -> Any:
+        def on_handshake() -> grpc.ServerCertificateConfiguration | None:
             try:
                 return configuration() if reread.changed() else None
             except OSError:  # being replaced: the one before is still good

@@ -1,7 +1,7 @@
-"""How a host joins a run, and stays in it: a certificate by a join token, and the next one before it ends.
+"""How a host joins a run and stays in it: it gets a certificate for a join token, and renews it before it expires.
 
-The first connection goes to a server that nothing is known of but the hash of its authority's key, which came with the
-token. The authority's certificate is taken from the server, compared with the hash, and only then is anything said.
+Of the server of the first connection only the hash of its authority's key is known, which came with the token. So the
+authority's certificate is taken from the server and compared with the hash before anything is sent.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ import asyncio
 import hmac
 import socket
 import ssl
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import grpc
 from cryptography import x509
 from cryptography.hazmat.primitives import serialization
+from google.protobuf.message import Message
 
 from meshrl.client.authority import key_hash, request_for, save_certificate
 from meshrl.client.credentials import TRUST_FILE, Credentials, server_name
@@ -24,6 +25,8 @@ from meshrl.client.trust import Role, TrustFile, check_name, write_private
 from meshrl.v1 import identity_pb2 as pb
 from meshrl.v1 import identity_pb2_grpc
 from meshrl.wire.errors import MeshError, Reason, from_rpc_error
+
+_AnswerT = TypeVar("_AnswerT")
 
 CALL_S = 20.0
 RENEWAL_FILE = "renewal"
@@ -63,7 +66,7 @@ async def renew(folder: Path, credentials: Credentials) -> None:
 
 
 async def revoked_members(folder: Path, credentials: Credentials) -> set[tuple[str, str]]:
-    """(role, name) of each member that the run has shut out. Raises MeshError, OSError."""
+    """(role, name) of each member whose access was revoked. Raises MeshError, OSError."""
     address = renewal_address(folder)
     async with credentials.open_channel(address, [], _SERVER) as channel:
         stub = identity_pb2_grpc.EnrollmentServiceStub(channel)  # type: ignore[no-untyped-call]  # generated
@@ -108,11 +111,11 @@ def pinned_authority(address: str, ca_hash: str) -> x509.Certificate:
 
 def _chain(connection: ssl.SSLSocket) -> list[x509.Certificate]:
     """What the server showed, unverified. Public in ssl from Python 3.13 on; until then its object has it."""
-    shown: Any = connection._sslobj.get_unverified_chain()  # type: ignore[attr-defined]  # see above
+    shown = connection._sslobj.get_unverified_chain()  # type: ignore[attr-defined]  # see above
     return [x509.load_pem_x509_certificate(each.public_bytes().encode()) for each in shown or ()]
 
 
-async def _answer(call: Any, request: Any, address: str) -> Any:
+async def _answer(call: Callable[..., Awaitable[_AnswerT]], request: Message, address: str) -> _AnswerT:
     try:
         return await call(request, timeout=CALL_S)
     except grpc.aio.AioRpcError as error:

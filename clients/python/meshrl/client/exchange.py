@@ -1,4 +1,4 @@
-"""Client of RolloutExchange: a worker's stream to the orchestrator that gives it work, and who else has dialled in."""
+"""Client of RolloutExchange: a worker's stream to the orchestrator that gives it work, and the list of workers."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Self
 
 import grpc
 
@@ -22,7 +22,7 @@ class ReloadingChannel(grpc.aio.Channel):  # type: ignore[misc]  # grpc has no t
     def __init__(self, connect: Callable[[], grpc.aio.Channel], changed: Callable[[], bool]) -> None:
         self._connect, self._changed = connect, changed
         self._current = connect()
-        self._running: dict[grpc.aio.Channel, set[Any]] = {self._current: set()}
+        self._running: dict[grpc.aio.Channel, set[grpc.aio.Call]] = {self._current: set()}
         self._closing: set[asyncio.Task[None]] = set()
 
     def _fresh(self) -> grpc.aio.Channel:
@@ -43,10 +43,12 @@ class ReloadingChannel(grpc.aio.Channel):  # type: ignore[misc]  # grpc has no t
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
 
-    def _method(self, kind: str, arguments: tuple[Any, ...], named: dict[str, Any]) -> Callable[..., Any]:
-        made: dict[grpc.aio.Channel, Any] = {}
+    def _method(
+        self, kind: str, arguments: tuple[object, ...], named: dict[str, object]
+    ) -> Callable[..., grpc.aio.Call]:
+        made: dict[grpc.aio.Channel, Callable[..., grpc.aio.Call]] = {}
 
-        def call(*request: Any, **options: Any) -> Any:
+        def call(*request: object, **options: object) -> grpc.aio.Call:
             channel = self._fresh()
             if channel not in made:
                 made.clear()
@@ -55,7 +57,7 @@ class ReloadingChannel(grpc.aio.Channel):  # type: ignore[misc]  # grpc has no t
             running = self._running[channel]
             running.add(pending)
 
-            def over(_: Any) -> None:
+            def over(_: grpc.aio.Call) -> None:
                 running.discard(pending)
                 self._close_if_done(channel)
 
@@ -64,27 +66,27 @@ class ReloadingChannel(grpc.aio.Channel):  # type: ignore[misc]  # grpc has no t
 
         return call
 
-    def unary_unary(self, *arguments: Any, **named: Any) -> Any:
+    def unary_unary(self, *arguments: object, **named: object) -> Callable[..., grpc.aio.Call]:
         """As of any channel."""
         return self._method("unary_unary", arguments, named)
 
-    def unary_stream(self, *arguments: Any, **named: Any) -> Any:
+    def unary_stream(self, *arguments: object, **named: object) -> Callable[..., grpc.aio.Call]:
         """As of any channel."""
         return self._method("unary_stream", arguments, named)
 
-    def stream_unary(self, *arguments: Any, **named: Any) -> Any:
+    def stream_unary(self, *arguments: object, **named: object) -> Callable[..., grpc.aio.Call]:
         """As of any channel."""
         return self._method("stream_unary", arguments, named)
 
-    def stream_stream(self, *arguments: Any, **named: Any) -> Any:
+    def stream_stream(self, *arguments: object, **named: object) -> Callable[..., grpc.aio.Call]:
         """As of any channel."""
         return self._method("stream_stream", arguments, named)
 
-    def get_state(self, try_to_connect: bool = False) -> Any:
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
         """As of any channel."""
         return self._current.get_state(try_to_connect)
 
-    async def wait_for_state_change(self, last_observed_state: Any) -> None:
+    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
         """As of any channel."""
         await self._current.wait_for_state_change(last_observed_state)
 

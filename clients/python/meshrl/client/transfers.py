@@ -1,7 +1,7 @@
-"""When one call that moves weight bytes is given up: not while it moves.
+"""Ends a call that transfers weight bytes when no bytes moved for a while; such calls have no other deadline.
 
-A large version may take as long as its link needs, so a call has no deadline of its own: it ends when nothing moved for
-a while. Used by the client's CreateVersion and Fetch; who resumes a transfer over several calls is `versions.transfer`.
+A large version may take as long as its link needs. Used by the client's CreateVersion and Fetch; `versions.transfer`
+and `versions.downloads` resume a transfer over several calls.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who belongs to a run: its tokens, by hash alone, the certificates that were given out, and what is revoked.
+"""The trust file of a run: hashes of its tokens, the certificates that were issued, and what is revoked.
 
 One SQLite file, `trust.sqlite`, which the run's `rl`, the `meshrl` command and the enrollment server write, and every
 server that checks its callers reads. A token is ID.SECRET; the secret has 256 random bits, so that a plain SHA-256 of
@@ -31,7 +31,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
 class Role(enum.StrEnum):
-    """What a member of a run is there for; `meshrl.core.rpc.roles` says what each may call."""
+    """The role of a member of a run; `meshrl.core.rpc.roles` says what each role may call."""
 
     PUBLISHER = "publisher"
     """A trainer: publishes versions."""
@@ -142,7 +142,7 @@ class TrustFile:
         return f"{id_}.{secret}"
 
     def note_member(self, role: Role, name: str, token: str) -> str:
-        """Books who has a certificate by which token. Returns why not: the name is taken, or revoked; else empty."""
+        """Records who got a certificate by which token. Returns why not (the name is taken, or revoked), else empty."""
         with self._open() as connection:
             row = connection.execute(
                 "SELECT token, revoked FROM members WHERE role = ? AND name = ?", (role.value, name)

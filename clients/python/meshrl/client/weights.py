@@ -1,4 +1,4 @@
-"""Client of WeightSync, for publishers (trainers), agents (beside engines) and whoever decides what is served."""
+"""Client of WeightSync, for publishers (trainers), agents (of engines) and the orchestrator (activates)."""
 
 from __future__ import annotations
 
@@ -189,8 +189,10 @@ class WeightSyncClient(ServiceClient):
     async def find_version(
         self, run_id: str = "", version: int | None = None, *, artifact_id: str = "", held_root: bytes = b""
     ) -> FoundVersion:
-        """Returns a version as `get_manifest` does, with the way to it from weights with the root `held_root`."""
-        request = pb.GetManifestRequest(run_id=run_id, version=version, artifact_id=artifact_id, held_root=held_root)
+        """As `get_manifest`; for a delta also the steps that reach it from weights with the root `held_root`."""
+        request = pb.GetManifestRequest(
+            run_id=run_id, version=version, artifact_id=artifact_id, held_root=held_root, gzip_ok=True
+        )
         response = await self._unary(self._stub.GetManifest, "GetManifest", request)
         return FoundVersion(
             manifest=convert.manifest_from_proto(response.manifest),

@@ -476,16 +476,18 @@ class VersionInfo(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., version: _Optional[int] = ..., artifact_id: _Optional[str] = ..., state: _Optional[_Union[VersionState, str]] = ..., num_bytes: _Optional[int] = ..., transport: _Optional[_Union[Transport, str]] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class GetManifestRequest(_message.Message):
-    __slots__ = ("run_id", "version", "artifact_id", "held_root")
+    __slots__ = ("run_id", "version", "artifact_id", "held_root", "gzip_ok")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     ARTIFACT_ID_FIELD_NUMBER: _ClassVar[int]
     HELD_ROOT_FIELD_NUMBER: _ClassVar[int]
+    GZIP_OK_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     version: int
     artifact_id: str
     held_root: bytes
-    def __init__(self, run_id: _Optional[str] = ..., version: _Optional[int] = ..., artifact_id: _Optional[str] = ..., held_root: _Optional[bytes] = ...) -> None: ...
+    gzip_ok: bool
+    def __init__(self, run_id: _Optional[str] = ..., version: _Optional[int] = ..., artifact_id: _Optional[str] = ..., held_root: _Optional[bytes] = ..., gzip_ok: bool = ...) -> None: ...
 
 class GetManifestResponse(_message.Message):
     __slots__ = ("manifest", "artifact_id", "steps")

@@ -1,1 +1,1 @@
-"""What travels between services, as plain Python: dataclasses, tensors, manifests and errors."""
+"""The messages between services as plain Python: dataclasses, tensors, manifests and errors."""

@@ -1,4 +1,4 @@
-"""Completions as bytes: how an engine hands sampled tokens to `rollout` without a character of JSON per token.
+"""Completions as bytes: how an engine sends sampled tokens to `rollout` without JSON for each token.
 
 The answer of POST /inference/v1/generate to a client that sends `Accept: application/x-meshrl-completion`, encoded by
 `inference` and decoded by `rollout`. Everything is little-endian; C choices, T tokens and S version spans of a choice:

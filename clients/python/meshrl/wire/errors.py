@@ -1,4 +1,4 @@
-"""The error catalogue: every way in which a call between services can fail, and one translator each way.
+"""The error catalogue: every reason for which a call between services can fail, and its translation to gRPC and back.
 
 A servicer raises `MeshError`; the server turns it into a gRPC status with `google.rpc` details, the client turns that
 back into the same `MeshError`. On the wire a reason is its name, in `ErrorInfo` with domain "meshrl".
@@ -9,7 +9,6 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import grpc
 from google.protobuf import any_pb2, message
@@ -92,14 +91,16 @@ class Reason(enum.Enum):
     )
     PERMISSION_DENIED = (_Code.PERMISSION_DENIED, False, "the caller's role may not make this call")
 
-    def __init__(self, code: Any, retryable: bool, meaning: str) -> None:
+    def __init__(self, code: grpc.StatusCode, retryable: bool, meaning: str) -> None:
         self.code = code
         self.retryable = retryable
         self.meaning = meaning
 
 
+_CODE_BY_NUMBER: Mapping[int, grpc.StatusCode] = {code.value[0]: code for code in _Code}
+
 # What a status without our details means: it came from gRPC itself or from a peer that is not ours.
-_REASON_BY_CODE: Mapping[Any, Reason] = {
+_REASON_BY_CODE: Mapping[grpc.StatusCode, Reason] = {
     _Code.CANCELLED: Reason.CANCELLED,
     _Code.INVALID_ARGUMENT: Reason.INVALID_REQUEST,
     _Code.DEADLINE_EXCEEDED: Reason.DEADLINE_PASSED,
@@ -147,7 +148,7 @@ class MeshError(Exception):
         fields = "".join(f"; {violation.field}: {violation.description}" for violation in self.violations)
         return f"{self.reason.name}: {self.message}{fields}"
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return _rebuild, (self.reason, self.message, self.violations, self.retry_after_s, dict(self.metadata))
 
 
@@ -215,7 +216,7 @@ def from_rpc_status(status: status_pb2.Status) -> MeshError:
     if reason is None:
         if info is not None and info.reason:
             metadata["peer_reason"] = info.reason
-        reason = _REASON_BY_CODE.get(_code_of(status.code), Reason.INTERNAL)
+        reason = _REASON_BY_CODE.get(_CODE_BY_NUMBER.get(status.code, _Code.UNKNOWN), Reason.INTERNAL)
     return MeshError(reason, status.message, violations=violations, retry_after_s=retry_after_s, metadata=metadata)
 
 
@@ -251,10 +252,6 @@ def _said_by_grpc(error: grpc.aio.AioRpcError, call: str, deadline_s: float | No
         within = "its deadline" if deadline_s is None else f"its deadline of {deadline_s:g} s"
         return f"{call} was not answered within {within}"
     return details or f"{call} ended with {error.code().name}"
-
-
-def _code_of(number: int) -> Any:
-    return next((code for code in _Code if code.value[0] == number), _Code.UNKNOWN)
 
 
 def _pack(detail: message.Message) -> any_pb2.Any:

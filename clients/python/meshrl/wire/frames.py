@@ -1,4 +1,4 @@
-"""Weight chunks as bytes on the wire, framed once: the fast way through Python gRPC.
+"""Serializes chunks of weights by hand, with a single copy, since protobuf in Python copies them several times.
 
 A `Chunk` inside a CreateVersionRequest or FetchResponse is a few bytes of header, the data and a few bytes of trailer.
 Writing them around the data copies it once, where building protobuf objects copies it several times; reading returns a
@@ -8,8 +8,8 @@ view into the received message. The bytes are exactly what protobuf writes, so e
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError, Message
@@ -76,26 +76,26 @@ def pass_through(message: bytes) -> bytes:
     return message
 
 
-def add_weight_sync(servicer: Any, server: Any) -> None:
+def add_weight_sync(servicer: weights_pb2_grpc.WeightSyncServicer, server: grpc.aio.Server) -> None:
     """Adds a WeightSync servicer to a server, with raw bytes for the two bulk methods.
 
     CreateVersion gets an async iterator of `bytes` (see `parse_upload`); Fetch may yield `bytes` (see
     `frame_fetch_chunk`) or FetchResponse messages. The other methods are as generated.
     """
-    adder: Any = weights_pb2_grpc.add_WeightSyncServicer_to_server  # generated without types
-    adder(servicer, _RawRegistrar(server))
+    add: Callable[..., None] = weights_pb2_grpc.add_WeightSyncServicer_to_server  # generated without types
+    add(servicer, _RawRegistrar(server))
 
 
 class _RawRegistrar:
-    """Stands between the generated adder and the server and swaps the codecs of the bulk methods."""
+    """Passed to the generated code in place of the server; replaces the serializers of the two bulk methods."""
 
-    def __init__(self, server: Any) -> None:
+    def __init__(self, server: grpc.aio.Server) -> None:
         self._server = server
 
-    def add_generic_rpc_handlers(self, handlers: Any) -> None:
+    def add_generic_rpc_handlers(self, handlers: object) -> None:
         """Ignores the generated handlers; the registered ones below carry the same methods."""
 
-    def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
+    def add_registered_method_handlers(self, service: str, handlers: Mapping[str, grpc.RpcMethodHandler]) -> None:
         raw = dict(handlers)
         raw["CreateVersion"] = grpc.stream_unary_rpc_method_handler(
             handlers["CreateVersion"].stream_unary,

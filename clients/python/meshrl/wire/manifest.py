@@ -1,7 +1,7 @@
-"""What identifies the bytes of a weight version: hashes, chunks and the manifest that names them.
+"""Manifests of weight versions: the tensors, chunks and hashes by which a version's bytes are identified and checked.
 
-The trainer's publisher builds manifests, the hub checks uploads against them, the agent beside an engine checks what
-it fetched. Every hash is BLAKE3 over a canonical form: each field is a length-prefixed byte string, so that no two
+The trainer's publisher builds manifests, the hub checks uploads against them, the agent of an engine checks what it
+fetched. Every hash is BLAKE3 over a canonical form: each field is a length-prefixed byte string, so that no two
 different values share an encoding, whatever protobuf or JSON library wrote them.
 
 A version's byte stream is its tensors one after the other, without gaps, the widest element type first (so each
@@ -162,7 +162,7 @@ def entries_of(
     *,
     each: Callable[[Callable[[tuple[int, int]], bytes], Iterable[tuple[int, int]]], Iterable[bytes]] = map,
 ) -> tuple[tuple[TensorEntry, ...], tuple[ChunkEntry, ...]]:
-    """Returns what a manifest lists of a byte stream that lies in memory. `each` is `map` or the like, on threads.
+    """Returns a manifest's tensors and chunks for a byte stream in memory. `each` is `map`, or the same on threads.
 
     Raises ValueError for a stream that is not as long as its plan.
     """
@@ -247,7 +247,7 @@ def chunks_of(
     *,
     each: Callable[[Callable[[tuple[int, int]], ChunkEntry], Iterable[tuple[int, int]]], Iterable[ChunkEntry]] = map,
 ) -> tuple[ChunkEntry, ...]:
-    """Returns what a manifest lists of the chunks of some bytes. `each` is `map` or the like, on threads."""
+    """Returns a manifest's chunks for a byte stream in memory. `each` is `map`, or the same on threads."""
 
     def entry(span: tuple[int, int]) -> ChunkEntry:
         offset, length = span

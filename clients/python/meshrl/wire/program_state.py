@@ -1,7 +1,7 @@
-"""What a program says of itself in its run's folder: what it waits for, since when, and how late its event loop is.
+"""The state file of a program in its run's folder: what it waits for, since when, and how late its event loop is.
 
 Each program of a run writes `state/PROGRAM.json` every two seconds (`meshrl.core.telemetry.watchdog`); the programs
-themselves and `meshrl status` follow what they say from one to the next: see `waiting_chain`.
+themselves and `meshrl status` follow the waits from one program to the next: see `waiting_chain`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import socket
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 FOLDER = "state"
 SILENT_AFTER_S = 10.0
@@ -81,7 +80,7 @@ class ProgramState:
 
 def from_json(text: str) -> ProgramState:
     """Raises ValueError for a text that is no program's state."""
-    read: dict[str, Any] = json.loads(text)
+    read = json.loads(text)
     try:
         waits = tuple(WaitState(**{**wait, "on": tuple(wait["on"])}) for wait in read["waits"])
         return ProgramState(**{**read, "waits": waits, "serves": tuple(read["serves"])})

@@ -9,13 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from meshrl.v1 import tensor_pb2 as pb
 from meshrl.wire.errors import FieldViolation, MeshError, Reason
+from meshrl.wire.values import Array
 
 
 @dataclass(frozen=True)
@@ -24,7 +23,7 @@ class DType:
 
     name: str
     number: pb.DataType
-    storage: np.dtype[Any]
+    storage: np.dtype[np.generic]
     safetensors: str
 
     @property
@@ -68,7 +67,7 @@ def dtype_name(number: int) -> str | None:
     return None if dtype is None else dtype.name
 
 
-def encode(array: NDArray[Any], dtype: str | None = None) -> pb.Tensor:
+def encode(array: Array, dtype: str | None = None) -> pb.Tensor:
     """Returns the message that holds `array`.
 
     `dtype` defaults to the array's own type. For bfloat16 and float8 pass the name and an array of unsigned integers
@@ -84,7 +83,7 @@ def encode(array: NDArray[Any], dtype: str | None = None) -> pb.Tensor:
     return pb.Tensor(dtype=kind.number, shape=array.shape, data=array.astype(stored, copy=False).tobytes())
 
 
-def decode(tensor: pb.Tensor, *, expect: str | None = None, ndim: int | None = None, field: str = "") -> NDArray[Any]:
+def decode(tensor: pb.Tensor, *, expect: str | None = None, ndim: int | None = None, field: str = "") -> Array:
     """Returns the array of a message as a read-only view of its bytes.
 
     `expect` and `ndim` state what the caller needs; `field` names the tensor in errors. Raises MeshError

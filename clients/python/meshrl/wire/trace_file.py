@@ -7,11 +7,12 @@ look; one that is damaged is left out.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import zstandard
+
+from meshrl.wire.values import JsonObject
 
 PATTERNS = ("*.jsonl", "*.jsonl.zst")
 _FRAME = b"\x28\xb5\x2f\xfd"
@@ -62,7 +63,7 @@ def _frame(data: memoryview) -> tuple[bytes, int] | None:
     return None
 
 
-def spans_of(lines: list[bytes]) -> Iterator[Mapping[str, Any]]:
+def spans_of(lines: list[bytes]) -> Iterator[JsonObject]:
     """Each span of these lines in OTLP's JSON form; a line that is none is left out."""
     for line in lines:
         try:

@@ -1,5 +1,6 @@
-"""What a trainer takes of a token sequence: one set of rules, asked by the orchestrator of each rollout that comes in
-and by the trainer of each batch.
+"""The rules that token sequences must keep to be trained on.
+
+The orchestrator checks each rollout by them when it arrives, the trainer checks each batch.
 
 Shapes: T tokens of a row of samples packed one after the other, S samples of it.
 """
@@ -7,12 +8,12 @@ Shapes: T tokens of a row of samples packed one after the other, S samples of it
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshrl.wire.types import Rollout
+from meshrl.wire.values import Array
 
 LOGPROB_ROUNDING = 1e-3  # a certain token's logprob may come out this far above 0 in low precision
 
@@ -44,7 +45,7 @@ def row_problems(
         yield "temperatures", "must be above 0: a greedy sample has no distribution to correct for"
 
 
-def are_logprobs(values: NDArray[Any]) -> bool:
+def are_logprobs(values: Array) -> bool:
     """True when each is the logprob of a token that can be sampled."""
     return bool(np.isfinite(values).all() and (values <= LOGPROB_ROUNDING).all())
 

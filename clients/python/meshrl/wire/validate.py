@@ -1,4 +1,4 @@
-"""Checks requests at a server's door: each function raises one MeshError that names every bad field.
+"""Checks the requests that a server receives: each function raises one MeshError that names every bad field.
 
 Only what a message shows by itself is checked here; whether an environment or a run exists is for the service to say.
 """
@@ -52,14 +52,8 @@ def validate_contract_version(peer: str) -> None:
         )
 
 
-def validate_sampling(message: rollout_pb2.Sampling, *, field: str = "sampling") -> None:
-    """Raises INVALID_REQUEST for values outside the range that each field's comment gives."""
-    violations = _Violations()
-    _check_sampling(violations, message, field)
-    violations.done("the sampling")
-
-
 def _check_sampling(violations: _Violations, message: rollout_pb2.Sampling, field: str) -> None:
+    """Notes values outside the range that each field's comment gives."""
     check = violations.check
     if message.HasField("temperature"):
         value = message.temperature

@@ -1,4 +1,4 @@
-"""Checks of a rollout worker that dials in: this side is the orchestrator's RolloutExchange, to which it attaches.
+"""Checks of a rollout worker that attaches to an orchestrator: this side plays the RolloutExchange.
 
 Groups that a worker must refuse stand in for work, so that no engine is needed; with --full a group is played as well.
 Each check but the first begins on a stream of its own, with nothing to do and credit for whatever it asks.

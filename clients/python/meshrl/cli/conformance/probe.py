@@ -92,7 +92,7 @@ class Probe:
         return str(SERVICES[self.service].full_name)
 
     @property
-    def health(self) -> Any:
+    def health(self) -> health_pb2_grpc.HealthStub:
         """The stub of grpc.health.v1.Health."""
         return health_pb2_grpc.HealthStub(self.channel)
 

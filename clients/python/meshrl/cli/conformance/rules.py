@@ -1,6 +1,6 @@
 """Every rule of the contract that `meshrl conformance` asks a server about: its id, and what the contract says.
 
-docs/contract.md lists the ids; a test holds that list to this one. The checks are in the modules beside, one a rule.
+docs/contract.md lists the ids, which a test compares with this list. The checks are in the modules beside, one a rule.
 """
 
 from __future__ import annotations

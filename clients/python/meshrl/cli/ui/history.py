@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 import json
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+
+from meshrl.wire.values import JsonObject
 
 _READ_BYTES = 2**22
 
@@ -39,7 +40,7 @@ class MetricsHistory:
         self._path = path
         self._offset = 0
         self._columns: dict[str, Column] = {}
-        self.last: Mapping[str, Any] | None = None
+        self.last: JsonObject | None = None
         """The newest record of a step."""
 
     @property
@@ -77,7 +78,7 @@ class MetricsHistory:
             if isinstance(record, dict) and isinstance(record.get("step"), int):
                 self._add(record)
 
-    def _add(self, record: Mapping[str, Any]) -> None:
+    def _add(self, record: JsonObject) -> None:
         step: int = record["step"]
         for name, value in record.items():
             if name != "step" and isinstance(value, int | float):

@@ -16,15 +16,20 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 
 from meshrl.cli.run_folder import RunFolder
 from meshrl.cli.status import read_status
 from meshrl.cli.ui.history import MetricsHistory
 from meshrl.cli.ui.pieces import TokenPieces
 from meshrl.cli.ui.views import WINDOW, Json, KeptRollouts, LedgerFunnel, Traces, tokens_of, without_tokens
+from meshrl.wire.values import JsonObject
+
+_T = TypeVar("_T")
+
 
 STATIC = Path(__file__).parent / "static"
 LOOK_S = 0.5
@@ -55,14 +60,14 @@ class ShownRun:
         self.pieces = TokenPieces(folder)
         self.kept = KeptRollouts(folder)
         self._lock = asyncio.Lock()
-        self._status: tuple[float, dict[str, Any]] | None = None
+        self._status: tuple[float, JsonObject] | None = None
         self._asking = asyncio.Lock()
 
-    async def read(self, read: Callable[[], Any]) -> Any:
+    async def read(self, read: Callable[[], _T]) -> _T:
         """The answer of a function that reads files. It goes on where the request is cancelled: no other may begin."""
         return await asyncio.shield(self._read(read))
 
-    async def _read(self, read: Callable[[], Any]) -> Any:
+    async def _read(self, read: Callable[[], _T]) -> _T:
         async with self._lock:
             return await asyncio.to_thread(read)
 
@@ -71,7 +76,7 @@ class ShownRun:
         found = tokens_of(sample, number)
         return {**found, "pieces": self.pieces.of(found["token_ids"])}
 
-    async def status(self) -> dict[str, Any]:
+    async def status(self) -> JsonObject:
         """What the services and the files say now, at most STATUS_S old."""
         async with self._asking:
             if self._status is None or time.monotonic() - self._status[0] > STATUS_S:
@@ -146,7 +151,7 @@ class Page:
         names = [name for name in request.query.get("names", "").split(",") if name]
         most = _number(request, "points", 600, most=MOST_POINTS)
 
-        def read() -> dict[str, Any]:
+        def read() -> JsonObject:
             run.history.read_on()
             if not names:
                 return {"names": run.history.names, "last": run.history.last}
@@ -232,7 +237,7 @@ class Page:
         return answer
 
 
-def _guard(hosts: frozenset[str] | None, token: str | None) -> Any:
+def _guard(hosts: frozenset[str] | None, token: str | None) -> Middleware:
     """Refuses requests under another name, as DNS rebinding makes them, and those without the token."""
 
     @web.middleware

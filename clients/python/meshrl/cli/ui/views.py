@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 from meshrl.cli.run_folder import RunFolder
 from meshrl.cli.traces import RunSpan, to_run_span
 from meshrl.wire.trace_file import read_lines, spans_of, trace_files
+from meshrl.wire.values import JsonObject
 
 FIRST_WORDS = 160
 """Characters of what a policy said that a list of rollouts shows."""
@@ -30,7 +29,7 @@ PER_TOKEN = ("token_ids", "logprobs", "trainer_logprobs")
 FUNNEL_S, SLOW_S = 10.0, 0.2
 """A count that took longer than SLOW_S stands for FUNNEL_S."""
 
-Json = Mapping[str, Any]
+Json = JsonObject
 
 
 class KeptRollouts:

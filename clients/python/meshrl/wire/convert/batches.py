@@ -6,7 +6,6 @@ import struct
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from blake3 import blake3
@@ -18,6 +17,7 @@ from meshrl.wire.convert.fields import FieldReader, optional
 from meshrl.wire.convert.micro_batches import OPTIONAL, TENSORS, micro_batch_from_proto, micro_batch_to_proto
 from meshrl.wire.errors import FieldViolation, MeshError, Reason, invalid
 from meshrl.wire.types import Batch, MicroBatch, RunInfo, StepEvent, StepState, TrainerInfo
+from meshrl.wire.values import Array
 
 _STATE_TO_PROTO: Mapping[StepState, pb.StepState] = {
     StepState.QUEUED: pb.STEP_STATE_QUEUED,
@@ -61,7 +61,7 @@ def batch_digest(batch: Batch) -> str:
     return state.hexdigest()
 
 
-def _hash_tensor(state: blake3, values: NDArray[Any], dtype: str) -> None:
+def _hash_tensor(state: blake3, values: Array, dtype: str) -> None:
     array = np.asarray(values, dtype=tensors.DTYPES[dtype].storage, order="C")
     header = struct.pack(f"<Q{len(dtype)}sQ{array.ndim}q", len(dtype), dtype.encode(), array.ndim, *array.shape)
     state.update(header + struct.pack("<Q", array.nbytes))

@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 from google.protobuf.message import Message
-from numpy.typing import NDArray
 
 from meshrl.v1 import tensor_pb2
 from meshrl.wire import tensors
 from meshrl.wire.errors import FieldViolation, MeshError, invalid
+from meshrl.wire.values import Array
 
 M = TypeVar("M", bound=Message)
 T = TypeVar("T")
@@ -59,7 +59,7 @@ class FieldReader:
         self._prefix = f"{prefix}." if prefix else ""
         self.violations: list[FieldViolation] = []
 
-    def vector(self, tensor: tensor_pb2.Tensor, field: str, dtype: str, ndim: int = 1) -> NDArray[Any]:
+    def vector(self, tensor: tensor_pb2.Tensor, field: str, dtype: str, ndim: int = 1) -> Array:
         """Returns a tensor of `dtype` with `ndim` dimensions; an empty one stands in for one that cannot be read."""
         try:
             return tensors.decode(tensor, expect=dtype, ndim=ndim, field=self._prefix + field)
@@ -72,7 +72,7 @@ class FieldReader:
         if not holds:
             self.violations.append(FieldViolation(self._prefix + field, description))
 
-    def length(self, array: NDArray[Any], field: str, expected: int, of: str) -> None:
+    def length(self, array: Array, field: str, expected: int, of: str) -> None:
         """Records a violation unless `array` has as many elements as `of`."""
         self.check(len(array) == expected, field, f"must have {expected} elements like {of}, got {len(array)}")
 

@@ -1,4 +1,4 @@
-"""Manifests and the bytes they name: messages to dataclasses and back."""
+"""Messages of manifests, chunks and files to dataclasses and back."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ from meshrl.v1 import trainer_pb2 as pb
 from meshrl.wire import tensors
 from meshrl.wire.convert.fields import FieldReader
 from meshrl.wire.types import MicroBatch
+from meshrl.wire.values import Array
 
 # Tensors of a micro-batch in the order of the digest, with their element types.
 TENSORS: Mapping[str, str] = {
@@ -87,7 +88,7 @@ def micro_batch_from_proto(
 
 
 def _check_lengths(
-    reader: FieldReader, arrays: Mapping[str, Any], num_rollout_ids: int, num_environments: int | None
+    reader: FieldReader, arrays: Mapping[str, Array], num_rollout_ids: int, num_environments: int | None
 ) -> None:
     num_tokens, offsets = len(arrays["token_ids"]), arrays["sample_offsets"]
     reader.check(num_tokens > 0, "token_ids", "must not be empty")
@@ -108,7 +109,7 @@ def _check_lengths(
         reader.check(bool(known), "env_index", f"must point into the header's {num_environments} environments")
 
 
-def _check_prefixes(reader: FieldReader, extra: Mapping[str, Any], offsets: NDArray[np.int64]) -> None:
+def _check_prefixes(reader: FieldReader, extra: Mapping[str, Array], offsets: NDArray[np.int64]) -> None:
     found = [name for name in _PREFIXES if name in extra]
     if len(found) == 1:
         missing = _PREFIXES[0] if found[0] == _PREFIXES[1] else _PREFIXES[1]
@@ -134,7 +135,7 @@ def _check_prefixes(reader: FieldReader, extra: Mapping[str, Any], offsets: NDAr
     )
 
 
-def _check_weights(reader: FieldReader, extra: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
+def _check_weights(reader: FieldReader, extra: Mapping[str, Array], arrays: Mapping[str, Array]) -> None:
     num_tokens, offsets = len(arrays["token_ids"]), arrays["sample_offsets"]
     weights = {name: extra[name] for name in _WEIGHTS if name in extra}
     for name, array in weights.items():
@@ -153,7 +154,7 @@ def _check_weights(reader: FieldReader, extra: Mapping[str, Any], arrays: Mappin
             reader.check(not first.any(), name, "must be 0 at the first token of a sample, which nothing predicts")
 
 
-def _check_candidates(reader: FieldReader, extra: Mapping[str, Any], num_tokens: int) -> None:
+def _check_candidates(reader: FieldReader, extra: Mapping[str, Array], num_tokens: int) -> None:
     found = [name for name in _CANDIDATES if name in extra]
     if not found:
         return

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from meshrl.v1 import rollout_pb2 as pb
 from meshrl.wire import tensors
@@ -178,7 +178,7 @@ def sample_from_proto(message: pb.Sample, field: str = "") -> Sample:
     )
 
 
-def _check_version_spans(reader: FieldReader, spans: tuple[VersionSpan, ...], loss_mask_T: Any) -> None:
+def _check_version_spans(reader: FieldReader, spans: tuple[VersionSpan, ...], loss_mask_T: NDArray[np.bool_]) -> None:
     covered_T = np.zeros(len(loss_mask_T), dtype=np.bool_)
     last_end = 0
     for span in spans:

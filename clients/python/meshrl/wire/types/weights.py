@@ -1,4 +1,4 @@
-"""Versions of the weights, the engines that serve them and the commands between."""
+"""Versions of the weights, the engines that serve them, and the hub's commands to their agents."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class Manifest:
 
 @dataclass(frozen=True, kw_only=True)
 class FoundVersion:
-    """A version at the hub and, for a delta, the manifests to fetch and apply in order to come to it."""
+    """A version at the hub; for a delta, `steps` are the manifests to fetch and apply, in order."""
 
     manifest: Manifest
     artifact_id: str
