@@ -1,4 +1,4 @@
-"""`inference --bench`: what the configured engine samples with nobody else running; no server, no hub, no agent.
+"""`inference --bench`: measures how fast the configured engine samples by itself, without server, hub or agent.
 
 Requests are made up: random prompts in groups of `group_size`, as in training, and completions of a drawn length, to
 which the engine is made to go on. As many are in flight as the engine has slots, until all are done; a few tokens of

@@ -1,4 +1,4 @@
-"""Puts an engine together from its configuration: device, threads, model, cache; used by main, tests and benchmarks."""
+"""Builds an engine from its configuration: device, threads, model, cache; used by main, tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshrl.inference.config import InferenceConfig
 from meshrl.inference.embedded.engine import EmbeddedEngine
 from meshrl.inference.engine import Engine
 from meshrl.inference.engine_choice import choose_engine
-from meshrl.models.load import load_model
+from meshrl.models.load import eos_token_ids, load_model
 
 SLOTS = 128
 PREFILL_TOKENS = 2048
@@ -56,15 +56,6 @@ def build_engine(config: InferenceConfig) -> EmbeddedEngine:
         seed=config.seed,
         version=0 if config.weight_broadcast is None else None,
     )
-
-
-def eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
-    """The tokens that end a completion, from the generation config, else the model config."""
-    for source in (model.generation_config, model.config.get_text_config()):
-        ids: int | list[int] | None = getattr(source, "eos_token_id", None)
-        if ids is not None:
-            return (ids,) if isinstance(ids, int) else tuple(ids)
-    return ()
 
 
 def _max_model_len(config: InferenceConfig, model: PreTrainedModel) -> int:

@@ -10,6 +10,7 @@ from pydantic import Field, SecretStr, field_validator, model_validator
 
 from meshrl.core.config import BaseConfig
 from meshrl.core.config.shared import LogConfig, ModelConfig, ServerConfig, TlsConfig, WeightBroadcastConfig
+from meshrl.wire.values import JsonObject
 
 VLLM_KEYS = (
     "tensor_parallel_size", "data_parallel_size", "data_parallel_size_local", "data_parallel_address",
@@ -245,7 +246,7 @@ class InferenceConfig(BaseConfig):
         own += [key for key in ("headless", "sleep_while_training") if getattr(self, key)]
         return (*own, *(f"vllm.{key}" for key in self.vllm))
 
-    def vllm_arguments(self) -> dict[str, Any]:
+    def vllm_arguments(self) -> JsonObject:
         """vLLM's engine arguments: what is set here and in the `vllm` table, and the model; not what is auto."""
         given = {key: self._own(key) for key in (*VLLM_KEYS, *BOTH_ENGINES)}
         if self.share_gpu and "gpu_memory_utilization" not in self.vllm and given["gpu_memory_utilization"] is None:

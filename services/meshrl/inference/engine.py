@@ -1,4 +1,4 @@
-"""The protocol between whatever runs the model and the parts that feed it: the HTTP server and the weight agent.
+"""The `Engine` protocol: what the HTTP server and the weight agent need of what runs the model, and its data types.
 
 A request waits for a free slot, is prefilled, then gets one token a step until it stops. Weights change only between
 two steps: `stage` builds a shadow beside the running engine, `pause` stops stepping, `apply` swaps, `resume` goes on
@@ -161,8 +161,8 @@ class HostVersion:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CollectiveSeat:
-    """What an engine brings into a group for the nccl transport: one rank a device, and how they talk."""
+class CollectiveSupport:
+    """How an engine takes part in broadcasts (nccl transport): its ranks, one a device, and their backend."""
 
     ranks: int
     backend: Literal["nccl", "gloo"]
@@ -199,8 +199,8 @@ class Engine(Protocol):
         """Whether `stage` reads `HostVersion.files`, since the model lives in other processes of this host."""
 
     @property
-    def collective(self) -> CollectiveSeat | None:
-        """What the engine brings into a group; None when it cannot take part."""
+    def collective(self) -> CollectiveSupport | None:
+        """How the engine takes part in broadcasts; None when it cannot."""
 
     @property
     def can_sleep(self) -> bool:

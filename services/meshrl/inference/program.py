@@ -1,4 +1,4 @@
-"""An engine, its HTTP server and, when weights are broadcast, its agent at the hub: the `inference` program at work."""
+"""Runs the `inference` program: an engine, its HTTP server and, when weights are broadcast, its agent at the hub."""
 
 from __future__ import annotations
 

@@ -7,7 +7,11 @@ together, and a step of a small model costs nearly the same for 1,000 sequences 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
 
 GIB = 2**30
 CPU_SLOTS = 64
@@ -51,7 +55,7 @@ class ModelShape:
         return 2 * self.layers * max(1, self.kv_heads // gpus) * self.head_dim * self.bytes_per_value
 
 
-def shape_of(config: Any, *, parameters: int, bytes_per_value: int) -> ModelShape:
+def shape_of(config: PreTrainedConfig, *, parameters: int, bytes_per_value: int) -> ModelShape:
     """Reads a transformers configuration of a language model."""
     heads: int = config.num_attention_heads
     kinds = set(getattr(config, "layer_types", None) or ("full_attention",))

@@ -1,4 +1,4 @@
-"""An engine's sleep: it gives its memory back while it has nothing to do, and takes it again when it is needed.
+"""Puts an engine to sleep while it has no work, which gives its GPU memory back, and wakes it when it is needed.
 
 The agent or an admin route asks for sleep; the next request or version ends it. Sleeping and waking take turns under
 one lock and are finished even when the caller is gone, so an engine is never left half asleep. After a failure the
@@ -17,7 +17,7 @@ Result = TypeVar("Result")
 
 
 class Sleeper:
-    """Whether one engine sleeps, and its ways there and back. For one event loop."""
+    """Puts one engine to sleep and wakes it. For one event loop."""
 
     def __init__(
         self,
@@ -27,7 +27,7 @@ class Sleeper:
         busy: Callable[[], bool],
         deadline_s: float,
     ) -> None:
-        """`busy` says whether there is work that sleep must not touch. Each way may take `deadline_s`."""
+        """`busy` says whether work keeps the engine awake. Falling asleep and waking up may take `deadline_s` each."""
         self.sleeping = False
         self.failed: str | None = None
         self._fall_asleep, self._wake_up, self._busy = fall_asleep, wake_up, busy
@@ -79,7 +79,7 @@ class Sleeper:
         self.failed = f"{what}; its memory is in no known state, so start the engine anew"
         return MeshError(Reason.ENGINE_FAILED, self.failed)
 
-    async def _to_its_end(self, work: Coroutine[Any, Any, Result]) -> Result:
+    async def _to_its_end(self, work: Coroutine[None, None, Result]) -> Result:
         """A request that is given up while it waits must not stop the engine halfway."""
         task = asyncio.create_task(work)
         self._tasks.add(task)

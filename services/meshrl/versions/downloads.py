@@ -1,15 +1,19 @@
-"""Brings the missing chunks of a version here over as many connections as pay, and takes a broken transfer up again.
+"""Downloads the missing chunks of a version over as many connections as make it faster, and resumes broken transfers.
 
-Used by agents and relays. Each connection asks for the next bytes that nobody has (`versions.ranges`); one that breaks
-gives back what it has not got, so what is sent twice is at most what was under way. A download has no deadline, since a
-large version may take as long as its link needs: it ends when nothing came for `stall_s`.
+Used by agents, and by relays. Each connection asks for the next bytes that no other has asked for (`versions.ranges`).
+One that breaks gives back what it has not received, so what is sent twice is at most what was under way. A download has
+no deadline, since a large version may take as long as its link needs: it ends when nothing came for `stall_s`.
+
+Connections stay open for the next version, so that a small one needs no handshake. For a large one from far away new
+connections replace them meanwhile: every lost packet halves a TCP connection's window, which then grows slowly, while a
+new connection doubles its window with every round trip until it loses its first packet.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Protocol
 
 import numpy as np
@@ -26,31 +30,33 @@ from meshrl.wire.types import Manifest
 
 WINDOW_S = 0.25  # after which the number of connections is looked at
 QUIET_S = 5.0  # a connection over which nothing came for so long is opened anew
-CALLS = 2  # at a time on each connection, so that it has work while the next request is on its way
+CALLS = 2  # at a time on each connection, so that bytes come while the next request is on its way
 FIRST_CLAIM = 128 * 1024
 CLAIM_S, MESSAGE_S = 1.0, 0.05  # what a call asks for, and what comes in one message, by the rate of its connection
 LEAST_CLAIM_S = 0.02
 LARGEST_CLAIM = 64 * 2**20
 LEAST_MESSAGE = 64 * 1024
-WAITING_S = 2.5  # a hub that waits for bytes says so more often
-LOOK_S = 0.1
-TELL_S = 10.0
+RENEWED_FROM = 128 * 1024  # bytes left for each connection, from which on a new one is faster
+CONNECT_S = 5.0
+WAITING_S = 2.5  # a hub that waits for bytes itself sends empty chunks more often than this
+IDLE_S = 0.1  # between two looks for a range to fetch
+WARN_S = 10.0  # between two warnings in the log
 
 
 class Arrival(Protocol):
-    """Where a download puts a version; `missing` are the indices of the chunks that are not here."""
+    """Where a download puts the bytes of a version; `missing` are the indices of the chunks that are not here."""
 
     missing: set[int]
 
     def put(self, offset: int, data: NDArray[np.uint8]) -> None:
-        """Takes bytes of a missing chunk; chunks come in any order, and several at a time."""
+        """Stores bytes of a missing chunk, from `offset` of the version on; chunks come in any order, and mixed."""
 
     def complete(self, index: int) -> None:
         """All bytes of a chunk are here: it is no longer missing. Raises MeshError DIGEST_MISMATCH."""
 
 
 class Downloader:
-    """Fetches versions from relays or the hub; what it learns of the link is kept from one version to the next."""
+    """Fetches versions from relays or the hub; keeps connections and what it measured from version to version."""
 
     def __init__(self, hub: WeightSyncClient, limits: TransferLimits, relays: Sequence[str] = ()) -> None:
         """`relays`: addresses of those to ask before the hub."""
@@ -62,14 +68,13 @@ class Downloader:
         self.taken_bytes = 0
         self.sent_again_bytes = 0
 
-    async def fetch(self, manifest: Manifest, artifact_id: str, arrival: Arrival) -> None:
-        """Brings every missing chunk of a version here.
+    async def fetch(self, manifest: Manifest, artifact_id: str, arrival: Arrival) -> int:
+        """Fetches every missing chunk of a version; returns how many bytes came, those that came twice included.
 
         Raises MeshError: CHUNK_CORRUPT when the link damages every copy; UNKNOWN_VERSION when the bytes are gone;
         DIGEST_MISMATCH when they changed at the hub; UNREACHABLE when nothing came for `stall_s`.
         """
-        if arrival.missing:
-            await _Download(self, manifest, artifact_id, arrival).run()
+        return await _Download(self, manifest, artifact_id, arrival).run() if arrival.missing else 0
 
     async def close(self) -> None:
         """Ends the connections."""
@@ -77,43 +82,48 @@ class Downloader:
 
 
 class _Download:
-    """One version on its way."""
+    """The download of one version."""
 
     def __init__(self, downloader: Downloader, manifest: Manifest, artifact_id: str, arrival: Arrival) -> None:
-        self._all, self._manifest, self._artifact_id, self._arrival = downloader, manifest, artifact_id, arrival
+        self._downloader, self._manifest, self._artifact_id, self._arrival = downloader, manifest, artifact_id, arrival
         self._queue = RangeQueue(manifest.chunks, arrival.missing)
         self._over = asyncio.Event()
         self._workers: set[asyncio.Task[None]] = set()
         self._numbers: set[int] = set()
+        self._used: set[int] = set()  # the numbers of all connections that it has had
         self._now = asyncio.get_running_loop().time
-        self._came_s = self._now()
-        self._came = 0  # bytes
+        self._received_at_s = self._now()
+        self._received_bytes = self._repeated_bytes = 0
         self._failure: MeshError | None = None
         self._is_final = False
-        self._told_s = float("-inf")
+        self._warned_s = float("-inf")
 
-    async def run(self) -> None:
+    async def run(self) -> int:
         over = asyncio.create_task(self._over.wait())
         try:
             began_s, before = self._now(), 0
             while not self._over.is_set():
-                self._open(self._all.count.count)
+                self._open(self._downloader.count.count)
                 await asyncio.wait({over, *self._workers}, timeout=WINDOW_S, return_when=asyncio.FIRST_COMPLETED)
-                self._look_at_ended()
+                for ended in {worker for worker in self._workers if worker.done()}:
+                    self._workers.discard(ended)
+                    ended.result()
                 now_s = self._now()
-                if now_s - self._came_s >= self._all.limits.stall_s and not self._over.is_set():
+                if now_s - self._received_at_s >= self._downloader.limits.stall_s and not self._over.is_set():
                     raise self._failure or MeshError(Reason.UNREACHABLE, f"{self} stands still")
-                if now_s - began_s >= WINDOW_S and self._came > before:
-                    rate = (self._came - before) / (now_s - began_s)
-                    self._all.count.measured(rate)
-                    self._all.parents.choose(now_s).measured(rate)
-                    began_s, before = now_s, self._came
+                if now_s - began_s >= WINDOW_S and self._received_bytes > before:
+                    rate = (self._received_bytes - before) / (now_s - began_s)
+                    self._downloader.count.measured(rate)
+                    self._downloader.parents.choose(now_s).measured(rate)
+                    began_s, before = now_s, self._received_bytes
             if self._is_final and self._failure is not None:
                 raise self._failure
+            return self._received_bytes + self._repeated_bytes
         finally:
             for task in (over, *self._workers):
                 task.cancel()
             await asyncio.gather(over, *self._workers, return_exceptions=True)
+            await self._downloader.connections.close_replaced()
 
     def __str__(self) -> str:
         return f"the fetch of version {self._manifest.version}, with {self._queue.chunks_left} chunks to go,"
@@ -123,47 +133,57 @@ class _Download:
         for number in set(range(count)) - self._numbers:
             self._numbers.add(number)
             self._workers |= {asyncio.create_task(self._work(number)) for _ in range(CALLS)}
+            parent, is_first = self._downloader.parents.choose(self._now()), number not in self._used
+            self._used.add(number)
+            much = self._queue.unclaimed >= RENEWED_FROM * count
+            if is_first and much and parent.is_far and self._downloader.connections.is_open(parent, number):
+                self._workers.add(asyncio.create_task(self._renew(parent, number)))
 
-    def _look_at_ended(self) -> None:
-        for task in {task for task in self._workers if task.done()}:
-            self._workers.discard(task)
-            task.result()
+    async def _renew(self, parent: Parent, number: int) -> None:
+        """Replaces a connection by a new one."""
+        with suppress(MeshError):  # the old one goes on
+            await self._downloader.connections.renew(parent, number, CONNECT_S)
 
     async def _work(self, number: int) -> None:
         """Fetches range after range over one connection."""
         rate, backoff = 0.0, Backoff(*WAIT_S)
-        while not self._over.is_set() and number < self._all.count.count:
-            claim = self._queue.claim(self._size(rate), self._now(), rate)
+        while not self._over.is_set() and number < self._downloader.count.count:
+            claim = self._queue.claim(self._claim_bytes(rate), self._now(), rate)
             if claim is None:
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(IDLE_S)
                 continue
             try:
-                await self._all.rate_limit.take(claim.end - claim.at)
+                await self._downloader.rate_limit.take(claim.end - claim.at)
                 rate = await self._fetch(claim, number, rate)
                 backoff.reset()
             except MeshError as error:
                 self._queue.release(claim)
                 self._failure = error
-                if self._now() > self._told_s + TELL_S:
-                    self._told_s = self._now()
+                if self._now() > self._warned_s + WARN_S:
+                    self._warned_s = self._now()
                     logger.warning("{} goes on: {}", self, error)
                 await asyncio.sleep(backoff.next_s())
             finally:
                 self._queue.release(claim)
         self._numbers.discard(number)
 
-    def _size(self, rate: float) -> int:
-        """What to ask for at once: enough for the connection, and not so much that others have nothing."""
+    def _claim_bytes(self, rate: float) -> int:
+        """How much to ask for at once: enough to keep the connection busy, and not what the others could fetch."""
         size = FIRST_CLAIM if not rate else max(SMALLEST, min(round(rate * CLAIM_S), LARGEST_CLAIM))
-        if self._all.rate_limit.bytes_per_s:
-            size = min(size, max(SMALLEST, round(self._all.rate_limit.bytes_per_s * CLAIM_S / self._all.count.count)))
-        share = self._queue.unclaimed // (CALLS * self._all.count.count)
+        if self._downloader.rate_limit.bytes_per_s:
+            size = min(
+                size,
+                max(SMALLEST, round(self._downloader.rate_limit.bytes_per_s * CLAIM_S / self._downloader.count.count)),
+            )
+        share = self._queue.unclaimed // (CALLS * self._downloader.count.count)
         return min(size, max(SMALLEST, round(rate * LEAST_CLAIM_S), share))
 
     async def _fetch(self, claim: Claim, number: int, rate: float) -> float:
         """Fetches a claim, or what others leave of it; returns the rate. Raises MeshError."""
-        parent, began_s = self._all.parents.choose(self._now()), self._now()
-        client, size = self._all.connections.get(parent, number), claim.end - claim.at
+        if claim.at == claim.end:  # others took all of it over while it waited for the rate limit
+            return rate
+        parent, began_s = self._downloader.parents.choose(self._now()), self._now()
+        client, size = self._downloader.connections.get(parent, number), claim.end - claim.at
         receiving = asyncio.create_task(self._receive(claim, parent, client, rate))
         claim.on_taken = receiving.cancel
         try:
@@ -174,13 +194,13 @@ class _Download:
                 raise
             return rate  # others took it over, since nothing came
         except MeshError as error:
-            await self._after(error, parent, number, client)
+            await self._handle(error, parent, number, client)
             raise
         return size / max(self._now() - began_s, 1e-6)
 
-    async def _after(self, error: MeshError, parent: Parent, number: int, client: WeightSyncClient) -> None:
+    async def _handle(self, error: MeshError, parent: Parent, number: int, client: WeightSyncClient) -> None:
         """Decides what an error means: the end, another parent, or another connection."""
-        broken = client is not self._all.connections.get(parent, number)  # another call has met it before
+        broken = client is not self._downloader.connections.get(parent, number)  # another call has met it before
         if parent.is_hub and error.reason not in TRANSIENT and not broken:
             self._is_final = True
             self._over.set()
@@ -188,13 +208,13 @@ class _Download:
         if not parent.is_hub and parent.failed(self._now(), at_once=error.reason not in TRANSIENT and not broken):
             logger.warning("relay {} is passed over: {}", parent.address, error)
         if error.reason is not Reason.CHUNK_CORRUPT:
-            await self._all.connections.drop(parent, number, client)
+            await self._downloader.connections.drop(parent, number, client)
 
     async def _receive(self, claim: Claim, parent: Parent, client: WeightSyncClient, rate: float) -> None:
         end, asked_s, first = claim.end, self._now(), True
         stream = client.fetch(
             self._artifact_id, [(claim.at, end - claim.at)], max(LEAST_MESSAGE, round(rate * MESSAGE_S)),
-            stall_s=min(QUIET_S, self._all.limits.stall_s),
+            stall_s=min(QUIET_S, self._downloader.limits.stall_s),
         )  # fmt: skip
         async with aclosing(stream):
             async for piece in stream:
@@ -204,7 +224,8 @@ class _Download:
                     claim.quiet_from_s, first = now_s + WAITING_S, False
                     continue
                 if first:
-                    self._all.count.first_answer(now_s - asked_s)
+                    parent.answered(now_s - asked_s)
+                    self._downloader.count.first_answer(now_s - asked_s)
                     first = False
                 if piece.offset != claim.at:
                     raise MeshError(Reason.CHUNK_CORRUPT, f"bytes at {piece.offset} came, not those at {claim.at}")
@@ -217,10 +238,11 @@ class _Download:
     def _take(self, claim: Claim, data: NDArray[np.uint8], parent: Parent, now_s: float) -> None:
         start = claim.at
         taken, complete = self._queue.arrived(claim, len(data), now_s)
-        self._came += taken
-        self._came_s = now_s
-        self._all.taken_bytes += taken
-        self._all.sent_again_bytes += len(data) - taken
+        self._received_bytes += taken
+        self._received_at_s = now_s
+        self._downloader.taken_bytes += taken
+        self._repeated_bytes += len(data) - taken
+        self._downloader.sent_again_bytes += len(data) - taken
         self._arrival.put(start, data[:taken])
         for index in complete:
             try:
@@ -228,7 +250,7 @@ class _Download:
             except MeshError as error:
                 if parent.is_hub or error.reason is not Reason.DIGEST_MISMATCH:
                     raise
-                self._queue.again(index)  # the hub, or another relay, has the right one
+                self._queue.refetch(index)  # the hub, or another relay, has the right one
                 raise
         if not self._queue.chunks_left:
             self._over.set()

@@ -1,7 +1,8 @@
-"""Versions that lie in files of this host: mapped rather than read, hashed by all cores, never a second copy in memory.
+"""The bytes of a version on an engine's host: in mapped files or in memory, without a second copy; and their check.
 
-A version on a shared filesystem is used where its publisher wrote it. One that comes in chunks lies in a buffer, or,
-for an engine whose model lives in other processes, in a safetensors file in shared memory that those processes read.
+Used by agents. A version on a shared filesystem is mapped where its publisher wrote it. One that comes in chunks is put
+into a buffer, or, for an engine whose model runs in other processes, into a safetensors file in shared memory that
+those processes read.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ Bytes = NDArray[np.uint8]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HostBytes:
-    """A version's byte stream on this host: `parts` are (offset, bytes); `own` is a file that goes with it."""
+    """A version's byte stream on this host: `parts` are (offset, bytes); `own` is a file that `release` deletes."""
 
     parts: tuple[tuple[int, Bytes], ...]
     files: tuple[Path, ...] = ()
     own: Path | None = None
 
     def of(self, entry: TensorEntry) -> Bytes:
-        """The bytes of a tensor; a view, but for one that lies in several files."""
+        """The bytes of a tensor; a view, unless it is spread over several files."""
         pieces = []
         end = entry.offset + entry.num_bytes
         for offset, data in self.parts:
@@ -68,7 +69,7 @@ class HostBytes:
     def wrong_tensor(self, manifest: Manifest, stop: threading.Event) -> str | None:
         """Name of the first tensor whose digest is not the manifest's; None: all are right. Blocking.
 
-        Ends early, with None, once `stop` is set: then nobody wants to know.
+        Ends early, with None, once `stop` is set.
         """
         for entry in manifest.tensors:
             if stop.is_set():
@@ -86,7 +87,7 @@ class HostBytes:
         return blake3(data.data, max_threads=blake3.AUTO).digest() == entry.digest
 
     def release(self) -> None:
-        """Deletes the file of its own; who has mapped it keeps the bytes."""
+        """Deletes the file of its own; processes that have mapped it keep the bytes."""
         if self.own is not None:
             self.own.unlink(missing_ok=True)
             with suppress(OSError):  # another version is in it, or it is gone already
@@ -122,7 +123,7 @@ def empty_bytes(manifest: Manifest) -> HostBytes:
 
 
 class Spool:
-    """Where versions that came in chunks become files: a folder of one engine's own, which its next start empties."""
+    """Makes files for versions that come in chunks, in a folder of one engine's own, which its next start empties."""
 
     def __init__(self, folder: Path | None, engine_id: str) -> None:
         """`folder`: where to put that folder; None is shared memory, or the temporary folder while that is full."""
@@ -168,7 +169,7 @@ class Spool:
 
 
 def no_room(version: int, folders: Sequence[Path], error: Exception) -> MeshError:
-    """What to do about a version that cannot be written to the first of `folders` that has room."""
+    """The MeshError OVERLOADED for a version that cannot be written to any of `folders`."""
     where = " or ".join(map(str, folders))
     text = f"version {version} cannot be written to {where} on this host: {error}; free some space there"
     return MeshError(Reason.OVERLOADED, f"{text}, and it is brought here again")

@@ -1,8 +1,8 @@
-"""From whom a host fetches versions and over how many connections: relays first, the hub last; what pays is kept.
+"""From whom a host fetches versions (relays first, the hub last), and over how many connections.
 
-Used by `versions.downloads`, and by `versions.transfer` for uploads. Relays are told apart by the rate that they
-brought and left alone for a while once they bring nothing. On a link that loses packets one TCP connection makes a few
-Mb/s whatever the link could, so there are more of them as long as more bring more.
+Used by `versions.downloads`, and by `versions.transfer` for uploads. Relays are compared by the rate they were measured
+at; one that brings nothing is avoided for a while. On a link that loses packets a single TCP connection reaches a few
+Mb/s whatever the link could do, so the number of connections is doubled as long as that makes the transfer faster.
 """
 
 from __future__ import annotations
@@ -16,54 +16,67 @@ from meshrl.client import WeightSyncClient
 DEAD_S = 3.0
 """A relay from which nothing came for so long is passed over."""
 
-HELD_OFF_S = (10.0, 60.0)
-KEPT = 0.7  # of a relay's rate, when it is measured anew
-FAR_S = 0.03
-FAR_COUNT = 8
-PAYS = 1.1
-PROBE_WINDOWS = 8
+AVOID_S = (10.0, 60.0)  # how long a relay that failed is avoided, doubled from the first to the second
+SMOOTHING = 0.7  # weight of a relay's earlier rate when it is measured again
+FAR_S = 0.03  # of a first answer, from which on the other side counts as far away
+FAR_COUNT = 8  # connections to start with, far away
+MIN_GAIN = 1.1  # by which more connections must raise the rate, or they are closed again
+PROBE_WINDOWS = 8  # measured windows after which more connections are tried once more
 
 
 @dataclass(frozen=True, kw_only=True)
 class TransferLimits:
     """connections: the most of them; mbps: the most megabits per second, 0 for no limit; stall_s: give up after."""
 
-    connections: int = 32
+    connections: int = 48
     mbps: float = 0.0
     stall_s: float = 30.0
 
 
 @dataclass(eq=False)
 class Parent:
-    """A relay, or the hub itself (`is_hub`), with what is known of it. `rate` in bytes/s, 0 while it is unknown."""
+    """A relay, or the hub itself (`is_hub`), with what is known of it.
+
+    `rate` is in bytes/s, 0 while it is not known; `answers_in_s` is the time of its fastest answer.
+    """
 
     address: str
     is_hub: bool
     rate: float = 0.0
+    answers_in_s: float = float("inf")
     heard_s: float | None = None
-    away_until_s: float = 0.0
-    _hold_s: float = HELD_OFF_S[0]
+    avoid_until_s: float = 0.0
+    _avoid_s: float = AVOID_S[0]
+
+    @property
+    def is_far(self) -> bool:
+        """Whether even its fastest answer took long; False while there is none."""
+        return FAR_S < self.answers_in_s < float("inf")
+
+    def answered(self, seconds: float) -> None:
+        """Records that the first bytes of a call came after so long."""
+        self.answers_in_s = min(self.answers_in_s, seconds)
 
     def heard(self, now_s: float) -> None:
-        """Something came from it."""
-        self.heard_s, self._hold_s = now_s, HELD_OFF_S[0]
+        """Records that bytes came from it."""
+        self.heard_s, self._avoid_s = now_s, AVOID_S[0]
 
     def measured(self, rate: float) -> None:
-        """It brought so many bytes/s."""
-        self.rate = KEPT * self.rate + (1 - KEPT) * rate if self.rate else rate
+        """Records that it sent at `rate` bytes/s."""
+        self.rate = SMOOTHING * self.rate + (1 - SMOOTHING) * rate if self.rate else rate
 
     def failed(self, now_s: float, *, at_once: bool = False) -> bool:
-        """A call to it failed; whether it is passed over now. `at_once`: however lately something came from it."""
+        """Records a failed call; returns whether it is avoided now. `at_once`: even if bytes came a moment ago."""
         self.heard_s = now_s if self.heard_s is None else self.heard_s
         if not at_once and now_s - self.heard_s < DEAD_S:
             return False
-        self.away_until_s, self.heard_s = now_s + self._hold_s, None
-        self._hold_s = min(2 * self._hold_s, HELD_OFF_S[1])
+        self.avoid_until_s, self.heard_s = now_s + self._avoid_s, None
+        self._avoid_s = min(2 * self._avoid_s, AVOID_S[1])
         return True
 
 
 class Parents:
-    """Where versions come from."""
+    """The relays and the hub, and which of them to ask next."""
 
     def __init__(self, hub: str, relays: Sequence[str] = ()) -> None:
         """Addresses, host:port."""
@@ -72,12 +85,12 @@ class Parents:
 
     def choose(self, now_s: float) -> Parent:
         """The fastest relay of those that are there, each tried once in the order given; the hub where none is."""
-        there = [relay for relay in self._relays if relay.away_until_s <= now_s]
+        there = [relay for relay in self._relays if relay.avoid_until_s <= now_s]
         return max(there, key=lambda relay: relay.rate or float("inf"), default=self._hub)
 
 
 class ConnectionCount:
-    """How many connections a transfer has: doubled while that brings more, up to `most`; kept for the next one."""
+    """How many connections a transfer has: doubled while that is faster, up to `most`; kept for the next one."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -87,18 +100,18 @@ class ConnectionCount:
         self._first = True
 
     def first_answer(self, seconds: float) -> None:
-        """The first bytes of all came so late: from far away a few connections are sure to pay."""
+        """The first bytes of all came after so long: from far away it begins with several connections."""
         if self._first and seconds > FAR_S:
             self.count = min(FAR_COUNT, self._most)
         self._first = False
 
     def measured(self, rate: float) -> None:
-        """So many bytes/s came in the window that ends now."""
+        """Records the rate, in bytes/s, of the window that ends now, and decides on the number."""
         self._windows += 1
         if self._windows == 1:  # connections were being opened
             return
         best, its_count = self._best
-        if self.count > its_count and rate < PAYS * best:  # more of them did not pay
+        if self.count > its_count and rate < MIN_GAIN * best:  # more of them did not pay
             self._set(its_count)
         elif self.count > its_count or best == 0.0 or self._windows >= PROBE_WINDOWS:
             self._best = (rate, self.count)
@@ -115,10 +128,11 @@ class Connections:
     """The connections to all parents, by number; each is opened when it is first used, and stays."""
 
     def __init__(self, hub: WeightSyncClient) -> None:
-        """The first connection to the hub is that of `hub`, which belongs to somebody else."""
+        """The first connection to the hub is that of `hub`, which is not closed here."""
         self._hub = hub
         self._clients = {(hub.address, 0): hub}
         self._dropped: dict[tuple[str, int], WeightSyncClient] = {}
+        self._replaced: list[WeightSyncClient] = []
 
     def get(self, parent: Parent, number: int) -> WeightSyncClient:
         """The connection of this number to a parent."""
@@ -127,8 +141,33 @@ class Connections:
             self._clients[key] = WeightSyncClient(parent.address, self._hub.options)
         return self._clients[key]
 
+    def is_open(self, parent: Parent, number: int) -> bool:
+        """Whether there is a connection of this number to a parent already."""
+        return (parent.address, number) in self._clients
+
+    async def renew(self, parent: Parent, number: int, deadline_s: float) -> None:
+        """Opens another connection in the place of this one, which is used until the new one is open.
+
+        Calls that run over the old one go on until `close_replaced`. Raises MeshError UNREACHABLE after `deadline_s`.
+        """
+        client = WeightSyncClient(parent.address, self._hub.options)
+        try:
+            await client.wait_until_connected(deadline_s)
+        except BaseException:  # also when cancelled
+            await client.close()
+            raise
+        key = (parent.address, number)
+        before, self._clients[key] = self._clients.get(key), client
+        if before is not None and before is not self._hub:
+            self._replaced.append(before)
+
+    async def close_replaced(self) -> None:
+        """Ends the connections whose place others have taken, with the calls that they still have."""
+        replaced, self._replaced = self._replaced, []
+        await asyncio.gather(*(client.close() for client in replaced))
+
     async def drop(self, parent: Parent, number: int, failed: WeightSyncClient) -> None:
-        """The connection may be broken without anybody having said so: the next call opens another one."""
+        """A call over it failed, and it may be broken without a sign: the next call opens another one."""
         key = (parent.address, number)
         if self._clients.get(key) is not failed:
             return
@@ -141,20 +180,20 @@ class Connections:
 
     async def close(self) -> None:
         """Ends all of them but the first."""
-        clients = [*self._clients.values(), *self._dropped.values()]
-        self._clients, self._dropped = {(self._hub.address, 0): self._hub}, {}
+        clients = [*self._clients.values(), *self._dropped.values(), *self._replaced]
+        self._clients, self._dropped, self._replaced = {(self._hub.address, 0): self._hub}, {}, []
         await asyncio.gather(*(client.close() for client in clients if client is not self._hub))
 
 
 class RateLimit:
-    """Lets so many bytes/s through on average; 0 is no limit."""
+    """Limits transfers to `bytes_per_s` on average; 0 is no limit."""
 
     def __init__(self, bytes_per_s: float) -> None:
         self.bytes_per_s = bytes_per_s
         self._free_s = 0.0
 
     async def take(self, num_bytes: int) -> None:
-        """Waits for the turn of these bytes."""
+        """Waits until so many bytes may be sent or asked for."""
         if not self.bytes_per_s:
             return
         now_s = asyncio.get_running_loop().time()

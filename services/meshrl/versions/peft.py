@@ -1,7 +1,7 @@
-"""The layout of a LoRA adapter on disk and on its way: PEFT's names, its two files, and which shapes fit a model.
+"""LoRA adapters in PEFT's format: the names of tensors, the two files of a folder, and which shapes fit a model.
 
-The trainer names the tensors of an adapter version and writes adapter folders by it, engines check, merge and load
-adapters by it. Format: https://huggingface.co/docs/peft/developer_guides/checkpoint
+The trainer uses it to name the tensors of adapter versions and to write adapter folders; engines use it to check, merge
+and load adapters. Format: https://huggingface.co/docs/peft/developer_guides/checkpoint
 
 A layer is the full name of a linear layer, such as model.layers.0.self_attn.q_proj; its two matrices are A (rank,
 inputs) and B (outputs, rank).
@@ -12,13 +12,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import AdapterConfig
+from meshrl.wire.values import JsonObject
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -36,7 +36,7 @@ def layer_and_part(name: str) -> tuple[str, str] | None:
     return (layer, part) if part in PARTS and name == tensor_name(layer, part) else None
 
 
-def config_table(adapter: AdapterConfig, *, dropout: float = 0.0) -> dict[str, Any]:
+def config_table(adapter: AdapterConfig, *, dropout: float = 0.0) -> dict[str, object]:
     """What adapter_config.json says of a plain LoRA adapter, scaled by lora_alpha / rank."""
     return {
         "peft_type": "LORA",
@@ -56,7 +56,7 @@ def config_table(adapter: AdapterConfig, *, dropout: float = 0.0) -> dict[str, A
     }
 
 
-def config_of(table: Mapping[str, Any]) -> AdapterConfig:
+def config_of(table: JsonObject) -> AdapterConfig:
     """The adapter that a table describes. Raises KeyError, TypeError or ValueError for one that describes none."""
     return AdapterConfig(
         rank=int(table["r"]),
@@ -66,7 +66,7 @@ def config_of(table: Mapping[str, Any]) -> AdapterConfig:
     )
 
 
-def write_folder(folder: Path, tensors: Mapping[str, torch.Tensor], table: Mapping[str, Any]) -> None:
+def write_folder(folder: Path, tensors: Mapping[str, torch.Tensor], table: Mapping[str, object]) -> None:
     """Writes a folder that PEFT and vLLM load, of tensors in PEFT's names. Raises OSError, SafetensorError."""
     folder.mkdir(parents=True, exist_ok=True)
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
@@ -74,7 +74,7 @@ def write_folder(folder: Path, tensors: Mapping[str, torch.Tensor], table: Mappi
     (folder / CONFIG_FILE).write_text(json.dumps(table, indent=2) + "\n")
 
 
-def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+def read_folder(folder: Path) -> tuple[JsonObject, dict[str, torch.Tensor]]:
     """The table and the tensors of a folder. Raises OSError, ValueError, SafetensorError."""
     return json.loads((folder / CONFIG_FILE).read_text()), load_file(folder / WEIGHTS_FILE)
 

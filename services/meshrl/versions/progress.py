@@ -1,4 +1,4 @@
-"""Whether a publication still moves: told by whatever thread moves it, asked by whoever would give it up."""
+"""Whether a publication still makes progress; set by its threads, read by the training loop, which gives it up."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 
 
 class Progress:
-    """When a publication last moved; for any thread. A slow link ends nothing, one that stands still does."""
+    """When a publication last made progress; for any thread. A slow publication goes on, one that stands still ends."""
 
     def __init__(self) -> None:
         self._moved_s = time.monotonic()
@@ -17,7 +17,7 @@ class Progress:
         return self._moved_s
 
     def moved(self, *, unseen_s: float = 0.0) -> None:
-        """Something moved. `unseen_s`: how long somebody else may now be at work without a sign."""
+        """Records progress now. `unseen_s`: how long another process may be at work from now on without a sign."""
         self._moved_s = time.monotonic() + unseen_s
 
     def left_s(self, stall_s: float) -> float:

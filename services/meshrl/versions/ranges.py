@@ -1,8 +1,8 @@
-"""Which bytes of a version each connection fetches next: one queue that all of them work on. No I/O, no clock.
+"""Which bytes of a version each connection fetches next: one queue for all connections of a download. No I/O, no clock.
 
-Used by `versions.downloads`. Ranges are claimed from the front. Once all are claimed, who has nothing to do takes over
-what stands still, or half of what would take long, so that no slow connection is waited for at the end. Whatever breaks
-off, every byte is taken exactly once.
+Used by `versions.downloads`. Connections claim ranges from the front. Once all are claimed, a connection without work
+takes over a claim that stands still, or half of one that would take long, so that a download does not wait for its
+slowest connection at the end. Whatever breaks off, every byte is taken exactly once.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ LONG_S = 1.0
 class Claim:
     """Bytes [at, end) that one connection fetches: `at` moves on as they come, `end` back as others take the rest.
 
-    `rate` is what its connection makes, in bytes/s, 0 while nobody knows; `quiet_from_s`: it stands still since then,
-    which is waited for `patience_s` at most.
+    `rate` is that of its connection, in bytes/s, 0 while it is not known. Nothing has come since `quiet_from_s`; after
+    `patience_s` another connection may take the claim over.
     """
 
     at: int
@@ -61,13 +61,13 @@ class RangeQueue:
 
     @property
     def unclaimed(self) -> int:
-        """Bytes that nobody fetches yet."""
+        """Bytes that no connection has claimed yet."""
         return sum(end - start for start, end in self._todo)
 
     def claim(self, size: int, now_s: float, rate: float = 0.0) -> Claim | None:
         """Gives at most `size` bytes to a connection; None: others are about to have all that is left."""
         if not self._todo:
-            return self._steal(now_s, rate)
+            return self._take_over(now_s, rate)
         start, end = heapq.heappop(self._todo)
         if end - start > size:
             heapq.heappush(self._todo, (start + size, end))
@@ -79,13 +79,14 @@ class RangeQueue:
         self._claims[claim] = None
         return claim
 
-    def _steal(self, now_s: float, rate: float) -> Claim | None:
-        for victim in self._claims:
-            if now_s - victim.quiet_from_s > victim.patience_s:
-                start, end, patience_s = victim.at, victim.end, 2 * victim.patience_s
-                victim.end = victim.at
-                del self._claims[victim]
-                victim.on_taken()
+    def _take_over(self, now_s: float, rate: float) -> Claim | None:
+        """All of a claim that stands still, or half of the longest one."""
+        for stalled in self._claims:
+            if now_s - stalled.quiet_from_s > stalled.patience_s:
+                start, end, patience_s = stalled.at, stalled.end, 2 * stalled.patience_s
+                stalled.end = stalled.at
+                del self._claims[stalled]
+                stalled.on_taken()
                 claim = self._claimed(start, end, now_s, rate)
                 claim.patience_s = patience_s
                 return claim
@@ -118,7 +119,7 @@ class RangeQueue:
             heapq.heappush(self._todo, (claim.at, claim.end))
             claim.end = claim.at
 
-    def again(self, index: int) -> None:
+    def refetch(self, index: int) -> None:
         """A chunk that was complete was not right: it is fetched once more."""
         chunk = self._chunks[index]
         self._left[index] = chunk.length

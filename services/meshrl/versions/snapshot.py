@@ -1,14 +1,15 @@
-"""The weights of one version as a rank captured them between two steps, in the published form.
+"""The weights of one version as a rank of the trainer copied them between two steps, in the published form.
 
-The trainer's `Snapshotter` makes them on the training thread; the transports (`versions/transports`) read them on the
-publishing threads meanwhile. Training may go on changing the weights: a snapshot shares no memory with them.
+The trainer's `Snapshotter` makes snapshots on the training thread; the transports (`versions/transports`) read them on
+the publishing threads. A snapshot shares no memory with the live weights, so training goes on meanwhile.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -28,9 +29,9 @@ from meshrl.wire.types import CollectivePlan, TensorEntry
 class Snapshot:
     """One sender's share of a version: its rows of each tensor, cast, in one buffer on the device.
 
-    `flat` (sender's bytes,) uint8 has the pieces of `buckets` in the order in which they travel. `digests` (T, 2) int64
-    are those of its own pieces, on the same device, where they were asked for: summed over the senders they are the
-    tensors'. `ready` comes once a GPU has made the copy.
+    `flat` (sender's bytes,) uint8 has the pieces of `buckets` in the order in which they are sent. `digests` (T, 2)
+    int64 are those of its own pieces, on the same device, where they were asked for: summed over the senders they are
+    the tensors'. `ready` is the event after which a GPU has made the copy; None on a CPU.
     """
 
     tensors: tuple[TensorEntry, ...]
@@ -49,6 +50,43 @@ class Snapshot:
             for piece in bucket.pieces[self.sender]
         ]
 
+    @contextmanager
+    def beside_training(self) -> Iterator[None]:
+        """Waits until the copy is made; GPU work inside is on a stream of its own, and done when this ends."""
+        if self.ready is None:
+            yield
+            return
+        device = self.flat.device
+        self.ready.synchronize()
+        with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]  # torch has none
+            yield
+            torch.cuda.current_stream().synchronize()
+
+
+class HostCopies:
+    """Brings one snapshot after the other into host memory: pinned, so that copies are as fast as the bus."""
+
+    def __init__(self) -> None:
+        self._pinned: torch.Tensor | None = None
+
+    def bytes_of(self, snapshot: Snapshot) -> NDArray[np.uint8]:
+        """The bytes of `snapshot.flat`; of a snapshot on a GPU they are valid until the next call."""
+        if snapshot.ready is None:
+            return snapshot.flat.numpy()
+        with snapshot.beside_training():
+            if self._pinned is None:
+                self._pinned = torch.empty(snapshot.flat.shape, dtype=torch.uint8, pin_memory=True)
+            self._pinned.copy_(snapshot.flat, non_blocking=True)
+        return self._pinned.numpy()
+
+    def pieces_of(self, snapshot: Snapshot) -> list[tuple[int, memoryview]]:
+        """(offset in the version's byte stream, bytes) of each piece."""
+        data, at, pieces = self.bytes_of(snapshot).data, 0, []
+        for offset, length in snapshot.spans:
+            pieces.append((offset, data[at : at + length]))
+            at += length
+        return pieces
+
 
 class GatheredWeights:
     """All weights of a version in the memory of one host, by name."""
@@ -63,13 +101,19 @@ class GatheredWeights:
         flat = self._state[tensor.name].detach().cpu().contiguous().reshape(-1)
         return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
+    def snapshot(self, reuse: torch.Tensor | None = None) -> Snapshot:
+        """A copy of all of them, as the snapshot of an only sender; `reuse` as in `take_snapshot`."""
+        plan = CollectivePlan(num_senders=1, bucket_bytes=1)
+        return take_snapshot(self.tensors, plan, self._state, 0, torch.device("cpu"), reuse=reuse, with_digests=False)
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Captured:
-    """What rank 0's publisher is given of a version: all of it, or a word on what the sender ranks hold.
+    """What a capture gives to rank 0's publisher.
 
-    `digests` (T, 2) int64 are the tensors' sums over all senders, for a broadcast; `parts_s`: seconds by part of the
-    capture (snapshot, digest).
+    `gathered`: all weights, where rank 0 gathers them; else each sender rank holds its own snapshot. `digests` (T, 2)
+    int64 are the tensors' sums over all senders, for a broadcast; `parts_s`: seconds by part of the capture (snapshot,
+    digest).
     """
 
     gathered: GatheredWeights | None = None
@@ -91,7 +135,7 @@ def take_snapshot(
     """Casts this sender's rows (`shards`, by name, any floating-point type) into a flat buffer, and digests them.
 
     `tensors` need no digests yet. A sender without rows of a tensor need not have it in `shards`. `reuse` is the buffer
-    of an earlier snapshot that nobody reads any more. Raises ValueError when there are not the rows that the plan says.
+    of an earlier snapshot that is not read any more. Raises ValueError when there are not the rows that the plan says.
     """
     num_bytes = sender_bytes(tensors, plan, sender)
     fits = reuse is not None and reuse.numel() == num_bytes and reuse.device == device
@@ -126,7 +170,7 @@ S = TypeVar("S")
 
 
 class HeldSnapshot(Generic[S]):
-    """The newest snapshot of a rank: laid down by its training thread, picked up by its publishing thread."""
+    """The newest snapshot of a rank: put here by its training thread, read by its publishing thread."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -134,12 +178,13 @@ class HeldSnapshot(Generic[S]):
         self._snapshot: S | None = None
 
     def put(self, version: int, snapshot: S) -> None:
+        """Takes the place of the snapshot before."""
         with self._changed:
             self._version, self._snapshot = version, snapshot
             self._changed.notify_all()
 
     def drop(self) -> S | None:
-        """Lets go of the snapshot, so that nobody picks it up any more, and returns it."""
+        """Removes the snapshot, so that nobody reads it any more, and returns it."""
         with self._changed:
             snapshot, self._snapshot = self._snapshot, None
             return snapshot

@@ -1,9 +1,9 @@
-"""The bytes of versions at a hub: streamed versions in a spool, manifests of all, references to publishers' files.
+"""The bytes of versions at a hub or a relay: streamed versions in a spool folder, publishers' files by reference.
 
-Filled by uploads (CreateVersion), checked when a version is sealed, read by fetches.
+Filled by uploads (CreateVersion), checked when a version is sealed, read by fetches (Fetch).
 
-`<spool>/<artifact_id>/` holds `manifest.json` and, for a streamed version, `payload`, below a delta also what it leads
-from (`deltas.chains`); of a version that travels in a group (nccl) there is nothing but the manifest. A chunk counts as
+`<spool>/<artifact_id>/` holds `manifest.json` and, for a streamed version, `payload`; for a delta also the chain of
+versions below it (`deltas.chains`); for a version that is broadcast (nccl) the manifest alone. A chunk counts as
 received only once its BLAKE3 was right, so a restarted hub finds out what it has by hashing the payload again. Every
 read is checked against the manifest: bytes that changed at rest are never sent on.
 
@@ -30,7 +30,7 @@ from typing import Literal
 
 from loguru import logger
 
-from meshrl.core.durable import is_full, write_file
+from meshrl.core.durable import is_full, write_at, write_file
 from meshrl.versions.deltas import chains
 from meshrl.versions.deltas.chains import MANIFEST, PAYLOAD
 from meshrl.versions.transfer import chunk_of, sound_bytes
@@ -68,10 +68,11 @@ class VersionStore:
     def __init__(self, spool_dir: Path) -> None:
         self._spool_dir = spool_dir
         self._artifacts: dict[str, _Artifact] = {}
-        self._parts: dict[str, _Artifact] = {}  # whole ones that lead to a delta, and are no version's any more
-        self._found_parts = False  # those of an earlier start
+        # Parts of the chains of deltas that were asked for: retired versions, and merged deltas, by artifact.
+        self._parts: dict[str, _Artifact] = {}
+        self._searched_parts = False  # for parts that an earlier start of the hub has named to engines
         self._damaged: set[str] = set()  # artifacts that changed at rest
-        self._leading = threading.Lock()
+        self._merging = threading.Lock()
         # Chunks that were read to send a part of: several connections ask for one between them.
         self._recent: deque[tuple[bytes, bytes]] = deque(maxlen=RECENT_CHUNKS)
 
@@ -103,7 +104,7 @@ class VersionStore:
     def open(self, artifact_id: str, manifest: Manifest, *, with_base: bool = True) -> None:
         """Makes room for an artifact; does nothing when it is there already.
 
-        `with_base`: below a delta lies what it leads from, as at a hub; a relay has them side by side.
+        `with_base`: a delta keeps its chain below it, as at a hub; a relay has the versions of a chain side by side.
 
         Raises OVERLOADED: there is no room; UNKNOWN_VERSION for a delta from a version that is not here, or not whole.
         """
@@ -128,7 +129,7 @@ class VersionStore:
             self._base_of(manifest)
 
     def _base_of(self, manifest: Manifest) -> _Artifact:
-        """What a delta leads from, with all that leads there."""
+        """The base of a delta, whose own chain is whole."""
         for artifact_id, base in list(self._artifacts.items()):
             if base.manifest.result_root != manifest.base_root or base.manifest.version != manifest.base_version:
                 continue
@@ -136,33 +137,34 @@ class VersionStore:
                 sealed = base.manifest.transport is Transport.STREAM and not self.missing(artifact_id)
                 chain = chains.chain_of(base.manifest, base.folder) if sealed else []
             except (OSError, ValueError) as error:  # retired meanwhile, or damaged
-                logger.warning("what leads to version {} is gone: {!r}", base.manifest.version, error)
+                logger.warning("the chain of version {} is gone: {!r}", base.manifest.version, error)
                 continue
             if chain and not self._damaged.intersection(map(chains.id_of, chain)):
                 return base
         raise chains.refuse_base(manifest)
 
     def steps(self, artifact_id: str, held_root: bytes, *, whole: bool) -> tuple[Manifest, ...]:
-        """What leads to a delta from weights with the root `held_root`, or from none; all of it can be read then.
+        """The manifests that an engine applies one after the other to reach a delta; all of them can be read then.
 
-        `whole`: all of its own bytes are here. Raises UNKNOWN_VERSION when what leads to it is gone.
+        It starts from weights with the root `held_root`, or without any. `whole`: all bytes of the delta are here.
+        Raises UNKNOWN_VERSION when parts of the chain are gone.
         """
         artifact = self._get(artifact_id)
-        with self._leading:  # deltas are joined once
+        with self._merging:  # deltas are merged once
             try:
                 chain = chains.chain_of(artifact.manifest, artifact.folder)
                 found = chains.steps_to(chain, held_root, whole=whole)
             except (OSError, ValueError) as error:
-                text = f"what leads to version {artifact.manifest.version} is gone: {error}"
+                text = f"the chain of version {artifact.manifest.version} is gone: {error}"
                 raise MeshError(Reason.UNKNOWN_VERSION, text) from error
         for part in found:
             self._parts[chains.id_of(part)] = _Artifact(manifest=part.manifest, folder=part.folder, index_of={})
         return tuple(part.manifest for part in found)
 
     def part(self, artifact_id: str) -> Manifest | None:
-        """What leads to some delta; None for what does not."""
-        if artifact_id not in self._parts and not self._found_parts:  # engines go on with what an earlier start told
-            self._found_parts = True
+        """The manifest of a part of some delta's chain; None for an artifact that is none."""
+        if artifact_id not in self._parts and not self._searched_parts:  # of an earlier start
+            self._searched_parts = True
             for folder, _, names in os.walk(self._spool_dir):  # a glob would end at a folder that is retired meanwhile
                 path = Path(folder, MANIFEST)
                 if MANIFEST not in names or len(path.relative_to(self._spool_dir).parts) < 3:  # not below another
@@ -175,7 +177,7 @@ class VersionStore:
 
     @contextmanager
     def _room_for(self, manifest: Manifest) -> Iterator[None]:
-        """Says what to do about a disk that is full, to whoever publishes the version."""
+        """Turns the error of a full disk into one that tells the publisher what to do."""
         try:
             yield
         except OSError as error:
@@ -206,7 +208,7 @@ class VersionStore:
             return tuple(chunk.offset for index, chunk in enumerate(chunks) if index not in artifact.received)
 
     def received_to(self, artifact_id: str, start: int, end: int) -> int:
-        """Returns where the bytes that are here without a gap from `start` on end, `end` at most; `start`: none are."""
+        """Returns the end of the bytes that are here without a gap from `start` on, at most `end`; `start` if none."""
         artifact = self._get(artifact_id)
         chunks = artifact.manifest.chunks
         with artifact.lock:
@@ -235,14 +237,19 @@ class VersionStore:
             if index in artifact.received:
                 return
         with self._room_for(artifact.manifest):
-            _write_at(artifact.folder / PAYLOAD, chunk.offset, data.data)
+            fd = os.open(artifact.folder / PAYLOAD, os.O_WRONLY | os.O_CLOEXEC)
+            try:
+                write_at(fd, data.data, chunk.offset)
+            finally:
+                os.close(fd)
         with artifact.lock:
             artifact.received.add(index)
 
     def verify(self, artifact_id: str, files: Literal["digests", "sizes"]) -> None:
         """Checks that an artifact is complete and, where that was not done on arrival, right.
 
-        Payloads are not synced to disk: what a power cut damages is found by the digests, and published again.
+        `files`: whether files are read and hashed, or only their sizes are looked at. Payloads are not synced to disk:
+        what a power cut damages is found by the digests, and published again.
 
         Raises: CHUNKS_MISSING (a chunk, or a file that is missing or too short); DIGEST_MISMATCH.
         """
@@ -315,30 +322,20 @@ class VersionStore:
         payloads: dict[Path, list[Path]] = {}
         for path in map(Path, paths):
             payloads.setdefault(manifest_path(path), []).append(path)
-        for beside, of_one in payloads.items():
+        for manifest_file, of_one in payloads.items():
             try:
-                with open(open_regular(beside), "rb") as file:
+                with open(open_regular(manifest_file), "rb") as file:
                     manifest = from_json(file.read())
                 if artifact_id_of(manifest) != artifact_id:
                     logger.warning("{} are kept: the manifest beside them is of another artifact", of_one)
                     continue
-                for path in (*of_one, beside):
+                for path in (*of_one, manifest_file):
                     path.unlink(missing_ok=True)
-                if beside.parent.name.startswith("step_") and not any(beside.parent.iterdir()):
-                    beside.parent.rmdir()
+                folder_of_step = manifest_file.parent
+                if folder_of_step.name.startswith("step_") and not any(folder_of_step.iterdir()):
+                    folder_of_step.rmdir()
             except (OSError, ValueError) as error:  # the version is retired all the same; only disk space is lost
                 logger.warning("{} are kept: {}", of_one, error)
-
-
-def _write_at(path: Path, offset: int, data: memoryview) -> None:
-    """Writes all of `data` into a file that exists; a disk that fills up takes a part first, and then refuses."""
-    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-    try:
-        while data:
-            written = os.pwrite(fd, data, offset)
-            offset, data = offset + written, data[written:]
-    finally:
-        os.close(fd)
 
 
 def _is_sound(reader: PayloadReader, chunk: ChunkEntry) -> bool:

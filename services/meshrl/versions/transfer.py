@@ -1,8 +1,8 @@
-"""Moves the chunks of a version up to the hub and takes a broken upload up where it ended; down they go by `downloads`.
+"""Uploads the chunks of a version to the hub and resumes a broken upload; `downloads` is the other direction.
 
-A publisher uploads what the hub says it misses, to a hub far away over several connections. There is no deadline for
-the whole upload, since a large version may take as long as its link needs: it ends when for a while no call brought it
-further. Every piece of bytes, both ways, travels with a CRC32C of its own.
+Used by the trainer's publisher. It sends what the hub says it misses, to a hub far away over several connections. There
+is no deadline for the whole upload, since a large version may take as long as its link needs: it ends when for a while
+no call made progress. Every chunk, in both directions, is sent with a CRC32C of its own.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from meshrl.wire.types import Chunk, Manifest, StagedVersion
 # Worth asking again: the link or the hub was away, or a chunk was damaged on its way.
 TRANSIENT = frozenset({Reason.UNREACHABLE, Reason.DRAINING, Reason.DEADLINE_PASSED, Reason.CHUNK_CORRUPT})
 INCOMPLETE = frozenset({Reason.CHUNKS_MISSING})
-NO_ROOM = frozenset({Reason.OVERLOADED})  # versions that the hub retires meanwhile, or a person, may make some
+NO_ROOM = frozenset({Reason.OVERLOADED})  # room may come: the hub retires versions meanwhile
 WAIT_S = (0.1, 2.0)  # between two attempts, doubled from the first to the second
 RETRY_FOR_S = 60.0
 SEAL_S = 30.0
@@ -37,7 +37,7 @@ _T = TypeVar("_T")
 
 
 def chunk_of(offset: int, data: bytes | NDArray[np.uint8]) -> Chunk:
-    """Bytes on their way, with their checksum."""
+    """A chunk to send, with its checksum."""
     view = data if isinstance(data, bytes) else data.data
     return Chunk(offset=offset, data=view, crc32c=google_crc32c.value(data))
 
@@ -62,19 +62,19 @@ class Attempts:
         self._stall_s, self._left, self._worth_it = stall_s, left, TRANSIENT.union(also)
         self._moved_s = asyncio.get_running_loop().time()
         self._backoff = Backoff(*WAIT_S)
-        self._trusted = True  # the last attempt of which that is known moved something
+        self._progressed = True  # in the last attempt of which that is known
 
     async def another(self, failure: MeshError, *, left: int | None) -> None:
         """Waits a little before the next attempt. Raises `failure` when there is none.
 
-        `left` is what is still to be moved; None while nobody can say, which is taken for the best once.
+        `left` is what is still to be moved; None while nobody can say, which counts as progress once.
         """
         now_s = asyncio.get_running_loop().time()
-        further = self._trusted if left is None else left < self._left
+        further = self._progressed if left is None else left < self._left
         if further:
             self._moved_s = now_s
             self._backoff.reset()
-        self._trusted = further and left is not None
+        self._progressed = further and left is not None
         self._left = self._left if left is None else left
         wait_s = self._backoff.next_s()
         if failure.reason not in self._worth_it or now_s + wait_s - self._moved_s >= self._stall_s:
@@ -105,7 +105,7 @@ class Moved(Protocol):
 
 
 class Uploader:
-    """The hub as a publisher sees it: one that is far away is sent chunks over several connections."""
+    """Stages and seals versions at the hub for a publisher; over several connections where the hub is far away."""
 
     def __init__(
         self,
@@ -118,18 +118,18 @@ class Uploader:
         """`retry_for_s`: how long a hub that is away, or takes nothing, is called again."""
         self._client, self._moved = client, moved
         self._retry_for_s, self._limits = retry_for_s, limits or TransferLimits(connections=1)
-        self._lines: Connections | None = None  # beside the client's own
+        self._connections: Connections | None = None  # beside the client's own
         self._rate_limit = RateLimit(self._limits.mbps * 125_000)
         self._is_far: bool | None = None
         self.connections = 1  # the most that an upload had
 
     async def close(self) -> None:
         """Ends the connections beyond the client's own."""
-        if self._lines is not None:
-            await self._lines.close()
+        if self._connections is not None:
+            await self._connections.close()
 
     async def stage(self, manifest: Manifest, buffer: NDArray[np.uint8] | None = None) -> StagedVersion:
-        """Brings the hub a manifest and, of a version that travels through it, the chunks that it misses.
+        """Sends the hub a manifest and, of a streamed version, the chunks that it misses.
 
         Raises MeshError as `WeightSyncClient.create_version` does, for what another attempt does not mend.
         """
@@ -158,7 +158,7 @@ class Uploader:
     async def _send(
         self, manifest: Manifest, buffer: NDArray[np.uint8] | None, missing: Sequence[int]
     ) -> StagedVersion:
-        """Brings the hub a manifest and chunks of it, once; the answer says what it still misses.
+        """Sends the hub a manifest and the missing chunks, once; the answer says what it still misses.
 
         Of several connections each sends the next chunk that no other has: one that breaks loses what was under way on
         it, and the others go on. Raises MeshError once all have ended.
@@ -182,18 +182,18 @@ class Uploader:
         staged = await self._client.create_version(manifest)
         queue = deque(staged.missing_offsets)
         hub = Parent(address=self._client.address, is_hub=True)
-        lines = self._lines = self._lines or Connections(self._client)
+        connections = self._connections = self._connections or Connections(self._client)
 
-        async def one(number: int) -> MeshError | None:
-            client = lines.get(hub, number)
+        async def send_over(number: int) -> MeshError | None:
+            client = connections.get(hub, number)
             try:
                 await client.create_version(manifest, chunks(), stall_s=self._retry_for_s)
             except MeshError as error:
-                await lines.drop(hub, number, client)
+                await connections.drop(hub, number, client)
                 return error
             return None
 
-        ends = await asyncio.gather(*(one(number) for number in range(count)))
+        ends = await asyncio.gather(*(send_over(number) for number in range(count)))
         failures = sorted((end for end in ends if end is not None), key=lambda end: end.reason in TRANSIENT)
         if failures:  # the worst of them: what is not worth another try comes first
             raise failures[0]

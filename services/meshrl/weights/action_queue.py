@@ -1,8 +1,8 @@
-"""Carries out what the coordinator decides: one action after the other, in the order decided.
+"""Carries out the coordinator's actions, one after the other, in the order in which they were decided.
 
 Filled by the hub, which turns every call and every tick into actions. Since a single task works through them, a command
-to an engine never overtakes the log entry that it depends on. An action that fails ends the queue, and everybody who
-waits for one is told.
+to an engine never overtakes the log entry that it depends on. An action that fails ends the queue, and all callers that
+wait for an action get an error.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class ActionQueue:
             if not done.done():
                 done.set_result(None)
 
-    def fail(self, error: BaseException, told: MeshError) -> None:
-        """Takes no more actions; whoever waits for one, the one under way included, gets `told`."""
+    def fail(self, error: BaseException, answer: MeshError) -> None:
+        """Takes no more actions; `answer` is raised for all that wait for one, the one under way included."""
         self.failed.set_result(error)
         if self._under_way is not None:
-            refuse(self._under_way, told)
-        self.refuse_all(told)
+            refuse(self._under_way, answer)
+        self.refuse_all(answer)
 
     def refuse_all(self, error: MeshError) -> None:
         """Drops the actions that were not begun."""
@@ -61,7 +61,7 @@ class ActionQueue:
 
 
 def refuse(future: asyncio.Future[_T], error: MeshError) -> None:
-    """Ends a future that is not done with an error, which nobody has to look at."""
+    """Ends a future that is not done with an error; it need not be awaited."""
     if not future.done():
         future.set_exception(error)
         future.exception()  # whoever waits still gets it; the ticker does not wait

@@ -33,7 +33,7 @@ class WeightsConfig(BaseConfig):
     """Address of the run's hub, host:port: this is then a relay, which brings what the engines of its site fetch over
     the WAN once. Engines name it in weight_broadcast.relays. None is the hub itself."""
 
-    connections: int = Field(default=32, ge=1, le=128)
+    connections: int = Field(default=48, ge=1, le=128)
     """Most connections over which a relay fetches; there are as many as bring something."""
 
     max_mbps: float = Field(default=0.0, ge=0.0)

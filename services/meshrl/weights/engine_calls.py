@@ -1,7 +1,7 @@
-"""Calls engines that run already, so that they take their versions from this hub: POST /follow_hub at each.
+"""Asks engines that run already to take their versions from this hub: POST /follow_hub at each of `weights.engines`.
 
-Started by the hub's main beside the server. An engine that follows registers like any other, and is called again only
-once its lease is over: it was started anew, or cannot reach the hub.
+Started by the hub's main beside the server. An engine that follows the hub registers like any other. It is called again
+only once its lease is over, because it was restarted or cannot reach the hub.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class EngineCaller:
             urllib.request.ProxyHandler({}),  # engines are hosts of our own
             urllib.request.HTTPSHandler(context=client_context()),
         )
-        self._told: dict[str, str] = {}  # what was last said of an engine in the log
+        self._logged: dict[str, str] = {}  # by URL, what was last logged
 
     async def run(self, stop: asyncio.Event) -> None:
         """Calls until `stop` is set."""
@@ -62,10 +62,10 @@ class EngineCaller:
             await set_within(stop, self._every_s)
 
     async def _call(self, url: str) -> None:
-        said = await asyncio.to_thread(self._ask, url)
-        if self._told.get(url) != said:
-            self._told[url] = said
-            logger.log("INFO" if not said else "WARNING", "engine {} {}", url, said or "follows this hub")
+        trouble = await asyncio.to_thread(self._ask, url)
+        if self._logged.get(url) != trouble:
+            self._logged[url] = trouble
+            logger.log("WARNING" if trouble else "INFO", "engine {} {}", url, trouble or "follows this hub")
 
     def _ask(self, url: str) -> str:
         """Why an engine does not follow; empty when it does. Blocking."""
@@ -82,7 +82,7 @@ class EngineCaller:
 
 
 def _refusal(status: int, body: bytes) -> str:
-    """What an engine's answer means for whoever runs the hub."""
+    """What an engine's error means, and what to do about it, for the log."""
     if status in (404, 405):
         return (
             "gets no versions: it has no POST /follow_hub, so it is no `inference` of meshrl, or an older one; start it"

@@ -1,8 +1,8 @@
-"""The hub: gives the coordinator time, a log, bytes, sessions and waiters. Called by the servicer.
+"""The hub: connects the coordinator, which decides without I/O, to its log, its store of bytes and its agents.
 
-Every call goes into the coordinator on the event loop, and the actions that it returns go into the action queue. An
-action that fails, or the task that watches the time, ends the hub: what it knows may no longer be what its log says. A
-restart reads the log.
+Called by the servicer. Each call is passed to the coordinator on the event loop, and the actions that the coordinator
+returns go into the action queue. The hub stops when an action fails, since its memory may then differ from its log, or
+when the task that watches the time fails. A restart reads the log.
 """
 
 from __future__ import annotations
@@ -12,18 +12,19 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from loguru import logger
 from opentelemetry import trace
 
+from meshrl.core.clock import AwakeClock
 from meshrl.core.durable import disk_trouble
 from meshrl.core.telemetry.waits import waits_of
 from meshrl.core.waiting import Pulse
 from meshrl.versions.store import VersionStore
 from meshrl.weights.action_queue import ActionQueue, refuse
-from meshrl.weights.clock import AwakeClock
 from meshrl.weights.coordinator.coordinator import Coordinator
 from meshrl.weights.coordinator.engine_groups import GroupRequest
 from meshrl.weights.coordinator.states import (
@@ -91,7 +92,8 @@ class Hub:
         self._verify_files = verify_files
         self._tracer = tracer or trace.get_tracer("meshrl.weights")
         self._waits = waits_of(self._tracer)
-        self._now, self._wall = AwakeClock(monotonic), wall
+        stopped = partial(logger.warning, "this hub was stopped for {:.1f} s: leases and deadlines go on from there")
+        self._now, self._wall = AwakeClock(monotonic, stopped=stopped), wall
         self._actions = ActionQueue(self._perform)
         self._sessions = Sessions()
         self._waiters: dict[Key, list[asyncio.Future[Activation]]] = {}
@@ -143,7 +145,7 @@ class Hub:
         await asyncio.to_thread(self._log.close)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """Neither task ends by itself: nobody must wait for what it would have done."""
+        """A task failed, since neither ends by itself: stops the hub and answers all who wait with an error."""
         error = None if task.cancelled() else task.exception()
         if error is None or self.failed.done():
             return
@@ -152,9 +154,9 @@ class Hub:
             logger.error("{}: {}; the hub stops", what, trouble)
         else:
             logger.opt(exception=error).error("{}: {!r}; the hub stops", what, error)
-        told = MeshError(Reason.INTERNAL, f"{what} and it is shutting down: {error!r}")
-        self._actions.fail(error, told)
-        self._refuse_waiters(told)
+        answer = MeshError(Reason.INTERNAL, f"{what} and it is shutting down: {error!r}")
+        self._actions.fail(error, answer)
+        self._refuse_waiters(answer)
 
     async def _tick(self) -> None:
         period_s = min(0.25, self.coordinator.pool.lease_s / 10)
@@ -224,7 +226,7 @@ class Hub:
     ) -> VersionInfo:
         """Checks the bytes of a staged version, then lets engines prepare it."""
         record = self.coordinator.sealing(run_id=run_id, epoch=epoch, version=version, artifact=artifact_id)
-        # Who asks again joins: bytes are not hashed twice, and nobody is answered before the seal is durable.
+        # A repeated call joins the first: bytes are hashed once, and all are answered once the seal is durable.
         sealing = self._sealing.get(artifact_id)
         if sealing is None and record.state is VersionState.STAGING:
             sealing = self._sealing[artifact_id] = asyncio.create_task(self._seal(record, traceparent))
@@ -280,7 +282,7 @@ class Hub:
         await self._actions.put(actions)
         with self._waits.waiting(
             "commit",
-            lambda: f"version {version} at {self._named_without(record) or 'engines, of which it has none'}",
+            lambda: f"version {version} at {self._describe_without(record) or 'engines, of which it has none'}",
             lambda: tuple(self._without(version).values()),
         ):
             return await outcome
@@ -290,8 +292,8 @@ class Hub:
         engines = self.list_engines("")
         return {engine.engine_id: engine.url for engine in engines if engine.serving_version != version}
 
-    def _named_without(self, record: VersionRecord) -> str:
-        """The same engines in words, with what each has against the version."""
+    def _describe_without(self, record: VersionRecord) -> str:
+        """The same engines in words, with why those that refused the version did so."""
         faults = {} if record.attempt is None else record.attempt.faults
         refusals = {name: f", which refused it ({fault.reason}: {fault.message})" for name, fault in faults.items()}
         return "; ".join(name + refusals.get(name, "") for name in self._without(record.version))
@@ -371,12 +373,13 @@ class Hub:
     async def find_version(
         self, run_id: str, version: int | None, artifact_id: str = "", held_root: bytes = b""
     ) -> FoundVersion:
-        """Returns a sealed version, and what leads to it from `held_root`; `artifact_id` names one of several epochs.
+        """Returns a sealed version and, of a delta, the steps that reach it from weights with the root `held_root`.
 
-        By its artifact_id a version is also found while its bytes arrive. Raises UNKNOWN_VERSION, VERSION_NOT_SEALED.
+        `artifact_id` chooses between versions of several epochs, and finds a version also while its bytes arrive.
+        Raises UNKNOWN_VERSION, VERSION_NOT_SEALED.
         """
         coordinator = self.coordinator
-        of_part = artifact_id and not coordinator.has_artifact(artifact_id)  # a relay asks for what leads to a version
+        of_part = artifact_id and not coordinator.has_artifact(artifact_id)  # a relay asks for a part of a chain
         if of_part and (part := await asyncio.to_thread(self._store.part, artifact_id)) is not None:
             return FoundVersion(manifest=part, artifact_id=artifact_id)
         record = coordinator.by_artifact(artifact_id) if artifact_id else coordinator.find(run_id, version)

@@ -1,4 +1,4 @@
-"""The `weights` program: one hub, or a relay of one, behind a gRPC server, from start to drain."""
+"""The `weights` program: runs one hub, or a relay of a hub, behind a gRPC server, from start to drain."""
 
 from __future__ import annotations
 
@@ -137,9 +137,9 @@ async def serve_relay(config: WeightsConfig, upstream: str, stop: asyncio.Event,
 
 
 def _enrollment(config: WeightsConfig) -> EnrollmentServicer | None:
-    """What renews the members' certificates, and lets hosts join; None where the run's authority is not here.
+    """The service that renews the members' certificates and lets hosts join; None without the run's authority here.
 
-    Raises ConfigError where hosts are to join and it is not here.
+    Raises ConfigError where hosts are to join and the authority is not here.
     """
     folder = Layout(config.output_dir).credentials
     if config.enrollment_port is None and not os.path.exists(folder / "ca.key"):
@@ -151,7 +151,7 @@ def _enrollment(config: WeightsConfig) -> EnrollmentServicer | None:
 
 
 def _token_for_engines() -> str | None:
-    """What the engines that this hub calls are to show to it; None where it asks nobody for a token.
+    """The token for engines that this hub calls; None where it asks for none.
 
     Raises ConfigError where the file of tokens cannot be written.
     """

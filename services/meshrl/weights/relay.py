@@ -1,9 +1,9 @@
-"""A relay: what the engines of a site fetch, brought over the WAN once and passed on chunk by chunk as it arrives.
+"""A relay: fetches each version from the hub once for all engines of a site, and serves chunks on as they arrive.
 
-Asked by agents for the bytes of artifacts, by Fetch. What it does not have it brings from its upstream hub, all of the
-artifact at once, over as many connections as pay; a chunk goes on as soon as it is whole and has the digest of the
-manifest. It decides nothing: agents register, report and take commands at the hub itself, so a version's transaction is
-the same with relays and without, and a relay may be lost at any moment.
+Agents ask it for the bytes of artifacts by Fetch. An artifact that it does not have is fetched whole from the upstream
+hub; a chunk is served as soon as it is complete and has the digest of the manifest. A relay decides nothing: agents
+register, report and take commands at the hub itself, so a version's transaction is the same with and without relays,
+and a relay may be lost at any moment.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ class Relay:
         self._manifests: dict[str, Manifest] = {}
         self._pulls: dict[str, asyncio.Task[None]] = {}
         self._failed: dict[str, MeshError] = {}
-        self._known = Pulse()  # a manifest came, or did not
-        self._asked: Counter[str] = Counter()  # fetches that go on, by artifact
+        self._pull_changed = Pulse()  # a manifest came, or a pull failed
+        self._fetches: Counter[str] = Counter()  # under way, by artifact
 
     async def start(self) -> None:
-        """Finds what an earlier start has left. Raises OSError."""
+        """Loads the artifacts that an earlier start has left. Raises OSError."""
         folder = self._spool_dir
         live = {each.name for each in folder.iterdir()} if folder.is_dir() else set()
         await asyncio.to_thread(self._store.prepare, live)
@@ -67,7 +67,7 @@ class Relay:
                 self._manifests[artifact_id] = self._store.manifest(artifact_id)
 
     async def stop(self) -> None:
-        """Ends everything that goes on."""
+        """Ends the fetches and pulls under way."""
         self._transfers.close()
         for pull in self._pulls.values():
             pull.cancel()
@@ -82,18 +82,18 @@ class Relay:
 
         Raises as the hub's Fetch; UNREACHABLE while the hub is away and the bytes are not here.
         """
-        self._asked[artifact_id] += 1
+        self._fetches[artifact_id] += 1
         try:
-            self._bring(artifact_id)
+            self._start_pull(artifact_id)
             while artifact_id not in self._manifests:
-                known = self._known.upcoming
+                changed = self._pull_changed.upcoming
                 if artifact_id in self._failed:
                     raise self._failed[artifact_id]
-                await known.wait()
+                await changed.wait()
             async for chunk in self._transfers.serve_fetch(artifact_id, ranges, chunk_bytes):
                 yield chunk
         finally:
-            self._asked[artifact_id] -= 1
+            self._fetches[artifact_id] -= 1
 
     # --- as `Holdings` ----------------------------------------------------------------------------
 
@@ -109,13 +109,13 @@ class Relay:
 
     # --- from upstream ----------------------------------------------------------------------------
 
-    def _bring(self, artifact_id: str) -> None:
-        """Has an artifact that is not whole brought here, once for all who ask."""
+    def _start_pull(self, artifact_id: str) -> None:
+        """Starts to fetch an artifact that is not whole here, once for all who ask."""
         if artifact_id in self._pulls or (artifact_id in self._manifests and not self._store.missing(artifact_id)):
             return
         self._failed.pop(artifact_id, None)
         self._pulls[artifact_id] = pull = asyncio.create_task(self._pull(artifact_id))
-        pull.add_done_callback(lambda task: self._pulled(artifact_id, task))
+        pull.add_done_callback(lambda task: self._pull_ended(artifact_id, task))
 
     async def _pull(self, artifact_id: str) -> None:
         manifest, _ = await self._upstream.get_manifest(artifact_id=artifact_id)
@@ -125,31 +125,31 @@ class Relay:
             manifest = replace(manifest, transport=Transport.STREAM, files=())
         await asyncio.to_thread(self._store.open, artifact_id, manifest, with_base=False)
         self._manifests[artifact_id] = manifest
-        self._known.beat()
+        self._pull_changed.beat()
         arrival = _RelayedArrival(artifact_id, manifest, self._store, self._transfers)
-        to_come = len(arrival.missing)
-        await self._downloader.fetch(manifest, artifact_id, arrival)
-        logger.info("version {} is here: {} chunks came, artifact {}", manifest.version, to_come, artifact_id)
+        came = await self._downloader.fetch(manifest, artifact_id, arrival)
+        text = "version {} is here: {} bytes came, it has {}, artifact {}"
+        logger.info(text, manifest.version, came, manifest.payload_bytes, artifact_id)
         await self._drop_old()
 
-    def _pulled(self, artifact_id: str, pull: asyncio.Task[None]) -> None:
+    def _pull_ended(self, artifact_id: str, pull: asyncio.Task[None]) -> None:
         del self._pulls[artifact_id]
         error = None if pull.cancelled() else pull.exception()
         if error is not None:
             logger.warning("artifact {} did not come from {}: {!r}", artifact_id, self._upstream.address, error)
             trouble = error if isinstance(error, MeshError) else MeshError(Reason.INTERNAL, repr(error))
             self._failed[artifact_id] = trouble
-            self._known.beat()
+            self._pull_changed.beat()
         self._transfers.changed()
 
     async def _drop_old(self) -> None:
-        """Keeps the newest versions with all that leads to them, and the newest full one, for engines that join."""
+        """Keeps the newest versions with their chains, and the newest full version for engines that join."""
         by_age = sorted(self._manifests.items(), key=lambda item: (item[1].epoch, item[1].version), reverse=True)
         versions = list(dict.fromkeys((manifest.epoch, manifest.version) for _, manifest in by_age))
         full = [(m.epoch, m.version) for _, m in by_age if m.kind is VersionKind.FULL]
         kept = {*versions[: self._keep_versions], *full[:1]}
         for artifact_id, manifest in by_age:
-            if (manifest.epoch, manifest.version) in kept or self._asked[artifact_id] or artifact_id in self._pulls:
+            if (manifest.epoch, manifest.version) in kept or self._fetches[artifact_id] or artifact_id in self._pulls:
                 continue
             del self._manifests[artifact_id]
             self._failed.pop(artifact_id, None)
@@ -157,7 +157,7 @@ class Relay:
 
 
 class _RelayedArrival:
-    """An `Arrival` in a relay's store: a chunk is there for others once all of it has come and is right."""
+    """An `Arrival` in a relay's store: a chunk can be fetched from here once all of it has come and is right."""
 
     def __init__(self, artifact_id: str, manifest: Manifest, store: VersionStore, transfers: Transfers) -> None:
         self._artifact_id, self._chunks = artifact_id, manifest.chunks

@@ -1,4 +1,7 @@
-"""The WeightSync servicer: checks a message, calls the hub, converts the answer. The bulk streams bypass protobuf."""
+"""The WeightSync servicers of a hub and of a relay: check a message, call the hub, convert the answer.
+
+The streams of chunks bypass protobuf (`wire.frames`).
+"""
 
 # ruff: noqa: N802 (methods are named after the RPCs of the contract)
 
@@ -23,6 +26,12 @@ from meshrl.wire.types import CONTRACT_VERSION, AgentReport, Chunk
 KEPT_REQUEST_IDS = 4096
 
 
+def _ranges(request: pb.FetchRequest) -> list[tuple[int, int]]:
+    """The (offset, length) that a valid request asks for. Raises MeshError INVALID_REQUEST."""
+    validate.validate_fetch_request(request)
+    return [(byte_range.offset, byte_range.length) for byte_range in request.ranges]
+
+
 class RelayService(weights_pb2_grpc.WeightSyncServicer):
     """Fetch of a relay. Everything else is the hub's."""
 
@@ -30,9 +39,7 @@ class RelayService(weights_pb2_grpc.WeightSyncServicer):
         self._relay, self._upstream = relay, upstream
 
     async def Fetch(self, request: pb.FetchRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
-        validate.validate_fetch_request(request)
-        ranges = [(byte_range.offset, byte_range.length) for byte_range in request.ranges]
-        async for chunk in self._relay.fetch(request.artifact_id, ranges, request.chunk_bytes):
+        async for chunk in self._relay.fetch(request.artifact_id, _ranges(request), request.chunk_bytes):
             yield frames.frame_fetch_chunk(chunk)
 
     async def Register(self, request: pb.RegisterRequest, context: grpc.aio.ServicerContext) -> pb.RegisterResponse:
@@ -148,6 +155,9 @@ class WeightSyncService(weights_pb2_grpc.WeightSyncServicer):
     ) -> pb.GetManifestResponse:
         version = request.version if request.HasField("version") else None
         found = await self._hub.find_version(request.run_id, version, request.artifact_id, request.held_root)
+        if request.gzip_ok:
+            context.set_compression(grpc.Compression.Gzip)
+            await context.send_initial_metadata(())  # else grpc.aio forgets the compression
         return pb.GetManifestResponse(
             manifest=convert.manifest_to_proto(found.manifest),
             artifact_id=found.artifact_id,
@@ -155,9 +165,7 @@ class WeightSyncService(weights_pb2_grpc.WeightSyncServicer):
         )
 
     async def Fetch(self, request: pb.FetchRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
-        validate.validate_fetch_request(request)
-        ranges = [(byte_range.offset, byte_range.length) for byte_range in request.ranges]
-        async for chunk in self._hub.fetch(request.artifact_id, ranges, request.chunk_bytes):
+        async for chunk in self._hub.fetch(request.artifact_id, _ranges(request), request.chunk_bytes):
             yield frames.frame_fetch_chunk(chunk)
 
     async def OpenGroup(self, request: pb.OpenGroupRequest, context: grpc.aio.ServicerContext) -> pb.OpenGroupResponse:

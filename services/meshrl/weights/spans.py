@@ -36,16 +36,16 @@ def record_sync(tracer: trace.Tracer, answer: Activation, wall_s: float) -> None
     )
     inside = trace.set_span_in_context(sync)
     for engine in answer.engines:
-        who: dict[str, str | int] = {
+        attributes: dict[str, str | int] = {
             "meshrl.engine_id": engine.engine_id,
             "meshrl.requests_kept": engine.applied.requests_kept,
         }
         paused_s = wall_s - engine.applied.pause_s
         prepared_s = min(sealed_s + engine.applied.prepare_s, paused_s)
         began_s = prepared_s - engine.applied.prepare_s
-        prepare = tracer.start_span(SYNC_PREPARE_SPAN, context=inside, start_time=_ns(began_s), attributes=who)
+        prepare = tracer.start_span(SYNC_PREPARE_SPAN, context=inside, start_time=_ns(began_s), attributes=attributes)
         prepare.end(_ns(prepared_s))
-        pause = tracer.start_span(SYNC_PAUSE_SPAN, context=inside, start_time=_ns(paused_s), attributes=who)
+        pause = tracer.start_span(SYNC_PAUSE_SPAN, context=inside, start_time=_ns(paused_s), attributes=attributes)
         pause.end(_ns(wall_s))
     sync.end(_ns(wall_s))
 

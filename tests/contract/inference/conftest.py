@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from engine_mesh import START_S, EngineClient, EngineKind, EngineMesh
+from engine_mesh import LEASE_S, START_S, EngineClient, EngineKind, EngineMesh
 from meshrl.versions.transports import version_files
 
 REPOSITORY = Path(__file__).parents[3]
@@ -61,6 +61,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(START_S + 100.0))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A failure comes with the last lines of the programs that the test used."""
+    report = yield
+    if report.failed and isinstance(item, pytest.Function):
+        for mesh in {one for one in item.funcargs.values() if isinstance(one, EngineMesh)}:
+            for program in (mesh.hub, mesh.engine):
+                report.sections.append((f"end of {program.log}", program.tail()))
+    return report
+
+
 @pytest.fixture(scope="session", params=["embedded", "vllm"])
 def engine_kind(request: pytest.FixtureRequest) -> EngineKind:
     return kind_of(request.param)
@@ -75,11 +86,11 @@ def session_mesh(engine_kind: EngineKind, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="module")
 def start_mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., EngineMesh]]:
-    """Starts further engines for the tests of one file; arguments are those of `kind_of`."""
+    """Starts further engines for the tests of one file; arguments are those of `kind_of`, and `lease_s`."""
     started: list[EngineMesh] = []
 
-    def start(name: str, dtype: torch.dtype = torch.float32, **how: Any) -> EngineMesh:
-        started.append(EngineMesh(kind_of(name, dtype, **how), tmp_path_factory.mktemp(name)))
+    def start(name: str, dtype: torch.dtype = torch.float32, lease_s: float = LEASE_S, **how: Any) -> EngineMesh:
+        started.append(EngineMesh(kind_of(name, dtype, **how), tmp_path_factory.mktemp(name), lease_s=lease_s))
         return started[-1]
 
     yield start

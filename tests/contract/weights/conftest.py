@@ -17,7 +17,7 @@ from meshrl.core.config.shared import ServerConfig
 from meshrl.core.rpc.serve import GrpcServer
 from meshrl.inference.agent.agent import WeightAgent
 from meshrl.inference.config import InferenceConfig
-from meshrl.inference.engine import CollectiveSeat, FinishReason, GenerateRequest, HostVersion, TokenChunk
+from meshrl.inference.engine import CollectiveSupport, FinishReason, GenerateRequest, HostVersion, TokenChunk
 from meshrl.inference.sleep import Sleeper
 from meshrl.versions.transports import version_files
 from meshrl.weights.config import WeightsConfig
@@ -49,10 +49,11 @@ class MemoryEngine:
         self.unfit: str | None = None
         self.in_flight = 3
         self.stages_from_files = False
-        self.collective: CollectiveSeat | None = None
+        self.collective: CollectiveSupport | None = None
         self.shadow: tuple[int, dict[str, torch.Tensor]] | None = None
         self.fail_apply = False
         self.history: list[str] = []
+        self.before_stage: Callable[[], Awaitable[None]] | None = None
         self.before_apply: Callable[[], Awaitable[None]] | None = None
         self.can_sleep = False
         self.before_sleep: Callable[[], Awaitable[None]] | None = None
@@ -102,6 +103,8 @@ class MemoryEngine:
         self.paused = False
 
     async def stage(self, host: HostVersion) -> None:
+        if self.before_stage is not None:
+            await self.before_stage()
         self.shadow = (host.version, {name: tensor.clone() for name, tensor in host.tensors.items()})
         self.history.append(f"stage {host.version}")
 

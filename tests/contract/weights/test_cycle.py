@@ -89,6 +89,29 @@ async def test_late_engine_goes_straight_to_the_newest_committed_version(
     await mesh.until(lambda: all(info.routable for info in mesh.hub.list_engines("")))
 
 
+async def test_engine_that_needs_longer_than_the_trainer_serves_what_it_began_and_then_the_newest(
+    mesh: Any, engine: Any, new_engine: Any, state: Any
+) -> None:
+    slow = new_engine(5)
+    may_stage = asyncio.Event()
+
+    async def wait_for_it() -> None:
+        await may_stage.wait()
+
+    slow.before_stage = wait_for_it
+    mesh.start_agent("fast", engine)
+    machine = mesh.start_agent("slow", slow).machine
+    await mesh.until_registered(2)
+    publisher, client = mesh.publisher(Transport.FILESYSTEM), mesh.client()
+    for version in range(4):
+        await publisher.publish(version, state(version + 1))
+        await client.activate_version(run_id="run", version=version, min_ready=1, prepare_deadline_s=30.0)
+        await mesh.until(lambda: machine.target is not None and machine.target.committed)
+    may_stage.set()
+    await mesh.until(lambda: slow.version == 3)
+    assert [done for done in slow.history if done.startswith("apply")] == ["apply 0", "apply 3"]
+
+
 async def test_gang_resumes_only_when_every_engine_has_applied(
     mesh: Any, engine: Any, new_engine: Any, state: Any
 ) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from meshrl.inference.engine import CollectiveSeat
+from meshrl.inference.engine import CollectiveSupport
 from meshrl.wire.errors import Reason
 from meshrl.wire.types import ActivationPolicy, Transport
 
@@ -34,7 +34,7 @@ async def test_agent_ends_when_its_engine_cannot_go_on_after_a_held_swap(mesh: A
 
 
 async def test_hub_hears_of_a_defect_while_an_engine_joins_a_group(mesh: Any, engine: Any) -> None:
-    engine.collective = CollectiveSeat(ranks=1, backend="gloo")
+    engine.collective = CollectiveSupport(ranks=1, backend="gloo")
     engine.join_group = broken
     mesh.start_agent("e0", engine)
     await mesh.until_registered()

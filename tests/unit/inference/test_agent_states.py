@@ -10,11 +10,11 @@ from meshrl.inference.agent.states import (
     AgentMachine,
     CancelFetch,
     ResumeEngine,
+    SendReport,
     StartApply,
     StartFetch,
     StartJoin,
     StartSleep,
-    Tell,
 )
 from meshrl.wire.types import AgentFault, AgentState, ApplyReport, Commit, JoinGroup, Prepare, Sleep
 
@@ -35,18 +35,18 @@ def test_joining_changes_no_state_and_is_told_once_it_is_over() -> None:
     machine.command(Prepare(version=5, artifact_id="five"))
     assert machine.command(GROUP) == [StartJoin(group=GROUP)]
     assert (machine.state, machine.group) == (AgentState.FETCHING, None)
-    assert machine.joined(GROUP) == [Tell()]
+    assert machine.joined(GROUP) == [SendReport()]
     assert (machine.state, machine.group) == (AgentState.FETCHING, 3)
-    assert machine.fetched("five") == [Tell()]
+    assert machine.fetched("five") == [SendReport()]
 
 
 def test_same_group_told_again_with_less_time_is_joined_once() -> None:
     machine = serving()
     machine.command(GROUP)
     again = replace(GROUP, deadline_s=2.0)
-    assert machine.command(again) == [Tell()]
+    assert machine.command(again) == [SendReport()]
     machine.joined(GROUP)
-    assert machine.command(again) == [Tell()]
+    assert machine.command(again) == [SendReport()]
     assert machine.group == 3
 
 
@@ -65,7 +65,7 @@ def test_newer_group_abandons_the_older_and_late_news_of_that_count_for_nothing(
 def test_group_that_was_not_joined_is_a_fault_of_no_version_and_may_be_tried_again() -> None:
     machine = serving()
     machine.command(GROUP)
-    assert machine.join_failed(GROUP, FAULT) == [Tell(fault=FAULT, of_group=True)]
+    assert machine.join_failed(GROUP, FAULT) == [SendReport(fault=FAULT, of_group=True)]
     assert (machine.state, machine.version, machine.group) == (AgentState.READY, 4, None)
     assert machine.command(GROUP) == [StartJoin(group=GROUP)]
 
@@ -75,10 +75,10 @@ def test_lost_group_is_told_and_the_broken_transfer_leads_back_to_the_version_se
     machine.command(GROUP)
     machine.joined(GROUP)
     machine.command(Prepare(version=5, artifact_id="five"))
-    assert machine.group_lost(3) == [Tell()]
+    assert machine.group_lost(3) == [SendReport()]
     assert machine.group_lost(3) == []
     told = machine.fetch_failed("five", FAULT)
-    assert told == [Tell(fault=FAULT, target_version=5, target_artifact_id="five")]
+    assert told == [SendReport(fault=FAULT, target_version=5, target_artifact_id="five")]
     assert (machine.state, machine.version, machine.target) == (AgentState.READY, 4, None)
 
 
@@ -104,11 +104,44 @@ def test_abandoned_version_stays_cancelled_beside_a_group() -> None:
     assert CancelFetch() not in machine.command(replace(GROUP, generation=9))
 
 
+def test_decided_version_is_fetched_and_served_before_a_newer_one_however_many_come() -> None:
+    machine = AgentMachine()
+    machine.connected()
+    assert machine.command(Commit(version=5, artifact_id="five"))[0] == StartFetch(version=5, artifact_id="five")
+    for version, artifact_id in ((6, "six"), (7, "seven")):
+        assert machine.command(Prepare(version=version, artifact_id=artifact_id)) == []
+        assert machine.command(Commit(version=version, artifact_id=artifact_id)) == []
+    assert machine.fetched("five")[-1] == StartApply(version=5, artifact_id="five", hold=False)
+    report = ApplyReport(version=5, root=b"r", pause_s=0.1, prepare_s=0.1, requests_kept=0)
+    assert machine.applied("five", report)[:2] == [
+        SendReport(applied=report),
+        StartFetch(version=7, artifact_id="seven"),
+    ]
+    assert machine.version == 5
+
+
+def test_newer_version_is_fetched_at_once_when_the_one_before_fails() -> None:
+    machine = serving()
+    machine.command(Commit(version=5, artifact_id="five"))
+    machine.command(Commit(version=6, artifact_id="six"))
+    told = machine.fetch_failed("five", FAULT)
+    assert told[0] == SendReport(fault=FAULT, target_version=5, target_artifact_id="five")
+    assert told[1] == StartFetch(version=6, artifact_id="six")
+
+
+@pytest.mark.parametrize("version", [4, 5])
+def test_decided_version_is_given_up_for_one_of_a_trainer_that_went_back(version: int) -> None:
+    machine = serving()
+    machine.command(Commit(version=5, artifact_id="five"))
+    first, *_ = machine.command(Commit(version=version, artifact_id="again"))
+    assert first == StartFetch(version=version, artifact_id="again")
+
+
 def test_sleep_is_started_where_nothing_is_under_way_and_answered_when_it_is_over() -> None:
     machine = serving()
     assert machine.command(Sleep(number=7)) == [StartSleep(number=7)]
     assert (machine.state, machine.sleep_answered) == (AgentState.READY, None)
-    assert machine.slept(7) == [Tell()]
+    assert machine.slept(7) == [SendReport()]
     assert machine.sleep_answered == 7
     machine.connected()
     assert machine.sleep_answered is None
@@ -117,9 +150,9 @@ def test_sleep_is_started_where_nothing_is_under_way_and_answered_when_it_is_ove
 def test_sleep_is_declined_at_once_while_a_version_is_under_way() -> None:
     machine = serving()
     machine.command(Prepare(version=5, artifact_id="five"))
-    assert machine.command(Sleep(number=1)) == [Tell()]
+    assert machine.command(Sleep(number=1)) == [SendReport()]
     machine.fetched("five")
-    assert machine.command(Sleep(number=2)) == [Tell()]
+    assert machine.command(Sleep(number=2)) == [SendReport()]
     assert (machine.state, machine.sleep_answered) == (AgentState.PREPARED, 2)
 
 
@@ -127,7 +160,7 @@ def test_failed_sleep_is_a_fault_of_no_version() -> None:
     machine = serving()
     machine.command(Sleep(number=1))
     fault = AgentFault(reason="ENGINE_FAILED", message="no host memory")
-    assert machine.slept(1, fault) == [Tell(fault=fault, of_group=True)]
+    assert machine.slept(1, fault) == [SendReport(fault=fault, of_group=True)]
     assert (machine.state, machine.version, machine.sleep_answered) == (AgentState.READY, 4, 1)
 
 
@@ -147,9 +180,9 @@ def test_an_engine_that_is_let_go_while_it_applies_does_not_wait_for_its_gang(
     assert machine.fetched("five")[-1] == StartApply(version=5, artifact_id="five", hold=True)
     assert machine.command(told) == []  # it is not paused for its gang yet
     report = ApplyReport(version=5, root=b"root", pause_s=0.1, prepare_s=0.1, requests_kept=0)
-    assert machine.applied("five", report) == [Tell(), ResumeEngine()]
+    assert machine.applied("five", report) == [SendReport(), ResumeEngine()]
     actions = machine.resumed(report)
-    assert actions[0] == Tell(applied=report)
+    assert actions[0] == SendReport(applied=report)
     assert (then is None) == (machine.state is AgentState.READY)
     assert then is None or then in actions
 
@@ -164,5 +197,5 @@ def test_a_gang_is_waited_for_again_in_the_next_version() -> None:
     machine.resumed(report)
     machine.command(Commit(version=6, artifact_id="six", hold=True))
     machine.fetched("six")
-    assert machine.applied("six", replace(report, version=6)) == [Tell()]
+    assert machine.applied("six", replace(report, version=6)) == [SendReport()]
     assert machine.held

@@ -101,12 +101,19 @@ def test_the_swap_of_a_version_is_in_the_trace_of_its_commit(
         run_id="main", epoch=1, version=3, transport=Transport.STREAM, result_root=ROOT, layout_signature=b"",
         tensors=(), chunks=(),
     )  # fmt: skip
-    prepared = PreparedVersion(manifest=manifest, artifact_id="artifact", adopt=False, prepare_s=0.25)
+    prepared = PreparedVersion(
+        manifest=manifest,
+        artifact_id="artifact",
+        adopt=False,
+        prepare_s=0.25,
+        parts={"fetched": 0.125, "staged": 0.0625},
+    )
     with apply_span(3, prepared, "e0", provider.get_tracer("test")) as span:
         assert trace.get_current_span() is span
     (found,), commit = exporter.get_finished_spans(), sync_context(3, ROOT)
     assert found.name == "rl.sync.apply"
     assert found.parent == commit
     assert found.attributes == {
-        "meshrl.version": 3, "meshrl.engine_id": "e0", "meshrl.artifact_id": "artifact", "meshrl.prepare_s": 0.25
+        "meshrl.version": 3, "meshrl.engine_id": "e0", "meshrl.artifact_id": "artifact", "meshrl.prepare_s": 0.25,
+        "meshrl.prepare.fetched_s": 0.125, "meshrl.prepare.staged_s": 0.0625,
     }  # fmt: skip

@@ -13,7 +13,7 @@ from inference_kit import EngineFactory, ask, complete, full_forward, make_model
 from group_senders import GroupSenders, flipped
 from meshrl.inference.embedded.engine import EmbeddedEngine
 from meshrl.inference.embedded.live_weights import LiveWeights
-from meshrl.inference.engine import CollectiveSeat
+from meshrl.inference.engine import CollectiveSupport
 from meshrl.models.state import hf_state
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Manifest
@@ -44,7 +44,7 @@ async def test_version_comes_through_a_group_while_requests_run(
     start_engine: EngineFactory, num_senders: int, new_senders: Senders
 ) -> None:
     engine = await start_engine(max_model_len=300)
-    assert engine.collective == CollectiveSeat(ranks=1, backend="gloo")
+    assert engine.collective == CollectiveSupport(ranks=1, backend="gloo")
     senders, other = new_senders(num_senders=num_senders), make_model(seed=5)
     running = asyncio.create_task(complete(engine, ask([1, 2, 3], max_tokens=250)))
     await together(engine, senders, 1)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from meshrl.versions.collective.digest import digest_bytes, sum128
-from meshrl.versions.deltas.codec import DeltaError, Rows, encode, join, runs_of, split, squash
+from meshrl.versions.deltas.codec import DeltaError, Rows, encode, merge, read_stream, runs_of, write_stream
 from meshrl.versions.deltas.image import WeightImage
 from meshrl.versions.deltas.on_device import encode_on_device
 from meshrl.versions.deltas.words import UNSIGNED, from_ordered, ordered, unzigzag, zigzag
@@ -69,7 +69,7 @@ def image_of(manifest: Manifest, image: NDArray[np.uint8]) -> WeightImage:
 
 
 def delta(old: NDArray[np.uint8], new: NDArray[np.uint8], threads: ThreadPoolExecutor) -> NDArray[np.uint8]:
-    return join([packed for _, packed in encode(Rows(PLAN), old, new, threads)])
+    return write_stream([packed for _, packed in encode(Rows(PLAN), old, new, threads)])
 
 
 @pytest.mark.parametrize("width", [1, 2, 4, 8])
@@ -117,7 +117,7 @@ def test_tensors_on_a_device_give_the_same_bytes(
         patched.setattr("meshrl.versions.deltas.on_device.AREA_CHANGES", block)
         tensors = [torch.from_numpy(image.copy()) for image in (old, new)]
         made = encode_on_device(Rows(PLAN), tensors[0], tensors[1], threads)
-        assert join(made).tobytes() == delta(old, new, threads).tobytes()
+        assert write_stream(made).tobytes() == delta(old, new, threads).tobytes()
 
 
 @settings(max_examples=40, deadline=None)
@@ -128,11 +128,11 @@ def test_one_delta_does_what_several_do(images: list[NDArray[np.uint8]], threads
     before = manifest_of(1, first)
     image = image_of(before, first)
     try:
-        image.apply(manifest_of(len(images), last, before), squash(steps))
+        image.apply(manifest_of(len(images), last, before), merge(steps))
         assert image.held.parts[0][1].tobytes() == last.tobytes()
     finally:
         image.close()
-    assert squash([delta(first, last, threads), delta(last, first, threads)]).tobytes() == join([]).tobytes()
+    assert merge([delta(first, last, threads), delta(last, first, threads)]).tobytes() == write_stream([]).tobytes()
 
 
 def test_changes_far_apart_and_many_blocks_are_encoded(
@@ -145,7 +145,7 @@ def test_changes_far_apart_and_many_blocks_are_encoded(
     new = old.copy()
     new[[0, 68, 69, 900, size - 2, size - 1]] ^= np.uint8(0x81)
     assert sum(run.values * run.width for run in runs_of(plan)) == size
-    pieces = split(join([packed for _, packed in encode(Rows(plan), old, new, threads)]))
+    pieces = read_stream(write_stream([packed for _, packed in encode(Rows(plan), old, new, threads)]))
     assert sum(piece.changed for piece in pieces) == 4
     assert [run.values for run in runs_of(plan, [(0, 68), (68, 2200)])] == [17, 1000, 100]
 
@@ -161,7 +161,7 @@ def test_a_flipped_bit_of_a_delta_or_of_the_image_is_refused_and_changes_nothing
     image = image_of(before, old)
     held = image.held.parts[0][1]
     try:
-        image.settle()
+        image.wait_until_hashed()
         where = data.draw(st.sampled_from(["delta", "image"]))
         target = stream if where == "delta" else held
         at, bit = data.draw(st.integers(0, len(target) - 1)), data.draw(st.integers(0, 7))
@@ -186,7 +186,7 @@ def test_a_flipped_bit_of_a_delta_or_of_the_image_is_refused_and_changes_nothing
 @given(noise=st.binary(max_size=200))
 def test_bytes_that_are_no_delta_are_refused(noise: bytes) -> None:
     with pytest.raises(DeltaError):
-        split(np.frombuffer(noise, dtype=np.uint8))
+        read_stream(np.frombuffer(noise, dtype=np.uint8))
 
 
 def test_a_delta_for_other_weights_is_refused(threads: ThreadPoolExecutor) -> None:
@@ -198,7 +198,7 @@ def test_a_delta_for_other_weights_is_refused(threads: ThreadPoolExecutor) -> No
         image.apply(manifests[1], delta(images[0], images[1], threads))
         with pytest.raises(MeshError, match="for other weights"):  # twice is once too often
             image.apply(manifests[1], delta(images[0], images[1], threads))
-        image.keep()
+        image.confirm()
         image.revert()
         assert image.root == manifests[1].result_root
         image.check()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshrl.versions.parents import DEAD_S, FAR_COUNT, FAR_S, HELD_OFF_S, ConnectionCount, Parents
+from meshrl.versions.parents import AVOID_S, DEAD_S, FAR_COUNT, FAR_S, ConnectionCount, Parents
 
 
 def settled(count: ConnectionCount, rate_of: dict[int, float], windows: int = 40) -> list[int]:
@@ -39,6 +39,16 @@ def test_from_far_away_several_are_taken_at_once() -> None:
     assert (near.count, far.count) == (1, FAR_COUNT)
 
 
+def test_a_parent_is_far_while_even_its_fastest_answer_took_long() -> None:
+    parent = Parents("hub:1").choose(0.0)
+    assert not parent.is_far  # nobody knows
+    parent.answered(4 * FAR_S)
+    assert parent.is_far
+    parent.answered(FAR_S / 2)  # it was busy
+    parent.answered(4 * FAR_S)
+    assert not parent.is_far
+
+
 def test_the_fastest_relay_is_asked_each_of_them_once_and_the_hub_only_without_any() -> None:
     parents = Parents("hub:1", ["a:1", "b:1"])
     first = parents.choose(0.0)
@@ -56,7 +66,7 @@ def test_the_fastest_relay_is_asked_each_of_them_once_and_the_hub_only_without_a
     assert parents.choose(8.0) is first
     assert first.failed(8.0, at_once=True)
     assert parents.choose(8.1).is_hub
-    assert parents.choose(8.0 + HELD_OFF_S[0]).address in ("a:1", "b:1")
+    assert parents.choose(8.0 + AVOID_S[0]).address in ("a:1", "b:1")
 
 
 def test_a_relay_that_stays_away_is_left_alone_for_longer() -> None:
@@ -64,7 +74,7 @@ def test_a_relay_that_stays_away_is_left_alone_for_longer() -> None:
     relay = parents.choose(0.0)
     assert relay.failed(0.0, at_once=True)
     assert relay.failed(10.0, at_once=True)
-    assert parents.choose(10.0 + 1.5 * HELD_OFF_S[0]).is_hub
+    assert parents.choose(10.0 + 1.5 * AVOID_S[0]).is_hub
     relay.heard(40.0)
     assert relay.failed(50.0, at_once=True)
-    assert parents.choose(50.0 + HELD_OFF_S[0]) is relay
+    assert parents.choose(50.0 + AVOID_S[0]) is relay

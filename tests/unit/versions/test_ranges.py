@@ -44,7 +44,7 @@ def test_every_byte_is_taken_once_and_every_chunk_completed_once_whatever_breaks
         elif does == "again" and complete:
             index = complete.pop()
             taken[chunks[index].offset : chunks[index].offset + chunks[index].length] = bytes(chunks[index].length)
-            queue.again(index)
+            queue.refetch(index)
         elif held:
             claim = data.draw(st.sampled_from(held))
             if does == "break":

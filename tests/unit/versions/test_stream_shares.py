@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 import torch
 
+from meshrl.trainer.publishing.rank_calls import RankCalls
+from meshrl.versions.collective.digest import digest_bytes, sum128
 from meshrl.versions.collective.plan import rows_of
 from meshrl.versions.deltas.image import WeightImage
 from meshrl.versions.files import HostBytes
 from meshrl.versions.snapshot import Captured, GatheredWeights, take_snapshot
 from meshrl.versions.transports.base import Answer, Prepared, PublishCall, VersionLine
-from meshrl.versions.transports.stream import RankedStreamTransport, StreamTransport
+from meshrl.versions.transports.stream import StreamTransport
 from meshrl.versions.transports.stream_share import StreamShare
 from meshrl.wire.types import CollectivePlan, VersionKind
 
@@ -60,8 +62,8 @@ class Ranks:
         self.tensors = GatheredWeights(state_of(0)).tensors
         whole = tuple(index for index, entry in enumerate(self.tensors) if entry.name in WHOLE)
         self.plan = CollectivePlan(num_senders=count, bucket_bytes=4096, whole_tensors=whole if count > 1 else ())
-        self.transport = RankedStreamTransport(
-            LINE, self, self.shares[0], self.tensors, num_shares=count, chunk_bytes=4096, anchor_every=anchor_every
+        self.transport = StreamTransport(
+            LINE, self, self.shares[0], num_shares=count, chunk_bytes=4096, anchor_every=anchor_every
         )
 
     def call(self, call: PublishCall, *, stall_s: float) -> list[Answer]:
@@ -70,7 +72,7 @@ class Ranks:
     async def prepare(self, version: int, state: State) -> Prepared:
         """Each rank's snapshot of its rows, then what rank 0 makes of them."""
         for rank, share in enumerate(self.shares):
-            reuse = share.make_way()
+            reuse = share.release_snapshot()
             own = {}
             for name, tensor in state.items():
                 first, last = rows_of(len(tensor), rank, len(self.shares))
@@ -82,9 +84,17 @@ class Ranks:
         return await self.transport.prepare(version, Captured())
 
 
+def gathering(folder: Path, *, anchor_every: int | None) -> StreamTransport:
+    """The transport of a rank 0 that gathers all weights."""
+    share = StreamShare(folder / "gathering", epoch=1)
+    return StreamTransport(
+        LINE, RankCalls(share, None, num_ranks=1), share, chunk_bytes=4096, anchor_every=anchor_every
+    )
+
+
 @pytest.mark.parametrize("count", [1, 2, 3])
 async def test_the_ranks_deltas_joined_lead_where_one_of_all_weights_leads(count: int, tmp_path: Path) -> None:
-    ranks, gathered = Ranks(count, tmp_path / "shm", anchor_every=3), StreamTransport(LINE, anchor_every=3)
+    ranks, gathered = Ranks(count, tmp_path / "shm", anchor_every=3), gathering(tmp_path, anchor_every=3)
     state = state_of(0)
     image: WeightImage | None = None
     kinds = []
@@ -97,6 +107,9 @@ async def test_the_ranks_deltas_joined_lead_where_one_of_all_weights_leads(count
             assert expected.buffer is not None
             assert (ours.kind, ours.result_root, ours.base_root) == (theirs.kind, theirs.result_root, theirs.base_root)
             assert ours.tensors == theirs.tensors
+            assert [entry.digest for entry in ours.tensors] == [
+                digest_bytes(sum128(state[entry.name])) for entry in ours.tensors
+            ]
             if ours.kind is VersionKind.FULL or count == 1:
                 assert made.buffer.tobytes() == expected.buffer.tobytes()
             if ours.kind is VersionKind.FULL:
@@ -154,7 +167,7 @@ async def test_a_delta_that_the_hub_refuses_or_that_does_not_pay_goes_in_full(co
 
 
 async def test_without_deltas_a_version_has_the_digests_of_files(tmp_path: Path) -> None:
-    ranks, gathered = Ranks(2, tmp_path, anchor_every=None), StreamTransport(LINE, chunk_bytes=4096)
+    ranks, gathered = Ranks(2, tmp_path, anchor_every=None), gathering(tmp_path, anchor_every=None)
     try:
         for version in range(3):
             state = state_of(version)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import socket
 import threading
 import time
@@ -14,6 +15,8 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
+from meshrl.core.clock import AwakeClock
+from meshrl.versions.collective import communicator
 from meshrl.versions.collective.communicator import Communicator, open_store, reach_store
 from meshrl.versions.collective.digest import digest_bytes, sum128
 from meshrl.versions.collective.plan import rows_of
@@ -183,6 +186,20 @@ def test_sender_that_stops_in_the_middle_ends_the_receive_within_the_stall() -> 
     assert time.monotonic() - began_s < 60.0
 
 
+def test_time_in_which_the_receiver_itself_stood_still_is_no_stall(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = itertools.count()
+    monkeypatch.setattr(communicator, "AwakeClock", lambda: AwakeClock(lambda: time.monotonic() + 40 * next(looks)))
+    state = weights()
+    tensors = entries(state)
+    plan = CollectivePlan(num_senders=1, bucket_bytes=300)
+    group = Group(1, 1)
+    receiver, sender = group.receiver(0).result(60.0), group.senders[0].result(60.0)
+    received = group.threads.submit(receiver.receive, manifest_of(tensors, plan), lambda _: None, stall_s=STALL_S)
+    time.sleep(0.2)  # some hundred looks, each of which finds that 40 s have passed
+    sender.send(take_snapshot(tensors, plan, state, 0, CPU), stall_s=STALL_S)
+    assert received.result(60.0).wire_s > 0
+
+
 def test_abort_from_another_thread_ends_a_receive_at_once() -> None:
     tensors = entries(weights())
     manifest = manifest_of(tensors, CollectivePlan(num_senders=1, bucket_bytes=300))
@@ -255,6 +272,6 @@ def test_store_listens_at_its_host_and_nowhere_else() -> None:
 
 
 def test_store_that_cannot_listen_where_it_should_says_so() -> None:
-    with pytest.raises(MeshError, match=r"cannot listen at 192\.0\.2\.1:0: .*; name an address of this host") as caught:
+    with pytest.raises(MeshError, match=r"cannot listen at 192\.0\.2\.1: .*; name an address of this host") as caught:
         open_store("192.0.2.1", deadline_s=10.0)
     assert caught.value.reason is Reason.GROUP_BROKEN

@@ -1,1 +1,1 @@
-"""What runs beside an engine: it follows the weight hub and brings new versions into the engine."""
+"""The agent of an engine: it follows the weight hub and loads new versions into the engine."""

@@ -1,8 +1,8 @@
-"""The agent beside an engine: registers at the weight hub, loads new versions, and swaps them under running requests.
+"""The agent of an engine: registers it at the weight hub, loads new versions, and swaps them under running requests.
 
-It consumes the hub's commands and produces reports. A version is loaded while the engine generates; generation pauses
-only for the swap. The rules are in `states`: this module carries out the actions that they ask for, one task each, and
-tells them what came of it. A hub that is away is called again while the engine serves on.
+It receives the hub's commands and sends reports. A version is loaded while the engine generates; generation pauses only
+for the swap. The rules are in `states`: this module carries out the actions that the rules ask for, each in a task of
+its own, and passes the results back to them. A hub that is away is called again while the engine serves on.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from meshrl.inference.agent.states import (
     CancelFetch,
     Leave,
     ResumeEngine,
+    SendReport,
     StartApply,
     StartFetch,
     StartJoin,
     StartSleep,
-    Tell,
     fault_of,
 )
 from meshrl.inference.agent.version_loader import PreparedVersion, VersionLoader
@@ -87,7 +87,8 @@ class WeightAgent:
         self._engine = engine
         self._engine_id, self._engine_pool = config.engine_id or address, config.engine_pool
         self._url, self._away_s = url or f"{scheme()}://{address}", away_s
-        self.connected, self.waits = False, Waits()  # to the hub, which then decides; the program's, where it has some
+        self.connected = False  # to the hub
+        self.waits = Waits()  # replaced by the program's, where it has some
         spool = Spool(spool_dir, self._engine_id) if engine.stages_from_files else None
         self._fetcher = VersionFetcher.over(client, config.weight_broadcast, spool=spool, stall_s=fetch_stall_s)
         self._loader = VersionLoader(client, engine, self._fetcher)
@@ -96,7 +97,7 @@ class WeightAgent:
         self._lease: Lease | None = None
         self._outbox: asyncio.Queue[AgentReport] = asyncio.Queue()
         self._leave = asyncio.Event()
-        self._defect: BaseException | None = None
+        self._defect: BaseException | None = None  # what ended a task: the agent ends with it
         self._fetch_task: asyncio.Task[None] | None = None
         self._join_task: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -126,7 +127,7 @@ class WeightAgent:
                 except MeshError as error:
                     if error.reason in _PERMANENT:
                         raise
-                    if gone_s is None or self.connected:  # said once each time that it goes
+                    if gone_s is None or self.connected:  # logged once each time that it goes away
                         logger.warning("the weight hub is away: {}; calling again", error)
                         gone_s = time.monotonic()
                     if self._away_s is not None and time.monotonic() - gone_s >= self._away_s:
@@ -137,7 +138,7 @@ class WeightAgent:
                 if time.monotonic() - began_s > BACKOFF_S[1]:
                     backoff.reset()
                 await set_within(self._leave, backoff.next_s())
-        except StoppedError:  # asked for by whoever runs the agent, or by the hub
+        except StoppedError:  # by `stop` or by the hub
             pass
         finally:
             stopping.cancel()
@@ -146,7 +147,7 @@ class WeightAgent:
             raise self._defect
 
     async def _wind_down(self) -> None:
-        """Ends the fetch, lets a swap come to its end, and never leaves a held engine paused."""
+        """Cancels the fetch, lets a swap finish, and resumes an engine that is held paused."""
         self._cancel_fetch()
         _cancel(self._join_task)
         if self._tasks:
@@ -159,18 +160,18 @@ class WeightAgent:
     async def _follow(self) -> None:
         """One registration and its session; returns when the hub ends it."""
         held = self._engine.version if self.machine.version is not None else None
-        seat = self._engine.collective
+        support = self._engine.collective
         self._lease = await self._client.register(
             AgentRegistration(
                 engine_id=self._engine_id,
                 url=self._url,
                 engine_pool=self._engine_pool,
-                transports=(Transport.FILESYSTEM, Transport.STREAM, *(() if seat is None else (Transport.NCCL,))),
+                transports=(Transport.FILESYSTEM, Transport.STREAM, *(() if support is None else (Transport.NCCL,))),
                 layout_signature=self._loader.signature,
                 held_version=held,
                 held_root=self._live_root if held is not None else b"",
-                collective_ranks=0 if seat is None else seat.ranks,
-                collective_backend="" if seat is None else seat.backend,
+                collective_ranks=0 if support is None else support.ranks,
+                collective_backend="" if support is None else support.backend,
                 host=platform.node(),
                 can_sleep=self._engine.can_sleep,
             )
@@ -183,7 +184,7 @@ class WeightAgent:
             self._perform(self.machine.command(command))
 
     async def _reports(self, lease: Lease) -> AsyncIterator[AgentReport]:
-        """Yields what there is to tell, and a heartbeat at least three times a lease."""
+        """Yields the reports of the outbox, and a heartbeat at least three times a lease."""
         outbox = self._outbox
         while True:
             try:
@@ -194,20 +195,21 @@ class WeightAgent:
                     self._live_root = root  # in a new session the hub has its own version served again
                     logger.warning("weights were loaded by hand as version {}: registering anew", self._engine.version)
                     return
-                yield self._report(Tell())
+                yield self._report(SendReport())
 
-    def _report(self, tell: Tell) -> AgentReport:
+    def _report(self, action: SendReport) -> AgentReport:
         machine, target = self.machine, self.machine.target
-        version, artifact_id = tell.target_version, tell.target_artifact_id
-        if target is not None and not artifact_id and not (tell.of_group and machine.state is not AgentState.PREPARED):
+        version, artifact_id = action.target_version, action.target_artifact_id
+        of_no_version = action.of_group and machine.state is not AgentState.PREPARED
+        if target is not None and not artifact_id and not of_no_version:
             version, artifact_id = target.version, target.artifact_id
         return AgentReport(
             lease_id=self._lease.lease_id if self._lease is not None else "",
             state=machine.state,
             serving_version=machine.version,
             target_version=version,
-            fault=tell.fault,
-            applied=tell.applied,
+            fault=action.fault,
+            applied=action.applied,
             group_generation=machine.group,
             target_artifact_id=artifact_id,
             sleeping=self._engine.sleeping,
@@ -219,7 +221,7 @@ class WeightAgent:
     def _perform(self, actions: Sequence[Action]) -> None:
         for action in actions:
             match action:
-                case Tell():
+                case SendReport():
                     self._outbox.put_nowait(self._report(action))
                 case StartFetch():
                     self._cancel_fetch()
@@ -241,11 +243,11 @@ class WeightAgent:
     def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._over)
+        task.add_done_callback(self._task_ended)
         return task
 
-    def _over(self, task: asyncio.Task[None]) -> None:
-        """A task that failed has left the engine as nobody expects it, perhaps paused: the agent ends with it."""
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        """A task that failed has left the engine in an unknown state, perhaps paused: the agent ends with it."""
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._defect = error
@@ -283,15 +285,18 @@ class WeightAgent:
     async def _fetch(self, version: int, artifact_id: str) -> None:
         began_s = time.monotonic()
         try:
-            with self.waits.waiting("version", lambda: self._loader.doing(version), ("weights",)):
+            with self.waits.waiting("version", lambda: self._fetcher.arriving(version), ("weights",)):
                 manifest, adopt = await self._stage(version, artifact_id)
         except Exception as error:  # noqa: BLE001 (nothing was applied: the old version stays, and the hub must hear)
             logger.opt(exception=not isinstance(error, MeshError)).error("version {} is refused: {!r}", version, error)
             self._perform(self.machine.fetch_failed(artifact_id, fault_of(error)))
             return
         prepare_s = time.monotonic() - began_s
-        self._prepared = PreparedVersion(manifest=manifest, artifact_id=artifact_id, adopt=adopt, prepare_s=prepare_s)
-        logger.info("version {} is prepared in {:.3f} s", version, prepare_s)
+        times = self._loader.times
+        self._prepared = PreparedVersion(
+            manifest=manifest, artifact_id=artifact_id, adopt=adopt, prepare_s=prepare_s, parts=times.seconds
+        )
+        logger.info("version {} is prepared in {:.3f} s: {}", version, prepare_s, times)
         self._perform(self.machine.fetched(artifact_id))
 
     async def _stage(self, version: int, artifact_id: str) -> tuple[Manifest, bool]:
@@ -333,7 +338,7 @@ class WeightAgent:
                 self._poison(action.version, Reason.ENGINE_FAILED, repr(error), span)
                 return
             self._prepared, self._live_root = None, prepared.manifest.result_root
-            self._loader.images.keep(self._live_root)
+            self._loader.images.confirm(self._live_root)
             span.set_attribute("meshrl.requests_kept", kept)
             report = ApplyReport(
                 version=action.version,

@@ -1,8 +1,8 @@
-"""Brings a version's bytes to this host and checks them, while the engine goes on generating.
+"""Fetches a version's bytes to this host and checks them, while the engine goes on generating.
 
-Used by `VersionLoader` for versions that travel as files or as a stream. They come from the publisher's files where
-this host sees them, else from the hub in chunks, resumed from the chunks that are already here. Every tensor is hashed
-once all of it is here: what leaves this module has the manifest's result root.
+Used by `VersionLoader` for versions in files and streamed ones. Bytes come from the publisher's files where this host
+can read them, else in chunks from relays or the hub. Every tensor, or every chunk, is hashed once all of it is here, so
+the bytes that this module returns are those of the manifest.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from meshrl.wire.types import Manifest, TensorEntry, Transport
 
 
 class VersionFetcher:
-    """Fetches artifacts by one downloader, which it closes.
+    """Fetches the versions of one engine through a downloader, which it closes.
 
     With a `spool`, versions that come in chunks are written into files there, else they stay in memory.
     """
@@ -38,12 +38,12 @@ class VersionFetcher:
         self._arrived, self._awaited = 0, 0  # bytes of what is fetched now
 
     def arriving(self, version: int) -> str:
-        """What somebody who waits for a version waits for, in words."""
+        """A description of the fetch under way, for the program's waits."""
         mb = f", of which {self._arrived / 1e6:.2f} of {self._awaited / 1e6:.2f} MB are here" if self._awaited else ""
         return f"version {version} from the hub{mb}"
 
     def begin(self) -> None:
-        """Nothing of what is fetched next is here yet."""
+        """A new version will be fetched: counts its bytes from zero."""
         self._arrived, self._awaited = 0, 0
 
     def _arrive(self, count: int) -> None:
@@ -77,10 +77,10 @@ class VersionFetcher:
     async def fetch_delta(self, manifest: Manifest) -> Bytes:
         """Returns the bytes of a delta, every chunk right. Raises MeshError as `fetch`."""
         self._awaited += manifest.payload_bytes
-        arrival = _CheckedArrival(manifest, self._arrive)
+        payload: Bytes = np.empty(manifest.payload_bytes, dtype=np.uint8)
         artifact_id = await asyncio.to_thread(manifests.artifact_id, manifest)
-        await self._downloader.fetch(manifest, artifact_id, arrival)
-        return arrival.data
+        await self._downloader.fetch(manifest, artifact_id, _ChunkArrival(manifest, payload, self._arrive))
+        return payload
 
     async def _mapped(self, manifest: Manifest) -> HostBytes | None:
         """The publisher's files as they lie; None when they cannot be read here."""
@@ -107,69 +107,60 @@ class VersionFetcher:
         else:
             held = await asyncio.to_thread(self._spool.room_for, manifest)
         self._awaited += manifest.payload_bytes
-        arrival = _HashedArrival(manifest, held, self._arrive)
         try:
-            await self._downloader.fetch(manifest, artifact_id, arrival)
-            await arrival.check_rest()
+            if manifest.digest_algorithm == manifests.SUM128:
+                # Additive digests are slow on a host. The hashes of the chunks cover all bytes as well.
+                arrival = _ChunkArrival(manifest, held.parts[0][1], self._arrive)
+                await self._downloader.fetch(manifest, artifact_id, arrival)
+            else:
+                await self._fetch_hashed(manifest, artifact_id, held)
         except BaseException:  # abandoned fetches leave no file either
             held.release()
             raise
-        finally:
-            arrival.stop()
         return held
 
+    async def _fetch_hashed(self, manifest: Manifest, artifact_id: str, held: HostBytes) -> None:
+        arrival = _TensorArrival(manifest, held, self._arrive)
+        try:
+            await self._downloader.fetch(manifest, artifact_id, arrival)
+            await arrival.check_rest()
+        finally:
+            arrival.stop()
 
-class _CheckedArrival:
-    """An `Arrival` that checks each chunk once its bytes are here. `tell` is given the bytes that have come."""
 
-    def __init__(self, manifest: Manifest, tell: Callable[[int], None]) -> None:
+class _ChunkArrival:
+    """An `Arrival` that checks each chunk by its own digest. `on_bytes` is given the number of bytes that came."""
+
+    def __init__(self, manifest: Manifest, buffer: Bytes, on_bytes: Callable[[int], None]) -> None:
         self.missing = set(range(len(manifest.chunks)))
-        self.data: Bytes = np.empty(manifest.payload_bytes, dtype=np.uint8)
-        self._manifest = manifest
-        self._tell = tell
+        self._manifest, self._buffer, self._on_bytes = manifest, buffer, on_bytes
 
     def put(self, offset: int, data: Bytes) -> None:
-        self.data[offset : offset + len(data)] = data
-        self._tell(len(data))
+        self._buffer[offset : offset + len(data)] = data
+        self._on_bytes(len(data))
 
     def complete(self, index: int) -> None:
         """All bytes of a chunk are here. Raises MeshError DIGEST_MISMATCH."""
         chunk = self._manifest.chunks[index]
-        if manifests.digest(self.data[chunk.offset : chunk.offset + chunk.length].data) != chunk.digest:
+        if manifests.digest(self._buffer[chunk.offset : chunk.offset + chunk.length].data) != chunk.digest:
             text = f"the chunk at {chunk.offset} of version {self._manifest.version} is not what its manifest says"
             raise MeshError(Reason.DIGEST_MISMATCH, text)
         self.missing.discard(index)
 
 
-class _HashedArrival:
-    """An `Arrival` that hashes each tensor once its bytes are here, beside the arrival of the rest.
+class _TensorArrival(_ChunkArrival):
+    """An `Arrival` that hashes each tensor once its bytes are here, while the rest arrives."""
 
-    `tell` is given the bytes that have come.
-    """
-
-    def __init__(self, manifest: Manifest, held: HostBytes, tell: Callable[[int], None]) -> None:
-        self.missing = set(range(len(manifest.chunks)))
-        self._manifest, self._held, self._tell = manifest, held, tell
+    def __init__(self, manifest: Manifest, held: HostBytes, on_bytes: Callable[[int], None]) -> None:
+        super().__init__(manifest, held.parts[0][1], on_bytes)
+        self._held = held
         self._next_chunk = 0  # the first one that may be missing
-        # Of tensors with additive digests, which are slow on a host, the chunks are hashed instead: they are all bytes.
-        self._by_chunk = manifest.digest_algorithm == manifests.SUM128
-        entries = () if self._by_chunk else manifest.tensors
-        self._to_come = deque(sorted(entries, key=lambda entry: entry.offset + entry.num_bytes))
+        self._to_come = deque(sorted(manifest.tensors, key=lambda entry: entry.offset + entry.num_bytes))
         self._here: asyncio.Queue[TensorEntry | None] = asyncio.Queue()
         self._hashing = asyncio.create_task(self._hash())
 
-    def put(self, offset: int, data: Bytes) -> None:
-        buffer = self._held.parts[0][1]
-        buffer[offset : offset + len(data)] = data
-        self._tell(len(data))
-
     def complete(self, index: int) -> None:
         """All bytes of a chunk are here. Raises MeshError DIGEST_MISMATCH for a tensor that was here before."""
-        if self._by_chunk:
-            chunk = self._manifest.chunks[index]
-            data = self._held.parts[0][1][chunk.offset : chunk.offset + chunk.length]
-            if manifests.digest(data.data) != chunk.digest:
-                raise _damaged(self._manifest, f"with byte {chunk.offset}")
         self.missing.discard(index)
         while self._next_chunk < len(self._manifest.chunks) and self._next_chunk not in self.missing:
             self._next_chunk += 1
@@ -190,7 +181,7 @@ class _HashedArrival:
     def stop(self) -> None:
         """Ends the hashing, whatever came of it."""
         if not self._hashing.cancel() and not self._hashing.cancelled():
-            self._hashing.exception()  # raised before, or nobody waits for it any more
+            self._hashing.exception()  # raised before, or the fetch was given up
 
     async def _hash(self) -> None:
         while (entry := await self._here.get()) is not None:

@@ -1,8 +1,8 @@
-"""Which weight hub an engine follows: the one it was started for, or the one that calls it.
+"""Runs the agent for the hub that an engine follows: the hub of its configuration, or one that called it.
 
 An engine may outlive runs. The hub of each run calls the engines that the run lists (POST /follow_hub), and the engine
-then takes its versions from that hub until it has gone: one hub at a time, and never one in place of another that is
-still there.
+then takes its versions from that hub until it is gone. It follows one hub at a time, and does not leave a hub that is
+still there for another.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Following:
 
 
 class HubFollower:
-    """Runs at most one agent beside an engine. `run` is the life of it all."""
+    """Runs at most one agent beside an engine, from `run` on until its `stop` is set."""
 
     def __init__(
         self, engine: Engine, config: InferenceConfig, *, away_s: float = AWAY_S, waits: Waits | None = None

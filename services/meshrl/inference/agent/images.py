@@ -1,8 +1,8 @@
-"""Keeps the weights that deltas apply to, for one engine: brings them from version to version, and back after an abort.
+"""Keeps one engine's `WeightImage`, the host copy of the weights that deltas are applied to.
 
-Used by `VersionLoader` for versions that come as deltas, and for the full ones that deltas lead from. The image goes
-ahead of the engine: a version in it is staged, prepared and served as any other, and one that was given up is taken
-back before the next one is fetched.
+Used by `VersionLoader` for versions that come as deltas, and for full versions that deltas are made from. The image is
+ahead of the engine: it holds the version that is being prepared. When that version is given up, the image is taken back
+to the version that the engine serves before the next one is fetched.
 """
 
 from __future__ import annotations
@@ -13,31 +13,32 @@ import os
 from loguru import logger
 
 from meshrl.inference.agent.fetching import VersionFetcher
+from meshrl.inference.agent.part_times import PartTimes
 from meshrl.versions.deltas.image import WeightImage
 from meshrl.versions.files import HostBytes
 from meshrl.wire import manifest as manifests
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import FoundVersion, Manifest, VersionKind
 
-MAX_THREADS = 16
+MAX_THREADS = 4  # with 16 on 16 cores a delta of 4B took 2.5 s, with 2 to 8 of them 1.5
 
 
 def is_for_images(manifest: Manifest) -> bool:
-    """Whether a version is a delta, or one that deltas lead from."""
+    """Whether a version is a delta, or a full one that deltas may be made from."""
     full = manifest.kind is VersionKind.FULL and manifest.digest_algorithm == manifests.SUM128 and manifest.chunks
     return manifest.kind is VersionKind.DELTA or bool(full)
 
 
 class ImageKeeper:
-    """The image of one engine. None is kept before the first version that wants one."""
+    """The image of one engine; there is none before the first version that needs one."""
 
-    def __init__(self, fetcher: VersionFetcher, layout: bytes) -> None:
-        """`layout` is the signature of what the engine serves."""
-        self._fetcher, self._layout = fetcher, layout
+    def __init__(self, fetcher: VersionFetcher, layout: bytes, times: PartTimes) -> None:
+        """`layout` is the signature of what the engine serves; `times` gets what fetching and applying took."""
+        self._fetcher, self._layout, self._times = fetcher, layout, times
         self._image: WeightImage | None = None
 
     async def held_root(self) -> bytes:
-        """Root of what the image holds once it is back at the version that was served last; empty without one."""
+        """Takes the image back to the version served last and returns its root; empty without an image."""
         if self._image is not None:
             try:
                 await asyncio.to_thread(self._image.revert)
@@ -46,39 +47,42 @@ class ImageKeeper:
                 self.drop()
         return b"" if self._image is None else self._image.root
 
-    async def bring(self, found: FoundVersion) -> HostBytes:
-        """The bytes of a version, to be staged and left as they are.
+    async def load(self, found: FoundVersion) -> HostBytes:
+        """Fetches what leads to a version and applies it to the image; returns the image's bytes, to be read only.
 
         Raises MeshError as `VersionFetcher.fetch`; DIGEST_MISMATCH also where what is held is not what it should be.
         """
         version = found.manifest
         whole = (version,) if version.kind is VersionKind.FULL else ()
-        held = self._image is not None and self._image.root == version.result_root
-        for step in () if held else found.steps or whole:
+        is_held = self._image is not None and self._image.root == version.result_root
+        for step in () if is_held else found.steps or whole:
             if step.layout_signature != self._layout:
-                raise _astray(version, f"it leads over version {step.version} of another model")
+                raise _unreachable(version, f"it leads over version {step.version} of another model")
             if step.kind is VersionKind.FULL:
-                await self._begin(step)
+                await self._open(step)
                 continue
-            delta = await self._fetcher.fetch_delta(step)
+            with self._times.part("fetched"):
+                delta = await self._fetcher.fetch_delta(step)
             if self._image is None:
-                raise _astray(version, "it leads from weights that are not here")
-            await asyncio.to_thread(self._image.apply, step, delta)
+                raise _unreachable(version, "its delta is for weights that are not here")
+            with self._times.part("applied"):
+                await asyncio.to_thread(self._image.apply, step, delta)
         if self._image is None or self._image.root != version.result_root:
-            raise _astray(version, "what leads to it leads elsewhere")
-        if held:  # it has been lying here
+            raise _unreachable(version, "its deltas lead to other weights")
+        if is_held:  # since an earlier attempt
             await asyncio.to_thread(self._image.check)
         return self._image.held
 
-    async def settle(self) -> None:
-        """Returns once a bit that flips in the image is found; call it before saying that a version is prepared."""
+    async def wait_until_hashed(self) -> None:
+        """Returns once a bit that flips in the image would be found; to be awaited before a version is prepared."""
         if self._image is not None:
-            await asyncio.to_thread(self._image.settle)
+            with self._times.part("checked"):
+                await asyncio.to_thread(self._image.wait_until_hashed)
 
-    def keep(self, root: bytes) -> None:
-        """A version is served: if it is the one in the image, there is no way back from it any more."""
+    def confirm(self, root: bytes) -> None:
+        """Weights with this root are served: if the image holds them, it will not go back behind them."""
         if self._image is not None and self._image.root == root:
-            self._image.keep()
+            self._image.confirm()
 
     def drop(self) -> None:
         """Lets go of the image; the next version comes in full."""
@@ -86,13 +90,15 @@ class ImageKeeper:
         if image is not None:
             image.close()
 
-    async def _begin(self, full: Manifest) -> None:
+    async def _open(self, full: Manifest) -> None:
+        """Fetches a full version into a new image."""
         self.drop()
         artifact_id = await asyncio.to_thread(manifests.artifact_id, full)
-        held = await self._fetcher.fetch(full, artifact_id)
+        with self._times.part("fetched"):
+            held = await self._fetcher.fetch(full, artifact_id)
         threads = min(MAX_THREADS, os.cpu_count() or 1)
         self._image = await asyncio.to_thread(WeightImage, full, held, num_threads=threads)
 
 
-def _astray(manifest: Manifest, why: str) -> MeshError:
+def _unreachable(manifest: Manifest, why: str) -> MeshError:
     return MeshError(Reason.DIGEST_MISMATCH, f"version {manifest.version} cannot be reached: {why}")

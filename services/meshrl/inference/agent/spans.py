@@ -30,4 +30,6 @@ def apply_span(
         if prepared is not None:
             span.set_attribute("meshrl.artifact_id", prepared.artifact_id)
             span.set_attribute("meshrl.prepare_s", round(prepared.prepare_s, 4))
+            for part, seconds in prepared.parts.items():
+                span.set_attribute(f"meshrl.prepare.{part}_s", round(seconds, 4))
         yield span

@@ -1,13 +1,13 @@
-"""The agent's rules: commands from the hub and news from the engine in, actions out. No I/O, no clock.
+"""The agent's rules as a state machine: hub commands and results of actions in, actions out. No I/O, no clock.
 
 `JOINING -> SEEDING -> READY(v) -> FETCHING(w) -> PREPARED(w) -> APPLYING(w) -> READY(w)`. A fault while fetching goes
 back to where it started; a fault while applying goes to POISONED, and from there only a fully fetched, verified and
 applied version leads back to READY. An artifact is applied only after its fetch was verified and its commit arrived,
 so an engine never serves half of a version or one that was not decided.
 
-Groups of the nccl transport come and go beside these states: joining one, failing to or losing it changes neither what
-is served nor what is being fetched by other means. Sleep is beside them as well: an engine that sleeps is READY, and
-whatever needs it wakes it.
+Groups of the nccl transport are independent of these states: to join one, to fail to, or to lose it changes neither
+what is served nor what is being fetched by other means. So is sleep: an engine that sleeps is READY, and a request or a
+version wakes it.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class StartFetch:
 
 @dataclass(frozen=True, kw_only=True)
 class CancelFetch:
-    """Nobody wants what is being fetched or staged."""
+    """Cancel the fetch under way, or drop what is staged."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,12 +97,12 @@ class StartSleep:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tell:
+class SendReport:
     """Report to the hub now: the state, and what is given here.
 
-    The target is what a fault is about where that is not the machine's target any more. A fault `of_group`, or of
-    sleep, is about no version: a target that is still fetched is left out of the report, so that nobody takes it for
-    one of the target.
+    The target here is the version that a fault is about, where that is no longer the machine's target. A fault
+    `of_group`, or of sleep, is about no version: a target that is still being fetched is left out of the report, so
+    that the fault is not taken for one of the target.
     """
 
     fault: AgentFault | None = None
@@ -117,11 +117,11 @@ class Leave:
     """The hub asked this agent to end."""
 
 
-Action = StartFetch | CancelFetch | StartApply | ResumeEngine | StartJoin | StartSleep | Tell | Leave
+Action = StartFetch | CancelFetch | StartApply | ResumeEngine | StartJoin | StartSleep | SendReport | Leave
 
 
 class AgentMachine:
-    """One engine's agent. `serving` is (version, artifact) of what the engine serves and the hub vouches for."""
+    """The state of one engine's agent. `version` and `artifact_id` are those that the engine serves."""
 
     def __init__(self, *, version: int | None = None) -> None:
         """`version` is what the engine serves when the agent starts, if it vouches for one."""
@@ -130,11 +130,11 @@ class AgentMachine:
         self.artifact_id = ""  # of the version served; unknown for one that was there before the agent
         self.target: Target | None = None
         self.held = False  # applied, and paused until Resume
-        self._let_go = False  # told while it applies that its gang is not waited for
+        self._released = False  # a Commit came while it applies that no longer asks it to hold
         self.last_applied: ApplyReport | None = None
         self.group: int | None = None  # generation of the group that the engine is in
         self.sleep_answered: int | None = None  # last Sleep of this session that is over, whatever came of it
-        self._asked: JoinGroup | None = None  # the group that the engine is in or on its way into
+        self._last_join: JoinGroup | None = None  # the group that the engine is in or on its way into
         self._poisoned = False
         self._queued: Commit | Prepare | None = None
         self._leaving = False
@@ -144,7 +144,7 @@ class AgentMachine:
     def connected(self) -> list[Action]:
         """A new session began: a gang that waited for the old one will not be resumed by it."""
         self.sleep_answered = None  # another hub may count from the beginning
-        actions: list[Action] = [Tell(applied=self.last_applied)]
+        actions: list[Action] = [SendReport(applied=self.last_applied)]
         return actions + ([ResumeEngine()] if self.held else [])
 
     def command(self, command: AgentCommand) -> list[Action]:
@@ -172,7 +172,7 @@ class AgentMachine:
             self._queued = self._queued if isinstance(self._queued, Commit) else command
             return []
         if self._is_target(command) or (command.artifact_id == self.artifact_id and self.version is not None):
-            return [Tell()]
+            return [SendReport()]
         return self._fetch(Target(version=command.version, artifact_id=command.artifact_id))
 
     def _commit(self, command: Commit) -> list[Action]:
@@ -181,11 +181,14 @@ class AgentMachine:
                 self._queued = command  # and a gang that waits is of no use any more
             elif command.hold:
                 return []
-            self._let_go = True
+            self._released = True
             return [ResumeEngine()] if self.held else []
         if command.artifact_id == self.artifact_id and self.version is not None:
-            return [Tell(applied=self.last_applied)]
+            return [SendReport(applied=self.last_applied)]
         if not self._is_target(command):
+            if self._finishes_first(command):
+                self._queued = command
+                return []
             return self._fetch(
                 Target(version=command.version, artifact_id=command.artifact_id, committed=True, hold=command.hold)
             )
@@ -194,11 +197,10 @@ class AgentMachine:
         return self._apply() if self.state is AgentState.PREPARED else []
 
     def _join(self, command: JoinGroup) -> list[Action]:
-        """Beside whatever else goes on: a group has no part in the states."""
-        asked = self._asked
+        asked = self._last_join
         if asked is not None and replace(asked, deadline_s=command.deadline_s) == command:
-            return [Tell()]  # told again on a new session, with what is left of the deadline
-        self._asked, self.group = command, None
+            return [SendReport()]  # repeated on a new session, with what is left of the deadline
+        self._last_join, self.group = command, None
         return [StartJoin(group=command)]
 
     def _abort(self, version: int) -> list[Action]:
@@ -208,7 +210,7 @@ class AgentMachine:
         if target is None or target.version != version or target.committed or self.state is AgentState.APPLYING:
             return []
         self._fall_back()
-        return [CancelFetch(), Tell()]
+        return [CancelFetch(), SendReport()]
 
     # --- from the engine ------------------------------------------------------------------------
 
@@ -217,7 +219,7 @@ class AgentMachine:
         if self.target is None or self.target.artifact_id != artifact_id or not self._fetching:
             return []
         self._move(AgentState.PREPARED)
-        return self._apply() if self.target.committed else [Tell()]
+        return self._apply() if self.target.committed else [SendReport()]
 
     def fetch_failed(self, artifact_id: str, fault: AgentFault) -> list[Action]:
         """The artifact cannot be fetched or is not what its manifest says: the old version stays."""
@@ -229,29 +231,29 @@ class AgentMachine:
 
     def joined(self, group: JoinGroup) -> list[Action]:
         """The engine is in the group."""
-        if group != self._asked:
+        if group != self._last_join:
             return []
         self.group = group.generation
-        return [Tell()]
+        return [SendReport()]
 
     def join_failed(self, group: JoinGroup, fault: AgentFault) -> list[Action]:
         """Not everybody came: the engine is in no group, and otherwise as it was."""
-        if group != self._asked:
+        if group != self._last_join:
             return []
-        self._asked = None
-        return [Tell(fault=fault, of_group=True)]
+        self._last_join = None
+        return [SendReport(fault=fault, of_group=True)]
 
     def slept(self, number: int, fault: AgentFault | None = None) -> list[Action]:
         """A Sleep is over: the engine sleeps, has work, or could not, which is a fault of no version."""
         self.sleep_answered = number
-        return [Tell(fault=fault, of_group=fault is not None)]
+        return [SendReport(fault=fault, of_group=fault is not None)]
 
     def group_lost(self, generation: int | None) -> list[Action]:
         """The group broke while the engine was in it; nothing is lost but the group."""
         if generation is None or generation != self.group:
             return []
-        self._asked, self.group = None, None
-        return [Tell()]
+        self._last_join, self.group = None, None
+        return [SendReport()]
 
     def applied(self, artifact_id: str, report: ApplyReport) -> list[Action]:
         """The engine holds the artifact; with hold it is still paused, else it generates again."""
@@ -261,7 +263,7 @@ class AgentMachine:
         self.version, self.artifact_id, self._poisoned = report.version, artifact_id, False
         if self.target.hold:
             self.held = True
-            return [Tell(), ResumeEngine()] if self._let_go else [Tell()]
+            return [SendReport(), ResumeEngine()] if self._released else [SendReport()]
         return self._finish(report)
 
     def resumed(self, report: ApplyReport) -> list[Action]:
@@ -269,7 +271,7 @@ class AgentMachine:
         return self._finish(report) if self.held else []
 
     def displaced(self, version: int | None) -> bool:
-        """Somebody else has put other weights into the engine; whether that replaced what the hub had it serve."""
+        """Other weights were loaded by hand. Returns whether they replaced the version that the hub had it serve."""
         if self.state not in (AgentState.READY, AgentState.FETCHING, AgentState.PREPARED) or self._poisoned:
             return False
         self.version, self.artifact_id, self.last_applied = version, "", None
@@ -293,6 +295,15 @@ class AgentMachine:
     def _fetching(self) -> bool:
         return self.state in (AgentState.FETCHING, AgentState.SEEDING)
 
+    def _finishes_first(self, newer: Commit) -> bool:
+        """Whether a decided version is fetched to its end and served before a newer one.
+
+        Else an engine whose line takes longer for a version than the trainer does would never serve any. One that is
+        not newer is of a trainer that went back: what is fetched is no part of that run.
+        """
+        target = self.target
+        return self._fetching and target is not None and target.committed and newer.version > target.version
+
     def _is_target(self, command: Prepare | Commit) -> bool:
         return self.target is not None and self.target.artifact_id == command.artifact_id
 
@@ -301,7 +312,7 @@ class AgentMachine:
             self._fall_back()  # superseded: abandon it
         self.target = target
         self._move(AgentState.SEEDING if self.version is None else AgentState.FETCHING)
-        return [StartFetch(version=target.version, artifact_id=target.artifact_id), Tell()]
+        return [StartFetch(version=target.version, artifact_id=target.artifact_id), SendReport()]
 
     def _fall_back(self) -> None:
         self.target = None
@@ -312,16 +323,16 @@ class AgentMachine:
 
     def _apply(self) -> list[Action]:
         assert self.target is not None
-        self._let_go = False
+        self._released = False
         self._move(AgentState.APPLYING)
         target = self.target
-        return [Tell(), StartApply(version=target.version, artifact_id=target.artifact_id, hold=target.hold)]
+        return [SendReport(), StartApply(version=target.version, artifact_id=target.artifact_id, hold=target.hold)]
 
     def _finish(self, report: ApplyReport) -> list[Action]:
         self._move(AgentState.READY)
         self.held, self.target, self.last_applied = False, None, report
-        told = Tell(applied=report)
-        return [told, Leave()] if self._leaving else [told, *self._next()]
+        report_now = SendReport(applied=report)
+        return [report_now, Leave()] if self._leaving else [report_now, *self._next()]
 
     def _next(self) -> list[Action]:
         command, self._queued = self._queued, None
@@ -333,12 +344,12 @@ class AgentMachine:
         self.state = state
 
 
-def _refusal(fault: AgentFault, target: Target) -> Tell:
-    return Tell(fault=fault, target_version=target.version, target_artifact_id=target.artifact_id)
+def _refusal(fault: AgentFault, target: Target) -> SendReport:
+    return SendReport(fault=fault, target_version=target.version, target_artifact_id=target.artifact_id)
 
 
 def fault_of(error: Exception) -> AgentFault:
-    """What the hub is told of an error, a defect included."""
+    """How an error, a defect included, is reported to the hub."""
     if isinstance(error, MeshError):
         return AgentFault(reason=error.reason.name, message=error.message)
     return AgentFault(reason=Reason.INTERNAL.name, message=repr(error))

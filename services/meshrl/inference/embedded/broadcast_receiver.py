@@ -1,7 +1,7 @@
-"""The embedded engine's rank in a group of the nccl transport: joins it, receives what is broadcast, leaves it.
+"""The embedded engine's rank in a group of the nccl transport: joins it, receives broadcast versions, leaves it.
 
 Used by `Staging`, which puts the received tensors into the shadow. Calls into a group block, so each runs on a daemon
-thread, and nobody waits for one longer than its deadline; the event loop and the engine's thread never block.
+thread and is waited for until its deadline at most; the event loop and the engine's thread never block.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     from meshrl.versions.collective.receiving import Receiver, ReceiveTimes, Sink
 
 GRACE_S = 5.0  # beyond a deadline that the other side keeps itself
+STALL_S = 30.0  # without a byte, after which a transfer ends
 
 Result = TypeVar("Result")
 
 
 class BroadcastReceiver:
-    """One rank in at most one group at a time. `stall_s`: a transfer ends when nothing came for so long."""
+    """One rank in at most one group at a time."""
 
-    def __init__(self, device: torch.device, *, stall_s: float = 30.0) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stall_s = stall_s
         self._receiver: Receiver | None = None
         self._transfer: asyncio.Future[ReceiveTimes] | None = None
 
@@ -62,7 +62,7 @@ class BroadcastReceiver:
             raise MeshError(
                 Reason.GROUP_BROKEN, f"version {manifest.version} travels in a group; this engine is in none"
             )
-        self._transfer = _on_thread(lambda: receiver.receive(manifest, sink, stall_s=self._stall_s))
+        self._transfer = _on_thread(lambda: receiver.receive(manifest, sink, stall_s=STALL_S))
         try:
             times = await asyncio.shield(self._transfer)
         except BaseException:  # cancelled, too: the senders must not wait for this rank
@@ -88,7 +88,7 @@ async def _close(receiver: Receiver) -> None:
 
 
 def _close_late(meeting: asyncio.Future[Receiver]) -> None:
-    """Closes what a meeting came to after nobody wanted it any more."""
+    """Closes the receiver of a join that was given up, once it is there."""
     if not meeting.cancelled() and meeting.exception() is None:
         _on_thread(meeting.result().close)
 
@@ -107,11 +107,11 @@ def _on_thread(function: Callable[[], Result]) -> asyncio.Future[Result]:
 
     threading.Thread(target=run, name="group", daemon=True).start()
     future = asyncio.wrap_future(done)
-    future.add_done_callback(_look)
+    future.add_done_callback(_log_failure)
     return future
 
 
-def _look(future: asyncio.Future[Result]) -> None:
-    """A failure that nobody waits for any more is logged, not reported as never retrieved."""
+def _log_failure(future: asyncio.Future[Result]) -> None:
+    """Logs a failure, so that asyncio does not report it as never retrieved."""
     if not future.cancelled() and (error := future.exception()) is not None:
         logger.debug("work in a group ended: {}", error)

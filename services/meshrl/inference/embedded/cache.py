@@ -1,4 +1,4 @@
-"""The KV cache of the embedded engine and the attention that reads it; written by each step, never grown.
+"""The KV cache of the embedded engine, of fixed size, and the attention that reads it; each step writes into it.
 
 One step is a flat row of T tokens: first one token for each decoding slot (slots 0..R-1, in order), then the prompt
 pieces being prefilled. Shapes: S slots, M tokens a slot, R decoding rows, T tokens of the step, H key-value heads,

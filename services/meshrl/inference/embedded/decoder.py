@@ -1,4 +1,4 @@
-"""Runs a small decoder of the Llama kind for one step, with few calls: on a CPU each call costs as much as its numbers.
+"""One step of a small Llama-like decoder in few torch calls: on a CPU each call costs as much as its arithmetic.
 
 transformers makes some seventy calls a layer; a token of a small model spends most of its time between them. Here
 projections that read the same input are one matrix, the heads of queries and keys are normalised and rotated together,

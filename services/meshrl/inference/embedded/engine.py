@@ -24,7 +24,7 @@ from meshrl.inference.embedded.slots import RequestRow
 from meshrl.inference.embedded.staging import Staging
 from meshrl.inference.embedded.step_thread import StepThread
 from meshrl.inference.engine import (
-    CollectiveSeat,
+    CollectiveSupport,
     EngineStats,
     GenerateRequest,
     HostVersion,
@@ -104,8 +104,8 @@ class EmbeddedEngine(NeverSleeps):
         return False  # the model lives in this process
 
     @property
-    def collective(self) -> CollectiveSeat | None:
-        return CollectiveSeat(ranks=1, backend="nccl" if self._device.type == "cuda" else "gloo")
+    def collective(self) -> CollectiveSupport | None:
+        return CollectiveSupport(ranks=1, backend="nccl" if self._device.type == "cuda" else "gloo")
 
     def layout(self) -> Layout:
         return self._weights.layout

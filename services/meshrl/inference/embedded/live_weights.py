@@ -1,4 +1,4 @@
-"""The weights that the embedded engine serves: builds a shadow beside them and swaps it in between two steps."""
+"""The weights that the embedded engine serves; the shadow of a version is swapped in between two steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adds logit_bias and takes penalties off the logits of the rows that ask for them; between the model and the sampler.
+"""Applies logit_bias and penalties to the logits of the rows that ask for them, before the sampler.
 
 In vLLM's order and by its formulas, so that both engines sample alike. Shapes: R rows, V tokens of the vocabulary, U
 different tokens of one row.

@@ -1,4 +1,4 @@
-"""Decides which request has which slot and what each step computes; fed and asked by the step thread.
+"""Decides which request has which slot and what each step computes; called by the step thread.
 
 Pure logic over arrays: no model or thread, and a clock only to note times. Slots [0, decoding) decode, [decoding,
 occupied) are being prefilled, the rest is free; rows move so that this stays true, which keeps a step's cache reads one
@@ -65,12 +65,12 @@ class RequestRow:
     prompt_version: int | None = None  # that computed the first part of the prompt, once the weights changed after it
     alternatives: list[tuple[NDArray[np.int32], NDArray[np.float32]]] = field(default_factory=list)
     came_s: float = 0.0
-    seated_s: float = 0.0
+    started_s: float = 0.0
     first_s: float = 0.0  # when its first token was there
 
     def times(self, now_s: float) -> RequestTimes:
         return RequestTimes(
-            queue_s=self.seated_s - self.came_s, prefill_s=self.first_s - self.seated_s, decode_s=now_s - self.first_s
+            queue_s=self.started_s - self.came_s, prefill_s=self.first_s - self.started_s, decode_s=now_s - self.first_s
         )
 
 
@@ -111,7 +111,7 @@ class SlotTable:
         """Moves waiting requests into free slots, starts to decode those that have their prompt in the cache, and picks
         up to `budget` prompt tokens to prefill in this step."""
         while self.waiting and self.occupied < self.num_slots:
-            self._seat(self.waiting.popleft())
+            self._start(self.waiting.popleft())
         pieces: list[PrefillPiece] = []
         self.slots["coming"][: self.occupied] = 0
         for row in self.rows[self.decoding : self.occupied]:
@@ -127,7 +127,8 @@ class SlotTable:
         for piece in pieces:
             self.slots["cached"][piece.row.slot] += len(piece.tokens)
 
-    def _seat(self, row: RequestRow) -> None:
+    def _start(self, row: RequestRow) -> None:
+        """Gives a waiting request the next free slot."""
         slot = self.occupied
         params = row.request.sampling
         self.slots[slot] = (
@@ -142,7 +143,7 @@ class SlotTable:
         self.stop_SW[slot] = -1
         self.stop_SW[slot, : len(row.stop_ids)] = row.stop_ids
         row.slot = slot
-        row.seated_s = self._now()
+        row.started_s = self._now()
         self.rows.append(row)
         self.occupied += 1
 
@@ -287,7 +288,7 @@ class SlotTable:
         row.slot = -1
 
     def new_weights(self, version: int, *, before: int | None, same: bool = False) -> None:
-        """The live weights are `version` now: rows go on with what they have, but nobody copies their cache any more.
+        """The live weights are `version` now: rows go on with their cache, which is not copied to new rows any more.
 
         `before` is the version until now. `same`: only the name changed, not the values.
         """

@@ -1,6 +1,6 @@
-"""The shadow of an in-process engine: builds the next version's tensors beside the live ones, whatever way they came.
+"""Builds the shadow of the embedded engine: the next version's tensors, beside the live ones.
 
-Fed by the agent through the engine; the engine swaps the shadow in. A whole version becomes a set of tensors on the
+Called by the engine for its agent; the engine then swaps the shadow in. A whole version becomes a set of tensors on the
 engine's device. A LoRA version becomes the adapted layers' weights alone, merged here as the trainer merges them; the
 base weights that they replace are kept, since the next adapter is merged into them again.
 
@@ -23,12 +23,12 @@ from meshrl.wire.types import AdapterConfig, JoinGroup, Manifest
 
 
 class Staging:
-    """The shadow, and the engine's place in a group."""
+    """The shadow, and the engine's rank in a group of the nccl transport."""
 
     def __init__(self, weights: LiveWeights, device: torch.device) -> None:
         self._weights = weights
         self._device = device
-        self._seat = BroadcastReceiver(device)
+        self._receiver = BroadcastReceiver(device)
         self._shadow: Shadow | None = None
 
     def staged(self, version: int) -> Shadow:
@@ -55,15 +55,15 @@ class Staging:
         def sink(tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
             arrived.update((name, tensor.to(self._device, copy=True)) for name, tensor in tensors)
 
-        await self._seat.receive(manifest, sink)
+        await self._receiver.receive(manifest, sink)
         host = HostVersion(version=manifest.version, tensors=arrived, adapter=manifest.adapter)
         self._shadow = await asyncio.to_thread(self._build, host, copy=False)
 
     async def join(self, group: JoinGroup) -> None:
-        await self._seat.join(group)
+        await self._receiver.join(group)
 
     async def leave(self) -> None:
-        await self._seat.leave()
+        await self._receiver.leave()
 
     def _build(self, host: HostVersion, *, copy: bool) -> Shadow:
         if host.adapter is None:

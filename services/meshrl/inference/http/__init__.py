@@ -1,1 +1,1 @@
-"""The HTTP face of an engine: OpenAI routes, the token route, admin routes, health."""
+"""The HTTP server of an engine: OpenAI routes, the token route, admin routes, health."""

@@ -1,7 +1,7 @@
 """The HTTP server of an engine: routes for tokens, for text, for health and for administration.
 
-Called by the rollout service, which sends token ids, and by any OpenAI client. `access` says who may call what, `runs`
-has the engine complete it, `results` writes the answer.
+Called by the rollout service, which sends token ids, and by any OpenAI client. `access` says who may call what, the
+modules of the routes read requests and write answers, and `runs` has the engine complete what is asked for.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class InferenceServer:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Keeps strangers out and turns errors into OpenAI's JSON."""
+        """Refuses callers without access, and turns errors into OpenAI's JSON."""
         caller = context_from(request.headers.get(TRACEPARENT, ""))
         token = None if caller is None else otel_context.attach(caller)
         try:

@@ -10,7 +10,7 @@ import json
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from loguru import logger
 from pydantic import JsonValue, TypeAdapter, ValidationError
@@ -46,7 +46,7 @@ class ChatReplies:
         self.stop_token_ids: tuple[int, ...] = tuple(renderer.get_stop_token_ids())
 
     @classmethod
-    def load(cls, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> ChatReplies | None:
+    def load(cls, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, object]) -> ChatReplies | None:
         """By the options of a renderer; without any by the model's name, and None where that says nothing.
 
         Raises: ModelError when the options name no renderer, or one that does not fit the tokenizer.

@@ -1,4 +1,4 @@
-"""What an engine counts, in Prometheus' text format; answered at GET /metrics, read by whoever scrapes the engine."""
+"""An engine's counters in Prometheus' text format, for GET /metrics."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Runs the completions of one HTTP request on the engine, within its deadline, and puts their chunks together.
 
-Shared by the routes, which write what comes of it as JSON, as a frame or as a stream.
+Shared by the routes, which write the result as JSON, as a frame or as a stream.
 """
 
 from __future__ import annotations

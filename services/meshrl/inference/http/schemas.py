@@ -1,4 +1,4 @@
-"""Request bodies of the HTTP routes, checked at the door; turned into the engine's own request types.
+"""Request bodies of the HTTP routes: checked, then turned into the engine's own request types.
 
 Unknown keys are ignored, as OpenAI clients send more than an engine needs. A known key that this engine cannot honour
 (such as response_format) is an error unless it is neutral: silently sampling otherwise would be wrong.

@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from loguru import logger
@@ -15,6 +15,7 @@ from meshrl.inference.config import InferenceConfig
 from meshrl.inference.sizing import CPU_SLOTS, GIB, engine_size, fits, shape_of
 from meshrl.inference.vllm.installed import VllmError, check_supported
 from meshrl.models.load import empty_model
+from meshrl.wire.values import JsonObject
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -33,7 +34,7 @@ RESERVED: Mapping[str, str] = {
 }
 
 
-def engine_arguments(given: Mapping[str, Any], *, torch_threads: int | None = None) -> AsyncEngineArgs:
+def engine_arguments(given: JsonObject, *, torch_threads: int | None = None) -> AsyncEngineArgs:
     """vLLM's AsyncEngineArgs from snake_case keys, for that many threads on a CPU (None: vLLM's own choice).
 
     Raises VllmError naming every key that is wrong.
@@ -64,7 +65,7 @@ def engine_arguments(given: Mapping[str, Any], *, torch_threads: int | None = No
         raise VllmError(f"inference.vllm: {error}") from error
 
 
-def automatic(config: InferenceConfig, given: Mapping[str, Any]) -> dict[str, Any]:
+def automatic(config: InferenceConfig, given: JsonObject) -> dict[str, bool | int | float]:
     """Slots, tokens a step and share of memory where `given` has none, for the model and the device that are there.
 
     Raises ModelError when the model is not one.
@@ -107,12 +108,12 @@ def automatic(config: InferenceConfig, given: Mapping[str, Any]) -> dict[str, An
         "max_num_batched_tokens": max(batched, slots),
         "gpu_memory_utilization": size.gpu_memory_utilization,
     }
-    told = ", ".join(f"{key} = {value}" for key, value in chosen.items() if key not in given)
-    logger.info("chosen for this GPU and model: {} ({}); set them to have others", told, size.reason)
+    listed = ", ".join(f"{key} = {value}" for key, value in chosen.items() if key not in given)
+    logger.info("chosen for this GPU and model: {} ({}); set them to have others", listed, size.reason)
     return chosen
 
 
-def _on_this_device(given: Mapping[str, Any], torch_threads: int | None) -> dict[str, bool | str]:
+def _on_this_device(given: JsonObject, torch_threads: int | None) -> dict[str, bool | str]:
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():

@@ -15,7 +15,7 @@ from transformers import GenerationConfig
 from meshrl.core.config.shared import ModelConfig
 from meshrl.inference.config import InferenceConfig
 from meshrl.inference.vllm.arguments import automatic, engine_arguments, engine_config
-from meshrl.models.load import empty_model, resolve_dtype
+from meshrl.models.load import empty_model, eos_token_ids, resolve_dtype
 from meshrl.models.state import hf_state
 from meshrl.versions.layout import Layout, layout_of
 
@@ -106,8 +106,6 @@ def _prepare_environment(torch_threads: int | None) -> None:
 
 def _describe(model: ModelConfig, dtype: torch.dtype) -> tuple[Layout, tuple[int, ...]]:
     """(name, dtype, shape) of every weight under Hugging Face names, and the tokens that end a completion."""
-    from meshrl.inference.build import eos_token_ids
-
     skeleton = empty_model(model, dtype=dtype)
     with suppress(OSError):  # many checkpoints have none: then the model's own configuration says it
         skeleton.generation_config = GenerationConfig.from_pretrained(model.name)

@@ -1,15 +1,17 @@
-"""Calls to vLLM's engine process and the workers behind it; each ends at a deadline, and fails as a MeshError."""
+"""Calls from `VllmEngine` to vLLM's engine process and its workers, each with a deadline; failures are MeshErrors."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Awaitable
-from typing import Any
+from typing import Any, TypeVar
 
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from meshrl.wire.errors import MeshError, Reason
+
+AnswerT = TypeVar("AnswerT")
 
 POLL_S = (0.001, 0.005)
 RPC_DEADLINE_S = 60.0
@@ -21,7 +23,7 @@ class EngineCalls:
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm
 
-    async def rpc(self, method: str, *args: Any, deadline_s: float = RPC_DEADLINE_S) -> Any:
+    async def rpc(self, method: str, *args: object, deadline_s: float = RPC_DEADLINE_S) -> Any:
         """Calls every worker; the first one that failed, else the first one's answer; None while any has none."""
         call = self._llm.collective_rpc(method, timeout=deadline_s, args=args)
         answers = await self.core(call, deadline_s)
@@ -41,7 +43,7 @@ class EngineCalls:
         if "reason" in outcome:
             raise MeshError(Reason[outcome["reason"]], outcome["message"])
 
-    async def core(self, call: Awaitable[Any], deadline_s: float = RPC_DEADLINE_S) -> Any:
+    async def core(self, call: Awaitable[AnswerT], deadline_s: float = RPC_DEADLINE_S) -> AnswerT:
         """Awaits a call to the engine process. Raises MeshError ENGINE_FAILED for whatever goes wrong there."""
         try:
             return await asyncio.wait_for(call, deadline_s)

@@ -24,7 +24,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from meshrl.core.waiting import InFlight
 from meshrl.inference.engine import (
-    CollectiveSeat,
+    CollectiveSupport,
     EngineStats,
     GenerateRequest,
     HostVersion,
@@ -126,10 +126,10 @@ class VllmEngine:
         return True  # the workers are other processes
 
     @property
-    def collective(self) -> CollectiveSeat | None:
+    def collective(self) -> CollectiveSupport | None:
         if self._adapters is not None:
             return None  # adapters are small and come as files
-        return CollectiveSeat(ranks=self._ranks, backend="nccl" if self._device == "cuda" else "gloo")
+        return CollectiveSupport(ranks=self._ranks, backend="nccl" if self._device == "cuda" else "gloo")
 
     def layout(self) -> Layout:
         return self._layout

@@ -1,4 +1,4 @@
-"""Reads safetensors files into a worker's memory, a few hundred MiB at a time: through pinned memory on a GPU.
+"""Reads safetensors files onto a vLLM worker's device, a few hundred MiB at a time, through pinned memory for a GPU.
 
 A memory-mapped tensor is copied to a GPU at the speed of pageable memory, a fifth of what the link can do. Here several
 threads read the file into one pinned buffer while the other one is on its way to the device.
@@ -39,9 +39,8 @@ class StoredTensor:
 class PortionReader:
     """Reads files for one device; keeps its buffers from file to file. Blocking."""
 
-    def __init__(self, device: torch.device, *, portion_bytes: int = PORTION_BYTES) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._portion_bytes = portion_bytes
         self._pinned: list[torch.Tensor] = []
         self._sent: list[torch.cuda.Event | None] = []
 
@@ -53,7 +52,7 @@ class PortionReader:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             with ThreadPoolExecutor(READERS) as readers:
-                for turn, entries in enumerate(_portions(_entries(fd, path), self._portion_bytes)):
+                for turn, entries in enumerate(_portions(_entries(fd, path))):
                     start, end = entries[0].start, entries[-1].end
                     host = self._buffer(turn % 2, end - start)
                     _read(readers, fd, start, host, path)
@@ -74,7 +73,7 @@ class PortionReader:
         if event is not None:
             event.synchronize()  # the buffer is still being read by the copy before last
         if self._pinned[turn].numel() < num_bytes:
-            size = max(num_bytes, self._portion_bytes)
+            size = max(num_bytes, PORTION_BYTES)
             self._pinned[turn] = torch.empty(size, dtype=torch.uint8, pin_memory=True)
         return self._pinned[turn][:num_bytes]
 
@@ -109,12 +108,12 @@ def _entries(fd: int, path: Path) -> list[StoredTensor]:
     return sorted(entries, key=lambda entry: (entry.start, entry.end))
 
 
-def _portions(entries: Sequence[StoredTensor], portion_bytes: int) -> Iterator[list[StoredTensor]]:
+def _portions(entries: Sequence[StoredTensor]) -> Iterator[list[StoredTensor]]:
     """Runs of tensors that lie side by side; a portion starts where every dtype is aligned."""
     portion: list[StoredTensor] = []
     for entry in entries:
         if portion and (
-            entry.end - portion[0].start > portion_bytes or (entry.start - portion[0].start) % entry.dtype.itemsize
+            entry.end - portion[0].start > PORTION_BYTES or (entry.start - portion[0].start) % entry.dtype.itemsize
         ):
             yield portion
             portion = []

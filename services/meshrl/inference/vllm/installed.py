@@ -1,4 +1,4 @@
-"""What differs between the vLLM releases that are supported; nothing else asks for versions.
+"""Hides the differences between the supported releases of vLLM; no other module asks which one is installed.
 
 Supported: 0.26 to 0.32. vLLM is imported here and in its neighbours only, and only once a vLLM engine was asked for.
 """
@@ -65,7 +65,7 @@ def kv_tokens_of(config: VllmConfig) -> int:
     return of_one_part * parts if of_one_part else (cache.num_gpu_blocks or 0) * (cache.block_size or 0)
 
 
-def load_anew(runner: GPUModelRunner, tensors: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+def reload_weights(runner: GPUModelRunner, tensors: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
     """Loads tensors of Hugging Face names over the live weights of a worker's model; returns parameters that got none.
 
     The runner's own `reload_weights` does the same, but only logs these.

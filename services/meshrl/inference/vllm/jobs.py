@@ -1,4 +1,4 @@
-"""Work of a vLLM worker that takes longer than a step: on a thread, one job after the other. Needs no vLLM."""
+"""Runs a vLLM worker's long work, such as filling a shadow, on a thread: one job after the other. Needs no vLLM."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class JobOutcome(TypedDict, total=False):
 class Job:
     """Work on a thread, on the worker's device and a stream of its own, whose outcome the engine asks for.
 
-    It begins once the job that it takes the place of has ended: both write into one shadow.
+    It begins once the job before it (`after`) has ended, since both write into one shadow.
     """
 
     def __init__(

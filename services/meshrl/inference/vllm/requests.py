@@ -1,4 +1,4 @@
-"""Our requests as vLLM's, and vLLM's outputs as our chunks: the whole of a completion at once, or as it streams."""
+"""Converts requests to vLLM's, and vLLM's outputs to `TokenChunk`s: whole completions, or pieces of a stream."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
 from meshrl.inference.engine import FinishReason, GenerateRequest, RequestTimes, TokenChunk
-from meshrl.inference.vllm.version_clock import Parcel, VersionClock
-from meshrl.inference.vllm.whole_completions import PARCEL, WHOLE
+from meshrl.inference.vllm.version_clock import CompletionRecord, VersionClock
+from meshrl.inference.vllm.whole_completions import RECORD_KEY, WHOLE_KEY
 from meshrl.wire.errors import MeshError, Reason
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class RequestCodec:
             flat_logprobs=True,
             skip_clone=True,
             output_kind=RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY,
-            extra_args=None if request.stream else {WHOLE: True},
+            extra_args=None if request.stream else {WHOLE_KEY: True},
         )
 
     def chunk(self, request: GenerateRequest, output: RequestOutput, start: int) -> TokenChunk:
@@ -62,9 +62,9 @@ class RequestCodec:
         """
         completion, sampling = output.outputs[0], request.sampling
         token_ids = np.asarray(completion.token_ids, dtype=np.int32)
-        parcel: Parcel | None = (output.kv_transfer_params or {}).get(PARCEL)
+        record: CompletionRecord | None = (output.kv_transfer_params or {}).get(RECORD_KEY)
         count = len(token_ids)
-        logprobs, top_ids, top_logprobs = _from_parcel(parcel, count, sampling.top_logprobs)
+        logprobs, top_ids, top_logprobs = _from_record(record, count, sampling.top_logprobs)
         if logprobs is None:
             logprobs, top_ids, top_logprobs = _from_flat(completion.logprobs, count, sampling.top_logprobs)
         if sampling.logprobs and not np.isfinite(logprobs).all():
@@ -78,38 +78,38 @@ class RequestCodec:
             raw_logprobs=logprobs if sampling.raw_logprobs else None,
             top_ids=top_ids,
             top_logprobs=top_logprobs,
-            version_spans=self._clock.spans(parcel, start + count) if parcel is not None else (),
+            version_spans=self._clock.spans(record, start + count) if record is not None else (),
             finish_reason=None if finish is None else _FINISH.get(finish, FinishReason.ABORT),
             stop_token_id=stop if isinstance(stop, int) else None,
             prompt_logprobs=prompt_logprobs,
             prompt_top_ids=prompt_top_ids,
             prompt_top_logprobs=prompt_top_logprobs,
             routed_experts=completion.routed_experts,
-            times=_times(parcel),
+            times=_times(record),
         )
 
 
-def _times(parcel: Parcel | None) -> RequestTimes | None:
-    if parcel is None or "times" not in parcel:
+def _times(record: CompletionRecord | None) -> RequestTimes | None:
+    if record is None or "times" not in record:
         return None
-    queue_s, prefill_s, decode_s = parcel["times"]
+    queue_s, prefill_s, decode_s = record["times"]
     return RequestTimes(queue_s=queue_s, prefill_s=prefill_s, decode_s=decode_s)
 
 
-def _from_parcel(
-    parcel: Parcel | None, count: int, alternatives: int
+def _from_record(
+    record: CompletionRecord | None, count: int, alternatives: int
 ) -> tuple[NDArray[np.float32] | None, NDArray[np.int32] | None, NDArray[np.float32] | None]:
     """(T,) logprobs and (T, K) alternatives of a whole completion."""
-    if parcel is None or "logprobs" not in parcel:
+    if record is None or "logprobs" not in record:
         return None, None, None
-    logprobs = np.frombuffer(parcel["logprobs"], dtype="<f4")[:count]
+    logprobs = np.frombuffer(record["logprobs"], dtype="<f4")[:count]
     if not alternatives:
         return logprobs, None, None
     shape = (count, alternatives)
     return (
         logprobs,
-        np.frombuffer(parcel["top_ids"], dtype="<i4").reshape(shape),
-        np.frombuffer(parcel["top_logprobs"], dtype="<f4").reshape(shape),
+        np.frombuffer(record["top_ids"], dtype="<i4").reshape(shape),
+        np.frombuffer(record["top_logprobs"], dtype="<f4").reshape(shape),
     )
 
 

@@ -1,4 +1,4 @@
-"""A second set of weights beside a vLLM worker's live ones: filled while the engine generates, copied over in a pause.
+"""The shadow of a vLLM worker's weights: filled while the engine generates, copied over the live ones in a pause.
 
 vLLM's models load Hugging Face checkpoints into fused and sharded parameters. The shadow is the same model built once
 more without storage for anything but its parameters, so that vLLM's own loading fills it. Where kernels keep weights in
@@ -25,7 +25,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.utils import initialize_model
 
-from meshrl.inference.vllm.installed import load_anew
+from meshrl.inference.vllm.installed import reload_weights
 from meshrl.versions.collective.digest import digest_bytes, sum128
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ class CheckpointShadow:
         return [name for name, digest in _digests(model).items() if before.get(name) != digest]
 
     def _load(self, tensors: Weights) -> None:
-        missing = sorted(load_anew(self._runner, tensors))
+        missing = sorted(reload_weights(self._runner, tensors))
         if self._device.type == "cpu":
             _pack_again(self._runner.get_model())
         if missing:
@@ -150,7 +150,7 @@ class CheckpointShadow:
 def build_shadow(worker: WorkerBase, *, in_place: bool = False) -> WorkerShadow:
     """The shadow that suits a vLLM worker: its device, its memory and whether its kernels repack weights.
 
-    `in_place`: only one that loads in place does, as `tried_shadow` found.
+    `in_place`: only one that loads in place does, as `tested_shadow` found.
     """
     runner, device = worker.model_runner, torch.device(worker.device)
     live = runner.get_model()
@@ -165,10 +165,11 @@ def build_shadow(worker: WorkerBase, *, in_place: bool = False) -> WorkerShadow:
         return CheckpointShadow(runner, device)
 
 
-def tried_shadow(worker: WorkerBase) -> tuple[WorkerShadow, bool]:
-    """The same, tried out where layers may have rearranged their weights, and whether they have; before requests come.
+def tested_shadow(worker: WorkerBase) -> tuple[WorkerShadow, bool]:
+    """The shadow for a worker, and whether it must load versions in place since layers have rearranged their weights.
 
-    Raises RuntimeError when no shadow makes the live weights out of their checkpoint, which are wrong then.
+    Where layers may have, this is found out by loading the checkpoint once more, before any request comes. Raises
+    RuntimeError when no shadow makes the live weights out of their checkpoint; the live weights are wrong then.
     """
     shadow = build_shadow(worker)
     live = worker.model_runner.get_model()

@@ -1,4 +1,7 @@
-"""Which weight version sampled which tokens of a request: turns the pauses that vLLM's scheduler counted into spans."""
+"""Which weight version sampled which tokens of a request: turns the pauses that vLLM's scheduler counted into spans.
+
+Used by the vLLM engine in the process that serves HTTP; `whole_completions` counts the same pauses in vLLM's process.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,8 @@ from typing import NotRequired, TypedDict
 from meshrl.wire.types import VersionSpan
 
 
-class Parcel(TypedDict):
-    """What a finished request carries from vLLM's scheduler to the front end; arrays as little-endian bytes."""
+class CompletionRecord(TypedDict):
+    """What vLLM's scheduler reports to the front end of a finished request; arrays as little-endian bytes."""
 
     first_pause: int  # pauses before it came
     resumed_at: list[int]  # tokens when a pause ended, one for each since it came
@@ -49,15 +52,15 @@ class VersionClock:
         """A pause ends."""
         self._after_pause.append(self.version)
 
-    def spans(self, parcel: Parcel, num_tokens: int) -> tuple[VersionSpan, ...]:
+    def spans(self, record: CompletionRecord, num_tokens: int) -> tuple[VersionSpan, ...]:
         """Spans over a finished completion of `num_tokens`; empty ones are left out, equal neighbours joined.
 
         The first one says which version computed the prompt, where that is another.
         """
-        prompt_pause = parcel.get("prompt_pause")
+        prompt_pause = record.get("prompt_pause")
         prompt_version = None if prompt_pause is None else self._after_pause[prompt_pause]
-        pause = parcel["first_pause"]
-        bounds = [0, *parcel["resumed_at"], num_tokens]
+        pause = record["first_pause"]
+        bounds = [0, *record["resumed_at"], num_tokens]
         spans: list[VersionSpan] = []
         for index, (start, end) in enumerate(pairwise(bounds)):
             version = self._after_pause[pause + index]

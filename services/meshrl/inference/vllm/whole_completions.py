@@ -2,8 +2,8 @@
 
 vLLM sends every token of every request to the front end at once, with its logprobs as small arrays; the front end then
 walks over them token by token. A request that wants its answer in one piece needs none of that. Here its tokens and
-logprobs are kept until it is finished and leave in one message. While they are kept, the scheduler also notes at how
-many tokens generation was resumed, which is where one weight version ends and the next begins.
+logprobs are kept until it is finished and then sent in one message. Meanwhile the scheduler also notes at how many
+tokens generation was resumed after a pause, which is where one weight version ends and the next begins.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +22,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import LogprobsLists
 
 from meshrl.core.orphans import end_with_parent
-from meshrl.inference.vllm.version_clock import Parcel
+from meshrl.inference.vllm.version_clock import CompletionRecord
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -31,16 +31,16 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request, RequestStatus
 
-PARCEL = "meshrl"
-"""Key of what a finished request carries, in the one field that vLLM passes through untouched."""
+RECORD_KEY = "meshrl"
+"""Key of the record, in `kv_transfer_params`, the one field of an output that vLLM passes through untouched."""
 
-WHOLE = "meshrl_whole"
+WHOLE_KEY = "meshrl_whole"
 """Key in SamplingParams.extra_args of requests that want their answer in one piece."""
 
 
 @dataclass(kw_only=True, slots=True)
-class Kept:
-    """What is known of a request that is not finished yet."""
+class UnfinishedRequest:
+    """A request that is not finished yet: its tokens and logprobs so far, and the pauses that it has met."""
 
     whole: bool
     alternatives: int  # K
@@ -54,57 +54,57 @@ class Kept:
     resumed_at: list[int] = field(default_factory=list)  # tokens when a pause ended, one for each since it came
     prefill_stats: PrefillStats | None = None
     came_s: float = field(default_factory=time.monotonic)
-    seated_s: float = 0.0
+    started_s: float = 0.0
     first_s: float = 0.0  # when its first token was there
 
-    def parcel(self) -> Parcel:
-        """What goes to the front end; arrays as little-endian bytes."""
-        parcel: Parcel = {"first_pause": self.first_pause, "resumed_at": self.resumed_at}
+    def record(self) -> CompletionRecord:
+        """The record for the front end."""
+        record: CompletionRecord = {"first_pause": self.first_pause, "resumed_at": self.resumed_at}
         if self.first_s:
-            begun_s = self.seated_s or self.came_s
-            parcel["times"] = [begun_s - self.came_s, self.first_s - begun_s, time.monotonic() - self.first_s]
+            begun_s = self.started_s or self.came_s
+            record["times"] = [begun_s - self.came_s, self.first_s - begun_s, time.monotonic() - self.first_s]
         if self.prompt_pause is not None:
-            parcel["prompt_pause"] = self.prompt_pause
+            record["prompt_pause"] = self.prompt_pause
         if self.whole and self.logprobs:
-            parcel["logprobs"] = self.logprobs.tobytes()
+            record["logprobs"] = self.logprobs.tobytes()
         if self.whole and self.rows:
-            parcel["top_ids"] = (
+            record["top_ids"] = (
                 np.concatenate([row.logprob_token_ids[:, 1:] for row in self.rows]).astype("<i4").tobytes()
             )
-            parcel["top_logprobs"] = np.concatenate([row.logprobs[:, 1:] for row in self.rows]).astype("<f4").tobytes()
-        return parcel
+            record["top_logprobs"] = np.concatenate([row.logprobs[:, 1:] for row in self.rows]).astype("<f4").tobytes()
+        return record
 
 
 class WholeCompletions(Scheduler):  # type: ignore[misc]  # vLLM has no types here
-    """The rules above on top of whichever scheduler comes next."""
+    """A mixin that adds this to the scheduler that follows in a class's bases."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         end_with_parent()
-        self._kept: dict[str, Kept] = {}
+        self._unfinished: dict[str, UnfinishedRequest] = {}
         self._pauses = 0  # that have ended
 
     def add_request(self, request: Request) -> None:
         params = request.sampling_params
-        if params is not None and request.request_id not in self._kept:
-            self._kept[request.request_id] = Kept(
-                whole=bool((params.extra_args or {}).get(WHOLE)),
+        if params is not None and request.request_id not in self._unfinished:
+            self._unfinished[request.request_id] = UnfinishedRequest(
+                whole=bool((params.extra_args or {}).get(WHOLE_KEY)),
                 alternatives=params.logprobs or 0,
                 first_pause=self._pauses,
             )
         super().add_request(request)
 
-    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+    def schedule(self, *args: object, **kwargs: object) -> SchedulerOutput:
         output: SchedulerOutput = super().schedule(*args, **kwargs)
         for begun in output.scheduled_new_reqs:
-            if (kept := self._kept.get(begun.req_id)) is not None and not kept.seated_s:
-                kept.seated_s = time.monotonic()
+            if (unfinished := self._unfinished.get(begun.req_id)) is not None and not unfinished.started_s:
+                unfinished.started_s = time.monotonic()
         return output
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
         finished: list[Request] = super().finish_requests(request_ids, finished_status)
         for request in finished:
-            self._kept.pop(request.request_id, None)
+            self._unfinished.pop(request.request_id, None)
         return finished
 
     def set_pause_state(self, pause_state: PauseState) -> None:
@@ -113,15 +113,15 @@ class WholeCompletions(Scheduler):  # type: ignore[misc]  # vLLM has no types he
         Requests whose prompt is not begun yet have the salt of the version before, so they read no cached blocks.
         """
         if pause_state is PauseState.UNPAUSED and self.pause_state is not PauseState.UNPAUSED:
-            for request_id, kept in self._kept.items():
-                kept.resumed_at.append(kept.num_tokens)
+            for request_id, unfinished in self._unfinished.items():
+                unfinished.resumed_at.append(unfinished.num_tokens)
                 request = self.requests.get(request_id)
                 if request is None:
                     continue
                 if request.num_computed_tokens == 0:
                     request.skip_reading_prefix_cache = True
-                elif kept.num_tokens == 0 and kept.prompt_pause is None:
-                    kept.prompt_pause = self._pauses
+                elif unfinished.num_tokens == 0 and unfinished.prompt_pause is None:
+                    unfinished.prompt_pause = self._pauses
             self._pauses += 1
         super().set_pause_state(pause_state)
 
@@ -133,69 +133,71 @@ class WholeCompletions(Scheduler):  # type: ignore[misc]  # vLLM has no types he
         rows = model_runner_output.req_id_to_index
         for batch in outputs.values():
             if batch.outputs:
-                batch.outputs = [output for output in batch.outputs if self._leaves(output, taken, rows)]
+                batch.outputs = [output for output in batch.outputs if self._is_due(output, taken, rows)]
         return outputs
 
-    def _take_logprobs(self, model_runner_output: ModelRunnerOutput) -> _Taken | None:
-        """Takes a step's logprobs off its output when all its requests are whole ones: then nobody slices them up."""
+    def _take_logprobs(self, model_runner_output: ModelRunnerOutput) -> _StepLogprobs | None:
+        """Takes a step's logprobs off its output when all its requests are whole ones: vLLM need not slice them."""
         lists = model_runner_output.logprobs
         if lists is None or not all(
-            kept.whole for request_id in model_runner_output.req_ids if (kept := self._kept.get(request_id))
+            unfinished.whole
+            for request_id in model_runner_output.req_ids
+            if (unfinished := self._unfinished.get(request_id))
         ):
             return None
         model_runner_output.logprobs = None
-        return _Taken(lists=lists, sampled=lists.logprobs[:, 0].tolist(), starts=lists.cu_num_generated_tokens)
+        return _StepLogprobs(lists=lists, sampled=lists.logprobs[:, 0].tolist(), starts=lists.cu_num_generated_tokens)
 
-    def _leaves(self, output: EngineCoreOutput, taken: _Taken | None, rows: dict[str, int]) -> bool:
-        """Whether an output goes to the front end now; what does not is kept for the last one."""
-        kept = self._kept.get(output.request_id)
-        if kept is None:
+    def _is_due(self, output: EngineCoreOutput, taken: _StepLogprobs | None, rows: dict[str, int]) -> bool:
+        """Whether an output goes to the front end now; what is not due is kept for the last one."""
+        unfinished = self._unfinished.get(output.request_id)
+        if unfinished is None:
             return True
         count = len(output.new_token_ids)
-        kept.num_tokens += count
-        if count and not kept.first_s:
-            kept.first_s = time.monotonic()
-        if kept.whole:
-            kept.tokens.extend(output.new_token_ids)
+        unfinished.num_tokens += count
+        if count and not unfinished.first_s:
+            unfinished.first_s = time.monotonic()
+        if unfinished.whole:
+            unfinished.tokens.extend(output.new_token_ids)
             if taken is not None and count:
-                taken.give(kept, rows[output.request_id], count)
+                taken.give(unfinished, rows[output.request_id], count)
             elif output.new_logprobs is not None:
-                kept.logprobs.extend(output.new_logprobs.logprobs[:, 0].tolist())
-                if kept.alternatives:
-                    kept.rows.append(output.new_logprobs)
+                unfinished.logprobs.extend(output.new_logprobs.logprobs[:, 0].tolist())
+                if unfinished.alternatives:
+                    unfinished.rows.append(output.new_logprobs)
             output.new_logprobs = None
             if output.routed_experts is not None:
-                kept.experts.append(output.routed_experts)
-            kept.prefill_stats = kept.prefill_stats or output.prefill_stats
+                unfinished.experts.append(output.routed_experts)
+            unfinished.prefill_stats = unfinished.prefill_stats or output.prefill_stats
             if output.finish_reason is None:
                 output.new_token_ids = []  # they leave with the last output; the prompt's logprobs come but once
                 return output.new_prompt_logprobs_tensors is not None
-            output.new_token_ids = kept.tokens.tolist()
-            output.prefill_stats = kept.prefill_stats
-            output.routed_experts = np.concatenate(kept.experts) if kept.experts else None
+            output.new_token_ids = unfinished.tokens.tolist()
+            output.prefill_stats = unfinished.prefill_stats
+            output.routed_experts = np.concatenate(unfinished.experts) if unfinished.experts else None
         if output.finish_reason is not None:
-            del self._kept[output.request_id]
-            output.kv_transfer_params = {**(output.kv_transfer_params or {}), PARCEL: kept.parcel()}
+            del self._unfinished[output.request_id]
+            output.kv_transfer_params = {**(output.kv_transfer_params or {}), RECORD_KEY: unfinished.record()}
         return True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Taken:
+class _StepLogprobs:
     """A step's logprobs, (R, 1 + K) over the requests' tokens; the first column is the sampled token."""
 
     lists: LogprobsLists
     sampled: list[float]
     starts: list[int] | None  # row of each request's first token; None when each has one token
 
-    def give(self, kept: Kept, index: int, count: int) -> None:
+    def give(self, unfinished: UnfinishedRequest, index: int, count: int) -> None:
         start = index if self.starts is None else self.starts[index]
         if count == 1:
-            kept.logprobs.append(self.sampled[start])
+            unfinished.logprobs.append(self.sampled[start])
         else:
-            kept.logprobs.extend(self.sampled[start : start + count])
-        if kept.alternatives:
-            columns = 1 + kept.alternatives
-            kept.rows.append(
+            unfinished.logprobs.extend(self.sampled[start : start + count])
+        if unfinished.alternatives:
+            columns = 1 + unfinished.alternatives
+            unfinished.rows.append(
                 LogprobsLists(
                     self.lists.logprob_token_ids[start : start + count, :columns],
                     self.lists.logprobs[start : start + count, :columns],

@@ -1,28 +1,29 @@
 """What vLLM's workers do for weight versions: stage, receive, apply. `worker_extension_cls` mixes it into the worker.
 
-Every method is called between two steps of the engine and returns soon; what takes long runs on a thread that the
-engine asks about. All names begin with `meshrl_`, since the class shares its namespace with the worker's own.
+Every method is called between two steps of the engine and returns soon; long work runs on a thread, whose outcome the
+engine asks for. All names begin with `meshrl_`, since the class shares its namespace with the worker's own.
 """
 
 from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from meshrl.inference.vllm.file_reader import PortionReader
 from meshrl.inference.vllm.jobs import Job, JobOutcome
-from meshrl.inference.vllm.shadow import WorkerShadow, build_shadow, tried_shadow
+from meshrl.inference.vllm.shadow import WorkerShadow, build_shadow, tested_shadow
 from meshrl.versions.collective.digest import digest_bytes, sum128
 from meshrl.versions.collective.receiving import Receiver
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest import root_of
 from meshrl.wire.manifest_file import from_json
 from meshrl.wire.types import JoinGroup
+from meshrl.wire.values import JsonObject
 
 if TYPE_CHECKING:
     from vllm.v1.worker.worker_base import WorkerBase
@@ -42,7 +43,7 @@ class WeightsExtension:
             torch.cpu._init_amx()
         self._meshrl_shadow: WorkerShadow | None
         try:
-            self._meshrl_shadow, self._meshrl_in_place = tried_shadow(worker)
+            self._meshrl_shadow, self._meshrl_in_place = tested_shadow(worker)
         except (RuntimeError, ValueError) as error:  # torch's and vLLM's own, too
             text = f"vLLM cannot take weight versions of this model: {error}"
             return {"reason": Reason.NOT_SUPPORTED.name, "message": text}
@@ -115,11 +116,11 @@ class WeightsExtension:
         return free_bytes
 
     def meshrl_free_bytes(self) -> int:
-        """Bytes of the device that nobody uses; 0 for a CPU."""
+        """Free bytes of the device; 0 for a CPU."""
         device = self._meshrl_device()
         return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else 0
 
-    def meshrl_join(self, group: Mapping[str, Any]) -> None:
+    def meshrl_join(self, group: JsonObject) -> None:
         """Starts to join a group, in which the engine's workers follow each other."""
         self.meshrl_leave()
         worker = self._meshrl_worker

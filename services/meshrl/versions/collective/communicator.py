@@ -22,6 +22,7 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore, Work
 from torch.distributed import BroadcastOptions, DistStoreError, ProcessGroupGloo
 
+from meshrl.core.clock import AwakeClock
 from meshrl.wire.errors import MeshError, Reason
 
 POLL_S = 0.0002
@@ -41,19 +42,19 @@ GIVEN_UP_S = 1.0
 _ENVIRONMENT = threading.Lock()  # the environment is the process's own, and so is this
 
 
-def open_store(host: str, port: int = 0, *, deadline_s: float) -> TCPStore:
-    """The store that a publisher hosts; its `port` is a free one unless given. Raises MeshError GROUP_BROKEN.
+def open_store(host: str, *, deadline_s: float) -> TCPStore:
+    """The store that a publisher hosts; its port is a free one. Raises MeshError GROUP_BROKEN.
 
     It listens at `host` and nowhere else: whoever reaches a store may read and write it.
     """
 
     def connect(attempt: timedelta) -> TCPStore:
-        listening = _listen(host, port)
+        listening = _listen(host)
         address, bound = listening.getsockname()[:2]
         fd = listening.detach()  # from here on it belongs to the store
         return TCPStore(address, bound, is_master=True, wait_for_workers=False, timeout=attempt, master_listen_fd=fd)
 
-    return _persist(connect, f"no store opens at {host}:{port}", deadline_s)
+    return _persist(connect, f"no store opens at {host}", deadline_s)
 
 
 def reach_store(address: str, *, deadline_s: float) -> TCPStore:
@@ -68,13 +69,13 @@ def reach_store(address: str, *, deadline_s: float) -> TCPStore:
     return _persist(connect, f"no store answers at {host}:{port}", deadline_s)
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    """A socket that listens at the first address of `host`."""
+def _listen(host: str) -> socket.socket:
+    """A socket that listens at a free port of the first address of `host`."""
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address, family=family, backlog=1024)
     except OSError as error:
-        text = f"a store cannot listen at {host}:{port}: {error}; name an address of this host (weight_broadcast.host)"
+        text = f"a store cannot listen at {host}: {error}; name an address of this host (weight_broadcast.host)"
         raise MeshError(Reason.GROUP_BROKEN, text) from error
 
 
@@ -179,13 +180,17 @@ class Communicator:
             raise MeshError(Reason.GROUP_BROKEN, f"{self._name}: {error}") from error
 
     def finish(self, under_way: Broadcast, stall_s: float) -> None:
-        """Waits until a broadcast is over on this side. Raises MeshError GROUP_BROKEN."""
-        end_s, text = time.monotonic() + stall_s, f"nothing moved for {stall_s:g} s"
+        """Waits until a broadcast is over on this side. Raises MeshError GROUP_BROKEN.
+
+        A time in which this process itself stood still is not counted: what has arrived meanwhile is taken first.
+        """
+        clock = AwakeClock()
+        end_s, text = clock() + stall_s, f"nothing moved for {stall_s:g} s"
         try:
             while not under_way.arrived():
                 if self._broken.is_set():
                     raise MeshError(Reason.GROUP_BROKEN, f"{self._name} was ended")
-                now_s = time.monotonic()
+                now_s = clock()
                 if now_s > end_s:
                     self.abort()
                     raise MeshError(Reason.GROUP_BROKEN, f"{self._name}: {text}")

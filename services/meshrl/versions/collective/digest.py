@@ -1,7 +1,8 @@
-"""The additive digest of weights: shards add up to their tensor's, on a CPU or a GPU; checked by whoever receives them.
+"""The additive digest of weights (`sum128`): digests of shards add up to that of their tensor, on a CPU or a GPU.
 
-A hash such as BLAKE3 needs the bytes in order and on the host. This one is a sum over 16-bit words, each mixed with its
-place in the tensor, so every rank digests its own rows where they are. It finds damage and mix-ups, not forgery.
+Used for broadcast versions and for deltas, by publishers and by receivers. A hash such as BLAKE3 needs the bytes in
+order and on the host. This digest is a sum over 16-bit words, each mixed with its place in the tensor, so every rank
+digests its own rows where they are. It finds damage and mix-ups, not forgery.
 
 Definition, in arithmetic modulo 2^64, for word w_i (little-endian) at place i of the whole tensor's bytes:
     z_i = mix64(w_i + (i + 1) * GOLDEN)        mix64 is the finaliser of SplitMix64 (Steele et al., 2014)
@@ -10,9 +11,6 @@ A tensor with an odd number of bytes counts one zero byte more at its end.
 """
 
 from __future__ import annotations
-
-import functools
-from typing import Any
 
 import numpy as np
 import torch
@@ -61,7 +59,7 @@ def _on_cpu(words: NDArray[np.uint16], first_word: int) -> NDArray[np.uint64]:
     return np.array([lane % 2**64 for lane in lanes], dtype=np.uint64)
 
 
-def sums_of(z: NDArray[np.uint64], spare: NDArray[np.uint64]) -> tuple[Any, Any]:
+def sums_of(z: NDArray[np.uint64], spare: NDArray[np.uint64]) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
     """The two lanes of words to which their places were added: w_i + (i + 1) * GOLDEN; of each row of several.
 
     Both arrays (..., W) are written over; with BLOCK_WORDS of them they stay in a core's cache, which is what counts
@@ -79,16 +77,11 @@ def sums_of(z: NDArray[np.uint64], spare: NDArray[np.uint64]) -> tuple[Any, Any]
 
 
 def _on_gpu(words: torch.Tensor, first_word: int) -> torch.Tensor:
+    # compiled once a process; Triton is there only where torch has a GPU
+    from meshrl.versions.collective.digest_kernel import digest_words
+
     blocks = -(-words.numel() // KERNEL_WORDS)
     partial = torch.empty((2, blocks), dtype=torch.int64, device=words.device)
     with torch.cuda.device(words.device):  # Triton launches on the thread's device, whatever the tensor's is
-        _kernel()[(blocks,)](words, partial, words.numel(), first_word, blocks, WORDS=KERNEL_WORDS)
+        digest_words[(blocks,)](words, partial, words.numel(), first_word, blocks, WORDS=KERNEL_WORDS)
     return partial.sum(dim=1)
-
-
-@functools.cache
-def _kernel() -> Any:
-    """The GPU's version, compiled once a process; Triton is there only where torch has a GPU."""
-    from meshrl.versions.collective.digest_kernel import digest_words
-
-    return digest_words

@@ -1,6 +1,6 @@
-"""Who sends which bytes when: the pure part of the nccl transport, the same on every rank.
+"""Which sender rank broadcasts which bytes, and in what order: computed alike by senders and receivers. No I/O.
 
-A version's tensors travel in buckets, runs of whole tensors in manifest order. In a bucket each sender in turn
+A version's tensors are sent in buckets, runs of whole tensors in manifest order. In a bucket each sender in turn
 broadcasts one flat piece: its rows of each tensor, tensor after tensor. A sender keeps all its pieces in one buffer in
 that order, so a piece is a slice of it.
 """

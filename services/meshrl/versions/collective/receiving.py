@@ -1,4 +1,7 @@
-"""A receiver of the nccl transport: takes what the senders broadcast, checks it, and hands whole tensors to a sink."""
+"""The receiving end of a broadcast: one rank of an engine receives a version, checks it, and passes on whole tensors.
+
+Used by the embedded engine's `BroadcastReceiver` and by vLLM's workers; the other end is `sending`.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""A sender rank's end of a broadcast: it meets the engines of a group and sends them what its snapshot holds.
+"""The sending end of a broadcast: one sender rank of the trainer joins a group of engines and sends its snapshot.
 
-The snapshot (`versions.snapshot`) has its pieces in the order in which they travel, so sending copies nothing more.
+Used by `BroadcastShare`; the other end is `receiving`. A snapshot (`versions.snapshot`) has its pieces in the order in
+which they are sent, so nothing is copied once more.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What leads to a version that is a delta, at a hub: the versions below it, down to a full one, and joined deltas.
+"""The chain of versions below a delta, in the hub's spool, and the deltas merged from it.
 
-A delta's folder has its base in `base`, as links to the base's own files, and that one's base in `base/base`, down to
-the full version at the bottom, the anchor. So a version that may be fetched has all that leads to it, whatever was
-retired, and what no version needs any more is gone with the last link. Beside lie deltas joined for engines that missed
-versions, by the root that they lead from.
+A delta's chain is its base, the base of that, and so on down to a full version, the anchor. The folder of a delta has
+its base in `base`, as hard links to the base's own files, and that one's base in `base/base`. So whoever may fetch a
+version can fetch its whole chain, even where parts of it are retired versions, and a file is gone once no version needs
+it. `joined/ROOT` holds the deltas merged into one, for engines that missed versions and still have the weights of ROOT.
 
 Blocking: call it off the event loop.
 """
@@ -21,7 +21,7 @@ from loguru import logger
 from numpy.typing import NDArray
 
 from meshrl.core.durable import write_file
-from meshrl.versions.deltas.codec import DeltaError, squash
+from meshrl.versions.deltas.codec import DeltaError, merge
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.manifest import artifact_id, chunks_of, delta_manifest, digest
 from meshrl.wire.manifest_file import from_json, to_json
@@ -45,7 +45,7 @@ class StoredPart:
 
 
 def link_base(base: Path, folder: Path) -> None:
-    """Puts a sealed version, with all that it leads from, below a delta to come in `folder`. Raises OSError."""
+    """Links a sealed version and its chain into `folder`, where a delta from it will be. Raises OSError."""
     target = folder / _BASE
     if target.exists():
         return
@@ -68,7 +68,7 @@ def _link(source: Path, target: Path) -> None:
 
 
 def chain_of(manifest: Manifest, folder: Path) -> list[StoredPart]:
-    """A version in `folder` and what it leads from, the anchor first. Raises OSError; ValueError for a damaged one."""
+    """The chain of the version in `folder`, the anchor first, itself last. Raises OSError; ValueError if damaged."""
     chain = [StoredPart(manifest=manifest, folder=folder)]
     while chain[0].manifest.kind is VersionKind.DELTA:
         below = chain[0].folder / _BASE
@@ -80,42 +80,42 @@ def chain_of(manifest: Manifest, folder: Path) -> list[StoredPart]:
 
 
 def steps_to(chain: Sequence[StoredPart], held_root: bytes, *, whole: bool) -> list[StoredPart]:
-    """What to apply in order to come to the last version of a chain, in as few bytes as there are.
+    """What an engine has to apply to reach the last version of a chain, in as few bytes as possible.
 
-    From weights with the root `held_root` where the chain has it, else from the anchor. `whole`: the last delta is all
-    here, so that it can be joined with those before.
+    It starts from its weights with the root `held_root` where the chain has them, else from the anchor. `whole`: all
+    bytes of the last delta are here, so that it can be merged with those before.
     """
     roots = [part.manifest.result_root for part in chain]
     if held_root and held_root in roots:
         held = len(roots) - 1 - roots[::-1].index(held_root)
-        return _fewest(chain, held, whole=whole)
-    return [chain[0], *_fewest(chain, 0, whole=whole)]
+        return _cheapest(chain, held, whole=whole)
+    return [chain[0], *_cheapest(chain, 0, whole=whole)]
 
 
-def _fewest(chain: Sequence[StoredPart], held: int, *, whole: bool) -> list[StoredPart]:
-    """The deltas after chain[held], or one that they are joined to where that has fewer bytes."""
+def _cheapest(chain: Sequence[StoredPart], held: int, *, whole: bool) -> list[StoredPart]:
+    """The deltas after chain[held], or the one they merge into where that has fewer bytes."""
     rest = [] if whole else [chain[-1]]
     deltas = list(chain[held + 1 : len(chain) - len(rest)])
     if len(deltas) > 1:
         try:
-            joined = _joined(chain[held].manifest, deltas)
+            merged = _merged(chain[held].manifest, deltas)
         except (OSError, DeltaError) as error:  # a full disk, or bytes that changed at rest: an agent will find out
             logger.warning("deltas to version {} are sent one by one: {!r}", deltas[-1].manifest.version, error)
         else:
-            if joined.manifest.payload_bytes < sum(part.manifest.payload_bytes for part in deltas):
-                deltas = [joined]
+            if merged.manifest.payload_bytes < sum(part.manifest.payload_bytes for part in deltas):
+                deltas = [merged]
     return [*deltas, *rest]
 
 
-def _joined(base: Manifest, deltas: Sequence[StoredPart]) -> StoredPart:
-    """The deltas joined to one, made once."""
+def _merged(base: Manifest, deltas: Sequence[StoredPart]) -> StoredPart:
+    """The delta that `deltas` merge into; made once, then read from the spool."""
     last = deltas[-1]
     folder = last.folder / _JOINED / base.result_root.hex()
     try:
         return StoredPart(manifest=from_json((folder / MANIFEST).read_bytes()), folder=folder)
     except (FileNotFoundError, ValueError):
         pass
-    stream = squash([read_payload(part) for part in deltas])
+    stream = merge([read_payload(part) for part in deltas])
     chunk_bytes = max(chunk.length for part in deltas for chunk in part.manifest.chunks)
     manifest = delta_manifest(base, last.manifest, chunks_of(stream.data, max(chunk_bytes, 2**20)))
     folder.mkdir(parents=True, exist_ok=True)
@@ -134,7 +134,7 @@ def read_payload(part: StoredPart) -> NDArray[np.uint8]:
 
 
 def refuse_base(manifest: Manifest) -> MeshError:
-    """What a publisher is told whose delta leads from weights that are not here."""
+    """The answer to a publisher whose delta is from a version that is not here."""
     text = f"version {manifest.version} is a delta from version {manifest.base_version}, which is not at this hub"
     return MeshError(Reason.UNKNOWN_VERSION, f"{text}; send the version in full")
 

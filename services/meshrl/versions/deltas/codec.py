@@ -1,20 +1,22 @@
 """The byte stream of a delta, codec "gap-ulp.zstd": which elements of the base change, and by how many steps.
 
-Made by publishers from two states of the weights, joined by the hub into one delta over several versions, applied by
-agents. docs/contract.md defines the bytes. A piece is a run of elements of one width in the version's byte stream; it
-has a gap and a step for each element that changes, a byte each as a rule, in two zstd frames.
+Publishers encode a delta from two states of the weights, the hub merges several deltas into one, agents apply them.
+docs/contract.md defines the bytes. A piece covers a run of elements of one width in the version's byte stream. For each
+element that changes it has a gap (elements skipped since the last change) and a step (see `words`), as a rule one byte
+each, in two zstd frames.
 
-Blocking, and free of torch: the hub joins deltas, too.
+Blocking, and free of torch, which the hub does not need.
 """
 
 from __future__ import annotations
 
+import os
 import struct
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import islice, pairwise
+from itertools import islice
 
 import numpy as np
 import zstandard
@@ -28,6 +30,7 @@ BLOCK_VALUES = 2**22
 """Elements of a piece, at most: as many as one thread takes at once."""
 ESCAPE = 255
 MAX_PIECE_VALUES = 2**31
+MOST_THREADS = 8
 _LEVEL = 1
 _HEAD = struct.Struct("<4sHHQ")
 _ROW = struct.Struct("<QQQIIIIII")
@@ -35,7 +38,7 @@ _MAGIC, _FORMAT = b"MRDL", 1
 
 
 class DeltaError(Exception):
-    """Bytes that are no delta, or none for this image."""
+    """These bytes are no delta, or not one for these weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +52,7 @@ class Stretch:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Changes:
-    """What changes in a run: C `places` in it, rising, and the `steps` (C,), modulo 2^bits, none of them 0."""
+    """C changes in a run: `places` (C,) of the elements in it, rising, and `steps` (C,) modulo 2^bits, never 0."""
 
     run: Stretch
     places: NDArray[np.int64]
@@ -94,8 +97,8 @@ def runs_of(tensors: Sequence[TensorEntry], spans: Iterable[tuple[int, int]] | N
 class Rows:
     """Spans of a version's byte stream that lie one after the other in a buffer, such as the rows of a rank.
 
-    `runs` are those of the spans, `at` where each begins in the buffer. Elements are as aligned there as in the stream,
-    which has the widest first.
+    `runs` cut the spans into runs, `at` is the byte of the buffer where each run begins. Elements are aligned in the
+    buffer as they are in the stream, which has the widest first.
     """
 
     def __init__(self, tensors: Sequence[TensorEntry], spans: Sequence[tuple[int, int]] | None = None) -> None:
@@ -108,7 +111,7 @@ class Rows:
         self.at: list[int] = self.place(np.array([run.start for run in self.runs], dtype=np.int64)).tolist()
 
     def place(self, at: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Where bytes of the stream, given by their offsets, lie in the buffer."""
+        """Turns offsets in the stream into offsets in the buffer."""
         span = np.searchsorted(self._offsets, at, side="right") - 1
         place: NDArray[np.int64] = at - self._offsets[span] + self._before[span]
         return place
@@ -124,13 +127,13 @@ def words_of(image: NDArray[np.uint8], run: Stretch, at: int | None = None) -> W
 
 
 def changes(run: Stretch, old: Words, new: Words) -> Changes:
-    """What changes between two states of a run."""
+    """Compares two states of a run, given as integers."""
     places = np.flatnonzero(old != new)
     return Changes(run=run, places=places, steps=ordered(new[places]) - ordered(old[places]))
 
 
 def pack(found: Changes) -> Packed:
-    """The bytes of changes."""
+    """Encodes the changes of a run."""
     gaps = np.diff(found.places, prepend=-1) - 1
     skips = gaps // ESCAPE
     ends = np.cumsum(skips + 1) - 1
@@ -139,10 +142,10 @@ def pack(found: Changes) -> Packed:
     codes = zigzag(found.steps) - found.steps.dtype.type(1)  # no step is 0
     wide = codes >= ESCAPE
     step_bytes = np.where(wide, found.steps.dtype.type(ESCAPE), codes).astype(np.uint8)
-    return packed(found.run, len(found.places), (gap_bytes, step_bytes, codes[wide].view(np.uint8)))
+    return compress(found.run, len(found.places), (gap_bytes, step_bytes, codes[wide].view(np.uint8)))
 
 
-def packed(run: Stretch, changed: int, streams: tuple[NDArray[np.uint8], ...]) -> Packed:
+def compress(run: Stretch, changed: int, streams: tuple[NDArray[np.uint8], ...]) -> Packed:
     """Compresses the three streams of a run: gaps, steps, and the steps that no byte holds."""
     compressor = zstandard.ZstdCompressor(level=_LEVEL, write_content_size=True)
     gaps, steps, escapes = (
@@ -153,7 +156,7 @@ def packed(run: Stretch, changed: int, streams: tuple[NDArray[np.uint8], ...]) -
 
 
 def unpack(piece: Packed) -> Changes:
-    """The changes of some bytes. Raises DeltaError for bytes that are not those of `pack`."""
+    """Decodes a piece. Raises DeltaError for bytes that `pack` does not make."""
     run, dtype = piece.run, UNSIGNED[piece.run.width]
     gap_bytes, step_bytes, escapes = (
         _decompressed(frame, size) for frame, size in zip(piece.frames, piece.raw, strict=True)
@@ -187,8 +190,8 @@ def _decompressed(frame: bytes, size: int) -> NDArray[np.uint8]:
         raise DeltaError(f"a frame cannot be decompressed: {error}") from error
 
 
-def join(pieces: Sequence[Packed]) -> NDArray[np.uint8]:
-    """The byte stream of a delta: what it is, a table of its pieces, then their frames."""
+def write_stream(pieces: Sequence[Packed]) -> NDArray[np.uint8]:
+    """Puts a delta's byte stream together: a header, a table of the pieces, then their frames."""
     stream = [_HEAD.pack(_MAGIC, _FORMAT, 0, len(pieces))]
     for piece in pieces:
         run, lengths = piece.run, map(len, piece.frames)
@@ -197,13 +200,13 @@ def join(pieces: Sequence[Packed]) -> NDArray[np.uint8]:
     return np.frombuffer(b"".join(stream), dtype=np.uint8)
 
 
-def joined_bytes(pieces: Iterable[Packed]) -> int:
-    """The bytes that pieces have in a delta."""
+def stream_bytes(pieces: Iterable[Packed]) -> int:
+    """How many bytes these pieces take in a delta."""
     return sum(_ROW.size + sum(map(len, piece.frames)) for piece in pieces)
 
 
-def split(stream: NDArray[np.uint8]) -> list[Packed]:
-    """The pieces of a delta. Raises DeltaError for bytes that are none."""
+def read_stream(stream: NDArray[np.uint8]) -> list[Packed]:
+    """Takes a delta's byte stream apart into pieces. Raises DeltaError for bytes that are no delta."""
     view = memoryview(stream)  # type: ignore[arg-type]  # numpy arrays are buffers; its stubs say so from 3.12 on
     if len(view) < _HEAD.size:
         raise DeltaError("a delta has at least a header")
@@ -256,33 +259,34 @@ def encode(
     return [pair for pair in threads.map(one, rows.runs, rows.at) if pair[1].changed]
 
 
-def squash(deltas: Sequence[NDArray[np.uint8]]) -> NDArray[np.uint8]:
-    """One delta that does what `deltas` do one after the other. Raises DeltaError."""
-    by_width: dict[int, list[tuple[NDArray[np.int64], Words]]] = {}
-    for stream in deltas:
-        for found in map(unpack, split(stream)):
-            elements = found.places + found.run.start // found.run.width
-            by_width.setdefault(found.run.width, []).append((elements, found.steps))
-    pieces = [piece for width, parts in by_width.items() for piece in _joined(width, parts)]
-    return join(sorted(pieces, key=lambda piece: piece.run.start))
+def merge(deltas: Sequence[NDArray[np.uint8]]) -> NDArray[np.uint8]:
+    """One delta that does what `deltas` do one after the other. Raises DeltaError.
+
+    Works block by block of the weights: time grows with the number of changes, memory is one block for each thread.
+    """
+    by_block: dict[tuple[int, int], list[Packed]] = {}
+    for piece in (piece for stream in deltas for piece in read_stream(stream)):
+        run = piece.run
+        first = run.start // run.width
+        for block in range(first // BLOCK_VALUES, (first + run.values - 1) // BLOCK_VALUES + 1):
+            by_block.setdefault((run.width, block), []).append(piece)
+    with ThreadPoolExecutor(min(os.cpu_count() or 1, MOST_THREADS), thread_name_prefix="delta-merge") as threads:
+        merged = threads.map(lambda key: _merge_block(key[0], key[1], by_block[key]), by_block)
+        return write_stream(sorted((piece for piece in merged if piece is not None), key=lambda piece: piece.run.start))
 
 
-def _joined(width: int, parts: Sequence[tuple[NDArray[np.int64], Words]]) -> Iterator[Packed]:
-    """Adds the steps of each element up and cuts what is left into runs."""
-    elements = np.concatenate([part[0] for part in parts])
-    order = np.argsort(elements, kind="stable")
-    elements, steps = elements[order], np.concatenate([part[1] for part in parts])[order]
-    first = np.flatnonzero(np.diff(elements, prepend=-1))
-    steps, elements = np.add.reduceat(steps, first, dtype=steps.dtype), elements[first]
-    kept = steps != 0
-    elements, steps = elements[kept], steps[kept]
-    block = elements // BLOCK_VALUES
-    for begin, end in _groups(block):
-        start = int(elements[begin])  # not that of the block: before it may lie elements of another width
-        run = Stretch(start=start * width, values=int(elements[end - 1]) + 1 - start, width=width)
-        yield pack(Changes(run=run, places=elements[begin:end] - start, steps=steps[begin:end]))
-
-
-def _groups(keys: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
-    edges = [0, *(np.flatnonzero(np.diff(keys)) + 1).tolist(), len(keys)] if len(keys) else []
-    yield from pairwise(edges)
+def _merge_block(width: int, block: int, pieces: Sequence[Packed]) -> Packed | None:
+    """Adds up the steps of each element of a block; None where they cancel out."""
+    begin = block * BLOCK_VALUES
+    steps = np.zeros(BLOCK_VALUES, dtype=UNSIGNED[width])
+    for piece in pieces:
+        found = unpack(piece)
+        places = found.places + (piece.run.start // width - begin)
+        here = slice(*np.searchsorted(places, (0, BLOCK_VALUES)))
+        steps[places[here]] += found.steps[here]  # a piece names each place once
+    places = np.flatnonzero(steps)
+    if not len(places):
+        return None
+    start = int(places[0])  # not that of the block: before it may lie elements of another width
+    run = Stretch(start=(begin + start) * width, values=int(places[-1]) + 1 - start, width=width)
+    return pack(Changes(run=run, places=places - start, steps=steps[places]))

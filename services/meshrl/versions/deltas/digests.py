@@ -1,14 +1,14 @@
-"""What a few changes do to the additive digests of tensors: found from the changed words alone.
+"""Updates the additive digests of tensors after a delta, from the words that changed alone.
 
-`collective.digest.sum128` adds a term for each 16-bit word of a tensor, so a digest after changes is the digest before
-plus the terms of the new words minus those of the old ones, modulo 2^64. Publishers name the digests of a version this
-way, and agents check the root of a version without reading the rest of the model.
+`collective.digest.sum128` adds a term for each 16-bit word of a tensor, so the digest after a change is the digest
+before plus the terms of the new words minus those of the old ones, modulo 2^64. Publishers compute the digests of a
+version this way, and agents check a version's root without reading the rest of the model.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from meshrl.versions.collective.digest import BLOCK_WORDS, GOLDEN, sums_of
 from meshrl.versions.deltas.codec import Changes, Rows, Stretch, words_of
-from meshrl.versions.deltas.words import Words
+from meshrl.versions.deltas.words import Words, equal_runs
 from meshrl.wire.types import TensorEntry
 
 Lanes = NDArray[np.uint64]
@@ -31,7 +31,7 @@ Image = NDArray[np.uint8]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Edit:
-    """C elements of a run that change: their `places` (C,) in it, rising, and what they hold."""
+    """C elements of a run that change: their `places` (C,) in it, rising, and their bits before and after."""
 
     run: Stretch
     places: NDArray[np.int64]
@@ -45,7 +45,7 @@ class Edit:
 
 
 def edits_of(found: Sequence[Changes], rows: Rows, old: Image, new: Image) -> list[Edit]:
-    """What `found` changes of `rows`, of which `old` and `new` are two states."""
+    """The edits that `found` names, with the bits from `old` and `new`, two states of `rows`."""
     place = dict(zip((run.start for run in rows.runs), rows.at, strict=True))
     edits = []
     for each in found:
@@ -77,7 +77,7 @@ def lanes_after(
 
 
 class Digester:
-    """What edits do to the digests of some tensors. For any thread."""
+    """Computes how edits change the digests of some tensors. May be used by several threads."""
 
     def __init__(self, tensors: Sequence[TensorEntry]) -> None:
         self._tensors, self._offsets = tensors, [entry.offset for entry in tensors]
@@ -127,7 +127,9 @@ class Digester:
         new = old.copy()
         new[np.searchsorted(at, edited)] = np.concatenate([edit.new for edit in bytewise])
         found: dict[int, Lanes] = {}
-        for owner, (begin, end) in _groups(self._owners(at)):
+        owners = self._owners(at)
+        for begin, end in equal_runs(owners):
+            owner = int(owners[begin])
             place = at[begin:end] - self._offsets[owner]
             low = place % 2 == 0
             alone = low & (place == self._tensors[owner].num_bytes - 1)  # the last of an odd number counts with a zero
@@ -148,12 +150,6 @@ def with_lanes(tensors: Sequence[TensorEntry], lanes: Lanes) -> tuple[TensorEntr
     return tuple(
         replace(entry, digest=found.astype("<u8").tobytes()) for entry, found in zip(tensors, lanes, strict=True)
     )
-
-
-def _groups(owners: NDArray[np.int64]) -> Iterator[tuple[int, tuple[int, int]]]:
-    """Each owner, which rise, with where its elements begin and end."""
-    edges = [0, *(np.flatnonzero(np.diff(owners)) + 1).tolist(), len(owners)]
-    return ((int(owners[begin]), (begin, end)) for begin, end in pairwise(edges))
 
 
 def _halves(places: NDArray[np.int64], halves: int, before: int) -> NDArray[np.int64]:

@@ -1,12 +1,12 @@
-"""A version's weights in host memory that go from version to version by deltas, forth and back; never to a wrong state.
+"""A full copy of the weights in host memory, which deltas take from version to version, forward and back.
 
-An agent keeps one for an engine whose versions come as deltas, and stages versions from it. Before a delta is written
-into the image, its outcome is known to have the root that the manifest names, from the changed words alone. What lies
-at rest between two deltas is guarded by a BLAKE3 of each tensor of the image's own, so that a bit that flipped there
-ends the image and not in the engine. These hashes are made and checked beside other work: made while the version is
-staged, checked while the next delta is unpacked.
+An agent keeps one for an engine whose versions come as deltas, and stages versions from it. A delta is written into the
+image only after its result was found to have the root of the manifest, which follows from the changed words alone.
+Between two deltas each tensor is guarded by a BLAKE3 hash, so that a bit that flips in memory makes the image unusable
+and never reaches the engine. The hashes are computed on a thread of their own while the version is staged, and checked
+while the next delta is decoded.
 
-Blocking and for any thread: one thing is done at a time.
+Blocking, for any thread; calls are carried out one after the other.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from meshrl.versions.deltas.codec import Changes, DeltaError, Packed, split, unpack, words_of
+from meshrl.versions.deltas.codec import Changes, DeltaError, Packed, read_stream, unpack, words_of
 from meshrl.versions.deltas.digests import Differences, Digester, Edit, lanes_of, with_lanes
 from meshrl.versions.deltas.words import from_ordered, ordered
 from meshrl.versions.files import HostBytes
@@ -36,18 +36,18 @@ class WeightImage:
         self._bytes = held.parts[0][1]
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="weight-image")
         self._lock = threading.Lock()
-        self._undo: list[tuple[Manifest, NDArray[np.uint8]]] = []  # the version before, and what led away from it
+        self._undo: list[tuple[Manifest, NDArray[np.uint8]]] = []  # each version left since the one served, and how
         self._hashing = ThreadPoolExecutor(1, thread_name_prefix="weight-image-hash")  # one after the other
         self._at_rest: list[bytes] = []
-        self._hashing.submit(self._rest)
+        self._hashing.submit(self._hash_at_rest)
 
     @property
     def root(self) -> bytes:
         """Root of the weights in the image."""
         return self.manifest.result_root
 
-    def keep(self) -> None:
-        """The version in the image is served: there is no way back from it any more."""
+    def confirm(self) -> None:
+        """The version in the image is served: `revert` will not go back behind it."""
         with self._lock:
             self._undo.clear()
 
@@ -61,15 +61,15 @@ class WeightImage:
             before = self.manifest
             if manifest.base_root != before.result_root:
                 raise _refused(manifest, f"it is for other weights than those of version {before.version}")
-            self._go(manifest, delta, forth=True)
+            self._move(manifest, delta, forward=True)
             self._undo.append((before, delta))
 
     def revert(self) -> None:
-        """Goes back to the version that was kept last, by subtracting what came since. Raises MeshError as `apply`."""
+        """Goes back to the version that was confirmed last, by subtracting the deltas since. Raises as `apply`."""
         with self._lock:
             while self._undo:
                 before, delta = self._undo[-1]
-                self._go(before, delta, forth=False)
+                self._move(before, delta, forward=False)
                 self._undo.pop()
 
     def check(self) -> None:
@@ -77,8 +77,8 @@ class WeightImage:
         with self._lock:
             self._refuse_changed(self.manifest, self._hashing.submit(self._changed))
 
-    def settle(self) -> None:
-        """Returns once what is in the image is guarded: from then on a bit that flips is found."""
+    def wait_until_hashed(self) -> None:
+        """Returns once the tensors in the image are hashed: from then on a bit that flips is found."""
         self._hashing.submit(lambda: None).result()
 
     def close(self) -> None:
@@ -87,14 +87,14 @@ class WeightImage:
         self._hashing.shutdown(wait=False)
         self.held.release()
 
-    def _go(self, manifest: Manifest, delta: NDArray[np.uint8], *, forth: bool) -> None:
+    def _move(self, manifest: Manifest, delta: NDArray[np.uint8], *, forward: bool) -> None:
         checking = self._hashing.submit(self._changed)
         try:
-            pieces = split(delta)
+            pieces = read_stream(delta)
             if pieces and pieces[-1].run.start + pieces[-1].run.values * pieces[-1].run.width > len(self._bytes):
                 raise DeltaError("it changes what lies beyond the weights")
             digester = Digester(manifest.tensors)
-            pairs = list(self._threads.map(lambda piece: self._edit(piece, digester, forth=forth), pieces))
+            pairs = list(self._threads.map(lambda piece: self._edit(piece, digester, forward=forward), pieces))
         except DeltaError as error:
             raise _refused(manifest, str(error)) from error
         edits = [edit for edit, _ in pairs]
@@ -103,25 +103,25 @@ class WeightImage:
         if result_root(reached) != manifest.result_root:
             raise _refused(manifest, "it does not lead to the root of the version")
         self._refuse_changed(manifest, checking)
-        for _ in self._threads.map(self._write, edits):
-            pass
-        self.manifest = manifest
-        self._hashing.submit(self._rest)
 
-    def _edit(self, piece: Packed, digester: Digester, *, forth: bool) -> tuple[Edit, Differences]:
-        """What a piece changes, and what that does to the digests where it can be told from the piece alone."""
+        def write(edit: Edit) -> None:
+            words_of(self._bytes, edit.run)[edit.places] = edit.new
+
+        list(self._threads.map(write, edits))
+        self.manifest = manifest
+        self._hashing.submit(self._hash_at_rest)
+
+    def _edit(self, piece: Packed, digester: Digester, *, forward: bool) -> tuple[Edit, Differences]:
+        """A piece's edit and, unless its elements are bytes, the change of the digests. (Bytes count in pairs.)"""
         found: Changes = unpack(piece)
         old = words_of(self._bytes, found.run).take(found.places)
         rank = ordered(old)
-        if forth:
+        if forward:
             rank += found.steps
         else:
             rank -= found.steps
         edit = Edit(run=found.run, places=found.places, old=old, new=from_ordered(rank))
         return edit, digester.differences(edit) if found.run.width > 1 else {}
-
-    def _write(self, edit: Edit) -> None:
-        words_of(self._bytes, edit.run)[edit.places] = edit.new
 
     def _refuse_changed(self, manifest: Manifest, checking: Future[str | None]) -> None:
         if (name := checking.result()) is not None:
@@ -133,7 +133,7 @@ class WeightImage:
         hashes = zip(self.manifest.tensors, self._hashes(), self._at_rest, strict=True)
         return next((entry.name for entry, found, expected in hashes if found != expected), None)
 
-    def _rest(self) -> None:
+    def _hash_at_rest(self) -> None:
         self._at_rest = self._hashes()
 
     def _hashes(self) -> list[bytes]:

@@ -1,8 +1,8 @@
-"""Makes a delta where the weights are: on a GPU, two or three bytes a change come to the host, to be compressed there.
+"""Makes a delta of weights on a GPU: compares there, and copies two or three bytes a change to the host to compress.
 
 Used by the ranks of a trainer on GPUs (`transports.stream_share`); makes the same bytes as `codec.encode` does from
 host memory. Elements are compared as integers, in areas of many runs at once, since each step over an area costs a few
-kernels whatever its size; an area in which much changes is halved, so that what is made of it stays small.
+kernels whatever its size. An area in which much changes is halved, which bounds the memory that this takes.
 
 Legend: C changes of an area, R runs of it.
 """
@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from numpy.typing import NDArray
 
-from meshrl.versions.deltas.codec import ESCAPE, Packed, Rows, Stretch, packed
+from meshrl.versions.deltas.codec import ESCAPE, Packed, Rows, Stretch, compress
 
 AREA_VALUES = 2**27
 AREA_CHANGES = 2**22
@@ -48,7 +48,7 @@ def encode_on_device(rows: Rows, old: torch.Tensor, new: torch.Tensor, threads: 
         streams = _streams(before, after, torch.nonzero(differs).squeeze(1), borders)
         for (run, _), (changed, *of_run) in zip(area, streams, strict=True):
             if changed:
-                waiting.append(threads.submit(packed, run, changed, tuple(of_run)))
+                waiting.append(threads.submit(compress, run, changed, tuple(of_run)))
     return [piece.result() for piece in waiting]
 
 

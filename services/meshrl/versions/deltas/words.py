@@ -1,30 +1,31 @@
-"""Weights as integers in the order of their values: what the steps of a delta are counted in.
+"""Maps the bits of weights to integers that are ordered like the floats, so that a delta can count steps between them.
 
-A float's bits, read as a sign and a magnitude, order as floats do once they are mapped to one rising range of integers,
-in which neighbours are one unit in the last place apart. The map takes every bit pattern to another one, so NaNs,
-infinities and -0 come back to the bit, and integers, which are mapped too, come to no harm.
+Neighbouring integers are then floats one unit in the last place apart, so a small change of a weight is a small step.
+The map is one to one on bit patterns: NaNs, infinities and -0 come back to the bit, and so do integer tensors, which
+are mapped as well.
 
     ordered(b) = b ^ 0b100..0 for a sign bit of 0, else ~b          all arithmetic modulo 2^bits
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, TypeAlias
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-Words: TypeAlias = NDArray[np.unsignedinteger[Any]]
+Words: TypeAlias = NDArray[np.unsignedinteger]
 """Elements of 1, 2, 4 or 8 bytes as unsigned integers."""
 
-UNSIGNED: Mapping[int, np.dtype[np.unsignedinteger[Any]]] = {
+UNSIGNED: Mapping[int, np.dtype[np.unsignedinteger]] = {
     1: np.dtype("<u1"),
     2: np.dtype("<u2"),
     4: np.dtype("<u4"),
     8: np.dtype("<u8"),
 }
-_SIGNED: Mapping[int, np.dtype[np.signedinteger[Any]]] = {
+_SIGNED: Mapping[int, np.dtype[np.signedinteger]] = {
     1: np.dtype("<i1"),
     2: np.dtype("<i2"),
     4: np.dtype("<i4"),
@@ -33,14 +34,14 @@ _SIGNED: Mapping[int, np.dtype[np.signedinteger[Any]]] = {
 
 
 def ordered(words: Words) -> Words:
-    """The place of each bit pattern in the order of values."""
+    """The integer of each bit pattern."""
     bits = 8 * words.itemsize
     negative = (words.view(_SIGNED[words.itemsize]) >> (bits - 1)).view(words.dtype)
     return words ^ (negative | words.dtype.type(1 << (bits - 1)))
 
 
 def from_ordered(places: Words) -> Words:
-    """The bit patterns at places in the order of values."""
+    """The bit pattern of each integer: the inverse of `ordered`."""
     bits = 8 * places.itemsize
     negative = (~places.view(_SIGNED[places.itemsize]) >> (bits - 1)).view(places.dtype)
     return places ^ (negative | places.dtype.type(1 << (bits - 1)))
@@ -56,3 +57,9 @@ def unzigzag(codes: Words) -> Words:
     """The steps, modulo 2^bits, of what `zigzag` made."""
     one = codes.dtype.type(1)
     return (codes >> one) ^ (~(codes & one) + one)
+
+
+def equal_runs(keys: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
+    """(begin, end) of each run of equal keys in a sorted array."""
+    edges = [0, *(np.flatnonzero(np.diff(keys)) + 1).tolist(), len(keys)] if len(keys) else []
+    yield from pairwise(edges)

@@ -32,18 +32,18 @@ Answer = Mapping[str, Mapping[str, str]]
 
 @dataclass(frozen=True, kw_only=True)
 class PublishCall:
-    """What rank 0 asks every sender rank to do for a version, or for the group that it will be sent to."""
+    """What rank 0 asks every sender rank to do for a version, or for the group of engines that it will be sent to."""
 
-    do: Literal["write", "hash", "encode", "hand", "keep", "meet", "send", "leave", "shut_down"]
+    do: Literal["write", "hash", "encode", "write_delta", "set_base", "join_group", "send", "leave_group", "shut_down"]
     version: int = 0
-    base: int = -1  # version that a delta is to lead from; -1: none
-    generation: int = 0  # of the group to meet
+    base: int = -1  # version to make a delta from; -1: no delta
+    generation: int = 0  # of the group to join
     num_receivers: int = 0
     deadline_s: float = 0.0
 
 
 class RankShare(Protocol):
-    """One rank's share of a publication; `progress` says whether it moves."""
+    """One rank's part in publishing a version; `progress` says whether it still moves."""
 
     @property
     def progress(self) -> Progress: ...
@@ -65,7 +65,7 @@ class AllRanks(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class VersionLine:
-    """Whose versions they are: those of a run in one epoch, all full or all adapters."""
+    """What the versions of one trainer have in common: their run and epoch, and the adapter that they are, if any."""
 
     run_id: str
     epoch: int
@@ -110,7 +110,7 @@ class Prepared:
 
 
 class VersionTransport(Protocol):
-    """One way from rank 0 to the engines; for one version at a time."""
+    """How versions get from the trainer to the engines, seen from rank 0; used for one version at a time."""
 
     @property
     def progress(self) -> Progress: ...
@@ -119,7 +119,7 @@ class VersionTransport(Protocol):
         """Does what comes before the hub hears of the version. Raises MeshError and OSError."""
 
     async def deliver(self, version: int) -> Mapping[str, float]:
-        """Brings a sealed version to the engines where the hub or a file does not; returns where the time went."""
+        """Sends a sealed version to the engines where they do not fetch it themselves; returns seconds by part."""
 
     async def close(self) -> None:
         """Ends its threads and connections."""

@@ -1,7 +1,7 @@
 """The broadcast transport (nccl, or gloo on a CPU): the trainer's ranks send a version to the engines directly.
 
-A version is staged and sealed at the hub as a manifest without bytes; the bytes go through a group that the hub forms
-of the engines. A group that breaks is replaced by one of the engines that come and still lack the version; engines that
+A version is staged and sealed at the hub as a manifest without bytes; the bytes are broadcast in a group of engines,
+which the hub forms. A group that breaks is replaced by one of the engines that still lack the version; engines that
 appear later get the newest version in a group of their own, while nothing else is published.
 """
 
@@ -73,7 +73,7 @@ class _Pause:
 
 
 class BroadcastTransport:
-    """Rank 0's side: keeps a group of engines, has the ranks send, and sees to those that lack the newest version."""
+    """Rank 0's side: keeps a group of engines, has the ranks send, and sends again to engines that lack the newest."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class BroadcastTransport:
         self._watching: asyncio.Task[None] | None = None
 
     async def prepare(self, version: int, captured: Captured) -> Prepared:
-        """Sees to a group of all engines. A defect that ended the watch for late engines is raised here."""
+        """Makes sure that there is a group of all engines. Raises also what ended the watch for late engines."""
         assert captured.digests is not None, "a broadcast is of what the sender ranks hold"
         if self._watching is not None and self._watching.done():
             self._watching.result()
@@ -119,7 +119,7 @@ class BroadcastTransport:
         return Prepared(manifest=manifest, parts_s={"group": time.monotonic() - began_s})
 
     async def deliver(self, version: int) -> Mapping[str, float]:
-        """Sends a sealed version to whoever came; who comes later gets it from the watch."""
+        """Sends a sealed version to the engines in the group; those that come later get it from the watch."""
         async with self._sending:
             began_s = time.monotonic()
             self._newest, self._has, self._pauses = version, set(), {}
@@ -138,8 +138,8 @@ class BroadcastTransport:
 
     # --- groups -----------------------------------------------------------------------------------
 
-    async def _able(self) -> dict[str, EngineInfo]:
-        """The engines that can take part, by id. One whose model has another layout would break every group."""
+    async def _capable(self) -> dict[str, EngineInfo]:
+        """The engines that can take part, by id; not one with another layout, which would break every group."""
         engines = {
             engine.engine_id: engine
             for engine in await self._client.list_engines()
@@ -154,13 +154,13 @@ class BroadcastTransport:
         return {name: engine for name, engine in engines.items() if name not in misfits}
 
     async def _open_group_of_all(self) -> None:
-        """Sees to a group of all engines. Without one the version is staged all the same, and sent later."""
+        """Opens a group of all engines, unless there is one. Without one the version is staged, and sent later."""
         try:
             for _ in range(ATTEMPTS):
                 now_s = time.monotonic()
                 self._stuck = {name: until_s for name, until_s in self._stuck.items() if until_s > now_s}
-                engines = {name: engine for name, engine in (await self._able()).items() if name not in self._stuck}
-                if not engines or self._is_of(engines):
+                engines = {name: engine for name, engine in (await self._capable()).items() if name not in self._stuck}
+                if not engines or self._is_group_of(engines):
                     return
                 missing = await self._open(without={*self._stuck, *self._misfits})
                 if not missing:
@@ -171,7 +171,7 @@ class BroadcastTransport:
                 raise
             logger.warning("no group of engines yet: {}", error)
 
-    def _is_of(self, engines: Mapping[str, EngineInfo]) -> bool:
+    def _is_group_of(self, engines: Mapping[str, EngineInfo]) -> bool:
         """Whether the group is one of just these engines, and all of them are still in it."""
         group = self._group
         if group is None or {member.engine_id for member in group.members} != engines.keys():
@@ -201,7 +201,7 @@ class BroadcastTransport:
         if {member.engine_id for member in opened.members} == set(unless):
             return set()
         call = PublishCall(
-            do="meet",
+            do="join_group",
             generation=opened.generation,
             num_receivers=sum(member.num_ranks for member in opened.members),
             deadline_s=self._meet_s,
@@ -239,18 +239,18 @@ class BroadcastTransport:
         broken: Collection[str] = ()
         if self._group is not None:
             broken = [member.engine_id for member in self._group.members]
-            if await self._try(version):
+            if await self._try_to_send(version):
                 return
             await asyncio.sleep(REPORT_S)
         # The hub leaves out who is dead. Who lives and is stuck shows when each is sent the version alone.
         lacking = await self._lacking(version)
-        if lacking and not await self._try(version, lacking, unless=broken):
+        if lacking and not await self._try_to_send(version, lacking, unless=broken):
             for name in sorted(await self._lacking(version)):
-                if not await self._try(version, {name}):
+                if not await self._try_to_send(version, {name}):
                     self._stuck[name] = time.monotonic() + STUCK_S
                     logger.error("engine {} did not take version {}; it gets it again later", name, version)
 
-    async def _try(self, version: int, engine_ids: Collection[str] = (), unless: Collection[str] = ()) -> bool:
+    async def _try_to_send(self, version: int, engine_ids: Collection[str] = (), unless: Collection[str] = ()) -> bool:
         """Sends a version to the group, or to one of `engine_ids`, but not to just the engines in `unless`.
 
         Returns whether there was nothing left to do for them.
@@ -280,7 +280,7 @@ class BroadcastTransport:
     async def _lacking(self, version: int) -> set[str]:
         """The engines that do not have the newest version; the same number may also be that of an earlier epoch."""
         lacking: set[str] = set()
-        for name, engine in (await self._able()).items():
+        for name, engine in (await self._capable()).items():
             if engine.state in (AgentState.PREPARED, AgentState.APPLYING):
                 self._has.add(name)
             elif engine.serving_version != version or name not in self._has:
@@ -316,7 +316,7 @@ class BroadcastTransport:
         wait_s = self._pauses[name].next_s if name in self._pauses else BACKOFF_S[0]
         self._pauses[name] = _Pause(until_s=now_s + wait_s, next_s=min(2 * wait_s, BACKOFF_S[1]))
         logger.info("sending version {} again, to {}", version, name)
-        if await self._try(version, {name}):
+        if await self._try_to_send(version, {name}):
             self._stuck.pop(name, None)
         return lacking - {name}
 

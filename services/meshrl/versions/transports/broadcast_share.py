@@ -1,6 +1,7 @@
-"""One sender rank's share of the broadcast transport: it joins groups of engines and sends them what it holds.
+"""One sender rank's share of the broadcast transport: joins groups of engines and sends them its snapshot.
 
-The training thread lays the newest snapshot down (`BroadcastShare.held`), a publishing thread sends it.
+Carries out the calls of rank 0's `BroadcastTransport` on a publishing thread. The training thread puts the newest
+snapshot into `BroadcastShare.held`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from meshrl.wire.errors import MeshError, Reason
 
 
 class BroadcastShare:
-    """One sender rank's share of the broadcasts. Calls: meet, send, leave."""
+    """One sender rank's share of the broadcasts. Calls: join_group, send, leave_group."""
 
     def __init__(
         self, *, sender: int, device: torch.device, store_address: str, backend: str, deadline_s: float
@@ -36,7 +37,7 @@ class BroadcastShare:
 
     def carry_out(self, call: PublishCall) -> Answer:
         """Meets the receivers of a group, sends what this rank holds, or leaves the group."""
-        if call.do == "meet":
+        if call.do == "join_group":
             self.leave()
             if self._store is None:
                 self._store = reach_store(self._store_address, deadline_s=call.deadline_s)
@@ -61,8 +62,8 @@ class BroadcastShare:
         if group is not None:
             group.abort()
 
-    def make_way(self) -> torch.Tensor | None:
-        """For the training thread, before its next snapshot: whoever still sends the last one again stops.
+    def release_snapshot(self) -> torch.Tensor | None:
+        """Drops the last snapshot, since the training thread makes the next; a re-send of it is broken off.
 
         Returns the buffer of the last snapshot when nobody uses it any more.
         """

@@ -1,7 +1,7 @@
-"""The filesystem transport: a version's bytes lie in files that the hub and the engines see, too.
+"""The filesystem transport: a version's bytes are in files that the hub and the engines can read.
 
-Each sender rank writes its rows into the files and hashes a share of them, without gathering any weights; or rank 0
-alone does, where it has gathered them all. Rank 0 makes the files before and the manifest after. Files belong to the
+Rank 0 creates the files. Each sender rank writes its rows into them and hashes a share of the whole, without gathering
+any weights; or rank 0 alone does, where it has gathered them all. Rank 0 writes the manifest last. Files belong to the
 hub once they are staged: the hub deletes them when the version is retired.
 """
 
@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from meshrl.versions.progress import Progress
-from meshrl.versions.snapshot import Captured, GatheredWeights, HeldSnapshot, Snapshot
+from meshrl.versions.snapshot import Captured, GatheredWeights, HeldSnapshot, HostCopies, Snapshot
 from meshrl.versions.transports.base import AllRanks, Answer, Prepared, PublishCall, VersionLine
 from meshrl.versions.transports.version_files import VersionFiles
 from meshrl.wire.manifest import DEFAULT_CHUNK_BYTES
@@ -45,10 +45,10 @@ class FileShare:
         self._share, self._num_shares = share, num_shares
         self._num_threads, self._deadline_s = num_threads, deadline_s
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="version-file")
-        self._host: torch.Tensor | None = None
+        self._host_copies = HostCopies()
 
-    def make_way(self) -> torch.Tensor | None:
-        """For the training thread, before its next snapshot: the buffer of the last one, which is published."""
+    def release_snapshot(self) -> torch.Tensor | None:
+        """Drops the last snapshot, since the training thread makes the next, and returns its buffer."""
         last = self.held.drop()
         return last.flat if isinstance(last, Snapshot) else None
 
@@ -73,7 +73,7 @@ class FileShare:
             if isinstance(held, GatheredWeights):
                 files.write((tensor.offset, held.bytes_of(tensor)) for tensor in held.tensors)
             else:
-                self._write_rows(files, held)
+                files.write(self._host_copies.pieces_of(held))
             return {}
         tensors, chunks = files.hash(self._share, self._num_shares)
         return {
@@ -84,26 +84,6 @@ class FileShare:
     def close(self) -> None:
         """Ends its threads."""
         self._threads.shutdown(wait=False)
-
-    def _write_rows(self, files: VersionFiles, rows: Snapshot) -> None:
-        data = self._on_host(rows).numpy().data
-        pieces, at = [], 0
-        for offset, length in rows.spans:
-            pieces.append((offset, data[at : at + length]))
-            at += length
-        files.write(pieces)
-
-    def _on_host(self, rows: Snapshot) -> torch.Tensor:
-        """The bytes in host memory: pinned, since the copy from a GPU is then as fast as the bus."""
-        if rows.ready is None:
-            return rows.flat
-        rows.ready.synchronize()
-        if self._host is None:
-            self._host = torch.empty(rows.flat.shape, dtype=torch.uint8, pin_memory=True)
-        with torch.cuda.device(rows.flat.device), torch.cuda.stream(torch.cuda.Stream(rows.flat.device)):  # type: ignore[no-untyped-call]  # torch has none
-            self._host.copy_(rows.flat, non_blocking=True)
-            torch.cuda.current_stream().synchronize()
-        return self._host
 
 
 class FilesystemTransport:

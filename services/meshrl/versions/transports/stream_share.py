@@ -1,16 +1,15 @@
-"""One sender rank's share of the stream transport: it makes its part of a delta from its own rows, where these are.
+"""One sender rank's share of the stream transport: encodes the delta of its own rows, or writes them out in full.
 
-Between two versions it keeps its rows of the one published last, on the GPU where they are small beside its memory,
-else in host memory. Nothing is gathered: pieces of a delta, or the rows of a full version, go to rank 0 through files
-in memory, and from rank 0's own share directly.
+Carries out the calls of rank 0's `StreamTransport`. Between two versions it keeps its rows of the version published
+last, the base of the next delta: on the GPU where they are small beside its memory, else in host memory. Nothing is
+gathered over the ranks' collectives: pieces of a delta, or the rows of a full version, go to rank 0 through files in
+shared memory, and from rank 0's own share directly.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -18,23 +17,25 @@ import torch
 from loguru import logger
 from numpy.typing import NDArray
 
+from meshrl.core.durable import write_at
 from meshrl.versions.collective.digest import sum128
-from meshrl.versions.deltas.codec import Packed, Rows, encode, join, joined_bytes
+from meshrl.versions.deltas.codec import Packed, Rows, encode, stream_bytes, write_stream
 from meshrl.versions.deltas.digests import Lanes, edits_of, lanes_after
 from meshrl.versions.deltas.on_device import encode_on_device
 from meshrl.versions.progress import Progress
-from meshrl.versions.snapshot import HeldSnapshot, Snapshot
+from meshrl.versions.snapshot import HeldSnapshot, HostCopies, Snapshot
 from meshrl.versions.transports.base import Answer, PublishCall
-from meshrl.versions.transports.version_files import SLICE_BYTES, in_threads
+from meshrl.versions.transports.version_files import in_slices, in_threads
+from meshrl.wire.types import TensorEntry
 
-ON_GPU_BELOW = 1 / 16
+KEPT_ON_GPU_BELOW = 1 / 16
 """Rows of the version published last stay on the GPU where they take less of its memory: training states take eight
 times as much, or more."""
 Bytes = NDArray[np.uint8]
 
 
 class StreamShare:
-    """One rank's share of streamed versions. Calls: encode, hand, write, keep."""
+    """One rank's share of streamed versions. Calls: encode, write_delta, write, set_base."""
 
     def __init__(
         self,
@@ -54,14 +55,14 @@ class StreamShare:
         self._share, self._num_shares, self._deadline_s = share, num_shares, deadline_s
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="version-stream")
         self._rows: Rows | None = None
-        self._host: torch.Tensor | None = None  # rows that left in full, of a GPU
+        self._host_copies = HostCopies()
         self._spare: torch.Tensor | None = None  # for the next snapshot
         self._base: torch.Tensor | None = None  # the rows published last
         self._base_version, self._base_lanes = -1, np.zeros((0, 2), dtype=np.uint64)
         self._lanes: Lanes = self._base_lanes  # of the version encoded last
 
-    def make_way(self) -> torch.Tensor | None:
-        """For the training thread, before its next snapshot: a buffer that nobody uses any more."""
+    def release_snapshot(self) -> torch.Tensor | None:
+        """Drops the last snapshot, since the training thread makes the next; returns a free buffer, if any."""
         last, spare = self.held.drop(), self._spare
         self._spare = None
         if last is not None and spare is None and last.flat is not self._base:
@@ -69,18 +70,18 @@ class StreamShare:
         return spare
 
     def carry_out(self, call: PublishCall) -> Answer:
-        """Encodes, hands over or keeps what this rank holds of a version. Raises MeshError and OSError."""
+        """Encodes or writes this rank's rows of a version, or makes them the base. Raises MeshError, OSError."""
         snapshot = self.held.get(call.version, deadline_s=self._deadline_s)
-        with _beside_training(snapshot):
+        with snapshot.beside_training():
             if call.do == "encode":
                 return self._encode(snapshot, call.base)
-            if call.do == "hand":
+            if call.do == "write_delta":
                 if self._share:
-                    self.delta_path(self._share).write_bytes(join(self.pieces).data)
+                    self.delta_path(self._share).write_bytes(write_stream(self.pieces).data)
             elif call.do == "write":
                 self._write(snapshot)
             else:
-                self._keep(snapshot, call.version)
+                self._set_base(snapshot, call.version)
         return {}
 
     def delta_path(self, share: int) -> Path:
@@ -92,19 +93,24 @@ class StreamShare:
         """The file of a version in full; rank 0 makes it."""
         return self._folder / f"full-{self._epoch}"
 
+    def tensors_of(self, version: int) -> tuple[TensorEntry, ...]:
+        """The tensors of a version that this rank holds, without digests."""
+        return self.held.get(version, deadline_s=self._deadline_s).tensors
+
     def on_host(self, version: int) -> Bytes:
         """This rank's rows of a version in host memory."""
-        snapshot = self.held.get(version, deadline_s=self._deadline_s)
-        with _beside_training(snapshot):
-            return self._on_host(snapshot)
+        return self._host_copies.bytes_of(self.held.get(version, deadline_s=self._deadline_s))
 
     def close(self) -> None:
         """Ends its threads."""
         self._threads.shutdown(wait=False)
 
     def _encode(self, snapshot: Snapshot, base_version: int) -> Answer:
-        """The pieces of a delta from the version kept, or none without one, and the digests of the rows."""
-        rows = self._rows_of(snapshot)
+        """Makes the pieces of a delta from the base, where it is `base_version`, and the digests of the rows.
+
+        Answers the digests, and the bytes of the delta: those of the full version where this rank has no base.
+        """
+        rows = self._rows = self._rows or Rows(snapshot.tensors, snapshot.spans)
         self.pieces = []
         has_base = self._base is not None and base_version == self._base_version
         if has_base and snapshot.ready is None:
@@ -121,8 +127,8 @@ class StreamShare:
                 assert self._base is not None, "there is a base"
                 has_base = self._encode_on_gpu(rows, self._base, snapshot.flat)
         changed = sum(piece.changed * piece.run.width for piece in self.pieces)
-        whole = sum(tensor.num_bytes for tensor in snapshot.tensors)  # without pieces of this rank no delta is right
-        size = joined_bytes(self.pieces) if has_base else whole
+        whole = sum(tensor.num_bytes for tensor in snapshot.tensors)  # which is larger than any delta that pays
+        size = stream_bytes(self.pieces) if has_base else whole
         self.progress.moved()
         return {
             "bytes": {"delta": str(size), "changed": str(changed)},
@@ -160,29 +166,21 @@ class StreamShare:
 
     def _write(self, snapshot: Snapshot) -> None:
         """Writes this rank's rows where they belong in the file of the version in full."""
-        data = self._on_host(snapshot).data
-        slices, at = [], 0
-        for offset, length in snapshot.spans:
-            for start in range(0, length, SLICE_BYTES):
-                end = min(length, start + SLICE_BYTES)
-                slices.append((offset + start, data[at + start : at + end]))
-            at += length
+        pieces = self._host_copies.pieces_of(snapshot)
         fd = os.open(self.full_path, os.O_WRONLY | os.O_CLOEXEC)
 
         def put(piece: tuple[int, memoryview]) -> None:
-            at, left = piece
-            while left:
-                written = os.pwrite(fd, left, at)
-                at, left = at + written, left[written:]
-                self.progress.moved()
+            offset, data = piece
+            write_at(fd, data, offset)
+            self.progress.moved()
 
         try:
-            in_threads(self._threads, put, slices)
+            in_threads(self._threads, put, in_slices(pieces))
         finally:
             os.close(fd)
 
-    def _keep(self, snapshot: Snapshot, version: int) -> None:
-        """The version was published: the next one leads from it."""
+    def _set_base(self, snapshot: Snapshot, version: int) -> None:
+        """The version was published: the next delta is from it."""
         self.pieces = []
         self._base_version, self._base_lanes = version, self._lanes
         former, flat = self._base, snapshot.flat
@@ -196,7 +194,7 @@ class StreamShare:
 
     def _stays_on_gpu(self, flat: torch.Tensor) -> bool:
         total = torch.cuda.get_device_properties(flat.device).total_memory
-        stays = flat.numel() < ON_GPU_BELOW * total
+        stays = flat.numel() < KEPT_ON_GPU_BELOW * total
         if self._base is None:
             where = f"on {flat.device}" if stays else "in pinned host memory"
             logger.info(
@@ -204,30 +202,3 @@ class StreamShare:
                 where, flat.numel() / 1e9, total / 1e9,
             )  # fmt: skip
         return stays
-
-    def _on_host(self, snapshot: Snapshot) -> Bytes:
-        """The rows in host memory: pinned, since the copy from a GPU is then as fast as the bus."""
-        if snapshot.ready is None:
-            return snapshot.flat.numpy()
-        if self._host is None:
-            self._host = torch.empty(snapshot.flat.shape, dtype=torch.uint8, pin_memory=True)
-        self._host.copy_(snapshot.flat)
-        return self._host.numpy()
-
-    def _rows_of(self, snapshot: Snapshot) -> Rows:
-        if self._rows is None:
-            self._rows = Rows(snapshot.tensors, snapshot.spans)
-        return self._rows
-
-
-@contextmanager
-def _beside_training(snapshot: Snapshot) -> Iterator[None]:
-    """What follows is done once the snapshot is there, on a stream of its own, and over at the end."""
-    if snapshot.ready is None:
-        yield
-        return
-    device = snapshot.flat.device
-    snapshot.ready.synchronize()
-    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]  # torch has none
-        yield
-        torch.cuda.current_stream().synchronize()

@@ -1,8 +1,9 @@
-"""The files of a version, written and hashed in shares: by the ranks that have its rows, each with several threads.
+"""The files of one version: sender ranks write their rows into them and hash a share each, with several threads.
 
-A large version is cut into several files at the borders of tensors, since a file system takes one writer at a time into
-a file. A share's bytes are written where they belong in the stream; once all are there, every rank hashes some of the
-tensors and some of the chunks from the page cache. The files are renamed when the manifest is known, the manifest last.
+Used by the filesystem transport. A large version is cut into several files at the borders of tensors, since a file
+system lets one writer at a time into a file. Each rank writes its bytes where they belong in the stream; once all are
+there, every rank hashes some of the tensors and some of the chunks, read from the page cache. The files get their final
+names when the manifest is known; the manifest is renamed last.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 from blake3 import blake3
 
+from meshrl.core.durable import write_at
 from meshrl.versions.progress import Progress
 from meshrl.wire.manifest import plan_chunks
 from meshrl.wire.manifest_file import manifest_path, payload_names, safetensors_header, to_json
@@ -48,7 +51,7 @@ class _Part:
 
 
 class VersionFiles:
-    """One version's files in the making, of tensors laid out by `plan_tensors`."""
+    """The files of a version that is being published; its tensors are laid out by `plan_tensors`."""
 
     def __init__(
         self,
@@ -79,7 +82,7 @@ class VersionFiles:
         )
 
     def begin(self) -> None:
-        """Makes the files with their headers, at full size; by one rank, before any share."""
+        """Creates the files with their headers, at full size; called by rank 0 before any rank writes."""
         for part in self._parts:
             part.temporary.unlink(missing_ok=True)
             with _create(part.temporary) as file:
@@ -98,15 +101,15 @@ class VersionFiles:
             for fd in fds:
                 stack.callback(os.close, fd)
 
-            def put(slice_: tuple[int, int, memoryview]) -> None:
-                index, at, data = slice_
-                at += len(self._parts[index].header)
-                while data:
-                    written = os.pwrite(fds[index], data, at)
-                    at, data = at + written, data[written:]
-                    self._progress.moved()
+            def put(piece: tuple[int, int, memoryview]) -> None:
+                index, at, data = piece
+                write_at(fds[index], data, len(self._parts[index].header) + at)
+                self._progress.moved()
 
-            in_threads(self._threads, put, _in_turn([_slices(index, found) for index, found in enumerate(by_file)]))
+            slices = [[(index, *piece) for piece in in_slices(found)] for index, found in enumerate(by_file)]
+            # One of each file after the other: threads that take neighbours then write to different files.
+            in_turn = [piece for turn in zip_longest(*slices) for piece in turn if piece is not None]
+            in_threads(self._threads, put, in_turn)
 
     def hash(self, share: int, shares: int) -> tuple[dict[int, bytes], dict[int, bytes]]:
         """BLAKE3 of a share's tensors and chunks by index, read back from the files."""
@@ -141,7 +144,7 @@ class VersionFiles:
         )
 
     def finish(self, manifest: Manifest) -> None:
-        """Gives the files their names, then the manifest its own."""
+        """Renames the files, then writes and renames the manifest."""
         for part in self._parts:
             part.temporary.replace(part.path)
         described = manifest_path(self._parts[0].path)
@@ -162,8 +165,20 @@ class VersionFiles:
             index += 1
 
 
+def in_slices(pieces: Iterable[tuple[int, memoryview]]) -> list[tuple[int, memoryview]]:
+    """Cuts (offset, bytes) into slices of at most SLICE_BYTES, so that several threads can write a large one."""
+    return [
+        (offset + start, data[start : start + SLICE_BYTES])
+        for offset, data in pieces
+        for start in range(0, len(data), SLICE_BYTES)
+    ]
+
+
 def in_threads(threads: ThreadPoolExecutor, work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-    """The results in order. When a piece fails, those that have begun are over before this raises."""
+    """Applies `work` to each item on the threads; returns the results in order.
+
+    When one fails, those that have begun are over before this raises.
+    """
     futures = [threads.submit(work, item) for item in items]
     try:
         return [future.result() for future in futures]
@@ -217,20 +232,6 @@ def _mapped(part: _Part) -> Iterator[memoryview]:
         whole[len(part.header) :] as payload,
     ):
         yield payload
-
-
-def _slices(index: int, pieces: Iterable[tuple[int, memoryview]]) -> list[tuple[int, int, memoryview]]:
-    return [
-        (index, at + start, data[start : start + SLICE_BYTES])
-        for at, data in pieces
-        for start in range(0, len(data), SLICE_BYTES)
-    ]
-
-
-def _in_turn(lists: Sequence[Sequence[Item]]) -> list[Item]:
-    """One item of each list after the other: threads that take neighbours then write to different files."""
-    longest = max(map(len, lists))
-    return [found[turn] for turn in range(longest) for found in lists if turn < len(found)]
 
 
 def _share(sizes: Sequence[int], share: int, shares: int) -> list[int]:

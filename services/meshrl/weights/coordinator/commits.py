@@ -1,6 +1,7 @@
 """The rules of a commit: when a version is decided, when it is committed, what each engine should do next. No I/O.
 
-`Coordinator` feeds events into these records and returns what `_next_actions` makes of them.
+`Coordinator`, which derives from `CommitRules`, changes the records by each event; `_next_actions` then says what
+follows from them.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class CommitRules:
         self._kept_ended, self._compact_after = kept_ended, compact_after
         self._num_entries = 0  # in the log since it was last compacted
         self._wall_offset_s = 0.0  # wall-clock time minus the clock of the rules
-        self._told_of: object = None  # what all engines were told of last; see `_next_actions`
+        self._last_seen: object = None  # what the commands to all engines were last derived from; see `_next_actions`
 
     def newest_decided(self) -> VersionRecord | None:
         """The version that every engine should serve."""
@@ -105,7 +106,7 @@ class CommitRules:
             engine.retries = min(engine.retries + 1, 8)
 
     def _note_group(self, engine: EngineRecord, generation: int | None) -> None:
-        """In a newer group, what failed in the older ones is tried again."""
+        """Records the group that an engine is in; in a newer group, what failed in older ones is tried again."""
         engine.group_generation = generation
         if generation is None or generation <= engine.newest_generation:
             return
@@ -155,16 +156,16 @@ class CommitRules:
             if record.state is VersionState.COMMITTING:
                 actions += self._try_finish(record, now_s)
         versions = [(r.key, r.artifact_id, r.state, r.busy, r.arriving, r.released) for r in self.records.live]
-        told_of = (self.groups.generation, versions)
-        others_as_before = reported is not None and told_of == self._told_of
-        self._told_of = told_of
+        seen = (self.groups.generation, versions)
+        others_as_before = reported is not None and seen == self._last_seen
+        self._last_seen = seen
         newest = self.newest_decided()
         for engine in (reported,) if reported is not None and others_as_before else self.pool.engines.values():
-            actions += self._tell(engine, newest, now_s)
+            actions += self._send_commands(engine, newest, now_s)
         return actions + self._compact_when_due()
 
-    def _tell(self, engine: EngineRecord, newest: VersionRecord | None, now_s: float) -> list[Action]:
-        """Tells an engine what to do next, unless it was told that last."""
+    def _send_commands(self, engine: EngineRecord, newest: VersionRecord | None, now_s: float) -> list[Action]:
+        """Sends an engine its next command, unless that is the one it was sent last."""
         if not engine.connected:
             return []
         actions: list[Action] = []
@@ -179,12 +180,15 @@ class CommitRules:
             actions.append(Send(engine_id=engine.engine_id, lease_id=engine.lease_id, command=command))
         return actions
 
-    def _has(self, engine: EngineRecord, record: VersionRecord) -> bool:
+    def _is_ready(self, engine: EngineRecord, record: VersionRecord) -> bool:
+        """Whether an engine has prepared a version, or serves it."""
         return engine.prepared == record.artifact_id or (engine.serves(record) and engine.state is AgentState.READY)
 
-    def _outside(self, record: VersionRecord) -> dict[str, str]:
-        """Engines to which a version cannot be brought now, and why."""
-        reasons = {engine.engine_id: self.groups.outside(engine, record) for engine in self.pool.engines.values()}
+    def _unreachable(self, record: VersionRecord) -> dict[str, str]:
+        """Engines that cannot get a version now, and why."""
+        reasons = {
+            engine.engine_id: self.groups.why_unreachable(engine, record) for engine in self.pool.engines.values()
+        }
         return {engine_id: reason for engine_id, reason in reasons.items() if reason is not None}
 
     def _try_decide(self, record: VersionRecord, attempt: Attempt, now_s: float) -> list[Action]:
@@ -194,9 +198,9 @@ class CommitRules:
         if any(r.deciding and r.key > record.key for r in self.records.live):
             return []  # the newer decision ends this one once it is durable
         live = self.pool.engines
-        ready = {engine.engine_id for engine in live.values() if self._has(engine, record)}
-        outside = self._outside(record)
-        required = {e for e in attempt.required if e in live and not live[e].ejected and e not in outside}
+        ready = {engine.engine_id for engine in live.values() if self._is_ready(engine, record)}
+        unreachable = self._unreachable(record)
+        required = {e for e in attempt.required if e in live and not live[e].ejected and e not in unreachable}
         if attempt.min_ready:
             enough, wanted = len(ready) >= attempt.min_ready, attempt.min_ready
         else:
@@ -205,20 +209,20 @@ class CommitRules:
         if enough:
             record.deciding, record.policy, record.min_ready = True, attempt.policy, attempt.min_ready
             return [self._append(entries.decided(record), decision=record.key)]
-        refused = set(attempt.faults) & set(live) - ready - set(outside)
+        refused = set(attempt.faults) & set(live) - ready - set(unreachable)
         short = len(live) - len(refused) < max(1, attempt.min_ready)
         hopeless = bool(refused) and (short or (not attempt.min_ready and bool(refused & required)))
-        hopeless = hopeless or self._passed_over(record, ready | (set(live) - set(outside)), wanted)
+        hopeless = hopeless or self._blocks_newer(record, ready | (set(live) - set(unreachable)), wanted)
         if hopeless or now_s >= attempt.deadline_s:
-            why = self.pool.describe(ready, attempt.faults, outside)
+            why = self.pool.describe(ready, attempt.faults, unreachable)
             text = f"version {record.version} stays sealed: {len(ready)} of {wanted} engines prepared it; {why}"
             return self._give_up(record, Reason.ENGINES_NOT_READY, text, attempt.faults)
         return []
 
-    def _passed_over(self, record: VersionRecord, reachable: set[str], wanted: int) -> bool:
-        """True when too few engines can be brought a version, while one of them can be brought a newer one.
+    def _blocks_newer(self, record: VersionRecord, reachable: set[str], wanted: int) -> bool:
+        """Whether too few engines can get a version, while some engine can get a newer one.
 
-        A restarted engine is sent the newest version again: waiting for one before it would keep that from serving.
+        A restarted engine is sent the newest version again: to wait for an older one would keep it from serving.
         """
         newer = (r for r in self.records.values() if r.state is VersionState.SEALED and r.key > record.key)
         return len(reachable) < wanted and any(
@@ -226,7 +230,7 @@ class CommitRules:
         )
 
     def _release(self, record: VersionRecord, now_s: float) -> None:
-        """Ejects engines past the deadline of the commit, and lets a gang go once all that are left have applied."""
+        """Ejects engines past the deadline of the commit; releases a gang once all that are left have applied."""
         live = self.pool.engines
         if not record.commit_set and (record.released or not record.gang):
             return
@@ -256,7 +260,7 @@ class CommitRules:
             record.attempt = None
             return actions + self._retire(record)
         if record.attempt is not None and not record.commit_set and now_s >= record.attempt.deadline_s:
-            why = self.pool.describe(set(record.reports), record.attempt.faults, self._outside(record))
+            why = self.pool.describe(set(record.reports), record.attempt.faults, self._unreachable(record))
             text = (
                 f"version {record.version} is decided and only goes forward, but {len(record.reports)} of "
                 f"{max(1, record.min_ready)} engines serve it; {why}; call again to wait on"
@@ -265,10 +269,10 @@ class CommitRules:
         return actions
 
     def _can_serve(self, engine: EngineRecord, record: VersionRecord) -> bool:
-        return engine.prepared == record.artifact_id or self.groups.outside(engine, record) is None
+        return engine.prepared == record.artifact_id or self.groups.why_unreachable(engine, record) is None
 
     def _holds(self, engine: EngineRecord, record: VersionRecord) -> bool:
-        """Whether an engine has applied a version and stays paused; a restarted one may still be in `held`."""
+        """Whether an engine has applied a version and stays paused. `held` may also name an engine that restarted."""
         applied = engine.engine_id in record.held or engine.state is AgentState.APPLYING
         return applied and engine.serves(record)
 
@@ -276,7 +280,9 @@ class CommitRules:
         self, engine: EngineRecord, newest: VersionRecord | None, now_s: float
     ) -> tuple[AgentCommand | None, Key | None]:
         sealed = [
-            r for r in self.records.live if r.state is VersionState.SEALED and self.groups.outside(engine, r) is None
+            r
+            for r in self.records.live
+            if r.state is VersionState.SEALED and self.groups.why_unreachable(engine, r) is None
         ]
         busy = [r for r in sealed if r.busy]
         target = min(busy, key=lambda r: r.key) if busy else max(sealed, key=lambda r: r.key, default=None)
@@ -301,9 +307,11 @@ class CommitRules:
         return Prepare(version=target.version, artifact_id=target.artifact_id), target.key
 
     def _arriving(self, engine: EngineRecord) -> VersionRecord | None:
-        """The version whose upload an engine may follow. A shadow holds one version: none is given up for it."""
+        """The version whose upload an engine may follow: the newest one whose bytes arrive and that can reach it."""
         arriving = (r for r in self.records.live if r.state is VersionState.STAGING and r.arriving)
-        return max((r for r in arriving if self.groups.outside(engine, r) is None), key=lambda r: r.key, default=None)
+        return max(
+            (r for r in arriving if self.groups.why_unreachable(engine, r) is None), key=lambda r: r.key, default=None
+        )
 
     def _give_up(
         self, record: VersionRecord, reason: Reason, text: str, faults: Mapping[str, AgentFault] | None = None
@@ -313,7 +321,7 @@ class CommitRules:
         return [Answer(key=record.key, result=MeshError(reason, text, metadata=metadata))]
 
     def _drop(self, record: VersionRecord, why: str) -> list[Action]:
-        """Aborts an undecided version: its waiters are told, its bytes go, engines drop what they fetched."""
+        """Aborts an undecided version: answers its waiters, deletes its bytes, has engines drop what they fetched."""
         if record.state not in UNDECIDED:
             return []
         actions: list[Action] = []
@@ -363,7 +371,7 @@ class CommitRules:
     def _compact_when_due(self) -> list[Action]:
         """Forgets versions that ended long ago, and has the log say what is left in a few entries.
 
-        Not while a decision is on its way to the log: until it is durable, nobody can say how things are.
+        Not while a decision is being written to the log: until it is durable, the outcome is not known.
         """
         live = self.records.live
         if self._num_entries < self._compact_after + len(live) or any(record.deciding for record in live):

@@ -3,7 +3,7 @@
 A version is staged, sealed, decided and committed; every move is written to the log. The decision is the point of no
 return: it is asked for with `Append(decision=...)` and takes effect only when the hub calls `decided`, that is, once it
 is durable. What an engine should do next follows from the versions and its last report alone (`_wanted_command`), so a
-restarted hub, a new session and a late engine need no code of their own: they are told the same again, and commands
+restarted hub, a new session and a late engine need no code of their own: commands are derived and sent again, and they
 are idempotent by (version, artifact).
 """
 
@@ -205,7 +205,7 @@ class Coordinator(CommitRules):
         record.attempt = Attempt(min_ready=min_ready, policy=policy, deadline_s=deadline_s, required=required)
         if record.state is VersionState.SEALED:
             for engine in self._refused_by(record.key):
-                if record.transport is not Transport.NCCL:  # one more try for whoever refused it before the call
+                if record.transport is not Transport.NCCL:  # one more try for engines that refused it before the call
                     engine.try_again(record.key)
                 elif engine.last_fault is not None:  # its bytes come again only in a newer group
                     record.attempt.faults[engine.engine_id] = engine.last_fault
@@ -218,7 +218,7 @@ class Coordinator(CommitRules):
         self.records.move(record, VersionState.COMMITTING)
         record.decided_s = now_s
         record.commit_deadline_s = now_s + self._commit_deadline_s
-        ready = {e.engine_id for e in self.pool.engines.values() if self._has(e, record)}
+        ready = {e.engine_id for e in self.pool.engines.values() if self._is_ready(e, record)}
         record.commit_set = set(ready)
         if record.policy is ActivationPolicy.GANG:
             record.gang = set(ready)
@@ -237,7 +237,7 @@ class Coordinator(CommitRules):
     # --- engines ------------------------------------------------------------------------------
 
     def register(self, registration: AgentRegistration, lease_id: str, now_s: float) -> tuple[Lease, list[Action]]:
-        """Gives an engine a lease; one that it had before ends. It is told what to do once its session starts."""
+        """Gives an engine a lease; an earlier one of it ends. Commands are sent once its session starts."""
         actions = self.pool.register(registration, lease_id, now_s)
         newest = self.newest_decided()
         lease = Lease(
@@ -292,12 +292,12 @@ class Coordinator(CommitRules):
 
     def _target_of(self, engine: EngineRecord, report: AgentReport) -> VersionRecord | None:
         """Returns the version that a report is about; its artifact decides, since epochs share version numbers."""
-        told = self.records.get(engine.sent_key) if engine.sent_key is not None else None
+        sent = self.records.get(engine.sent_key) if engine.sent_key is not None else None
         artifact = report.target_artifact_id
         if report.target_version is None:
             return None
-        if told is not None and told.version == report.target_version and artifact in ("", told.artifact_id):
-            return told
+        if sent is not None and sent.version == report.target_version and artifact in ("", sent.artifact_id):
+            return sent
         named = (r for r in self.records.values() if r.artifact_id == artifact and r.version == report.target_version)
         return next(named, None)
 

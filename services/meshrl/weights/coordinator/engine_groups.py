@@ -1,8 +1,8 @@
-"""Groups of engines for the nccl transport: who is asked to join, who is in, and which versions travel through. No I/O.
+"""Groups of engines for the nccl transport: who is asked to join, who is in, and which versions they carry. No I/O.
 
-A publisher opens a group at its store, the hub picks the engines and numbers their ranks, and engines report the
-generation once they are in. A group carries versions of its publisher's epoch only, from `first_version` on: an engine
-that waited for an older one in it would take the bytes of the next for it.
+A publisher asks for a group at its store, the hub picks the engines and numbers their ranks, and engines report the
+group's generation once they are in. A group carries versions of its publisher's epoch only, from `first_version` on: an
+engine that waited in it for an older version would mistake the bytes of the next one for it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class GroupRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineGroup:
-    """A group that engines were told to join. Everybody has `deadline_s` to meet, until `until_s`."""
+    """A group that engines were asked to join. All must have joined within `deadline_s`, that is, by `until_s`."""
 
     generation: int
     request_id: str
@@ -82,7 +82,7 @@ class EngineGroups:
         reasons: list[str] = []
         num_receivers = 0
         for engine in engines:
-            reason = _hindrance(engine, request)
+            reason = _why_left_out(engine, request)
             if reason is not None:
                 reasons.append(f"{engine.engine_id} {reason}")
                 continue
@@ -121,13 +121,13 @@ class EngineGroups:
             self._by_request.popitem(last=False)
 
     def join(self, engine: EngineRecord, now_s: float) -> JoinGroup | None:
-        """Returns what to tell an engine that should join the current group and was not told on this session."""
+        """Returns the command for an engine that should join the current group and has not got it on this session."""
         group = self.current
         if group is None or now_s >= group.until_s or group.generation in (engine.join_sent, engine.group_generation):
             return None
         member = next((m for m in group.members if m.engine_id == engine.engine_id), None)
-        brings = (engine.registration.collective_ranks, engine.registration.collective_backend)
-        if member is None or brings != (member.num_ranks, group.backend):
+        support = (engine.registration.collective_ranks, engine.registration.collective_backend)
+        if member is None or support != (member.num_ranks, group.backend):
             return None
         return JoinGroup(
             generation=group.generation,
@@ -136,13 +136,13 @@ class EngineGroups:
             num_senders=group.num_senders,
             num_receivers=sum(m.num_ranks for m in group.members),
             first_receiver=member.first_receiver,
-            deadline_s=group.deadline_s,  # not what is left of it: told again, it is the same command
+            deadline_s=group.deadline_s,  # not what is left of it, so that a repetition is the same command
         )
 
-    def outside(self, engine: EngineRecord, record: VersionRecord) -> str | None:
-        """Returns why a version cannot be brought to an engine now, for a person; None when it can.
+    def why_unreachable(self, engine: EngineRecord, record: VersionRecord) -> str | None:
+        """Returns in words why an engine cannot get a version now; None when it can.
 
-        An engine of another layout needs no group: it is told of the version, and refuses it with what differs.
+        An engine of another layout needs no group: it is told to prepare the version, and refuses it with what differs.
         """
         if record.transport not in engine.registration.transports:
             return f"it does not take transport {record.transport.value}"
@@ -171,7 +171,8 @@ def first_version(request: GroupRequest, sealed: Collection[Key], decided: Key |
     return newest if request.engine_ids else newest + 1
 
 
-def _hindrance(engine: EngineRecord, request: GroupRequest) -> str | None:
+def _why_left_out(engine: EngineRecord, request: GroupRequest) -> str | None:
+    """Why an engine cannot be in the group that a publisher asks for; None when it can."""
     if request.engine_ids and engine.engine_id not in request.engine_ids:
         return "was not asked for"
     if engine.engine_id in request.without:

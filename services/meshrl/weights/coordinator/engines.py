@@ -21,7 +21,7 @@ class EnginePool:
         """Gives `registration` a lease; its earlier one ends."""
         before = self.engines.get(registration.engine_id)
         if before is not None:
-            before.connected = False  # for whoever waits for an answer on that session
+            before.connected = False  # a round of sleep waits for no answer on that session
             del self._by_lease[before.lease_id]
         engine = EngineRecord(
             registration=registration,
@@ -39,7 +39,7 @@ class EnginePool:
         return self._by_lease.get(lease_id)
 
     def leased(self, lease_id: str) -> EngineRecord:
-        """Returns the engine of a lease. Raises LEASE_EXPIRED."""
+        """Returns the engine of a lease. Raises MeshError LEASE_EXPIRED."""
         engine = self.by_lease(lease_id)
         if engine is None:
             raise MeshError(Reason.LEASE_EXPIRED, f"lease {lease_id!r} is over or unknown; register again")
@@ -88,18 +88,18 @@ class EnginePool:
             for engine in self.of_pool(engine_pool)
         )
 
-    def describe(self, ready: Collection[str], faults: Mapping[str, AgentFault], outside: Mapping[str, str]) -> str:
-        """Says for a person why engines are not ready; `outside` is why the version cannot be brought to some."""
+    def describe(self, ready: Collection[str], faults: Mapping[str, AgentFault], unreachable: Mapping[str, str]) -> str:
+        """Says for a person why engines are not ready; `unreachable` is why some cannot get the version."""
         if not self.engines:
             return "no engine is registered; start one that points at this hub"
         parts = []
         for engine in self.engines.values():
             if engine.engine_id in ready:
                 continue
-            fault, beyond = faults.get(engine.engine_id), outside.get(engine.engine_id)
+            fault, why = faults.get(engine.engine_id), unreachable.get(engine.engine_id)
             if fault is not None:
                 parts.append(f"{engine.engine_id} refused it ({fault.reason}: {fault.message})")
             else:
                 state = engine.state.value + (", ejected" if engine.ejected else "")
-                parts.append(f"{engine.engine_id} is {state}" + (f": {beyond}" if beyond else ""))
+                parts.append(f"{engine.engine_id} is {state}" + (f": {why}" if why else ""))
         return "; ".join(parts) or "more engines must register"

@@ -6,7 +6,8 @@ Entries are flat JSON objects with a `kind`. Times in them are wall-clock second
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from meshrl.weights.coordinator.engine_groups import EngineGroup
 from meshrl.weights.coordinator.states import Key, LogEntry, VersionRecord
@@ -25,6 +26,15 @@ def _entry(kind: str, record: VersionRecord, **fields: object) -> LogEntry:
     return {"kind": kind, "epoch": record.key[0], "version": record.key[1], **fields}
 
 
+@contextmanager
+def _checked(entry: LogEntry) -> Iterator[None]:
+    """Raises ValueError for an entry that lacks a field, or is about a version that is not there."""
+    try:
+        yield
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"log entry {dict(entry)!r} makes no sense here: {error!r}") from error
+
+
 def epoch(run_id: str, number: int) -> LogEntry:
     return {"kind": "epoch", "run_id": run_id, "epoch": number}
 
@@ -40,7 +50,7 @@ def group(opened: EngineGroup, wall_minus_monotonic_s: float) -> LogEntry:
 
 def group_of(entry: LogEntry, monotonic_minus_wall_s: float) -> EngineGroup:
     """Reads a group back. Raises ValueError for an entry that does not hold one."""
-    try:
+    with _checked(entry):
         return EngineGroup(
             generation=entry["generation"],
             request_id=entry["request_id"],
@@ -56,8 +66,6 @@ def group_of(entry: LogEntry, monotonic_minus_wall_s: float) -> EngineGroup:
                 for engine_id, first, ranks in entry["members"]
             ),
         )
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"log entry {dict(entry)!r} makes no sense here: {error!r}") from error
 
 
 def staged(record: VersionRecord) -> LogEntry:
@@ -86,7 +94,7 @@ def committed(record: VersionRecord, answer: Activation) -> LogEntry:
     return _entry("committed", record, **_fields_of(answer))
 
 
-def _fields_of(answer: Activation) -> dict[str, Any]:
+def _fields_of(answer: Activation) -> LogEntry:
     engines = [
         {"engine_id": engine.engine_id, **vars(engine.applied), "root": engine.applied.root.hex()}
         for engine in answer.engines
@@ -124,7 +132,7 @@ def version(record: VersionRecord, wall_minus_monotonic_s: float) -> LogEntry:
 
 def version_of(entry: LogEntry, monotonic_minus_wall_s: float) -> VersionRecord:
     """Reads a version back from a compacted log. Raises ValueError for an entry that does not hold one."""
-    try:
+    with _checked(entry):
         record = _staged(entry)
         record.state, record.revision = VersionState(entry["state"]), entry["revision"]
         record.traceparent = entry["traceparent"]
@@ -132,8 +140,6 @@ def version_of(entry: LogEntry, monotonic_minus_wall_s: float) -> VersionRecord:
         record.policy, record.min_ready = ActivationPolicy(entry["policy"]), entry["min_ready"]
         if entry["answer"] is not None:
             record.answer = with_state(_answer(record, entry["answer"]), VersionState.COMMITTED)
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"log entry {dict(entry)!r} makes no sense here: {error!r}") from error
     return record
 
 
@@ -160,7 +166,7 @@ def replay(records: dict[Key, VersionRecord], entry: LogEntry, monotonic_minus_w
 
     Raises ValueError for an entry that does not follow from those before it: the log is not one that a hub wrote.
     """
-    try:
+    with _checked(entry):
         kind = entry["kind"]
         key = (int(entry["epoch"]), int(entry["version"]))
         if kind == "staged":
@@ -180,8 +186,6 @@ def replay(records: dict[Key, VersionRecord], entry: LogEntry, monotonic_minus_w
             record.state = VersionState(kind)
         else:
             raise ValueError(f"unknown kind {kind!r}; the log was written by a newer version of this program")
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"log entry {dict(entry)!r} makes no sense here: {error!r}") from error
     return record
 
 

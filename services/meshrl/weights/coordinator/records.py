@@ -1,7 +1,7 @@
 """The versions that a hub knows: those that may still be served, and those that ended lately. No I/O.
 
-What a report costs must not grow with the number of versions that ever were, so everything that is done for each report
-looks at `live` alone, and records of versions that ended are forgotten after a while.
+The cost of an agent's report must not grow with the number of versions that ever were. So the work for each report
+looks at `live` alone, and versions that ended are forgotten after a while.
 """
 
 from __future__ import annotations

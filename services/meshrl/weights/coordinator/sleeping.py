@@ -1,4 +1,4 @@
-"""One call of SleepEngines at the hub: which engines were asked, and what has become of each. No I/O."""
+"""One call of SleepEngines at the hub: which engines were asked, and what each answered. No I/O."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from meshrl.wire.types import Sleep
 
 @dataclass(frozen=True, kw_only=True)
 class SleepRound:
-    """Engines that were told Sleep `number`, and how many of the pool were not, since they could not do it."""
+    """The engines that were sent Sleep `number`, and how many `others` of the pool cannot sleep or have no session."""
 
     number: int
     asked: tuple[EngineRecord, ...]
@@ -18,7 +18,7 @@ class SleepRound:
 
     @classmethod
     def begin(cls, engines: tuple[EngineRecord, ...], number: int) -> tuple[SleepRound, list[Action]]:
-        """Tells every engine that can sleep and has a session; those that said they sleep may have been woken since."""
+        """Asks every engine that can sleep and has a session; those asleep, too, which may have been woken since."""
         asked = tuple(engine for engine in engines if engine.registration.can_sleep and engine.connected)
         actions: list[Action] = [
             Send(engine_id=engine.engine_id, lease_id=engine.lease_id, command=Sleep(number=number)) for engine in asked
@@ -39,5 +39,5 @@ class SleepRound:
         return len(self.asked) + self.others - self.asleep
 
     def _answered(self, engine: EngineRecord) -> bool:
-        """A later answer counts, too: it says how things are now."""
+        """Whether an engine has answered this round, or a later one."""
         return engine.sleep_answered is not None and engine.sleep_answered >= self.number

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from meshrl.wire.errors import MeshError
 from meshrl.wire.types import (
@@ -24,12 +23,13 @@ from meshrl.wire.types import (
     VersionInfo,
     VersionState,
 )
+from meshrl.wire.values import JsonObject
 
 # (epoch, version): a later epoch supersedes every version of an earlier one.
 Key = tuple[int, int]
 
 # One entry of the hub's log, a flat JSON object with a `kind`; see `log_entries`.
-LogEntry = Mapping[str, Any]
+LogEntry = JsonObject
 
 TRANSITIONS: Mapping[VersionState, frozenset[VersionState]] = {
     VersionState.STAGING: frozenset({VersionState.SEALED, VersionState.ABORTED}),
@@ -125,9 +125,9 @@ class VersionRecord:
 
 @dataclass(kw_only=True)
 class EngineRecord:
-    """One engine with a lease: what it registered with, what it last reported, what it was last told.
+    """One engine with a lease: its registration, its last report and the last command to it.
 
-    `serving` and `root` are what it vouches for.
+    `serving` and `root` are the version and the weights that it reports to serve.
     """
 
     registration: AgentRegistration
@@ -147,7 +147,7 @@ class EngineRecord:
     ejected: bool = False  # failed a decided version and serves no newer one yet
     group_generation: int | None = None  # group that it says it is in
     newest_generation: int = 0  # newest group that it ever was in
-    broken_generation: int = 0  # group that broke for it: it is told nothing more about versions of that one
+    broken_generation: int = 0  # group that broke for it: it gets no more versions through that one
     join_sent: int = 0  # last group that it was told to join on the current stream
     sleeping: bool = False
     sleep_answered: int | None = None  # last Sleep of the current stream that it carried out or declined
@@ -157,7 +157,7 @@ class EngineRecord:
         return self.registration.engine_id
 
     def try_again(self, key: Key) -> None:
-        """What went wrong with a version is forgotten: the engine is told of it once more."""
+        """Forgets that the engine failed to prepare or apply a version, so that it is asked to once more."""
         self.faulted.discard(key)
         self.sent = None
 

@@ -2,9 +2,9 @@
 
 Layout: the 8 bytes `MESHLOG1`, then for every entry a head of three little-endian 32-bit words (length of the JSON,
 CRC32C of the JSON, CRC32C of the first two words) and the JSON. An append that was cut short by a crash is dropped at
-the next start, since nobody was told about it: the file ends before the entry does, or in the zeros of blocks that were
-never written. Anything else that does not match its checksum, wherever it is, was damaged after it was written and is
-an error, since it may hold a decision.
+the next start, since no caller had an answer that rests on it: the file ends before the entry does, or in the zeros of
+blocks that were never written. Anything else that does not match its checksum, wherever it is, was damaged after it was
+written and is an error, since it may hold a decision.
 
 So that the log does not grow for ever, `compact` writes a new file of fewer entries and renames it over the old one.
 """

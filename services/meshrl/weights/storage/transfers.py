@@ -1,8 +1,8 @@
-"""Uploads into the hub's store and fetches out of it, on the event loop. A fetch may follow an upload that goes on.
+"""Serves uploads into the store and fetches out of it, on the event loop. A fetch may follow an upload under way.
 
 Called by the hub for CreateVersion and Fetch, and by relays for Fetch; the other ends are `versions.transfer` at
-publishers and `versions.downloads` at agents. Who waits for bytes that are on their way is sent an empty chunk now and
-then, to tell the link from a broken one.
+publishers and `versions.downloads` at agents. A fetch that waits for bytes which have not arrived yet sends an empty
+chunk now and then, so that its caller can tell this from a broken link.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from meshrl.weights.coordinator.states import VersionRecord
 from meshrl.wire.errors import FieldViolation, MeshError, Reason, invalid
 from meshrl.wire.types import Chunk, VersionState
 
-SIGN_S = 1.0  # between two of them
+SIGN_S = 1.0  # between two empty chunks
 ARRIVAL_DEADLINE_S = 60.0  # for the next chunk of a version that is fetched while it arrives
 WRITES_AT_ONCE = 3  # chunks of one upload
 
@@ -94,7 +94,7 @@ class Transfers:
         for offset, length in ranges or ((0, num_bytes),):
             at, end, waited_s = offset, offset + length, 0.0
             while at < end:
-                stop = await self._here(artifact_id, at, end, SIGN_S if waited_s else 0.0)
+                stop = await self._available_to(artifact_id, at, end, SIGN_S if waited_s else 0.0)
                 if stop == at:
                     if waited_s > ARRIVAL_DEADLINE_S:
                         text = f"its source sent no more of artifact {artifact_id} for {ARRIVAL_DEADLINE_S:g} s"
@@ -107,8 +107,8 @@ class Transfers:
                         yield piece
                 at, waited_s = stop, 0.0
 
-    async def _here(self, artifact_id: str, at: int, end: int, wait_s: float) -> int:
-        """Returns where the bytes that can be read from `at` on end; `at` when there are none for `wait_s`."""
+    async def _available_to(self, artifact_id: str, at: int, end: int, wait_s: float) -> int:
+        """Returns the end of the bytes that can be read from `at` on; `at` when none came within `wait_s`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
                 while True:
@@ -125,7 +125,7 @@ class Transfers:
 
 
 class HubHoldings:
-    """What a hub can be asked for: its versions, and what leads to them."""
+    """The artifacts that can be fetched from a hub: its versions, and the parts of their chains."""
 
     def __init__(self, store: VersionStore, coordinator: Coordinator) -> None:
         self._store, self._coordinator = store, coordinator
@@ -146,7 +146,7 @@ class HubHoldings:
         return record is not None and record.state is VersionState.STAGING
 
     def _record(self, artifact_id: str) -> VersionRecord | None:
-        """The version of an artifact; None for one that leads to a version. Raises UNKNOWN_VERSION."""
+        """The version of an artifact; None for a part of a chain. Raises UNKNOWN_VERSION."""
         try:
             return self._coordinator.by_artifact(artifact_id)
         except MeshError:
@@ -156,12 +156,12 @@ class HubHoldings:
 
 
 async def _read_ahead(pieces: Iterator[Chunk]) -> AsyncGenerator[Chunk, None]:
-    """Yields `pieces`, which block, with the next one being made on a thread while the last one is taken."""
+    """Yields from a blocking iterator; the next piece is read on a thread while the last one is sent."""
     making = asyncio.create_task(asyncio.to_thread(next, pieces, None))
     try:
         while (piece := await making) is not None:
             making = asyncio.create_task(asyncio.to_thread(next, pieces, None))
             yield piece
     finally:
-        with suppress(Exception):  # nobody wants it any more
+        with suppress(Exception):  # its result is not needed
             await making

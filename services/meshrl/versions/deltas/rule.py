@@ -1,0 +1,62 @@
+"""The rule which versions leave the trainer as deltas, and from which version each delta is made.
+
+Used by the stream transport on rank 0. A version goes in full when there is no earlier one to make a delta from, when
+its delta would not be much smaller, every so often as an anchor for engines that join, and when the hub has refused the
+delta.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from loguru import logger
+
+from meshrl.wire.types import Manifest, TensorEntry
+
+PAYS_BELOW = 0.5  # of the full version's bytes
+
+
+class DeltaRule:
+    """Decides for each version of one `VersionLine`; called in the order `base_of`, `pays`, `made`, `delivered`."""
+
+    def __init__(self, *, anchor_every: int) -> None:
+        """`anchor_every`: a version in full after so many deltas."""
+        self._anchor_every = anchor_every
+        self._base: Manifest | None = None  # of the version delivered last, as if it had left in full
+        self._made: tuple[Manifest, Manifest] | None = None  # what leaves, and the same in full
+        self._deltas = 0  # since the last version in full
+
+    def base_of(self, version: int, plan: Sequence[TensorEntry]) -> Manifest | None:
+        """The version to make a delta from: the one delivered last, described as if it had gone in full.
+
+        None where `version` must go in full: there is no earlier one with the same tensors, or it is asked for again.
+        """
+        base = self._base
+        refused = self._made is not None and self._made[0].version == version
+        if base is None or refused or base.version >= version or _layout(plan) != _layout(base.tensors):
+            return None
+        return base
+
+    def pays(self, version: int, *, delta_bytes: int, changed_bytes: int, num_bytes: int) -> bool:
+        """Whether a version of `num_bytes` leaves as a delta of `delta_bytes`; says so in the log."""
+        share, changed = delta_bytes / max(1, num_bytes), changed_bytes / max(1, num_bytes)
+        if share > PAYS_BELOW or self._deltas >= self._anchor_every:
+            logger.info("version {} leaves in full: {:.1%} of its weights changed", version, changed)
+            return False
+        logger.info("version {} leaves as a delta: {:.2%} changed, {:.2%} of its bytes", version, changed, share)
+        return True
+
+    def made(self, manifest: Manifest, full: Manifest) -> None:
+        """A version leaves with `manifest`; `full` is the manifest that it would have in full."""
+        self._made = (manifest, full)
+
+    def delivered(self, version: int) -> None:
+        """The hub has taken the version: the next delta is from it."""
+        made, self._made = self._made, None
+        if made is not None and made[0].version == version:
+            self._base = made[1]
+            self._deltas = 0 if made[0] is made[1] else self._deltas + 1
+
+
+def _layout(tensors: Sequence[TensorEntry]) -> list[tuple[str, str, tuple[int, ...]]]:
+    return [(entry.name, entry.dtype, tuple(entry.shape)) for entry in tensors]
