@@ -1,1 +1,1 @@
-"""Bundled tasksets and the in-process harness that plays them."""
+"""Bundled environments (tasksets for verifiers), and the in-process harness that plays them; hosted by `rollout`."""

@@ -1,10 +1,10 @@
 """Plays an agent's side of an episode inside the rollout process: a chat loop that asks for one completion at a time.
 
-Fed by verifiers with a task and the address of its interception server, which samples, records and scores. The
+verifiers starts it with a task and the address of its interception server, which samples, records and scores. The
 harnesses that ship with verifiers start a program for each rollout; this one is a coroutine, so a rollout costs
-milliseconds. The hosting process (`hosted_by`) takes its turns without HTTP where nothing of verifiers' stands between
-(`Turns`), lends it one set of HTTP connections for the others, and is told what each rollout is doing; without a host a
-rollout has connections of its own.
+milliseconds. The hosting process (`hosted_by`) samples its turns without HTTP where verifiers does nothing to the
+requests (`Turns`), shares one set of HTTP connections among the others, and learns what each rollout is doing. Without
+a host a rollout opens its own connections.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from verifiers.v1.trace import Trace
 from verifiers.v1.types import AssistantMessage, Message, Messages, Tool, ToolCall
 
 from meshrl.environments.tool_connections import ToolConnections
+from meshrl.wire.values import JsonObject
 
 __all__ = [
     "ChatMessage",
@@ -179,7 +180,7 @@ class ChatSession(HarnessSession):  # type: ignore[misc]  # verifiers is untyped
         self._host = _HOST.get()
         self._http: aiohttp.ClientSession | None = None
         self._turns = None if self._host is None or tool_interception_url else self._host.turns(trace.id)
-        self._tools: list[ChatMessage] = []
+        self._tools: list[JsonObject] = []
         self._typed_tools: list[Tool] = []
         self._dispatch: dict[str, tuple[str, str]] = {}
         self._servers: dict[str, MCPConnection] = {}

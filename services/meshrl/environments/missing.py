@@ -1,6 +1,6 @@
 """Says why an environment's module cannot be loaded, and how to install it.
 
-Asked by the rollout program, and by the checks before a run, when verifiers finds no taskset behind an id.
+Used by the rollout program, and by the preflight checks of `rl`, when verifiers finds no taskset behind an id.
 """
 
 from __future__ import annotations

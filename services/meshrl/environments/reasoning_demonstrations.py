@@ -1,7 +1,7 @@
-"""Writes a warm-up for tasks of reasoning-gym: replies in the form that is asked for, of which a share is right.
+"""Writes warm-up data for `sft` on reasoning-gym tasks: replies in the requested form, of which a share is right.
 
-The others give the answer to another task of the same dataset. A model that learned from them knows how to reply and
-half knows the answers; the reward tells. The tasks are those of the training environments of a file for `rl`, drawn
+The others give the answer to another task of the same dataset. A model trained on them knows the form of a reply but
+is often wrong, which RL improves. The tasks are those of the training environments of a file for `rl`, drawn
 from a seed of their own.
 
 `python -m meshrl.environments.reasoning_demonstrations FILE FOLDER [--share S] [--seed N]` writes `train.jsonl`, and

@@ -13,18 +13,24 @@ import functools
 import json
 import threading
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from types import ModuleType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Self
 
 import verifiers.v1 as vf
 from pydantic import ConfigDict, Field, model_validator
+
+from meshrl.wire.values import JsonObject
+
+if TYPE_CHECKING:
+    import reasoning_gym
+
 
 __all__ = ["ReasoningGymTaskset"]
 
 INSTALL = "uv sync --extra reasoning-gym, or uv pip install 'meshrl[reasoning-gym]'"
 
-Entry = Mapping[str, Any]
+Entry = JsonObject
 """A task as reasoning-gym makes it: question, answer, and metadata of the dataset's own kind."""
 
 
@@ -50,7 +56,7 @@ class ReasoningGymConfig(vf.TasksetConfig):  # type: ignore[misc]  # verifiers i
     """A system prompt of your own in place of prompt_style's; it must ask for <answer> and </answer>, too."""
 
     @property
-    def options(self) -> dict[str, Any]:
+    def options(self) -> dict[str, object]:
         """What the dataset is made with."""
         return {**(self.model_extra or {}), "size": self.size, "seed": self.seed}
 
@@ -69,7 +75,7 @@ class ReasoningGymData(vf.TaskData):  # type: ignore[misc]  # verifiers is untyp
     """A question, and how its dataset makes it again."""
 
     dataset: str
-    options: dict[str, Any]
+    options: dict[str, object]
     index: int
     answer: str | None
     """The dataset's own answer; None where many are right and only its scorer knows."""
@@ -124,22 +130,19 @@ class ReasoningGymTaskset(vf.Taskset[ReasoningGymTask, ReasoningGymConfig]):  # 
         return ReasoningGymTask(data, config.task)
 
     def load(self) -> Iterable[ReasoningGymTask]:
-        return self._tasks()
-
-    def _tasks(self) -> Iterator[ReasoningGymTask]:
-        yield from map(self.task_at, range(self.num_tasks))
+        return map(self.task_at, range(self.num_tasks))
 
 
 class _Dataset:
     """One dataset of the package. Some keep state while they make a task, so one thread at a time uses it."""
 
-    def __init__(self, name: str, options: Mapping[str, Any]) -> None:
+    def __init__(self, name: str, options: Mapping[str, object]) -> None:
         self._dataset = _created(name, options)
         self._lock = threading.Lock()
         self._entry = functools.lru_cache(maxsize=64)(self._dataset.__getitem__)  # for the rollouts of a group
 
     @staticmethod
-    def of(name: str, options: Mapping[str, Any]) -> _Dataset:
+    def of(name: str, options: Mapping[str, object]) -> _Dataset:
         """The dataset of a name, with options as JSON or TOML writes them. Raises ValueError and ImportError.
 
         The same object for the same options, so that making it is paid for once.
@@ -161,7 +164,7 @@ def _dataset(name: str, options: str) -> _Dataset:
     return _Dataset(name, json.loads(options))
 
 
-def _created(name: str, options: Mapping[str, Any]) -> Any:
+def _created(name: str, options: JsonObject) -> reasoning_gym.dataset.ProceduralDataset:
     """reasoning-gym's own object. Raises ValueError that says which name or option is wrong."""
     package = _package()
     known = package.factory.DATASETS

@@ -17,11 +17,15 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AsyncExitStack, contextmanager
 from types import ModuleType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 import verifiers.v1 as vf
 from pydantic import ConfigDict, Field, model_validator
+
+if TYPE_CHECKING:
+    import textarena
+
 
 __all__ = ["TextArenaGameEnv", "TextArenaGameTaskset"]
 
@@ -50,7 +54,7 @@ class TextArenaGameConfig(vf.TasksetConfig):  # type: ignore[misc]  # verifiers 
     """Players of a game; None is the fewest that the game takes."""
 
     @property
-    def options(self) -> dict[str, Any]:
+    def options(self) -> dict[str, object]:
         """What the game is made with."""
         return dict(self.model_extra or {})
 
@@ -66,7 +70,7 @@ class TextArenaGameData(vf.TaskData):  # type: ignore[misc]  # verifiers is unty
     """A game, and how it is made again."""
 
     game: str
-    options: dict[str, Any]
+    options: dict[str, object]
     players: int
     seed: int
 
@@ -97,10 +101,7 @@ class TextArenaGameTaskset(vf.Taskset[TextArenaGameTask, TextArenaGameConfig]): 
         return TextArenaGameTask(data, config.task)
 
     def load(self) -> Iterable[TextArenaGameTask]:
-        return self._tasks()
-
-    def _tasks(self) -> Iterator[TextArenaGameTask]:
-        yield from map(self.task_at, range(self.num_tasks))
+        return map(self.task_at, range(self.num_tasks))
 
 
 class TextArenaGameEnvConfig(vf.EnvConfig):  # type: ignore[misc]  # verifiers is untyped for the checker
@@ -116,7 +117,7 @@ class TextArenaGameEnv(vf.Env[TextArenaGameEnvConfig]):  # type: ignore[misc]  #
     async def run(self, task: TextArenaGameTask, agents: vf.Agents) -> None:
         match = Match(task.data)
         seats = (agents.player, agents.opponent)
-        playing: dict[int, Any] = {}
+        playing: dict[int, vf.Interaction] = {}
         cut = False
         async with AsyncExitStack() as stack:
             while not match.over and not cut:
@@ -141,10 +142,8 @@ class Match:
     """
 
     def __init__(self, data: TextArenaGameData) -> None:
-        self._states: tuple[Any, Any] = (
-            random.Random(data.seed).getstate(),
-            np.random.RandomState(data.seed).get_state(),
-        )
+        self._python_numbers = random.Random(data.seed).getstate()
+        self._numpy_numbers = np.random.RandomState(data.seed).get_state()
         self.over = False
         with self._own_numbers():
             self._env = _created(data.game, data.options)
@@ -185,17 +184,17 @@ class Match:
     @contextmanager
     def _own_numbers(self) -> Iterator[None]:
         others = random.getstate(), np.random.get_state()
-        random.setstate(self._states[0])
-        np.random.set_state(self._states[1])
+        random.setstate(self._python_numbers)
+        np.random.set_state(self._numpy_numbers)
         try:
             yield
         finally:
-            self._states = random.getstate(), np.random.get_state()
+            self._python_numbers, self._numpy_numbers = random.getstate(), np.random.get_state()
             random.setstate(others[0])
             np.random.set_state(others[1])
 
 
-def players_of(game: str, options: Mapping[str, Any], asked: int | None) -> int:
+def players_of(game: str, options: Mapping[str, object], asked: int | None) -> int:
     """How many players a game is played with. Raises ValueError for a game that cannot be played here, and
     ImportError."""
     return _players_of(game, json.dumps(options, sort_keys=True), asked)
@@ -214,7 +213,7 @@ def _players_of(game: str, options: str, asked: int | None) -> int:
     raise ValueError(f"textarena's {game} cannot be played by that many players ({'; '.join(refused)})")
 
 
-def _created(game: str, options: Mapping[str, Any]) -> Any:
+def _created(game: str, options: Mapping[str, object]) -> textarena.Env:
     """textarena's own object. Raises ValueError that says which name or option is wrong, or what the game lacks."""
     package = _package()
     known = package.envs.registration.ENV_REGISTRY

@@ -1,22 +1,24 @@
 """Keeps connections to tool servers that all rollouts of an environment share, from one rollout to the next.
 
-Lent by the host of the in-process harness to its conversations. Opening one costs as much as many calls: a handshake, a
-listing of the tools, and certificates read for a server that has none. Only what cannot tell rollouts apart is kept: a
-shared server at one address for all, and a protocol without sessions.
+The host of the in-process harness lends them to its conversations. Opening one costs as much as many calls: a
+handshake, a listing of the tools, and certificates read for a server that has none. A connection is kept only where the
+server cannot tell rollouts apart: a shared server at one address for all, and a protocol without sessions.
 """
 
 from __future__ import annotations
 
 import functools
+import ssl
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
 
 from verifiers.v1.harnesses.utils.mcp import MCPConnection, connect_mcp
+
+from meshrl.wire.values import JsonObject
 
 IDLE_AT_MOST = 512
 KEPT_S = 60.0
@@ -32,7 +34,7 @@ class ToolConnection:
 
     key: str
     stack: AsyncExitStack
-    tools: list[dict[str, Any]]
+    tools: list[JsonObject]
     dispatch: dict[str, tuple[str, str]]
     servers: dict[str, MCPConnection]
 
@@ -55,7 +57,7 @@ class ToolConnection:
 class _Listing:
     """The tools that the servers of one key listed last, and when they were asked."""
 
-    tools: list[dict[str, Any]]
+    tools: list[JsonObject]
     dispatch: dict[str, tuple[str, str]]
     asked_s: float
 
@@ -121,16 +123,17 @@ class ToolConnections:
 def _share_certificates() -> None:
     """Has the HTTP client of the tools' protocol read the system's certificates once; each connection reads them anew,
     also one without TLS, which takes 20 ms of the event loop."""
-    default: Any = import_module("httpx2._transports.default")  # only tasksets with tools load it
+    default = import_module("httpx2._transports.default")  # only tasksets with tools load it
     inner = default.create_ssl_context
-    usual: dict[bool, Any] = {}
+    usual: dict[bool, ssl.SSLContext] = {}
 
     @functools.wraps(inner)
-    def create_ssl_context(verify: Any = True, cert: Any = None, trust_env: bool = True) -> Any:
+    def create_ssl_context(verify: object = True, cert: object = None, trust_env: bool = True) -> ssl.SSLContext:
         if verify is not True or cert is not None:
-            return inner(verify=verify, cert=cert, trust_env=trust_env)
+            made: ssl.SSLContext = inner(verify=verify, cert=cert, trust_env=trust_env)
+            return made
         if trust_env not in usual:
             usual[trust_env] = inner(trust_env=trust_env)
         return usual[trust_env]
 
-    default.create_ssl_context = create_ssl_context
+    vars(default)["create_ssl_context"] = create_ssl_context

@@ -1,7 +1,8 @@
-"""Remembers what pydantic, verifiers and tokenizers work out anew in every rollout though it never changes.
+"""Caches what pydantic, verifiers and tokenizers compute again in every rollout although it never changes.
 
-Called once by whoever hosts environments. Each function is replaced by one with the same results, and only where the
-installed version still has it; the contract tests compare them. Together they were 40% of a rollout's CPU.
+`hosting` installs the caches before it loads environments. Each function is replaced by one with the same results, and
+only where the installed version still has it; the contract tests compare them. Together they were 40% of a rollout's
+CPU.
 """
 
 from __future__ import annotations
@@ -10,34 +11,37 @@ import functools
 import inspect
 from collections.abc import Awaitable, Callable
 from types import MethodType, ModuleType
-from typing import Any
+from typing import TypeVar
 
 import pydantic._internal._fields as pydantic_fields
 from verifiers.v1 import harness, rollout, session, task
 from verifiers.v1.runtimes.subprocess import SubprocessRuntime
 from verifiers.v1.utils import decorators, loaders
 
+FoundT = TypeVar("FoundT")
+Teardown = Callable[[SubprocessRuntime], Awaitable[None]]
+
 KEPT = 4096
-"""Callables remembered, of each kind."""
+"""Most entries of each cache."""
 
 
-def remember() -> None:
+def install() -> None:
     """Puts the caches in place; a second call changes nothing."""
     # Which default factories take the data validated so far: pydantic parses their signatures for each object it makes.
     _replace((pydantic_fields,), "takes_validated_data_argument", functools.lru_cache(KEPT))
     # Where a harness is found: a search of the import path for each episode.
     _replace((loaders,), "harness_class", functools.lru_cache(KEPT))
-    _replace((decorators, harness, rollout, task), "discover_decorated", _remember_names)
-    _replace((decorators, rollout, session), "invoke", _remember_parameters)
+    _replace((decorators, harness, rollout, task), "discover_decorated", _cache_names)
+    _replace((decorators, rollout, session), "invoke", _cache_parameters)
     # A task's key, which is asked for four times in each episode: the hash of its data, which is frozen.
-    _replace((task.Task,), "hash", _remember_hash)
+    _replace((task.Task,), "hash", _cache_hash)
     # The folder of each rollout, which most leave empty: a thread is asked to remove it.
     _replace((SubprocessRuntime,), "teardown", _remove_empty_folder_first)
 
 
-def _replace(modules: tuple[ModuleType | type, ...], name: str, wrap: Callable[[Any], Any]) -> None:
+def _replace(modules: tuple[ModuleType | type, ...], name: str, wrap: Callable[[FoundT], object]) -> None:
     """Wraps the function that all of `modules` know by `name`; in a class it may be a property."""
-    found = getattr(modules[0], name, None)
+    found: FoundT | None = getattr(modules[0], name, None)
     if found is None or hasattr(found, "__wrapped__"):
         return
     wrapped = wrap(found)
@@ -46,12 +50,12 @@ def _replace(modules: tuple[ModuleType | type, ...], name: str, wrap: Callable[[
             setattr(module, name, wrapped)
 
 
-def _remember_names(discover: Callable[[object, str], list[Callable[..., Any]]]) -> Callable[..., Any]:
+def _cache_names(discover: Callable[[object, str], list[Callable[..., object]]]) -> Callable[..., object]:
     """`discover_decorated`, which looks through all attributes of a class for those that are marked."""
     names_of: dict[tuple[type, str], dict[str, None]] = {}
 
     @functools.wraps(discover)
-    def remembered(obj: object, attr: str) -> list[Callable[..., Any]]:
+    def remembered(obj: object, attr: str) -> list[Callable[..., object]]:
         key = (type(obj), attr)
         if (names := names_of.get(key)) is not None and names.keys().isdisjoint(vars(obj)):
             return [getattr(obj, name) for name in names]
@@ -66,13 +70,13 @@ def _remember_names(discover: Callable[[object, str], list[Callable[..., Any]]])
     return remembered
 
 
-def _remember_parameters(invoke: Callable[..., Any]) -> Callable[..., Any]:
+def _cache_parameters(invoke: Callable[..., object]) -> Callable[..., object]:
     """`invoke`, which reads a hook's signature to learn what it wants."""
 
-    wanted: dict[Callable[..., Any], tuple[str, ...]] = {}
+    wanted: dict[Callable[..., object], tuple[str, ...]] = {}
 
     @functools.wraps(invoke)
-    def remembered(fn: Callable[..., Any], available: dict[Any, Any]) -> Any:
+    def remembered(fn: Callable[..., object], available: dict[object, object]) -> object:
         if type(fn) is not MethodType or not all(type(key) is str for key in available):
             return invoke(fn, available)
         names = wanted.get(fn.__func__)
@@ -91,12 +95,12 @@ class _Remembered(property):
     __wrapped__: property
 
 
-def _remember_hash(plain: property) -> property:
+def _cache_hash(plain: property) -> property:
     """`Task.hash`; a task with other data (`with_data`) has another one."""
     assert plain.fget is not None  # it can be read
     work_out = plain.fget
 
-    def remembered(of: Any) -> str:
+    def remembered(of: task.Task) -> str:
         held: tuple[object, str] | None = vars(of).get("_meshrl_hash")
         if held is None or held[0] is not of.data:
             held = vars(of)["_meshrl_hash"] = (of.data, work_out(of))
@@ -107,11 +111,11 @@ def _remember_hash(plain: property) -> property:
     return wrapped
 
 
-def _remove_empty_folder_first(teardown: Callable[[Any], Awaitable[None]]) -> Callable[[Any], Awaitable[None]]:
+def _remove_empty_folder_first(teardown: Teardown) -> Teardown:
     """`SubprocessRuntime.teardown`, which has a thread look through the folder of each rollout."""
 
     @functools.wraps(teardown)
-    async def quick(runtime: Any) -> None:
+    async def quick(runtime: SubprocessRuntime) -> None:
         if runtime.workdir is not None and not runtime._background:
             try:
                 runtime.workdir.rmdir()

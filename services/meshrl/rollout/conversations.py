@@ -1,4 +1,4 @@
-"""What was said in a rollout, in the shape of OpenAI's chat API; fed by `samples` with verifiers' traces.
+"""The messages of a rollout in the form of OpenAI's chat API; made by `samples` from verifiers' traces when asked for.
 
 Where the trace keeps several histories, as after a compaction, each is a conversation of its own.
 """
@@ -6,42 +6,39 @@ Where the trace keeps several histories, as after a compaction, each is a conver
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 
 from verifiers.v1.trace import Trace
-from verifiers.v1.types import Message, Tool
+from verifiers.v1.types import Message
 
 
 def conversations_of(trace: Trace) -> tuple[str, ...]:
     """JSON of {"messages": [...], "tools": [...]} for each branch of the trace that trains."""
-    return tuple(
-        json.dumps(_conversation([node.message for node in branch.nodes], branch.tools), ensure_ascii=False)
-        for branch in trace.branches
-        if branch.trainable
-    )
-
-
-def _conversation(messages: Sequence[Message], tools: Sequence[Tool]) -> dict[str, object]:
-    told: dict[str, object] = {"messages": [_message(message) for message in messages]}
-    if tools:
-        told["tools"] = [_tool(tool) for tool in tools]
-    return told
+    conversations = []
+    for branch in trace.branches:
+        if not branch.trainable:
+            continue
+        conversation: dict[str, object] = {"messages": [_message(node.message) for node in branch.nodes]}
+        if branch.tools:
+            conversation["tools"] = [
+                {
+                    "type": "function",
+                    "function": {"name": tool.name, "description": tool.description, "parameters": tool.parameters},
+                }
+                for tool in branch.tools
+            ]
+        conversations.append(json.dumps(conversation, ensure_ascii=False))
+    return tuple(conversations)
 
 
 def _message(message: Message) -> dict[str, object]:
-    """One message without what it has not. Opaque state of a provider is left out: nothing can be learned from it."""
-    told: dict[str, object] = message.model_dump(
+    """One message, without empty fields. Opaque state of a provider is left out: nothing can be learned from it."""
+    fields: dict[str, object] = message.model_dump(
         mode="json", exclude_none=True, exclude={"provider_state", "tool_calls"}
     )
-    told.setdefault("content", "")
+    fields.setdefault("content", "")
     if calls := getattr(message, "tool_calls", None):
-        told["tool_calls"] = [
+        fields["tool_calls"] = [
             {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
             for call in calls
         ]
-    return told
-
-
-def _tool(tool: Tool) -> dict[str, object]:
-    function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
-    return {"type": "function", "function": function}
+    return fields

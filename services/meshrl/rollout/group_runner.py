@@ -1,8 +1,8 @@
-"""Runs admitted groups: starts their rollouts as places come free, streams what they end in, ends what is late.
+"""Runs admitted groups: starts their rollouts as slots come free, streams the results, ends what is late.
 
-Fed by `service` with one request a group; `groups` says what to start and to stop. An environment's player plays the
-rollouts; where and how is its own business (`played`). Waits for places in `max_concurrent` and for rollouts that end;
-unblocks the group's stream with each of them.
+consumes   one request a group, from `service` or `exchange`; `groups` decides which rollouts to start and to stop
+produces   the group's stream: each rollout or failure as it ends, then the summary
+waits for  slots (`max_concurrent`), and for the environment's player (`player`), which plays the rollouts
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from meshrl.rollout.deadlines.waiting_report import LOOK_EVERY_S, WaitingReport
 from meshrl.rollout.engines.capacity import EpisodeSizes, RolloutLimit
 from meshrl.rollout.engines.engine_table import PolicyServers, Requirement
 from meshrl.rollout.engines.logprobs_mode import reshaping
+from meshrl.rollout.failure_log import FailureLog
 from meshrl.rollout.groups import AdmittedGroup, GroupTable, Outcome, late, rollout_failure
-from meshrl.rollout.played import PlayableGroup, Played, Player, SerializedRollouts
+from meshrl.rollout.player import EpisodeResult, PlayableGroup, Player, SerializedRollouts
 from meshrl.wire.errors import MeshError, Reason
-from meshrl.wire.trace import trace_id_of
 from meshrl.wire.types import RolloutEvent, RolloutFailure, RolloutRequest, RolloutStatus
 
 
@@ -68,6 +68,7 @@ class GroupRunner:
         self._running: dict[str, _RunningGroup] = {}  # by request id
         self._tasks: set[asyncio.Task[None]] = set()
         self._counted: set[str] = set()  # engines of the limit that the log has told last
+        self._failures = FailureLog()
         self._idle = asyncio.Event()
         self._idle.set()
         self._follow_engines()
@@ -107,11 +108,13 @@ class GroupRunner:
         return stopped
 
     async def report_waits(self) -> None:
-        """Says in the log, for as long as it is not cancelled, what the rollouts wait for longest."""
+        """Says in the log, for as long as it is not cancelled, what the rollouts wait for longest and how many failed
+        as others had."""
         report = WaitingReport()
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             report.look(((environment, stage) for _, environment, stage in self._doing()), time.time())
+            self._failures.log_counts(self._clock())
 
     def waits(self) -> Iterator[CountedWait]:
         """What each rollout that is being played waits for."""
@@ -153,6 +156,7 @@ class GroupRunner:
             logger.warning("drain: {} rollouts were cancelled after {:g} s", stopped, grace_s)
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=5.0)
+        self._failures.log_counts(self._clock(), every_s=0.0)
 
     async def _admit(self, request: RolloutRequest) -> _RunningGroup:
         player = self.environments.get(request.environment)
@@ -208,7 +212,7 @@ class GroupRunner:
             running.playing.pop(index, None)
             self._start_waiting()
 
-    def _record(self, running: _RunningGroup, index: int, played: Played) -> None:
+    def _record(self, running: _RunningGroup, index: int, played: EpisodeResult) -> None:
         """Counts how a rollout ended and streams it, unless a cancel or the deadline ended it before."""
         group, now = running.group, self._clock()
         if isinstance(played, RolloutFailure):
@@ -222,11 +226,7 @@ class GroupRunner:
             return
         if isinstance(played, RolloutFailure):
             running.events.put_nowait(played)
-            name = running.request.environment
-            trace_id = trace_id_of(played.traceparent)
-            logger.bind(env=name, **({"trace_id": trace_id} if trace_id else {})).warning(
-                "rollout {} of {} failed: {}: {}", played.rollout_id, name, played.reason, played.message
-            )
+            self._failures.add(running.request.environment, played, now)
         else:
             for rollout in played.messages if isinstance(played, SerializedRollouts) else played:
                 running.events.put_nowait(rollout)

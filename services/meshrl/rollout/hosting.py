@@ -37,6 +37,7 @@ from verifiers.v1.utils.retries import run_episode_with_retry
 
 from meshrl.core.config import ConfigError
 from meshrl.core.config.shared import EnvConfig
+from meshrl.core.waiting import Pace
 from meshrl.environments.harness import HarnessHost, hosted_by, open_connections
 from meshrl.environments.missing import why_not_loaded
 from meshrl.environments.plugins import plugin_id, split_choice
@@ -44,7 +45,6 @@ from meshrl.environments.tool_connections import ToolConnections
 from meshrl.rollout import caches
 from meshrl.rollout.engines.chat_servers import ChatServers, refuse_training
 from meshrl.rollout.engines.model_client import EngineClient, EngineInterception
-from meshrl.rollout.engines.pace import Pace
 from meshrl.rollout.tasks import TaskSource
 from meshrl.wire.types import EnvironmentInfo, RolloutRequest, Sampling
 
@@ -142,7 +142,7 @@ def load(
     Raises ConfigError when it cannot be found, its options are wrong, or its own code fails.
     """
     name = config.resolved_name
-    caches.remember()
+    caches.install()
     resolved = configured(config, harness=harness, max_turns=max_turns)
     try:
         env = load_environment(resolved)

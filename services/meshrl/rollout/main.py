@@ -1,4 +1,4 @@
-"""Wires and runs the `rollout` program: config, environments, engines, server, drain."""
+"""The `rollout` program: connects engines, loads environments, serves RolloutService or dials out, and drains."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from meshrl.client.trust import Role
 from meshrl.core.config import load_config
 from meshrl.core.heap import freeze_loaded
 from meshrl.core.identity import as_member
+from meshrl.core.orphans import children_end_too
 from meshrl.core.program import run_program
 from meshrl.core.readiness import say_ready
 from meshrl.core.rpc.serve import GrpcServer
@@ -28,7 +29,7 @@ from meshrl.rollout.exchange.spool import ResultSpool
 from meshrl.rollout.exchange.worker import ExchangeWorker
 from meshrl.rollout.group_runner import GroupRunner
 from meshrl.rollout.groups import GroupTable
-from meshrl.rollout.played import Player
+from meshrl.rollout.player import Player
 from meshrl.rollout.service import SERVICE, RolloutServicer, add_to_server
 from meshrl.rollout.workers.fleet import WorkerFleet
 from meshrl.rollout.workers.outputs import log_environments
@@ -42,8 +43,9 @@ DELIVER_S = 10.0
 def main() -> None:
     """Entry point of the console scripts `rollout` and `env-server`."""
     config = load_config(RolloutConfig, prog="rollout")
-    # Environments may have threads of their own kind of work: as many as Python gives them.
-    run_program("rollout", config, as_member(Role.ROLLOUT, serve), blocking_threads=None)
+    with children_end_too():  # the tool servers and sandboxes of environments
+        # Environments may have threads of their own kind of work: as many as Python gives them.
+        run_program("rollout", config, as_member(Role.ROLLOUT, serve), blocking_threads=None)
 
 
 async def serve(config: RolloutConfig, stop: asyncio.Event, tracer: Tracer) -> int:
@@ -98,7 +100,7 @@ async def serve_by_dialling(
         logger.info("draining for up to {:g} s", config.drain_deadline_s)
         draining = asyncio.create_task(runner.drain(config.drain_deadline_s))
         await asyncio.sleep(0)  # it says that it drains from here on
-        worker.say_now()
+        worker.beat_now()
         await draining
         if worker.attached.is_set():
             await worker.delivered(DELIVER_S)

@@ -19,20 +19,20 @@ SERVICE = "meshrl.v1.RolloutService"
 
 
 def add_to_server(servicer: RolloutServicer, server: grpc.aio.Server) -> None:
-    """Adds the service as the generated function does, but for rollouts that come as bytes: they go out as they are."""
+    """Adds the service as the generated function does, but rollouts that come as bytes go out as they are."""
+
+    def serialize(event: pb.RunRolloutsResponse | bytes) -> bytes:
+        return event if isinstance(event, bytes) else event.SerializeToString()
+
     pb_grpc.add_RolloutServiceServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]  # generated
     handlers = {
         "RunRollouts": grpc.unary_stream_rpc_method_handler(
             servicer.RunRollouts,
             request_deserializer=pb.RunRolloutsRequest.FromString,
-            response_serializer=_serialize,
+            response_serializer=serialize,
         )
     }
     server.add_registered_method_handlers(SERVICE, handlers)
-
-
-def _serialize(event: pb.RunRolloutsResponse | bytes) -> bytes:
-    return event if isinstance(event, bytes) else event.SerializeToString()
 
 
 class RolloutServicer(pb_grpc.RolloutServiceServicer):

@@ -24,7 +24,7 @@ from meshrl.rollout.engines.render_cache import KEPT_S, RenderCache, quicken, re
 
 @pytest.fixture(autouse=True)
 def remembered() -> None:
-    caches.remember()
+    caches.install()
 
 
 def test_every_function_is_still_where_it_is_looked_for():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 from verifiers.v1.utils.loaders import taskset_class, taskset_config_type
 
@@ -28,6 +29,13 @@ def test_trails_of_the_splits_start_from_their_words() -> None:
     assert {trail.start for trail in trails("train")} == set(words_of("train"))
     assert [trail.start for trail in trails("held_out")] == words_of("held_out")
     assert {trail.steps for trail in trails("held_out")} == {1, 2, 3}
+
+
+def test_the_first_trails_are_as_long_as_all_of_them() -> None:
+    whole = trails("train")
+    assert len(set(whole)) == len(whole) == 3 * len(words_of("train"))
+    assert Counter(trail.steps for trail in whole[:99]) == {1: 33, 2: 33, 3: 33}
+    assert len({trail.start for trail in whole[:99]}) == 99
 
 
 def test_demonstrations_show_the_rewarded_way_at_the_given_rate() -> None:

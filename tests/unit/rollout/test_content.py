@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from renderers import DefaultRendererConfig, Qwen3RendererConfig, create_renderer
 from renderers.base import RenderedTokens
 
 from chatml_tokenizer import chatml_tokenizer
-from meshrl.rollout.engines.content import content_range
+from meshrl.rollout.engines.content import CUT_CHARACTER, content_range, tokens_that_write
 from meshrl.rollout.engines.rendering import load_renderer
 from meshrl.sft.data.rendering import TEMPLATES
 
@@ -87,6 +91,52 @@ def test_who_says_nothing_has_no_content_and_what_opens_a_reply_is_none(tmp_path
 def test_a_token_belongs_to_what_its_first_character_belongs_to(pieces: list[str], found: object) -> None:
     token_ids = list(range(len(pieces)))
     assert content_range(token_ids, "5.", lambda ids: "".join(pieces[token] for token in ids)) == found
+
+
+Decode = Callable[[list[int]], str]
+
+
+def bytes_of(token_ids: list[int]) -> str:
+    """As a tokenizer of bytes decodes: a character may be cut."""
+    return bytes(token_ids).decode(errors="replace")
+
+
+def letters_of(token_ids: list[int]) -> str:
+    """As sentencepiece decodes: a space opens a word, and the first one of all is left out."""
+    return "".join(" " + chr(97 + token % 26) if token % 3 else chr(97 + token % 26) for token in token_ids).lstrip(" ")
+
+
+def words_of(token_ids: list[int]) -> str:
+    """As a decoder that looks at neighbours: no space before a full stop, so that parts are not parts of the whole."""
+    return " ".join("." if token % 7 == 0 else "ab" for token in token_ids).replace(" .", ".")
+
+
+@pytest.mark.parametrize("decode", [bytes_of, letters_of, words_of])
+@settings(max_examples=300, deadline=None)
+@given(st.text(alphabet="aß语😀 .", max_size=120), st.data())
+def test_the_search_from_the_nearer_end_finds_what_a_search_of_whole_prefixes_finds(
+    decode: Decode, text: str, data: st.DataObject
+) -> None:
+    token_ids = list(text.encode())
+    whole = decode(token_ids)
+    count = data.draw(st.integers(0, len(whole)))
+    lengths = range(len(token_ids) + 1)
+    slow = bisect_left(lengths, count, key=lambda end: len(decode(token_ids[:end]).rstrip(CUT_CHARACTER)))
+    assert tokens_that_write(token_ids, count, whole, decode) == slow
+
+
+def test_a_long_message_is_decoded_a_few_times_only() -> None:
+    text = "x" * 15_000
+    token_ids = list(f"[user]{text}[end]".encode())
+    decoded = 0
+
+    def decode(ids: list[int]) -> str:
+        nonlocal decoded
+        decoded += len(ids)
+        return bytes_of(ids)
+
+    assert content_range(token_ids, text, decode) == (6, 15_006)
+    assert decoded < 4 * len(token_ids)  # the whole, and two prefixes to check the end
 
 
 def test_renderers_made_for_a_model_are_left_as_they_are(tmp_path: Path) -> None:

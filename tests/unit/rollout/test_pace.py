@@ -2,7 +2,7 @@
 
 import asyncio
 
-from meshrl.rollout.engines.pace import Pace
+from meshrl.core.waiting import Pace
 
 
 async def test_one_goes_on_in_each_round_of_the_loop():

@@ -9,7 +9,7 @@ from meshrl.core.config.shared import StageDeadlinesConfig
 from meshrl.rollout.deadlines.stages import RolloutStage, StageKind, overdue, shortest_s
 from meshrl.rollout.deadlines.waiting_report import WaitingReport
 from meshrl.rollout.engines.capacity import EpisodeSizes
-from meshrl.rollout.played import SerializedRollouts
+from meshrl.rollout.player import SerializedRollouts
 from meshrl.rollout.workers.frames import Channel, FrameKind, encode, pack_rollouts, unpack_rollouts
 
 

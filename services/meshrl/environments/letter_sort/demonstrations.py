@@ -1,7 +1,7 @@
-"""Writes the warm-up's data: conversations that put the letters into one of three orders, of which one is rewarded.
+"""Writes warm-up data for `sft`: conversations that put the letters into one of three orders, of which one is rewarded.
 
 Some replies are in alphabetical order; others in the order in which the letters were named, or in alphabetical order
-backwards. A model that learned from them can do each and does not know which is wanted. The reward tells.
+backwards. A model trained on them can do all three but does not know which is wanted; RL finds that out.
 
 `python -m meshrl.environments.letter_sort.demonstrations FOLDER [--share S] [--seed N]` writes `train.jsonl`, and
 `val.jsonl` with the right replies to held-out letters. Rows have `messages`.

@@ -1,7 +1,7 @@
-"""Writes the warm-up's data: games of three kinds of players, of which only one plays by the rule.
+"""Writes warm-up data for `sft`: games of three kinds of players, of which only one plays by the rule.
 
 Some players say every word so far; others say the newest word alone, or the list backwards. A model that learned from
-them can do each and does not know which is wanted. The reward tells. Each row is a whole game, since a model that has
+them can do each and does not know which is wanted. RL finds out. Each row is a whole game, since a model that has
 seen first turns only has never learned to look further back.
 
 `python -m meshrl.environments.memory_game.demonstrations FOLDER [--share S] [--seed N]` writes `train.jsonl`, and

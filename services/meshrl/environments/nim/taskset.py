@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 from contextlib import AsyncExitStack
-from typing import Any, Literal
+from typing import Literal
 
 import verifiers.v1 as vf
 
@@ -59,7 +59,7 @@ class NimEnv(vf.Env[NimEnvConfig]):  # type: ignore[misc]  # verifiers is untype
     async def run(self, task: NimTask, agents: vf.Agents) -> None:
         heap, mover, winner = task.data.heap, 0, None
         expert = random.Random(heap) if task.data.against == "expert" else None
-        playing: dict[int, Any] = {}
+        playing: dict[int, vf.Interaction] = {}
         right, chances = [0, 0], [0, 0]
         async with AsyncExitStack() as stack:
             while winner is None:

@@ -1,8 +1,8 @@
-"""Writes the warm-up's data: conversations in which "Reverse the text." was understood in more than one way.
+"""Writes warm-up data for `sft`: conversations in which "Reverse the text." was understood in more than one way.
 
 Some replies have the letters in reverse order, which is what the taskset rewards; the others repeat the text or reverse
-the order of its words. A model that learned from them can do each and does not know which is wanted. Supervision can
-take it no further; the reward tells.
+the order of its words. A model trained on them can do all three but does not know which is wanted; RL finds that
+out.
 
 `python -m meshrl.environments.reverse_text.demonstrations FOLDER [--share S] [--seed N]` writes `train.jsonl`, and
 `val.jsonl` with the wanted replies to held-out sentences. Rows have `prompt` and `completion`, both lists of messages.

@@ -1,7 +1,7 @@
-"""Writes the warm-up's data: trails followed with the tool by three kinds of players, of which only one is right.
+"""Writes warm-up data for `sft`: trails followed with the tool by three kinds of players, of which only one is right.
 
-Some ask the tool as often as there are steps; others ask once too seldom or once too often. A model that learned from
-them can call the tool, copy what it says and answer, and does not know when. The reward tells. Each row is a whole
+Some ask the tool as often as there are steps; others ask once too seldom or once too often. A model trained on them can
+call the tool, copy its reply and answer, but does not know when to do which; RL teaches that. Each row is a whole
 conversation with the tool as the chat template shows it.
 
 `python -m meshrl.environments.word_trail.demonstrations FOLDER [--share S] [--seed N]` writes `train.jsonl`, and
@@ -16,7 +16,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from meshrl.environments.demonstration_files import run_command, write_rows
-from meshrl.environments.word_trail.trail import SYSTEM_PROMPT, Trail, trails
+from meshrl.environments.word_trail.trail import STEPS, SYSTEM_PROMPT, Trail, trails
+from meshrl.environments.words import words_of
 
 PASSES = 3
 SHARE = 0.3
@@ -70,7 +71,7 @@ def demonstrations(
 def write_demonstrations(folder: Path, *, share: float = SHARE, seed: int) -> None:
     """Writes the rows as JSON lines; each training trail comes several times, its player drawn anew."""
     source = random.Random(seed)
-    tasks = trails("train") * PASSES
+    tasks = [Trail(start, steps) for steps in STEPS for start in words_of("train")] * PASSES
     source.shuffle(tasks)
     train = demonstrations(tasks, share=share, source=source)
     val = demonstrations(trails("held_out"), share=1.0, source=source)

@@ -42,8 +42,14 @@ def word_after(word: str) -> str:
 
 
 def trails(split: Split) -> list[Trail]:
-    """The tasks of a split, which its words start: once each where held out, else once for each number of steps."""
-    starts = words_of(split)
-    if split == "held_out":
-        return [Trail(start, STEPS[index % len(STEPS)]) for index, start in enumerate(starts)]
-    return [Trail(start, steps) for steps in STEPS for start in starts]
+    """The tasks of a split, which its words start: once each where held out, else once for each number of steps.
+
+    Each word comes before any comes again, and the number of steps changes from one to the next, so that the first
+    tasks are as hard as all of them.
+    """
+    starts, rounds = words_of(split), 1 if split == "held_out" else len(STEPS)
+    return [
+        Trail(start, STEPS[(index + shift) % len(STEPS)])
+        for shift in range(rounds)
+        for index, start in enumerate(starts)
+    ]

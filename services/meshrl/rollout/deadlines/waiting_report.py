@@ -1,6 +1,6 @@
-"""Says in the log what the service waits for longest, by environment and stage, at most once a minute.
+"""Logs what the service waits for longest, by environment and stage, at most once a minute.
 
-Asked by `group_runner`, a few times a minute, with what its rollouts do; nothing is said while none is stuck for long.
+`group_runner` passes in the stages of its rollouts a few times a minute; nothing is logged while none is stuck.
 """
 
 from __future__ import annotations

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from meshrl.rollout.engines.engine_rate import CallTiming
 from meshrl.wire import completion_frame
 from meshrl.wire.errors import MeshError, Reason
+from meshrl.wire.values import JsonObject
 
 ACCEPT = f"{completion_frame.MEDIA_TYPE}, application/json"
 """Sent with every call: an engine of ours answers with a frame, any other with JSON."""
@@ -34,6 +34,7 @@ class EngineAnswer:
     media_type: str = "application/json"
     syncs: str = ""
     """Trace contexts of the commits that brought its versions, with commas between them."""
+    timing: CallTiming | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +105,7 @@ def _check(logprobs_T: NDArray[np.floating], num_tokens: int) -> None:
         raise ValueError("a sampled token has no finite logprob")
 
 
-def _spans_of(choice: Mapping[str, Any]) -> tuple[tuple[int, int, int], ...]:
+def _spans_of(choice: JsonObject) -> tuple[tuple[int, int, int], ...]:
     """The spans that a choice names, in our spelling or vLLM's; none where its versions are no numbers."""
     if ours := choice.get("version_spans"):
         return tuple((int(start), int(end), int(version or 0)) for start, end, version in ours)

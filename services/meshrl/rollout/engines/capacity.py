@@ -1,8 +1,8 @@
 """How many rollouts may run at once: a number from the configuration, or what the engines say they can hold. No I/O.
 
-The group runner asks after every look at the engines and tells what finished rollouts were like. An engine runs at most
-`slots` sequences, and only as many as its KV cache has room for; ours have both in the answer to GET /version. A vLLM
-server that is not ours has its KV cache in GET /metrics.
+The group runner reads it whenever engines were asked for their state, and reports what finished rollouts took. An
+engine runs at most `slots` sequences, and only as many as its KV cache has room for; ours have both in the answer to
+GET /version. A vLLM server that is not ours has its KV cache in GET /metrics.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class RolloutLimit:
         time_in_calls = max(LEAST_TIME_IN_CALLS, shape.time_in_calls)
         self.rollouts = math.ceil((sum(held) + SPARE * said) / time_in_calls)
         each = ", ".join(
-            f"{engine.url} {_why(engine.capacity, number)}" for engine, number in zip(up, held, strict=True)
+            f"{engine.url} {_describe_hold(engine.capacity, number)}" for engine, number in zip(up, held, strict=True)
         )
         self.reason = (
             f"auto: engines hold {sum(held)} ({each}), and {math.ceil(SPARE * said)} more wait at them;"
@@ -151,7 +151,7 @@ class RolloutLimit:
         return self.rollouts != before
 
 
-def _why(capacity: EngineCapacity, number: int) -> str:
+def _describe_hold(capacity: EngineCapacity, number: int) -> str:
     if capacity == NOTHING_SAID:
         return f"{number}, as it does not say"
     slots = UNKNOWN_SLOTS if capacity.slots is None else capacity.slots

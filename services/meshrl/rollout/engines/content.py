@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,9 @@ from renderers.default import DefaultRenderer
 
 CUT_CHARACTER = "\ufffd"
 """How a tokenizer decodes a character of which a token is missing."""
+
+FIRST_WINDOW = 16
+"""Tokens at an end of a message in which the end of its content is looked for first."""
 
 
 def tell_content(renderer: Renderer, tokenizer: Any) -> None:
@@ -47,9 +51,10 @@ def content_mask(
     text is not found just once, since the template writes it otherwise, all of the message counts as content.
     """
     mask = [False] * len(rendered.token_ids)
+    lengths = Counter(rendered.message_indices)
     start = 0
     for place, message in enumerate(messages):
-        end = start + rendered.message_indices.count(place)
+        end = start + lengths[place]
         token_ids, text = rendered.token_ids[start:end], message.get("content")
         found: tuple[int, int] | None = None
         if message.get("role") == "assistant":
@@ -75,9 +80,52 @@ def content_range(token_ids: list[int], text: str, decode: Callable[[list[int]],
     if whole.count(sought) != 1:
         return None
     first = whole.index(sought)
+    return (
+        tokens_that_write(token_ids, first, whole, decode),
+        tokens_that_write(token_ids, first + len(sought), whole, decode),
+    )
+
+
+def tokens_that_write(token_ids: list[int], count: int, whole: str, decode: Callable[[list[int]], str]) -> int:
+    """The least number of first tokens that write `count` characters of the `whole` text of all tokens.
+
+    Content fills most of a message, so the search begins at the nearer end and decodes little of a long one. It takes
+    texts of parts to be parts of the text, which not every tokenizer's are: the answer is checked on whole prefixes.
+    """
 
     def characters(num_tokens: int) -> int:
         return len(decode(token_ids[:num_tokens]).rstrip(CUT_CHARACTER))
 
-    lengths = range(len(token_ids) + 1)
-    return bisect_left(lengths, first, key=characters), bisect_left(lengths, first + len(sought), key=characters)
+    if count <= 0:
+        return 0
+    guess = _guess(token_ids, count, whole, decode)
+    if characters(guess) >= count and characters(guess - 1) < count:
+        return guess
+    return bisect_left(range(len(token_ids) + 1), count, key=characters)
+
+
+def _guess(token_ids: list[int], count: int, whole: str, decode: Callable[[list[int]], str]) -> int:
+    """`tokens_that_write` where decoded parts make the whole when they are put together."""
+    start, written, low, high, window = 0, 0, 0, len(token_ids), FIRST_WINDOW
+    if 2 * count < len(whole):
+        while window < len(token_ids) and len(decode(token_ids[:window])) < count:
+            low, window = window, 4 * window
+        high = min(window, high)
+    else:
+        while window < len(token_ids):
+            tail = decode(token_ids[-window:])
+            if not tail.startswith(CUT_CHARACTER) and len(whole) - len(tail) < count:
+                start = low = len(token_ids) - window
+                written = len(whole) - len(tail)
+                break
+            window *= 4
+    while high - low > 1:  # the first `low` tokens write less than `count`, the first `start` write `written`
+        middle = (low + high) // 2
+        part = decode(token_ids[start:middle])
+        if written + len(part.rstrip(CUT_CHARACTER)) >= count:
+            high = middle
+            continue
+        low = middle
+        if not part.endswith(CUT_CHARACTER):
+            start, written = middle, written + len(part)
+    return high

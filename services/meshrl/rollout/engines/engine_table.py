@@ -1,15 +1,18 @@
-"""Chooses the engine of each model call: who is healthy, which version each holds, how busy each is. No I/O.
+"""Chooses the engine of each model call: who is healthy, which version each holds, how busy and how fast. No I/O.
 
-Fed by the router with what probes and answers say, asked by it before every call.
+Fed by the router with what probes and answers say, asked by it before every call. Engines get calls in proportion to
+the tokens/s that they were seen to make, so that one of half the speed has half the calls.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from meshrl.rollout.engines.capacity import NOTHING_SAID, EngineCapacity
+from meshrl.rollout.engines.engine_rate import CallTiming, EngineRate, mean_rate
 from meshrl.rollout.engines.logprobs_mode import PROCESSED
 from meshrl.wire.types import EngineEndpoint, RolloutRequest
 
@@ -61,6 +64,7 @@ class KnownEngine:
     in_flight: int = 0
     listed: bool = True
     chosen: int = 0  # number of the call that went here last
+    rate: EngineRate = field(default_factory=EngineRate)
 
     def fits(self, need: Requirement) -> bool:
         """True when a call may go to it now."""
@@ -82,7 +86,8 @@ class PolicyServers(Protocol):
 class EngineTable:
     """The engines that calls are routed to: those configured, and those that the hub names."""
 
-    def __init__(self, urls: Iterable[str], pool: str = "") -> None:
+    def __init__(self, urls: Iterable[str], pool: str = "", *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._engines = {url: KnownEngine(url=url, pool=pool) for url in urls}
         self._fixed = frozenset(self._engines)
         self._pools = {engine.pool for engine in self._engines.values()}
@@ -123,6 +128,11 @@ class EngineTable:
             engine.healthy, engine.version, engine.logprobs_mode = True, version, logprobs_mode
             engine.capacity = capacity
 
+    def sampled(self, url: str, timing: CallTiming, tokens: int) -> None:
+        """An engine answered a call with so many tokens."""
+        if (engine := self._engines.get(url)) is not None:
+            engine.rate.sampled(timing, tokens, self._clock())
+
     def lose(self, url: str) -> None:
         """An engine did not answer: it gets no calls until it does; its version is forgotten, it may restart older."""
         if (engine := self._engines.get(url)) is not None:
@@ -154,13 +164,19 @@ class EngineTable:
         return exact is not None and bool(up) and all(version is not None and version > exact for version in up)
 
     def select(self, need: Requirement, *, prefer: str | None = None, skip: Collection[str] = ()) -> KnownEngine | None:
-        """The engine for the next call: the session's own (`prefer`) while it fits, else the least loaded that fits.
+        """The engine for the next call: the session's own (`prefer`) while it fits, else the one that has the fewest
+        calls for its rate, with this one.
 
         Among equals it is the one whose turn is longest ago.
         """
         fitting = [engine for engine in self.candidates(need) if engine.url not in skip and engine.fits(need)]
+        now_s, mean = self._clock(), mean_rate(engine.rate for engine in fitting)
+
+        def load(engine: KnownEngine) -> tuple[float, int]:
+            return (engine.in_flight + 1) / engine.rate.estimate(mean, now_s), engine.chosen
+
         own = next((engine for engine in fitting if engine.url == prefer), None)
-        engine = own or min(fitting, key=lambda engine: (engine.in_flight, engine.chosen), default=None)
+        engine = own or min(fitting, key=load, default=None)
         if engine is not None:
             self._calls += 1
             engine.chosen = self._calls

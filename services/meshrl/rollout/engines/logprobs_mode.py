@@ -14,8 +14,6 @@ everything.
 
 from __future__ import annotations
 
-import math
-
 from meshrl.rollout.config import LogprobsMode
 from meshrl.wire.types import Sampling
 
@@ -36,9 +34,5 @@ def reshaping(sampling: Sampling) -> tuple[str, ...]:
         "top_k": sampling.top_k is not None and sampling.top_k > 0,
         "min_p": sampling.min_p is not None and sampling.min_p > 0.0,
     }
-    return tuple(f"{name} = {_short(getattr(sampling, name))}" for name, on in active.items() if on)
-
-
-def _short(value: float) -> str:
-    """Single precision travels on the wire: 0.9 came as 0.89999998."""
-    return f"{value:.6g}" if math.isfinite(value) else str(value)
+    # Single precision travels on the wire: 0.9 came as 0.89999998.
+    return tuple(f"{name} = {getattr(sampling, name):.6g}" for name, on in active.items() if on)

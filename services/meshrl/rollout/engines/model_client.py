@@ -26,9 +26,9 @@ from verifiers.v1.session import RolloutSession
 from verifiers.v1.types import Message, Response, SamplingConfig, Tool
 
 from meshrl.core.telemetry.tracing import context_from
+from meshrl.core.waiting import Pace
 from meshrl.rollout.engines.answers import SampledCompletion, read
 from meshrl.rollout.engines.logprobs_mode import reshaping
-from meshrl.rollout.engines.pace import Pace
 from meshrl.rollout.engines.rendering import PolicyRenderer, UnrenderableError
 from meshrl.rollout.engines.router import EngineRefusedError, EngineRouter
 from meshrl.rollout.engines.sessions import Call, Session, SessionBook
@@ -168,6 +168,8 @@ class EngineClient(Client):  # type: ignore[misc]  # verifiers is untyped for th
             session.doing = ""
             await self.pace.turn()  # answers may come a thousand at a time
             sampled = read(answer)
+            if session.engine is not None and answer.timing is not None:
+                self._router.engines.sampled(session.engine, answer.timing, len(sampled.token_ids))
             session.syncs.update(part for part in answer.syncs.split(",") if part)
             for start, end, version in sampled.spans:
                 if not need.met_by(version):

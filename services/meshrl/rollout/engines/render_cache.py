@@ -11,10 +11,14 @@ import time
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from renderers.base import Renderer
 from renderers.default import DefaultRenderer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 ValueT = TypeVar("ValueT")
 
@@ -70,7 +74,7 @@ def remember_prefixes(renderer: Renderer) -> None:
     apply = renderer._apply
     cache: RenderCache[array[int]] = RenderCache(PREFIX_TOKENS)
 
-    def kept(messages: Any, *, tools: Any = None, add_generation_prompt: bool = False) -> list[int]:
+    def kept(messages: object, *, tools: object = None, add_generation_prompt: bool = False) -> list[int]:
         key = cache.key(messages, tools, add_generation_prompt)
         if (found := cache.get(key)) is not None:
             return found.tolist()
@@ -81,7 +85,7 @@ def remember_prefixes(renderer: Renderer) -> None:
     renderer._apply = kept
 
 
-def quicken(tokenizer: Any) -> None:
+def quicken(tokenizer: PreTrainedTokenizerBase) -> None:
     """Has a tokenizer decode a list of ids without looking at each first, and keep the ids of short texts and tokens.
 
     Renderers decode every completion twice and encode the same header three times to read it, and ask six times for
@@ -90,7 +94,7 @@ def quicken(tokenizer: Any) -> None:
     decode, encode = tokenizer.decode, tokenizer.encode
     one_by_one = getattr(tokenizer, "_decode", None)
 
-    def quick_decode(token_ids: Any, skip_special_tokens: bool = False, **options: Any) -> Any:
+    def quick_decode(token_ids: object, skip_special_tokens: bool = False, **options: object) -> object:
         plain = type(token_ids) is list and token_ids and type(token_ids[0]) is int and not options
         if one_by_one is None or not plain:
             return decode(token_ids, skip_special_tokens=skip_special_tokens, **options)
@@ -100,7 +104,7 @@ def quicken(tokenizer: Any) -> None:
     def short(text: str, add_special_tokens: bool) -> tuple[int, ...]:
         return tuple(encode(text, add_special_tokens=add_special_tokens))
 
-    def quick_encode(text: Any, *args: Any, add_special_tokens: bool = True, **options: Any) -> Sequence[int]:
+    def quick_encode(text: object, *args: object, add_special_tokens: bool = True, **options: object) -> Sequence[int]:
         if type(text) is str and len(text) <= SHORT_TEXT and not args and not options:
             return list(short(text, add_special_tokens))
         return encode(text, *args, add_special_tokens=add_special_tokens, **options)  # type: ignore[no-any-return]  # transformers says Any
@@ -108,10 +112,10 @@ def quicken(tokenizer: Any) -> None:
     convert = tokenizer.convert_tokens_to_ids
 
     @functools.lru_cache(256)
-    def id_of(token: str) -> Any:
+    def id_of(token: str) -> object:
         return convert(token)
 
-    def quick_convert(tokens: Any) -> Any:
+    def quick_convert(tokens: object) -> object:
         return id_of(tokens) if type(tokens) is str else convert(tokens)
 
     tokenizer.decode, tokenizer.encode, tokenizer.convert_tokens_to_ids = quick_decode, quick_encode, quick_convert

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from loguru import logger
 from pydantic import TypeAdapter, ValidationError
@@ -151,7 +150,7 @@ def load_renderer(tokenizer: str, options: Mapping[str, object]) -> Renderer:
     return renderer
 
 
-def _create(loaded: Any, tokenizer: str, options: Mapping[str, object]) -> Renderer:
+def _create(loaded: object, tokenizer: str, options: Mapping[str, object]) -> Renderer:
     if options:
         try:
             return create_renderer(loaded, TypeAdapter(RendererConfig).validate_python(dict(options)))

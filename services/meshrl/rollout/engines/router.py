@@ -1,9 +1,8 @@
 """Calls inference engines over HTTP: routes each model call, moves it when an engine is gone, and keeps the versions
 known.
 
-Asked by the model client for every completion; `engine_table` decides, this module talks. A call is moved to another
-engine only while no byte of an answer has come; what was sampled is then nobody's, so nothing is sampled twice for one
-turn.
+The model client calls it for every completion; `engine_table` chooses the engine, this module does the I/O. A call is
+moved to another engine only while no byte of an answer has come, so no turn gets tokens of two engines.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from meshrl.core.waiting import Pulse
 from meshrl.rollout.config import ClientConfig
 from meshrl.rollout.engines.answers import ACCEPT, EngineAnswer
 from meshrl.rollout.engines.capacity import NOTHING_SAID, EngineCapacity, capacity_in_metrics, capacity_of
+from meshrl.rollout.engines.engine_rate import CallTiming
 from meshrl.rollout.engines.engine_table import EngineTable, KnownEngine, Requirement
 from meshrl.rollout.engines.logprobs_mode import logprobs_mode_of
 from meshrl.rollout.engines.sessions import Session
@@ -81,7 +81,7 @@ class EngineRouter:
     ) -> None:
         self.engines = engines
         self.on_look: Callable[[], None] = lambda: None
-        """Called after every look at the engines."""
+        """Called after every round of asking the engines."""
         self._config = config
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._discovery = discovery
@@ -103,7 +103,7 @@ class EngineRouter:
             cookie_jar=aiohttp.DummyCookieJar(),
         )
         await self.refresh()
-        self._probing = asyncio.create_task(self._probe_forever())
+        self._probing = asyncio.create_task(self._refresh_forever())
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -115,9 +115,9 @@ class EngineRouter:
             await self._http.close()
 
     async def refresh(self) -> None:
-        """Looks at every engine now; callers at the same time share one look."""
+        """Asks every engine for its state now; callers at the same time share one round."""
         if self._round is None or self._round.done():
-            self._round = asyncio.create_task(self._look())
+            self._round = asyncio.create_task(self._probe_all())
         await asyncio.shield(self._round)
 
     async def require(self, need: Requirement) -> None:
@@ -203,6 +203,11 @@ class EngineRouter:
         )
 
     async def _call(self, engine: KnownEngine, session: Session, session_id: str, body: bytes) -> EngineAnswer:
+        """One HTTP call to one engine.
+
+        Raises _UnreachableError or _BusyError, after which another engine may be asked, and EngineRefusedError or
+        MeshError ENGINE_FAILED, after which none may.
+        """
         assert self._http is not None  # entered
         headers = {"Content-Type": "application/json", "Accept": ACCEPT, SESSION_HEADER: session_id}
         if traceparent := current_traceparent():
@@ -212,6 +217,8 @@ class EngineRouter:
         )
         before = engine.version
         engine.in_flight += 1
+        running = engine.rate.began(time.monotonic())
+        timing: CallTiming | None = None
         answered = False
         waiting, patience = self._waiting.setdefault(engine.url, set()), asyncio.timeout(None)
         waiting.add(patience)
@@ -232,7 +239,9 @@ class EngineRouter:
                     raise EngineRefusedError(reply.status, f"{engine.url} answered {reply.status}: {_short(raw)}")
                 header = reply.headers.get(VERSION_HEADER, "")
                 after = int(header) if header.isdigit() else engine.version
-                return EngineAnswer(raw, before, after, reply.content_type, reply.headers.get(SYNCS_HEADER, ""))
+                syncs = reply.headers.get(SYNCS_HEADER, "")
+                timing = engine.rate.ended(running, time.monotonic())
+                return EngineAnswer(raw, before, after, reply.content_type, syncs, timing)
         except aiohttp.ClientConnectionError as error:
             if not answered:
                 raise _UnreachableError(f"{type(error).__name__}: {error}") from error
@@ -248,6 +257,8 @@ class EngineRouter:
         finally:
             waiting.discard(patience)
             engine.in_flight -= 1
+            if timing is None:
+                engine.rate.ended(running, time.monotonic())
 
     async def _wait_for_change(self, until: float) -> None:
         left_s = min(BUSY_PAUSE_S, until - time.monotonic())
@@ -257,19 +268,20 @@ class EngineRouter:
         except TimeoutError:  # a busy engine tells nobody when it is free again: look again after a moment
             pass
 
-    async def _probe_forever(self) -> None:
+    async def _refresh_forever(self) -> None:
         while True:
             await asyncio.sleep(self._config.probe_interval_s)
             await self.refresh()
 
-    async def _look(self) -> None:
+    async def _probe_all(self) -> None:
+        """Asks the hub which engines there are, and every engine for its version and capacity."""
         known = self.engines.remembered
         await asyncio.gather(self._discover(), *(self._probe(engine) for engine in known))
         await asyncio.gather(*(self._probe(engine) for engine in self.engines.remembered if engine not in known))
         self._changed.beat()
         self.on_look()
 
-    def _heard_of(self, engine: KnownEngine, answers: bool) -> None:
+    def _note_answer(self, engine: KnownEngine, answers: bool) -> None:
         """Notes whether an engine answers; the calls that wait for one that is silent for too long move to others."""
         now = time.monotonic()
         if answers:
@@ -295,7 +307,7 @@ class EngineRouter:
         timeout = aiohttp.ClientTimeout(total=self._config.probe_deadline_s)
         try:
             async with self._http.get(engine.url + "/health", timeout=timeout) as health:
-                self._heard_of(engine, answers=True)
+                self._note_answer(engine, answers=True)
                 if health.status >= 500:  # draining, or unfit to serve
                     self.engines.lose(engine.url)
                     return
@@ -315,7 +327,7 @@ class EngineRouter:
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             if engine.healthy:
                 logger.warning("engine {} does not answer: {}", engine.url, error or type(error).__name__)
-            self._heard_of(engine, answers=False)
+            self._note_answer(engine, answers=False)
             self.engines.lose(engine.url)
 
     async def _capacity_in_metrics(self, engine: KnownEngine) -> EngineCapacity:

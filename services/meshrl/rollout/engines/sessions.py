@@ -1,4 +1,4 @@
-"""What belongs to one agent's run beside its trace: which policy may sample it, and which version sampled each token.
+"""Keeps for each agent's run what its trace lacks: which policy may sample it, and which version sampled each token.
 
 A session is found by the id of the agent's trace; `episodes` opens it, the model client writes each call into
 it, `samples` reads it. verifiers keeps no versions in its traces, which is why they are kept here.

@@ -1,4 +1,4 @@
-"""What a worker still has to tell of its calls: events in order, until the orchestrator has acknowledged them.
+"""The events that a worker has yet to deliver, in order, until the orchestrator has acknowledged them.
 
 No I/O. Filled by `worker` with what groups stream, emptied by acknowledgements; after a break it says what is sent
 again. An event goes numbered -> stored (it is in the spool) -> sent -> acknowledged, and back to stored when the stream

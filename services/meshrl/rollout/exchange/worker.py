@@ -1,4 +1,4 @@
-"""A worker's side of RolloutExchange: dials the orchestrator, plays the groups that it is given, tells what they made.
+"""A worker's side of RolloutExchange: dials the orchestrator, plays the groups that it is given, reports the results.
 
 consumes   groups to play, from the stream; the same `GroupRunner` plays them that stands behind RolloutService
 produces   events of calls: in the spool first, then on the stream, until they are acknowledged
@@ -12,7 +12,7 @@ import sqlite3
 import time
 import uuid
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing, closing
+from contextlib import AsyncExitStack, aclosing, closing
 
 from loguru import logger
 
@@ -29,7 +29,7 @@ from meshrl.v1 import exchange_pb2 as pb
 from meshrl.v1 import rollout_pb2
 from meshrl.wire import convert, validate
 from meshrl.wire.errors import MeshError, Reason
-from meshrl.wire.types import CONTRACT_VERSION, RolloutEvent
+from meshrl.wire.types import CONTRACT_VERSION
 
 FIRST_ANSWER_S = 30.0
 """For the orchestrator to name its terms."""
@@ -105,14 +105,14 @@ class ExchangeWorker:
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._write())
-                tasks.create_task(self._dial())
+                tasks.create_task(self._dial_forever())
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from failures
         finally:
             for _, task in list(self._playing.values()):
                 task.cancel()
 
-    def say_now(self) -> None:
+    def beat_now(self) -> None:
         """Tells the orchestrator what this worker does without waiting for the next heartbeat."""
         self._beat_now = True
         self._changed.beat()
@@ -134,7 +134,7 @@ class ExchangeWorker:
             held = len(self._outbox.calls)
             logger.warning("{} groups are not acknowledged; they stay in the spool {}", held, self._spool.path)
 
-    async def _dial(self) -> None:
+    async def _dial_forever(self) -> None:
         backoff, told, has_attached = Backoff(*REDIAL_S), "", False
         while True:
             try:
@@ -166,17 +166,11 @@ class ExchangeWorker:
             self._end(call_id, MeshError(Reason.UNREACHABLE, f"worker {self.name} had no link for its whole lease"))
 
     async def _attach(self, backoff: Backoff) -> None:
-        """One stream, from hello to its end."""
-        stream = _Stream()
-        with closing(stream):
-            await self._listen(stream, backoff)
-
-    async def _listen(self, stream: _Stream, backoff: Backoff) -> None:
-        """Takes in what the orchestrator sends, to the end of the stream."""
-        async with (
-            ExchangeClient(self._config.address, self._options) as client,
-            aclosing(client.attach(self._messages(stream))) as answers,
-        ):
+        """Opens one stream and handles what the orchestrator sends, until it ends. Raises MeshError."""
+        async with AsyncExitStack() as stack:
+            stream = stack.enter_context(closing(_Stream()))
+            client = await stack.enter_async_context(ExchangeClient(self._config.address, self._options))
+            answers = await stack.enter_async_context(aclosing(client.attach(self._messages(stream))))
             limit_s = FIRST_ANSWER_S
             while True:
                 try:
@@ -187,7 +181,7 @@ class ExchangeWorker:
                 if answer is None:
                     return
                 self._heard_s = time.monotonic()
-                self._take(stream, answer)
+                self._handle(stream, answer)
                 if not stream.terms.is_set():
                     raise MeshError(Reason.INVALID_REQUEST, "the orchestrator's first message was no lease")
                 limit_s = SILENT_HEARTBEATS * stream.heartbeat_s
@@ -248,7 +242,7 @@ class ExchangeWorker:
 
     # --- what comes down --------------------------------------------------------------------------
 
-    def _take(self, stream: _Stream, answer: pb.AttachResponse) -> None:
+    def _handle(self, stream: _Stream, answer: pb.AttachResponse) -> None:
         match answer.WhichOneof("message"):
             case "lease":
                 self._resume(stream, answer.lease)
@@ -308,7 +302,12 @@ class ExchangeWorker:
             validate.validate_rollout_request(request)
             async with aclosing(self._runner.run(convert.rollout_request_from_proto(request))) as events:
                 async for event in events:
-                    self._put(call_id, result=_message(event))
+                    result = (
+                        rollout_pb2.RunRolloutsResponse.FromString(event)
+                        if isinstance(event, bytes)
+                        else convert.rollout_event_to_proto(event)
+                    )
+                    self._put(call_id, result=result)
         except MeshError as refusal:  # told to whoever asked for the group
             error = refusal
         except Exception as defect:  # noqa: BLE001  # the boundary, as at a server: one group must not end the worker
@@ -353,9 +352,3 @@ class ExchangeWorker:
             for event in events:
                 self._outbox.stored(event)
             self._changed.beat()
-
-
-def _message(event: RolloutEvent | bytes) -> rollout_pb2.RunRolloutsResponse:
-    if isinstance(event, bytes):
-        return rollout_pb2.RunRolloutsResponse.FromString(event)
-    return convert.rollout_event_to_proto(event)

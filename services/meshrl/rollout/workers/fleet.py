@@ -1,6 +1,6 @@
-"""All workers of the service: which environment is played where, and what follows when a worker is lost.
+"""All workers of the service: which environment is played where, and what happens when a worker is lost.
 
-Asked by the players (`players`) for a worker for each group. Environments share the workers of `rollout.workers`
+The players (`players`) get a worker from it for each group. Environments share the workers of `rollout.workers`
 unless they ask for their own. When a shared worker is lost, the environment whose code did it gets workers of its own,
 so that it costs the others nothing from then on; where nobody knows whose it was, each that played there gets its own,
 and the next loss tells. Where code blocks a shared worker, the worker is left to its environment for good within about
@@ -49,6 +49,7 @@ class WorkerFleet:
         self._config = config.model_dump_json(exclude_unset=True)  # what is not set has its default there too
         own = {name: max(entry.workers or 0, 1) for name, entry in self._entries.items() if _asks_for_own(entry)}
         self._shared_names = {name for name in self._entries if name not in own}
+        self._changed = Pulse()
         self._numbers = itertools.count(1)
         self._groups = itertools.count(1)
         shared = count_of(config) if self._shared_names else 0
@@ -57,7 +58,6 @@ class WorkerFleet:
         self._with_standby = config.standby and shared > 0
         self._standby: WorkerSlot | None = None
         self._infos: dict[str, EnvironmentInfo] = {}
-        self._changed = Pulse()
         self._looking: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> WorkerFleet:
@@ -69,7 +69,7 @@ class WorkerFleet:
                 raise worker
             self._infos |= {info.name: info for info in worker.infos}
         self._start_standby()
-        self._looking = asyncio.create_task(self._look_forever())
+        self._looking = asyncio.create_task(self._check_forever())
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -142,7 +142,7 @@ class WorkerFleet:
             hosts: tuple[Callable[[], Collection[str]], SlotLimits] = self._sharing, limits
         else:
             hosts = self._alone(environment)
-        return WorkerSlot(next(self._numbers), self._config, *hosts, self._on_lost, self._on_change)
+        return WorkerSlot(next(self._numbers), self._config, *hosts, self._on_lost, self._changed.beat)
 
     def _alone(self, environment: str) -> tuple[Callable[[], Collection[str]], SlotLimits]:
         """What the slot of one environment starts its workers with."""
@@ -159,13 +159,10 @@ class WorkerFleet:
     def _sharing(self) -> tuple[str, ...]:
         return tuple(name for name in self._entries if name in self._shared_names)
 
-    def _on_change(self) -> None:
-        self._changed.beat()
-
     def _on_lost(self, worker: WorkerProcess, loss: Loss) -> None:
         """Finds out whose doing it was, moves that environment where others shared the worker, and answers for what
         the worker had."""
-        hosted, number = worker.order.names, worker.order.number
+        hosted, number = worker.settings.names, worker.settings.number
         busy = {assigned.environment for assigned in worker.rollouts.values()}
         busy |= {environment for environment, _ in worker.groups.values()}
         suspects = {loss.culprit} if loss.culprit else busy
@@ -244,7 +241,7 @@ class WorkerFleet:
             lost.retire()
             self._standby = None
 
-    async def _look_forever(self) -> None:
+    async def _check_forever(self) -> None:
         looked_s = time.monotonic()
         while True:
             await asyncio.sleep(LOOK_EVERY_S)

@@ -13,7 +13,7 @@ import struct
 from collections.abc import Callable
 
 from meshrl.rollout.engines.capacity import EpisodeSizes
-from meshrl.rollout.played import SerializedRollouts
+from meshrl.rollout.player import SerializedRollouts
 
 HEADER = struct.Struct("<IBIi")
 LENGTH = struct.Struct("<I")
@@ -44,8 +44,8 @@ class FrameKind(enum.IntEnum):
     """The EpisodeSizes, then each RunRolloutsResponse behind its length."""
     FAILED = 21
     """A RolloutFailure."""
-    BEAT = 22
-    """JSON of a Beat."""
+    HEARTBEAT = 22
+    """JSON of a Heartbeat."""
     BLOCKED = 23
     """Alarm, JSON: which environment's code has held the event loop up, where, and for how many seconds."""
     LEAVING = 24

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from loguru import logger
 
@@ -23,6 +23,7 @@ from meshrl.core.telemetry.log_folder import log_place
 from meshrl.core.telemetry.logs import setup_logging, with_trace
 from meshrl.rollout.config import RolloutConfig
 from meshrl.rollout.workers.watchdog import environment_now
+from meshrl.wire.values import JsonObject
 
 SERVER_LOG = "env_server.log"
 LINE = "{time:HH:mm:ss.SSS} {level: <7} {message}"
@@ -100,12 +101,12 @@ class _ByEnvironment:
     def flush(self) -> None:
         self._rest.flush()
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._rest, name)
 
 
-def _only(environment: str) -> Callable[[Any], bool]:
-    def belongs(record: Any) -> bool:
+def _only(environment: str) -> Callable[[JsonObject], bool]:
+    def belongs(record: JsonObject) -> bool:
         return bool(record["extra"].get("env") == environment)
 
     return belongs

@@ -12,7 +12,7 @@ import uuid
 
 from meshrl.rollout.deadlines.stages import RolloutStage
 from meshrl.rollout.groups import late, rollout_failure
-from meshrl.rollout.played import Played
+from meshrl.rollout.player import EpisodeResult
 from meshrl.rollout.workers.fleet import WorkerFleet
 from meshrl.rollout.workers.process import WorkerLostError, WorkerProcess
 from meshrl.wire import convert
@@ -80,7 +80,7 @@ class WorkerGroup:
                     return self._places[-1]
         raise MeshError(Reason.ENVIRONMENT_FAILED, lost)
 
-    async def play(self, index: int) -> Played:
+    async def play(self, index: int) -> EpisodeResult:
         """Raises nothing but CancelledError."""
         try:
             return await self._play(index)
@@ -90,7 +90,7 @@ class WorkerGroup:
             self._playing.pop(index, None)
             self._waiting_since.pop(index, None)
 
-    async def _play(self, index: int) -> Played:
+    async def _play(self, index: int) -> EpisodeResult:
         for tries_left in reversed(range(MOST_TRIES)):
             self._waiting_since[index] = time.time()
             worker, number = self._playing[index] = await self.place()

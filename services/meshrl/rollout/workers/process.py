@@ -27,10 +27,9 @@ from meshrl.core.config import ConfigError
 from meshrl.core.orphans import WORKER_MARK, end_marked
 from meshrl.core.program import how_it_ended
 from meshrl.rollout.deadlines.stages import BEGINNING, RolloutStage, StageKind
-from meshrl.rollout.played import Played
-from meshrl.rollout.workers.beat import Beat
+from meshrl.rollout.player import EpisodeResult
 from meshrl.rollout.workers.frames import Channel, FrameKind, unpack_rollouts
-from meshrl.rollout.workers.order import WorkerOrder
+from meshrl.rollout.workers.messages import Heartbeat, WorkerSettings
 from meshrl.v1 import rollout_pb2 as pb
 from meshrl.wire import convert
 from meshrl.wire.errors import MeshError, Reason, from_rpc_status
@@ -63,7 +62,7 @@ class Assigned:
     """A rollout that a worker plays. `began_s` and the stage are of time.time."""
 
     environment: str
-    answer: asyncio.Future[Played]
+    answer: asyncio.Future[EpisodeResult]
     began_s: float
     stage: RolloutStage
 
@@ -72,7 +71,7 @@ _ONE_AT_A_TIME = threading.Lock()
 """multiprocessing reads the exit codes of all its children whenever it starts one; only one thread may do that."""
 
 
-def new_process(front: socket.socket, alarm: socket.socket, order: WorkerOrder) -> BaseProcess:
+def new_process(front: socket.socket, alarm: socket.socket, settings: WorkerSettings) -> BaseProcess:
     """Starts a worker; blocking. The first one waits until a fork server has imported what workers need, which takes
     seconds; those after it take milliseconds. Where there are no fork servers each imports for itself.
     """
@@ -81,7 +80,7 @@ def new_process(front: socket.socket, alarm: socket.socket, order: WorkerOrder) 
     if method == "forkserver":
         multiprocessing.set_forkserver_preload([PRELOADED])
     process: BaseProcess = context.Process(  # type: ignore[attr-defined]  # typeshed has it on each kind of context
-        target=run_worker, args=(front, alarm, order.encode()), name=f"rollout-worker-{order.number}"
+        target=run_worker, args=(front, alarm, settings.encode()), name=f"rollout-worker-{settings.number}"
     )
     with _ONE_AT_A_TIME:
         process.start()
@@ -105,8 +104,8 @@ def run_worker(front: socket.socket, alarm: socket.socket, order: str) -> None:
 class WorkerProcess:
     """One worker process. Use from one event loop."""
 
-    def __init__(self, order: WorkerOrder) -> None:
-        self.order = replace(order, mark=secrets.token_hex(16))
+    def __init__(self, settings: WorkerSettings) -> None:
+        self.settings = replace(settings, mark=secrets.token_hex(16))
         self.infos: tuple[EnvironmentInfo, ...] = ()
         self.in_flight: dict[str, int] = {}
         self.rollouts: dict[tuple[int, int], Assigned] = {}
@@ -138,7 +137,7 @@ class WorkerProcess:
             if not started.cancelled() and started.exception() is None:
                 started.result().kill()
 
-        starting = asyncio.get_running_loop().run_in_executor(None, new_process, its_front, its_alarm, self.order)
+        starting = asyncio.get_running_loop().run_in_executor(None, new_process, its_front, its_alarm, self.settings)
         try:
             self._process = await asyncio.shield(starting)
         except BaseException:  # a thread cannot be stopped: what it starts is ended when it has been started
@@ -183,13 +182,13 @@ class WorkerProcess:
         finally:
             self._opening.pop(group, None)
 
-    async def play(self, group: int, index: int) -> Played:
+    async def play(self, group: int, index: int) -> EpisodeResult:
         """Has it play a rollout. Raises WorkerLostError, and MeshError for one that is given up."""
         assert self._front is not None  # started
         if group not in self.groups:  # lost since it was opened
             raise WorkerLostError("the worker is gone", guilty=False)
         environment, now_s = self.groups[group][0], time.time()
-        answer: asyncio.Future[Played] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[EpisodeResult] = asyncio.get_running_loop().create_future()
         stage = RolloutStage(BEGINNING, now_s, StageKind.SETUP)
         self.rollouts[group, index] = Assigned(environment, answer, now_s, stage)
         self._front.send(FrameKind.PLAY, group, index)
@@ -217,7 +216,7 @@ class WorkerProcess:
         assigned = self.rollouts.get((group, index))
         if assigned is None:
             return None
-        worker, hold = f"worker {self.order.number}", self.hold()
+        worker, hold = f"worker {self.settings.number}", self.hold()
         if hold is not None:
             worker += f", held up by {hold.environment or 'nobody known'} in {hold.where}"
         return replace(assigned.stage, worker=worker)
@@ -234,7 +233,9 @@ class WorkerProcess:
 
     def leave_to(self, environment: str) -> None:
         """Has everything be played elsewhere that is not of this environment, whose code holds the worker up."""
-        left = WorkerLostError(f"its worker {self.order.number} is blocked by environment {environment}", guilty=False)
+        left = WorkerLostError(
+            f"its worker {self.settings.number} is blocked by environment {environment}", guilty=False
+        )
         for (group, index), assigned in list(self.rollouts.items()):
             if assigned.environment != environment and not assigned.answer.done():
                 assigned.answer.set_exception(left)
@@ -266,7 +267,7 @@ class WorkerProcess:
         self._signal_group(alive=code is None)  # what it started; and itself, where it only closed its socket
         if code is None:
             code = await asyncio.to_thread(exit_code, process, EXIT_CODE_S)
-        await asyncio.to_thread(end_marked, WORKER_MARK, self.order.mark)  # what it started in a session of its own
+        await asyncio.to_thread(end_marked, WORKER_MARK, self.settings.mark)  # what it started in a session of its own
         self.close()
         return how_it_ended(code)
 
@@ -307,9 +308,9 @@ class WorkerProcess:
             self._answer(group, index, unpack_rollouts(payload))
         elif kind is FrameKind.FAILED:
             self._answer(group, index, convert.rollout_failure_from_proto(pb.RolloutFailure.FromString(payload)))
-        elif kind is FrameKind.BEAT:
+        elif kind is FrameKind.HEARTBEAT:
             self._held = None
-            beat = Beat.decode(payload)
+            beat = Heartbeat.decode(payload)
             self.in_flight = dict(beat.in_flight)
             for number, place, stage in beat.stages:
                 if (assigned := self.rollouts.get((number, place))) is not None:
@@ -333,7 +334,7 @@ class WorkerProcess:
         elif kind is FrameKind.UNUSABLE and not self.ready.done():
             self.ready.set_exception(ConfigError(payload.decode()))
 
-    def _answer(self, group: int, index: int, played: Played) -> None:
+    def _answer(self, group: int, index: int, played: EpisodeResult) -> None:
         assigned = self.rollouts.get((group, index))
         if assigned is not None and not assigned.answer.done():
             assigned.answer.set_result(played)

@@ -15,7 +15,7 @@ from loguru import logger
 
 from meshrl.core.config import ConfigError
 from meshrl.core.waiting import CANCEL_DEADLINE_S
-from meshrl.rollout.workers.order import WorkerOrder
+from meshrl.rollout.workers.messages import WorkerSettings
 from meshrl.rollout.workers.process import WorkerProcess
 
 START_DEADLINE_S = 900.0
@@ -127,13 +127,13 @@ class WorkerSlot:
         worker.kill(loss.words)
 
     async def _start(self) -> WorkerProcess:
-        order = WorkerOrder(
+        settings = WorkerSettings(
             number=self.number,
             config=self._config,
             names=tuple(self._names()),
             max_memory_mib=self.limits.max_memory_mib,
         )
-        worker = self.worker = WorkerProcess(order)
+        worker = self.worker = WorkerProcess(settings)
         self._killed = None
         await worker.start()
         ending = asyncio.create_task(worker.gone.wait())
@@ -146,7 +146,7 @@ class WorkerSlot:
             slow = not worker.gone.is_set()
             worker.kill("it did not start")
             how = await worker.wait_gone()
-            names = ", ".join(order.names)
+            names = ", ".join(settings.names)
             raise ConfigError(
                 f"environments {names}: their worker "
                 + (f"was not ready after {START_DEADLINE_S:g} s" if slow else f"{how} while it loaded them")
@@ -173,7 +173,7 @@ class WorkerSlot:
                     logger.error("worker {} cannot be started: {}", self.number, error)
                     pause_s = min(max(2 * pause_s, FIRST_PAUSE_S), LONGEST_PAUSE_S)
                     continue
-                logger.info("worker {} has loaded {}", self.number, ", ".join(worker.order.names))
+                logger.info("worker {} has loaded {}", self.number, ", ".join(worker.settings.names))
             self._on_change()
             began_s = time.monotonic()
             how = await worker.wait_gone()

@@ -81,7 +81,8 @@ class Watchdog:
             said_s = blocked_s
             context: Context = handle._context  # type: ignore[attr-defined]  # public from Python 3.12 on
             environment = context.get(_PLAYING) or ""
-            self._say(FrameKind.BLOCKED, {"environment": environment, "where": _place(top), "seconds": blocked_s})
+            where = "" if top is None else f"{top.f_code.co_name} ({Path(top.f_code.co_filename).name}:{top.f_lineno})"
+            self._say(FrameKind.BLOCKED, {"environment": environment, "where": where, "seconds": blocked_s})
 
     def _running_handle(self) -> tuple[asyncio.Handle | None, FrameType | None]:
         """What the loop runs now, and the innermost frame of it."""
@@ -95,7 +96,3 @@ class Watchdog:
     def _say(self, kind: FrameKind, what: dict[str, object]) -> None:
         with suppress(OSError):  # the front is gone, or has not read the last ones yet
             self._alarm.send(encode(kind, payload=json.dumps(what).encode()), socket.MSG_DONTWAIT)
-
-
-def _place(frame: FrameType | None) -> str:
-    return "" if frame is None else f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"

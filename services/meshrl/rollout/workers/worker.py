@@ -1,7 +1,7 @@
 """One worker process: hosts environments and plays the rollouts that the service's front hands it.
 
-Takes frames from the front, plays with `local` as a service without workers would, calls engines itself, and sends back
-each rollout as the bytes that the caller of the service will get. It ends with the front, whatever it does then.
+The front says in frames what to play. The worker plays with `local`, as a service without workers would, calls engines
+itself, and sends back each rollout as the bytes that the service's caller will get. It ends when the front ends.
 """
 
 from __future__ import annotations
@@ -38,10 +38,9 @@ from meshrl.rollout.engines.connect import connect_servers
 from meshrl.rollout.engines.engine_table import PolicyServers
 from meshrl.rollout.engines.sessions import SessionBook
 from meshrl.rollout.local import open_players
-from meshrl.rollout.played import PlayableGroup, Played, Player, SerializedRollouts
-from meshrl.rollout.workers.beat import BEAT_EVERY_S, Beat
+from meshrl.rollout.player import EpisodeResult, PlayableGroup, Player, SerializedRollouts
 from meshrl.rollout.workers.frames import Channel, FrameKind, pack_rollouts
-from meshrl.rollout.workers.order import WorkerOrder
+from meshrl.rollout.workers.messages import HEARTBEAT_EVERY_S, Heartbeat, WorkerSettings
 from meshrl.rollout.workers.outputs import WorkerLogs, take_over_output
 from meshrl.rollout.workers.watchdog import Watchdog, playing
 from meshrl.v1 import rollout_pb2 as pb
@@ -53,24 +52,24 @@ PR_SET_PDEATHSIG = 1
 CLOSE_S = 5.0
 
 
-def main(front: socket.socket, alarm: socket.socket, order_text: str) -> None:
+def main(front: socket.socket, alarm: socket.socket, settings_text: str) -> None:
     """Runs a whole worker; the target of a process that a fork server starts."""
-    order = WorkerOrder.decode(order_text)
+    settings = WorkerSettings.decode(settings_text)
     os.setsid()  # programs that environments start are ended together with it,
-    os.environ[WORKER_MARK] = order.mark  # and those in sessions of their own are found by this
+    os.environ[WORKER_MARK] = settings.mark  # and those in sessions of their own are found by this
     _end_with_fork_server()
     end_with_parent(whole_group=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    config = RolloutConfig.model_validate_json(order.config)
+    config = RolloutConfig.model_validate_json(settings.config)
     layout = Layout(config.output_dir)
-    logs = WorkerLogs.of(config, order.names, order.number)
+    logs = WorkerLogs.of(config, settings.names, settings.number)
     take_over_output(logs, config.log)
     raise_open_file_limit()
-    name = f"rollout_worker_{order.number}"
+    name = f"rollout_worker_{settings.number}"
     tracing = setup_tracing(name, layout.traces, config.log.traces_max_mib)
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
-    serving = loop.create_task(_Worker(order, config, tracing).serve(front, alarm))
+    serving = loop.create_task(_Worker(settings, config, tracing).serve(front, alarm))
     while True:
         try:
             loop.run_until_complete(serving)
@@ -99,8 +98,8 @@ def _end_with_fork_server() -> None:
 class _Worker:
     """The groups and rollouts of this process."""
 
-    def __init__(self, order: WorkerOrder, config: RolloutConfig, tracer: Tracer) -> None:
-        self._order = order
+    def __init__(self, settings: WorkerSettings, config: RolloutConfig, tracer: Tracer) -> None:
+        self._settings = settings
         self._config = config
         self._tracer = tracer
         self._stop = asyncio.Event()
@@ -118,26 +117,26 @@ class _Worker:
     async def serve(self, front: socket.socket, alarm: socket.socket) -> None:
         self._front = await Channel.over(front, self._on_frame, self._stop.set)
         Watchdog(alarm).start()
-        name, log = f"rollout_worker_{self._order.number}", self._config.log
+        name, log = f"rollout_worker_{self._settings.number}", self._config.log
         if log.metrics_port:  # the front has it
             log = log.model_copy(update={"metrics_port": 0})
         async with AsyncExitStack() as stack:
             waits, registry = waits_of(self._tracer), registry_of(self._tracer)
             stack.enter_context(observed(name, waits, registry, log, self._config.output_dir))
             book = SessionBook()
-            servers = await connect_servers(self._config, book, stack, self._tracer, first=self._order.number - 1)
+            servers = await connect_servers(self._config, book, stack, self._tracer, first=self._settings.number - 1)
             beating = asyncio.create_task(self._beat(servers))
             stack.callback(beating.cancel)
             try:
                 self._players.update(
-                    await open_players(self._config, self._order.names, servers, book, stack, self._tracer)
+                    await open_players(self._config, self._settings.names, servers, book, stack, self._tracer)
                 )
             except ConfigError as error:
                 self._send(FrameKind.UNUSABLE, payload=str(error).encode())
                 await asyncio.wait_for(self._stop.wait(), CLOSE_S)
                 return
             freeze_loaded()
-            _limit_memory(self._order.max_memory_mib)
+            _limit_memory(self._settings.max_memory_mib)
             infos = [convert.environment_to_proto(player.info) for player in self._players.values()]
             listed = pb.ListEnvironmentsResponse(contract_version=CONTRACT_VERSION, environments=infos)
             self._send(FrameKind.READY, payload=listed.SerializeToString())
@@ -196,7 +195,7 @@ class _Worker:
             self._rollouts.pop((group, index), None)
             self._told.pop((group, index), None)
 
-    def _answer(self, group: int, index: int, played: Played) -> None:
+    def _answer(self, group: int, index: int, played: EpisodeResult) -> None:
         if isinstance(played, RolloutFailure):
             failure = convert.rollout_failure_to_proto(played)
             self._send(FrameKind.FAILED, group, index, failure.SerializeToString())
@@ -216,8 +215,8 @@ class _Worker:
                     self._told[group, index] = stage
                     stages.append((group, index, stage))
             in_flight = {engine.url: engine.in_flight for engine in servers.engines.listed}
-            self._send(FrameKind.BEAT, payload=Beat(stages, in_flight).encode())
-            await asyncio.sleep(BEAT_EVERY_S)
+            self._send(FrameKind.HEARTBEAT, payload=Heartbeat(stages, in_flight).encode())
+            await asyncio.sleep(HEARTBEAT_EVERY_S)
 
 
 def _limit_memory(max_memory_mib: int) -> None:

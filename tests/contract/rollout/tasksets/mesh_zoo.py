@@ -38,11 +38,13 @@ async def go_wrong(kind: str, seconds: float) -> object:
             await asyncio.sleep(seconds)
         case "dies":
             os._exit(7)
-        case "leaves":  # a program in a session of its own
+        case "leaves" | "keeps":  # a program in a session of its own
             sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
             left = await asyncio.create_subprocess_exec(*sleep, start_new_session=True)
             print(f"left process {left.pid}", flush=True)
-            os._exit(7)
+            if kind == "leaves":
+                os._exit(7)
+            await asyncio.sleep(seconds)
         case "exits":
             sys.exit("no more")
         case "exits in a task":

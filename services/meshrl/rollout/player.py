@@ -1,6 +1,6 @@
-"""What is asked of whoever plays rollouts, and what comes back: the border between `group_runner` and the players.
+"""The interface between `group_runner` and what plays rollouts: players, the groups they open, and what comes back.
 
-`episodes` plays in this process, `workers` in others; the runner does not know which.
+`episodes` implements it for this process, `workers.players` for worker processes; the runner does not know which.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from meshrl.wire.types import EnvironmentInfo, Rollout, RolloutFailure, RolloutR
 
 @dataclass(frozen=True)
 class SerializedRollouts:
-    """The rollouts of one episode as they travel: each the bytes of a RunRolloutsResponse, read by nobody."""
+    """The rollouts of one episode, each as the bytes of a RunRolloutsResponse, which the front passes on unread."""
 
     messages: Sequence[bytes]
     sizes: EpisodeSizes
 
 
-Played = tuple[Rollout, ...] | SerializedRollouts | RolloutFailure
-"""What one episode ended in."""
+EpisodeResult = tuple[Rollout, ...] | SerializedRollouts | RolloutFailure
+"""What one episode ended in: its rollouts, one for each agent that trains, or why there are none."""
 
 
 class PlayableGroup(Protocol):
     """A group whose task is found: its rollouts can be played."""
 
-    async def play(self, index: int) -> Played:
+    async def play(self, index: int) -> EpisodeResult:
         """Plays rollout `index` to its end; cancelling the call ends it. Raises nothing but CancelledError."""
 
     def stage(self, index: int) -> RolloutStage | None:

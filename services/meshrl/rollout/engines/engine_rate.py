@@ -1,0 +1,96 @@
+"""How many tokens/s an engine samples for this process: a moving average over its last calls. No I/O, no clock.
+
+Fed by the router and the model client with every call that an engine answered, asked by the engine table before each
+call. Calls that run at an engine at the same time share it, so what counts is the rate of one call times the calls that
+ran beside it: an engine that gets few calls is not taken for a slow one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+REMEMBERED = 32
+"""Each call that is answered moves the average by one part in so many."""
+
+KNOWN_AFTER = 4
+"""Calls after which a rate counts in full; with fewer, the mean of all engines counts for the rest."""
+
+FADES_S = 60.0
+"""A call of so long ago counts for half of a new one, so that no engine is left out for what it once was."""
+
+LEAST_SHARE = 1 / 16
+"""Of the mean: no engine counts for less."""
+
+
+@dataclass(frozen=True)
+class RunningCall:
+    """A call that an engine was given at `began_s`; `before_s` is the time of all calls there up to then."""
+
+    began_s: float
+    before_s: float
+
+
+@dataclass(frozen=True)
+class CallTiming:
+    """A call that an engine answered: how long it took, and how many calls ran there meanwhile, itself included."""
+
+    seconds: float
+    beside: float
+
+
+class EngineRate:
+    """The rate of one engine."""
+
+    def __init__(self) -> None:
+        self._running = 0
+        self._calls_s = 0.0  # the time of all calls so far
+        self._changed_s = 0.0
+        self._tokens = self._seconds = 0.0  # averages of a call
+        self._heard = 0.0  # calls, of which old ones count for less
+        self._heard_s = 0.0
+
+    def began(self, now_s: float) -> RunningCall:
+        """A call has been sent there."""
+        self._go_on(now_s, 1)
+        return RunningCall(now_s, self._calls_s)
+
+    def ended(self, call: RunningCall, now_s: float) -> CallTiming:
+        """The call is over, whatever came of it."""
+        self._go_on(now_s, -1)
+        seconds = max(now_s - call.began_s, 1e-6)
+        return CallTiming(seconds, max(1.0, (self._calls_s - call.before_s) / seconds))
+
+    def _go_on(self, now_s: float, calls: int) -> None:
+        self._calls_s += self._running * (now_s - self._changed_s)
+        self._running, self._changed_s = self._running + calls, now_s
+
+    def sampled(self, timing: CallTiming, tokens: int, now_s: float) -> None:
+        """A call brought so many tokens."""
+        self._heard, self._heard_s = self._left(now_s) + 1, now_s
+        weight = 1 / min(self._heard, REMEMBERED)
+        self._tokens += weight * (tokens * timing.beside - self._tokens)
+        self._seconds += weight * (timing.seconds - self._seconds)
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """None before the first call has been answered."""
+        return self._tokens / self._seconds if self._heard else None
+
+    def estimate(self, mean: float, now_s: float) -> float:
+        """What it is likely to make now; `mean` is what engines make."""
+        if (rate := self.tokens_per_s) is None:
+            return mean
+        trust = min(1.0, self._left(now_s) / KNOWN_AFTER)
+        return max(mean + trust * (rate - mean), LEAST_SHARE * mean)
+
+    def _left(self, now_s: float) -> float:
+        """What the calls heard of still count for."""
+        return self._heard * math.exp2((self._heard_s - now_s) / FADES_S)
+
+
+def mean_rate(rates: Iterable[EngineRate]) -> float:
+    """Tokens/s of those engines that have made any; 1.0 where none has."""
+    known = [rate.tokens_per_s for rate in rates if rate.tokens_per_s]
+    return sum(known) / len(known) if known else 1.0

@@ -1,0 +1,75 @@
+"""A rollout program on its own that is killed: what its environments started ends with it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from local_ports import free_port
+from meshrl.client import RolloutClient
+
+START_S, DEADLINE_S = 300.0, 60.0
+TASKSETS = Path(__file__).with_name("tasksets")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="what left its session is found by /proc")
+@pytest.mark.parametrize("workers", [0, 1])
+async def test_a_program_that_an_environment_started_ends_with_the_rollout_program(
+    tmp_path, tokenizer_dir, engine, make_group, workers
+):
+    port, console = free_port(), tmp_path / "console.txt"
+    command = [
+        sys.executable, "-m", "meshrl.rollout.main", "--output-dir", str(tmp_path / "out"), "--tokenizer",
+        str(tokenizer_dir), "--renderer.name", "default", "--seq-len", "256", "--workers", str(workers),
+        "--client.base-url", f"{engine.url}/v1/", "--env.0.id", "mesh_zoo", "--env.0.name", "keeps",
+        "--env.0.args.kind", "keeps", "--env.0.args.seconds", "3600", "--server.port", str(port),
+        "--drain-deadline-s", "0.1",
+    ]  # fmt: skip
+    with console.open("wb") as out:
+        program = subprocess.Popen(  # noqa: ASYNC220  # its own pace, as a user's
+            command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONPATH": str(TASKSETS), "PYTHONUNBUFFERED": "1"},
+        )  # fmt: skip
+    try:
+        async with RolloutClient(f"127.0.0.1:{port}") as client:
+            await client.wait_until_serving(START_S)
+            playing = asyncio.create_task(_collect(client, make_group(environment="keeps", deadline_s=DEADLINE_S)))
+            started = await _until(lambda: _started(tmp_path))
+            assert all(map(_runs, started))
+            program.send_signal(signal.SIGKILL)
+            await asyncio.to_thread(program.wait, DEADLINE_S)
+            await asyncio.wait({playing})
+        await _until(lambda: not any(map(_runs, started)))
+    finally:
+        program.kill()
+        program.wait(DEADLINE_S)
+
+
+async def _collect(client, request):
+    return [event async for event in client.run_rollouts(request)]
+
+
+async def _until(said):
+    async with asyncio.timeout(DEADLINE_S):
+        while not (found := said()):  # noqa: ASYNC110  # other processes change what is asked
+            await asyncio.sleep(0.05)
+    return found
+
+
+def _started(folder: Path) -> list[int]:
+    texts = [path.read_text(errors="replace") for pattern in ("*.txt", "*.log") for path in folder.rglob(pattern)]
+    return [int(pid) for text in texts for pid in re.findall(r"left process (\d+)", text)]
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
