@@ -7,6 +7,9 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+STOPPED_S = 2.0
+"""Who reads an `AwakeClock` does so at least four times a second: a gap of this length is none of its making."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Clock:
@@ -14,3 +17,29 @@ class Clock:
 
     now: Callable[[], float] = time.monotonic
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+
+
+class AwakeClock:
+    """A monotonic clock that leaves out the times in which nobody looked at it.
+
+    A process that was stopped (SIGSTOP, a suspended machine, one whose cores are taken away) finds that its deadlines
+    have passed, while what would have met them waits to be read. With this clock they have as long to go as before.
+    """
+
+    def __init__(
+        self, monotonic: Callable[[], float] = time.monotonic, *, stopped: Callable[[float], object] | None = None
+    ) -> None:
+        """`stopped` is told the seconds of each gap that is left out."""
+        self._monotonic = monotonic
+        self._stopped = stopped
+        self._looked_s = monotonic()
+        self._left_out_s = 0.0
+
+    def __call__(self) -> float:
+        now_s = self._monotonic()
+        gap_s, self._looked_s = now_s - self._looked_s, now_s
+        if gap_s > STOPPED_S:
+            self._left_out_s += gap_s
+            if self._stopped is not None:
+                self._stopped(gap_s)
+        return now_s - self._left_out_s

@@ -1,9 +1,8 @@
-"""Files that are whole or not there, and stay so through a power cut; used by everything that must be found again.
+"""Writes files so that they are complete or absent, also after a power cut; and explains the errors of a full disk.
 
-Also what to do about a disk that takes no more, in one sentence, for whatever program writes under output_dir.
-
-A file that counts is written beside its place, flushed to the disk and renamed, and then the folder that holds its name
-is flushed, too. All calls block. All raise OSError.
+Used for everything that a later start must find: logs, ledgers, checkpoints, manifests. `write_file` writes beside the
+final place, flushes to the disk, renames, and flushes the folder that holds the name. `disk_trouble` gives any program
+the sentence that it ends with when output_dir cannot be written. All calls block and raise OSError.
 """
 
 from __future__ import annotations
@@ -39,10 +38,15 @@ def append(descriptor: int, content: bytes) -> None:
     os.fdatasync(descriptor)
 
 
+def write_at(descriptor: int, content: memoryview, offset: int) -> None:
+    """Writes all of `content` into an open file at `offset`. Not flushed to the disk."""
+    while content:  # a disk that fills up takes a part first, and then refuses
+        written = os.pwrite(descriptor, content, offset)
+        offset, content = offset + written, content[written:]
+
+
 def append_whole(file: FileIO, content: bytes) -> None:
-    """Writes all of `content` behind what an open file holds, or leaves the file as it was. Left to the system to put
-    on disk.
-    """
+    """Appends all of `content` to an open file, or leaves the file as it was. Not flushed to the disk."""
     size, left = os.fstat(file.fileno()).st_size, memoryview(content)
     try:
         while left:  # a disk that is nearly full takes a part of it
@@ -53,7 +57,7 @@ def append_whole(file: FileIO, content: bytes) -> None:
 
 
 def flush(path: Path) -> None:
-    """Has the disk take what was written to a file, or the names in a folder."""
+    """Flushes to the disk what was written to a file, or the names in a folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -70,7 +74,7 @@ def flush_tree(folder: Path) -> None:
 
 
 def is_full(error: OSError) -> bool:
-    """Whether there was no room for what was to be written."""
+    """Whether an error says that the disk, or the user's quota, is full."""
     return error.errno in _FULL
 
 

@@ -1,4 +1,4 @@
-"""The console scripts. Each sets up what must hold before the program's imports, which take seconds, and then calls it.
+"""The console scripts: each prepares the process before the program's imports, which take seconds, and calls its main.
 
 Ctrl-C while a program is still coming up ends it at once and without a traceback; once it runs,
 `meshrl.core.program.run` drains it instead.

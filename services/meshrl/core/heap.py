@@ -1,4 +1,4 @@
-"""Keeps Python's garbage collector from what a program loads for good: the mains call it before and after they load."""
+"""Spares Python's garbage collector what a program loads once and keeps; called by the mains as they load."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def loading() -> Iterator[None]:
-    """Around the imports that take seconds: leaves them a sixth less, since what they make stays and is no garbage."""
+    """Switches the collector off around long imports, which makes them a sixth faster: little of theirs is garbage."""
     gc.disable()
     try:
         yield
@@ -18,7 +18,7 @@ def loading() -> Iterator[None]:
 
 
 def freeze_loaded() -> None:
-    """Takes everything that exists out of the collector's sight: modules, models, tasksets. Blocks for about a second.
+    """Hides everything that exists from the collector: modules, models, tasksets. Blocks for about a second.
 
     A full collection waits until what survived since the last one is a quarter of what survived that one. The second
     collection here makes that a quarter of what is in use, instead of a quarter of torch: garbage in reference cycles,

@@ -1,4 +1,4 @@
-"""TLS for an engine's HTTP, from the same files as gRPC's: what `inference` serves with and its clients verify by.
+"""TLS for an engine's HTTP server and its clients, made from the same credential files as gRPC's.
 
 An engine is known by its certificate, a caller by the API key, as without TLS.
 """
@@ -26,9 +26,9 @@ def scheme(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def client_context(environ: Mapping[str, str] = os.environ) -> ssl.SSLContext | None:
-    """By what clients of this process verify engines: the run's authority, beside those of the system.
+    """The context with which clients of this process verify engines: by the run's authority and those of the system.
 
-    None where no authority is named: then the system's count alone. Raises ConfigError for one that cannot be read.
+    None where no authority is named: then those of the system alone count. Raises ConfigError for an unreadable one.
     """
     ca = CredentialFiles.from_environ(environ).ca
     if ca is None:
@@ -42,7 +42,7 @@ def client_context(environ: Mapping[str, str] = os.environ) -> ssl.SSLContext | 
 
 
 def server_context(environ: Mapping[str, str] = os.environ) -> ssl.SSLContext | None:
-    """With what an engine serves; None for plain HTTP. Raises ConfigError for files that do not go together."""
+    """The context with which an engine serves; None for plain HTTP. Raises ConfigError for files that do not match."""
     files = CredentialFiles.from_environ(environ)
     if files.cert is None or files.key is None:
         return None
@@ -57,7 +57,7 @@ def server_context(environ: Mapping[str, str] = os.environ) -> ssl.SSLContext | 
 
 @asynccontextmanager
 async def kept_fresh(context: ssl.SSLContext | None, environ: Mapping[str, str] = os.environ) -> AsyncIterator[None]:
-    """Has a server's context take a renewed certificate, for connections that come; those that stand go on."""
+    """Loads renewed certificates into a server's context, for new connections; open ones go on."""
     files = CredentialFiles.from_environ(environ)
     if context is None or files.cert is None or files.key is None:
         yield

@@ -1,8 +1,8 @@
-"""What a program shows the others, from its configuration to its next certificate; mains are wrapped by `as_member`.
+"""Finds the credentials that a program shows to others, and renews its certificate; mains are wrapped by `as_member`.
 
-In this order: the keys `tls.*` and the MESHRL_TLS_ variables; where nobody has set any and the run's own authority
-lies in output_dir (`meshrl run init`), a certificate by it; else nothing. What was found goes into the MESHRL_TLS_
-variables, which servers, clients and processes that the program starts read.
+Credentials are those of the keys `tls.*` and the MESHRL_TLS_ variables. Where none are set and the run's own authority
+is in output_dir (`meshrl run init`), the program issues itself a certificate by it; else it has none. The result is put
+into the MESHRL_TLS_ variables, which servers, clients and the processes that the program starts read.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sqlite3
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from loguru import logger
 
@@ -46,7 +46,7 @@ RETRY_S = 30.0
 
 
 def identify(tls: TlsConfig, output_dir: Path, role: Role, name: str) -> Authority | None:
-    """Settles what this process shows and asks for; returns the run's authority where this host has it and uses it.
+    """Chooses this process's credentials; returns the run's authority where this host has it and uses it.
 
     Raises ConfigError for files that are missing, unreadable or do not go together.
     """
@@ -76,7 +76,7 @@ def identify(tls: TlsConfig, output_dir: Path, role: Role, name: str) -> Authori
 
 @asynccontextmanager
 async def kept_valid(authority: Authority | None, role: Role, name: str) -> AsyncIterator[None]:
-    """Renews this program's certificate in time, and keeps what it knows of revocations up to date."""
+    """Renews this program's certificate in time, and keeps its list of revocations up to date."""
     files = CredentialFiles.from_environ(os.environ)
     if files.cert is None:
         yield
@@ -131,11 +131,11 @@ class MemberConfig(ProgramConfig, Protocol):
 
 
 MemberT = TypeVar("MemberT", bound=MemberConfig)
-_Serve = Callable[[MemberT, asyncio.Event, "Tracing"], Coroutine[Any, Any, int]]
+_Serve = Callable[[MemberT, asyncio.Event, "Tracing"], Coroutine[None, None, int]]
 
 
 def as_member(role: Role, serve: _Serve[MemberT]) -> _Serve[MemberT]:
-    """`serve` of a program of this role, with its credentials settled before it and kept valid beside it."""
+    """Wraps a program's `serve`: finds its credentials before, and keeps them valid while it runs."""
 
     async def serve_as_member(config: MemberT, stop: asyncio.Event, tracing: Tracing) -> int:
         port = config.server.port if config.server is not None else 0

@@ -1,4 +1,4 @@
-"""Another python for a program, such as that of an environment with vLLM: looked at before it is started."""
+"""Checks another Python interpreter for a program, such as one with vLLM, and restarts the program in it."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ def check_interpreter(program: str, python: Path, module: str) -> None:
 
 
 def start_anew_in(python: Path, program: str, module: str) -> None:
-    """Makes this process the same program, with the same arguments, of another interpreter; nothing where it is that
-    one already. Raises ConfigError as `check_interpreter` does.
+    """Replaces this process by the same program, with the same arguments, in another interpreter.
+
+    Does nothing in that interpreter. Raises ConfigError as `check_interpreter` does.
     """
     chosen = os.path.abspath(python)
     if chosen in (sys.executable, os.environ.get(CHOSEN)):

@@ -1,11 +1,12 @@
-"""Ends processes whose parent or peer is gone, and removes what they leave: no run leaves anything behind.
+"""Ends processes whose parent or peer is gone, and removes their files, so that a run leaves nothing behind.
 
 Three ways, for three kinds of process:
 
 - A rank of a training group ends when another rank or the agent that started it is gone (`Lifeline`, `end_with_agent`).
 - A process that `multiprocessing` started ends with its program (`end_with_parent`); vLLM's engine process uses it.
 - A process that cannot be asked to watch anybody is ended by a guardian: a process of its own beside the one that
-  started it, `rl` with the programs of a run or a program with a temporary folder (`FolderGuardian`).
+  started it, `rl` with the programs of a run, a program with a temporary folder (`FolderGuardian`), or one whose
+  environments start programs (`children_end_too`).
 
 The guardian is this file run as a script, with the standard library alone, so that it is up in milliseconds. It reads
 lines from stdin: `+PID` when a process group has been started, `-PID` when that group is gone. At the end of stdin the
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import secrets
 import select
 import shutil
 import signal
@@ -31,7 +33,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -59,7 +62,7 @@ _RANK_BYTES = 4
 
 
 class WatchedRanks(Protocol):
-    """The ranks that watch each other, as one of them knows them."""
+    """What a Lifeline needs to know of the ranks: this one's number, their number, and a way to exchange an address."""
 
     @property
     def rank(self) -> int: ...
@@ -102,7 +105,7 @@ class Lifeline:
         return cls(peers, lost=lost or leave_at_once, parent=parent)
 
     def release(self) -> None:
-        """Says that this rank is about to leave in order. From here on its end alarms nobody, nor others' end it."""
+        """Announces an orderly end: from here on this rank's end alarms no other, nor do theirs alarm it."""
         self._released.set()
         for peer in self._peers:
             try:
@@ -256,7 +259,7 @@ class FolderGuardian:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             start_new_session=True,
-            env={name: value for name, value in os.environ.items() if name not in (RUN_MARK, WORKER_MARK)},
+            env=_unmarked(),
         )
 
     def close(self) -> None:
@@ -265,6 +268,31 @@ class FolderGuardian:
             self._process.communicate(timeout=CLOSE_DEADLINE_S)
         except subprocess.TimeoutExpired:  # a large folder: it goes on by itself
             return
+
+
+@contextmanager
+def children_end_too() -> Iterator[None]:
+    """Whatever this process starts in the block is killed after it, also when this process is killed.
+
+    In a program of a run that is left to the guardian of `rl`. Elsewhere than on Linux nothing is killed.
+    """
+    if RUN_MARK in os.environ:
+        yield
+        return
+    command = guardian_command(0.0, [], mark=(mark := secrets.token_hex(16)))
+    guardian = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, env=_unmarked())
+    os.environ[RUN_MARK] = mark
+    try:
+        yield
+    finally:
+        del os.environ[RUN_MARK]
+        with suppress(subprocess.TimeoutExpired):  # it goes on by itself
+            guardian.communicate(timeout=CLOSE_DEADLINE_S)
+
+
+def _unmarked() -> dict[str, str]:
+    """The environment of a guardian, which must not be taken for what it ends."""
+    return {name: value for name, value in os.environ.items() if name not in (RUN_MARK, WORKER_MARK)}
 
 
 def _signal(groups: set[int], signum: int) -> set[int]:

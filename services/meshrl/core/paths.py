@@ -80,10 +80,6 @@ class Layout:
         """Snapshots in Hugging Face format, a folder a step."""
         return self.output_dir / "weights"
 
-    def weights_step(self, step: int) -> Path:
-        """The snapshot of one step."""
-        return self.weights / f"step_{step}"
-
     @property
     def checkpoints(self) -> Path:
         """What training resumes from, a folder a step."""

@@ -41,7 +41,7 @@ BLOCKING_THREADS = 8
 
 
 class ProgramConfig(Protocol):
-    """What the configuration of every program has."""
+    """The part of its configuration that every program has."""
 
     @property
     def output_dir(self) -> Path: ...
@@ -79,8 +79,9 @@ def run_program(
 
 
 def log_as(name: str, config: ProgramConfig, *, to_file: bool = True) -> None:
-    """Sends what this process logs to stdout under `name`, and to a file of this run below output_dir, and begins with
-    what there is to say about how its configuration was written.
+    """Sets up the log of this process: to stdout under `name`, and to a file of this run below output_dir.
+
+    Its first lines are the notes on how the configuration was written.
     """
     log_file = run_log(name, Layout(config.output_dir)) if to_file else None
     setup_logging(name, config.log.level, log_file, json_logging=config.log.json_logging)

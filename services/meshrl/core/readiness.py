@@ -1,6 +1,7 @@
-"""How a program tells the one that started it that it has come up, so that a death at every start is told apart.
+"""How a program tells the one that started it that it is ready, by creating a file that the starter named.
 
-The starter names a file in an environment variable, and the program makes that file once it serves.
+`rl` uses it to tell a program that dies at every start, which is given up, from one that died after it had served. The
+starter names the file in an environment variable.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ READY_FILE = "MESHRL_READY_FILE"
 
 
 def say_ready() -> None:
-    """Makes the file that the starter of this process asked for; does nothing when it asked for none."""
+    """Creates the file that the starter of this process asked for; does nothing when it asked for none."""
     path = os.environ.get(READY_FILE)
     if path:
         with suppress(OSError):  # the starter has gone, or its disk is full: no reason to end

@@ -1,4 +1,4 @@
-"""The output folder of a run before it starts: emptied when asked for and safe, else looked at for an older run.
+"""Checks the output folder before a run starts: finds an older run in it, and empties it where that is asked for.
 
 Used by `rl` and `sft`.
 """

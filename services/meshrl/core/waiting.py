@@ -6,6 +6,7 @@ Used by the programs' mains and by every service that waits for more than one th
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -23,7 +24,7 @@ class StoppedError(Exception):
     """A stop was asked for before the work was done."""
 
 
-async def unless_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, T] | asyncio.Future[T]) -> T:
+async def unless_stopped(stop: asyncio.Event, work: Coroutine[None, None, T] | asyncio.Future[T]) -> T:
     """Returns the result of `work`, or raises StoppedError as soon as `stop` is set; work that is done by then wins.
 
     Work that is broken off, by a stop or because the caller is cancelled, is cancelled, and its clean-up is waited for
@@ -52,7 +53,7 @@ async def stop_or_first(stop: asyncio.Event, *ends: asyncio.Future[Any]) -> None
 
 
 async def first_of(
-    left: Coroutine[Any, Any, T], right: Coroutine[Any, Any, U]
+    left: Coroutine[None, None, T], right: Coroutine[None, None, U]
 ) -> tuple[asyncio.Task[T], asyncio.Task[U]]:
     """Runs both until the first of them ends, then cancels the other one and waits for its clean-up.
 
@@ -81,7 +82,7 @@ async def set_within(event: asyncio.Event, deadline_s: float) -> bool:
 
 
 class Pulse:
-    """Wakes everybody who waits for a change, each time that there is one.
+    """Wakes all who wait for a change, each time that there is one.
 
     A waiter looks at what may have changed, and waits for the next beat if it did not find what it wants. One that
     awaits anything between the two takes `upcoming` before it looks, or it could miss a beat.
@@ -106,7 +107,7 @@ class Pulse:
 
 
 class InFlight:
-    """Counts what is being done, so that a drain can wait for the last of it."""
+    """Counts requests or jobs under way, so that a drain can wait for the last one."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -137,3 +138,35 @@ class InFlight:
     async def idle_within(self, deadline_s: float) -> bool:
         """Waits until nothing is being done; False when something still is after `deadline_s`."""
         return await set_within(self._idle, deadline_s)
+
+
+class Pace:
+    """A queue for the event loop: in each of its rounds one of those that wait goes on.
+
+    Without it a thousand rollouts that start, or whose answers come, at the same time are all served in one round of
+    the loop, and meanwhile no deadline fires, no connection is read and no health check is answered for seconds.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._scheduled = False
+
+    async def turn(self) -> None:
+        """Returns when it is the caller's turn; what it does until its next wait has a round of the loop of its own."""
+        loop = asyncio.get_running_loop()
+        mine = loop.create_future()
+        self._waiting.append(mine)
+        if not self._scheduled:
+            self._scheduled = True
+            loop.call_soon(self._next)
+        await mine
+
+    def _next(self) -> None:
+        while self._waiting:
+            next_one = self._waiting.popleft()
+            if not next_one.done():  # done: its rollout was cancelled
+                next_one.set_result(None)
+                break
+        self._scheduled = bool(self._waiting)
+        if self._scheduled:
+            asyncio.get_running_loop().call_soon(self._next)

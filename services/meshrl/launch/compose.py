@@ -83,7 +83,7 @@ def compose(
     trainer = _trainer(config, hub, placement, free_port)
     engines = _engines(config, hub, placement, free_port, engine_hosts)
     rollout = _with_port(_rollout(config, hub), free_port)
-    taught = _taught(config, rollout, free_port)
+    taught = _teacher_rollout(config, rollout, free_port)
     addresses = {"trainer": reach(trainer.server), "weights": hub, **running.model_dump(exclude_none=True)}
     addresses["rollout"] = running.rollout_addresses(reach(rollout.server))
     orchestrator = _orchestrator(config, addresses, None if taught is None else reach(taught.server), session)
@@ -103,7 +103,7 @@ def compose(
             module="meshrl.trainer.main",
             config=trainer,
             end_stage=CLIENTS,
-            environ=shown(placement.trainer),
+            environ=gpu_variables(placement.trainer),
             restarts=config.restarts_of("trainer"),
         ),
         Part(
@@ -114,7 +114,19 @@ def compose(
             environ=engine_key,
             restarts=config.restarts,
         ),
-        *([] if taught is None else [_teachers_part(config, taught)]),
+        *(
+            []
+            if taught is None
+            else [
+                Part(
+                    name="teacher",
+                    module="meshrl.rollout.main",
+                    config=taught,
+                    end_stage=CLIENTS,
+                    restarts=config.restarts,
+                )
+            ]
+        ),
         Part(
             name="orchestrator",
             module="meshrl.orchestrator.main",
@@ -165,7 +177,7 @@ def _orchestrator(
     return with_values(_own_keys(OrchestratorConfig, config.orchestrator, _KEYS_OF_THE_ROLLOUT_PROGRAM), values)
 
 
-def _taught(config: RLConfig, rollout: RolloutConfig, free_port: Callable[[str], int]) -> RolloutConfig | None:
+def _teacher_rollout(config: RLConfig, rollout: RolloutConfig, free_port: Callable[[str], int]) -> RolloutConfig | None:
     """The rollout program in which the teacher plays; None where it plays nothing, or one runs already."""
     names, teacher = config.orchestrator.taught_environments, config.orchestrator.teacher
     if not names or teacher is None or teacher.rollout is not None:
@@ -187,12 +199,6 @@ def _taught(config: RLConfig, rollout: RolloutConfig, free_port: Callable[[str],
         "output_dir": rollout.output_dir / "teacher",
     }
     return with_values(rollout, values)
-
-
-def _teachers_part(config: RLConfig, taught: RolloutConfig) -> Part:
-    return Part(
-        name="teacher", module="meshrl.rollout.main", config=taught, end_stage=CLIENTS, restarts=config.restarts
-    )
 
 
 def _scores_policy(config: RLConfig) -> bool:
@@ -270,7 +276,7 @@ def _key_environ(inference: InferenceConfig | None, variable: str) -> dict[str, 
     return {} if key is None else {variable: checked(key.get_secret_value(), "inference.api_key")}
 
 
-def shown(gpus: Sequence[str] | None) -> dict[str, str]:
+def gpu_variables(gpus: Sequence[str] | None) -> dict[str, str]:
     """The variable that shows a program only these GPUs."""
     return {} if gpus is None else {VARIABLE: ",".join(gpus)}
 
@@ -327,7 +333,7 @@ def _engine_parts(config: RLConfig, engines: Sequence[InferenceConfig], placemen
             module="meshrl.inference.main",
             config=engine,
             end_stage=ENGINES,
-            environ=shown(placement.engines[number]) | _key_environ(config.inference, engine.api_key_var),
+            environ=gpu_variables(placement.engines[number]) | _key_environ(config.inference, engine.api_key_var),
             python=engine.python,
             restarts=config.restarts_of("inference"),
         )

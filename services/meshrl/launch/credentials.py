@@ -1,9 +1,9 @@
-"""Gives the programs of a run on one host what they know each other by, so that no other user may drive or change it.
+"""Makes the credentials of a run, so that its programs accept calls from each other only, not from other users.
 
-A token for each role lies in output_dir/credentials, for the run's own user alone, and is made anew by each `rl`; the
-servers hold their hashes (trust.sqlite). Engines get an API key in the same way. A run over several nodes gets an
-authority instead, by which `meshrl.launch.nodes.certificates` has its nodes know each other. Credentials that the
-configuration or the environment names are left to their owner.
+On one host each role has a token in output_dir/credentials, readable by the run's own user alone; each `rl` makes new
+ones, and the servers hold their hashes (trust.sqlite). Engines get an API key in the same way. A run over several nodes
+gets a certificate authority instead, with which `meshrl.launch.nodes.certificates` signs a certificate for each node.
+Where the configuration or the environment names credentials, none are made.
 """
 
 from __future__ import annotations

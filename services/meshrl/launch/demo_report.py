@@ -1,4 +1,4 @@
-"""What a demo says about itself: figures, table and picture from the metrics of its RL run. It starts nothing."""
+"""The report of a demo: figures, table and plot from the metrics of its RL run; starts no program."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
-Record = Mapping[str, Any]
+from meshrl.wire.values import JsonObject
+
+Record = JsonObject
 
 EVAL_SCORE = re.compile(r"eval/(?P<environment>.+)/avg@\d+")
 EDGE_STEPS = 5

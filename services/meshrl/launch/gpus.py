@@ -1,4 +1,4 @@
-"""Which GPUs the programs of a run get: those listed, or so many of the visible ones, engines first.
+"""Chooses the GPUs of each program of a run: those listed, or as many of the visible ones as it needs, engines first.
 
 A GPU is named by its place among the visible ones, so `--trainer-gpu-ids 0` under CUDA_VISIBLE_DEVICES=4,5 is GPU 4.
 """

@@ -1,4 +1,4 @@
-"""The lock on a run's output folder: one `rl` at a time writes there, and whoever comes second is told who has it."""
+"""The lock on a run's output folder: one `rl` at a time writes there, and a second one is told who holds it."""
 
 from __future__ import annotations
 

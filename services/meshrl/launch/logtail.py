@@ -9,6 +9,8 @@ from pathlib import Path
 
 LAST_LINES = 20
 _LAST_BYTES = 64 * 1024
+_LEAK_REPORT = ("nanobind: ", " - leaked ", " - ... skipped", "See https://nanobind.")
+"""How the lines begin that a library of vLLM writes when Python ends; they follow the error that explains the end."""
 
 
 class LogTail:
@@ -40,8 +42,8 @@ class LogTail:
             self._show(text)
 
 
-def last_lines(path: Path, start: int = 0, count: int = LAST_LINES) -> list[str]:
-    """The last lines of a file, none from before byte `start`."""
+def last_lines(path: Path, start: int = 0) -> list[str]:
+    """The last lines of a file, none from before byte `start`, and none of a report of leaks at Python's end."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2)
@@ -49,4 +51,4 @@ def last_lines(path: Path, start: int = 0, count: int = LAST_LINES) -> list[str]
             text = file.read().decode("utf-8", errors="replace")
     except FileNotFoundError:
         return []
-    return text.splitlines()[-count:]
+    return [line for line in text.splitlines() if not line.startswith(_LEAK_REPORT)][-LAST_LINES:]

@@ -28,7 +28,7 @@ from meshrl.launch.credentials import credentials_for, hub_is_open, makes_own, w
 from meshrl.launch.gpus import VARIABLE, visible
 from meshrl.launch.lock import FolderInUseError, FolderLock
 from meshrl.launch.nodes.certificates import certify_engines
-from meshrl.launch.nodes.job import NodeLostError, NodePorts, hand_over, look_at, nodes_of_job
+from meshrl.launch.nodes.job import NodeLostError, NodePorts, copy_to_nodes, nodes_of_job, probe_nodes
 from meshrl.launch.nodes.spread import Spread, link_logs, on_nodes, spread_over
 from meshrl.launch.ports import FreePorts
 from meshrl.launch.preflight.checks import examine, refusal
@@ -141,7 +141,7 @@ def _launch(config: RLConfig, free_ports: FreePorts) -> int:
             ports: FreePorts | NodePorts = free_ports
             spread = None
             if config.deployment.type == "multi_node":
-                nodes, ports = look_at(nodes_of_job(os.environ, config.deployment.nodes), layout)
+                nodes, ports = probe_nodes(nodes_of_job(os.environ, config.deployment.nodes), layout)
                 config, spread = spread_over(config, nodes)
             keyed = with_engine_key(config, os.environ)
             os.environ.update(config.tls.files().variables())  # the checks and the programs show the same
@@ -150,14 +150,14 @@ def _launch(config: RLConfig, free_ports: FreePorts) -> int:
             if not config.dry_run:
                 credentials = dict(credentials_for(keyed, parts, os.environ))
                 if spread is not None and credentials:
-                    credentials |= _certified(parts, spread, layout)
+                    credentials |= _engine_certificates(parts, spread, layout)
                 begin_attempt(layout)
                 started = programs(parts, layout, credentials)
                 if spread is not None:
-                    hand_over(nodes[1:], [layout.config(part.name) for part in parts])
+                    copy_to_nodes(nodes[1:], [layout.config(part.name) for part in parts])
                     link_logs(layout)
                     started = on_nodes(started, spread, layout, ports)
-                return _run(config, parts, started, lock, findings, used=used)
+                return _supervise(config, parts, started, lock, findings, used=used)
             outcome = f"resolved files are in {layout.configs}"
     except FolderInUseError as error:
         if not config.dry_run:
@@ -170,7 +170,7 @@ def _launch(config: RLConfig, free_ports: FreePorts) -> int:
     return 0
 
 
-def _certified(parts: Sequence[Part], spread: Spread, layout: Layout) -> dict[str, Mapping[str, str]]:
+def _engine_certificates(parts: Sequence[Part], spread: Spread, layout: Layout) -> dict[str, Mapping[str, str]]:
     """The variables of the engines on other nodes, which have certificates by the run's authority on this one."""
     engines = [part for part in parts if part.name.partition("_")[0] == "inference"]
     hub = next(part.config.server.address for part in parts if isinstance(part.config, WeightsConfig))
@@ -207,7 +207,7 @@ def checked(
     return parts, findings
 
 
-def _run(
+def _supervise(
     config: RLConfig,
     parts: Sequence[Part],
     started: Sequence[Program],

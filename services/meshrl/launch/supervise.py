@@ -14,7 +14,6 @@ import tempfile
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from loguru import logger
 
@@ -111,7 +110,7 @@ class Supervisor:
         self._ready_folder = Path()  # made by `run`
         self._mark = secrets.token_hex(16)
 
-    async def run(self, stop: asyncio.Event, lead: Coroutine[Any, Any, int] | None = None) -> int:
+    async def run(self, stop: asyncio.Event, lead: Coroutine[None, None, int] | None = None) -> int:
         """Returns the exit code: 0 when the run is over or was stopped in order, else 1.
 
         `lead` leads in place of a program, in this process: the run is over when it returns, with its exit code, and
@@ -208,7 +207,7 @@ class Supervisor:
             exits = [child.exited for child in self._children.values() if child.exited is not None]
             await stop_or_first(stop, *exits, *ends)
             if leading is not None and (stop.is_set() or leading.done()):
-                return await self._after(leading)
+                return await self._end_after(leading)
             if stop.is_set():
                 logger.info("ending all programs")
                 return await self._end_in_order()
@@ -227,7 +226,7 @@ class Supervisor:
                     return 1  # the caller's way out ends the others
                 await self._restart(child, failed)
 
-    async def _after(self, leading: asyncio.Future[int]) -> int:
+    async def _end_after(self, leading: asyncio.Future[int]) -> int:
         """Lets what leads in this process end, then the programs that it used. Raises what it raises."""
         await asyncio.wait({leading}, timeout=self._grace.shutdown_s)
         code = leading.result() if leading.done() else 1

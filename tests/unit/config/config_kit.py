@@ -1,7 +1,7 @@
 """A configuration class with every kind of key, for tests of the loader."""
 
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import AliasChoices, Field
 
@@ -9,21 +9,14 @@ from meshrl.core.config import BaseConfig
 from meshrl.core.config.shared import EnvConfig, LogConfig, ModelConfig, ServerConfig, WandbConfig
 
 
-class PlainLoss(BaseConfig):
+class Loss(BaseConfig):
     """A loss."""
 
-    type: Literal["default"] = "default"
+    type: Literal["default", "aipo"] = "default"
     """Which loss."""
 
     kl_tau: float = 0.5
     """Weight of the KL term."""
-
-
-class ClippedLoss(BaseConfig):
-    """Another loss."""
-
-    type: Literal["aipo"] = "aipo"
-    """Which loss."""
 
     delta: float = Field(default=4.0, gt=0.0)
     """Cut-off."""
@@ -50,7 +43,7 @@ class Sample(BaseConfig):
     server: ServerConfig = ServerConfig(port=50052)
     """Where to listen."""
 
-    loss: Annotated[PlainLoss | ClippedLoss, Field(discriminator="type")] = PlainLoss()
+    loss: Loss = Loss()
     """The loss."""
 
     ckpt: Ckpt | None = None

@@ -88,11 +88,6 @@ def test_place_in_a_list_changes_one_entry_of_a_file(load: Any, toml: Any) -> No
     ]
 
 
-def test_choosing_another_type_leaves_the_keys_of_the_old_one_behind(load: Any, toml: Any) -> None:
-    config = load("@", toml("[loss]\ntype = 'default'\nkl_tau = 0.1\n"), "--loss.type", "aipo")
-    assert config.loss.model_dump() == {"type": "aipo", "delta": 4.0}
-
-
 def test_arguments_default_to_those_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["prog", "--max-steps", "3"])
     assert load_config(Sample, prog="prog", environ={}).max_steps == 3

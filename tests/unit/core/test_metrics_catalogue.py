@@ -5,7 +5,7 @@ import pytest
 from meshrl.core.metrics.catalogue import Catalogue, Metric, Source, UndeclaredMetricError
 from meshrl.core.metrics.names import CATALOGUE
 from meshrl.core.telemetry.monitor import CONSOLE_FIELDS
-from meshrl.orchestrator.reports.bench_table import ROWS
+from meshrl.orchestrator.bench.summary import ROWS
 
 
 def metric(name: str, *sources: Source, statistics: tuple[str, ...] = ()) -> Metric:

@@ -141,6 +141,8 @@ def test_what_is_not_there_is_said_together_with_all_that_is_wrong(refused: Call
     ).splitlines()  # fmt: skip
     assert lines[0] == "rl: the configuration has 10 errors"
     keys = [line.strip().split(": ")[0] for line in lines[1:-1]]
+    assert any(key.endswith("a.toml:3)") for key in keys)
+    keys = [key.partition(" (batch_size from ")[0] for key in keys]
     assert sorted(keys[1:]) == sorted(
         [
             "env_vars is not there", "orchestrator.use_sft_loss is not there", "trainer.model.cp is not there",

@@ -8,7 +8,7 @@ from typing import ClassVar
 from pydantic import BaseModel, ConfigDict, PrivateAttr, model_validator
 
 from meshrl.core.config.layers import Layer
-from meshrl.core.config.schema import Kind, ReadTable, Table, kind_of_key
+from meshrl.core.config.schema import ReadTable, Table
 
 
 class ConfigError(Exception):
@@ -47,8 +47,8 @@ class BaseConfig(BaseModel):
         return type(self) is type(other) and self.__dict__ == other.__dict__
 
     @classmethod
-    def hand_down(cls, layer: Layer) -> None:
-        """Copies shared keys of one layer (a file, the command line, the environment) to where they are used.
+    def hand_down(cls, layers: Sequence[Layer]) -> None:
+        """Copies shared keys of each layer (a file, the command line, the environment) to where they are used.
 
         A class that composes others overrides it; layers are merged afterwards, so precedence between layers holds.
         """
@@ -67,26 +67,16 @@ class BaseConfig(BaseModel):
         """
         if not isinstance(values, Mapping):
             return values
-        completed = dict(values)
-        for name in completed.keys() & cls.model_fields.keys():
-            field = cls.model_fields[name]
-            default = field.get_default(call_default_factory=True)
-            completed[name] = _over(kind_of_key(cls, name), default, completed[name])
-        return completed
+        defaults = {
+            name: cls.model_fields[name].get_default(call_default_factory=True)
+            for name in values.keys() & cls.model_fields.keys()
+        }
+        return {name: _over(defaults.get(name), value) for name, value in values.items()}
 
 
-def _over(kind: Kind, default: object, value: object) -> object:
-    """A section's value completed by what its default sets; a value that chooses another class stays as it is."""
+def _over(default: object, value: object) -> object:
+    """A section's value completed by what its default sets."""
     if not isinstance(value, Mapping) or not isinstance(default, BaseModel):
         return value
-    chooser = kind.discriminator
-    if chooser is not None and chooser not in value:
-        value = {chooser: getattr(default, chooser), **value}  # the key chooses its default class
-    if kind.narrowed(value).sections != (type(default),):
-        return value
-    completed: dict[str, object] = {name: getattr(default, name) for name in default.model_fields_set}
-    section = type(default)
-    for key, own in value.items():
-        known = key in section.model_fields
-        completed[key] = _over(kind_of_key(section, key), completed.get(key), own) if known else own
-    return completed
+    given: dict[str, object] = {name: getattr(default, name) for name in default.model_fields_set}
+    return given | {name: _over(given.get(name), own) for name, own in value.items()}

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from meshrl.core.config.base import ConfigError
 from meshrl.core.config.layers import Layer
 from meshrl.core.config.respelling import OlderSpellings, UnknownKeyError
-from meshrl.core.config.schema import Kind, Path, describe, flag_of, key_names, suggestion
+from meshrl.core.config.schema import Kind, Path, describe, flag_of, suggestion
 from meshrl.core.config.values import decode
 
 
@@ -81,7 +81,7 @@ def _take_flag(older: OlderSpellings, token: str, rest: list[str], line: Command
         rest.pop(0)
         path, kind = _find(older, flag[2:])
         name = _file_name(f"{flag} @", rest)
-        if not kind.sections:
+        if not kind.section:
             raise ConfigError(f"{flag} @ {name}: only a section takes a file, {'.'.join(path)} is {describe(kind)}")
         line.files.append((path, name))
         return
@@ -96,7 +96,7 @@ def _take_flag(older: OlderSpellings, token: str, rest: list[str], line: Command
         line.layer.put(*_switched_off(older, flag, text), flag)
     else:
         texts = [] if text is None else [text, *([] if has_value else _more(kind, text, rest))]
-        bare = kind.is_any and older.meant(path) is not None  # such a key may have been a switch
+        bare = kind.annotation is Any and older.meant(path) is not None  # such a key may have been a switch
         value = _decoded(flag, kind, texts) if texts else True if bare else _switched_on(flag, kind)
         line.layer.put(path, value, flag)
 
@@ -124,10 +124,10 @@ def _switched_on(flag: str, kind: Kind) -> object:
     """What a flag without a value means."""
     if kind.annotation is bool:
         return True
-    if kind.sections and kind.nullable:
+    if kind.section and kind.nullable:
         return {}
-    if kind.sections:
-        example = f"{flag}.{key_names(kind.sections)[0].replace('_', '-')}"
+    if kind.section:
+        example = f"{flag}.{next(iter(kind.section.model_fields)).replace('_', '-')}"
         raise ConfigError(f"{flag} is a section that is always on; set one of its keys, such as {example}")
     raise ConfigError(f"{flag} needs a value ({describe(kind)}): write '{flag} VALUE'")
 
@@ -161,6 +161,6 @@ def _hint(unknown: UnknownKeyError) -> str:
     key, kind = ".".join(unknown.path), unknown.kind
     if kind.item is not None:
         return f": {key} is a list, so a place comes next: {flag_of((*unknown.path, '0', unknown.part))}"
-    if not kind.sections:
+    if not kind.section:
         return f": {key} is {describe(kind)} and has no keys below it"
-    return suggestion(kind, unknown.path, unknown.part, flag_of).replace("_", "-")
+    return suggestion(kind.section, unknown.path, unknown.part, flag_of).replace("_", "-")

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path, PurePath
+from typing import Any
 
 import tomli_w
 from pydantic import SecretStr
@@ -30,15 +31,11 @@ def dump_toml(config: BaseConfig, path: Path) -> None:
 def to_toml(config: BaseConfig, *, given_only: bool = False) -> str:
     """The configuration as TOML, plain keys before sections; secrets are left out, as is with `given_only` what nobody
     has set: some keys follow from others where they are not set."""
-    return tomli_w.dumps(_table(config.model_dump(exclude_unset=given_only)))
+    return tomli_w.dumps(_plain(config.model_dump(exclude_unset=given_only)))
 
 
-def _table(values: Mapping[str, object]) -> dict[str, object]:
-    return {str(key): _plain(value) for key, value in values.items() if not isinstance(value, SecretStr)}
-
-
-def _plain(value: object) -> object:
-    """A value as what TOML can hold."""
+def _plain(value: object) -> Any:
+    """A value as what TOML can hold; of a table without its secrets."""
     match value:
         case None:
             return NONE
@@ -47,7 +44,7 @@ def _plain(value: object) -> object:
         case PurePath():
             return str(value)
         case Mapping():
-            return _table(value)
+            return {str(key): _plain(item) for key, item in value.items() if not isinstance(item, SecretStr)}
         case list() | tuple() | set() | frozenset():
             return [_plain(item) for item in value]
     return value

@@ -7,13 +7,12 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import PurePath
 
-from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from meshrl.core.config.base import BaseConfig
-from meshrl.core.config.schema import Kind, Path, Section, describe, field_kind, flag_of, spellings
+from meshrl.core.config.schema import Kind, Path, Section, describe, flag_of, kind_of, spellings
 
 _WIDTH = 110
 _INTRO = """\
@@ -54,15 +53,14 @@ def _entries(section: Section, path: Path, own: object) -> Iterator[tuple[Path, 
     """
     below: list[tuple[str, Section, Path, object]] = []
     for name, field in section.model_fields.items():
-        kind, here = field_kind(field), (*path, name)
+        kind, here = kind_of(field.annotation), (*path, name)
         default = getattr(own, name) if isinstance(own, section) else field.get_default(call_default_factory=True)
-        if not kind.sections or kind.nullable or len(kind.sections) > 1:
+        if kind.section is None or kind.nullable:
             yield here, _entry(here, kind, field, default)
         holder, place = (kind, here) if kind.item is None else (kind.item, (*here, "N"))
-        for child in holder.sections:
-            which = f" ({child.__name__})" if len(holder.sections) > 1 else ""
+        if holder.section is not None:
             meaning = " ".join((field.description or "").split())
-            below.append((f"\n[{'.'.join(place)}]{which} {meaning}", child, place, default))
+            below.append((f"\n[{'.'.join(place)}] {meaning}", holder.section, place, default))
     for title, child, place, default in below:
         yield (), title
         yield from _entries(child, place, default)
@@ -92,10 +90,10 @@ def _plain(value: object) -> str:
 
 
 def _bounds(field: FieldInfo) -> str:
-    signs = (("ge", Ge, ">="), ("gt", Gt, ">"), ("le", Le, "<="), ("lt", Lt, "<"))
+    signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
     return "".join(
         f", {sign} {getattr(bound, name)}"
         for bound in field.metadata
-        for name, kind, sign in signs
-        if isinstance(bound, kind)
+        for name, sign in signs.items()
+        if hasattr(bound, name)
     )

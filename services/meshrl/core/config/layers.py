@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple
 
 from meshrl.core.config.schema import Path
 
 
 class Given(NamedTuple):
-    """One value and where it was given: the name of a file, a flag, a variable."""
+    """One value and where it was given: a file and its line, a flag, a variable."""
 
     value: Any
     """A plain value, {} or []; {} is a section or table that is there, [] a list in place of those of lower layers."""
@@ -26,10 +27,21 @@ class Layer:
 
     def put(self, path: Path, value: object, origin: str) -> None:
         """Sets a key, or a table key by key, in place of what the layer says of it so far."""
-        for place, given in list(self.given.items()):
-            if _starts(place, path) or (_starts(path, place) and not isinstance(given.value, (dict, list))):
-                del self.given[place]
-        self.given |= {place: Given(plain, origin) for place, plain in _leaves(path, value)}
+        self.given = {place: given for place, given in self.given.items() if not _starts(place, path)}
+        self.lay({place: Given(plain, origin) for place, plain in _leaves(path, value)})
+
+    def lay(self, upper: Mapping[Path, Given]) -> None:
+        """Lays another layer over this one, key by key; a list replaces a list, a place of one changes one entry."""
+        for path, given in upper.items():
+            gone = next((path[:end] for end in range(len(path)) if not self._may_hold(path[:end], path[end])), path)
+            if gone != path or given.value != {} or self.given.get(path, given).value != {}:
+                self.given = {place: own for place, own in self.given.items() if not _starts(place, gone)}
+            self.given[path] = given
+
+    def _may_hold(self, place: Path, part: str) -> bool:
+        """Whether what is given at a place may have something below it: a table any key, a list places."""
+        value = self.given[place].value if place in self.given else {}
+        return value == {} or (value == [] and part.isdecimal())
 
     def taken(self, path: Path, value: object) -> Path | None:
         """The place of what the layer says of a key itself, above it or below it; None where the key may be set."""
@@ -56,15 +68,10 @@ class Layer:
         return {place[len(path) :]: given for place, given in self.given.items() if _starts(place, path)}
 
     def origin_of(self, path: Path) -> str | None:
-        """Where what the layer says of a key comes from; None where it says nothing."""
-        return next(
-            (
-                origin
-                for place, (value, origin) in self.given.items()
-                if _starts(place, path) or (_starts(path, place) and value != {})
-            ),
-            None,
-        )
+        """Where what is given at a key, below it or else above it comes from; None for nothing."""
+        below = (origin for place, (_, origin) in self.given.items() if _starts(place, path))
+        above = (origin for place, (value, origin) in self.given.items() if _starts(path, place) and value != {})
+        return next(chain(below, above), None)
 
 
 def _starts(path: Path, start: Path) -> bool:

@@ -14,11 +14,11 @@ from meshrl.core.config.command_line import CommandLine, parse_command_line
 from meshrl.core.config.dump import to_toml
 from meshrl.core.config.help_text import help_text
 from meshrl.core.config.layers import Layer
-from meshrl.core.config.report import Origin, explain, one_message, without_unknown
+from meshrl.core.config.report import explain, one_message
 from meshrl.core.config.respelling import OlderSpellings
-from meshrl.core.config.schema import Path, Table, kind_of
-from meshrl.core.config.sources import read_environment, read_file, read_settings
-from meshrl.core.config.values import in_present_words
+from meshrl.core.config.schema import kind_of
+from meshrl.core.config.sources import Settings, read_environment, read_file
+from meshrl.core.config.values import as_table, in_present_words
 
 Config = TypeVar("Config", bound=BaseConfig)
 
@@ -70,27 +70,23 @@ def build_config(
     read, warnings = _layers(line, environ, older, problems)
     for layer in read:
         said, wrong = older.apply(layer)
+        present, unknown = in_present_words(older.root, layer)
         notes += said
-        problems += wrong
-        try:
-            layers.append(in_present_words(older.root, layer))
-        except ConfigError as error:
-            problems.append(str(error))
-        else:
-            cls.hand_down(layers[-1])
-
-    def origin_of(path: Path) -> str | None:
-        return next((origin for layer in reversed(layers) if (origin := layer.origin_of(path))), None)
-
+        problems += [*wrong, *unknown]
+        layers.append(present)
+    cls.hand_down(layers)
+    whole = Layer()
+    for layer in layers:
+        whole.lay(layer.given)
     try:
-        values = cls.complete(read_settings(older.root, layers))
+        table = as_table(older.root, whole.given)
     except ConfigError as error:
         raise ConfigError("\n".join([*problems, str(error)])) from error
+    values = cls.complete(Settings(**table).model_extra or {})
     try:
         config = cls.model_validate(values)
     except ValidationError as error:
-        problems += explain(older.root, error, origin_of)
-        problems += _beyond_unknown_keys(cls, values, error, origin_of)
+        problems += explain(older.root, error, whole.origin_of)
     if problems:
         raise ConfigError("\n".join(dict.fromkeys(problems)))
     config._notes = tuple(dict.fromkeys(notes))
@@ -114,20 +110,3 @@ def _layers(
         except ConfigError as error:
             problems.append(str(error))
     return [*layers, line.layer], warnings
-
-
-def _beyond_unknown_keys(cls: type[BaseConfig], values: Table, error: ValidationError, origin_of: Origin) -> list[str]:
-    """What else is wrong once unknown keys are read as the keys that they are most like, or left out.
-
-    A section with an unknown key is not looked at as a whole, so what does not fit together in it would be said only
-    after the key is mended.
-    """
-    root = kind_of(cls)
-    mended = without_unknown(root, values, error)
-    if mended is None:
-        return []
-    try:
-        cls.model_validate(mended)
-    except ValidationError as rest:
-        return explain(root, rest, origin_of, only=("value_error",))
-    return []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from meshrl.core.config.base import ConfigError
@@ -35,11 +36,6 @@ class _Row:
     why: str
     unused: bool
     key: OlderKey
-
-    @property
-    def start(self) -> Path:
-        """The path up to its first star: a layer that says nothing there has nothing for the row."""
-        return self.old[: self.old.index("*")] if "*" in self.old else self.old
 
     def fits(self, path: Path) -> bool:
         """Whether a path is that of the row, or below it."""
@@ -95,14 +91,12 @@ class OlderSpellings:
         """Moves what the layer says under older names to the present ones, and takes out what is not used.
 
         Returns notes on keys that were taken under another name, or without effect; and problems: keys that there are
-        none of, and pairs of spellings that disagree.
+        none of, and pairs of spellings that disagree. A section is named once, with its first line.
         """
-        notes: list[str] = []
+        notes: dict[str, str] = {}
+        gone: dict[str, str] = {}
         problems: list[str] = []
-        starts = _starts(layer)
         for row in self._rows:
-            if row.start not in starts:
-                continue
             found = [path for path, given in layer.given.items() if row.is_for(_plain(path), given.value)]
             own = Layer(layer.given.copy() if found else {})
             for path in found:
@@ -111,45 +105,42 @@ class OlderSpellings:
                 if row.key.values:
                     present = row.key.values[str(value).lower()]
                     layer.put(path, present, origin)
-                    notes.append(f"{old} {value!r} is {present!r} here (from {origin})")
+                    notes.setdefault(f"{old} {value!r} is {present!r} here", origin)
                     continue
-                self._take_out(layer, path)
+                del layer.given[path]
+                holders = (path[:end] for end in range(len(path) - 1, 0, -1))
+                holder = next((each for each in holders if _known(self.root, _plain(each)) is not None), None)
+                if holder is not None:  # the section that the key was in stays, as it is by default
+                    layer.given.setdefault(holder, Given({}, origin))
                 if row.new:
-                    notes.append(f"{old} is called {'.'.join(row.renamed(name[: len(row.old)]))} now (from {origin})")
-                    problems += self._moved(layer, own, path, row)
+                    notes.setdefault(f"{old} is called {'.'.join(row.renamed(name[: len(row.old)]))} now", origin)
+                    problems += _moved(layer, own, path, row)
                 else:
-                    text = f"{old} is not {'used' if row.unused else 'there'}: {row.why} (from {origin})"
-                    (notes if row.unused else problems).append(text)
-            starts = _starts(layer) if found else starts
-        return list(dict.fromkeys(notes)), problems
+                    text = f"{old} is not {'used' if row.unused else 'there'}: {row.why}"
+                    (notes if row.unused else gone).setdefault(text, origin)
+        said, refused = ([f"{text} (from {origin})" for text, origin in texts.items()] for texts in (notes, gone))
+        return said, [*refused, *problems]
 
-    def _moved(self, layer: Layer, own: Layer, path: Path, row: _Row) -> Iterator[str]:
-        """Gives a value its present name, unless the layer has another there by itself: says so then."""
-        value, origin = own.given[path]
-        name = _plain(path)
-        new = row.renamed(name)
-        place = own.taken(next((each for each in own.given if _plain(each) == new), new), value)
-        if place is None or place == path[: len(place)]:  # what holds both holds the new one too
-            layer.given[(*new[: len(row.new)], *path[len(row.old) :])] = Given(value, origin)
-            return
-        there, own_origin = own.given[place]
-        if _plain(place) != new or (there != value and [] in (there, value)):
-            old, key = ".".join(name[: len(row.old)]), ".".join(new[: len(row.new)])
-            yield f"{key} is set (from {own_origin}), and {old}, as it was called, too (from {origin}); keep only {key}"
-        elif there != value:
-            key = ".".join(new)
-            yield (
-                f"{key} is {there!r} (from {own_origin}), but {'.'.join(name)}, as it was called, is {value!r}"
-                f" (from {origin}); keep only {key}"
-            )
 
-    def _take_out(self, layer: Layer, path: Path) -> None:
-        """Takes a value out; the section of the program that it was in stays, as it is by default."""
-        origin = layer.given.pop(path).origin
-        for end in range(len(path) - 1, 0, -1):
-            if _known(self.root, _plain(path[:end])) is not None:
-                layer.given.setdefault(path[:end], Given({}, origin))
-                return
+def _moved(layer: Layer, own: Layer, path: Path, row: _Row) -> Iterator[str]:
+    """Gives a value its present name, unless the layer has another there by itself: says so then."""
+    value, origin = own.given[path]
+    name = _plain(path)
+    new = row.renamed(name)
+    place = own.taken(next((each for each in own.given if _plain(each) == new), new), value)
+    if place is None or place == path[: len(place)]:  # what holds both holds the new one too
+        layer.given[(*new[: len(row.new)], *path[len(row.old) :])] = Given(value, origin)
+        return
+    there, own_origin = own.given[place]
+    if _plain(place) != new or (there != value and [] in (there, value)):
+        old, key = ".".join(name[: len(row.old)]), ".".join(new[: len(row.new)])
+        yield f"{key} is set (from {own_origin}), and {old}, as it was called, too (from {origin}); keep only {key}"
+    elif there != value:
+        key = ".".join(new)
+        yield (
+            f"{key} is {there!r} (from {own_origin}), but {'.'.join(name)}, as it was called, is {value!r}"
+            f" (from {origin}); keep only {key}"
+        )
 
 
 def _rows(root: Kind, sections: tuple[str, ...]) -> Iterator[_Row]:
@@ -162,23 +153,17 @@ def _rows(root: Kind, sections: tuple[str, ...]) -> Iterator[_Row]:
         if sections:
             old = old[1:]
             if new and new[0] not in sections:
-                why, unused, new = _elsewhere(new), True, ()
+                program, flag = new[0], ".".join(new[1:]).replace("_", "-")
+                owner = (
+                    f"the {program} program; start that with --{flag}" if program in _PROGRAMS else f"rl, as {key.new}"
+                )
+                why, unused, new = f"it belongs to {owner}", True, ()
             new = new[1:]
         if (_known(root, old) is None or key.values) and (not new or _known(root, new) is not None):
             yield _Row(old=old, new=new, why=why, unused=unused, key=key)
 
 
-def _elsewhere(new: Path) -> str:
-    """Says whose key it is."""
-    if new[0] in _PROGRAMS:
-        return f"it belongs to the {new[0]} program; start that with --{'.'.join(new[1:])}".replace("_", "-")
-    return f"it belongs to rl, as {'.'.join(new)}"
-
-
-def _starts(layer: Layer) -> set[Path]:
-    return {path[:end] for path in map(_plain, layer.given) for end in range(len(path) + 1)}
-
-
+@cache
 def _plain(path: Path) -> Path:
     return tuple(part.replace("-", "_") for part in path)
 
@@ -187,7 +172,7 @@ def _known(kind: Kind, path: Path) -> Kind | None:
     """What a key accepts, by its exact name; None for one that there is not."""
     for part in path:
         step = kind.step("0" if part == "*" else part)
-        if step is None or (kind.sections and step[0] != part):  # an alias
+        if step is None or (kind.section and step[0] != part):  # an alias
             return None
         kind = step[1]
     return kind

@@ -319,7 +319,7 @@ class WeightBroadcastConfig(BaseConfig):
     """stream: relays of this site (`weights --upstream`), host:port, from which an engine fetches before it asks the
     hub; the fastest that is there is used."""
 
-    connections: int = Field(default=32, ge=1, le=128)
+    connections: int = Field(default=48, ge=1, le=128)
     """stream: most connections over which an engine fetches a version, as many as bring something, and over which a
     trainer sends one to a hub far away."""
 

@@ -1,22 +1,22 @@
-"""Reads TOML files and PRIME_ variables into layers, and hands all layers to pydantic-settings as its one source."""
+"""Reads TOML files and PRIME_ variables into layers, and takes all layers as settings."""
 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path as FilePath
-from typing import Any, get_args
+from typing import get_args
 
 from pydantic import ValidationError
-from pydantic.fields import FieldInfo
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from meshrl.core.config.base import ConfigError
-from meshrl.core.config.layers import Layer
+from meshrl.core.config.layers import Given, Layer
 from meshrl.core.config.respelling import OlderSpellings, UnknownKeyError
-from meshrl.core.config.schema import Kind, Path, Table, nearest
+from meshrl.core.config.schema import Path, nearest
 from meshrl.core.config.shared import LogConfig, LogLevel
-from meshrl.core.config.values import decode, merged
+from meshrl.core.config.values import decode
 
 PREFIX = "PRIME_"
 LOG_LEVEL = "PRIME_LOG_LEVEL"
@@ -24,12 +24,19 @@ LOG_LEVEL = "PRIME_LOG_LEVEL"
 OTHER_TOOLS = frozenset({"PRIME_API_KEY", LOG_LEVEL})
 """Variables of other tools whose names are keys here too; PRIME_API_KEY is an account's secret."""
 
+_ENDS = ("]", "}", '"""', "'''")
+"""What the last line of a value has that goes over several."""
+
 
 def read_file(section: Path, file: str) -> Layer:
-    """The layer that a TOML file makes for a section. Raises ConfigError when it is missing, unreadable or not TOML."""
+    """The layer that a TOML file makes for a section, each value with its line.
+
+    Raises ConfigError when the file is missing, unreadable or not TOML.
+    """
     name = f"config file {file!r}"
     try:
-        values = tomllib.loads(FilePath(file).read_text(encoding="utf-8"))
+        text = FilePath(file).read_text(encoding="utf-8")
+        values = tomllib.loads(text)
     except FileNotFoundError as error:
         raise ConfigError(f"{name} does not exist (looked in {FilePath.cwd()}); check the path after @") from error
     except UnicodeDecodeError as error:
@@ -41,7 +48,53 @@ def read_file(section: Path, file: str) -> Layer:
     layer = Layer()
     if section or values:
         layer.put(section, values, file)
+    lines = key_lines(text)
+    layer.given = {
+        path: Given(value, f"{file}:{line_of(path[len(section) :], lines)}") for path, (value, _) in layer.given.items()
+    }
     return layer
+
+
+def key_lines(text: str) -> dict[Path, int]:
+    """The line, from 1, on which each key and table of a valid TOML text is set; entries of lists by their places.
+
+    The standard library's parser does not tell it.
+
+    Keys of an inline table and items of a list stand on the line of the key that they are the value of.
+    """
+    lines: dict[Path, int] = {}
+    table = Path()
+    entries: Counter[Path] = Counter()
+    statement, first = "", 1
+    for number, line in enumerate(text.replace("\r\n", "\n").split("\n"), start=1):
+        goes_on = bool(statement) and not any(end in line for end in _ENDS)
+        statement += line + "\n"
+        if goes_on:  # not read again with every line of a long list
+            continue
+        try:
+            value: object = tomllib.loads(statement)
+        except tomllib.TOMLDecodeError:  # a list or a text that goes on
+            continue
+        is_header = statement.startswith("[", len(statement) - len(statement.lstrip()))
+        path = Path() if is_header else table
+        while isinstance(value, dict) and len(value) == 1:
+            [(key, value)] = value.items()
+            path = (*path, key)
+            if is_header and entries[path] and value != [{}]:  # a table of the last entry of a list
+                path = (*path, str(entries[path] - 1))
+        if is_header and value == [{}]:
+            lines.setdefault(path, first)
+            entries[path] += 1
+            path = (*path, str(entries[path] - 1))
+        table = path if is_header else table
+        lines.setdefault(path, first)
+        statement, first = "", number + 1
+    return lines
+
+
+def line_of(path: Path, lines: dict[Path, int]) -> int:
+    """The line on which a key is set, or what holds it; 1 where neither is written, as for an empty file."""
+    return next((lines[path[:end]] for end in range(len(path), 0, -1) if path[:end] in lines), 1)
 
 
 def read_environment(older: OlderSpellings, environ: Mapping[str, str]) -> tuple[Layer, list[str]]:
@@ -67,7 +120,8 @@ def read_environment(older: OlderSpellings, environ: Mapping[str, str]) -> tuple
             path, kind = older.find(written)
             layer.put(path, decode(kind, text), variable)
         except UnknownKeyError as unknown:
-            close = nearest(unknown.kind.sections, unknown.part, unknown.path) if unknown.kind.sections else None
+            section = unknown.kind.section
+            close = nearest(section, unknown.part, unknown.path) if section else None
             nearby = f"; did you mean {PREFIX}{'__'.join(close).upper()}?" if close else ""
             warnings.append(f"{variable} is not used: {unknown}{nearby}")
         except ConfigError as error:
@@ -75,33 +129,7 @@ def read_environment(older: OlderSpellings, environ: Mapping[str, str]) -> tuple
     return layer, warnings
 
 
-class LayersSource(PydanticBaseSettingsSource):
-    """The source of settings that holds every layer, the lowest first."""
+class Settings(BaseSettings):
+    """All layers as pydantic-settings takes them, in place of its own sources."""
 
-    def __init__(self, settings: type[BaseSettings], root: Kind, layers: Sequence[Layer]) -> None:
-        super().__init__(settings)
-        self._root = root
-        self._layers = layers
-
-    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
-        """One top-level value of the layers."""
-        return self().get(field_name), field_name, False
-
-    def __call__(self) -> Table:
-        """The layers laid over each other. Raises ConfigError when a list has gaps."""
-        return merged(self._root, self._layers)
-
-
-def read_settings(root: Kind, layers: Sequence[Layer]) -> Table:
-    """What pydantic-settings makes of the layers, which take the place of its own sources. Raises ConfigError."""
-
-    class Settings(BaseSettings):
-        model_config = SettingsConfigDict(extra="allow", protected_namespaces=())
-
-        @classmethod
-        def settings_customise_sources(
-            cls, settings_cls: type[BaseSettings], *_: object, **__: object
-        ) -> tuple[PydanticBaseSettingsSource, ...]:
-            return (LayersSource(settings_cls, root, layers),)
-
-    return Settings().model_extra or {}
+    model_config = SettingsConfigDict(extra="allow", protected_namespaces=())

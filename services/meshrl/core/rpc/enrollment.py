@@ -1,4 +1,4 @@
-"""Lets members into a run: the EnrollmentService of the weight hub, beside the run's authority.
+"""The EnrollmentService of the weight hub: signs certificates for hosts that join, by the run's authority.
 
 `Enroll` is served at a port of its own, where callers have no certificate yet; `Renew` and `ListRevoked` at the hub's
 main port, behind the guard.
@@ -126,7 +126,7 @@ def _check(request: bytes, hosts: Sequence[str]) -> None:
 
 
 async def _off_loop(work: Callable[[], _T]) -> _T:
-    """Does what reads files or signs beside the event loop; what is wrong with the request is INVALID_REQUEST."""
+    """Runs work that reads files or signs on a thread; its AuthorityError becomes INVALID_REQUEST."""
     try:
         return await asyncio.to_thread(work)
     except sqlite3.Error as error:

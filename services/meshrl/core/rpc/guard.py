@@ -1,4 +1,4 @@
-"""Decides before each call who calls, by certificate or token, and whether that role may make it (`roles`)."""
+"""Authenticates each call by certificate or token, and decides whether the caller's role may make it (`roles`)."""
 
 from __future__ import annotations
 

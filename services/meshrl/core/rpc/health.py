@@ -1,4 +1,4 @@
-"""The standard gRPC health service: what every server of the mesh says about each service it hosts.
+"""The standard gRPC health service of every server of the mesh, with a status for each service that it hosts.
 
 Set by `serve` as a program comes up and drains; read by `wait_until_serving` and by whoever probes a server. The
 servicer of the grpc_health package is not used: in it, a watcher that leaves makes all others of the same service deaf.
@@ -7,7 +7,6 @@ servicer of the grpc_health package is not used: in it, a watcher that leaves ma
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable
-from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -29,19 +28,23 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # g
         self._serving.update(dict.fromkeys((*services, ""), serving))
         self._changed.beat()
 
-    def _status(self, service: str) -> Any:
+    def _status(self, service: str) -> health_pb2.HealthCheckResponse.ServingStatus:
         serving = self._serving.get(service)
         if serving is None:
             return _Status.SERVICE_UNKNOWN
         return _Status.SERVING if serving else _Status.NOT_SERVING
 
-    async def Check(self, request: Any, context: grpc.aio.ServicerContext) -> Any:  # noqa: N802  # named by the contract
+    async def Check(  # noqa: N802  # named by the contract
+        self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext
+    ) -> health_pb2.HealthCheckResponse:
         """Returns the status of a service; NOT_FOUND for one that is not hosted."""
         if request.service not in self._serving:
             await context.abort(grpc.StatusCode.NOT_FOUND, f"{request.service} is not hosted here")
         return _Status(status=self._status(request.service))
 
-    async def Watch(self, request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:  # noqa: N802  # named by the contract
+    async def Watch(  # noqa: N802  # named by the contract
+        self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
         """Streams the status of a service, now and whenever it changes."""
         last = None
         while True:

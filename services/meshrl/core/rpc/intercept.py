@@ -1,14 +1,14 @@
-"""What happens around every call that a server takes: errors, trace context, counting, refusal in a drain."""
+"""The server interceptor around every call: access, errors, trace context, calls in flight, refusal in a drain."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -147,7 +147,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc
 
     @contextmanager
     def _sending_from(self) -> Iterator[None]:
-        """Around the hand-over of a stream's message to gRPC. Raises why the caller has been shut out meanwhile."""
+        """Surrounds the sending of a stream's message. Raises the reason if the caller has been shut out meanwhile."""
         task = asyncio.current_task()
         assert task is not None  # gRPC runs each call in one
         self._sending.add(task)
@@ -159,8 +159,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc
             raise self._shut_out[task]
 
     async def intercept_service(
-        self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: grpc.HandlerCallDetails
-    ) -> Any:
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
         """Returns the handler with the wrapping around it."""
         handler = await continuation(handler_call_details)
         if handler is None:
@@ -173,12 +175,14 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc
         )
         behaviour = getattr(handler, kind)
         if inspect.isasyncgenfunction(behaviour):
-            wrapped = self._around_stream(behaviour, method)
-            return grpc.stream_stream_rpc_method_handler(wrapped, None, handler.response_serializer)
-        wrapped = self._around_call(behaviour, method)
-        return grpc.stream_unary_rpc_method_handler(wrapped, None, handler.response_serializer)
+            stream = self._around_stream(behaviour, method)
+            return grpc.stream_stream_rpc_method_handler(stream, None, handler.response_serializer)
+        call = self._around_call(behaviour, method)
+        return grpc.stream_unary_rpc_method_handler(call, None, handler.response_serializer)
 
-    def _around_call(self, behaviour: Any, method: _Method) -> Any:
+    def _around_call(
+        self, behaviour: Callable[[object, grpc.aio.ServicerContext], Awaitable[object]], method: _Method
+    ) -> Callable[..., Awaitable[object]]:
         async def call(received: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> object:
             with self._served(context, method) as span:
                 try:
@@ -197,7 +201,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc
 
         return call
 
-    def _around_stream(self, behaviour: Any, method: _Method) -> Any:
+    def _around_stream(
+        self, behaviour: Callable[[object, grpc.aio.ServicerContext], AsyncGenerator[object, None]], method: _Method
+    ) -> Callable[..., AsyncIterator[object]]:
         async def stream(received: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> AsyncIterator[object]:
             with self._served(context, method) as span:
                 try:

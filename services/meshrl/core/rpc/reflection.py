@@ -7,7 +7,6 @@ messages, and the library has code for v1alpha only.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import grpc
 from google.protobuf import descriptor_pb2, descriptor_pool, text_format
@@ -18,7 +17,7 @@ from grpc_reflection.v1alpha.reflection import aio
 V1 = V1ALPHA.replace("v1alpha", "v1")
 
 
-def add_reflection(services: Sequence[str], server: Any) -> None:
+def add_reflection(services: Sequence[str], server: grpc.aio.Server) -> None:
     """Adds reflection of `services` (full names) and of itself to a grpc.aio server that has not started yet.
 
     It describes every message that this program knows, the google.rpc types of error details among them.

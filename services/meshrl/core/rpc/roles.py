@@ -1,7 +1,7 @@
-"""Who may call what: the one table of RPC and role. What it does not name is refused.
+"""Which role may call which RPC: one table. An RPC that it does not name is refused.
 
-A role is what a certificate or token says; without either kind of credential at a server nothing is asked. Health and
-reflection are for everybody. A test holds that every RPC of proto/ is here.
+A caller's role is in its certificate or token; a server without credentials asks for neither. Health and reflection are
+open to everybody. A test checks that every RPC of proto/ is in the table.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 
 import grpc
 from grpc_health.v1 import health_pb2_grpc
@@ -19,6 +19,9 @@ from meshrl.core.rpc.guard import guard_of
 from meshrl.core.rpc.health import HealthServicer
 from meshrl.core.rpc.intercept import CallInterceptor
 from meshrl.core.rpc.reflection import add_reflection
+
+ServicerT = TypeVar("ServicerT")
+
 
 DEFAULT_MAX_MESSAGE_BYTES = 64 * 2**20
 MIN_PING_INTERVAL_S = 5.0
@@ -88,7 +91,7 @@ class GrpcServer:
         """Calls to the added services that are being served."""
         return self._calls.in_flight
 
-    def add(self, service: str, adder: Callable[[Any, Any], None], servicer: object) -> None:
+    def add(self, service: str, adder: Callable[[ServicerT, grpc.aio.Server], None], servicer: ServicerT) -> None:
         """Adds a service by its full name, with the generated `add_XServicer_to_server`."""
         adder(servicer, self._server)
         self._services.append(service)

@@ -1,4 +1,4 @@
-"""Writes a job's batch script from its template and hands it to sbatch; used by rl, sft and inference."""
+"""Writes a job's batch script from its template and submits it with sbatch; used by rl, sft and inference."""
 
 from __future__ import annotations
 

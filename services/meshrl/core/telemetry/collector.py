@@ -1,7 +1,7 @@
-"""Sends spans to a collector that may be away or busy for a while: what it does not take is held and sent again.
+"""Sends spans to a collector that may be away or busy for a while: batches that it refuses are kept and sent again.
 
-Between the tracing of a program and OpenTelemetry's exporter, on the thread of its span processor. What is held has a
-bound; what is lost is counted and said. All of it is in traces/ of the output folder besides.
+It is between a program's tracing and OpenTelemetry's exporter, on the thread of the span processor. It keeps a bounded
+number of spans; lost ones are counted and logged. All spans are in traces/ of the output folder as well.
 """
 
 from __future__ import annotations

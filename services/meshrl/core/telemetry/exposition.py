@@ -1,4 +1,4 @@
-"""A program's metrics in Prometheus' text format at GET /metrics, where `log.metrics_port` is set; and its watch.
+"""Serves a program's metrics to Prometheus at GET /metrics, where `log.metrics_port` is set, and starts its watch.
 
 Served from a thread, so that a program whose event loop is stuck can still say so. Every process of a run (each worker
 of the rollout program, too) writes where it is scraped into `metrics_targets/PROGRAM.json`, the form of Prometheus'
@@ -30,7 +30,7 @@ TARGETS = "metrics_targets"
 
 
 class WatchMetrics(Collector):
-    """What the watch of a program says of it."""
+    """Metrics of what a program's watch knows: its waits and its event loop."""
 
     def __init__(self, watch: ProgramWatch) -> None:
         self._watch = watch

@@ -1,4 +1,4 @@
-"""Where the logs of a run lie: each start has a folder of its own, `logs/attempt_N`; `logs/latest` is the newest.
+"""The folders of a run's logs: one for each start, `logs/attempt_N`; `logs/latest` is a link to the newest.
 
 The documents' paths (`logs/trainer.log`, `logs/envs/...`) are links through `latest`, so that they name the newest
 start's. All links are relative: a copied folder keeps them. Whoever starts a run begins an attempt; programs that are
@@ -92,8 +92,8 @@ def _new_file(first: Path) -> Path:
 
 
 def _beside(logs: Path) -> list[Path]:
-    """What lies in the folder of logs that is neither a link nor an attempt."""
-    return [path for path in logs.iterdir() if not path.is_symlink() and not path.name.startswith(_ATTEMPT)]
+    """What lies in the folder of logs that is neither a link, also one that is being made, nor an attempt."""
+    return [path for path in logs.iterdir() if not path.name.startswith((".", _ATTEMPT)) and not path.is_symlink()]
 
 
 def _new_folder(logs: Path) -> Path:

@@ -54,7 +54,7 @@ class _IntoLoguru(logging.Handler):
 
 
 class _LogFile:
-    """A log file. A full disk costs lines of it, said once on stderr, and never the program."""
+    """A log file. A full disk loses lines, which stderr is told once, and never ends the program."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

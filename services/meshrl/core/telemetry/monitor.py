@@ -1,6 +1,6 @@
-"""Where metrics go: console, a JSONL file, TensorBoard, Trackio, W&B; fed by whoever leads a loop (orchestrator, sft).
+"""Writes a run's metrics to its sinks: console, a JSONL file, TensorBoard, Trackio, W&B; used by orchestrator and sft.
 
-A destination that fails costs metrics, never the run: it is told once, with what to do, and again when it works.
+A sink that fails loses metrics but never ends the run: the log says so once, with what to do, and again when it works.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ class WandbSink:
         tags: Sequence[str] = (),
         offline: bool,
         folder: Path,
-        settings: Mapping[str, Any],
+        settings: Mapping[str, object],
     ) -> None:
         """WANDB_MODE of the environment, where it is set, comes before `offline`."""
         self._wandb: Any = None
@@ -290,7 +290,7 @@ class TensorBoardSink:
 class TrackioSink:
     """A run in a local Trackio database; one that is started again in its folder goes on in the same run."""
 
-    def __init__(self, output_dir: Path, settings: Mapping[str, Any]) -> None:
+    def __init__(self, output_dir: Path, settings: Mapping[str, object]) -> None:
         """Raises ConfigError where trackio is not installed."""
         os.environ.setdefault("TRACKIO_DIR", str((output_dir / "trackio").resolve()))  # read when it is imported
         try:
@@ -329,7 +329,7 @@ class TrackioSink:
 
 
 def open_monitor(
-    layout: Layout, log: LogConfig, wandb: WandbConfig | None, settings: Mapping[str, Any], more: Sequence[Sink] = ()
+    layout: Layout, log: LogConfig, wandb: WandbConfig | None, settings: Mapping[str, object], more: Sequence[Sink] = ()
 ) -> Monitor:
     """Returns the monitor of a run: console and JSONL always, TensorBoard, Trackio and W&B when configured, and `more`.
     W&B shows `settings`, too. Raises ConfigError where a package for it is missing.

@@ -16,7 +16,6 @@ from datetime import datetime
 from io import FileIO
 from json.encoder import encode_basestring_ascii as _text
 from pathlib import Path
-from typing import Any
 
 import zstandard
 from loguru import logger
@@ -147,7 +146,7 @@ def _ids(context: SpanContext | None) -> str:
     return f'{ids},"traceState":{_text(context.trace_state.to_header())}' if context.trace_state else ids
 
 
-def _attributes(attributes: Mapping[str, Any] | None) -> str:
+def _attributes(attributes: Mapping[str, object] | None) -> str:
     pairs = [f'{{"key":{_text(key)},"value":{_value(value)}}}' for key, value in (attributes or {}).items()]
     return f"[{','.join(pairs)}]"
 

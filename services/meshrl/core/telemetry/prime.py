@@ -1,4 +1,4 @@
-"""Shows a run on the Prime Intellect platform: registers it, sends metrics, samples and distributions, says its end.
+"""Shows a run on the Prime Intellect platform: registers it, sends metrics, samples, distributions and how it ended.
 
 One of the monitor's destinations, in the orchestrator. Calls are those of the platform's API: POST external-runs,
 metrics, distributions, samples/presign and samples/confirm, and PUT external-runs/RUN/status.
@@ -15,12 +15,12 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from loguru import logger
 
 from meshrl.core.config.shared import PrimeMonitorConfig
 from meshrl.core.telemetry.monitor import SampleRow, SinkError
+from meshrl.wire.values import JsonObject
 
 CALL_S = 30.0
 _STORED = Path(".prime") / "config.json"
@@ -30,7 +30,7 @@ _STORED = Path(".prime") / "config.json"
 class PrimeSink:
     """One run of the platform. RUN_ID of the environment names one that the platform has registered itself."""
 
-    def __init__(self, config: PrimeMonitorConfig, run: Mapping[str, Any]) -> None:
+    def __init__(self, config: PrimeMonitorConfig, run: JsonObject) -> None:
         """`run` is what the platform is told of the run at its registration. Where there is no key, or the platform
         does not take the run, that is warned about and nothing is sent.
         """
@@ -86,10 +86,10 @@ class PrimeSink:
             status = "completed" if self._step >= self._max_steps else "failed"
             self._call("PUT", f"external-runs/{self._run_id}/status", {"status": status})
 
-    def _send(self, what: str, values: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _send(self, what: str, values: Mapping[str, object]) -> JsonObject:
         return self._call("POST", what, {"run_id": self._run_id, **values}) if self._run_id else {}
 
-    def _call(self, method: str, what: str, values: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _call(self, method: str, what: str, values: Mapping[str, object]) -> JsonObject:
         headers = {
             "Authorization": f"Bearer {self._key}", "x-api-key": self._key or "", "Content-Type": "application/json"
         }  # fmt: skip

@@ -1,7 +1,7 @@
 """Sets up tracing for one program: OTLP JSON lines in a file always, OTLP over HTTP where an endpoint is given.
 
-Span names are the constants here. What crosses process borders is text: see `meshrl.wire.trace`, whose functions are
-offered here too.
+Span names are the constants here. The functions of `meshrl.wire.trace`, which turn trace contexts into text for other
+processes, can be imported from here, too.
 """
 
 from __future__ import annotations

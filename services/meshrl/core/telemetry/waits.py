@@ -1,6 +1,6 @@
-"""The waits of one program that last now: each has a name, a start, and whom it waits for.
+"""A program's current waits: each has a name, a start, and the programs that it waits for.
 
-Told by whoever waits, on any thread; read by the program's `watchdog`, which says what lasts unusually long.
+Entered by the code that waits, on any thread; read by the program's `watchdog`, which logs what lasts unusually long.
 """
 
 from __future__ import annotations

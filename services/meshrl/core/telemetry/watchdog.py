@@ -1,9 +1,9 @@
-"""Watches over one program from a thread of its own: its waits, its event loop, and what it says of both.
+"""Watches one program from a thread of its own: its waits and its event loop; logs what is overdue, and why.
 
-Every two seconds it writes `state/PROGRAM.json` in the run's folder. A wait that is overdue is said in one line of the
-log with the whole chain of who waits for whom, as far as the other programs write to the same folder; again when it has
-lasted twice as long. A program in trouble, which is gone, stopped or stuck, is said at once by those that wait for it,
-and by the orchestrator in any case. An event loop that answers late is said once a minute at most.
+Every two seconds it writes `state/PROGRAM.json` in the run's folder. An overdue wait is logged in one line, with the
+whole chain of which program waits for which, as far as the others write to the same folder; and again when it has
+lasted twice as long. A program that is gone, stopped or stuck is reported at once by those that wait for it, and by the
+orchestrator in any case. An event loop that answers late is logged once a minute at most.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class ProgramWatch:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the watch, and takes the state away: a program that ends well owes nothing."""
+        """Ends the watch and deletes the state file, since a program that ends in order is not missed."""
         self._ended.set()
         self._thread.join(timeout=LOOK_EVERY_S)
         if self._path is not None:

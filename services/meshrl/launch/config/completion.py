@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from meshrl.core.config.schema import ReadTable, Table
 from meshrl.core.config.shared import ModelConfig
 from meshrl.launch.config.presets import fit_preset
-from meshrl.launch.config.shared_keys import drop_unused_inference
 from meshrl.orchestrator.config import OrchestratorConfig
 
 HOSTED_KEYS = (
@@ -22,7 +21,7 @@ def complete(values: ReadTable) -> Table:
     Without an engine of its own the hub keeps its usual port, so that a running engine can know it.
     """
     completed = fit_preset(values)
-    starts_engine = drop_unused_inference(completed)
+    starts_engine = completed.get("inference") is not None
     ports = ["trainer", "rollout", *(["weights", "inference"] if starts_engine else [])]
     for name in ports:
         server = _section(completed.setdefault(name, {}), "server")

@@ -23,12 +23,7 @@ from meshrl.launch.config.sections import (
     TrainerSection,
     WeightsSection,
 )
-from meshrl.launch.config.shared_keys import (
-    COMPONENTS,
-    HandedTo,
-    every_component,
-    hand_down,
-)
+from meshrl.launch.config.shared_keys import COMPONENTS, HandedTo, every_component, hand_down
 from meshrl.training.config import CheckpointConfig
 
 
@@ -229,10 +224,11 @@ class RLConfig(BaseConfig):
         return self.restarts if own is None else own
 
     @classmethod
-    def hand_down(cls, layer: Layer) -> None:
-        """Hands the shared keys of one layer down to the components."""
-        apply_preset(layer)
-        hand_down(cls, layer)
+    def hand_down(cls, layers: Sequence[Layer]) -> None:
+        """Hands the shared keys of each layer down to the components."""
+        for layer in layers:
+            apply_preset(layer)
+        hand_down(cls, layers)
 
     @classmethod
     def complete(cls, values: ReadTable) -> Table:

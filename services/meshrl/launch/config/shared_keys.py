@@ -6,16 +6,14 @@ Each is declared once, in RLConfig, with the component keys that take its value:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pydantic import BaseModel
 
 from meshrl.core.config.layers import Given, Layer
-from meshrl.core.config.schema import Table
 
 COMPONENTS = ("rollout", "trainer", "weights", "inference", "orchestrator")
-
-_SWITCHED_ON = "__switched_on__"
 
 
 @dataclass(frozen=True)
@@ -35,30 +33,21 @@ def every_component(key: str) -> tuple[str, ...]:
     return tuple(f"{name}.{key}" for name in COMPONENTS)
 
 
-def hand_down(section: type[BaseModel], layer: Layer) -> None:
-    """Copies the shared keys of one layer to the components; a component's own key in the same layer wins.
+def hand_down(section: type[BaseModel], layers: Sequence[Layer]) -> None:
+    """Copies the shared keys of each layer to the components; a component's own key in the same layer wins.
 
     Layers are merged afterwards, so a shared key on the command line beats a component's key in a file, and a
     component's key on the command line beats both. A shared key alone does not switch `inference` on.
     """
-    if layer.below(("inference",)):
-        layer.offer(("inference",), {(_SWITCHED_ON,): Given(True, "")})
+    own = next((part for layer in reversed(layers) if (part := layer.below(("inference",)))), {(): Given(None, "")})
+    is_on = () not in own or own[()].value is not None
     for name, field in section.model_fields.items():
         for shared in field.metadata:
             if not isinstance(shared, HandedTo):
                 continue
-            part = layer.below((name, *filter(None, shared.key.split("."))))
-            if part and (shared.even_none or () not in part or part[()].value is not None):
-                for target in shared.targets:
-                    layer.offer(tuple(target.split(".")), part)
-
-
-def drop_unused_inference(values: Table) -> bool:
-    """Drops an inference section that only shared keys have filled; True when an engine is to be started."""
-    inference = values.get("inference")
-    if not isinstance(inference, dict):
-        return inference is not None
-    if inference.pop(_SWITCHED_ON, False):
-        return True
-    del values["inference"]
-    return False
+            targets = [path for path in shared.targets if is_on or not path.startswith("inference.")]
+            for layer in layers:
+                part = layer.below((name, *filter(None, shared.key.split("."))))
+                if part and (shared.even_none or () not in part or part[()].value is not None):
+                    for target in targets:
+                        layer.offer(tuple(target.split(".")), part)

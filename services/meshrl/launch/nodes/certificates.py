@@ -38,7 +38,7 @@ def certify_engines(spread: Spread, layout: Layout, hub: str) -> list[Mapping[st
         signed = {name: _signed(authority, node, requests[name]) for name, node in nodes.items()}
     except (AuthorityError, ValueError) as error:
         raise ConfigError(f"output_dir: the authority in {str(folder)!r} cannot be used: {error}") from error
-    on_each(list(nodes), _MODULE, str(folder), "keep", told=json.dumps({"certificates": signed, "renewal": hub}))
+    on_each(list(nodes), _MODULE, str(folder), "keep", stdin=json.dumps({"certificates": signed, "renewal": hub}))
     return [{f"{PREFIX}FOLDER": str(member_folder(folder, node.name))} for node in spread.engines]
 
 

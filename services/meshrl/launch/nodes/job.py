@@ -36,7 +36,7 @@ class JobNode:
     """Whether it sees the first node's output folder."""
 
 
-class _Said(TypedDict):
+class _ProbeAnswer(TypedDict):
     """What the probe prints on a node."""
 
     node: str
@@ -77,7 +77,7 @@ def nodes_of_job(environ: Mapping[str, str], count: int) -> list[str]:
     return sorted(names, key=lambda name: name != own)[:count]
 
 
-def look_at(names: Sequence[str], layout: Layout) -> tuple[list[JobNode], NodePorts]:
+def probe_nodes(names: Sequence[str], layout: Layout) -> tuple[list[JobNode], NodePorts]:
     """Asks every node for free ports and whether it sees the output folder. Raises ConfigError for one that fails."""
     layout.configs.mkdir(parents=True, exist_ok=True)
     token, file = uuid.uuid4().hex, layout.configs.absolute() / ".token"
@@ -95,31 +95,31 @@ def look_at(names: Sequence[str], layout: Layout) -> tuple[list[JobNode], NodePo
     return nodes, ports
 
 
-def hand_over(nodes: Iterable[JobNode], paths: Sequence[Path]) -> None:
+def copy_to_nodes(nodes: Iterable[JobNode], paths: Sequence[Path]) -> None:
     """Copies files to the nodes that do not see this one's output folder. Raises ConfigError when one cannot."""
     for node in nodes:
         for path in paths if not node.shares_output else ():
             write = 'umask 077 && mkdir -p "$(dirname "$1")" && cat >"$1"'
             _ask(*STEP, "--ntasks=1", f"--nodelist={node.name}", "sh", "-c", write, "sh", str(path.absolute()),
-                 told=path.read_text())  # fmt: skip
+                 stdin=path.read_text())  # fmt: skip
 
 
-def on_each(names: Sequence[str], module: str, *arguments: str, told: str | None = None) -> str:
-    """Runs a module of ours once on each node, with `told` on its stdin; returns what they all print.
+def on_each(names: Sequence[str], module: str, *arguments: str, stdin: str | None = None) -> str:
+    """Runs a module of ours once on each node, with `stdin` as its input; returns what they all print.
 
     Raises ConfigError and NodeLostError.
     """
     count = str(len(names))
     return _ask(
         "srun", "--overlap", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", "--export=ALL",
-        f"--nodelist={','.join(names)}", sys.executable, "-m", module, *arguments, told=told,
+        f"--nodelist={','.join(names)}", sys.executable, "-m", module, *arguments, stdin=stdin,
         deadline_s=PROBE_DEADLINE_S,
     )  # fmt: skip
 
 
-def _probe(names: Sequence[str], file: Path) -> dict[str, _Said]:
+def _probe(names: Sequence[str], file: Path) -> dict[str, _ProbeAnswer]:
     answer = on_each(names, "meshrl.launch.nodes.probe", str(file), str(PORTS_PER_NODE))
-    lines: list[_Said] = [json.loads(line) for line in answer.splitlines()]
+    lines: list[_ProbeAnswer] = [json.loads(line) for line in answer.splitlines()]
     said = {line["node"]: line for line in lines}
     missing = [name for name in names if name not in said]
     if missing:
@@ -139,22 +139,22 @@ def _addresses(names: Sequence[str]) -> dict[str, str]:
             raise ConfigError(f"node {name} has no address here ({error}); see NodeAddr in slurm.conf") from error
     own, others = names[0], [str(found[name]) for name in names[1:]]
     if others and ipaddress.ip_address(found[own]).is_loopback and not ipaddress.ip_address(others[0]).is_loopback:
-        found[own] = _towards(others[0])  # /etc/hosts often gives a machine's own name a loopback address
+        found[own] = _own_address_towards(others[0])  # /etc/hosts often gives a machine's own name a loopback address
     return {name: str(address) for name, address in found.items()}
 
 
-def _towards(address: str) -> str:
+def _own_address_towards(address: str) -> str:
     """This machine's address on the way to another; nothing is sent."""
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((address, 9))
         return str(probe.getsockname()[0])
 
 
-def _ask(*command: str, told: str | None = None, deadline_s: float = ASK_DEADLINE_S) -> str:
+def _ask(*command: str, stdin: str | None = None, deadline_s: float = ASK_DEADLINE_S) -> str:
     """Runs a command of SLURM; returns what it prints. Raises ConfigError with what it says when it fails."""
     try:
         done = subprocess.run(
-            command, input=told or "", capture_output=True, text=True, timeout=deadline_s, check=False
+            command, input=stdin or "", capture_output=True, text=True, timeout=deadline_s, check=False
         )
     except FileNotFoundError:
         raise ConfigError(f"there is no {command[0]} on this node; SLURM's commands must be on the PATH") from None

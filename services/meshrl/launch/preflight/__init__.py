@@ -1,4 +1,4 @@
-"""What can be known before the programs of a run are started: everything that is wrong is said at once, by `rl` itself.
+"""Checks that `rl` makes before it starts any program, so that all problems are reported at once.
 
-One file a topic; a check is a function from a `Plan` to what it found. `checks.py` lists them.
+One file a topic; a check is a function from a `Plan` to its findings. `checks.py` lists them.
 """

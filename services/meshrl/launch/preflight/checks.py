@@ -1,4 +1,4 @@
-"""All checks, in the order of their findings."""
+"""All preflight checks, in the order in which their findings are shown; called by `rl` before it starts anything."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a check is given, and what it finds."""
+"""The input of a preflight check (`Plan`) and its output (`Finding`)."""
 
 from __future__ import annotations
 
