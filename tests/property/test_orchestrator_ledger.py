@@ -21,8 +21,7 @@ from hypothesis import strategies as st
 
 from meshrl.core.telemetry.monitor import JsonlSink
 from meshrl.orchestrator.build import make_plan
-from meshrl.orchestrator.config import OrchestratorConfig
-from meshrl.orchestrator.env_config import TrainEnvConfig, TrainEnvsConfig
+from meshrl.orchestrator.config import OrchestratorConfig, TrainEnvConfig, TrainEnvsConfig
 from meshrl.orchestrator.ledger.audit import audit
 from meshrl.orchestrator.ledger.open_run import open_journal
 from meshrl.orchestrator.ledger.rules import OPEN_STATES
@@ -135,7 +134,7 @@ class World:
         self.uploaded = self.step
         self.batches: dict[int, tuple] = {}
         self.plan.next_step = start.recorded + 1
-        self.plan.go_on(drawn=start.drawn, next_sequence=start.next_sequence, again=start.redispatch)
+        self.plan.resume_after(drawn=start.drawn, next_sequence=start.next_sequence, again=start.redispatch)
         for group in start.ready:
             self.drop(self.plan.readmit(group))
 
@@ -168,11 +167,11 @@ class World:
                 retryable=True,
             )
             group.failures.append(failure)
-            self.journal.enter(ticket, failure)
+            self.journal.record_event(ticket, failure)
         else:
             one = rollout(ticket, place, float(fate == "win"), self.plan.active_version)
             group.rollouts.append(one)
-            self.journal.enter(ticket, one)
+            self.journal.record_event(ticket, one)
             self.finished.add(one.rollout_id)
         if place + 1 == ticket.size:
             self.in_flight.remove((ticket, group))

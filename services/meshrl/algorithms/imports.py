@@ -1,16 +1,15 @@
-"""Finds a user's own function by its import path; for the custom advantage and the custom loss."""
+"""Imports a user's own function by its path; for the custom advantage, loss and algorithm."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
 
 
 def load_function(
     import_path: str, kwargs: Mapping[str, object], *, key: str, positional: tuple[str, ...]
-) -> Callable[..., Any]:
+) -> Callable[..., object]:
     """Imports `package.module.function` (or `package.module:function`).
 
     `key` is the config section of `import_path` and `kwargs`, and `positional` names what the function will be called
@@ -39,5 +38,5 @@ def load_function(
             f"{where}: it cannot be called as {name}({', '.join(arguments)}) ({error}); change {key}.kwargs or the "
             "function's parameters"
         ) from error
-    loaded: Callable[..., Any] = function
+    loaded: Callable[..., object] = function
     return loaded

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 from meshrl.algorithms.balance import SampleCost, divide, waiting_cost
 from meshrl.algorithms.prefixes import Beginning, Bundle, bundles
 from meshrl.wire.types import MicroBatch
+from meshrl.wire.values import Array
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -251,9 +251,9 @@ def _weights(samples: Sequence[TrainSample], name: str) -> NDArray[np.float32] |
     return np.concatenate(filled).astype(np.float32, copy=False)
 
 
-def _candidates(samples: Sequence[TrainSample], name: str) -> NDArray[Any] | None:
+def _candidates(samples: Sequence[TrainSample], name: str) -> Array | None:
     """(T, K) of the row, as wide as that of the sample with most candidates."""
-    arrays: list[NDArray[Any] | None] = [getattr(sample, name) for sample in samples]
+    arrays: list[Array | None] = [getattr(sample, name) for sample in samples]
     width = max((array.shape[1] for array in arrays if array is not None), default=0)
     if width == 0:
         return None

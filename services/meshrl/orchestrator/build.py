@@ -1,4 +1,4 @@
-"""Builds the loop's parts from the config and what the services said they are."""
+"""Builds the loop and its parts, from the configuration and what the services said of themselves; called by main."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from opentelemetry.trace import Tracer
 
 from meshrl.core.clock import Clock
 from meshrl.core.telemetry.monitor import Monitor
-from meshrl.core.telemetry.waits import waits_of
 from meshrl.orchestrator.config import OrchestratorConfig
 from meshrl.orchestrator.dispatch import GroupDispatcher
 from meshrl.orchestrator.evals import Evaluator
@@ -15,9 +14,7 @@ from meshrl.orchestrator.ledger.journal import Journal
 from meshrl.orchestrator.loop import RunLoop
 from meshrl.orchestrator.peers.batch_uploader import BatchUploader
 from meshrl.orchestrator.peers.connect import Mesh, Services
-from meshrl.orchestrator.peers.stale_groups import StaleGroups
 from meshrl.orchestrator.peers.version_relay import VersionRelay
-from meshrl.orchestrator.reports.step_traces import StepTraces
 from meshrl.orchestrator.run import Run
 from meshrl.orchestrator.teachers.build import build_scorer
 from meshrl.orchestrator.work.lost_groups import LostGroups
@@ -68,23 +65,6 @@ def make_plan(config: OrchestratorConfig, mesh: Mesh, recipes: Recipes) -> WorkP
     )
 
 
-def _build_run(
-    config: OrchestratorConfig, services: Services, mesh: Mesh, journal: Journal, tracer: Tracer, clock: Clock
-) -> Run:
-    """What all parts of the loop share of the run."""
-    recipes = Recipes(config)
-    return Run(
-        mesh.run,
-        plan=make_plan(config, mesh, recipes),
-        journal=journal,
-        traces=StepTraces(tracer),
-        slots=SlotUse(clock.now, lambda: services.rollouts.slots),
-        recipes=recipes,
-        scorer=build_scorer(config, recipes, services.weights),
-        waits=waits_of(tracer),
-    )
-
-
 def build_loop(
     config: OrchestratorConfig,
     services: Services,
@@ -93,11 +73,18 @@ def build_loop(
     journal: Journal,
     monitor: Monitor,
     tracer: Tracer,
-    clock: Clock | None = None,
 ) -> RunLoop:
     """The loop of the mesh's run, with everything it works with. Raises RunError when there is nothing to sample."""
-    clock = Clock() if clock is None else clock
-    run = _build_run(config, services, mesh, journal, tracer, clock)
+    clock, recipes = Clock(), Recipes(config)
+    run = Run(
+        mesh.run,
+        plan=make_plan(config, mesh, recipes),
+        journal=journal,
+        slots=SlotUse(clock.now, lambda: services.rollouts.slots),
+        recipes=recipes,
+        scorer=build_scorer(config, recipes.by_environment, services.weights),
+        tracer=tracer,
+    )
     deadlines = config.deadlines
     limits = SamplerDeadlines(
         group_s=deadlines.group_s, retry_s=deadlines.retry_s, unreachable_s=deadlines.unreachable_s
@@ -111,7 +98,6 @@ def build_loop(
         sampler,
         config=config,
         vocab_size=mesh.trainer.vocab_size or None,
-        stale=StaleGroups(services.rollouts),
         lost=LostGroups(config, clock),
         teacher=teacher,
     )
@@ -147,6 +133,5 @@ def build_loop(
         uploader=uploader,
         relay=relay,
         finisher=finisher,
-        evaluator=evaluator,
         clock=clock,
     )

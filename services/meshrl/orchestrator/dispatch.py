@@ -1,4 +1,4 @@
-"""Starts the sampling of groups, as many as the law of staleness admits, and judges each group that comes back.
+"""Starts the sampling of groups, as many as the staleness law admits, and judges each group that comes back.
 
 consumes   tasks of the schedule, through the plan
 produces   groups that are ready for a step; everything else is counted as dropped, failed or cancelled
@@ -13,24 +13,25 @@ import math
 import uuid
 from dataclasses import replace
 
+from loguru import logger
 from opentelemetry import trace
 
 from meshrl.core.config.flags import flag
 from meshrl.orchestrator.config import OrchestratorConfig
-from meshrl.orchestrator.peers.stale_groups import StaleGroups
 from meshrl.orchestrator.run import Run
-from meshrl.orchestrator.work.lengths import LengthEstimates
+from meshrl.orchestrator.work.length_estimates import LengthEstimates
 from meshrl.orchestrator.work.lost_groups import LostGroups
 from meshrl.orchestrator.work.screening import DropReason
 from meshrl.sampling.groups import GroupTicket
 from meshrl.sampling.retry import RunError
 from meshrl.sampling.sampler import GroupSampler, Problems
+from meshrl.wire.errors import MeshError
 from meshrl.wire.trainable import rollout_problems
 from meshrl.wire.types import Rollout, RolloutEvent, RolloutSummary
 
 
 class GroupDispatcher:
-    """Samples groups for one run. `vocab_size` is the trainer's, None where it has not said."""
+    """Samples the groups of one run."""
 
     def __init__(
         self,
@@ -39,17 +40,17 @@ class GroupDispatcher:
         *,
         config: OrchestratorConfig,
         vocab_size: int | None,
-        stale: StaleGroups,
         lost: LostGroups,
         teacher: GroupSampler | None = None,
     ) -> None:
-        """`teacher` samples the environments that a teacher plays."""
+        """`vocab_size`: the trainer's, None where not known; `teacher` samples environments that a teacher plays."""
         self._run = run
         self._sampler = sampler
         self._teacher = teacher
         self._config = config
         self._vocab_size = vocab_size
-        self._stale = stale
+        self._cancelled: set[str] = set()
+        """Groups in flight that the rollout services were told to stop, because they would come back too old."""
         self._lost = lost
         # What is known of lengths depends on what came back in time: a run that is to be repeated goes in order.
         self._lengths = LengthEstimates() if config.sampling_seed is None else None
@@ -64,7 +65,7 @@ class GroupDispatcher:
         self.dispatch()
 
     def dispatch(self) -> None:
-        """Starts what the law admits now; called whenever that may have changed."""
+        """Starts every group that the staleness law admits; called whenever that may have changed."""
         run, begun = self._run, []
         while (ticket := run.plan.dispatch(f"group-{uuid.uuid4()}")) is not None:
             run.journal.dispatch(ticket)
@@ -75,17 +76,29 @@ class GroupDispatcher:
         run.changed.set()
 
     def cancel_stale(self) -> None:
-        """Has the rollout services stop groups in flight that would come back too old for the next step."""
+        """Has the rollout services stop groups in flight that would come back too old for the next step, each once."""
         plan = self._run.plan
-        if too_old := self._stale.not_yet_cancelled(plan.stale_in_flight()):
-            self._tasks.create_task(self._stale.cancel(too_old, step=plan.next_step))
+        if too_old := [group_id for group_id in plan.stale_in_flight() if group_id not in self._cancelled]:
+            self._cancelled.update(too_old)
+            self._tasks.create_task(self._cancel(too_old, step=plan.next_step))
 
     def where_groups_are(self) -> str:
         """Which groups are in flight and at which service, the oldest first: for the log."""
         return self._sampler.pool.in_flight()
 
+    async def _cancel(self, group_ids: list[str], *, step: int) -> None:
+        try:
+            cancelled = await self._sampler.pool.cancel(group_ids)
+        except MeshError as error:  # not needed for correctness: they come back stale and are dropped
+            logger.warning(f"could not cancel {len(group_ids)} groups that are too old: {error}")
+        else:
+            logger.info(f"cancelled {cancelled} rollouts in flight that would be too old for step {step}")
+
     async def _sample(self, ticket: GroupTicket) -> None:
-        """One group from dispatch to verdict."""
+        """Samples one group, has it scored and judged, and counts it; a task of its own.
+
+        Raises RunError when too many groups in a row were lost, or had equal rewards.
+        """
         run = self._run
         with trace.use_span(run.span(ticket.for_step)):
             taught = self._teacher is not None and ticket.task.environment in self._config.taught_environments
@@ -95,35 +108,35 @@ class GroupDispatcher:
                 sampling=self._sampling[ticket.task.environment],
                 traceparent=run.traces.traceparent(ticket.for_step),
                 problems_of=self._problems_of,
-                on_event=lambda event: self._came_back(ticket, event),
-                is_wanted=lambda: not self._stale.has(ticket.group_id),
+                on_event=lambda event: self._on_event(ticket, event),
+                is_wanted=lambda: ticket.group_id not in self._cancelled,
             )
         run.slots.end(ticket.group_id)
         if self._lengths is not None:
             self._lengths.observe(group)
-        too_old = self._stale.has(ticket.group_id)
+        too_old = ticket.group_id in self._cancelled
         run.journal.close_group(group, cancelled_for=DropReason.STALE.value if too_old else "rollout_service")
         await self._lost.judge(group)
         await run.scorer.score([[one for one in group.rollouts if math.isfinite(one.reward)]])  # the step finds it done
         screened = run.plan.finish(group)
-        self._stale.forget(ticket.group_id)
+        self._cancelled.discard(ticket.group_id)
         run.count(group, screened)
-        if run.plan.silent_groups_in_a_row >= self._config.filters.max_zero_signal_groups:
+        if run.plan.zero_signal_in_a_row >= self._config.filters.max_zero_signal_groups:
             raise RunError(
-                f"{run.plan.silent_groups_in_a_row} groups in a row had equal rewards, last in"
+                f"{run.plan.zero_signal_in_a_row} groups in a row had equal rewards, last in"
                 f" {ticket.task.environment!r}: there is nothing to learn; make the task easier or harder, raise"
                 " orchestrator.group_size or orchestrator.sampling.temperature, or set"
                 f" {flag('filters.zero_signal', off=True)}"
             )
         self.dispatch()
 
-    def _came_back(self, ticket: GroupTicket, event: RolloutEvent) -> None:
-        self._run.journal.enter(ticket, event)
+    def _on_event(self, ticket: GroupTicket, event: RolloutEvent) -> None:
+        self._run.journal.record_event(ticket, event)
         if not isinstance(event, RolloutSummary):
-            self._run.slots.one_back(ticket.group_id)
+            self._run.slots.rollout_ended(ticket.group_id)
 
     def _problems_of(self, rollout: Rollout) -> Problems:
-        """What keeps the trainer from taking a rollout; no version is newer than the last step with a batch."""
+        """Why the trainer would not take a rollout, as (field, problem); empty when it would."""
         if self._run.journal.is_open(rollout.rollout_id):
             return [("rollout_id", f"must be a UUID of its own, got that of another, {rollout.rollout_id!r}")]
         if rollout.oldest_version is None and rollout.environment not in self._config.taught_environments:

@@ -1,4 +1,4 @@
-"""Evaluates the policy in held-out environments; beside training, or between two steps when that is synchronous."""
+"""Evaluates the policy in held-out environments, beside training or between two steps; called by the finisher."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshrl.core.metrics.catalogue import Source
 from meshrl.core.metrics.names import CATALOGUE
 from meshrl.core.telemetry.monitor import Monitor
 from meshrl.core.telemetry.tracing import EVALUATION_SPAN, current_traceparent
-from meshrl.orchestrator.env_config import EvalConfig, EvalEnvConfig
+from meshrl.orchestrator.config import EvalConfig, EvalEnvConfig
 from meshrl.sampling.groups import GroupTicket, RolloutGroup, TaskRef
 from meshrl.sampling.retry import RunError
 from meshrl.sampling.sampler import GroupSampler
@@ -76,7 +76,7 @@ class Evaluator:
         began_s = self._clock.now()
         try:
             async with self._one_at_a_time, asyncio.timeout(self._deadline_s):
-                scores = [await self._traced(env, version, step) for env in envs]
+                scores = [await self._score_in_span(env, version, step) for env in envs]
         except TimeoutError:
             raise RunError(
                 f"evaluation of version {version} did not end within {self._deadline_s:g} s;"
@@ -87,15 +87,15 @@ class Evaluator:
         self.busy = False
         await asyncio.to_thread(self._monitor.log, step, CATALOGUE.record(Source.ORCHESTRATOR, metrics))
 
-    async def _traced(self, env: EvalEnvConfig, version: int, step: int) -> dict[str, float]:
-        """`_environment` in a span of its own, which every rollout links to."""
+    async def _score_in_span(self, env: EvalEnvConfig, version: int, step: int) -> dict[str, float]:
+        """`_score_environment` in a span of its own, which every rollout links to."""
         named: dict[str, str | int] = {"rl.step": step, "rl.version": version, "meshrl.environment": env.resolved_name}
         with self._tracer.start_as_current_span(EVALUATION_SPAN, context=Context(), attributes=named) as span:
-            scores = await self._environment(env, version)
+            scores = await self._score_environment(env, version)
             span.set_attributes({name: value for name, value in scores.items() if "@" in name})
             return scores
 
-    async def _environment(self, env: EvalEnvConfig, version: int) -> dict[str, float]:
+    async def _score_environment(self, env: EvalEnvConfig, version: int) -> dict[str, float]:
         """The scores of one environment. The log says how many rollouts they are over, and why others are missing."""
         name, config = env.resolved_name, self._config
         sampling = env.sampling.to_wire().over(config.sampling.to_wire())
@@ -107,7 +107,9 @@ class Evaluator:
         slots = asyncio.Semaphore(max(1, config.max_inflight_rollouts // size))
         async with asyncio.TaskGroup() as tasks:
             running = [
-                tasks.create_task(self._task(TaskRef(environment=name, index=index), size, sampling, version, slots))
+                tasks.create_task(
+                    self._sample_task(TaskRef(environment=name, index=index), size, sampling, version, slots)
+                )
                 for index in range(wanted)
             ]
         groups = [task.result() for task in running]
@@ -122,7 +124,7 @@ class Evaluator:
             logger.warning(f"{text}; the others failed{last}; failures that may pass were tried {ATTEMPTS} times")
         return eval_metrics(name, groups, k=size, pass_threshold=config.pass_threshold)
 
-    async def _task(
+    async def _sample_task(
         self, task: TaskRef, size: int, sampling: Sampling, version: int, slots: asyncio.Semaphore
     ) -> RolloutGroup:
         """The same task samples with the same seeds in every evaluation, so that scores differ by the policy alone."""

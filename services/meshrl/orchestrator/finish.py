@@ -9,6 +9,7 @@ unblocks   sampling, which a new version admits; the uploader, through room at t
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 from opentelemetry import trace
 
@@ -17,14 +18,14 @@ from meshrl.core.metrics.catalogue import Source
 from meshrl.core.metrics.names import CATALOGUE
 from meshrl.core.paths import Layout
 from meshrl.core.telemetry.monitor import Monitor
-from meshrl.orchestrator.config import OrchestratorConfig
+from meshrl.orchestrator.config import EvalEnvConfig, OrchestratorConfig
 from meshrl.orchestrator.dispatch import GroupDispatcher
 from meshrl.orchestrator.evals import Evaluator
 from meshrl.orchestrator.peers.batch_uploader import BatchUploader
-from meshrl.orchestrator.peers.logprob_check import LogprobCheck
 from meshrl.orchestrator.peers.version_relay import VersionRelay
 from meshrl.orchestrator.reports import step_record as record
 from meshrl.orchestrator.reports.alerts import Alerts
+from meshrl.orchestrator.reports.logprob_check import LogprobCheck
 from meshrl.orchestrator.reports.rollout_samples import RolloutSamplesWriter
 from meshrl.orchestrator.reports.sample_tables import log_extras
 from meshrl.orchestrator.run import Run
@@ -66,9 +67,9 @@ class StepFinisher:
         self._alerts = Alerts(synchronous=config.max_async_level == 0)
         self._step_began_s = clock.now()
 
-    def asked(self, step: SubmittedStep) -> SubmittedStep:
-        """The step with a batch that asks the trainer for what the step's record is to hold."""
-        return step if self._samples is None else self._samples.asked(step)
+    def request_logprobs(self, step: SubmittedStep) -> SubmittedStep:
+        """The step with a batch that asks the trainer for the logprobs that the rollout samples are to show."""
+        return step if self._samples is None else self._samples.request_logprobs(step)
 
     async def finish_steps(self, tasks: asyncio.TaskGroup) -> None:
         """Brings each step to its end, in order, until the last one; evaluations beside training run in `tasks`."""
@@ -81,10 +82,11 @@ class StepFinisher:
             self._run.changed.set()
 
     async def _finish(self, step: int, done: StepEvent, tasks: asyncio.TaskGroup) -> None:
+        """Activates the version of a step, writes the step's record, and evaluates where that is due."""
         run, synchronous = self._run, self._config.max_async_level == 0
         run.journal.trained(step)
-        submitted = await run.submitted.take(step)
-        self._logprobs.look(done, record.staleness_metrics(submitted.groups, step=step, law=run.plan.law))
+        submitted = await run.take_step(step)
+        self._logprobs.check(done, record.staleness_metrics(submitted.groups, step=step, law=run.plan.law))
         version = step if done.version is None else done.version
         served: record.Metrics = {}
         activation = None
@@ -103,26 +105,47 @@ class StepFinisher:
         if active:
             served["policy/active_version"] = float(version)
             if not synchronous:
-                self._sample_with(version)
+                self._admit(version)
         if redone := run.journal.redone(step):
             served["progress/redone"] = 1.0
         await self._write(submitted, served, done)
         await run.journal.state_checkpoint()
         if self._evaluator is not None and (due := self._evaluator.due(step)) and not redone:
             if synchronous:
-                with run.waits.waiting(
-                    "evaluation",
-                    lambda: f"the evaluation at step {step}: {self._dispatcher.where_groups_are()}",
-                    self._config.services.rollout,
-                ):
-                    await self._evaluator.evaluate(step, due, version=version if active else run.plan.active_version)
+                served_now = version if active else run.plan.active_version
+                await self._wait_for_evaluation(self._evaluator, step, due, version=served_now)
             else:
                 tasks.create_task(self._evaluator.evaluate(step, due, version=run.plan.active_version))
         if active and synchronous:  # sampling goes on only now, after the evaluation
-            self._sample_with(version)
+            self._admit(version)
 
-    def _sample_with(self, version: int) -> None:
-        """The engines serve this version: it admits more groups."""
+    async def evaluate_before_training(self, version: int) -> None:
+        """Evaluates the version that training begins with, where that is configured."""
+        if self._evaluator is not None and (due := self._evaluator.due_before(version)):
+            await self._wait_for_evaluation(self._evaluator, 0, due, version=self._run.plan.active_version)
+
+    async def evaluate_after_training(self, last_step: int) -> None:
+        """Evaluates the last version where that is configured, unless it was done after its step."""
+        if self._evaluator is not None and (due := self._evaluator.due_after(last_step)):
+            await self._wait_for_evaluation(self._evaluator, last_step, due, version=self._run.plan.active_version)
+
+    @property
+    def evaluating(self) -> bool:
+        return self._evaluator is not None and self._evaluator.busy
+
+    async def _wait_for_evaluation(
+        self, evaluator: Evaluator, step: int, envs: Sequence[EvalEnvConfig], *, version: int
+    ) -> None:
+        """Evaluates while nothing else of the run goes on; the log says so when it takes long."""
+        with self._run.waits.waiting(
+            "evaluation",
+            lambda: f"the evaluation at step {step}: {self._dispatcher.where_groups_are()}",
+            self._config.services.rollout,
+        ):
+            await evaluator.evaluate(step, envs, version=version)
+
+    def _admit(self, version: int) -> None:
+        """The engines serve this version: the staleness law may admit more groups."""
         self._run.plan.activated(version)
         self._dispatcher.dispatch()
 
@@ -146,7 +169,7 @@ class StepFinisher:
         metrics = record.merged(CATALOGUE.record(Source.ORCHESTRATOR, metrics), trainer=record.trainer_metrics(done))
         states = await asyncio.to_thread(read_states, self._config.output_dir)
         lags_s = {state.program: state.loop_lag_s for state in states.values()}
-        metrics |= CATALOGUE.record(Source.ORCHESTRATOR, self._alerts.look(metrics, lags_s))
+        metrics |= CATALOGUE.record(Source.ORCHESTRATOR, self._alerts.check(metrics, lags_s))
         run.traces.end(submitted.step, {"rl.rollouts": metrics["batch/rollouts"], "rl.step.seconds": seconds})
         await asyncio.to_thread(self._monitor.log, submitted.step, metrics)
         run.journal.logged(submitted.step, forgotten=submitted.step > run.steps.trained)

@@ -1,10 +1,10 @@
 """The loop of a run: groups of rollouts become batches, batches become versions, versions reach the engines.
 
-    dispatch   starts a sampling task for every group that the law admits; called whenever that may have changed
+    dispatch   starts a sampling task for every group that the staleness law admits, whenever that may have changed
     gather     consumes ready groups, waits until a step has enough; unblocked by the sampling tasks
     submit     turns them into a batch and puts it on disk; waits while two batches are at the trainer already
     upload     brings what is on disk to the trainer, in order, and again after a restart of the trainer
-    dissolve   takes a batch that the trainer refuses apart, with those behind it; their rollouts are gathered again
+    dissolve   undoes a batch that the trainer refused, and those after it; their rollouts are gathered again
     finish     waits until the trainer is done with a step, activates its version, writes its record; unblocks dispatch
 
 `gather`, `submit` and `dissolve` are here; the others run beside them as tasks (`dispatch`, `peers.batch_uploader`,
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 
 from loguru import logger
@@ -26,13 +26,12 @@ from meshrl.algorithms.recipes.base import Scores
 from meshrl.core.clock import Clock
 from meshrl.orchestrator.config import OrchestratorConfig
 from meshrl.orchestrator.dispatch import GroupDispatcher
-from meshrl.orchestrator.evals import Evaluator
 from meshrl.orchestrator.finish import StepFinisher
-from meshrl.orchestrator.peers.batch_uploader import BatchUploader
+from meshrl.orchestrator.peers.batch_uploader import BatchRefusal, BatchUploader
 from meshrl.orchestrator.peers.version_relay import VersionRelay
 from meshrl.orchestrator.run import Run
 from meshrl.orchestrator.work.batches import AssembledBatch, SubmittedStep, assemble
-from meshrl.orchestrator.work.refused_batches import BatchRefusal, at_fault, without
+from meshrl.orchestrator.work.refused_batches import at_fault, split_groups
 from meshrl.orchestrator.work.screening import DropReason, ReadyGroup, Screened
 from meshrl.orchestrator.work.tally import StepTally
 from meshrl.sampling.retry import RunError, first_cause
@@ -55,7 +54,6 @@ class RunLoop:
         uploader: BatchUploader,
         relay: VersionRelay,
         finisher: StepFinisher,
-        evaluator: Evaluator | None,
         clock: Clock,
     ) -> None:
         self.run = run
@@ -65,11 +63,10 @@ class RunLoop:
         self._trainer = trainer
         self._dispatcher = dispatcher
         self._uploader = uploader
-        self._evaluator = evaluator
         self._clock = clock
 
     async def train(self) -> None:
-        """Until the last step's version is active. Raises RunError when the run cannot go on."""
+        """Runs until the last step's version is active. Raises RunError when the run cannot go on."""
         plan, first = self.run.plan, self.run.info.version
         hub = (self.config.services.weights,)
         try:
@@ -78,14 +75,9 @@ class RunLoop:
             with self.run.waits.waiting("version", f"version {first} to reach the engines", hub):
                 await self.relay.activate_first(first)
             await self.run.scorer.check()
-            if self._evaluator is not None and (due := self._evaluator.due_before(first)):
-                with self._evaluation(0):
-                    await self._evaluator.evaluate(0, due, version=plan.active_version)
+            await self.finisher.evaluate_before_training(first)
             await self._train_steps()
-            last = plan.next_step - 1
-            if self._evaluator is not None and (due := self._evaluator.due_after(last)):
-                with self._evaluation(last):
-                    await self._evaluator.evaluate(last, due, version=plan.active_version)
+            await self.finisher.evaluate_after_training(plan.next_step - 1)
         except BaseExceptionGroup as failures:  # tasks fail together; the first cause is what a person needs
             raise first_cause(failures) from failures
         finally:
@@ -93,7 +85,7 @@ class RunLoop:
             await self.run.scorer.close()
 
     async def _train_steps(self) -> None:
-        """Every step from the next to the last, with sampling, uploading and finishing beside."""
+        """Makes and submits the batch of every step; sampling, uploading and finishing run beside it as tasks."""
         run, uploader = self.run, self._uploader
         async with asyncio.TaskGroup() as tasks:
             beside = [tasks.create_task(work) for work in (uploader.follow(), uploader.upload())]
@@ -101,8 +93,9 @@ class RunLoop:
             self._dispatcher.start(tasks)
             while True:
                 began_s = self._clock.now()
-                with run.waits.waiting("trainer", self._for_trainer, (self.config.services.trainer,)):
-                    await uploader.place(1 if run.plan.exhausted else BATCHES_AT_TRAINER)  # the finisher has deadlines
+                with run.waits.waiting("trainer", self._describe_trainer, (self.config.services.trainer,)):
+                    # No deadline here: the finisher has those of each step.
+                    await uploader.wait_for_room(1 if run.plan.exhausted else BATCHES_AT_TRAINER)
                 run.tally.wait_for_ckpt_s += self._clock.now() - began_s
                 if uploader.refused is not None:
                     await self._dissolve(uploader.refused)
@@ -110,12 +103,11 @@ class RunLoop:
                 if run.plan.exhausted:
                     break
                 step = run.plan.next_step
-                with run.waits.waiting("groups", self._for_groups, self._who_has_groups):
+                with run.waits.waiting("groups", self._describe_groups, self._holders_of_groups):
                     groups = await self._gather()
                 if groups is None:
                     continue
-                evaluating = self._evaluator is not None and self._evaluator.busy
-                if self.config.sleep_engines and not (run.plan.in_flight or evaluating):
+                if self.config.sleep_engines and not (run.plan.in_flight or self.finisher.evaluating):
                     run.tally.sleep_engines_s = await self.relay.sleep_engines()  # the trainer gets their memory
                 await self._submit(step, groups)
             uploader.end()
@@ -171,8 +163,8 @@ class RunLoop:
         else:
             run.tally.wait_for_rollouts_s += waited_s
 
-    def _for_groups(self) -> str:
-        """What the next step waits for, for the log."""
+    def _describe_groups(self) -> str:
+        """For the log: the groups, or the version, that the next step waits for."""
         plan = self.run.plan
         if plan.in_flight == 0:
             needed = plan.law.required_version(plan.next_step)
@@ -180,20 +172,15 @@ class RunLoop:
         where = self._dispatcher.where_groups_are()
         return f"groups of step {plan.next_step}, {plan.ready} are ready and {plan.in_flight} in flight: {where}"
 
-    def _for_trainer(self) -> str:
+    def _describe_trainer(self) -> str:
+        """For the log: how far the trainer is, which the loop waits for."""
         steps = self.run.steps
         return f"the trainer, which has trained step {steps.trained}; batches up to {steps.recorded} wait for it"
 
-    def _who_has_groups(self) -> Collection[str]:
+    def _holders_of_groups(self) -> Collection[str]:
+        """Addresses of the services that the next step waits for."""
         services = self.config.services
         return services.rollout if self.run.plan.in_flight else (services.trainer, services.weights)
-
-    def _evaluation(self, step: int) -> AbstractContextManager[None]:
-        return self.run.waits.waiting(
-            "evaluation",
-            lambda: f"the evaluation at step {step}: {self._dispatcher.where_groups_are()}",
-            self.config.services.rollout,
-        )
 
     # --- submit -----------------------------------------------------------------------------------
 
@@ -201,7 +188,7 @@ class RunLoop:
         """Makes the batch, puts it on disk and hands it to the uploader."""
         run = self.run
         tally, run.tally = run.tally, StepTally()
-        tally.idle_slots = run.slots.take()
+        tally.idle_slots = run.slots.idle_shares()
         with run.traces.batch(step) as span:
             scores = await run.scorer.score([ready.kept for ready in groups])
             assembled = await asyncio.to_thread(self._assemble, step, groups, scores)
@@ -210,9 +197,9 @@ class RunLoop:
         for _ in assembled.untrainable:
             tally.drop(DropReason.UNTRAINABLE)
         submitted = SubmittedStep(step=step, groups=tuple(groups), assembled=assembled, tally=tally)
-        submitted = await asyncio.to_thread(self.finisher.asked, submitted)
+        submitted = await asyncio.to_thread(self.finisher.request_logprobs, submitted)
         await run.journal.batch(groups, submitted.assembled, dp_size=self._trainer.dp_size, drawn=run.plan.drawn())
-        run.submitted.add(submitted)
+        run.add_step(submitted)
         self._uploader.add(step)
 
     def _assemble(self, step: int, groups: list[ReadyGroup], scores: Scores) -> AssembledBatch:
@@ -238,17 +225,17 @@ class RunLoop:
     # --- dissolve ---------------------------------------------------------------------------------
 
     async def _dissolve(self, refusal: BatchRefusal) -> None:
-        """Drops what the trainer refused a batch for; what else it and those behind it hold is gathered again."""
+        """Drops the rollouts that the trainer refused a batch for; its others, and later batches, are gathered anew."""
         run = self.run
-        taken = [await run.submitted.take(step) for step in range(refusal.step, run.steps.recorded + 1)]
-        bad = at_fault(refusal, taken[0], vocab_size=self._trainer.vocab_size or None)
+        taken = [await run.take_step(step) for step in range(refusal.step, run.steps.recorded + 1)]
+        bad = at_fault(refusal.error, taken[0], vocab_size=self._trainer.vocab_size or None)
         if not bad:
-            raise self._uploader.not_taken(refusal) from refusal.error
+            raise self._uploader.refusal_error(refusal) from refusal.error
         rest: list[ReadyGroup] = []
         for submitted in taken:
             run.journal.release(submitted.step, damaged=submitted.lost)
             run.tally.take_back(submitted.tally)
-            for ready, lost in without(submitted, bad):
+            for ready, lost in split_groups(submitted, bad):
                 run.drop(Screened(kept=(), dropped=tuple((rollout, DropReason.REFUSED) for rollout in lost)))
                 rest.append(ready)
         for ready, screened in zip(rest, run.plan.take_back(refusal.step, rest), strict=True):

@@ -1,10 +1,9 @@
-"""Wires and runs the `orchestrator` program: clients, ledger, monitor, loop, and a clean end."""
+"""The `orchestrator` program: connects to the services, opens ledger and metrics, runs the loop, and ends cleanly."""
 
 from __future__ import annotations
 
 import asyncio
 import tomllib
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from loguru import logger
@@ -23,12 +22,12 @@ from meshrl.core.telemetry.prime import PrimeSink
 from meshrl.core.telemetry.waits import waits_of
 from meshrl.core.waiting import StoppedError, unless_stopped
 from meshrl.orchestrator.bench.alone import OwnCost, runs_alone, standing_in
+from meshrl.orchestrator.bench.summary import report_bench
 from meshrl.orchestrator.build import build_loop
 from meshrl.orchestrator.config import OrchestratorConfig
 from meshrl.orchestrator.exchange.service import RolloutExchange
 from meshrl.orchestrator.ledger.open_run import open_journal
 from meshrl.orchestrator.peers.connect import Mesh, Services, connect, wait_for_services
-from meshrl.orchestrator.reports.bench_table import AloneRates, summarise, summary_table
 from meshrl.sampling.retry import RunError
 
 HEALTH_NAME = "meshrl.Orchestrator"
@@ -65,7 +64,7 @@ async def orchestrate(config: OrchestratorConfig, stop: asyncio.Event, tracer: T
         if exchange is not None:
             await exchange.start()
         if server is not None:
-            server.add(HEALTH_NAME, _no_methods, None)
+            server.add(HEALTH_NAME, lambda servicer, server: None, None)  # it serves health alone
             logger.info(f"health of the orchestrator on port {await server.start()}")
             server.set_serving()
         named = config.services
@@ -96,12 +95,13 @@ async def orchestrate(config: OrchestratorConfig, stop: asyncio.Event, tracer: T
 async def _train(
     config: OrchestratorConfig, services: Services, mesh: Mesh, tracer: Tracer, stop: asyncio.Event
 ) -> None:
+    """Trains from the journal's starting point on, until the last step or until `stop` is set."""
     layout = Layout(config.output_dir)
     journal = await asyncio.to_thread(open_journal, config, mesh.trainer, mesh.run)
     shown = RecordMetrics()
     registry_of(tracer).register(shown)
     try:
-        more = [shown, *await asyncio.to_thread(_platforms, config)]
+        more = [shown, *await asyncio.to_thread(_registered_sinks, config)]
         monitor = await asyncio.to_thread(
             open_monitor, layout, config.log, config.wandb, config.model_dump(mode="json"), more
         )
@@ -120,8 +120,8 @@ async def _train(
             logger.info(f"stopped before step {loop.run.plan.next_step} was complete")
         journal.end()  # not after an error: whoever is started next goes on with what is open
         if config.bench:
-            _report_bench(layout, loop.finisher.records)
-            logger.info(cost.told(int(sum(record["batch/rollouts"] for record in loop.finisher.records))))
+            report_bench(layout.output_dir / "bench", loop.finisher.records)
+            logger.info(cost.summary(int(sum(record["batch/rollouts"] for record in loop.finisher.records))))
     finally:
         try:
             logger.info(f"rollouts: {journal.balance()}")
@@ -130,8 +130,8 @@ async def _train(
             await asyncio.to_thread(monitor.close)
 
 
-def _platforms(config: OrchestratorConfig) -> list[Sink]:
-    """Where the run is registered besides; blocks until it is."""
+def _registered_sinks(config: OrchestratorConfig) -> list[Sink]:
+    """Platforms that the run is registered at, as destinations of its metrics; blocks until it is registered."""
     if config.prime_monitor is None:
         return []
     named = config.wandb.name if config.wandb is not None and config.prime_monitor.run_name is None else None
@@ -147,28 +147,12 @@ def _platforms(config: OrchestratorConfig) -> list[Sink]:
 
 
 def _base_model(output_dir: Path) -> str:
-    """The model that a trainer of this folder begins with, as far as its configuration is here."""
+    """The model that the trainer begins with, from the configuration that `rl` wrote for it; else 'unknown'."""
     try:
         found = tomllib.loads((output_dir / "configs" / "trainer.toml").read_text())
         return str(found["model"]["name"])
     except (OSError, ValueError, KeyError, TypeError):  # the trainer was started elsewhere
         return "unknown"
-
-
-def _report_bench(layout: Layout, records: Sequence[Mapping[str, float]]) -> None:
-    """Logs what was measured, and writes it where the programs' own benchmarks are."""
-    folder = layout.output_dir / "bench"
-    summary = summarise(records, AloneRates.read(folder))
-    text = summary_table(records)
-    if summary is not None:
-        summary.write(folder / "run.json")
-        told = "" if summary.trained_tokens_per_s is None else f"{summary.table()}\n"  # a stand-in tells nothing
-        text += f"\n\n{told}numbers in {folder / 'run.json'}"
-    logger.info("bench:\n" + text)
-
-
-def _no_methods(servicer: object, server: object) -> None:
-    """The orchestrator serves health alone."""
 
 
 if __name__ == "__main__":

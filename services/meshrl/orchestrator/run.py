@@ -1,7 +1,7 @@
-"""One run as the orchestrator sees it: its plan, its journal, its batches, and how far its steps have come.
+"""The state of one run that the loop's parts share: plan, journal, counters, batches, and how far its steps have come.
 
-Everything that belongs to a run is reached through its `Run`; there is one today. The dispatcher fills it with groups,
-the loop makes batches of them, the uploader brings those to the trainer, and the finisher ends the steps.
+A process has one. The dispatcher adds groups to it, the loop makes batches of them, the uploader sends those to the
+trainer, and the finisher ends the steps.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import asyncio
 
 from opentelemetry import trace
 
-from meshrl.core.telemetry.waits import Waits
+from meshrl.core.telemetry.waits import waits_of
 from meshrl.orchestrator.ledger.journal import Journal
-from meshrl.orchestrator.ledger.submitted_steps import SubmittedSteps
 from meshrl.orchestrator.peers.batch_uploader import StepCursors
 from meshrl.orchestrator.reports.step_traces import StepTraces
 from meshrl.orchestrator.teachers.scorer import GroupScorer
+from meshrl.orchestrator.work.batches import SubmittedStep
 from meshrl.orchestrator.work.plan import WorkPlan
 from meshrl.orchestrator.work.recipes import Recipes
 from meshrl.orchestrator.work.screening import DropReason, Screened
@@ -34,30 +34,29 @@ class Run:
         *,
         plan: WorkPlan,
         journal: Journal,
-        traces: StepTraces,
         slots: SlotUse,
         recipes: Recipes,
         scorer: GroupScorer,
-        waits: Waits,
+        tracer: trace.Tracer,
     ) -> None:
         start = journal.starting_point
         self.info = info
         self.plan = plan
         self.journal = journal
-        self.traces = traces
+        self.traces = StepTraces(tracer)
         self.slots = slots
         self.recipes = recipes
         self.scorer = scorer
         self.steps = StepCursors(recorded=start.recorded, uploaded=info.step, trained=start.unlogged_from - 1)
-        self.submitted = SubmittedSteps(journal)
         self.tally = StepTally()
         """What was judged since the last batch was made."""
-        self.waits = waits
+        self.waits = waits_of(tracer)
+        self._submitted: dict[int, SubmittedStep] = {}
         self.changed = asyncio.Event()
         """Set whenever a group, a version or a refusal may let the loop go on."""
         recipes.restore(journal.algorithms(start.recorded))
         plan.next_step = start.recorded + 1
-        plan.go_on(drawn=start.drawn, next_sequence=start.next_sequence, again=start.redispatch)
+        plan.resume_after(drawn=start.drawn, next_sequence=start.next_sequence, again=start.redispatch)
         for group in start.ready:
             self.drop(plan.readmit(group))
 
@@ -80,11 +79,28 @@ class Run:
             self.journal.drop(rollout.rollout_id, reason)
             self.tally.drop(reason)
 
-    # --- asked and told by the uploader -------------------------------------------------------------
+    # --- steps that the trainer has ---------------------------------------------------------------
+
+    def add_step(self, submitted: SubmittedStep) -> None:
+        """Keeps a step in memory, with what its record needs, until it is done."""
+        self._submitted[submitted.step] = submitted
+
+    async def take_step(self, step: int) -> SubmittedStep:
+        """A step, which memory then holds no longer; one of an earlier process is read from the journal.
+
+        Raises RunError when the journal does not have it either.
+        """
+        if (known := self._submitted.pop(step, None)) is not None:
+            return known
+        groups, assembled = await self.journal.load_step(step)
+        return SubmittedStep(step=step, groups=groups, assembled=assembled, tally=StepTally())
+
+    # --- what the uploader needs (UploadedRun) ------------------------------------------------------
 
     async def batch(self, step: int) -> Batch:
-        """The batch of a step. Raises RunError when it is not kept."""
-        return await self.submitted.batch(step)
+        """The batch of a step, from memory or from the journal. Raises RunError when neither has it."""
+        known = self._submitted.get(step)
+        return known.assembled.batch if known is not None else await self.journal.load_batch(step)
 
     def span(self, step: int) -> trace.Span:
         """The span that calls for a step are traced under."""

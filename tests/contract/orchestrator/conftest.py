@@ -14,8 +14,7 @@ from meshrl.core.config.shared import ServerConfig, ServicesConfig
 from meshrl.core.rpc.serve import GrpcServer
 from meshrl.core.telemetry.monitor import JsonlSink, Monitor
 from meshrl.orchestrator.build import build_loop
-from meshrl.orchestrator.config import OrchestratorConfig
-from meshrl.orchestrator.env_config import TrainEnvConfig, TrainEnvsConfig
+from meshrl.orchestrator.config import OrchestratorConfig, TrainEnvConfig, TrainEnvsConfig
 from meshrl.orchestrator.ledger.open_run import open_journal
 from meshrl.orchestrator.peers.connect import connect, wait_for_services
 from meshrl.v1 import rollout_pb2_grpc, trainer_pb2_grpc, weights_pb2_grpc

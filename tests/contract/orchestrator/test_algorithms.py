@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from meshrl.orchestrator.env_config import TrainEnvConfig, TrainEnvsConfig
+from meshrl.orchestrator.config import TrainEnvConfig, TrainEnvsConfig
 from meshrl.sampling.retry import RunError
 from meshrl.wire.types import Batch, MessageSpan, Rollout, RolloutRequest
 

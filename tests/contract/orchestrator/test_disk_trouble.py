@@ -76,7 +76,9 @@ async def test_a_ledger_that_fails_as_it_closes_leaves_no_other_file_open(
     stop = asyncio.Event()
     running = asyncio.create_task(orchestrate(make_config(mesh.services, max_steps=1000), stop, TRACER))
     async with asyncio.timeout(60.0):
-        while len(script.batches) < 3:  # noqa: ASYNC110  # what is watched is a plain field of the script
+        metrics = Layout(tmp_path).metrics_jsonl
+        # What is watched is a file and a plain field of the script.
+        while len(script.batches) < 3 or not metrics.exists() or not metrics.stat().st_size:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     with closing(sqlite3.connect(Layout(tmp_path).ledger, isolation_level=None, timeout=60.0)) as other:
         other.execute("BEGIN IMMEDIATE")
@@ -84,7 +86,7 @@ async def test_a_ledger_that_fails_as_it_closes_leaves_no_other_file_open(
         assert await asyncio.wait_for(running, 60.0) == 1
     assert "ledger.sqlite is in use" in one_sentence(errors_said)
     gc.collect()  # a file that was left open warns here, which fails the test
-    assert Layout(tmp_path).metrics_jsonl.read_bytes().endswith(b"}\n")
+    assert metrics.read_bytes().endswith(b"}\n")
 
 
 @pytest.mark.parametrize("damage", ["no database", "a page", "another schema"])

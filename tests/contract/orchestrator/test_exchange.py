@@ -243,7 +243,7 @@ async def test_a_worker_that_drains_gets_nothing_new_and_what_it_has_is_taken(tm
         await until(lambda: plays.begun == 4)
         draining = asyncio.create_task(runner.drain(DEADLINE_S))
         await asyncio.sleep(0)
-        worker.say_now()
+        worker.beat_now()
         await until(lambda: run.pool.table.hosts[0].state is HostState.DRAINING)
         plays.gate.set()
         assert len((await asyncio.wait_for(playing, DEADLINE_S)).rollouts) == 4

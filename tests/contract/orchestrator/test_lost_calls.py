@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 from loguru import logger
 
-from meshrl.orchestrator.env_config import EvalConfig, EvalEnvConfig
+from meshrl.orchestrator.config import EvalConfig, EvalEnvConfig
 from meshrl.orchestrator.ledger.audit import audit
 
 

@@ -15,9 +15,9 @@ from meshrl.core.telemetry.monitor import JsonlSink, Monitor
 from meshrl.orchestrator.build import build_loop, make_plan
 from meshrl.orchestrator.ledger.audit import audit
 from meshrl.orchestrator.ledger.open_run import open_journal
-from meshrl.orchestrator.ledger.submitted_steps import SubmittedSteps
 from meshrl.orchestrator.ledger.writer import ThreadedWriter
 from meshrl.orchestrator.peers.connect import connect, wait_for_services
+from meshrl.orchestrator.run import Run
 from meshrl.orchestrator.work.recipes import Recipes
 from meshrl.sampling.retry import RunError
 
@@ -191,16 +191,16 @@ async def test_a_batch_that_is_done_while_it_is_read_for_its_upload_is_not_misse
         await until(lambda: len(script.uploads) == 2)
 
     assert not await Orchestrator(config).run(two_batches)
-    read, late = SubmittedSteps.batch, []
+    read, late = Run.batch, []
 
-    async def read_late(steps: SubmittedSteps, step: int):
-        if step not in steps._here:
+    async def read_late(run: Run, step: int):
+        if step not in run._submitted:
             late.append(step)
-            await until(lambda: steps._journal._forgotten >= step)
+            await until(lambda: run.journal._forgotten >= step)
             await asyncio.sleep(0.1)  # the ledger is written
-        return await read(steps, step)
+        return await read(run, step)
 
-    monkeypatch.setattr(SubmittedSteps, "batch", read_late)
+    monkeypatch.setattr(Run, "batch", read_late)
     assert await Orchestrator(config).run()
     assert late
     assert_exact(tmp_path, 4)

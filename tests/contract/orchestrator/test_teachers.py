@@ -16,8 +16,7 @@ from meshrl.core.config.shared import ServerConfig
 from meshrl.core.rpc.serve import GrpcServer
 from meshrl.inference.embedded.engine import EmbeddedEngine
 from meshrl.inference.http.app import InferenceServer
-from meshrl.orchestrator.algo_config import TeacherConfig
-from meshrl.orchestrator.env_config import TrainEnvConfig, TrainEnvsConfig
+from meshrl.orchestrator.config import TeacherConfig, TrainEnvConfig, TrainEnvsConfig
 from meshrl.orchestrator.teachers.logprob_servers import LogprobServers
 from meshrl.sampling.retry import RunError
 from meshrl.v1 import rollout_pb2_grpc

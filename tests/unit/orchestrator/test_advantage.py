@@ -4,7 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from meshrl.orchestrator.config import AdvantageConfig
-from meshrl.orchestrator.work.advantage import build_advantage
+from meshrl.orchestrator.work.recipes import build_advantage
 from meshrl.sampling.retry import RunError
 
 REWARDS, LENGTHS = [0.0, 1.0, 2.0], [10, 20, 30]

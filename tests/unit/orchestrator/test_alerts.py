@@ -31,7 +31,7 @@ def after(alerts: Alerts, steps: int, **changed: float) -> dict[str, float]:
     """What the last of so many steps gets, which are well but for what is `changed` (dots for slashes)."""
     found: dict[str, float] = {}
     for _ in range(steps):
-        found = alerts.look({**WELL, **changed}, {"trainer": 0.01})
+        found = alerts.check({**WELL, **changed}, {"trainer": 0.01})
     return found
 
 
@@ -63,7 +63,7 @@ def test_an_alert_is_said_once_and_is_in_every_record_while_it_lasts(
 
 def test_a_late_event_loop_is_named(said: list[str]) -> None:
     alerts = Alerts(synchronous=False)
-    assert alerts.look(WELL, {"trainer": 0.2, "rollout_worker_2": 12.5}) == {"alert/loop_lag": 1.0}
+    assert alerts.check(WELL, {"trainer": 0.2, "rollout_worker_2": 12.5}) == {"alert/loop_lag": 1.0}
     assert said == ["alert loop_lag: rollout_worker_2 answers 12.5 s late"]
 
 
@@ -71,5 +71,5 @@ def test_a_run_that_learns_and_a_synchronous_one_are_not_alarmed(said: list[str]
     alerts = Alerts(synchronous=True)
     for step in range(60):
         noisy = 0.2 + 0.01 * step + (0.1 if step % 2 else -0.1)
-        assert alerts.look({**WELL, "reward/all/mean": noisy, "time/wait_for_batch": 3.9}, {}) == {}
+        assert alerts.check({**WELL, "reward/all/mean": noisy, "time/wait_for_batch": 3.9}, {}) == {}
     assert said == []

@@ -37,7 +37,7 @@ async def run(tmp_path: Path, make_group, make_rollout) -> Path:
         group = make_group(name, rollouts, size=3)
         journal.dispatch(group.ticket)
         for rollout in rollouts:
-            journal.enter(group.ticket, rollout)
+            journal.record_event(group.ticket, rollout)
         journal.close_group(group, cancelled_for="stale")
         return group
 

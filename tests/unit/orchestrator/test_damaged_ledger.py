@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from meshrl.core.paths import Layout
-from meshrl.orchestrator.config import OrchestratorConfig
-from meshrl.orchestrator.env_config import TrainEnvConfig, TrainEnvsConfig
+from meshrl.orchestrator.config import OrchestratorConfig, TrainEnvConfig, TrainEnvsConfig
 from meshrl.orchestrator.ledger.audit import audit
 from meshrl.orchestrator.ledger.checkpoint_state import read_state, state_path, write_state
 from meshrl.orchestrator.ledger.journal import Journal
@@ -54,7 +53,7 @@ async def folder(tmp_path: Path, make_group, make_rollout) -> Path:
         group = make_group(name, rollouts, size=3)
         journal.dispatch(group.ticket)
         for rollout in rollouts:
-            journal.enter(group.ticket, rollout)
+            journal.record_event(group.ticket, rollout)
         journal.close_group(group, cancelled_for="stale")
         return group
 

@@ -13,7 +13,7 @@ from meshrl.algorithms.packing import TrainSample, pack_samples
 from meshrl.inference.embedded.engine import EmbeddedEngine
 from meshrl.models.logprobs import PackedPolicy
 from meshrl.orchestrator.config import LogprobCheckConfig
-from meshrl.orchestrator.peers.logprob_check import LogprobCheck
+from meshrl.orchestrator.reports.logprob_check import LogprobCheck
 from meshrl.sampling.retry import RunError
 from meshrl.trainer.metrics import step_metrics
 from meshrl.training.config import OptimConfig, SchedulerConfig
@@ -59,7 +59,7 @@ def look(metrics: dict[str, float], age: float, *, fatal: bool = False, check: L
     lines: list[str] = []
     sink = logger.add(lines.append, format="{level}|{message}")
     try:
-        (check or LogprobCheck(LogprobCheckConfig(fatal=fatal))).look(event, {"off_policy/all/max": age})
+        (check or LogprobCheck(LogprobCheckConfig(fatal=fatal))).check(event, {"off_policy/all/max": age})
     finally:
         logger.remove(sink)
     return lines

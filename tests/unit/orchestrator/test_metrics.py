@@ -4,7 +4,7 @@ import pytest
 
 from meshrl.algorithms.advantages import mean_baseline_advantages
 from meshrl.core.metrics.statistics import distribution
-from meshrl.orchestrator.reports.bench_table import AloneRates, BenchSummary, summarise, summary_table
+from meshrl.orchestrator.bench.summary import AloneRates, BenchSummary, summarise, summary_table
 from meshrl.orchestrator.reports.step_record import (
     activation_metrics,
     merged,

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from meshrl.core.paths import Layout
-from meshrl.orchestrator.config import OrchestratorConfig
-from meshrl.orchestrator.env_config import TrainEnvConfig, TrainEnvsConfig
+from meshrl.orchestrator.config import OrchestratorConfig, TrainEnvConfig, TrainEnvsConfig
 from meshrl.orchestrator.ledger.journal import Journal
 from meshrl.orchestrator.ledger.metrics_file import end_whole, last_logged_step
 from meshrl.orchestrator.ledger.open_run import open_journal

@@ -95,10 +95,10 @@ def test_a_zero_signal_group_frees_its_slot_and_is_counted(make_plan, finish) ->
     plan = make_plan(level=0)
     first, second = dispatch_all(plan, "g")
     finish(plan, first, rewards=(1.0, 1.0))
-    assert plan.silent_groups_in_a_row == 1
+    assert plan.zero_signal_in_a_row == 1
     assert plan.room() == 2
     finish(plan, second)
-    assert plan.silent_groups_in_a_row == 0
+    assert plan.zero_signal_in_a_row == 0
 
 
 def test_the_first_dispatched_ready_groups_are_taken_first(make_plan, finish) -> None:

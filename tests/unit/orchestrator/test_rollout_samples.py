@@ -161,7 +161,7 @@ def test_those_that_trained_have_the_trainers_logprob_of_each_token_however_they
     step = replace(submitted([group(rollouts)], [group([rollout("d0", -1.0)])]), assembled=assembled)
     config = RolloutSamplesConfig(worst=2, best=1, random=1)
     writer = RolloutSamplesWriter(config, Path("unused"))
-    asked = writer.asked(step)
+    asked = writer.request_logprobs(step)
     batch = asked.assembled.batch
     assert len(batch.logprob_rollouts) == 3  # one of the worst trained nothing
     assert {"a0", "a5"} < set(batch.logprob_rollouts)

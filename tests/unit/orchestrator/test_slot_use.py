@@ -30,14 +30,14 @@ def test_idle_slots_are_counted_over_time_and_apart_while_a_batch_waits() -> Non
     time.now_s = 2.0
     with use.waiting():
         for _ in range(8):
-            use.one_back("b")
+            use.rollout_ended("b")
         time.now_s = 3.0  # 4 of 10 for a second
-        use.one_back("a")
+        use.rollout_ended("a")
         time.now_s = 4.0  # 3 of 10
     use.end("b")
     use.end("a")
     time.now_s = 5.0  # none, but nobody waits
-    assert use.take() == pytest.approx(((6 + 7 + 10) / 50, (6 + 7) / 50))
+    assert use.idle_shares() == pytest.approx(((6 + 7 + 10) / 50, (6 + 7) / 50))
     assert use.rollouts == 0
 
 
@@ -46,18 +46,18 @@ def test_each_step_begins_anew_and_a_change_of_slots_counts_from_its_moment() ->
     use.begin("a", 2)
     time.now_s = 1.0
     said.number = 4
-    assert use.take() == (0.0, 0.0)
+    assert use.idle_shares() == (0.0, 0.0)
     time.now_s = 2.0
-    assert use.take() == (0.5, 0.0)
+    assert use.idle_shares() == (0.5, 0.0)
 
 
 def test_a_group_that_ends_early_gives_up_what_is_left_of_it_and_later_events_count_nothing() -> None:
     use, _, _ = using(4)
     use.begin("a", 3)
-    use.one_back("a")
+    use.rollout_ended("a")
     use.end("a")
     use.end("a")
-    use.one_back("a")
+    use.rollout_ended("a")
     assert use.rollouts == 0
 
 
@@ -66,9 +66,9 @@ def test_without_known_slots_there_is_no_share() -> None:
     use.begin("a", 3)
     time.now_s = 1.0
     said.number = 3
-    assert use.take() is None
+    assert use.idle_shares() is None
     time.now_s = 2.0
     said.number = None
-    use.one_back("a")
+    use.rollout_ended("a")
     time.now_s = 9.0
-    assert use.take() == (0.0, 0.0)
+    assert use.idle_shares() == (0.0, 0.0)

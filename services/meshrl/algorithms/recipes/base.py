@@ -1,7 +1,8 @@
-"""What every algorithm of an environment says: who samples, what else is scored, what each sample trains.
+"""The interface of an algorithm (a recipe): who samples, which tokens another model scores, what each token trains.
 
-The orchestrator asks the recipe of an environment when a group is over (what is to be scored) and when a step becomes a
-batch (the streams); packing and trainer know the three terms of the objective and no algorithm.
+The orchestrator calls the recipe of an environment when a group is over (`score_requests`) and when a step becomes a
+batch (`streams`: for each sample the weights of its tokens in the terms of the objective). Packing and trainer know
+those three terms and no algorithm.
 
 Shapes: T tokens of a sample, C tokens of context before it, K candidates of a token.
 """

@@ -1,4 +1,4 @@
-"""custom: an algorithm of the user's own, named by its import path; what it says is checked before it is packed."""
+"""custom: an algorithm of the user's own, named by its import path; what it returns is checked before it is packed."""
 
 from __future__ import annotations
 

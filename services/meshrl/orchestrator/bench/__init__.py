@@ -1,1 +1,1 @@
-"""`orchestrator --bench` with nobody else: what stands in for the other programs, and how it is started."""
+"""`orchestrator --bench`: the summary of a run's pace, and stand-ins for the other programs where none is named."""

@@ -1,4 +1,4 @@
-"""`orchestrator --bench` where no service was named: starts what stands in for them, and says what a rollout costs."""
+"""`orchestrator --bench` without services: starts stand-ins, and measures what a rollout costs this program."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from loguru import logger
 
 from meshrl.core.config import ConfigError
 from meshrl.core.config.shared import ServicesConfig
-from meshrl.orchestrator.config import OrchestratorConfig
-from meshrl.orchestrator.env_config import TrainEnvConfig, TrainEnvsConfig
+from meshrl.orchestrator.config import OrchestratorConfig, TrainEnvConfig, TrainEnvsConfig
 
 START_DEADLINE_S = 120.0
 END_DEADLINE_S = 30.0
@@ -67,8 +66,8 @@ class OwnCost:
     def __init__(self) -> None:
         self._began_s, self._cpu_s = time.perf_counter(), time.process_time()
 
-    def told(self, rollouts: int) -> str:
-        """In words, once so many were trained."""
+    def summary(self, rollouts: int) -> str:
+        """The cost in words; `rollouts` is how many were trained."""
         wall_s, cpu_s = time.perf_counter() - self._began_s, time.process_time() - self._cpu_s
         if not rollouts:
             return "bench: no rollout was trained"

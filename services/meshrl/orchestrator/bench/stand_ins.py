@@ -92,14 +92,14 @@ class MadeUpRollouts(rollout_pb2_grpc.RolloutServiceServicer):
                     group_id=request.group_id,
                     task_key=str(request.task_index),
                     environment=request.environment,
-                    samples=(self._sample(prompt_ids, count),),
+                    samples=(self._make_sample(prompt_ids, count),),
                     reward=float(index % 2),
                 )
             )
         summary = RolloutSummary(finished=request.group_size, failed=0, cancelled=0, sampled_tokens=sampled)
         yield convert.rollout_event_to_proto(summary)
 
-    def _sample(self, prompt_ids: NDArray[np.int32], count: int) -> Sample:
+    def _make_sample(self, prompt_ids: NDArray[np.int32], count: int) -> Sample:
         total = len(prompt_ids) + count
         mask = np.arange(total) >= len(prompt_ids)
         completion_ids = self._draw.integers(0, VOCAB_SIZE, count).astype(np.int32)

@@ -1,7 +1,7 @@
-"""The groups that one worker plays, and how far each has been told and booked. No I/O and no clock.
+"""For each group that one worker plays: which of its events have arrived, and which were recorded. No I/O, no clock.
 
-An event of a call is received once (its number says whether it is new), and taken once whoever asked for the group has
-booked it; only then is it acknowledged. A stream that breaks changes nothing here.
+An event is received when it arrives (its number says whether it is new) and taken once the caller, who asked for the
+group, has recorded it; only then is it acknowledged. A stream that breaks changes nothing here.
 """
 
 from __future__ import annotations
@@ -61,21 +61,21 @@ class CallBook(Generic[EventT]):
         return True
 
     def take(self, call: OpenCall[EventT]) -> int:
-        """The first event that waits is booked; returns its number, which is to be acknowledged."""
+        """The caller has recorded the first waiting event; returns its number, which is to be acknowledged."""
         call.waiting.popleft()
         call.taken += 1
         return call.taken
 
     def end(self, call_id: str) -> OpenCall[EventT] | None:
-        """Nothing of the call is wanted any more; what waits of it is left to whoever has it."""
+        """Removes a call, of which no more events are wanted; returns it with the events that still wait."""
         return self.calls.pop(call_id, None)
 
     def cursors(self, held: Iterable[str]) -> Mapping[str, int]:
-        """For a new stream of a worker that has the calls `held`: where each that is wanted goes on."""
+        """For a worker that comes back with the calls `held`: the next event to send of each that is still wanted."""
         return {call_id: self.calls[call_id].taken + 1 for call_id in held if call_id in self.calls}
 
     def missing(self, held: Iterable[str]) -> tuple[list[OpenCall[EventT]], list[OpenCall[EventT]]]:
-        """Calls that such a worker does not have: those to start again, and those of which it has lost a part."""
+        """The calls that such a worker lacks: those to start again, and those of which it has lost a part."""
         known = set(held)
         gone = [call for call in self.calls.values() if call.call_id not in known]
         return [call for call in gone if not call.received], [call for call in gone if call.received]

@@ -44,7 +44,7 @@ class RolloutExchange:
         self._server.add(SERVICE, pb_grpc.add_RolloutExchangeServicer_to_server, ExchangeServicer(self))
         port = await self._server.start()
         self._server.set_serving()
-        self._looking = asyncio.create_task(self._look())
+        self._looking = asyncio.create_task(self._check_leases())
         logger.info(f"rollout workers may dial in at {self._config.host}:{port}")
         return port
 
@@ -81,11 +81,11 @@ class RolloutExchange:
         worker.left_out = lambda: self._pool.why_left_out(worker.address)
         return worker, stream
 
-    async def _look(self) -> None:
+    async def _check_leases(self) -> None:
         while True:
             await asyncio.sleep(LOOK_S)
             for worker in self.workers.values():
-                worker.look()
+                worker.check_silence()
 
 
 class ExchangeServicer(pb_grpc.RolloutExchangeServicer):
@@ -113,7 +113,7 @@ class ExchangeServicer(pb_grpc.RolloutExchangeServicer):
         self, request: pb.ListWorkersRequest, context: grpc.aio.ServicerContext
     ) -> pb.ListWorkersResponse:
         workers = self._exchange.workers
-        return pb.ListWorkersResponse(workers=[workers[name].told() for name in sorted(workers)])
+        return pb.ListWorkersResponse(workers=[workers[name].to_proto() for name in sorted(workers)])
 
 
 async def _hello(messages: AsyncIterator[pb.AttachRequest]) -> pb.WorkerHello:

@@ -93,7 +93,7 @@ class DialedInWorker:
         self.incarnation = hello.incarnation
         self.attachments += 1
         self._environments = tuple(convert.environment_from_proto(one) for one in hello.environments)
-        self._heard(hello.status, hello.room)
+        self._note_status(hello.status, hello.room)
         held = [call.call_id for call in hello.calls]
         again, lost = self._book.missing(held)
         lease = pb.WorkerLease(
@@ -120,7 +120,7 @@ class DialedInWorker:
         self._heard_s = self._now()
         match message.WhichOneof("message"):
             case "heartbeat":
-                self._heard(message.heartbeat.status, message.heartbeat.room)
+                self._note_status(message.heartbeat.status, message.heartbeat.room)
                 answer = pb.HeartbeatAnswer(number=message.heartbeat.number)
                 stream.send(pb.AttachResponse(answer=answer))
             case "event":
@@ -130,7 +130,7 @@ class DialedInWorker:
             case _:  # of a newer contract
                 pass
 
-    def look(self) -> None:
+    def check_silence(self) -> None:
         """Called every second: ends a stream that is silent, and the lease of a worker that stays away."""
         silent_s = self.silent_s
         if self._stream is not None and silent_s > SILENT_HEARTBEATS * self._config.heartbeat_s:
@@ -144,8 +144,8 @@ class DialedInWorker:
             for call in list(self._book.calls.values()):
                 self._fail(call, MeshError(Reason.UNREACHABLE, f"{self.address} stayed away for its whole lease"))
 
-    def told(self) -> pb.AttachedWorker:
-        """What is known of it."""
+    def to_proto(self) -> pb.AttachedWorker:
+        """What `meshrl` shows of the worker."""
         return pb.AttachedWorker(
             worker=self.name,
             attached=self.attached,
@@ -157,7 +157,7 @@ class DialedInWorker:
             left_out=self.left_out(),
         )
 
-    def _heard(self, status: rollout_pb2.GetRolloutStatusResponse, room: int) -> None:
+    def _note_status(self, status: rollout_pb2.GetRolloutStatusResponse, room: int) -> None:
         self._heard_s = self._now()
         self._status, self._room = convert.rollout_status_from_proto(status), room
 
@@ -189,7 +189,7 @@ class DialedInWorker:
         call.waiting.append(error)
         self._news[call.call_id].set()
 
-    def _took(self, call: OpenCall[pb.CallEvent | MeshError]) -> None:
+    def _acknowledge(self, call: OpenCall[pb.CallEvent | MeshError]) -> None:
         seq = self._book.take(call)
         if self._stream is not None and call.call_id in self._book.calls:
             self._stream.send(pb.AttachResponse(ack=pb.EventAck(call_id=call.call_id, seq=seq)))
@@ -243,7 +243,7 @@ class DialedInWorker:
                 if isinstance(event, MeshError):
                     raise event
                 if event.WhichOneof("event") == "end":
-                    self._took(call)
+                    self._acknowledge(call)
                     self._book.end(call.call_id)
                     break
                 parsed = event_of(event.result)
@@ -251,7 +251,7 @@ class DialedInWorker:
                     summary = parsed
                 elif parsed is not None:
                     yield parsed
-                self._took(call)
+                self._acknowledge(call)
         finally:
             self._forget(call)
         if event.end.reason:

@@ -133,10 +133,10 @@ def _audit(layout: Layout, connection: sqlite3.Connection) -> AuditReport:
         redone=sum(line.redone for line in lines),
         violations=(
             *unreadable,
-            *_states(rows, run),
-            *_whole_groups(ours, sizes),
-            *_trained(ours, records),
-            *_steps(trained, lines, run),
+            *_check_states(rows, run),
+            *_check_groups(ours, sizes),
+            *_check_trained(ours, records),
+            *_check_steps(trained, lines, run),
             *totals(lines, [record for record in records if record.step <= max(trained, default=0)]),
         ),
     )
@@ -191,7 +191,7 @@ def totals(lines: Sequence[StepLine], records: Sequence[StepRecord]) -> Iterator
                 yield f"step {record.step}: tokens in the ledger fell from {before_tokens} to {tokens}"
 
 
-def _states(rows: Sequence[AuditRow], run: RunRow) -> Iterator[str]:
+def _check_states(rows: Sequence[AuditRow], run: RunRow) -> Iterator[str]:
     open_states = {state.value for state in OPEN_STATES}
     lost = {state.value for state in _LOST}
     for row in rows:
@@ -208,14 +208,14 @@ def _states(rows: Sequence[AuditRow], run: RunRow) -> Iterator[str]:
             yield f"rollout {rollout_id}: {count} rows, counted more than once"
 
 
-def _whole_groups(rows: Sequence[AuditRow], sizes: Mapping[str, int]) -> Iterator[str]:
+def _check_groups(rows: Sequence[AuditRow], sizes: Mapping[str, int]) -> Iterator[str]:
     found = Counter(row.group_id for row in rows)
     for group_id, size in sizes.items():
         if found[group_id] < size:
             yield f"group {group_id}: {found[group_id]} rows for {size} rollouts, some are lost"
 
 
-def _trained(rows: Sequence[AuditRow], records: Sequence[StepRecord]) -> Iterator[str]:
+def _check_trained(rows: Sequence[AuditRow], records: Sequence[StepRecord]) -> Iterator[str]:
     named: dict[str, list[int]] = {}
     for record in records:
         untrainable = set(record.untrainable)
@@ -234,7 +234,7 @@ def _trained(rows: Sequence[AuditRow], records: Sequence[StepRecord]) -> Iterato
             yield f"rollout {row.rollout_id}: trained by step {row.step}, but {said} names it"
 
 
-def _steps(trained: Sequence[int], lines: Sequence[StepLine], run: RunRow) -> Iterator[str]:
+def _check_steps(trained: Sequence[int], lines: Sequence[StepLine], run: RunRow) -> Iterator[str]:
     if not trained:
         return
     missing = sorted(set(range(run.first_step, max(trained) + 1)) - set(trained))

@@ -1,6 +1,6 @@
 """The journal of a run: its ledger, batches and totals, kept on disk so that any process can go on from them.
 
-Told by the loop before and after everything that counts. A batch is submitted only when it and the rollouts in it are
+The loop reports to it every event that counts. A batch is submitted only when it and the rollouts in it are
 on disk; payloads go when their step is durable and has its record.
 """
 
@@ -81,8 +81,8 @@ class Journal:
         self._ledger.dispatch(ticket)
         self._store.dispatched(ticket)
 
-    def enter(self, ticket: GroupTicket, event: RolloutEvent) -> None:
-        """Enters a rollout the moment it comes back."""
+    def record_event(self, ticket: GroupTicket, event: RolloutEvent) -> None:
+        """Records a rollout the moment it comes back, finished or failed."""
         if isinstance(event, Rollout):
             self._store.keep(event)
             trace_id = trace_id_of(event.traceparent)

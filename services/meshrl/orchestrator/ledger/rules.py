@@ -1,4 +1,4 @@
-"""The rules of the ledger: each rollout is counted once, from dispatch to its end; told by the loop.
+"""The rules of the ledger: each rollout is counted once, from dispatch to its end; the journal reports the events.
 
     dispatched -> finished <-> batched <-> trained
          |            └----------┴----------┴-----> dropped (why)

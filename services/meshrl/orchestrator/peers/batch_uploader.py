@@ -1,9 +1,9 @@
-"""Uploads recorded batches to the trainer in order, and reports which steps are done, over restarts of the trainer.
+"""Uploads batches from disk to the trainer in order, and says which steps are done, over restarts of the trainer.
 
-upload   consumes recorded batches; waits for the next one, or while the trainer's queue is full. A batch that the
-         trainer refuses for its content stops it until the loop withdraws that batch and those behind it
-follow   consumes the trainer's events; when it restarts at step k, both cursors go back to k
-next     gives the loop the next step that is done; unblocked by the trainer's events
+upload   a task: sends each batch that is on disk; waits for the next one, or while the trainer's queue is full.
+         When the trainer refuses a batch for its content, waits until the loop has withdrawn that batch and later ones
+follow   a task: reads the trainer's events; when the trainer restarts at step k, uploading and waiting go back to k
+next     called by the finisher: waits for the next step to be done and returns the trainer's event for it
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from meshrl.core.clock import Clock
 from meshrl.core.waiting import Pulse
 from meshrl.orchestrator.config import DeadlinesConfig
 from meshrl.orchestrator.peers.step_watcher import StepUndoneError, StepWatcher
-from meshrl.orchestrator.work.refused_batches import BatchRefusal
 from meshrl.sampling.retry import Patience, RunError, failed, persist
 from meshrl.wire.errors import MeshError, Reason
 from meshrl.wire.types import Batch, RunInfo, StepEvent
@@ -42,8 +41,16 @@ class StepCursors:
     """The last step that is done, and that the loop was told of."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class BatchRefusal:
+    """The trainer does not take the batch of `step`, for what it holds."""
+
+    step: int
+    error: MeshError
+
+
 class UploadedRun(Protocol):
-    """What the uploader asks and tells of the run whose batches it uploads."""
+    """What the uploader needs of the run whose batches it uploads; `orchestrator.run.Run` is one."""
 
     @property
     def info(self) -> RunInfo: ...
@@ -90,7 +97,7 @@ class BatchUploader:
             run=run.info,
             unreachable_s=deadlines.unreachable_s,
             history=run.steps.trained < run.info.step,
-            on_restart=self._go_back,
+            on_restart=self._on_restart,
             on_durable=run.durable,
             clock=clock,
         )
@@ -123,7 +130,7 @@ class BatchUploader:
         self._watcher.withdraw(step)
         self._changed.beat()
 
-    def not_taken(self, refusal: BatchRefusal) -> RunError:
+    def refusal_error(self, refusal: BatchRefusal) -> RunError:
         """The error for a batch that the run cannot go on without."""
         return failed("trainer", self._address, f"taking batch {refusal.step}", refusal.error)
 
@@ -132,7 +139,7 @@ class BatchUploader:
         self._ended = True
         self._changed.beat()
 
-    async def place(self, at_most: int) -> None:
+    async def wait_for_room(self, at_most: int) -> None:
         """Returns when fewer than `at_most` batches are at the trainer, or when it has refused one."""
         while self.refused is None and self._steps.recorded - self._steps.trained >= at_most:
             await self._changed.next()
@@ -181,15 +188,18 @@ class BatchUploader:
                     continue
                 refusal = BatchRefusal(step=step, error=error)
                 if error.reason is not Reason.INVALID_REQUEST or self._ended:
-                    raise self.not_taken(refusal) from error
-                await self._refuse(refusal)
+                    raise self.refusal_error(refusal) from error
+                await self._wait_for_withdrawal(refusal)
                 continue
             self._refusals_in_a_row = 0
             if epoch == self._watcher.epoch:
                 steps.uploaded = step
 
-    async def _refuse(self, refusal: BatchRefusal) -> None:
-        """Waits until the loop has taken the batch apart. Raises RunError when that has been done too often."""
+    async def _wait_for_withdrawal(self, refusal: BatchRefusal) -> None:
+        """Tells the loop of the refusal and waits until it has withdrawn the batch.
+
+        Raises RunError after REFUSALS_IN_A_ROW.
+        """
         self._refusals_in_a_row += 1
         if self._refusals_in_a_row >= REFUSALS_IN_A_ROW:
             raise RunError(
@@ -203,7 +213,8 @@ class BatchUploader:
         while self.refused is not None:
             await self._changed.next()
 
-    def _go_back(self, run: RunInfo) -> None:
+    def _on_restart(self, run: RunInfo) -> None:
+        """The trainer restarted at an earlier step: what it has forgotten is uploaded and waited for again."""
         done, self._steps.trained = self._steps.trained, min(self._steps.trained, run.step)
         self._steps.uploaded = run.step
         self._run.go_back(run.step, done)

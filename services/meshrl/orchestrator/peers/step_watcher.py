@@ -1,7 +1,8 @@
 """Follows the steps of one run at the trainer, over every restart of the trainer; read by the batch uploader.
 
-Each process of a trainer is an epoch. Its revisions count from 1 and its steps go on from its checkpoint, so what was
-done after that is forgotten: whoever waits is told, and waits for the same steps again in the new epoch.
+Each process of a trainer is an epoch: its events are numbered from 1 (revisions), its steps go on from its checkpoint.
+Steps done after that checkpoint are lost with the old process: whoever waits for one gets StepUndoneError, and waits
+for it again in the new epoch.
 """
 
 from __future__ import annotations
@@ -49,7 +50,6 @@ class StepWatcher:
         on_restart: Callable[[RunInfo], None] = lambda run: None,
         on_durable: Callable[[int], None] = lambda step: None,
         clock: Clock,
-        poll_s: float = POLL_S,
     ) -> None:
         """`history` asks for the events of steps that were done before; else those steps have no metrics."""
         self._client = client
@@ -58,13 +58,12 @@ class StepWatcher:
         self._on_restart = on_restart
         self._on_durable = on_durable
         self._clock = clock
-        self._poll_s = poll_s
         self._epoch_changed = Pulse()
         self._run = run
         self._heard_s = clock.now()
         self._seen = 0 if history else run.revision
         self._failed: dict[int, StepEvent] = {}
-        self._done: defaultdict[int, asyncio.Future[StepEvent]] = self._waits()
+        self._done: defaultdict[int, asyncio.Future[StepEvent]] = self._new_waits()
 
     @property
     def epoch(self) -> int:
@@ -82,7 +81,7 @@ class StepWatcher:
             run = polling.result() if not polling.cancelled() else await self._next_epoch(streaming.result())
             if not streaming.cancelled():
                 streaming.exception()  # of an epoch that is over: nobody needs to know
-            self._enter(run)
+            self._begin_epoch(run)
 
     async def done(self, step: int, deadline_s: float) -> StepEvent:
         """The event that ended `step`; one without metrics when the trainer had done it before it was followed.
@@ -91,7 +90,7 @@ class StepWatcher:
         """
         epoch = self.epoch
         if step <= self._run.step and self._caught_up and not self._done[step].done():
-            self._done[step].set_result(self._told_nothing(step))
+            self._done[step].set_result(self._done_without_metrics(step))
         try:
             async with asyncio.timeout(deadline_s):
                 event = await asyncio.shield(self._done[step])
@@ -108,12 +107,12 @@ class StepWatcher:
     def withdraw(self, step: int) -> None:
         """The trainer does not have the batch of `step`: who waits for the step is told."""
         if (future := self._done.pop(step, None)) is not None:
-            self._tell_undone(future)
+            self._fail_wait(future)
 
     async def restarts(self, epoch: int) -> bool:
         """Waits for the epoch after `epoch`; False when it does not come for as long as a trainer may be away."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(self._unreachable_s + self._poll_s):
+            async with asyncio.timeout(self._unreachable_s + POLL_S):
                 while self.epoch == epoch:
                     await self._epoch_changed.next()
         return self.epoch != epoch
@@ -127,7 +126,7 @@ class StepWatcher:
             left_s = self._heard_s + self._unreachable_s - self._clock.now()
             try:
                 async with asyncio.timeout(None if away is None else left_s):
-                    await self._take_all()
+                    await self._read_stream()
                 return self._failure() if self._failed else "ended its stream of steps: it is draining"
             except MeshError as error:
                 if error.reason is Reason.REVISION_EXPIRED:
@@ -140,7 +139,7 @@ class StepWatcher:
                 raise failed("trainer", self._address, "reporting its steps", away) from away
             await self._clock.sleep(min(AGAIN_S, self._unreachable_s))
 
-    async def _take_all(self) -> None:
+    async def _read_stream(self) -> None:
         """Takes the events of one stream.
 
         Raises RunError when a step has failed and the trainer goes on: its stream would end if it had crashed.
@@ -157,7 +156,7 @@ class StepWatcher:
                     return
                 logger.debug(f"trainer: step {event.step} {event.state.value}")
                 self._heard_s = self._clock.now()
-                self._take(event)
+                self._handle(event)
 
     def _failure(self) -> str:
         event = self._failed[min(self._failed)]
@@ -165,7 +164,7 @@ class StepWatcher:
             f"failed step {event.step}: {event.reason}: {event.message}; the weights are those of step {event.step - 1}"
         )
 
-    def _take(self, event: StepEvent) -> None:
+    def _handle(self, event: StepEvent) -> None:
         self._seen = event.revision
         self._on_durable(event.durable_step)
         match event.state:
@@ -178,7 +177,7 @@ class StepWatcher:
         if self._caught_up:
             for step, future in self._done.items():
                 if step <= self._run.step and not future.done():
-                    future.set_result(self._told_nothing(step))
+                    future.set_result(self._done_without_metrics(step))
 
     @property
     def _caught_up(self) -> bool:
@@ -190,7 +189,7 @@ class StepWatcher:
     async def _poll(self) -> RunInfo:
         """Returns when the trainer is in another epoch."""
         while True:
-            await self._clock.sleep(self._poll_s)
+            await self._clock.sleep(POLL_S)
             run = await self._ask()
             if run is None:
                 continue
@@ -219,15 +218,15 @@ class StepWatcher:
             logger.debug(f"trainer: {error}")
             return None
 
-    def _enter(self, run: RunInfo) -> None:
+    def _begin_epoch(self, run: RunInfo) -> None:
         again = run.epoch != self.epoch
         waiting = list(self._done.values())
         self._seen = 0 if again else run.revision  # in the same epoch its events are gone
         self._run = run
         self._failed.clear()
-        self._done = self._waits()
+        self._done = self._new_waits()
         for future in waiting:
-            self._tell_undone(future)
+            self._fail_wait(future)
         self._on_durable(run.durable_step)
         if again:
             logger.warning(f"the trainer restarted: it is at step {run.step} (epoch {run.epoch})")
@@ -235,15 +234,15 @@ class StepWatcher:
         self._epoch_changed.beat()
 
     @staticmethod
-    def _tell_undone(future: asyncio.Future[StepEvent]) -> None:
+    def _fail_wait(future: asyncio.Future[StepEvent]) -> None:
         if not future.done():
             future.set_exception(StepUndoneError())
             future.exception()  # whoever still waits hears of it, and it may be nobody
 
     @staticmethod
-    def _waits() -> defaultdict[int, asyncio.Future[StepEvent]]:
+    def _new_waits() -> defaultdict[int, asyncio.Future[StepEvent]]:
         return defaultdict(lambda: asyncio.get_running_loop().create_future())
 
     @staticmethod
-    def _told_nothing(step: int) -> StepEvent:
+    def _done_without_metrics(step: int) -> StepEvent:
         return StepEvent(revision=0, step=step, state=StepState.DONE, version=step)

@@ -1,7 +1,7 @@
 """Activates versions on the engines through the weight hub, and decides what to do when it cannot.
 
-Told by the finisher after each step.
-In a synchronous run it also has the engines sleep between two versions; a failure of that never ends a run.
+Called by the finisher after each step. In a synchronous run it also has the engines sleep between two versions; a
+failure of that never ends a run.
 """
 
 from __future__ import annotations

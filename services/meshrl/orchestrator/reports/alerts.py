@@ -1,7 +1,7 @@
-"""Looks at each step's record for what a person should hear of; told by the finisher, which logs and exports it.
+"""Finds in each step's record what a person should look at, like a collapsed reward; called by the finisher.
 
-An alert is said when it begins, and again when it has begun anew after it was over. While it lasts the step's record
-has `alert/NAME` = 1. `deploy/observability` has the same as rules of Prometheus.
+An alert is logged when it begins and when it is over. While it lasts the step's record has `alert/NAME` = 1.
+`deploy/observability` has the same rules for Prometheus.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Alerts:
         self._most_engines = 0.0
         self._on: set[str] = set()
 
-    def look(self, metrics: Mapping[str, float], lags_s: Mapping[str, float]) -> dict[str, float]:
-        """Takes the record of a step and how late the programs' event loops are; returns what the record gets."""
+    def check(self, metrics: Mapping[str, float], lags_s: Mapping[str, float]) -> dict[str, float]:
+        """Takes a step's record and how late the programs' event loops run; returns the `alert/` metrics to add."""
         for name in ("reward/all/mean", "mismatch_kl/all/mean", "time/wait_for_batch", "time/train_step"):
             if name in metrics:
                 self._seen.setdefault(name, deque(maxlen=REMEMBERED)).append(metrics[name])

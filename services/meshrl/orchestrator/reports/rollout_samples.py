@@ -15,7 +15,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import zstandard
@@ -30,7 +29,7 @@ from meshrl.sampling.groups import RolloutGroup
 from meshrl.wire.trace import parse_traceparent
 from meshrl.wire.types import MicroBatch, Rollout, Sample
 
-_Line = Mapping[str, Any]
+_Line = Mapping[str, object]
 Logprobs = Mapping[str, NDArray[np.float32]]
 """The trainer's, by rollout id: one for each of its tokens of the rl term, in the order of the batch's rows."""
 
@@ -43,7 +42,7 @@ class RolloutSamplesWriter:
         self._folder = folder
         self._warned = False
 
-    def asked(self, step: SubmittedStep) -> SubmittedStep:
+    def request_logprobs(self, step: SubmittedStep) -> SubmittedStep:
         """The step with a batch that asks the trainer for its logprobs of the rollouts that are to be written."""
         if step.step % self._config.interval:
             return step
@@ -176,20 +175,16 @@ def _line(rollout: Rollout, logprobs: Sequence[NDArray[np.float32]] | None) -> _
         "timings_s": {name: round(seconds, 4) for name, seconds in rollout.timings_s.items()},
         "trace_id": None if context is None else f"{context.trace_id:032x}",
         "samples": [
-            _sample(sample) | ({} if logprobs is None else {"trainer_logprobs": _rounded(logprobs[place])})
+            _sample(sample, None if logprobs is None else logprobs[place])
             for place, sample in enumerate(rollout.samples)
         ],
     }
 
 
-def _rounded(logprobs_T: NDArray[np.float32]) -> list[float | None]:
-    return [_finite(round(logprob, 5)) for logprob in logprobs_T.tolist()]
-
-
-def _sample(sample: Sample) -> dict[str, Any]:
+def _sample(sample: Sample, trainer_logprobs_T: NDArray[np.float32] | None) -> dict[str, object]:
     """Lists of one entry a token; `logprobs` is null where the policy sampled nothing."""
     pairs = zip(sample.logprobs.tolist(), sample.loss_mask.tolist(), strict=True)
-    return {
+    told: dict[str, object] = {
         "token_ids": sample.token_ids.tolist(),
         "logprobs": [round(logprob, 5) if sampled else None for logprob, sampled in pairs],
         "temperature": sample.temperature,
@@ -198,3 +193,6 @@ def _sample(sample: Sample) -> dict[str, Any]:
             {"role": span.role, "text": span.text, "tokens": [span.start, span.end]} for span in sample.message_spans
         ],
     }
+    if trainer_logprobs_T is not None:
+        told["trainer_logprobs"] = [_finite(round(logprob, 5)) for logprob in trainer_logprobs_T.tolist()]
+    return told

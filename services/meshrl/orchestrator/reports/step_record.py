@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from itertools import takewhile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +18,6 @@ from meshrl.algorithms.recipes.base import sampled_tokens
 from meshrl.core.metrics.catalogue import Source
 from meshrl.core.metrics.names import CATALOGUE
 from meshrl.core.metrics.statistics import distribution
-from meshrl.core.telemetry.monitor import SampleRow
 from meshrl.orchestrator.work.batches import AssembledBatch
 from meshrl.orchestrator.work.screening import DropReason, ReadyGroup, is_empty
 from meshrl.orchestrator.work.staleness import StalenessLaw
@@ -81,19 +79,19 @@ def merged(own: Mapping[str, float], **others: Mapping[str, float]) -> Metrics:
     of that source (`trainer/progress/tokens`), so that nobody overwrites a total of the run. Names of others come over
     the wire from whatever is there, and need no declaration.
     """
+
+    def is_own(name: str) -> bool:
+        metric = CATALOGUE.find(name)
+        return metric is not None and Source.ORCHESTRATOR in metric.filled_by
+
     record = dict(own)
     for source, values in others.items():
         for name, value in values.items():
             free = name
-            while free in record or _is_orchestrators(free):
+            while free in record or is_own(free):
                 free = f"{source}/{free}"
             record[free] = value
     return record
-
-
-def _is_orchestrators(name: str) -> bool:
-    metric = CATALOGUE.find(name)
-    return metric is not None and Source.ORCHESTRATOR in metric.filled_by
 
 
 def rollout_metrics(groups: Sequence[RolloutGroup]) -> Metrics:
@@ -229,40 +227,6 @@ def rate_metrics(groups: Sequence[RolloutGroup], *, seconds: float) -> Metrics:
     return {
         "perf/rollouts_per_s": sum(len(group.rollouts) for group in groups) / seconds,
         "perf/inference_tokens_per_s": sum(group.sampled_tokens for group in groups) / seconds,
-    }
-
-
-def sample_rows(
-    groups: Sequence[ReadyGroup], assembled: AssembledBatch, *, ratio: float | None, at_most: int = 8
-) -> list[SampleRow]:
-    """Rows for a table of samples: every 1/ratio-th rollout of the batch, or a few when no ratio is given."""
-    rollouts = [rollout for ready in groups for rollout in ready.kept]
-    count = min(at_most, len(rollouts)) if ratio is None else max(1, round(ratio * len(rollouts)))
-    chosen = [rollouts[index * len(rollouts) // count] for index in range(count)]
-    return [
-        SampleRow(
-            environment=rollout.environment,
-            task_key=rollout.task_key,
-            prompt=_prompt(rollout),
-            completion=rollout.completion,
-            reward=rollout.reward,
-            advantage=assembled.advantages.get(rollout.rollout_id),
-        )
-        for rollout in chosen
-    ]
-
-
-def _prompt(rollout: Rollout) -> str:
-    """What stood before the policy's first words."""
-    spans = rollout.samples[0].message_spans if rollout.samples else ()
-    return "\n".join(span.text for span in takewhile(lambda span: span.role != "assistant", spans))
-
-
-def distributions(groups: Sequence[ReadyGroup], assembled: AssembledBatch) -> dict[str, list[float]]:
-    """Values of a batch whose distribution is worth a histogram."""
-    return {
-        "distributions/reward": [rollout.reward for ready in groups for rollout in ready.kept],
-        "distributions/advantage": list(assembled.advantages.values()),
     }
 
 

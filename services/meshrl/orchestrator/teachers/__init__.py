@@ -1,1 +1,1 @@
-"""Scores of rollouts: what another model, or the live policy, says of their tokens."""
+"""Logprobs of rollouts' tokens under another model (a teacher) or the live policy, for algorithms that need them."""

@@ -1,28 +1,29 @@
-"""Connects the models that score rollouts: teachers as they are configured, the live policy as the hub lists it."""
+"""Connects to the models that score rollouts: teachers at their configured URLs, the policy at the hub's engines."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Mapping, Sequence
 
-from meshrl.algorithms.recipes.base import Actor
+from meshrl.algorithms.recipes.base import Actor, Recipe
 from meshrl.client import WeightSyncClient
 from meshrl.core.secret import read_secret
-from meshrl.orchestrator.algo_config import TeacherConfig
-from meshrl.orchestrator.config import OrchestratorConfig
+from meshrl.orchestrator.config import OrchestratorConfig, TeacherConfig
 from meshrl.orchestrator.teachers.logprob_servers import LogprobServers
 from meshrl.orchestrator.teachers.scorer import GroupScorer
-from meshrl.orchestrator.work.recipes import Recipes
 from meshrl.sampling.retry import RunError
 
 
-def build_scorer(config: OrchestratorConfig, recipes: Recipes, hub: WeightSyncClient) -> GroupScorer:
-    """The scorer of a run; nothing is dialled yet. Raises RunError for an algorithm whose teacher is not configured."""
+def build_scorer(config: OrchestratorConfig, recipes: Mapping[str, Recipe], hub: WeightSyncClient) -> GroupScorer:
+    """The scorer of a run, whose algorithms are `recipes`, by environment; nothing is dialled yet.
+
+    Raises RunError for an algorithm whose teacher is not configured.
+    """
     teachers: dict[str, LogprobServers] = {}
     servers: dict[str, LogprobServers] = {}
     for env in config.train.env:
         name = env.resolved_name
-        scored_by, teacher = recipes.by_environment[name].scored_by, config.teacher_of(env)
+        scored_by, teacher = recipes[name].scored_by, config.teacher_of(env)
         if scored_by is None:
             continue
         if scored_by is Actor.TEACHER and teacher is None:
@@ -30,15 +31,15 @@ def build_scorer(config: OrchestratorConfig, recipes: Recipes, hub: WeightSyncCl
         chosen = teacher if scored_by is Actor.TEACHER and teacher is not None else TeacherConfig()
         key = f"{scored_by.value} {chosen.model_dump_json()}"
         if key not in teachers:
-            teachers[key] = _servers(config, scored_by, chosen, hub)
+            teachers[key] = _connect(config, scored_by, chosen, hub)
         servers[name] = teachers[key]
     cache_tokens = max(
         (teacher.cache_tokens for env in config.train.env if (teacher := config.teacher_of(env))), default=4_000_000
     )
-    return GroupScorer(recipes.by_environment, servers, cache_tokens=cache_tokens)
+    return GroupScorer(recipes, servers, cache_tokens=cache_tokens)
 
 
-def _servers(
+def _connect(
     config: OrchestratorConfig, scored_by: Actor, teacher: TeacherConfig, hub: WeightSyncClient
 ) -> LogprobServers:
     api_key = read_secret(
@@ -46,16 +47,13 @@ def _servers(
     )
     if scored_by is Actor.TEACHER:
         who = f"the teacher {teacher.model.name or ''} at {' and '.join(teacher.client.base_url)}".replace("  ", " ")
-        return LogprobServers(who, _always(teacher.client.base_url), config=teacher, api_key=api_key)
+
+        async def configured() -> Sequence[str]:
+            return teacher.client.base_url
+
+        return LogprobServers(who, configured, config=teacher, api_key=api_key)
 
     async def engines() -> Sequence[str]:
         return [engine.url for engine in await hub.list_engines(config.engine_pool) if engine.routable]
 
     return LogprobServers("the policy's engines", engines, config=teacher, api_key=api_key)
-
-
-def _always(urls: Sequence[str]) -> Callable[[], Awaitable[Sequence[str]]]:
-    async def same() -> Sequence[str]:
-        return urls
-
-    return same

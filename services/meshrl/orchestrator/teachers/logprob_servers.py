@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from meshrl.algorithms.recipes.base import TokenScores
 from meshrl.client.backoff import Backoff
 from meshrl.core.https import client_context
-from meshrl.orchestrator.algo_config import TeacherConfig
+from meshrl.orchestrator.config import TeacherConfig
 from meshrl.sampling.retry import RunError
 
 AGAIN = frozenset({408, 409, 425, 429, 500, 502, 503, 504})

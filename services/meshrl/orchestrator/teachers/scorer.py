@@ -1,8 +1,8 @@
-"""Has rollouts scored as the algorithms of their environments ask; between a group's end and the batch of its step.
+"""Gets the scores (logprobs under a teacher or the live policy) that algorithms need of rollouts, and caches them.
 
-A group is scored when it is over, so that a step finds its scores waiting; what is missing then, after a restart for
-example, is asked for before the batch is made. A teacher's scores are kept by its tokens; those of the live policy
-belong to one rollout, since the policy is another soon after.
+The dispatcher has each group scored when it is over, so that the scores are there when the loop makes the batch; the
+loop asks for those still missing, after a restart for example. A teacher's scores are cached by the tokens alone, those
+of the live policy by rollout too, since the policy changes.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ class GroupScorer:
         for group in groups:
             if group and (environment := group[0].environment) in self._servers:
                 wanted += [(one, environment) for one in self._recipes[environment].score_requests(group)]
-        found = await asyncio.gather(*(self._one(request, environment) for request, environment in wanted))
+        found = await asyncio.gather(*(self._score_one(request, environment) for request, environment in wanted))
         return {(request.rollout_id, request.place): scores for (request, _), scores in zip(wanted, found, strict=True)}
 
-    async def _one(self, request: ScoreRequest, environment: str) -> TokenScores:
-        """Of the sample's own tokens; its first one is scored where a context stands before it."""
+    async def _score_one(self, request: ScoreRequest, environment: str) -> TokenScores:
+        """The scores of the sample's own tokens, without its context; from the cache where it has them."""
         top_k = self._recipes[environment].top_k
         server = self._servers[environment]
         cache = self._caches[server]

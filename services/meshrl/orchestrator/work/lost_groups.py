@@ -1,4 +1,4 @@
-"""Waits after groups that were lost to failures, and gives up after too many; told of every group by the dispatcher."""
+"""Waits after groups that were lost to failures, and ends the run after too many in a row; used by the dispatcher."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plan of work: how many groups may be in flight, and which step takes which; asked and told by the loop, no I/O.
+"""The plan of work: how many groups may be in flight, and which step takes which; driven by the loop, no I/O.
 
 Every group outstanding (in flight, or finished and not yet taken) holds as many slots as its environment's groups have
 rollouts. A step has `batch_size` slots, and the law says up to which step slots are open, so generation cannot run
@@ -59,7 +59,7 @@ class WorkPlan:
         self.limits = limits
         self.next_step = next_step
         self.active_version = active_version
-        self.silent_groups_in_a_row = 0
+        self.zero_signal_in_a_row = 0
         self._schedule = schedule
         self._screen = screen
         self._seed = seed
@@ -154,7 +154,7 @@ class WorkPlan:
         self._begin(ticket)
         return ticket
 
-    def go_on(self, *, drawn: Mapping[str, int], next_sequence: int, again: Sequence[GroupTicket]) -> None:
+    def resume_after(self, *, drawn: Mapping[str, int], next_sequence: int, again: Sequence[GroupTicket]) -> None:
         """Goes on behind the tasks that an earlier process drew; those of the tickets `again` come first."""
         self._schedule.skip(drawn)
         self._sequence = max(self._sequence, next_sequence)
@@ -189,9 +189,9 @@ class WorkPlan:
         group_id = group.ticket.group_id
         screened = self._screen(group.ticket.task.environment, rollouts)
         if any(reason is DropReason.ZERO_SIGNAL for _, reason in screened.dropped):
-            self.silent_groups_in_a_row += 1
+            self.zero_signal_in_a_row += 1
         if screened.kept:
-            self.silent_groups_in_a_row = 0
+            self.zero_signal_in_a_row = 0
             self._ready[group_id] = ReadyGroup(group=group, kept=screened.kept)
         else:
             self._release(group.ticket)

@@ -3,7 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
+import numpy as np
+from numpy.typing import NDArray
+
+from meshrl.algorithms.advantages import (
+    ADVANTAGES,
+    Advantage,
+    load_custom_advantage,
+    penalise_length,
+    per_token_penalty,
+    soft_overlong_penalty,
+)
 from meshrl.algorithms.recipes.base import Actor, Recipe, SampleStreams, Scores
 from meshrl.algorithms.recipes.custom import check_streams, load_recipe
 from meshrl.algorithms.recipes.echo import Echo
@@ -14,9 +26,7 @@ from meshrl.algorithms.recipes.opd import OnPolicyDistillation
 from meshrl.algorithms.recipes.opsd import SelfDistillation
 from meshrl.algorithms.recipes.rae import RoleBaseline
 from meshrl.algorithms.recipes.sft import Imitation
-from meshrl.orchestrator.algo_config import AlgoConfig
-from meshrl.orchestrator.config import OrchestratorConfig
-from meshrl.orchestrator.work.advantage import build_advantage
+from meshrl.orchestrator.config import AdvantageConfig, AlgoConfig, OrchestratorConfig
 from meshrl.sampling.retry import RunError
 from meshrl.wire.types import Rollout
 
@@ -32,7 +42,7 @@ class Recipes:
     def __init__(self, config: OrchestratorConfig) -> None:
         """Raises RunError for a custom algorithm that cannot be made."""
         self.by_environment: dict[str, Recipe] = {
-            env.resolved_name: _recipe(config.algo_of(env), config) for env in config.train.env
+            env.resolved_name: _build_recipe(config.algo_of(env), config) for env in config.train.env
         }
         for name, recipe in self.by_environment.items():
             if recipe.sampler is Actor.TEACHER and name not in config.taught_environments:
@@ -79,7 +89,7 @@ class Recipes:
             recipe.restore(state.get(name, {}))
 
 
-def _recipe(algo: AlgoConfig, config: OrchestratorConfig) -> Recipe:
+def _build_recipe(algo: AlgoConfig, config: OrchestratorConfig) -> Recipe:
     if algo.import_path is not None:
         try:
             return load_recipe(algo.import_path, algo.kwargs, key="orchestrator.algo")
@@ -104,3 +114,37 @@ def _recipe(algo: AlgoConfig, config: OrchestratorConfig) -> Recipe:
     if algo.type == "echo":
         return Echo(advantage, roles=algo.roles, weight=algo.weight or ECHO_WEIGHT)
     return GroupRelative(advantage)
+
+
+def build_advantage(config: AdvantageConfig) -> Advantage:
+    """The configured advantage, of rewards less the length penalty if there is one.
+
+    Raises RunError, which names the key, for a function that cannot be called; a result that no batch can be made of
+    raises it when the function returns it.
+    """
+    if config.import_path is None:
+        advantage = ADVANTAGES[config.type]
+    else:
+        try:
+            function = load_custom_advantage(config.import_path, config.kwargs, key="orchestrator.advantage")
+        except ValueError as error:
+            raise RunError(str(error)) from error
+
+        def advantage(rewards_G: Sequence[float], lengths_G: Sequence[int]) -> NDArray[np.float32]:
+            try:
+                return function(rewards_G, lengths_G)
+            except ValueError as error:  # told apart from a batch without tokens, which raises ValueError too
+                raise RunError(str(error)) from error
+
+    penalty = config.length_penalty
+    if penalty is None:
+        return advantage
+    if penalty.max_length is None or penalty.buffer_length is None:
+        return penalise_length(advantage, partial(per_token_penalty, coefficient=penalty.weight))
+    overlong = partial(
+        soft_overlong_penalty,
+        max_length=penalty.max_length,
+        buffer_length=penalty.buffer_length,
+        weight=penalty.weight,
+    )
+    return penalise_length(advantage, overlong)

@@ -1,7 +1,7 @@
-"""A batch that the trainer refuses for its content: which of its rollouts are at fault; asked by the loop.
+"""Finds the rollouts for which the trainer refused a batch; used by the loop when it makes the batch anew.
 
-The loop takes the batch apart, and those behind it: what is at fault is dropped, the rest is batched again, filled up
-with new groups.
+The loop drops the rollouts at fault. What else was in the refused batch, and in those submitted after it, goes into
+new batches, which new groups fill up.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -22,19 +22,13 @@ from meshrl.wire.types import Rollout
 _ROW = re.compile(r"micro_batches\[(\d+)\]")
 
 
-@dataclass(frozen=True, kw_only=True)
-class BatchRefusal:
-    """The trainer's word on the batch of a step."""
+def at_fault(error: MeshError, submitted: SubmittedStep, *, vocab_size: int | None) -> frozenset[str]:
+    """Ids of the rollouts to leave out; empty when the refusal is about the batch as a whole, its header for example.
 
-    step: int
-    error: MeshError
+    These are the rollouts that break a rule which is known here. If none does, they are all rollouts in the rows that
+    the trainer's error names; if it names no row, all rollouts of the batch.
 
-
-def at_fault(refusal: BatchRefusal, submitted: SubmittedStep, *, vocab_size: int | None) -> frozenset[str]:
-    """Ids of the rollouts to leave out; none when the refusal is about the batch as a whole, as of its header.
-
-    Those are the rollouts that break a rule which is known here; if there are none, all in the rows that the trainer
-    names; if it names nothing at all, all of the batch.
+    `error`: the trainer's answer to the batch. `vocab_size`: the trainer's, None where it has not said.
     """
     assembled = submitted.assembled
     rollouts = [rollout for ready in submitted.groups for rollout in ready.kept]
@@ -43,15 +37,15 @@ def at_fault(refusal: BatchRefusal, submitted: SubmittedStep, *, vocab_size: int
         found |= {one for one, value in assembled.advantages.items() if not np.isfinite(np.float32(value))}
     if found:
         return frozenset(found)
-    if not refusal.error.violations:
+    if not error.violations:
         return frozenset(rollout.rollout_id for rollout in rollouts)
-    rows = [int(named[1]) for violation in refusal.error.violations if (named := _ROW.match(violation.field))]
+    rows = [int(named[1]) for violation in error.violations if (named := _ROW.match(violation.field))]
     micro_batches = assembled.batch.micro_batches
     return frozenset(one for row in rows if row < len(micro_batches) for one in micro_batches[row].rollout_ids)
 
 
-def without(submitted: SubmittedStep, bad: AbstractSet[str]) -> Iterator[tuple[ReadyGroup, list[Rollout]]]:
-    """Each group of a step with those of its rollouts that are left, and those of `bad` that are lost."""
+def split_groups(submitted: SubmittedStep, bad: AbstractSet[str]) -> Iterator[tuple[ReadyGroup, list[Rollout]]]:
+    """Yields each group of a step with the rollouts of it that stay, and the list of those that are in `bad`."""
     for ready in submitted.groups:
         batched = [one for one in ready.kept if one.rollout_id not in submitted.assembled.untrainable]
         kept = tuple(one for one in batched if one.rollout_id not in bad)

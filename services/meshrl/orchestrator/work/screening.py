@@ -1,6 +1,6 @@
 """Judges groups of rollouts: which rollouts carry a gradient, and which are still fresh enough for a step.
 
-Asked by the plan when a group is over and before a step takes groups; what is dropped is counted under its DropReason.
+Used by the plan when a group is over and before a step takes groups; what is dropped is counted under its DropReason.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def screen_finished(
     tolerance: float,
     least: int = MIN_SURVIVORS,
 ) -> Screened:
-    """Judges a whole group: losses first, which must leave `least` rollouts, then whether what is left says anything.
+    """Judges a whole group: first drops unusable rollouts, of which `least` must be left, then groups without signal.
 
     Rewards are compared among rollouts of the same agent, as advantages are.
     """

@@ -1,7 +1,7 @@
-"""How much of the room at the rollout services a run leaves empty, and how much of that while a batch waits.
+"""Measures how many slots of the rollout services stand idle, and how many of them while a batch waits for groups.
 
-Told by the dispatcher of every rollout that is out and comes back, by the loop when it waits; read once a step. It asks
-the services' pool for the number of slots at each of these moments.
+The dispatcher reports when groups begin and end, the loop when it waits; a step's record takes the shares. The number
+of slots is read from the services' pool at each of these moments.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class SlotUse:
         return self._total_out
 
     def begin(self, group_id: str, rollouts: int) -> None:
-        """A group is sent."""
+        """A group was sent to a rollout service."""
         self._add_up()
         self._out[group_id] = rollouts
         self._total_out += rollouts
 
-    def one_back(self, group_id: str) -> None:
+    def rollout_ended(self, group_id: str) -> None:
         """A rollout of a group finished or failed."""
         if self._out.get(group_id, 0) > 0:
             self._add_up()
@@ -57,7 +57,7 @@ class SlotUse:
             self._add_up()
             self._waiting = False
 
-    def take(self) -> tuple[float, float] | None:
+    def idle_shares(self) -> tuple[float, float] | None:
         """Shares of the slot-seconds since the last call: idle, and idle while a batch waited; None where not known."""
         self._add_up()
         whole, idle, tail = self._all_s, self._idle_s, self._tail_s

@@ -1,4 +1,4 @@
-"""The staleness law: what may be generated and what may be trained on; asked by the plan, decided nowhere else."""
+"""The staleness law: what may be generated and what may be trained on; used by the plan, decided nowhere else."""
 
 from __future__ import annotations
 

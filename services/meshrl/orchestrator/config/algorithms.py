@@ -75,7 +75,7 @@ class AdvantageConfig(BaseConfig):
         return self
 
 
-def _one_or_more(value: object) -> object:
+def _as_list(value: object) -> object:
     """One URL as a list of one."""
     return [value] if isinstance(value, str) else value
 
@@ -83,7 +83,7 @@ def _one_or_more(value: object) -> object:
 class TeacherClientConfig(BaseConfig):
     """How a teacher is reached."""
 
-    base_url: Annotated[list[str], Field(min_length=1), BeforeValidator(_one_or_more)] = Field(
+    base_url: Annotated[list[str], Field(min_length=1), BeforeValidator(_as_list)] = Field(
         default=["http://127.0.0.1:8001"]
     )
     """Base URLs of servers of the teacher, with or without a trailing /v1."""

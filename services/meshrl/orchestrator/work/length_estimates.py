@@ -1,7 +1,7 @@
-"""Which of the groups that may begin now are expected to take longest; asked by the dispatcher, told of each group.
+"""Estimates how long groups will be, so that the dispatcher can start the longest first; learns from each that ends.
 
-A batch waits for its last rollouts, so those that will be long are begun first. Which tasks are drawn, and what they
-are drawn for, is not touched: only the order in which the groups of one step are sent.
+A batch waits for its last rollouts, so those that are expected to be long are started first. This changes only the
+order in which the groups of one step are sent, not which tasks are drawn nor for which step.
 """
 
 from __future__ import annotations

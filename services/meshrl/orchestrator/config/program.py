@@ -18,8 +18,8 @@ from meshrl.core.config.shared import (
     TlsConfig,
     WandbConfig,
 )
-from meshrl.orchestrator.algo_config import TAUGHT, AdvantageConfig, AlgoConfig, TeacherConfig
-from meshrl.orchestrator.env_config import GROUP_SIZE_SPELLINGS, EvalConfig, TrainEnvConfig, TrainEnvsConfig
+from meshrl.orchestrator.config.algorithms import TAUGHT, AdvantageConfig, AlgoConfig, TeacherConfig
+from meshrl.orchestrator.config.environments import GROUP_SIZE_SPELLINGS, EvalConfig, TrainEnvConfig, TrainEnvsConfig
 from meshrl.orchestrator.exchange.config import ExchangeConfig
 
 
@@ -225,9 +225,9 @@ class OrchestratorConfig(BaseConfig):
 
     @model_validator(mode="after")
     def _whole_groups(self) -> Self:
-        problems = [text for env in self.train.env for text in self._of_env(env)]
+        problems = [text for env in self.train.env for text in self._group_size_problems(env)]
         if any(env.group_size is None for env in self.train.env) or not self.train.env:
-            problems += self._batch_of("group_size", self.group_size)
+            problems += self._batch_size_problems("group_size", self.group_size)
         largest = max(self.group_sizes.values(), default=self.group_size)
         if self.max_inflight_rollouts is not None and self.max_inflight_rollouts < largest:
             problems.append(
@@ -238,7 +238,7 @@ class OrchestratorConfig(BaseConfig):
             raise ValueError("\n".join(problems))
         return self
 
-    def _of_env(self, env: TrainEnvConfig) -> list[str]:
+    def _group_size_problems(self, env: TrainEnvConfig) -> list[str]:
         """What is wrong with the size of an environment's groups."""
         size, name = self.group_sizes[env.resolved_name], env.resolved_name
         algo = self.algo_of(env)
@@ -247,9 +247,11 @@ class OrchestratorConfig(BaseConfig):
                 f"orchestrator.train.env: group_size of {name!r} must be at least 2, got {size}: an advantage compares"
                 f" the rollouts of one task ({algo.type}); use 2 or more, or leave it out"
             ]
-        return [] if env.group_size is None else self._batch_of(f"the group_size of environment {name!r}", size)
+        return (
+            [] if env.group_size is None else self._batch_size_problems(f"the group_size of environment {name!r}", size)
+        )
 
-    def _batch_of(self, what: str, size: int) -> list[str]:
+    def _batch_size_problems(self, what: str, size: int) -> list[str]:
         if not self.batch_size % size:
             return []
         below = self.batch_size // size * size

@@ -8,7 +8,7 @@ from pydantic import AliasChoices, Field, model_validator
 
 from meshrl.core.config import BaseConfig
 from meshrl.core.config.shared import EnvConfig, SamplingConfig
-from meshrl.orchestrator.algo_config import AlgoConfig
+from meshrl.orchestrator.config.algorithms import AlgoConfig
 
 GROUP_SIZE_SPELLINGS = AliasChoices("group_size", "rollouts_per_example")
 

@@ -1,4 +1,4 @@
-"""What `--bench` ends with: means over the steps after the first, which warms up, as a table and as JSON.
+"""The summary of a run with `--bench`: means over all steps but the first, which warms up, as a table and as JSON.
 
     trained tokens/s   the samples' tokens of all steps over their wall time; while it trains: without waits for batches
     idle               trainer: its wait for batches; engines: the time in which no group was in flight, for the trainer
@@ -17,6 +17,8 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from loguru import logger
 
 ROWS: tuple[tuple[str, str], ...] = (
     ("time/step", "seconds a step"),
@@ -147,6 +149,17 @@ def summary_table(records: Sequence[Mapping[str, float]]) -> str:
             mean = sum(values) / len(values)
             lines.append(f"{label:<34}{mean:>12.4f}{min(values):>12.4f}{max(values):>12.4f}")
     return "\n".join(lines)
+
+
+def report_bench(folder: Path, records: Sequence[Mapping[str, float]]) -> None:
+    """Logs what the steps' records say of a benchmark, and writes `run.json` to its folder."""
+    summary = summarise(records, AloneRates.read(folder))
+    text = summary_table(records)
+    if summary is not None:
+        summary.write(folder / "run.json")
+        told = "" if summary.trained_tokens_per_s is None else f"{summary.table()}\n"  # a stand-in tells nothing
+        text += f"\n\n{told}numbers in {folder / 'run.json'}"
+    logger.info("bench:\n" + text)
 
 
 def _total(measured: Sequence[Mapping[str, float]], value: Callable[[Mapping[str, float]], float]) -> float | None:

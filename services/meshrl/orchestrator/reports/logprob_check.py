@@ -1,4 +1,4 @@
-"""Says at the start of a run whether engines and trainer agree on the policy; asked with each step until one can tell.
+"""Checks at the start of a run that engines and trainer compute the same logprobs; called by the finisher.
 
 The trainer computes the logprob of every sampled token again, before its optimizer moves. For tokens that the engines
 sampled with the very version that the step trains, the two may differ by rounding alone. A step with older tokens says
@@ -17,16 +17,16 @@ from meshrl.wire.types import StepEvent
 
 
 class LogprobCheck:
-    """Looks at the first step of this process whose tokens are all of the trainer's own version, then at none."""
+    """Checks the first step of this process whose tokens are all of the trainer's own version, and no later one."""
 
     def __init__(self, config: LogprobCheckConfig) -> None:
         self._config = config
         self._done = False
 
-    def look(self, event: StepEvent, staleness: Mapping[str, float]) -> None:
+    def check(self, event: StepEvent, staleness: Mapping[str, float]) -> None:
         """Takes a step that is DONE, with its `mismatch_abs/all/{mean,max}`, and the `off_policy/all/max` of its batch.
 
-        Logs one line when they can tell, and nothing before and after.
+        Logs one line for the step that is checked, and nothing for others.
 
         Raises RunError when they differ and the configuration makes that fatal.
         """

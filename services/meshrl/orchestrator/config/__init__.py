@@ -1,0 +1,30 @@
+"""The `orchestrator` section: the program's own keys, the environments of a run, and the algorithms they train with."""
+
+from meshrl.orchestrator.config.algorithms import TAUGHT, AdvantageConfig, AlgoConfig, TeacherConfig
+from meshrl.orchestrator.config.environments import (
+    EvalConfig,
+    EvalEnvConfig,
+    TrainEnvConfig,
+    TrainEnvsConfig,
+)
+from meshrl.orchestrator.config.program import (
+    DeadlinesConfig,
+    LogprobCheckConfig,
+    OrchestratorConfig,
+    RolloutSamplesConfig,
+)
+
+__all__ = [
+    "TAUGHT",
+    "AdvantageConfig",
+    "AlgoConfig",
+    "DeadlinesConfig",
+    "EvalConfig",
+    "EvalEnvConfig",
+    "LogprobCheckConfig",
+    "OrchestratorConfig",
+    "RolloutSamplesConfig",
+    "TeacherConfig",
+    "TrainEnvConfig",
+    "TrainEnvsConfig",
+]
