@@ -16,7 +16,7 @@ from blake3 import blake3
 
 from meshrl.v1 import reasons_pb2, weights_pb2
 from meshrl.versions.collective.digest import digest_bytes, sum128
-from meshrl.versions.deltas.codec import Rows, encode, split, unpack, words_of
+from meshrl.versions.deltas.codec import Rows, encode, read_stream, unpack, words_of
 from meshrl.versions.deltas.words import from_ordered, ordered
 from meshrl.wire import completion_frame, convert, manifest_file
 from meshrl.wire.completion_frame import CompletionFrame, FrameChoice
@@ -110,14 +110,16 @@ def test_delta() -> None:
     base = (np.arange(plan[-1].offset + plan[-1].num_bytes) * 37 % 251).astype(np.uint8)
     base[4:8] = 0
     result = base.copy()
-    for piece in split(np.frombuffer(bytes.fromhex(DELTA["delta"]), dtype=np.uint8)):
+    for piece in read_stream(np.frombuffer(bytes.fromhex(DELTA["delta"]), dtype=np.uint8)):
         found = unpack(piece)
         words = words_of(result, found.run)
         words[found.places] = from_ordered(ordered(words[found.places]) + found.steps)
     assert [[int(at), int(result[at])] for at in np.flatnonzero(result != base)] == DELTA["result"]
     with ThreadPoolExecutor(1) as threads:
         made = [unpack(packed) for _, packed in encode(Rows(plan), base, result, threads)]
-    for again, piece in zip(made, split(np.frombuffer(bytes.fromhex(DELTA["delta"]), dtype=np.uint8)), strict=True):
+    for again, piece in zip(
+        made, read_stream(np.frombuffer(bytes.fromhex(DELTA["delta"]), dtype=np.uint8)), strict=True
+    ):
         assert again.places.tolist() == unpack(piece).places.tolist()
         assert again.steps.tolist() == unpack(piece).steps.tolist()
 

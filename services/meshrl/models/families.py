@@ -14,7 +14,6 @@ What follows from a configuration or a class is a rule; a model type that those 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -108,7 +107,7 @@ def unpacked_reason(model: PreTrainedModel, max_len: int | None = None) -> str |
 
 def positions_grow_beyond(config: PreTrainedConfig) -> int | None:
     """The length beyond which a sequence's rotary embeddings depend on its length; None where they never do."""
-    rope: Any = getattr(config, "rope_parameters", None) or {}
+    rope = getattr(config, "rope_parameters", None) or {}
     limits = []
     for each in (rope, *(value for value in rope.values() if isinstance(value, dict))):
         if each.get("rope_type") in _GROWING_POSITIONS:

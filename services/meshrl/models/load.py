@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
-from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
@@ -108,17 +107,14 @@ def _runnable(config: ModelConfig, model_config: PreTrainedConfig) -> str | None
 
 
 @torch.no_grad()
-def fill_model(model: PreTrainedModel, config: ModelConfig, names: dict[str, str] | None = None) -> None:
+def fill_model(model: PreTrainedModel, config: ModelConfig) -> None:
     """Reads the checkpoint into a model whose parameters have storage, sharded or not; every rank reads its shards.
 
-    `names` says which parameter goes by another name in the checkpoint. A checkpoint whose names are not the model's
-    is loaded whole by transformers, which knows how to convert it, and then divided. LoRA adapters are left as they
-    are. Raises ModelError.
+    A checkpoint whose names are not the model's is loaded whole by transformers, which knows how to convert it, and
+    then divided. LoRA adapters are left as they are. Raises ModelError.
     """
     _reset_buffers(model)
-    own = {
-        (names or {}).get(name, name): parameter for name, parameter in model.named_parameters() if not is_adapter(name)
-    }
+    own = {name: parameter for name, parameter in model.named_parameters() if not is_adapter(name)}
     folder = _weights_folder(config)
     stored: set[str] = set()
     for path in folder.glob("*.safetensors") if folder is not None else ():
@@ -195,7 +191,9 @@ def _model_config(config: ModelConfig) -> PreTrainedConfig:
     return loaded
 
 
-def _from_pretrained(auto_class: Any, source: ModelConfig, /, **kwargs: Any) -> Any:
+def _from_pretrained(
+    auto_class: type[AutoModelForCausalLM | AutoTokenizer | AutoConfig], source: ModelConfig, /, **kwargs: object
+) -> PreTrainedModel | PreTrainedTokenizerBase | PreTrainedConfig:
     try:
         return auto_class.from_pretrained(source.name, trust_remote_code=source.trust_remote_code, **kwargs)
     # A missing, broken or unknown model, or one that needs a package.
@@ -204,3 +202,12 @@ def _from_pretrained(auto_class: Any, source: ModelConfig, /, **kwargs: Any) -> 
         raise ModelError(
             f"cannot load {auto_class.__name__} from model.name {source.name!r}, taken as a {kind}: {error}"
         ) from error
+
+
+def eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
+    """The tokens that end a completion, from the generation config, else the model config."""
+    for source in (model.generation_config, model.config.get_text_config()):
+        ids: int | list[int] | None = getattr(source, "eos_token_id", None)
+        if ids is not None:
+            return (ids,) if isinstance(ids, int) else tuple(ids)
+    return ()

@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -164,7 +163,7 @@ def adapter_state(model: nn.Module, *, keep: bool = True) -> dict[str, torch.Ten
     return state
 
 
-def adapter_config(model: nn.Module, base_name: str) -> dict[str, Any]:
+def adapter_config(model: nn.Module, base_name: str) -> dict[str, object]:
     """What PEFT keeps in adapter_config.json, for the adapters of this model over the model named `base_name`."""
     adapted = adapted_layers(model)
     plain = {name.rpartition(".")[2] for name, m in model.named_modules() if type(m) is nn.Linear}
@@ -182,7 +181,7 @@ def peft_state(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {f"{peft.PREFIX}{name}.weight": tensor.contiguous() for name, tensor in state.items()}
 
 
-def save_adapter(folder: Path, state: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> None:
+def save_adapter(folder: Path, state: Mapping[str, torch.Tensor], config: Mapping[str, object]) -> None:
     """Writes an `adapter_state` and its `adapter_config` as a folder that PEFT and vLLM load. Raises OSError."""
     peft.write_folder(folder, peft_state(state), config)
 

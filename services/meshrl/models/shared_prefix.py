@@ -318,7 +318,7 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Te
     ctx.save_for_backward(query_THD, key_TKD, value_TKD, *plan, *prefixes, *output)
 
 
-def _backward(ctx: Any, grad_THD: torch.Tensor, _: object) -> tuple[Any, ...]:
+def _backward(ctx: Any, grad_THD: torch.Tensor, _: object) -> tuple[object, ...]:
     query, key, value, *lists, out, lse = ctx.saved_tensors
     plan, prefixes = lists[: ctx.parts], lists[ctx.parts :]
     gradients = _fused_backward(grad_THD.contiguous(), [query, key, value], out, lse, plan, prefixes, ctx.scale)

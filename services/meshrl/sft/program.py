@@ -26,7 +26,7 @@ from meshrl.sft.data.conversations import DataError
 from meshrl.sft.data.feed import Feed
 from meshrl.sft.data.rendering import load_sft_tokenizer
 from meshrl.sft.loop import SFTLoop
-from meshrl.training.auto_settings import suited
+from meshrl.training.auto_settings import resolve_auto
 from meshrl.training.build import build_learner
 from meshrl.training.checkpoints.checkpointer import Checkpointer, CheckpointError
 from meshrl.training.checkpoints.weights_folder import separate_adapters
@@ -116,7 +116,7 @@ def _join(config: SFTConfig, environment: Mapping[str, str]) -> RankGroup:
 def _build(config: SFTConfig, parallel: RankGroup) -> Learner:
     try:
         check_fits(config.model, config.optim, parallel)
-        model, logits_bytes = suited(
+        model, logits_bytes = resolve_auto(
             config.model,
             config.optim,
             parallel,

@@ -1,4 +1,7 @@
-"""First answers by request id, so that a repeated mutating call gets what the first one got."""
+"""Remembers the answer to each mutating call by request id, so that a repeated call gets the first answer.
+
+Used by `TrainerServicer` for SaveCheckpoint.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Builds what the training thread of each rank works with: the group, the model with its learner, the checkpoints."""
+"""Builds what each rank trains with: its group of ranks, the learner with the model, and the checkpointer.
+
+Called once by `program`, on the training thread.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from meshrl.models.load import ModelError, load_tokenizer, resolve_device, resol
 from meshrl.models.logprobs import PackedPolicy
 from meshrl.trainer.config import TrainerConfig
 from meshrl.trainer.objectives import build_objective
-from meshrl.training.auto_settings import suited
+from meshrl.training.auto_settings import resolve_auto
 from meshrl.training.bench.config import BenchConfig
 from meshrl.training.bench.fake_data import fake_batch
 from meshrl.training.build import build_learner
@@ -40,7 +43,7 @@ class TrainerParts:
     lifeline: Lifeline
 
     def leave(self) -> None:
-        """Leaves the group in order, after its last collective."""
+        """Leaves the group of ranks, after its last collective."""
         self.parallel.barrier()
         self.lifeline.release()
         self.parallel.close()
@@ -69,7 +72,7 @@ def min_shared_prefix(wanted: bool | Literal["auto"], policy: PackedPolicy) -> f
 
 
 def build_parts(config: TrainerConfig, environment: Mapping[str, str]) -> TrainerParts:
-    """Joins the group, then loads the model and, when asked to resume, its checkpoint. Raises ConfigError."""
+    """Joins the group, loads the model and, when asked to resume, a checkpoint. Collective. Raises ConfigError."""
     if config.torch_threads is not None:
         torch.set_num_threads(config.torch_threads)
     torch.manual_seed(config.seed)
@@ -79,7 +82,7 @@ def build_parts(config: TrainerConfig, environment: Mapping[str, str]) -> Traine
         parallel = RankGroup.start(environment, device=device, dp_replicate=config.model.dp_replicate)
         lifeline = Lifeline.tie(parallel, environment)
         check_fits(config.model, config.optim, parallel)
-        model, logits_bytes = suited(
+        model, logits_bytes = resolve_auto(
             config.model, config.optim, parallel, seq_len=config.seq_len, max_logits_mib=config.max_logits_mib
         )
         started = time.perf_counter()
@@ -119,10 +122,10 @@ def build_parts(config: TrainerConfig, environment: Mapping[str, str]) -> Traine
 
 
 def compile_kernels(learner: Learner, *, seq_len: int) -> None:
-    """Compiles what a step runs while engines still load, so that the first batch is trained as fast as the next ones.
+    """Compiles the kernels of a step while engines still load, so that the first batch trains as fast as later ones.
 
-    Made-up rows of two lengths, from which torch.compile makes a graph for any; they are short, so that they fit
-    wherever the run's own do. The learner is as before.
+    It passes made-up rows of two lengths through the model, after which torch.compile has a graph for any length. They
+    are short, so that they fit wherever the run's own rows fit. The learner is not changed.
     """
     started = time.perf_counter()
     vocab_size = int(learner.model.config.get_text_config().vocab_size)

@@ -87,7 +87,7 @@ class TrainerLoop:
             raise
 
     def _next_work(self) -> Batch | SaveRequest | None:
-        """Waits for a batch, for a checkpoint that somebody asks for, or for the end."""
+        """Waits for a batch or for a request to save a checkpoint; None is the end."""
         with self._waits.waiting("batch", f"batch {self._learner.step_done + 1}", ("orchestrator",)):
             return self._commands.wait(self._queue.take())
 
@@ -151,7 +151,7 @@ class TrainerLoop:
         started = time.perf_counter()
 
         def announce(done: Future[PublishReport]) -> None:
-            if done.cancelled():  # the event loop is gone, and with it whoever would hear of this step
+            if done.cancelled():  # the event loop is gone, and with it all watchers of this step
                 return
             publish_s = time.perf_counter() - started
             span.child("publish", publish_s)
@@ -208,7 +208,7 @@ class TrainerLoop:
         return CATALOGUE.record(Source.TRAINER, metrics)
 
     def _wait_for_publication(self) -> None:
-        """Waits for the publication under way. Raises when it failed: engines would fall behind without an end.
+        """Waits for the publication under way. Raises when it failed, since engines would get no more versions.
 
         Raises MeshError DEADLINE_PASSED when it stood still for too long.
         """

@@ -1,4 +1,4 @@
-"""The metrics of a step under the names users know; filled from the learner's record, sent with the DONE event."""
+"""Computes a step's metrics, under the names that users see, from the learner's result; sent with the DONE event."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Builds the objective that the trainer's configuration describes; the learner minimises it."""
+"""Builds the objective of the `loss` section of the configuration; the learner minimises it."""
 
 from __future__ import annotations
 

@@ -96,16 +96,16 @@ async def _build_and_serve(config: TrainerConfig, stop: asyncio.Event, tracer: t
         held=True,
     )
     own = TrainerRun(queue=queue, learner=learner, checkpointer=parts.checkpointer)
-    said = facts(config, parts)
-    server = GrpcServer(config.server, max_message_bytes=said.max_message_bytes, tracer=tracer)
-    servicer = TrainerServicer(RunTable(own, max_runs=config.max_concurrent_runs), said, on_drained=stop.set)
+    own_facts = facts(config, parts)
+    server = GrpcServer(config.server, max_message_bytes=own_facts.max_message_bytes, tracer=tracer)
+    servicer = TrainerServicer(RunTable(own, max_runs=config.max_concurrent_runs), own_facts, on_drained=stop.set)
     server.add(SERVICE, add_TrainerServiceServicer_to_server, servicer)
     port = await server.start()
     waits = waits_of(tracer)
     waits.serves = (f"{config.server.host}:{port}",)
     async with WeightSyncClient(config.weight_broadcast.address) as hub:
         commands, loop = CommandSender(parts.parallel), asyncio.get_running_loop()
-        decided = asyncio.run_coroutine_threadsafe(decide(config, parts, hub, epoch, os.environ, waits), loop)
+        decided = asyncio.run_coroutine_threadsafe(decide(config, parts, hub, epoch, waits), loop)
         publication, initial = await unless_stopped(
             stop, thread.call(lambda: open_publication(decided, config, parts, commands, hub, os.environ))
         )
@@ -127,7 +127,7 @@ async def _build_and_serve(config: TrainerConfig, stop: asyncio.Event, tracer: t
         finally:
             queue.close()
             await server.drain(DRAIN_GRACE_S)
-            await asyncio.wait({training}, timeout=DRAIN_GRACE_S)  # it dismisses the other ranks
+            await asyncio.wait({training}, timeout=DRAIN_GRACE_S)  # which sends the other ranks StopCommand
             await publication.close()
 
 
@@ -165,7 +165,7 @@ def train_loop(
 async def _until_drained(
     config: TrainerConfig, queue: TrainingQueue, server: GrpcServer, training: asyncio.Future[None], stop: asyncio.Event
 ) -> int:
-    """Waits for an end, then finishes what is queued, writes the last checkpoint and lets watchers hear of it."""
+    """Waits until it is to end; then trains what is queued and writes the last checkpoint. Returns the exit code."""
     await stop_or_first(stop, training)
     server.set_not_serving()
     code = 0
@@ -207,7 +207,7 @@ async def _publish_when_hub_is_up(
 
 
 def facts(config: TrainerConfig, parts: TrainerParts) -> TrainerFacts:
-    """What GetTrainer says and batches are held against."""
+    """What GetTrainer answers, and what batches are checked against."""
     return TrainerFacts(
         world_size=parts.parallel.plan.world_size,
         dp_size=parts.parallel.plan.dp_size,

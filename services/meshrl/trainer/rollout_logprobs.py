@@ -1,7 +1,7 @@
-"""Picks the trainer's own logprobs of a few rollouts out of a step's record: of those that the orchestrator keeps.
+"""Picks the trainer's own logprobs of single rollouts out of a step's record, for rollouts that the orchestrator keeps.
 
-Called by the loop of rank 0 once a step is made; they go with its DONE event. The record is there for the metrics
-anyway, so a step of which nothing is asked for pays nothing.
+Called by the loop of rank 0 after a step; they are sent with its DONE event. The record is made for the metrics anyway,
+so a step of which no logprobs are asked for costs nothing more.
 """
 
 from __future__ import annotations

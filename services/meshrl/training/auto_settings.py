@@ -1,8 +1,8 @@
-"""Chooses what `auto` leaves open, for model, row length and memory; called before a learner is built.
+"""Chooses the settings that are `auto`, by model, row length and memory; called before a learner is built.
 
-Activation checkpointing is the least that lets a row of seq_len tokens fit beside weights, gradients and optimizer; the
-blocks of large models are compiled on a GPU; the output head works in pieces that leave room for the rest. What a user
-gave stays as it is. Both trainers say in their log what was chosen.
+Activation checkpointing: the least with which a row of seq_len tokens fits beside weights, gradients and optimizer.
+Compilation: on for the blocks of large models on a GPU. Logits: the output head works in pieces that leave room for the
+rest. Settings that a user gave stay as they are. Both trainers log what was chosen.
 
 An element is a number of the compute dtype. A block keeps of a token, with hidden size h, MLP size i, q and k elements
 of all query and key-value heads:
@@ -127,7 +127,7 @@ def choose(
     )
 
 
-def suited(
+def resolve_auto(
     config: TrainerModelConfig,
     optim: OptimConfig,
     parallel: RankGroup,
@@ -135,7 +135,7 @@ def suited(
     seq_len: int,
     max_logits_mib: int | None,
 ) -> tuple[TrainerModelConfig, int]:
-    """The configuration with nothing left to choose, and the bytes of logits at once; the same on every rank.
+    """The configuration with every `auto` resolved, and the bytes of logits at once; the same on every rank.
 
     Collective. Raises ModelError when there is no such model, and ValueError for adapters that do not fit it.
     """
@@ -153,20 +153,24 @@ def suited(
         itemsize=dtype.itemsize,
     )
     changes: dict[str, object] = {}
-    said: list[str] = []
+    decisions: list[str] = []
     if config.ac == "auto":
         changes["ac"] = None if chosen.ac is None else ActivationCheckpointConfig(mode=chosen.ac)
         kept = f"{chosen.activation_bytes / 2**30:.1f} GiB of activations a row"
-        said.append(f"model.ac {chosen.ac or 'off'} ({kept}{'' if chosen.fits else ', more than there is room for'})")
+        decisions.append(
+            f"model.ac {chosen.ac or 'off'} ({kept}{'' if chosen.fits else ', more than there is room for'})"
+        )
     if config.compile == "auto":
         changes["compile"] = CompileConfig() if chosen.compiled else None
-        said.append(f"model.compile {'on' if chosen.compiled else 'off'}")
+        decisions.append(f"model.compile {'on' if chosen.compiled else 'off'}")
     logits_bytes = max_logits_mib * 2**20 if max_logits_mib is not None else chosen.logits_bytes
     if max_logits_mib is None:
-        said.append(f"max_logits_mib {logits_bytes // 2**20}")
-    if said and parallel.plan.leads:
+        decisions.append(f"max_logits_mib {logits_bytes // 2**20}")
+    if decisions and parallel.plan.leads:
         there = "unknown" if least is None else f"{least / 2**30:.0f} GiB"
-        logger.info("auto: {} for rows of {} tokens, {} free on {}", ", ".join(said), seq_len, there, parallel.device)
+        logger.info(
+            "auto: {} for rows of {} tokens, {} free on {}", ", ".join(decisions), seq_len, there, parallel.device
+        )
     return config.model_copy(update=changes), logits_bytes
 
 

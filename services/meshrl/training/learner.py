@@ -12,7 +12,6 @@ import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -28,6 +27,7 @@ from meshrl.training.optim import build_optimizer, clip_gradients, gradient_zero
 from meshrl.training.parallel.rank_group import RankGroup
 from meshrl.training.routing import RoutingWatch
 from meshrl.wire.types import MicroBatch
+from meshrl.wire.values import Array
 
 
 class StepError(Exception):
@@ -300,9 +300,9 @@ def to_tokens(micro_batch: MicroBatch, logprobs: torch.Tensor) -> RowTokens:
 def record_of(rows: Sequence[RowRecord]) -> TokenRecord:
     """Copies the rl tokens' record of a step's rows to the CPU, in one go a quantity."""
 
-    def joined(values: Sequence[torch.Tensor], dtype: torch.dtype) -> NDArray[Any]:
+    def joined(values: Sequence[torch.Tensor], dtype: torch.dtype) -> Array:
         chosen = [value[row.tokens.rl_mask] for value, row in zip(values, rows, strict=True)]
-        array: NDArray[Any] = torch.cat(chosen).to("cpu", dtype).numpy() if chosen else torch.zeros(0).to(dtype).numpy()
+        array: Array = torch.cat(chosen).to("cpu", dtype).numpy() if chosen else torch.zeros(0).to(dtype).numpy()
         return array
 
     return TokenRecord(

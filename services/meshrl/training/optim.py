@@ -1,4 +1,4 @@
-"""The optimizer and what is measured on gradients before it steps; the learner's last part of a step.
+"""Builds the optimizer, clips and measures gradients, and steps: the last part of a learner's step.
 
 Parameters may be sharded: a rank holds and updates its own part, and what is measured is the same number on every rank.
 """

@@ -1,4 +1,4 @@
-"""How the routers of a mixture of experts spread a step's tokens; looked at by the learner, reported beside the loss.
+"""Measures how the routers of a mixture of experts spread a step's tokens; used by the learner for its metrics.
 
 For N tokens, E experts of a layer and k of them for each token:
 
@@ -14,7 +14,6 @@ compiled tells nothing of its routers.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -38,7 +37,7 @@ class RoutingWatch:
         self._counts = [None] * len(self._counts)
 
     def take(self, parallel: RankGroup) -> dict[str, float]:
-        """The metrics since `begin`, the same on every rank; every rank calls it. Nothing where no router has told."""
+        """The metrics since `begin`, the same on every rank; every rank calls it. Empty where no router was seen."""
         if not self._counts:
             return {}
         own = [
@@ -55,7 +54,7 @@ class RoutingWatch:
         }
 
     @torch.no_grad()
-    def _look(self, place: int, router: nn.Module, inputs: Any, output: Any) -> None:
+    def _look(self, place: int, router: nn.Module, inputs: object, output: object) -> None:
         """A router's hook: of its three outputs one is the chosen experts (N, k), one the logits (N, E)."""
         if torch.compiler.is_compiling() or not isinstance(output, tuple):
             return

@@ -127,15 +127,3 @@ async def test_ranks_that_have_only_begun_end_with_their_agent(tmp_path: Path, m
         for pid in ranks:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-
-
-async def test_the_first_rank_killed_ends_the_whole_trainer(tmp_path: Path, model: str, hub: str) -> None:
-    """The last one is killed in a whole run, in tests/mesh/test_ranks.py."""
-    async with two_ranks(configure(tmp_path / "two", model, hub, ranks=2)) as program:
-        await program.client.submit_batch(batch(1, ranks=2))
-        await until(program.client, StepState.DONE, 1)
-        pids = program.rank_pids()
-        os.kill(pids[0], signal.SIGKILL)
-        assert await asyncio.to_thread(program.exit_code, 60.0) != 0
-        assert await gone(pids, 60.0)
-        assert "was killed by SIGKILL" in program.console.read_text()

@@ -6,7 +6,7 @@ import asyncio
 import os
 import shutil
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from meshrl.trainer.publishing.transport_choice import shm_folder
 from meshrl.training.config import OptimConfig
 from meshrl.training.model_config import LoraConfig
 from meshrl.wire.types import StepState, VersionKind
-from ranked_trainer import Transport, batch, configure, two_ranks
+from ranked_trainer import Program, Transport, batch, configure, gone, two_ranks
 from served_engine import activate, serving_engine
 from trainer_kit import until, up
 
@@ -60,7 +60,44 @@ async def test_engine_serves_the_trainers_weights_to_the_bit(
         assert activation.engines[0].applied.root == manifest.result_root
 
 
-@pytest.mark.parametrize("transport", ["filesystem", "nccl", "stream"])
+async def kill_the_agent(program: Program) -> None:
+    """Its ranks end, and its versions that are files in memory are removed."""
+    folder = shm_folder(program.output_dir)
+    assert await asyncio.to_thread(folder.is_dir)
+    ranks = program.rank_pids()
+    program.process.kill()
+    async with asyncio.timeout(60.0):
+        while await asyncio.to_thread(folder.exists):  # noqa: ASYNC110 - another process removes it
+            await asyncio.sleep(0.05)
+    assert await gone(ranks, 60.0)
+
+
+async def kill_the_first_rank(program: Program) -> None:
+    await kill_rank(program, 0)
+
+
+async def kill_the_last_rank(program: Program) -> None:
+    await kill_rank(program, 1)
+
+
+async def kill_rank(program: Program, rank: int) -> None:
+    """The whole trainer ends, and says that one of its ranks was killed."""
+    pids = program.rank_pids()
+    assert len(pids) == 2
+    os.kill(pids[rank], signal.SIGKILL)
+    assert await asyncio.to_thread(program.exit_code, 60.0) != 0
+    assert await gone(pids, 60.0)
+    assert "of trainer was killed by SIGKILL" in program.console.read_text()
+
+
+DEATHS: dict[Transport, Callable[[Program], Awaitable[None]]] = {
+    "filesystem": kill_the_agent,
+    "nccl": kill_the_first_rank,
+    "stream": kill_the_last_rank,
+}
+
+
+@pytest.mark.parametrize("transport", DEATHS)
 async def test_the_engine_has_the_rows_of_both_ranks_and_what_follows_their_death_is_of_a_new_epoch(
     tmp_path: Path, model: str, hub: str, transport: Transport
 ) -> None:
@@ -81,8 +118,7 @@ async def test_the_engine_has_the_rows_of_both_ranks_and_what_follows_their_deat
             before = {name: tensor.clone() for name, tensor in hf_state(served.model).items()}
             await program.client.submit_batch(batch(3, ranks=2))
             await until(program.client, StepState.RUNNING, 3)
-            for pid in program.rank_pids():
-                os.kill(pid, signal.SIGKILL)
+            await DEATHS[transport](program)
         live = hf_state(served.model)
         assert all(torch.equal(live[name], tensor) for name, tensor in before.items())
         await asyncio.to_thread(shutil.move, tmp_path / "out", tmp_path / "first")
@@ -108,17 +144,6 @@ async def test_auto_takes_files_in_memory_where_everybody_is_on_one_host_and_rem
             assert file.is_relative_to("/dev/shm")
             assert await asyncio.to_thread(file.exists)
         assert not await asyncio.to_thread(file.parent.parent.exists)
-
-
-async def test_a_trainer_killed_alone_leaves_no_files_in_memory(tmp_path: Path, model: str, hub: str) -> None:
-    config = configure(tmp_path / "out", model, hub, ranks=1, transport="filesystem")
-    async with two_ranks(config) as program:
-        folder = shm_folder(config.output_dir)
-        assert await asyncio.to_thread(folder.is_dir)
-        program.process.kill()
-        async with asyncio.timeout(60.0):
-            while await asyncio.to_thread(folder.exists):  # noqa: ASYNC110 - another process removes it
-                await asyncio.sleep(0.05)
 
 
 @pytest.mark.parametrize(("transport", "travels"), [("filesystem", "filesystem"), ("nccl", "stream")])

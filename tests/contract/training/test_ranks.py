@@ -15,7 +15,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import loss_curves
 
-STEPS = 20
+STEPS = 10
 ON_TWO_RANKS: dict[str, dict[str, Any]] = {
     "fsdp": {},
     "hsdp": {"dp_replicate": 2},

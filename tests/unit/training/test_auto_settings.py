@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from meshrl.models.load import empty_model
-from meshrl.training.auto_settings import LOGITS_CPU, BlockShape, Chosen, choose, suited
+from meshrl.training.auto_settings import LOGITS_CPU, BlockShape, Chosen, choose, resolve_auto
 from meshrl.training.config import OptimConfig
 from meshrl.training.memory_estimate import memory_need
 from meshrl.training.model_config import ActivationCheckpointConfig, CompileConfig, LoraConfig, TrainerModelConfig
@@ -98,11 +98,11 @@ def test_what_a_user_gave_stays_and_the_rest_is_chosen(capsys: pytest.CaptureFix
         ac=ActivationCheckpointConfig(mode="full", freq=2),
         compile=CompileConfig(backend="aot_eager"),
     )
-    config, logits = suited(given, OptimConfig(), RankGroup(), seq_len=512, max_logits_mib=7)
+    config, logits = resolve_auto(given, OptimConfig(), RankGroup(), seq_len=512, max_logits_mib=7)
     assert (config, logits) == (given, 7 * 2**20)
     off = TrainerModelConfig.model_validate({"name": name, "device": "cpu", "ac": None, "compile": None})
-    assert suited(off, OptimConfig(), RankGroup(), seq_len=512, max_logits_mib=None) == (off, LOGITS_CPU)
-    config, _ = suited(
+    assert resolve_auto(off, OptimConfig(), RankGroup(), seq_len=512, max_logits_mib=None) == (off, LOGITS_CPU)
+    config, _ = resolve_auto(
         TrainerModelConfig(name=name, device="cpu"), OptimConfig(), RankGroup(), seq_len=512, max_logits_mib=None
     )
     assert config.compile is None

@@ -21,6 +21,7 @@ from meshrl.training.checkpoints import files
 from meshrl.training.checkpoints.checkpointer import Checkpointer, CheckpointError
 from meshrl.training.checkpoints.weights_folder import separate_adapters
 from meshrl.training.config import CheckpointConfig, SnapshotConfig
+from meshrl.wire.pinned_steps import pin_step, unpin_step
 
 EVERY = [1, 2, 3, 4, 5, 6]
 LORA = {"lora": {"rank": 4, "dropout": 0.2}}
@@ -177,6 +178,19 @@ def test_snapshots_do_not_push_out_the_newest_checkpoint(model: str, tmp_path: P
         checkpointer.prune(CheckpointConfig(keep_last=1))
     assert saved_steps(tmp_path) == [1]
     assert files.steps_in(tmp_path / "weights") == [1, 3]
+
+
+def test_a_pinned_step_stays_until_it_is_free_again(model: str, tmp_path: Path) -> None:
+    learner = kit.build(model)
+    checkpointer = Checkpointer(learner, tmp_path, tokenizer=None)
+    for learner.step_done in (1, 2, 3):
+        checkpointer.save_as(CheckpointConfig(keep_last=1))
+        if learner.step_done == 1:
+            pin_step(tmp_path / "weights", 1)
+    assert saved_steps(tmp_path) == files.steps_in(tmp_path / "weights") == [1, 3]
+    unpin_step(tmp_path / "weights", 1)
+    checkpointer.prune(CheckpointConfig(keep_last=1))
+    assert saved_steps(tmp_path) == files.steps_in(tmp_path / "weights") == [3]
 
 
 def test_another_programs_part_of_a_step_is_left_alone(model: str, tmp_path: Path) -> None:

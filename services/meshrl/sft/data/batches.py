@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from loguru import logger
 
@@ -17,6 +16,7 @@ from meshrl.sft.data.config import DataConfig
 from meshrl.sft.data.conversations import DataError
 from meshrl.sft.data.loader import DrawnSample
 from meshrl.sft.data.mixture import Cursor
+from meshrl.wire.values import JsonObject
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,13 +27,13 @@ class DataProgress:
     samples: Mapping[str, int] = field(default_factory=dict)
     tokens: Mapping[str, int] = field(default_factory=dict)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """As a checkpoint holds it."""
         place = {"epoch": self.next.epoch, "position": self.next.position}
         return {"next": place, "samples": dict(self.samples), "tokens": dict(self.tokens)}
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> DataProgress:
+    def from_json(cls, values: JsonObject) -> DataProgress:
         """What `to_json` gave."""
         return cls(next=Cursor(**values["next"]), samples=values["samples"], tokens=values["tokens"])
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
-Row = Mapping[str, Any]  # columns by name, as JSON or a dataset has them
+from meshrl.wire.values import JsonObject
+
+Row: TypeAlias = JsonObject  # columns by name, as JSON or a dataset has them
 Message = Row
 Tool = Row
 
@@ -71,7 +73,7 @@ def _with_arguments(message: Message) -> Message:
     return {**message, "tool_calls": [_with_object(call) for call in calls]}
 
 
-def _with_object(call: Any) -> Any:
+def _with_object(call: object) -> object:
     if isinstance(call, str):
         call = _object_of(call, call)
     if not isinstance(call, Mapping):

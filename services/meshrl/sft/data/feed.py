@@ -106,9 +106,8 @@ class Feed:
         else:
             rows = TokenizedRows(self._config, data)
             parts = list(rows.parts)
-            logger.info(
-                "{}: {}", data.name, ", ".join(f"{len(of):,} rows{_of(name, parts)}" for name, of in rows.parts.items())
-            )
+            sizes = [f"{len(of):,} rows" + (f" of {name}" if len(parts) > 1 else "") for name, of in rows.parts.items()]
+            logger.info("{}: {}", data.name, ", ".join(sizes))
             workers = data.num_workers
             if workers == "auto":
                 workers = AUTO_WORKERS if self._parallel.device.type == "cuda" else 0
@@ -130,10 +129,6 @@ class Feed:
             raise
         self._parallel.broadcast(_ROWS + made)
         return made
-
-
-def _of(name: str, parts: Sequence[str]) -> str:
-    return f" of {name}" if len(parts) > 1 else ""
 
 
 def _encode(rows: Sequence[MicroBatch]) -> bytes:

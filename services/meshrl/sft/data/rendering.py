@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from loguru import logger
 from pydantic import TypeAdapter, ValidationError
@@ -52,12 +51,12 @@ def _chat_template(given: str) -> str:
 class Renderers:
     """Renderers of one tokenizer, one for each set of options that a row's chat_template_kwargs may give."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, object]) -> None:
         """Raises ModelError when the options name no renderer, or one that does not fit the tokenizer."""
         from renderers import RendererConfig  # takes a moment, and most runs render by their template
 
         self._tokenizer = tokenizer
-        self._made: dict[str, Any] = {}
+        self._made: dict[str, object] = {}
         try:
             self._config = TypeAdapter(RendererConfig).validate_python(dict(options))
             self.of({})
@@ -69,7 +68,7 @@ class Renderers:
             ) from error
         logger.info("conversations are rendered by {}", type(self.of({})).__name__)
 
-    def of(self, template_options: Mapping[str, object]) -> Any:
+    def of(self, template_options: Mapping[str, object]) -> object:
         """The renderer for a row. Raises ValueError for options that it has not."""
         from renderers import create_renderer
 

@@ -8,12 +8,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from meshrl.sft.data.config import DataConfig
 from meshrl.sft.data.conversations import Conversation, DataError, Row, to_conversation
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
 
 Rows = Sequence[Row]
 SAVED = ("state.json", "dataset_dict.json")  # what `save_to_disk` of datasets leaves in a folder
@@ -57,7 +61,7 @@ class JsonLines(Sequence[Row]):
 class _DatasetRows(Sequence[Row]):
     """The rows of a Hugging Face dataset. Its columns are typed, so keys that a row lacks come as None: they go."""
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: Dataset) -> None:
         self._dataset = dataset
 
     def __len__(self) -> int:
@@ -150,7 +154,7 @@ def _dataset(name: str, subset: str | None, split: str) -> Rows:
     return _DatasetRows(loaded)
 
 
-def _without_absent(value: Any) -> Any:
+def _without_absent(value: object) -> object:
     """Without the None of keys that other rows have; a message's content may be None itself."""
     if isinstance(value, Mapping):
         return {key: _without_absent(each) for key, each in value.items() if each is not None or key == "content"}

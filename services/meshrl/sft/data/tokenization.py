@@ -7,9 +7,8 @@ of and whether the model would have sampled it, so templates that render a messa
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
+from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from meshrl.algorithms.packing import TrainSample
@@ -89,7 +88,7 @@ def tokenize(
     return _sample(whole, mask)
 
 
-def _sample(token_ids: list[int], mask: np.ndarray[Any, np.dtype[np.bool_]]) -> TrainSample:
+def _sample(token_ids: list[int], mask: NDArray[np.bool_]) -> TrainSample:
     return TrainSample(
         token_ids=np.array(token_ids, dtype=np.int32),
         loss_mask=mask,

@@ -1,4 +1,4 @@
-"""Rank 0's side of publishing, made at the start: which way versions leave, and the publisher for that way."""
+"""Sets publishing up at the start, on rank 0: decides by which transport versions leave, and builds the publisher."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from meshrl.core.telemetry.waits import Waits
 from meshrl.models.lora import adapter_config
 from meshrl.trainer.build import TrainerParts
 from meshrl.trainer.config import TrainerConfig
-from meshrl.trainer.publishing.plan import PublishPlan, num_senders
+from meshrl.trainer.publishing.plan import PublishPlan
 from meshrl.trainer.publishing.publisher import Publisher
 from meshrl.trainer.publishing.rank_calls import RankCalls
 from meshrl.trainer.publishing.snapshots import STORE_DEADLINE_S, PublicationSettings, Snapshotter, open_snapshotter
@@ -43,7 +43,7 @@ from meshrl.versions.transports.base import VersionLine, VersionTransport
 from meshrl.versions.transports.broadcast import BroadcastTransport, MeetingPoint
 from meshrl.versions.transports.broadcast_share import BroadcastShare
 from meshrl.versions.transports.filesystem import FilesystemTransport
-from meshrl.versions.transports.stream import RankedStreamTransport, StreamTransport
+from meshrl.versions.transports.stream import StreamTransport
 from meshrl.versions.transports.stream_share import StreamShare
 from meshrl.wire.errors import MeshError
 from meshrl.wire.manifest import Adapter
@@ -55,7 +55,7 @@ MAX_THREADS = 8  # of one rank for files: memory is no faster with more
 
 @dataclass(frozen=True, kw_only=True)
 class Publication:
-    """What rank 0 publishes with."""
+    """Rank 0's publisher and snapshotter, and what must live as long as they do."""
 
     publisher: Publisher
     snapshotter: Snapshotter
@@ -76,12 +76,11 @@ async def decide(
     parts: TrainerParts,
     client: WeightSyncClient,
     epoch: int,
-    environment: Mapping[str, str],
     waits: Waits,
 ) -> PublicationSettings:
-    """How versions leave, but for the store's address. With type auto it waits for a first engine.
+    """Decides how versions leave; all of it but the store's address. With type auto it waits for a first engine.
 
-    `epoch` is the trainer's own; one that started several times without publishing claims the hub's next one.
+    `epoch` is the trainer's own; a trainer that started several times without publishing claims the hub's next one.
     """
     broadcast, parallel = config.weight_broadcast, parts.parallel
     adapter_only = config.model.lora is not None and broadcast.lora_adapter_only
@@ -96,8 +95,7 @@ async def decide(
     on_gpu = parallel.device.type == "cuda"
     choice = choose(broadcast.type, engines, on_gpu=on_gpu, host=platform.node(), adapter_only=adapter_only)
     logger.info("versions leave by {}: {}", choice.transport.value, choice.why)
-    ranks_here = int(environment.get("LOCAL_WORLD_SIZE", "1"))
-    one_host = ranks_here == parallel.world_size
+    one_host = parallel.plan.on_one_host
     folder = Path(config.output_dir)
     if choice.transport is Transport.FILESYSTEM:
         whole = PublishPlan.of(parts.learner.model, parts.compute_dtype)
@@ -111,7 +109,7 @@ async def decide(
             one_host=one_host,
             version_bytes=whole.num_bytes,
         )
-    senders = num_senders(parallel)
+    senders = parallel.plan.num_senders
     shared = choice.transport is Transport.NCCL or one_host
     if choice.transport is Transport.STREAM and not adapter_only:
         shared = shared or senders == 1
@@ -129,7 +127,7 @@ async def decide(
         folder=str(folder.absolute()),
         chunk_bytes=broadcast.chunk_bytes,
         bucket_bytes=broadcast.bucket_mib * 2**20,
-        num_threads=max(1, min(MAX_THREADS, (os.cpu_count() or 1) // ranks_here)),
+        num_threads=max(1, min(MAX_THREADS, (os.cpu_count() or 1) // parallel.plan.local_world_size)),
         backend="nccl" if on_gpu else "gloo",
         deadline_s=broadcast.transfer_deadline_s,
     )
@@ -161,9 +159,10 @@ def open_publication(
     decided = commands.wait(settings)
     parallel = parts.parallel
     store = None
-    if decided.transport == Transport.NCCL.value or (decided.in_shares and num_senders(parallel) > 1):
-        one_host = int(environment.get("LOCAL_WORLD_SIZE", "1")) == parallel.world_size
-        host = store_host(decided.transport, config.weight_broadcast.host, environment, one_host=one_host)
+    if decided.transport == Transport.NCCL.value or (decided.in_shares and parallel.plan.num_senders > 1):
+        host = store_host(
+            decided.transport, config.weight_broadcast.host, environment, one_host=parallel.plan.on_one_host
+        )
         store = open_store(host, deadline_s=STORE_DEADLINE_S)
         address = f"[{host}]:{store.port}" if ":" in host else f"{host}:{store.port}"
         decided = replace(decided, store_address=address)
@@ -172,12 +171,12 @@ def open_publication(
     transport = _transport(decided, config, parts, client, snapshotter, store)
     commands.send(SnapshotCommand())
     initial = snapshotter.capture(parts.learner.step_done)
-    way = config.weight_broadcast
-    limits = TransferLimits(connections=way.connections, mbps=way.max_mbps, stall_s=way.stall_s)
+    broadcast = config.weight_broadcast
+    limits = TransferLimits(connections=broadcast.connections, mbps=broadcast.max_mbps, stall_s=broadcast.stall_s)
     folder, layout = shm_folder(config.output_dir), Layout(config.output_dir)
     temporary = folder if Path(decided.folder) == folder else None
     publication = Publication(
-        publisher=Publisher(client, transport, retry_for_s=way.stall_s, limits=limits),
+        publisher=Publisher(client, transport, retry_for_s=broadcast.stall_s, limits=limits),
         snapshotter=snapshotter,
         store=store,
         temporary=temporary,
@@ -187,7 +186,7 @@ def open_publication(
 
 
 def store_host(transport: str, engines_host: str, environment: Mapping[str, str], *, one_host: bool) -> str:
-    """Where the store listens at which ranks, and engines with transport nccl, meet: at one address, for all of them.
+    """The host at which the store listens, where ranks and, with transport nccl, engines meet: one address for all.
 
     `engines_host` is the one that was configured for engines; ranks on other hosts cannot reach a loopback address.
     """
@@ -214,25 +213,22 @@ def _transport(
             base_layout=snapshotter.plan.layout,
         )
     line = VersionLine(run_id=config.run_id, epoch=settings.epoch, adapter=adapter)
-    share, broadcast = snapshotter.share, config.weight_broadcast
-    anchor_every = broadcast.anchor_every if broadcast.deltas == "auto" and adapter is None else None
-    chunk_bytes, threads = settings.chunk_bytes, settings.num_threads
-    if share is None:
-        return StreamTransport(line, chunk_bytes=chunk_bytes, num_threads=threads, anchor_every=anchor_every)
-    senders, calls_store = num_senders(parts.parallel) if settings.in_shares else 1, None
+    broadcast, share = config.weight_broadcast, snapshotter.share
+    if share is None:  # rank 0 gathers what it streams
+        share = StreamShare(Path(settings.folder), epoch=settings.epoch, num_threads=settings.num_threads)
+    senders, calls_store = parts.parallel.plan.num_senders if settings.in_shares else 1, None
     if senders > 1:
         calls_store = reach_store(settings.store_address, deadline_s=STORE_DEADLINE_S)
     calls = RankCalls(share, calls_store, num_ranks=senders)
     if isinstance(share, StreamShare):
-        return RankedStreamTransport(
+        return StreamTransport(
             line,
             calls,
             share,
-            snapshotter.plan.tensors,
             num_shares=senders,
-            chunk_bytes=chunk_bytes,
-            num_threads=threads,
-            anchor_every=anchor_every,
+            chunk_bytes=settings.chunk_bytes,
+            num_threads=settings.num_threads,
+            anchor_every=broadcast.anchor_every if broadcast.deltas == "auto" and adapter is None else None,
             stall_s=config.publish_deadline_s,
         )
     if not isinstance(share, BroadcastShare):

@@ -1,7 +1,7 @@
-"""Which rank brings which bytes of a version: the plan of a sharded model, the same on every rank.
+"""Which sender rank holds which bytes of a version of a sharded model; the same on every rank.
 
-The ranks of the first replica bring them; the others hold the same rows and only take part in collectives. Made once at
-the start; read by the snapshotter of each rank and by rank 0's transport.
+The ranks of the first replica are the senders; the others hold the same rows and only take part in collectives. Made
+once at the start; read by the snapshotter of each rank and by rank 0's transport.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from meshrl.models.state import published_tensors
-from meshrl.training.parallel.rank_group import RankGroup
 from meshrl.versions.dtypes import dtype_name
 from meshrl.wire.manifest import layout_signature, plan_tensors
 from meshrl.wire.types import CollectivePlan, TensorEntry
@@ -51,8 +50,3 @@ class PublishPlan:
     def layout(self) -> bytes:
         """The layout signature of versions."""
         return layout_signature((tensor.name, tensor.dtype, tensor.shape) for tensor in self.tensors)
-
-
-def num_senders(parallel: RankGroup) -> int:
-    """Ranks of the first replica, which are the first ranks."""
-    return parallel.plan.num_senders

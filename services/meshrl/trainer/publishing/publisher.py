@@ -1,7 +1,7 @@
-"""Rank 0's publisher: brings each captured version to the hub, by whichever transport was chosen at the start.
+"""Rank 0's publisher: stages and seals each captured version at the hub, by the transport chosen at the start.
 
-The training loop gives it what the snapshotter captured; from the seal on, engines prepare the version. It does not
-activate anything: the orchestrator does.
+The training loop gives it what the snapshotter captured. Once a version is sealed, engines prepare it. Versions are
+activated by the orchestrator, not here.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class PublishReport:
         return sum(self.parts_s.values())
 
     def log(self) -> None:
-        """Says so in the log."""
+        """Writes it to the log."""
         parts = ", ".join(f"{name} {length_s:.3f}" for name, length_s in self.parts_s.items())
         logger.info("version {} is published: {} bytes in {:.3f} s ({})",
                     self.version, self.num_bytes, self.seconds, parts)  # fmt: skip
@@ -75,7 +75,7 @@ class Publisher:
         return self._transport.progress
 
     async def publish(self, version: int, captured: Captured, traceparent: str = "") -> PublishReport:
-        """Publishes a captured version; returns once it is sealed and, by broadcast, was sent to whoever came.
+        """Publishes a captured version; returns once it is sealed and, by broadcast, was sent to the engines.
 
         Publishing the same content of a version again is harmless. Raises MeshError: STALE_EPOCH when a newer trainer
         took over; VERSION_CONFLICT or VERSION_SUPERSEDED; DIGEST_MISMATCH when bytes changed between hashing and
@@ -89,7 +89,7 @@ class Publisher:
             except MeshError as error:
                 if prepared.manifest.kind is not VersionKind.DELTA or error.reason is not Reason.UNKNOWN_VERSION:
                     raise
-                logger.warning("{}", error)  # the hub has lost what it leads from: the next try goes in full
+                logger.warning("{}", error)  # the hub has lost its base: the next try goes in full
                 prepared = await self._transport.prepare(version, captured)
                 staged = await self._uploader.stage(prepared.manifest, prepared.buffer)
             manifest = prepared.manifest

@@ -1,7 +1,7 @@
-"""Rank 0's publisher calls the publishing threads of the other sender ranks, beside training.
+"""Calls from rank 0's publisher to the publishing threads of the other sender ranks, while training goes on.
 
-Calls and answers are JSON in a TCP store, so nothing here meets the collectives of a step. Every rank has one share
-(`RankShare`) and carries calls out on a thread of its own. A failure of one share fails the call for rank 0.
+Calls and answers are JSON in a TCP store, so nothing here takes part in the collectives of a step. Every rank has one
+share (`RankShare`) and carries calls out on a thread of its own. A share that fails on one rank fails the call.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from datetime import timedelta
 from loguru import logger
 from torch._C._distributed_c10d import Store
 
+from meshrl.client.backoff import Backoff
 from meshrl.versions.transports.base import Answer, PublishCall, RankShare
 from meshrl.wire.errors import MeshError, Reason
 
-LOOK_S = (0.001, 0.05)  # between two looks for an answer, doubled from the first to the second
-TELL_S = 0.5
+POLL_S = (0.001, 0.05)  # between two looks for an answer, doubled from the first to the second
+TELL_S = 0.5  # between two signs of progress to rank 0
 IDLE_S = 3600.0  # a rank that receives nothing listens again; it ends with the store
 
 
@@ -79,7 +80,7 @@ class RankCalls:
         """A rank's answer to the last call, or what it failed with there. Raises MeshError where none comes."""
         assert self._store is not None
         key, moved, seen = f"answer/{self._sent}/{rank}", f"moved/{self._sent}/{rank}", b""
-        end_s, pause_s = time.monotonic() + stall_s, LOOK_S[0]
+        end_s, pause = time.monotonic() + stall_s, Backoff(*POLL_S, jitter=0.0)
         try:
             while not self._store.check([key]):  # not `wait`, of which torch writes a warning whenever it ends in vain
                 if self._store.check([moved]) and (found := self._store.get(moved)) != seen:
@@ -88,8 +89,7 @@ class RankCalls:
                 if time.monotonic() >= end_s:
                     text = f"rank {rank} of the trainer did nothing of its share for {stall_s:g} s"
                     raise MeshError(Reason.DEADLINE_PASSED, text)
-                time.sleep(pause_s)
-                pause_s = min(2 * pause_s, LOOK_S[1])
+                time.sleep(pause.next_s())
             outcome = _Outcome(**json.loads(self._store.get(key)))
             for over in (key, moved):
                 self._store.delete_key(over)

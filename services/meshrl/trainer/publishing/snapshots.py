@@ -1,7 +1,7 @@
-"""A rank's snapshots of the weights, captured by its training thread between two steps, to be published beside.
+"""Each rank's snapshotter: copies its weights between two steps, on the training thread, to be published meanwhile.
 
-Rank 0 decides at the start how versions leave (`PublicationSettings`) and tells the others; from then on every rank
-captures each version at the same place in the order of collectives.
+Rank 0 decides at the start how versions leave (`PublicationSettings`) and sends that to the others; from then on every
+rank captures each version at the same place in the order of collectives.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import nn
 
 from meshrl.models.lora import adapter_state, peft_state
 from meshrl.models.state import gather_state, own_rows
-from meshrl.trainer.publishing.plan import PublishPlan, num_senders
+from meshrl.trainer.publishing.plan import PublishPlan
 from meshrl.trainer.publishing.rank_calls import RankCallThread
 from meshrl.training.parallel.rank_group import RankGroup
 from meshrl.versions.collective.communicator import reach_store
@@ -33,7 +33,7 @@ STORE_DEADLINE_S = 60.0
 class PublicationSettings:
     """How versions leave this trainer, the same on every rank.
 
-    in_shares: each sender rank brings its rows, else rank 0 gathers them; store_address: where the ranks meet, and
+    in_shares: each sender rank publishes its rows, else rank 0 gathers them; store_address: where the ranks meet, and
     engines with transport nccl, empty where they need not.
     """
 
@@ -58,7 +58,7 @@ class PublicationSettings:
 
 
 class Snapshotter:
-    """Captures one rank's weights. `share` brings out what it captured, where sender ranks each bring their rows."""
+    """Captures one rank's weights. `share` publishes them, where each sender rank publishes its own rows."""
 
     def __init__(
         self, model: nn.Module, dtype: torch.dtype, parallel: RankGroup, settings: PublicationSettings
@@ -66,7 +66,7 @@ class Snapshotter:
         self.share: FileShare | BroadcastShare | StreamShare | None = None
         self._model, self._dtype, self._parallel = model, dtype, parallel
         self._adapter_only, self._in_shares = settings.adapter_only, settings.in_shares
-        senders = num_senders(parallel)
+        senders = parallel.plan.num_senders
         self._is_sender = parallel.rank < senders
         self.plan = PublishPlan.of(model, dtype, num_senders=senders, bucket_bytes=settings.bucket_bytes)
         if settings.transport == Transport.NCCL.value:
@@ -98,12 +98,12 @@ class Snapshotter:
             )
 
     def capture(self, version: int) -> Captured:
-        """Copies the weights as they are now; collective. Rank 0 gives the publisher what this returns."""
+        """Copies the current weights; collective. Rank 0 gives the publisher what this returns."""
         if not self._in_shares:
             return self._gather()
-        assert self.share is not None, "whoever brings rows has a share"
+        assert self.share is not None, "a rank that captures rows has a share"
         began_s = time.perf_counter()
-        reuse = self.share.make_way()
+        reuse = self.share.release_snapshot()
         own = own_rows(self._model, self._dtype)
         broadcast = isinstance(self.share, BroadcastShare)
         lanes = torch.zeros((len(self.plan.tensors), 2), dtype=torch.int64)
@@ -142,8 +142,8 @@ def open_snapshotter(
 ) -> Snapshotter:
     """This rank's snapshotter; on the sender ranks but the first it comes with the thread that does its share."""
     snapshotter = Snapshotter(model, dtype, parallel, settings)
-    if settings.in_shares and 0 < parallel.rank < num_senders(parallel):
-        assert snapshotter.share is not None, "whoever brings rows has a share"
+    if settings.in_shares and 0 < parallel.rank < parallel.plan.num_senders:
+        assert snapshotter.share is not None, "a rank that captures rows has a share"
         store = reach_store(settings.store_address, deadline_s=STORE_DEADLINE_S)
         RankCallThread(snapshotter.share, store, rank=parallel.rank)
     return snapshotter

@@ -99,24 +99,24 @@ def files_folder(
     if configured is not None:
         logger.info("files of versions go to {} (weight_broadcast.broadcast_dir)", configured)
         return Path(configured)
-    hindrance = None
+    obstacle = None
     if not hub_address.startswith(LOOPBACK):
-        hindrance = f"the hub at {hub_address} may be on another host"
+        obstacle = f"the hub at {hub_address} may be on another host"
     elif not one_host or any(engine.host != host for engine in engines):
-        hindrance = "not everybody is on this host"
+        obstacle = "not everybody is on this host"
     elif not SHM.is_dir():
-        hindrance = "there is no /dev/shm"
+        obstacle = "there is no /dev/shm"
     elif (free := shutil.disk_usage(SHM).free) < SHM_VERSIONS * version_bytes:
-        hindrance = f"/dev/shm has {free} bytes free, {SHM_VERSIONS} versions take {SHM_VERSIONS * version_bytes}"
-    if hindrance is not None:
-        logger.info("files of versions go to {}: {}", on_disk, hindrance)
+        obstacle = f"/dev/shm has {free} bytes free, {SHM_VERSIONS} versions take {SHM_VERSIONS * version_bytes}"
+    if obstacle is not None:
+        logger.info("files of versions go to {}: {}", on_disk, obstacle)
         return on_disk
     logger.info("files of versions go to {}: everybody is on this host", shm_folder(output_dir))
     return shm_folder(output_dir)
 
 
 def handover_folder(output_dir: Path, on_disk: Path, *, version_bytes: int) -> Path:
-    """Folder in which the ranks of one host bring rank 0 what it streams, and a log line that says why."""
+    """Folder in which the ranks of one host write the rows that rank 0 streams, and a log line that says why."""
     room = SHM.is_dir() and shutil.disk_usage(SHM).free >= version_bytes
     folder = shm_folder(output_dir) if room else on_disk
     why = "in memory" if room else f"{SHM} has no room for the {version_bytes} bytes of a version"

@@ -27,7 +27,7 @@ from meshrl.wire.convert.batches import (
 from meshrl.wire.convert.micro_batches import micro_batch_from_proto, micro_batch_to_proto
 from meshrl.wire.types import Batch
 
-HEARTBEAT_S = 5.0  # far below the time after which a collective that nobody joins fails
+HEARTBEAT_S = 5.0  # far below the time after which a collective that a rank does not join fails
 
 Result = TypeVar("Result")
 _LENGTH = struct.Struct("<Q")

@@ -1,4 +1,4 @@
-"""What a rank of the trainer does with GPU memory that it keeps but does not need; called between two steps."""
+"""Gives GPU memory that torch has cached back to the device, between two steps (`trainer.release_memory`)."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ import torch
 
 
 def releaser(device: torch.device, *, wanted: bool) -> Callable[[], None]:
-    """Returns what gives cached memory back to `device`; nothing happens on a CPU, or where it is not wanted."""
+    """Returns the function that gives cached memory back; it does nothing on a CPU, or where it is not wanted."""
     return torch.cuda.empty_cache if wanted and device.type == "cuda" else lambda: None

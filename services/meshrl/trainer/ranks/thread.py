@@ -1,6 +1,7 @@
-"""The one thread of a trainer that touches the model: it builds it, trains it and takes part in every collective.
+"""The only thread of rank 0 that touches the model: it builds it, trains it and takes part in every collective.
 
-One thread, because the current GPU and OpenMP's number of threads belong to a thread, and collectives need one order.
+It is one thread because torch's current GPU and OpenMP's number of threads are set for each thread, and because
+collectives must be called in one order.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ Result = TypeVar("Result")
 
 
 class TrainingThread:
-    """Runs calls one after another. A daemon: a step that hangs must not keep a process alive that was told to end."""
+    """Runs calls one after another. A daemon: a step that hangs must not keep the process from ending."""
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -34,7 +35,7 @@ class TrainingThread:
             else:
                 done.set_result(result)
 
-        done.set_running_or_notify_cancel()  # whoever stops waiting does not stop the work
+        done.set_running_or_notify_cancel()  # a caller that stops waiting does not stop the work
         self._calls.put(run)
         return asyncio.wrap_future(done)
 

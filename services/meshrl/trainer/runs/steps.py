@@ -1,7 +1,7 @@
-"""The book of a run's steps: which batches wait, what happened to each, and what a watcher has yet to hear.
+"""Keeps the state of a run's steps: which batches wait, what happened to each, and the events for watchers.
 
-Pure bookkeeping without clock, sockets or tasks, behind the TrainingQueue: the service tells it which batches came in,
-the training loop which steps were made. A step moves QUEUED -> RUNNING -> DONE or FAILED. Steps are accepted in order,
+No clock, sockets or tasks. The TrainingQueue calls it when the service takes a batch and when the training loop reports
+a step. A step moves QUEUED -> RUNNING -> DONE or FAILED. Steps are accepted in order,
 without gaps. When one fails, those queued behind it fail too, and the failed step is the next to submit.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TypedDict, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,18 @@ class Accepted:
 
     revision: int
     queue_position: int
+
+
+class _Filled(TypedDict, total=False):
+    """The fields of a StepEvent that belong to its state."""
+
+    version: int
+    metrics: Mapping[str, float]
+    timings_s: Mapping[str, float]
+    logprobs: Mapping[str, NDArray[np.float32]]
+    reason: str
+    message: str
+    traceparent: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +112,7 @@ class StepBook:
         return None
 
     def accept(self, batch: Batch, digest: str) -> Accepted:
-        """Queues a whole, verified batch. Raises as `admit`, which is asked again: the world may have moved on."""
+        """Queues a whole, verified batch. Raises as `admit`, which is asked again: the state may have changed."""
         answer = self.admit(batch.step, digest)
         if answer is not None:
             return answer
@@ -216,11 +228,11 @@ class StepBook:
         for step in sorted(self._unfinished, reverse=True):
             self.fail(step, reason, message)
 
-    def _move(self, step: int, state: StepState, **filled: Any) -> None:
+    def _move(self, step: int, state: StepState, **filled: Unpack[_Filled]) -> None:
         self._attempts[step] = replace(self._attempts[step], state=state)
         self._record(step, state, **filled)
 
-    def _record(self, step: int, state: StepState, **filled: Any) -> StepEvent:
+    def _record(self, step: int, state: StepState, **filled: Unpack[_Filled]) -> StepEvent:
         """Appends an event; `filled` are the fields of StepEvent that belong to the state."""
         self._revision += 1
         event = StepEvent(revision=self._revision, step=step, state=state, durable_step=self.durable_step, **filled)

@@ -1,7 +1,7 @@
-"""The queue between the service's event loop and the training thread: batches one way, reports the other.
+"""The queue between the service's event loop and the training thread: batches in one direction, reports in the other.
 
-TrainerService puts batches and save requests in; the training loop takes them out, one at a time, and reports what
-became of each. The step book is read and written on the event loop only: the thread's reports reach it there, in order.
+TrainerService puts batches and save requests in; the training loop takes them out, one at a time, and reports the
+outcome of each. The step book is read and written on the event loop only, which gets the thread's reports in order.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class TrainingQueue:
         return answer
 
     async def watch(self, after_revision: int) -> AsyncIterator[StepEvent]:
-        """Events after a revision, history first, then live; ends when the desk closes. Raises REVISION_EXPIRED."""
+        """Events after a revision, history first, then live; ends when the queue closes. Raises REVISION_EXPIRED."""
         while True:
             changed = self._changed.upcoming
             for event in self.book.events_after(after_revision):
@@ -110,7 +110,7 @@ class TrainingQueue:
     # --- on the training thread ---------------------------------------------------------------
 
     def take(self) -> Future[Work | None]:
-        """The next work, once there is some, however long that takes; None when the desk is closed."""
+        """The next work, once there is some, however long that takes; None when the queue is closed."""
         return asyncio.run_coroutine_threadsafe(self._next_work(), self._loop)
 
     def finished(
@@ -138,7 +138,7 @@ class TrainingQueue:
         self._report(lambda: self.book.saved(step))
 
     def crashed(self, message: str) -> None:
-        """Fails every unfinished step and closes the desk: the training thread cannot go on."""
+        """Fails every unfinished step and closes the queue: the training thread cannot go on."""
         self._report(lambda: self.book.fail_all(Reason.STEP_FAILED, message))
         self._loop.call_soon_threadsafe(self.close)
 

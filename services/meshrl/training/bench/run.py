@@ -24,7 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 from meshrl.algorithms.objective import Objective
 from meshrl.core.config import ConfigError
 from meshrl.models.load import ModelError, resolve_device
-from meshrl.training.auto_settings import suited
+from meshrl.training.auto_settings import resolve_auto
 from meshrl.training.bench.config import BenchConfig
 from meshrl.training.bench.fake_data import fake_batch
 from meshrl.training.bench.throughput import matmul_parameters, peak_flops, peak_memory_gib, step_flops
@@ -144,7 +144,7 @@ def bench_rank(
     parallel = RankGroup.start(
         environment, device=resolve_device(config.model.device), dp_replicate=config.model.dp_replicate
     )
-    model, logits_bytes = suited(
+    model, logits_bytes = resolve_auto(
         config.model,
         config.optim,
         parallel,

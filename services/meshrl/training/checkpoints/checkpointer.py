@@ -16,8 +16,8 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -37,6 +37,7 @@ from meshrl.training.checkpoints.saving_group import SavingGroup, reason
 from meshrl.training.checkpoints.weights_folder import WeightsWriter
 from meshrl.training.config import CheckpointConfig
 from meshrl.training.learner import Learner
+from meshrl.wire.pinned_steps import pinned_steps
 
 __all__ = ["CheckpointError", "Checkpointer", "TrainingProgress"]
 
@@ -49,7 +50,7 @@ class TrainingProgress:
 
     tokens: int = 0
     samples: int = 0
-    data: Mapping[str, Any] = field(default_factory=dict)
+    data: Mapping[str, object] = field(default_factory=dict)
     """Where the data goes on, as JSON has it; empty where the loop's data is none of the checkpoint's business."""
 
 
@@ -64,7 +65,7 @@ class _Job:
     random_state: Mapping[str, torch.Tensor]
     tokens: int
     samples: int
-    data: Mapping[str, Any]
+    data: Mapping[str, object]
 
 
 class Checkpointer:
@@ -185,22 +186,27 @@ class Checkpointer:
                 ) from error
 
     def prune(self, config: CheckpointConfig) -> None:
-        """Deletes checkpoints and snapshots beyond `keep_last`, sparing multiples of `keep_interval`.
+        """Deletes checkpoints and snapshots beyond `keep_last`, sparing multiples of `keep_interval` and pinned steps.
 
         The newest checkpoint stays whatever is configured. Other programs' parts of a step go with this one's. What
         cannot be deleted is left to the next save.
         """
         if not self._group.plan.leads:
             return
-        kept = {"keep_last": config.keep_last, "keep_interval": config.keep_interval}
         try:
+            surplus = partial(
+                files.surplus,
+                keep_last=config.keep_last,
+                keep_interval=config.keep_interval,
+                pinned=pinned_steps(self._weights),
+            )
             saved = self._resumable()
-            doomed = files.surplus(saved, **kept)
+            doomed = surplus(saved)
             for step in doomed:
                 files.remove(self._folder(step))  # first: without it nobody resumes from the step
                 files.remove(files.step_folder(self._checkpoints, step))
             snapshots = [step for step in files.steps_in(self._weights) if step <= self._learner.step_done]
-            for step in files.surplus(snapshots, **kept) - (set(saved) - doomed):
+            for step in surplus(snapshots) - (set(saved) - doomed):
                 files.remove(self._weights_folder(step))
         except OSError as error:  # what is new is on disk
             logger.warning("old checkpoints could not be deleted: {}", error)

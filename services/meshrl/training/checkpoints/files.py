@@ -10,11 +10,10 @@ from __future__ import annotations
 import json
 import shutil
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from meshrl.core.durable import flush, write_file
 
@@ -48,7 +47,7 @@ class CheckpointManifest:
     tokens: int  # trained up to the step
     samples: int
     files: Mapping[str, FileMark]
-    data: Mapping[str, Any] = field(default_factory=dict)  # where the data goes on, of a loop that has its own
+    data: Mapping[str, object] = field(default_factory=dict)  # where the data goes on, of a loop that has its own
 
     def write(self, folder: Path) -> None:
         """Writes it, and flushes the names that the folder holds."""
@@ -72,7 +71,7 @@ class CheckpointManifest:
         except (OSError, ValueError) as error:
             raise damaged(folder, f"{MANIFEST} cannot be read ({error})") from error
         try:
-            values: dict[str, Any] = json.loads(text)
+            values = json.loads(text)
             written_as, checksum = values.get("format"), values.pop(CHECKSUM, None)
             if written_as == FORMAT and checksum is not None and checksum != _checksum(values):
                 raise damaged(folder, f"{MANIFEST} does not have the checksum it was written with")
@@ -163,7 +162,7 @@ def discard_partial(folder: Path) -> None:
 
 
 def supersede(folder: Path) -> Path:
-    """Renames a folder whose continuation is given up, so that nobody takes it for the newest. Returns its new path."""
+    """Renames a folder whose continuation is given up, so that it is not taken for the newest. Returns its new path."""
     aside = folder.with_name(SUPERSEDED + folder.name)  # nobody who looks for steps finds it
     _remove_tree(aside)
     folder.rename(aside)
@@ -198,11 +197,17 @@ def steps_in(root: Path) -> list[int]:
     return sorted(int(number) for number in numbers if number.isdigit())
 
 
-def surplus(steps: Iterable[int], *, keep_last: int | None, keep_interval: int | None) -> set[int]:
-    """The steps to delete: all but the newest `keep_last` and the multiples of `keep_interval`; None is no limit."""
+def surplus(
+    steps: Iterable[int], *, keep_last: int | None, keep_interval: int | None, pinned: Container[int] = ()
+) -> set[int]:
+    """The steps to delete: all but the newest `keep_last`, the multiples of `keep_interval` and those that are pinned.
+
+    None is no limit.
+    """
     if keep_last is None:
         return set()
-    return {step for step in sorted(steps)[:-keep_last] if keep_interval is None or step % keep_interval}
+    older = (step for step in sorted(steps)[:-keep_last] if step not in pinned)
+    return {step for step in older if keep_interval is None or step % keep_interval}
 
 
 def _set_aside_to_delete(folder: Path) -> None:

@@ -26,7 +26,7 @@ _NEEDED = (
 
 
 class SavingGroup(RankGroup):
-    """The same ranks as of another context; for one thread at a time, on each of them."""
+    """The ranks of another RankGroup, with a control group of their own; for one thread at a time on each rank."""
 
     @classmethod
     def beside(cls, parallel: RankGroup, *, timeout_s: float) -> SavingGroup:
@@ -37,7 +37,7 @@ class SavingGroup(RankGroup):
         return cls(parallel.plan, control=control)
 
     def together(self, what: str, action: Callable[[], Result]) -> Result:
-        """What `action` returns on this rank. Raises CheckpointError on all ranks when it fails on one."""
+        """Runs `action` on every rank; returns this rank's result. Raises CheckpointError on all when one fails."""
         try:
             result = action()
         except (OSError, SafetensorError, CheckpointError, CheckpointException) as error:

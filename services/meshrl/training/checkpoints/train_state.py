@@ -1,7 +1,7 @@
-"""What a learner must remember to go on as if it had not stopped: its tensors by name, and each rank's random state.
+"""The state from which a learner resumes exactly: its tensors by name, and each rank's random state.
 
-Between the learner and the checkpointer. Names are the model's own, whatever the sharding, so that a state can be read
-by another number of ranks; the settings of the optimizer come from the configuration and are not part of it.
+Read and restored by the checkpointer. Names are the model's own, whatever the sharding, so that another number of ranks
+can read the state; the settings of the optimizer come from the configuration and are not part of it.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -76,13 +76,14 @@ class RankGroup:
             device = torch.device("cuda", plan.local_rank if device.index is None else device.index)
             torch.cuda.set_device(device)
         if not dist.is_initialized():  # one group a process, whatever meshes are laid over it
-            options: dict[str, Any] = {"timeout": timedelta(seconds=timeout_s)}
-            if plan.is_alone:
-                store = dist.HashStore()  # type: ignore[attr-defined]  # documented, but not in torch's __all__
-                options |= {"store": store, "rank": 0, "world_size": 1}
-            if on_gpu:
-                options["device_id"] = device
-            dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", **options)
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+                timeout=timedelta(seconds=timeout_s),
+                store=dist.HashStore() if plan.is_alone else None,  # type: ignore[attr-defined]  # not in torch's __all__
+                rank=0 if plan.is_alone else -1,  # -1: the environment says it
+                world_size=1 if plan.is_alone else -1,
+                device_id=device if on_gpu else None,
+            )
         shape = plan.mesh_shape
         mesh = init_device_mesh(device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
         control = None if plan.is_alone else dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))

@@ -1,8 +1,8 @@
 """Starts the ranks of a training program on this machine and watches over them: torchrun's agent, with an orderly end.
 
 The plain `torchrun` command fails when it is told to end, and gives its workers 30 s. Here SIGTERM goes to rank 0,
-which drains and dismisses the others, and the exit code is theirs. Both trainers become this agent when they are to
-run as several processes; the ranks are the same program with the same arguments.
+which drains and stops the others, and the exit code is theirs. Both trainers become this agent when they are to run as
+several processes; the ranks are the same program with the same arguments.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def run_ranks(
 
 
 class RankAgent:
-    """One group of ranks on this machine, without restarts: whoever started the agent decides about those."""
+    """One group of ranks on this machine, without restarts: the program that started the agent decides about those."""
 
     def __init__(
         self, module: str, arguments: Sequence[str], *, ranks: int, log_dir: Path, show: Std = Std.ALL, role: str
@@ -58,7 +58,7 @@ class RankAgent:
         self._role = role
         self._logs = log_dir
         self._pids: Mapping[int, int] = {}  # by rank
-        self._untold: list[int] = []  # the pid of rank 0 until it is told to drain
+        self._undrained: list[int] = []  # the pid of rank 0 until it is told to drain
         self._draining = False
         self._run_id = uuid.uuid4().hex[:8]
         parameters = RendezvousParameters(
@@ -106,13 +106,13 @@ class RankAgent:
 
     def _on_start(self, pids: Mapping[int, int]) -> None:
         self._pids = pids
-        self._untold.append(pids[0])
+        self._undrained.append(pids[0])
         if self._draining:
             self._drain()
 
     def _drain(self) -> None:
         with suppress(IndexError):  # not started, or told: a signal may come at any line here
-            _send(self._untold.pop(), signal.SIGTERM)
+            _send(self._undrained.pop(), signal.SIGTERM)
 
     def _exit_code(self, result: RunResult) -> int:
         if not result.is_failed():
