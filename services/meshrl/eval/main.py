@@ -1,4 +1,4 @@
-"""Wires and runs the `eval` program: config, the weights to evaluate, results, the work."""
+"""The `eval` program: reads its configuration, finds the weights to evaluate, and runs `Evaluation` with what plays."""
 
 from __future__ import annotations
 

@@ -6,7 +6,6 @@ import asyncio
 import sys
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
 
 from loguru import logger
 
@@ -23,6 +22,7 @@ from meshrl.trials.hub import push
 from meshrl.trials.plan import Trial
 from meshrl.trials.program import TrialRun
 from meshrl.trials.results import RESULTS, SETTINGS
+from meshrl.wire.values import JsonObject
 
 
 class Evaluation:
@@ -74,7 +74,7 @@ class Evaluation:
         await run.play(weights.name, run.endpoints.version, on_end)
 
     def _point(self, run: TrialRun, weights: EvaluatedWeights) -> EvaluationPoint:
-        rows: dict[str, list[dict[str, Any]]] = defaultdict(list)
+        rows: dict[str, list[JsonObject]] = defaultdict(list)
         for row in run.results.rows:
             if row["checkpoint"] == weights.name:
                 rows[row["environment"]].append(row)

@@ -1,4 +1,4 @@
-"""What an evaluation says at its end: a table, a curve over the steps, and the figures as JSON."""
+"""The report at the end of an evaluation: a table, a curve over the steps, and the figures as JSON."""
 
 from __future__ import annotations
 

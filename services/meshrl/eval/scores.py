@@ -6,10 +6,11 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import comb
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from meshrl.wire.values import JsonObject
 
 CONFIDENCE = 0.95
 
@@ -35,7 +36,7 @@ class EnvironmentScores:
     """avg@k: the mean reward; None without a scored rollout."""
     passes: Mapping[int, Estimate]
     """pass@k by k: the probability that one of k rollouts of a task passes."""
-    rows: Sequence[Mapping[str, Any]]
+    rows: Sequence[JsonObject]
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -65,7 +66,7 @@ class EnvironmentScores:
 
 def score(
     environment: str,
-    rows: Sequence[Mapping[str, Any]],
+    rows: Sequence[JsonObject],
     *,
     asked: int,
     group_size: int,
@@ -132,5 +133,5 @@ def _of_estimate(name: str, estimate: Estimate) -> dict[str, float]:
     return {name: estimate.value, f"{name}/low": estimate.low, f"{name}/high": estimate.high}
 
 
-def _mean(rows: Sequence[Mapping[str, Any]], field: str) -> float:
+def _mean(rows: Sequence[JsonObject], field: str) -> float:
     return float(np.mean([row[field] for row in rows]))

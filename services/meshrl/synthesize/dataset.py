@@ -1,21 +1,22 @@
-"""The dataset: conversations that were kept, a row each, in the columns that `sft` reads; fed with rows of results.
+"""The dataset that `synthesize` writes: one row for each conversation kept, in the columns that `sft` reads.
 
-A row has `messages` and, where there are some, `tools` (JSON), both in the shape of OpenAI's chat API; the other
-columns say where it comes from. Rows are appended and never changed; what a rollout has given is known by its id.
+A row has `messages` and, where there are some, `tools` (JSON), both in the form of OpenAI's chat API; the other columns
+say where it comes from. Rows are only appended; a rollout whose id is there is not added again.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from loguru import logger
 
 from meshrl.trials.rows import RowFile
+from meshrl.wire.values import JsonObject
 
 REASONING = "reasoning_content"
 
@@ -27,7 +28,7 @@ class RowFilter:
     min_reward: float | None
     keep_truncated: bool
 
-    def why_dropped(self, row: Mapping[str, Any]) -> str | None:
+    def why_dropped(self, row: JsonObject) -> str | None:
         """Why a rollout is not kept; None when it is."""
         if self.min_reward is not None and row["reward"] < self.min_reward:
             return "reward"
@@ -59,7 +60,7 @@ class ConversationDataset:
     def __exit__(self, *exc: object) -> None:
         self._file.__exit__()
 
-    def take(self, rows: Iterable[Mapping[str, Any]]) -> None:
+    def take(self, rows: Iterable[JsonObject]) -> None:
         """Appends what is to be kept of these rollouts and not there yet. Raises OSError."""
         for row in rows:
             if (why := self._keep.why_dropped(row)) is not None:
@@ -89,19 +90,19 @@ class ConversationDataset:
         unfinished.replace(path)
         return path
 
-    def _row(self, row: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, Any]:
-        told: dict[str, Any] = {"messages": [self._message(message) for message in said["messages"]]}
+    def _row(self, row: JsonObject, said: JsonObject) -> dict[str, object]:
+        fields: dict[str, object] = {"messages": [self._message(message) for message in said["messages"]]}
         if said.get("tools"):
-            told["tools"] = json.dumps(said["tools"], ensure_ascii=False)
+            fields["tools"] = json.dumps(said["tools"], ensure_ascii=False)
         from_row = ("reward", "environment", "task", "task_key", "agent", "rollout_id")
-        return {**told, **{name: row[name] for name in from_row}, "model": self._model}
+        return {**fields, **{name: row[name] for name in from_row}, "model": self._model}
 
-    def _message(self, message: Mapping[str, Any]) -> dict[str, Any]:
+    def _message(self, message: JsonObject) -> dict[str, object]:
         """The message with its reasoning where it is wanted."""
-        told = {name: value for name, value in message.items() if name != REASONING}
+        fields = {name: value for name, value in message.items() if name != REASONING}
         reasoning = message.get(REASONING)
         if not reasoning or self._reasoning_field is None:
-            return told
+            return fields
         if self._reasoning_field == "content":
-            return {**told, "content": f"<think>\n{reasoning}\n</think>\n\n{told.get('content') or ''}"}
-        return {**told, self._reasoning_field: reasoning}
+            return {**fields, "content": f"<think>\n{reasoning}\n</think>\n\n{fields.get('content') or ''}"}
+        return {**fields, self._reasoning_field: reasoning}

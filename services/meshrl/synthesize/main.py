@@ -1,4 +1,4 @@
-"""Wires and runs the `synthesize` program: config, results, the work."""
+"""The `synthesize` program: reads its configuration, opens the results, and runs `Synthesis` with what plays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The work of `synthesize`: plays what is missing and appends what is to be kept to the dataset."""
+"""The work of `synthesize`: plays the missing trials and appends the conversations worth keeping to the dataset."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `eval` and `synthesize` are both told: which model, in which environments, how many rollouts, where to."""
+"""The keys that `eval` and `synthesize` share: which model, which environments, how many rollouts, where to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The servers that are sampled from: what kind they are, how long a sequence may be, and loading a checkpoint there."""
+"""The servers that `eval` and `synthesize` sample from: finds out their kind and sequence length, loads checkpoints."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import aiohttp
 from loguru import logger
@@ -69,8 +69,8 @@ class PolicyEndpoints:
         if self._http is not None:
             await self._http.close()
 
-    async def look(self) -> ServerFacts:
-        """Waits until every server answers, and says what they are. Raises RunError for one that does not."""
+    async def wait_until_ready(self) -> ServerFacts:
+        """Waits until every server answers; returns what they are. Raises RunError for one that does not answer."""
         deadlines = self._config.deadlines
         until_s = time.monotonic() + (deadlines.engine_startup_s if self._started else deadlines.startup_s)
         client = self._config.client
@@ -110,11 +110,11 @@ class PolicyEndpoints:
                     " start one with the base model, or let this command start it (--inference)"
                 )
             if status != HTTPStatus.OK:
-                raise RunError(f"the engine at {url} does not load {what}: {_message(answer)}")
+                raise RunError(f"the engine at {url} does not load {what}: {_error_text(answer)}")
         self.version, self._serves_base = version, folder is None
         logger.info("{} is loaded", what)
 
-    async def _version_of(self, url: str, until_s: float) -> dict[str, Any]:
+    async def _version_of(self, url: str, until_s: float) -> dict[str, object]:
         """The answer of GET /version, empty from a server that has no such route or says something else."""
         while True:
             try:
@@ -140,7 +140,7 @@ class PolicyEndpoints:
         except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, IndexError, TypeError):  # it does not say
             return None
 
-    async def _post(self, url: str, body: object, what: str) -> tuple[int, Any]:
+    async def _post(self, url: str, body: object, what: str) -> tuple[int, object]:
         deadline_s = self._config.deadlines.load_s
         try:
             async with self._session.post(url, json=body, timeout=_timeout(deadline_s)) as answer:
@@ -162,7 +162,7 @@ def _timeout(total_s: float) -> aiohttp.ClientTimeout:
     return aiohttp.ClientTimeout(total=total_s)
 
 
-def _message(answer: object) -> str:
+def _error_text(answer: object) -> str:
     """What an error answer says, in OpenAI's form or any other."""
     error = answer.get("error", answer) if isinstance(answer, dict) else answer
     return str(error.get("message", error) if isinstance(error, dict) else error)

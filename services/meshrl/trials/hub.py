@@ -1,4 +1,4 @@
-"""Pushes what a command has made to the Hugging Face hub, as a dataset: the end of a command with --push."""
+"""Pushes the results of a command to the Hugging Face hub, as a dataset; called at the end of a command with --push."""
 
 from __future__ import annotations
 

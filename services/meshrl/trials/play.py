@@ -1,7 +1,7 @@
 """Plays trials at the rollout service, as many at once as it takes, and hands each over as it ends.
 
-Fed with the trials that are not done, drained into the file of results. Waits for a trial to end where as many run as
-may; unblocks nobody but its caller.
+Its input are the trials that are not done, its output goes to the file of results. It waits for a running trial to end
+when as many run as may.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ class TrialPlayer:
         failed_in_a_row = 0
         try:
             while True:
-                while len(running) < self._limit() and (trial := next(waiting, None)) is not None:
+                given = self._config.max_concurrent
+                limit = given if isinstance(given, int) else self._slots() or UNKNOWN_LIMIT
+                while len(running) < limit and (trial := next(waiting, None)) is not None:
                     running[asyncio.create_task(self._sample(trial, version))] = trial
                 if not running:
                     return
@@ -66,10 +68,6 @@ class TrialPlayer:
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
-
-    def _limit(self) -> int:
-        given = self._config.max_concurrent
-        return given if isinstance(given, int) else self._slots() or UNKNOWN_LIMIT
 
     async def _sample(self, trial: Trial, version: int | None) -> RolloutGroup:
         ticket = GroupTicket(

@@ -1,6 +1,6 @@
-"""Brings up what plays trials (an engine where one is asked for, the rollout service) and ends it behind the work.
+"""Starts what plays trials (an engine where one is asked for, the rollout service), runs the work, stops them again.
 
-One of `eval` and `synthesize` runs here with its own work; a signal ends it in order, and the same command goes on.
+The work is that of `eval` or `synthesize`. A signal ends it in order; the same command then continues where it ended.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 from loguru import logger
 from opentelemetry.trace import Tracer
@@ -35,7 +35,7 @@ from meshrl.trials.engines import PolicyEndpoints, ServerFacts
 from meshrl.trials.plan import TaskSpan, Trial, plan_trials
 from meshrl.trials.play import OnEnd, TrialPlayer
 from meshrl.trials.progress import TrialProgress
-from meshrl.trials.results import TrialResults
+from meshrl.trials.results import FAILURES, TrialResults
 from meshrl.trials.service import UNREACHABLE_S, rollout_service, task_spans
 
 TrialsConfigT = TypeVar("TrialsConfigT", bound=TrialsConfig)
@@ -43,7 +43,7 @@ TrialsConfigT = TypeVar("TrialsConfigT", bound=TrialsConfig)
 
 @dataclass(frozen=True, kw_only=True)
 class TrialRun:
-    """What plays, while a command runs."""
+    """What the work of a command plays with: servers, environments, player and results."""
 
     config: TrialsConfig
     endpoints: PolicyEndpoints
@@ -53,7 +53,7 @@ class TrialRun:
     results: TrialResults
 
     async def play(self, checkpoint: str, version: int | None, on_end: OnEnd) -> None:
-        """Plays what is not done of one checkpoint, with `on_end` called for each trial. Raises RunError."""
+        """Plays the trials of one checkpoint that are not done; calls `on_end` for each. Raises RunError."""
         trials = plan_trials(self.spans, seed=self.config.seed, checkpoint=checkpoint, done=self.results.done)
         left = Counter(trial.environment for trial in trials)
         before = {span.environment: span.rollouts - left[span.environment] for span in self.spans}
@@ -69,13 +69,18 @@ class TrialRun:
             await self.player.play(trials, version=version, on_end=ended)
         finally:
             progress.close()
+        if failed := self.left(checkpoint):
+            logger.warning(
+                "{}: {} rollouts failed, {} says why; the same command plays them again",
+                checkpoint, failed, self.config.output_dir / FAILURES,
+            )  # fmt: skip
 
     def left(self, checkpoint: str) -> int:
         """Trials of a checkpoint that are not done."""
         return len(plan_trials(self.spans, seed=0, checkpoint=checkpoint, done=self.results.done))
 
 
-Work = Callable[[TrialRun], Coroutine[Any, Any, int]]
+Work = Callable[[TrialRun], Coroutine[None, None, int]]
 
 
 def run_trials(
@@ -103,24 +108,28 @@ async def serve_trials(
     `conversations` asks for the messages of every rollout. Raises ConfigError.
     """
     with results, FreePorts() as ports:
-        engine = None if config.inference is None else _engine(config, config.inference, ports)
+        engine = None if config.inference is None else _configure_engine(config, config.inference, ports)
         urls = config.engine_urls if engine is None else (f"{scheme()}://{engine.server.address}",)
-        lead = unless_stopped(stop, _lead(config, results, urls, ports("127.0.0.1"), tracer, work, conversations))
+        lead = unless_stopped(
+            stop, _prepare_and_work(config, results, urls, ports("127.0.0.1"), tracer, work, conversations)
+        )
+        how = "failed"
         try:
-            if engine is None:
-                return await lead
-            return await Supervisor([_program(config, engine)]).run(stop, lead)
+            code = await (lead if engine is None else Supervisor([_program(config, engine)]).run(stop, lead))
+            if code == 0:
+                return code
         except RunError as error:
             logger.error("{}", error)
         except StoppedError:
-            logger.warning(
-                "stopped with {} rollouts in {}; the same command goes on from there",
-                len(results.done), results.stored().path,
-            )  # fmt: skip
+            how = "stopped"
+        logger.warning(
+            "{} with {} rollouts in {}; the same command goes on from there",
+            how, len(results.done), results.stored().path,
+        )  # fmt: skip
         return FAILED
 
 
-async def _lead(
+async def _prepare_and_work(
     config: TrialsConfig,
     results: TrialResults,
     urls: Sequence[str],
@@ -133,7 +142,7 @@ async def _lead(
     async with AsyncExitStack() as stack:
         endpoints = PolicyEndpoints(config, urls, started=config.inference is not None)
         await stack.enter_async_context(endpoints)
-        facts = await endpoints.look()
+        facts = await endpoints.wait_until_ready()
         names = [env.resolved_name for env in config.environments]
         served = config.rollout_config(list(facts.urls), facts.api, seq_len=facts.seq_len, port=port)
         deadlines = config.deadlines
@@ -156,7 +165,7 @@ async def _lead(
         )  # fmt: skip
 
 
-def _engine(config: TrialsConfig, given: InferenceConfig, ports: FreePorts) -> InferenceConfig:
+def _configure_engine(config: TrialsConfig, given: InferenceConfig, ports: FreePorts) -> InferenceConfig:
     """The engine to start, with its configuration written to the folder. Raises ConfigError."""
     values: dict[str, object] = {"output_dir": config.output_dir}
     if "model" not in given.model_fields_set:

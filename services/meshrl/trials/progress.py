@@ -1,10 +1,10 @@
-"""Says how far the rollouts are: a bar for each environment on a terminal, lines in the log elsewhere."""
+"""Shows how many rollouts are done: a bar for each environment on a terminal, lines in the log elsewhere."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from loguru import logger
@@ -26,23 +26,14 @@ class _Count:
 
 
 class TrialProgress:
-    """Counts rollouts of one checkpoint as they end. `bars` draws them; otherwise the log gets a line now and then."""
+    """Counts rollouts of one checkpoint as they end: bars in a terminal, else a line in the log now and then."""
 
-    def __init__(
-        self,
-        title: str,
-        spans: Sequence[TaskSpan],
-        before: Mapping[str, int],
-        *,
-        bars: bool | None = None,
-        now: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, title: str, spans: Sequence[TaskSpan], before: Mapping[str, int]) -> None:
         self._title = title
-        self._now = now
-        self._began_s = self._said_s = now()
+        self._began_s = self._said_s = time.monotonic()
         self._counts = {span.environment: _Count(span.rollouts, before.get(span.environment, 0)) for span in spans}
         self._bars: dict[str, tqdm[None]] = {}
-        if sys.stderr.isatty() if bars is None else bars:
+        if sys.stderr.isatty():
             for place, (name, count) in enumerate(self._counts.items()):
                 label = f"{title} {name}"
                 self._bars[name] = tqdm(
@@ -61,13 +52,13 @@ class TrialProgress:
         if bar is not None:
             bar.set_postfix(reward=f"{count.reward / max(1, count.done):.3f}", failed=count.failed, refresh=False)
             bar.update(1)
-        elif self._now() - self._said_s >= SAY_EVERY_S:
-            self._said_s = self._now()
+        elif time.monotonic() - self._said_s >= SAY_EVERY_S:
+            self._said_s = time.monotonic()
             logger.info("{}", self.line())
 
     def line(self) -> str:
         """How far it is in one sentence: rollouts by environment, rate, time left."""
-        took_s = max(1e-9, self._now() - self._began_s)
+        took_s = max(1e-9, time.monotonic() - self._began_s)
         ended = sum(count.done + count.failed for count in self._counts.values())
         left = sum(count.total - count.before - count.done - count.failed for count in self._counts.values())
         rate = ended / took_s

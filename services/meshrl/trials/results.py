@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from meshrl.core.config import ConfigError
 from meshrl.core.durable import write_file
@@ -16,6 +16,7 @@ from meshrl.trials.plan import Trial, TrialKey, differing_settings
 from meshrl.trials.play import why_failed
 from meshrl.trials.rows import ROLLOUTS_OF_EPISODE, RowFile, key_of, whole_episodes
 from meshrl.wire.types import Rollout
+from meshrl.wire.values import JsonObject
 
 RESULTS, FAILURES, SETTINGS = "results.jsonl", "failures.jsonl", "settings.json"
 LONG_FIELDS = ("completion", "conversations")
@@ -29,10 +30,8 @@ class TrialResults:
     the files of the folder that `derived` names.
     """
 
-    def __init__(
-        self, folder: Path, settings: Mapping[str, Any], *, clean: bool = False, derived: Sequence[str] = ()
-    ) -> None:
-        self.rows: list[dict[str, Any]] = []
+    def __init__(self, folder: Path, settings: JsonObject, *, clean: bool = False, derived: Sequence[str] = ()) -> None:
+        self.rows: list[JsonObject] = []
         """Every rollout so far, without its long fields, in the order in which they ended."""
         self.done: set[TrialKey] = set()
         self._folder = folder
@@ -63,7 +62,7 @@ class TrialResults:
     def __exit__(self, *exc: object) -> None:
         self._open.close()
 
-    def record(self, checkpoint: str, trial: Trial, group: RolloutGroup) -> list[dict[str, Any]]:
+    def record(self, checkpoint: str, trial: Trial, group: RolloutGroup) -> list[JsonObject]:
         """Writes what came of a trial; returns its rows, none where it failed. Raises OSError."""
         rows = [_row(checkpoint, trial, rollout, len(group.rollouts)) for rollout in group.rollouts]
         if not rows:
@@ -97,7 +96,7 @@ class TrialResults:
         write_file(path, json.dumps({**self._settings, "env": environments}, indent=2) + "\n")
 
 
-def settings_of(config: TrialsConfig, **more: object) -> dict[str, Any]:
+def settings_of(config: TrialsConfig, **more: object) -> JsonObject:
     """What makes results comparable, as JSON has it."""
     environments = {
         env.resolved_name: {
@@ -119,7 +118,7 @@ def settings_of(config: TrialsConfig, **more: object) -> dict[str, Any]:
     return dict(json.loads(json.dumps(settings, default=str)))
 
 
-def _row(checkpoint: str, trial: Trial, rollout: Rollout, rollouts_of_episode: int) -> dict[str, Any]:
+def _row(checkpoint: str, trial: Trial, rollout: Rollout, rollouts_of_episode: int) -> JsonObject:
     said = [json.loads(conversation) for conversation in rollout.conversations]
     return {
         "rollout_id": rollout.rollout_id,
@@ -145,5 +144,5 @@ def _row(checkpoint: str, trial: Trial, rollout: Rollout, rollouts_of_episode: i
     }
 
 
-def _short(row: Mapping[str, Any]) -> dict[str, Any]:
+def _short(row: JsonObject) -> JsonObject:
     return {name: value for name, value in row.items() if name not in LONG_FIELDS}

@@ -10,12 +10,13 @@ import fcntl
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from meshrl.core.config import ConfigError
 from meshrl.trials.plan import TrialKey
+from meshrl.wire.values import JsonObject
 
 ROLLOUTS_OF_EPISODE = "rollouts_of_episode"
 """How many lines the episode has: one for each of its agents that train."""
@@ -51,13 +52,13 @@ class RowFile:
         os.close(self._descriptor)
         self._descriptor = -1
 
-    def append(self, rows: Sequence[Mapping[str, Any]]) -> None:
+    def append(self, rows: Sequence[JsonObject]) -> None:
         """Writes the lines of one episode at once. Raises OSError."""
         left = memoryview("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
         while left:
             left = left[os.write(self._descriptor, left) :]
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def __iter__(self) -> Iterator[JsonObject]:
         """The lines so far, from the first. Raises ConfigError for one that is none of ours."""
         with self.path.open(encoding="utf-8") as file:
             for number, line in enumerate(file, 1):
@@ -79,11 +80,11 @@ class RowFile:
             os.truncate(self._descriptor, content.rfind(b"\n") + 1)
 
 
-def key_of(row: Mapping[str, Any]) -> TrialKey:
+def key_of(row: JsonObject) -> TrialKey:
     return (row["checkpoint"], row["environment"], row["task"], row["number"])
 
 
-def whole_episodes(rows: Sequence[Mapping[str, Any]]) -> set[TrialKey]:
+def whole_episodes(rows: Sequence[JsonObject]) -> set[TrialKey]:
     """The trials of which every line is there."""
     lines = Counter(key_of(row) for row in rows)
     return {key for row in rows if lines[key := key_of(row)] >= row[ROLLOUTS_OF_EPISODE]}

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import re
+import signal
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
+from loguru import logger
 
 from meshrl.core.config import ConfigError
 from meshrl.core.telemetry.monitor import Monitor
@@ -99,6 +103,54 @@ async def test_an_evaluation_of_all_checkpoints_is_stopped_and_goes_on(
         assert [record["step"] for record in read(tmp_path / name / "metrics.jsonl")] == [0.0, 1.0, 2.0]
 
 
+@pytest.fixture
+def logged() -> Iterator[list[str]]:
+    lines: list[str] = []
+    sink = logger.add(lambda message: lines.append(str(message)), format="{level} {message}")
+    yield lines
+    logger.remove(sink)
+
+
+async def test_an_engine_that_is_killed_ends_the_evaluation_with_its_cause_and_the_same_command_goes_on(
+    models: Path, tmp_path: Path, play: Any, read: Any, logged: list[str]
+) -> None:
+    tasks, engine = 24, {"max_model_len": 96, "max_num_seqs": 2, "torch_threads": 1}
+    config = EvaluationConfig.model_validate(
+        {
+            "model": {"name": str(models / "base")},
+            "inference": engine,
+            "env": [HELD_OUT],
+            "num_examples": tasks,
+            "sampling": {"max_tokens": 8, "temperature": 1.0},
+            "workers": 0,
+            "output_dir": tmp_path,
+        }
+    )
+
+    class Killing(Stopping):
+        def record(self, checkpoint: str, trial: Trial, group: RolloutGroup) -> list[dict[str, Any]]:
+            rows = super().record(checkpoint, trial, group)
+            if len(self.played) == 3:
+                (pid,) = (
+                    int(match[1]) for line in logged if (match := re.search(r"started inference \(pid (\d+)", line))
+                )
+                os.kill(pid, signal.SIGKILL)
+            return rows
+
+    assert await play(config, Killing(config), work_of(config)) == 1
+    first = read(tmp_path / "results.jsonl")
+    assert 3 <= len(first) < tasks
+    assert any(line.startswith("ERROR inference died: was killed by SIGKILL (9)") for line in logged)
+    goes_on = f"failed with {len(first)} rollouts in {tmp_path / 'results.jsonl'}; the same command goes on from there"
+    assert any(goes_on in line for line in logged)
+
+    assert await play(config, Stopping(config), work_of(config)) == 0
+    rows = read(tmp_path / "results.jsonl")
+    assert rows[: len(first)] == first
+    assert sorted(row["task"] for row in rows) == list(range(tasks))
+    assert len({row["rollout_id"] for row in rows}) == tasks
+
+
 async def test_results_of_other_settings_are_not_gone_on_with(tmp_path: Path, play: Any, read: Any) -> None:
     config = config_of(tmp_path, "http://127.0.0.1:1")
     with Stopping(config):
@@ -144,7 +196,7 @@ async def chat() -> AsyncIterator[ChatServer]:
 
 
 async def test_a_foreign_server_is_recognised_and_what_failed_is_played_again(
-    chat: ChatServer, tmp_path: Path, play: Any, read: Any, monkeypatch: pytest.MonkeyPatch
+    chat: ChatServer, tmp_path: Path, play: Any, read: Any, monkeypatch: pytest.MonkeyPatch, logged: list[str]
 ) -> None:
     from meshrl.environments.reverse_text.sentences import sentences
 
@@ -159,10 +211,14 @@ async def test_a_foreign_server_is_recognised_and_what_failed_is_played_again(
     assert {(row["task"], row["number"]) for row in failures} == {(1, 0), (1, 1)}
     assert all("not this one" in row["error"] for row in failures)
     assert f"{TASKS * SIZE - SIZE}/{TASKS * SIZE}" in (tmp_path / "table.md").read_text()
+    why = f"base: {SIZE} rollouts failed, {tmp_path / 'failures.jsonl'} says why; the same command plays them again"
+    assert [line for line in logged if "the same command" in line] == [f"WARNING {why}\n"]
 
     chat.refused = set()
+    logged.clear()
     again = Stopping(config)
     assert await play(config, again, work_of(config)) == 0
+    assert not [line for line in logged if "the same command" in line]
     assert sorted(again.played) == [("base", 1, 0), ("base", 1, 1)]
     rows = read(tmp_path / "results.jsonl")
     assert (len(rows), {row["reward"] for row in rows}) == (TASKS * SIZE, {1.0})
