@@ -3,8 +3,8 @@
     python tests/benchmarks/bench_delta_apply.py --shape qwen3-4b --threads 16
 
 A made-up delta of 1.25%, each change by one unit in the last place, onto made-up weights in the shape of a Qwen3, by 1,
-2, 4 and so on threads; beside it the hash of the whole copy, which is checked meanwhile. Needs twice a version's bytes
-of memory, and no GPU.
+2, 4 and so on threads; beside it the hash of the whole copy, which is checked meanwhile. Needs a version's bytes of
+memory and a half, and no GPU.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from bench_deltas import SHAPES, Bytes, best_of, manifest_of, plan_of, row, table
 from numpy.typing import NDArray
 
-from meshrl.versions.deltas.codec import BLOCK_VALUES, Changes, Packed, Stretch, join, pack, runs_of, words_of
+from meshrl.versions.deltas.codec import BLOCK_VALUES, Changes, Packed, Stretch, pack, runs_of, words_of, write_stream
 from meshrl.versions.deltas.digests import Edit, lanes_after, lanes_of, with_lanes
 from meshrl.versions.deltas.image import WeightImage
 from meshrl.versions.deltas.words import from_ordered, ordered
@@ -36,26 +36,29 @@ def applying(shape: str, most_threads: int) -> None:
     total = sum(entry.num_bytes for entry in plan)
     random = np.random.default_rng(0)
     block = random.normal(0, 0.02, BLOCK_VALUES).astype(np.float32)
-    weights = np.resize(torch.from_numpy(block).bfloat16().view(torch.int16).numpy(), total // 2).view(np.uint8)
+    words = torch.from_numpy(block).bfloat16().view(torch.int16).numpy()
     places = np.flatnonzero(random.random(BLOCK_VALUES) < DENSITY)
     base = manifest_of(0, tuple(replace(entry, digest=bytes(16)) for entry in plan), None)
     print(f"{shape}: {total / 2e9:.2f}B weights, {total:,} bytes; {os.cpu_count()} cores\n", flush=True)
     table("threads", "changed", "bytes", "hash of the image alone s", "apply s (each)")
     threads = 1
     while threads <= most_threads:
-        image = WeightImage(base, HostBytes(parts=((0, weights.copy()),)), num_threads=threads)
+        weights = np.resize(words, total // 2).view(np.uint8)
+        image = WeightImage(base, HostBytes(parts=((0, weights),)), num_threads=threads)
+        del weights
         seconds, size, hashed = [], 0, 0.0
         with ThreadPoolExecutor(most_threads) as pool:
             for _ in range(DELTAS):
                 after, delta = made_up_delta(image, places, random, pool)
-                image.settle()
+                image.wait_until_hashed()
                 hashed = best_of(1, image.check)[0]
                 began_s = time.perf_counter()
                 image.apply(after, delta)
                 seconds.append(time.perf_counter() - began_s)
-                image.keep()
+                image.confirm()
                 size = len(delta)
         image.close()
+        del image
         row(threads, f"{DENSITY:.2%}", f"{size:,}", hashed, ", ".join(f"{each:.2f}" for each in seconds))
         threads *= 2
 
@@ -76,7 +79,7 @@ def made_up_delta(
     made = list(threads.map(one, runs_of(before.tensors)))
     lanes = lanes_after(before.tensors, lanes_of(before.tensors), held.take, [edit for edit, _ in made], threads)
     after = manifest_of(before.version + 1, with_lanes(before.tensors, lanes), before)
-    return after, join([packed for _, packed in made])
+    return after, write_stream([packed for _, packed in made])
 
 
 def main() -> None:

@@ -30,12 +30,12 @@ from safetensors.torch import load_file
 
 from meshrl.trainer.publishing.rank_calls import RankCalls
 from meshrl.versions.collective.digest import digest_bytes, sum128
-from meshrl.versions.deltas.codec import Packed, Rows, encode, join
+from meshrl.versions.deltas.codec import Packed, Rows, encode, write_stream
 from meshrl.versions.deltas.image import WeightImage
 from meshrl.versions.files import HostBytes
 from meshrl.versions.snapshot import Captured, GatheredWeights, take_snapshot
 from meshrl.versions.transports.base import Prepared, VersionLine
-from meshrl.versions.transports.stream import RankedStreamTransport
+from meshrl.versions.transports.stream import StreamTransport
 from meshrl.versions.transports.stream_share import StreamShare
 from meshrl.wire.manifest import layout_signature, plan_tensors, result_root
 from meshrl.wire.types import CollectivePlan, Manifest, TensorEntry, Transport, VersionKind
@@ -133,7 +133,7 @@ def synthetic(threads: ThreadPoolExecutor) -> None:
         ).astype(np.uint16)
         old_bytes, new_bytes = old.view(np.uint8), new.view(np.uint8)
         seconds, made = best_of(2, partial(encode, Rows(plan), old_bytes, new_bytes, threads))
-        size = len(join([packed for _, packed in made]))
+        size = len(write_stream([packed for _, packed in made]))
         xor, plain = other_codes(old_bytes, new_bytes, 2, threads)
         full = len(old_bytes)
         bits = (
@@ -162,7 +162,7 @@ def of_versions(first: Path, second: Path, threads: ThreadPoolExecutor) -> None:
 def report(plan: Sequence[TensorEntry], old: Bytes, new: Bytes, threads: ThreadPoolExecutor, name: str) -> None:
     seconds, made = best_of(3, lambda: encode(Rows(plan), old, new, threads))
     pieces: list[Packed] = [packed for _, packed in made]
-    delta = join(pieces)
+    delta = write_stream(pieces)
     xor, plain = other_codes(old, new, 2, threads)
     apply_s = applied(plan, old, [(new, delta)], 2)[0]
     table(
@@ -209,12 +209,12 @@ def applied(
     try:
         for number, (new, delta) in enumerate(steps, 1):
             after = manifest_of(number, digested(plan, torch.from_numpy(new)), image.manifest)
-            image.settle()
+            image.wait_until_hashed()
             began_s = time.perf_counter()
             image.apply(after, delta)
             seconds.append(time.perf_counter() - began_s)
             assert image.held.parts[0][1].tobytes() == new.tobytes(), "the image is not the version"
-            image.keep()
+            image.confirm()
     finally:
         image.close()
     return seconds
@@ -252,11 +252,10 @@ class Trainer:
     def __init__(self, plan: tuple[TensorEntry, ...], weights: Weights, num_threads: int) -> None:
         self.plan, self.weights, self.num_threads = plan, weights, num_threads
         self.share = StreamShare(Path(), epoch=1, num_threads=num_threads)
-        self.transport = RankedStreamTransport(
+        self.transport = StreamTransport(
             VersionLine(run_id="bench", epoch=1),
             RankCalls(self.share, None, num_ranks=1),
             self.share,
-            plan,
             num_threads=num_threads,
             anchor_every=1000,
         )
@@ -273,7 +272,7 @@ class Trainer:
         wait(device)
         began_s = time.perf_counter()
         whole = CollectivePlan(num_senders=1, bucket_bytes=2**28)
-        reuse = self.share.make_way()
+        reuse = self.share.release_snapshot()
         snapshot = take_snapshot(self.plan, whole, own, 0, device, reuse=reuse, with_digests=False)
         wait(device)
         seconds = {"snapshot": time.perf_counter() - began_s}
@@ -292,9 +291,9 @@ class Trainer:
         else:
             assert self.image is not None
             self.image.apply(made.manifest, made.buffer)
-            self.image.keep()
+            self.image.confirm()
         seconds["apply"] = time.perf_counter() - began_s
-        self.image.settle()
+        self.image.wait_until_hashed()
         seconds["hash"] = time.perf_counter() - began_s - seconds["apply"]
         return made, snapshot.flat[sample].cpu().numpy(), seconds
 

@@ -69,7 +69,7 @@ def dispatch_and_finish(journal: Journal, groups: list[RolloutGroup]) -> None:
     for group in groups:
         journal.dispatch(group.ticket)
         for rollout in group.rollouts:
-            journal.enter(group.ticket, rollout)
+            journal.record_event(group.ticket, rollout)
         journal.close_group(group, cancelled_for="stale")
 
 

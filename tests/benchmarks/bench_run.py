@@ -4,7 +4,7 @@ The model has the shape of --shape and random weights. Prompts have 128 to 512 t
 tokens each (the worst case: every rollout of a wave ends at once), or `ragged`: each token ends its completion with the
 same small chance, so that lengths are geometric, a thousand on average but cut at 2,048. Each side is first measured
 alone, at the same time on its own GPU, by `trainer --bench` and `inference --bench`; `rl --bench` then says how near
-the run comes to the slower of the two (meshrl.orchestrator.reports.bench_table).
+the run comes to the slower of the two (meshrl.orchestrator.bench.summary).
 
     python tests/benchmarks/bench_run.py --shape qwen3-0.6b --trainer-gpus 0 --engine-gpus 1
     python tests/benchmarks/bench_run.py --shape qwen3-4b --batch-size 256 --levels 2 -- --trainer.seq-len 32768

@@ -2,11 +2,14 @@
 
     python tests/benchmarks/bench_sites.py one-host --model FOLDER --steps 200 --output-dir OUT/one
     python tests/benchmarks/bench_sites.py sites --model FOLDER --minutes 60 --output-dir OUT/sites
+    python tests/benchmarks/bench_sites.py sites --model FOLDER --minutes 12 --calm --dtype bfloat16 --lr 1e-5 ...
     python tests/benchmarks/bench_sites.py table OUT/sites --beside OUT/one
 
 The hub, the trainer and the orchestrator are at one place; each site has a relay, an engine and a rollout worker that
 listens nowhere, in a network namespace of its own behind a NAT: 100 ms there and back, 1% of packets lost, 100 Mb/s,
 cubic. Sites join by tokens, every connection is mutual TLS, and no folder is shared: the model is copied to each.
+With `--calm` nothing happens but that a site joins, and that a site comes back which has lost all versions: then the
+table says what each relay fetched. `--dtype bfloat16` and a small `--lr` have the versions travel as deltas.
 `one-host` is the same run by `rl` on one host. `--model` is a model that can do a little of reverse_text already, as
 `make demo` leaves one in outputs/demo/sft/weights/final. Needs root, `ip` and /dev/net/tun.
 """
@@ -17,32 +20,29 @@ import argparse
 import json
 import os
 import re
-import secrets
-import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1] / "support"))
+from site_programs import END_S, ENTRY, EXCHANGE, HUB, START_S, Program, Site, meshrl
 from sites_report import Event, read_steps, show
 
 from wan_rig import BAD, PERFECT, Line, Wan, open_wan, why_not
 
-HUB, EXCHANGE, ENTRY, RELAY, ENGINE = 50053, 50054, 50060, 5001, 8000
 SITES = ("a", "b", "c")
 LATE = "c"
 """This site joins when the run has made FIRST_STEPS steps without it."""
 FIRST_STEPS = 3
-START_S, BACK_S, END_S = 600.0, 900.0, 180.0
+BACK_S = 900.0
 LEASE_S = 60.0
 TRAINER = """
 [optim]
-lr = 2e-4
+lr = LR
 weight_decay = 0.0
 betas2 = 0.95
 
@@ -50,7 +50,7 @@ betas2 = 0.95
 warmup_steps = 5
 """
 ORCHESTRATOR = """
-batch_size = 64
+batch_size = BATCH
 group_size = 8
 seq_len = 2048
 max_async_level = 2
@@ -78,6 +78,10 @@ workers = {[f"worker-{site}" for site in SITES if site != LATE]}
 """
 
 
+def filled(text: str, read: argparse.Namespace) -> str:
+    return text.replace("LR", str(read.lr)).replace("BATCH", str(read.batch_size))
+
+
 def under(section: str, text: str) -> str:
     """A program's own keys as they stand in the file of `rl`."""
     top, _, rest = text.partition("\n[")
@@ -85,127 +89,28 @@ def under(section: str, text: str) -> str:
     return f"\n[{section}]{top}{inner}"
 
 
-@dataclass
-class Program:
-    """One program at a site, or at the origin, which may be started again."""
-
-    wan: Wan
-    site: str
-    name: str
-    command: list[str]
-    folder: Path
-    started: list[subprocess.Popen[str]] = field(default_factory=list)
-
-    def start(self) -> None:
-        with (self.folder / f"{self.name}_{len(self.started)}.txt").open("w") as console:
-            self.started.append(
-                self.wan.start(
-                    self.site, [sys.executable, "-m", *self.command], stdin=subprocess.DEVNULL, stdout=console,
-                    stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
-                )
-            )  # fmt: skip
-
-    def send(self, signum: signal.Signals) -> None:
-        self.started[-1].send_signal(signum)
-
-    def wait(self, deadline_s: float) -> int:
-        return self.started[-1].wait(deadline_s)
-
-    def console(self) -> str:
-        return (self.folder / f"{self.name}_{len(self.started) - 1}.txt").read_text(errors="replace")
-
-    @property
-    def is_running(self) -> bool:
-        return bool(self.started) and self.started[-1].poll() is None
-
-
-class Site:
-    """A host with a relay, an engine and a rollout worker; its folder is its own disk."""
-
-    def __init__(self, wan: Wan, name: str, model: Path, folder: Path, run: Path) -> None:
-        self.name, self.folder, self._wan, self._run = name, folder, wan, run
-        self.origin, self.address = wan.addresses["origin"], wan.addresses[name]
-        shutil.copytree(model, folder / "model")
-        key = folder / "engine.key"
-        key.write_text(secrets.token_hex(16))
-        at = ["--output-dir", str(folder)]
-        here = ["--model.name", str(folder / "model"), *at]
-        engine = ["--server.host", self.address, "--server.port", str(ENGINE), "--api-key-file", str(key)]
-        versions = ["--weight-broadcast.type", "stream", "--weight-broadcast.address", f"{self.origin}:{HUB}"]
-        relay = ["--upstream", f"{self.origin}:{HUB}", "--server.port", str(RELAY)]
-        worker = ["--exchange.address", f"{self.origin}:{EXCHANGE}", "--exchange.name", f"worker-{name}"]
-        client = ["--client.base-url", f"https://{self.address}:{ENGINE}", "--client.api-key-file", str(key)]
-        commands = {
-            "relay": ["meshrl.weights.main", *relay, *at, *self._tls("relay")],
-            "engine": [
-                "meshrl.inference.main", *engine, *versions, "--weight-broadcast.relays", f"127.0.0.1:{RELAY}",
-                "--engine", "embedded", "--max-model-len", "128", "--torch-threads", "1", *here, *self._tls("engine"),
-            ],
-            "worker": [
-                "meshrl.rollout.main", *worker, *client, "--client.failover-s", "180", "--env.0.id", "reverse_text",
-                "--seq-len", "128", "--workers", "0", *here, *self._tls("worker"),
-            ],
-        }  # fmt: skip
-        self.programs = {program: Program(wan, name, program, command, folder) for program, command in commands.items()}
-
-    def _tls(self, program: str) -> list[str]:
-        return ["--tls.folder", str(self.folder / f"credentials_{program}")]
-
-    def join(self) -> None:
-        """Enrols its programs over the bad line, with a token each, and starts them."""
-        for program, role in (("relay", "relay"), ("engine", "agent"), ("worker", "rollout")):
-            made = meshrl("token", "create", "-o", str(self._run), "--role", role, "--ttl", "10m")
-            token, ca_hash = re.findall(r"(?m)^(?:token|ca-hash) +(\S+)$", made)
-            command = [
-                sys.executable, "-m", "meshrl.cli.main", "join", f"{self.origin}:{ENTRY}", "--ca-hash", ca_hash,
-                "--name", f"{program}-{self.name}", "--host", self.address,
-                "--folder", str(self.folder / f"credentials_{program}"),
-            ]  # fmt: skip
-            joining = self._wan.start(
-                self.name, command, env={**os.environ, "MESHRL_JOIN_TOKEN": token}, stdout=subprocess.DEVNULL
-            )
-            if joining.wait(START_S) != 0:
-                raise RuntimeError(f"{program} of site {self.name} could not join")
-        self.start(*self.programs)
-
-    def start(self, *names: str) -> None:
-        for name in names:
-            self.programs[name].start()
-
-    def send(self, signum: signal.Signals, *names: str) -> None:
-        for name in names:
-            self.programs[name].send(signum)
-        if signum == signal.SIGKILL:
-            for name in names:
-                self.programs[name].wait(END_S)
-
-
-def meshrl(*arguments: str) -> str:
-    command = [sys.executable, "-m", "meshrl.cli.main", *arguments]
-    return subprocess.run(command, check=True, timeout=START_S, capture_output=True, text=True).stdout
-
-
 class Sites:
     """The whole run, and what happens to its sites."""
 
-    def __init__(self, wan: Wan, model: Path, folder: Path) -> None:
+    def __init__(self, wan: Wan, read: argparse.Namespace) -> None:
+        folder, model = read.output_dir.resolve(), read.model.resolve()
         self.wan, self.run = wan, folder / "origin"
         self.run.mkdir(parents=True)
         meshrl("run", "init", "-o", str(self.run))
         for name, text in (("trainer", TRAINER), ("orchestrator", ORCHESTRATOR + DIALLED)):
-            (self.run / f"{name}.toml").write_text(text)
+            (self.run / f"{name}.toml").write_text(filled(text, read))
         at, config = ["--output-dir", str(self.run)], self.run / "trainer.toml"
         hub = ["--server.host", "0.0.0.0", "--server.port", str(HUB), "--enrollment-port", str(ENTRY)]
         commands = {
             "weights": ["meshrl.weights.main", *hub, *at],
             "trainer": [
                 "meshrl.trainer.main", "@", str(config), "--model.name", str(model), "--seq-len", "2048",
-                "--torch-threads", "1", "--weight-broadcast.type", "stream", *at,
+                "--torch-threads", "1", "--model.dtype", read.dtype, "--weight-broadcast.type", "stream", *at,
             ],
             "orchestrator": ["meshrl.orchestrator.main", "@", str(self.run / "orchestrator.toml"), *at],
         }  # fmt: skip
         self.origin = {name: Program(wan, "origin", name, command, self.run) for name, command in commands.items()}
-        self.sites = {name: Site(wan, name, model, folder / f"site_{name}", self.run) for name in SITES}
+        self.sites = {name: Site(wan, name, model, folder / f"site_{name}", self.run, read.dtype) for name in SITES}
         self.events: list[Event] = []
         self._began_s = time.monotonic()
 
@@ -320,6 +225,18 @@ class Sites:
         ]
         self._event(name, *happenings[number % len(happenings)])
 
+    def lose_versions(self, name: str) -> None:
+        """A host dies and comes back without any version: it joins anew, but for its credentials."""
+        site = self.sites[name]
+        everybody = tuple(site.programs)
+
+        def act() -> None:
+            site.send(signal.SIGKILL, *everybody)
+            site.lose_versions()
+            site.start(*everybody)
+
+        self._event(name, "the host dies and has lost all versions", act, lambda: self._engine_served(name) > 0)
+
     def end(self) -> int:
         """Has the run end as its user would, then the sites; the exit code of the orchestrator."""
         self.origin["orchestrator"].send(signal.SIGTERM)
@@ -340,21 +257,24 @@ class Sites:
 
 def run_sites(read: argparse.Namespace) -> int:
     site = Line(**{**vars(BAD), "nat": True})
-    folder: Path = read.output_dir.resolve()
     with open_wan({"origin": PERFECT, **dict.fromkeys(SITES, site)}) as wan:
-        sites = Sites(wan, read.model.resolve(), folder)
+        sites = Sites(wan, read)
         sites.begin()
         began_s, before, number = time.monotonic(), wan.change(), 0
         while time.monotonic() - began_s < 60.0 * read.minutes:
             quiet_s = time.monotonic() + read.quiet_s
             sites.wait_for(lambda end=quiet_s: time.monotonic() > end, read.quiet_s + 60.0, "quiet")
-            sites.happen(number)
+            if not read.calm:
+                sites.happen(number)
+            elif number < len(SITES):
+                sites.lose_versions(SITES[number])
             number += 1
         seconds, sent = time.monotonic() - began_s, wan.change()
         code = sites.end()
         lines = {name: {way: sent[name][way] - before[name][way] for way in ("up", "down")} for name in SITES}
-    (folder / "origin" / "sites.json").write_text(json.dumps({"seconds": seconds, "code": code, "lines": lines}))
-    return show(folder / "origin", read.beside)
+    folder = read.output_dir.resolve() / "origin"
+    (folder / "sites.json").write_text(json.dumps({"seconds": seconds, "code": code, "lines": lines}))
+    return show(folder, read.beside)
 
 
 def run_one_host(read: argparse.Namespace) -> int:
@@ -363,8 +283,8 @@ def run_one_host(read: argparse.Namespace) -> int:
     config = folder / "one_host.toml"
     more = '\n[inference]\nengine = "embedded"\nmax_model_len = 128\ntorch_threads = 1\n'
     more += "\n[rollout]\nseq_len = 128\nworkers = 0\n"
-    trainer = "seq_len = 2048\ntorch_threads = 1\n" + TRAINER
-    config.write_text(under("trainer", "\n" + trainer) + under("orchestrator", ORCHESTRATOR) + more)
+    trainer = "seq_len = 2048\ntorch_threads = 1\n" + filled(TRAINER, read)
+    config.write_text(under("trainer", "\n" + trainer) + under("orchestrator", filled(ORCHESTRATOR, read)) + more)
     command = [sys.executable, "-m", "meshrl.launch.main", "@", str(config), "--model.name", str(read.model.resolve())]
     command += ["--max-steps", str(read.steps), "--output-dir", str(folder / "origin")]
     return subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False).returncode
@@ -377,11 +297,15 @@ def main() -> int:
     sites.add_argument("--minutes", type=float, default=60.0)
     sites.add_argument("--quiet-s", type=float, default=30.0, help="between two things that happen (default 30)")
     sites.add_argument("--beside", type=Path, help="the output folder of one-host, for the table")
+    sites.add_argument("--calm", action="store_true", help="nothing happens but what shows who fetches what")
     one = what.add_parser("one-host")
     one.add_argument("--steps", type=int, default=200)
     for each in (sites, one):
         each.add_argument("--model", type=Path, required=True)
         each.add_argument("--output-dir", type=Path, required=True)
+        each.add_argument("--lr", type=float, default=2e-4)
+        each.add_argument("--batch-size", type=int, default=64, help="rollouts a step (default 64)")
+        each.add_argument("--dtype", default="float32", help="float32, or bfloat16 for versions as deltas")
     table = what.add_parser("table")
     table.add_argument("folder", type=Path)
     table.add_argument("--beside", type=Path)

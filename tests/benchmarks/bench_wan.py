@@ -1,6 +1,6 @@
 """How versions cross a bad internet: 100 ms there and back, 1% lost, 100 Mb/s, cubic, between network namespaces.
 
-    python tests/benchmarks/bench_wan.py [--mib 24] [--hole-s 60] [--only rate|breaks|relay]
+    python tests/benchmarks/bench_wan.py [--mib 24] [--hole-s 60] [--only rate|breaks|relay] [--beside CHECKOUT]
 
 Prints the useful rate of a fetch over one connection and over as many as pay, beside that of plain sockets; what a
 fetch that is broken off costs; and what leaves the hub for a site with a relay. Needs root, `ip` and /dev/net/tun.
@@ -9,11 +9,13 @@ fetch that is broken off costs; and what leaves the hub for a site with a relay.
 from __future__ import annotations
 
 import argparse
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1] / "support"))
@@ -57,26 +59,40 @@ def sockets(wan: Wan, count: int, seconds: float = 8.0) -> float:
     return float(program.communicate(timeout=60.0 + seconds)[0])
 
 
-def rates(wan: Wan, hub: str) -> None:
+def rates(wan: Wan, hub: str, rounds: int, beside: Path | None) -> None:
+    """Fetches in turns, of this code and of another checkout, over connections that are kept from one to the next."""
     listening = [sys.executable, "-c", SOCKETS, "", "0", "0"]
     source = wan.start("origin", listening, stdout=subprocess.PIPE)
     assert source.stdout is not None
     source.stdout.readline()
-    print("\n| connections | plain sockets Mb/s | fetches in a row, useful Mb/s | sent again |\n|---|---|---|---|")
-    for most, times in ((1, 1), (32, 3), (48, 3), (64, 3), (96, 3)):
-        plain = sockets(wan, most)
-        host = Peer(wan, "site", "fetch", hub, str(most))
+    codes = {"this": None} if beside is None else {str(beside): beside, "this": None}
+    hosts = {
+        (most, code): Peer(wan, "site", "fetch", hub, str(most), checkout=checkout)
+        for most, (code, checkout) in product((1, 32, 48, 64), codes.items())
+    }
+    told: dict[tuple[int, str], list[dict[str, float]]] = {key: [] for key in hosts}
+    for host in hosts.values():
         host.until("ready")
-        told = []
-        for _ in range(times):
+    plain = {most: sockets(wan, most) for most, _ in hosts}
+    for number in range(rounds):
+        for (most, code), host in hosts.items():
+            if most == 1 and number:  # it takes a minute
+                continue
             host.ask()
-            told.append(host.until("seconds"))
+            told[most, code].append(host.until("seconds"))
+    print(
+        "\n| connections | plain sockets Mb/s | code | fetches in a row, useful Mb/s | median of all but the first"
+        " | sent again |"
+    )
+    print("|---|---|---|---|---|---|")
+    for (most, code), each in told.items():
+        found = [one["num_bytes"] * 8e-6 / one["seconds"] for one in each]
+        again = sum(one["again"] for one in each) / sum(one["num_bytes"] for one in each)
+        middle = statistics.median(found[1:] or found)
+        row = (most, f"{plain[most]:.1f}", code, ", ".join(f"{one:.1f}" for one in found), f"{middle:.1f}")
+        print("| " + " | ".join(map(str, row)) + f" | {again:.1%} |", flush=True)
+    for host in hosts.values():
         host.end()
-        found = ", ".join(f"{each['num_bytes'] * 8e-6 / each['seconds']:.1f}" for each in told)
-        again = sum(each["again"] for each in told)
-        print(
-            f"| {'1' if most == 1 else f'up to {most}'} | {plain:.1f} | {found} | {again / 1024:.0f} KiB |", flush=True
-        )
 
 
 def breaks(wan: Wan, hub: str, mib: int, hole_s: float, restart: Callable[[], None]) -> None:
@@ -134,6 +150,8 @@ def main() -> int:
     parser.add_argument("--mib", type=int, default=24)
     parser.add_argument("--hole-s", type=float, default=60.0)
     parser.add_argument("--only", choices=("rate", "breaks", "relay"))
+    parser.add_argument("--rounds", type=int, default=4, help="fetches of each kind, in turns")
+    parser.add_argument("--beside", type=Path, help="another checkout, whose fetches are measured in turns with these")
     args = parser.parse_args()
     if reason := why_not():
         print(reason)
@@ -151,7 +169,7 @@ def main() -> int:
             origin = Peer(wan, "origin", *serving)
 
         if args.only in (None, "rate"):
-            rates(wan, hub)
+            rates(wan, hub, args.rounds, args.beside)
         if args.only in (None, "breaks"):
             breaks(wan, hub, args.mib, args.hole_s, restart)
         if args.only in (None, "relay"):

@@ -117,7 +117,7 @@ def run_rank(args: argparse.Namespace) -> None:
 
 
 async def lead(args: argparse.Namespace, parts: Any) -> list[dict[str, float]]:
-    """Rank 0: publishes and activates versions; a record of each but the first."""
+    """Rank 0: publishes and activates versions; a record of each, the first of which counts for its set-up too."""
     config = TrainerConfig.model_validate(
         {
             "output_dir": args.output_dir,
@@ -133,7 +133,7 @@ async def lead(args: argparse.Namespace, parts: Any) -> list[dict[str, float]]:
     thread, loop = ThreadPoolExecutor(1), asyncio.get_running_loop()
     commands, records = CommandSender(parts.parallel), []
     async with WeightSyncClient(args.hub) as hub:
-        decided = asyncio.run_coroutine_threadsafe(decide(config, parts, hub, args.epoch, os.environ, Waits()), loop)
+        decided = asyncio.run_coroutine_threadsafe(decide(config, parts, hub, args.epoch, Waits()), loop)
         publication, captured = await loop.run_in_executor(
             thread, lambda: open_publication(decided, config, parts, commands, hub, os.environ)
         )
@@ -159,8 +159,7 @@ async def lead(args: argparse.Namespace, parts: Any) -> list[dict[str, float]]:
                 run_id=config.run_id, version=version, policy=ActivationPolicy(args.policy), prepare_deadline_s=300.0
             )
             ended_s = time.perf_counter()
-            if version:
-                applied = [engine.applied for engine in done.engines]
+            if applied := [engine.applied for engine in done.engines if engine.applied is not None]:
                 records.append(
                     {
                         "lag_s": ended_s - began_s,
@@ -272,7 +271,7 @@ class Mesh:
             sys.stderr.write((self.folder / f"rank0-{transport}.err").read_text()[-4000:])
             return []
         records: list[dict[str, float]] = json.loads(said.decode().strip().splitlines()[-1])
-        return records
+        return records[1:]
 
     def close(self) -> None:
         for program in self.programs:

@@ -121,7 +121,7 @@ def jobs() -> list[Job]:
             prepare=shown_twice,
             flags=["--max-steps", "550"],
         ),
-        warm_up("warm_mix", "reasoning_mix/sft", data=[*REASONING, "{here}/data"]),
+        warm_up("warm_mix", "reasoning_mix/sft", data=[*REASONING, "{here}/data", "--share", "0.7"]),
         row("reasoning_mix", "grpo", "reasoning_mix/rl", "warm_mix"),
         replace(row("reverse_text", "grpo", "reverse_text/rl", "warm_reverse", *held_out, *keeps), weights=KEPT),
         row("reverse_text_opd", "opd", "distillation/rl", "warm_reverse", *TAUGHT, teacher="reverse_text"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -14,6 +15,7 @@ from meshrl.orchestrator.ledger.audit import audit
 LAW = 8
 """Versions that a rollout may be behind the policy that trains it: the default of max_off_policy_steps."""
 PIECES = 8
+RELAYED = r"(?m)^(\S+) .*version \d+ is here: (\d+) bytes came, it has (\d+), artifact (\w+)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,11 +67,37 @@ def show(run: Path, beside: Path | None) -> int:
     ]
     for site, bytes_of in told["lines"].items():
         rows.append((f"MB to and from site {site}", f"{bytes_of['down'] / 1e6:.1f}, {bytes_of['up'] / 1e6:.1f}"))
+    for site, (came, needed, most) in fetched(run.parent).items():
+        rows.append((f"versions' bytes fetched by relay {site}, of those needed", f"{came:,}, {came / needed:.3f}"))
+        rows.append(("the most versions fetched there until a start served its first", most))
     rows.append(("exit code of the orchestrator", told["code"]))
     print("\n| | |\n|---|---|")
     print("\n".join(f"| {name} | {value} |" for name, value in rows))
     rewards(steps, [] if beside is None else read_steps(beside / "origin"))
     return int(bool(report.violations) or oldest > LAW or told["code"] != 0)
+
+
+def fetched(folder: Path) -> dict[str, tuple[int, int, int]]:
+    """By site: the bytes that its relay fetched, those of the versions among them, each of them once a start, and the
+    most versions that a start of it fetched before its engine served one."""
+    found: dict[str, tuple[int, int, int]] = {}
+    for place in sorted(folder.glob("site_*")):
+        came = needed = most = 0
+        engines = [path.read_text(errors="replace") for path in place.glob("engine_*.txt")]
+        served = sorted(at for console in engines for at in re.findall(r"(?m)^(\S+) .*is served", console))
+        for console in (path.read_text(errors="replace") for path in sorted(place.glob("relay_*.txt"))):
+            first = next((at for at in served if at > console.partition(" ")[0]), "~")  # comes after every time
+            before = 0
+            seen: set[str] = set()
+            for at, bytes_came, size, artifact in re.findall(RELAYED, console):
+                came += int(bytes_came)
+                needed += int(size) * (artifact not in seen)
+                seen.add(artifact)
+                before += at < first
+            most = max(most, before)
+        if needed:
+            found[place.name.removeprefix("site_")] = (came, needed, most)
+    return found
 
 
 def verdict(violations: tuple[str, ...]) -> str:

@@ -108,13 +108,17 @@ class Program:
         end_s = time.monotonic() + START_S
         try:
             while (found := re.search(pattern, self.log.read_text(errors="replace"))) is None:
-                assert self.process.poll() is None, f"the program ended early:\n{self.log.read_text()[-6000:]}"
-                assert time.monotonic() < end_s, f"not up in {START_S} s:\n{self.log.read_text()[-6000:]}"
+                assert self.process.poll() is None, f"the program ended early:\n{self.tail()}"
+                assert time.monotonic() < end_s, f"not up in {START_S} s:\n{self.tail()}"
                 time.sleep(0.1)
         except BaseException:  # also when the tests are broken off: it must not outlive them
             self.stop()
             raise
         return found.group(1)
+
+    def tail(self) -> str:
+        """The end of its log."""
+        return self.log.read_text(errors="replace")[-6000:]
 
     def stop(self) -> None:
         """SIGTERM, and SIGKILL when that does not end it."""
@@ -130,7 +134,7 @@ class Program:
 class EngineMesh:
     """A hub, an engine and what a trainer has published so far."""
 
-    def __init__(self, kind: EngineKind, folder: Path, *, seed: int = 0) -> None:
+    def __init__(self, kind: EngineKind, folder: Path, *, seed: int = 0, lease_s: float = LEASE_S) -> None:
         """Starts both with the plain model of `seed` as base; publish a version before asking for tokens."""
         folder.mkdir(parents=True, exist_ok=True)
         self.kind, self.folder, self.base_seed = kind, folder, seed
@@ -138,7 +142,7 @@ class EngineMesh:
         hub = {
             "server": {"port": free_port()},
             "output_dir": str(folder),
-            "lease_s": LEASE_S,
+            "lease_s": lease_s,
             "commit_deadline_s": COMMIT_S,
         }
         self.hub = Program(Path(sys.executable), "meshrl.weights.main", hub, folder, "weights")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import pytest
     from xdist.scheduler import LoadScopeScheduling
+    from xdist.workermanage import WorkerController
 
 ENGINES = "tests/contract/inference/"
 OWN_ENGINES = {"test_adapters.py", "test_bfloat16.py", "test_mixture.py", "test_parallel.py"}
@@ -45,8 +46,36 @@ def scheduler(config: pytest.Config, log: object) -> LoadScopeScheduling:
     from xdist.scheduler import LoadScopeScheduling
 
     class GroupScheduling(LoadScopeScheduling):
+        """With two changes for a worker that crashes, after which the base class may wait forever: what the crashed
+        worker had done is not handed out again, nor is the test that crashed it, and a worker always has enough to
+        go on with."""
+
         def _split_scope(self, nodeid: str) -> str:
             return group_of(nodeid)
+
+        def remove_node(self, node: WorkerController) -> str | None:
+            """Returns the test that was running, which has failed; the rest of its group goes to another worker."""
+            to_do = [
+                (group, test)
+                for group, tests in self.assigned_work[node].items()
+                for test, done in tests.items()
+                if not done
+            ]
+            left: dict[str, dict[str, bool]] = {}
+            for group, test in to_do[1:]:
+                left.setdefault(group, {})[test] = False
+            self.assigned_work[node] = left
+            super().remove_node(node)
+            return to_do[0][1] if to_do else None
+
+        def _reschedule(self, node: WorkerController) -> None:
+            """A worker runs a test once it knows the next one, or that there is none."""
+            if node.shutting_down or node not in self.registered_collections:
+                return  # it ends, or still looks for its tests
+            while self.workqueue and self._pending_of(self.assigned_work[node]) < 2:
+                self._assign_work_unit(node)
+            if not self.workqueue:
+                node.shutdown()
 
     config.option.loadscopereorder = False
     return GroupScheduling(config, log)

@@ -15,6 +15,7 @@ from meshrl.versions.transfer import RETRY_FOR_S
 from meshrl.versions.transports.base import Prepared, VersionLine
 from meshrl.versions.transports.filesystem import FileShare, FilesystemTransport
 from meshrl.versions.transports.stream import StreamTransport
+from meshrl.versions.transports.stream_share import StreamShare
 from meshrl.wire.manifest import Adapter
 from meshrl.wire.types import Transport
 
@@ -38,7 +39,11 @@ class StatePublisher:
         line = VersionLine(run_id=run_id, epoch=epoch, adapter=adapter)
         way: StreamTransport | FilesystemTransport
         if transport is Transport.STREAM:
-            way = StreamTransport(line, chunk_bytes=4096, num_threads=num_threads, anchor_every=anchor_every)
+            rows = StreamShare(folder, epoch=epoch, num_threads=num_threads)
+            calls = RankCalls(rows, None, num_ranks=1)
+            way = StreamTransport(
+                line, calls, rows, chunk_bytes=4096, num_threads=num_threads, anchor_every=anchor_every
+            )
         else:
             share = FileShare(folder, epoch=epoch, chunk_bytes=4096, num_threads=num_threads)
             way = FilesystemTransport(line, RankCalls(share, None, num_ranks=1), share, stall_s=60.0)

@@ -4,9 +4,10 @@
     wan_peer.py fetch HUB CONNECTIONS [RELAY ...]  fetches its version and tells how
     wan_peer.py publish HUB CONNECTIONS MIB NUMBER uploads a version of this number and tells how
 
-`serve` says `{"artifact_id": ...}` once it serves, and answers every line with the bytes that left it. `fetch` fetches
-at every line on its stdin, and says what came of it: seconds, bytes, bytes that came twice, connections. `publish` says
-how many chunks have left, and at last the seconds that it took until the hub had sealed it.
+`serve` says `{"artifact_id": ...}` once it serves, and answers every line with the bytes that left it and the number
+of connections over which they did. `fetch` fetches at every line on its stdin, and says what came of it: seconds,
+bytes, bytes that came twice, connections. `publish` says how many chunks have left, and at last the seconds that it
+took until the hub had sealed it.
 """
 
 from __future__ import annotations
@@ -91,10 +92,12 @@ async def serve(address: str, folder: Path, mib: float) -> None:
     await hub.start()
     server = GrpcServer(server_config)
     sent = 0
+    callers: set[str] = set()
 
     class Counting(WeightSyncService):
         async def Fetch(self, request: Any, context: Any) -> AsyncIterator[bytes]:  # noqa: N802 (an RPC)
             nonlocal sent
+            callers.add(context.peer())
             async for message in super().Fetch(request, context):
                 sent += len(message)
                 yield message
@@ -117,7 +120,7 @@ async def serve(address: str, folder: Path, mib: float) -> None:
         server.set_serving()
         say(artifact_id=staged.artifact_id)
         async for _ in lines():
-            say(sent=sent)
+            say(sent=sent, callers=len(callers))
     finally:
         hub.close_streams()
         await server.drain(0.0)

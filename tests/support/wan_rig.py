@@ -107,8 +107,12 @@ def end(process: subprocess.Popen[str]) -> None:
 class Peer:
     """A program of `wan_peer` at a site."""
 
-    def __init__(self, wan: Wan, site: str, *arguments: str) -> None:
-        command = [sys.executable, str(PEER), *arguments]
+    def __init__(self, wan: Wan, site: str, *arguments: str, checkout: Path | None = None) -> None:
+        """`checkout`: another checkout of this repository, whose program and environment are used."""
+        program = [sys.executable, str(PEER)]
+        if checkout is not None:
+            program = [str(checkout / ".venv/bin/python"), str(checkout / "tests/support/wan_peer.py")]
+        command = [*program, *arguments]
         self.process = wan.start(site, command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     def ask(self) -> None:

@@ -153,7 +153,7 @@ class SimulatedMesh(SimulatedHub):
         machine = engine.machine
         for action in actions:
             match action:
-                case agent.Tell():
+                case agent.SendReport():
                     if engine.lease:
                         engine.up.append(self.report_of(engine, action))
                 case agent.StartFetch():
@@ -173,7 +173,7 @@ class SimulatedMesh(SimulatedHub):
                     engine.joining = action.group
                     self.lose_group(engine)  # it takes the place of the one before
 
-    def report_of(self, engine: Engine, tell: agent.Tell) -> AgentReport:
+    def report_of(self, engine: Engine, tell: agent.SendReport) -> AgentReport:
         machine = engine.machine
         target = machine.target.version if machine.target is not None else None
         return AgentReport(
@@ -187,7 +187,7 @@ class SimulatedMesh(SimulatedHub):
             target_artifact_id=self.target_artifact(engine, tell),
         )
 
-    def target_artifact(self, engine: Engine, tell: agent.Tell) -> str:
+    def target_artifact(self, engine: Engine, tell: agent.SendReport) -> str:
         target = engine.machine.target
         about_target = target is not None and tell.target_version in (None, target.version) and tell.fault is None
         return target.artifact_id if target is not None and about_target else ""
@@ -329,5 +329,5 @@ class SimulatedMesh(SimulatedHub):
             for engine in self.engines.values():
                 record = self.coordinator.pool.by_lease(engine.lease)
                 if record is not None:
-                    self.take(self.coordinator.report(self.report_of(engine, agent.Tell()), self.now_s))
+                    self.take(self.coordinator.report(self.report_of(engine, agent.SendReport()), self.now_s))
         self.take(self.coordinator.tick(self.now_s))
