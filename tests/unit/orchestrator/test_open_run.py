@@ -84,6 +84,19 @@ def test_what_is_read_at_a_restart_does_not_grow_with_the_steps_of_the_run(tmp_p
     assert peaks[1000] < 1.2 * peaks[20] + 50_000, peaks
 
 
+def test_what_a_process_that_was_killed_after_its_last_record_still_kept_goes(tmp_path: Path) -> None:
+    run_of(tmp_path, 3)
+    ledger = Layout(tmp_path).ledger
+    with closing(sqlite3.connect(ledger)) as connection, connection:
+        connection.executemany(
+            "INSERT INTO payloads VALUES (?, x'', x'')",
+            [(f"00000003-{place:028d}",) for place in range(ROLLOUTS)],
+        )
+    opened(tmp_path, 3).close()
+    with closing(sqlite3.connect(ledger)) as connection:
+        assert connection.execute("SELECT COUNT(*) FROM payloads").fetchall() == [(0,)]
+
+
 @pytest.mark.parametrize(
     ("lines", "logged"),
     [

@@ -73,6 +73,7 @@ class Journal:
         self._finished = start.unlogged_from - 1  # goes back with the trainer, as the last record does not
         self._forgotten = 0
         self._records = dict(start.records)
+        self._forget()  # an earlier process may have been killed just before it did
 
     # --- rollouts ---------------------------------------------------------------------------------
 
