@@ -4,10 +4,11 @@
     python tests/benchmarks/bench_bad_environments.py --kinds dies blocks --seconds 30
 
 Starts the `rollout` program with a healthy environment and one of each kind, and plays in turns: the healthy one alone,
-both for a while in which the service may find out (`finding`), both, and the healthy one alone again. The engine
+both for a while in which the service may find out (`finding out`), both, and the healthy one alone again. The engine
 answers after --delay seconds, so that the pace hangs on the service and not on the processor. Four of five rollouts in
-flight are the healthy one's. The table has rollouts a second of the healthy one, beside / alone, and what the bad one's
-rollouts ended in. At the end the program is asked to stop.
+flight are the healthy one's. The table has rollouts a second of the healthy one as a share of its pace alone: while it
+is found out, after that, and over both (`beside`); and what the bad one's rollouts ended in. At the end the program is
+asked to stop.
 """
 
 from __future__ import annotations
@@ -158,14 +159,15 @@ async def measure(client: RolloutClient, kind: str, options: argparse.Namespace)
     alone = await phase(options.seconds / 2)
     bad = Stream(client, kind, options.in_flight // 5)
     finding = await phase(options.seconds)
-    beside = await phase(options.seconds)
+    after = await phase(options.seconds)
+    beside = (finding + after) / 2
     await bad.end()
     marks.append(time.monotonic())
     alone = (alone + await phase(options.seconds / 2)) / 2
     await healthy.end()
     words = "; ".join(f"{count} x {what}" for what, count in bad.words.most_common(2)) or "none has ended"
     failed = sum(count for what, count in healthy.words.items() if what != "finished")
-    shares = " | ".join(f"{part / alone:.2f}" if alone else "-" for part in (finding, beside))
+    shares = " | ".join(f"{part / alone:.2f}" if alone else "-" for part in (finding, after, beside))
     return f"| {kind} | {alone:.1f} | {shares} | {failed} | {words} |"
 
 
@@ -182,8 +184,8 @@ async def main() -> None:
         folder = Path(name)
         runner, url = await engine(options.delay)
         program, port = await started(folder, options, url)
-        print("| bad one | healthy alone, rollouts/s | finding out | beside | healthy failed | what the bad one says |")
-        print("|---|---|---|---|---|---|", flush=True)
+        print("| bad one | alone, rollouts/s | finding out | after | beside | healthy failed | what the bad one says |")
+        print("|---|---|---|---|---|---|---|", flush=True)
         try:
             async with RolloutClient(f"127.0.0.1:{port}") as client:
                 for kind in options.kinds:
