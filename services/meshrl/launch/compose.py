@@ -50,6 +50,9 @@ class Part:
 
     restarts: int = 0
 
+    after: tuple[str, ...] = ()
+    """Names of the programs that must serve before it is started."""
+
 
 RESTART_DEADLINE_S = 180.0
 """How long the others wait for a program that is started again: it imports torch and loads a model first. A trainer
@@ -57,6 +60,9 @@ may then look for its hub, and with `weight_broadcast.type` auto for a first eng
 
 START_MARGIN_S = 60.0
 """What the orchestrator waits at the start beyond the trainer's `hub_deadline_s`, where its default is less."""
+
+ENGINE_START_S = 300.0
+"""How much longer it waits for a trainer that is started only after the engine on its GPU: vLLM compiles there."""
 
 
 def compose(
@@ -82,11 +88,15 @@ def compose(
     hub = running.weights or reach(weights.server)
     trainer = _trainer(config, hub, placement, free_port)
     engines = _engines(config, hub, placement, free_port, engine_hosts)
+    engine_parts = _engine_parts(config, engines, placement)
+    # Two that load a model onto one GPU at once take each other's room: vLLM counts what is free while it starts.
+    shared = [part.name for number, part in enumerate(engine_parts) if placement.shared(number)]
     rollout = _with_port(_rollout(config, hub), free_port)
     taught = _teacher_rollout(config, rollout, free_port)
     addresses = {"trainer": reach(trainer.server), "weights": hub, **running.model_dump(exclude_none=True)}
     addresses["rollout"] = running.rollout_addresses(reach(rollout.server))
-    orchestrator = _orchestrator(config, addresses, None if taught is None else reach(taught.server), session)
+    waits = _deadlines(config, ENGINE_START_S if shared else 0.0)
+    orchestrator = _orchestrator(config, addresses, waits, None if taught is None else reach(taught.server), session)
     engine_key = _key_environ(config.inference, rollout.client.api_key_var)
     parts = (
         Part(
@@ -97,7 +107,7 @@ def compose(
             environ=engine_key if config.running_engines else {},
             restarts=config.restarts,
         ),
-        *_engine_parts(config, engines, placement),
+        *engine_parts,
         Part(
             name="trainer",
             module="meshrl.trainer.main",
@@ -105,6 +115,7 @@ def compose(
             end_stage=CLIENTS,
             environ=gpu_variables(placement.trainer),
             restarts=config.restarts_of("trainer"),
+            after=tuple(shared),
         ),
         Part(
             name="rollout",
@@ -161,10 +172,10 @@ def _trainer(config: RLConfig, hub: str, placement: Placement, free_port: Callab
 
 
 def _orchestrator(
-    config: RLConfig, services: Mapping[str, object], teacher: str | None, session: str
+    config: RLConfig, services: Mapping[str, object], deadlines: Mapping[str, object], teacher: str | None, session: str
 ) -> OrchestratorConfig:
     """The orchestrator, with the addresses of all `services` and of the rollout program in which a `teacher` plays."""
-    values: dict[str, object] = {"services": services, **_deadlines(config)}
+    values: dict[str, object] = {"services": services, **deadlines}
     if teacher is not None:
         values["teacher.rollout"] = [teacher]
     if session and not config.orchestrator.session:
@@ -227,13 +238,13 @@ def _transport(config: RLConfig, placement: Placement) -> dict[str, object]:
     return {"weight_broadcast.type": "filesystem"} if config.trainer.weight_broadcast.type == "auto" else {}
 
 
-def _deadlines(config: RLConfig) -> dict[str, object]:
-    """The orchestrator's waits, where it names none itself: the trainer may look for its hub before it answers, and
-    where the others are started again, that may happen in the midst of the run."""
+def _deadlines(config: RLConfig, trainer_held_s: float) -> dict[str, object]:
+    """The orchestrator's waits, where it names none itself: the trainer may be held until an engine serves, and look
+    for its hub before it answers, and where the others are started again, that may happen in the midst of the run."""
     given, hub_deadline_s = config.orchestrator.deadlines, config.trainer.hub_deadline_s
     values: dict[str, object] = {}
     if "startup_s" not in given.model_fields_set:
-        values["deadlines.startup_s"] = max(given.startup_s, hub_deadline_s + START_MARGIN_S)
+        values["deadlines.startup_s"] = max(given.startup_s, hub_deadline_s + START_MARGIN_S) + trainer_held_s
     if "unreachable_s" not in given.model_fields_set and (config.restarts or config.restarts_of("trainer")):
         values["deadlines.unreachable_s"] = RESTART_DEADLINE_S + hub_deadline_s
     return values

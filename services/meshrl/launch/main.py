@@ -110,6 +110,7 @@ def programs(
             leader=part.name == "orchestrator",
             restarts=part.restarts,
             again=trainer_again if part.name == "trainer" else None,
+            after=part.after,
         )
         for part in parts
     ]

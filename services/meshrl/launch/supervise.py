@@ -30,6 +30,7 @@ BAD_CONFIGURATION = 2  # exit code of a program that would fail again in the sam
 KILL_WAIT_S = 2.0
 REMOVAL_WAIT_S = 30.0
 TAIL_POLL_S = 0.2
+READY_POLL_S = 0.1
 WAIT_FOR_WORD = ("/bin/sh", "-c", 'read -r word && exec "$@" </dev/null', "sh")
 """Becomes the command that follows once there is a line on its stdin, and ends when there will be none."""
 
@@ -53,6 +54,9 @@ class Program:
 
     again: Callable[[], Sequence[str]] | None = None
     """The command of a restart, made when it is needed; None means the same command."""
+
+    after: Sequence[str] = ()
+    """Names of programs that must serve before it runs; the order of starts is that of the list."""
 
     ends_on_usr1: bool = False
     """It is asked to end with USR1 instead of TERM: a step of a SLURM job, which srun kills on TERM."""
@@ -106,6 +110,7 @@ class Supervisor:
         self._grace = grace or Grace()
         self._show = show or sys.stdout.write
         self._children: dict[str, _Child] = {}
+        self._held: set[asyncio.Task[None]] = set()  # programs that wait for others
         self._guardian: asyncio.subprocess.Process | None = None
         self._ready_folder = Path()  # made by `run`
         self._mark = secrets.token_hex(16)
@@ -135,6 +140,8 @@ class Supervisor:
             logger.error("a program cannot be started: {}", error)
             return 1
         finally:
+            for waiting in self._held:
+                waiting.cancel()
             if leading is not None:
                 leading.cancel()
                 await asyncio.wait({leading}, timeout=CANCEL_DEADLINE_S)
@@ -185,9 +192,6 @@ class Supervisor:
                 start_new_session=True,
             )
         self._tell_guardian("+", process.pid)
-        assert process.stdin is not None, "it is a pipe"
-        process.stdin.write(b"run\n")
-        process.stdin.close()
         child = _Child(
             program=program,
             process=process,
@@ -198,7 +202,29 @@ class Supervisor:
         )
         child.exited = asyncio.create_task(process.wait())
         self._children[program.name] = child
-        logger.info("started {} (pid {}), log in {}", program.name, process.pid, program.log)
+        if self._serve(program.after):
+            self._let_run(child)
+            return
+        logger.info("{} starts once {} serves", program.name, " and ".join(program.after))
+        waiting = asyncio.create_task(self._run_after(child))
+        self._held.add(waiting)
+        waiting.add_done_callback(self._held.discard)
+
+    def _serve(self, names: Sequence[str]) -> bool:
+        return all(name in self._children and self._children[name].ready.exists() for name in names)
+
+    async def _run_after(self, child: _Child) -> None:
+        """Lets a program run once those that it comes after serve; the leader's own waits have the deadline."""
+        while not self._serve(child.program.after):  # noqa: ASYNC110  # another process makes the file
+            await asyncio.sleep(READY_POLL_S)
+        if child.process.returncode is None:
+            self._let_run(child)
+
+    def _let_run(self, child: _Child) -> None:
+        assert child.process.stdin is not None, "it is a pipe"
+        child.process.stdin.write(b"run\n")
+        child.process.stdin.close()
+        logger.info("started {} (pid {}), log in {}", child.program.name, child.process.pid, child.program.log)
 
     async def _watch(self, stop: asyncio.Event, leading: asyncio.Future[int] | None) -> int:
         """Waits for the end of the run, whatever it is, and ends the programs."""

@@ -290,6 +290,40 @@ async def test_program_that_serves_between_its_deaths_has_all_its_restarts(
     assert error.startswith("ERROR server died: ended with exit code 0. Ending")
 
 
+async def test_a_program_that_comes_after_another_runs_once_that_one_serves(
+    programs: Programs, messages: list[str]
+) -> None:
+    serve = programs.folder / "serve.log"
+    says_so = "from pathlib import Path; Path(os.environ['MESHRL_READY_FILE']).touch()\n"
+    programs.add("engine", wait_for(serve) + says_so + SLEEP, restarts=1)
+    programs.add("trainer", SLEEP, restarts=1)
+    programs.add("leader", SLEEP, leader=True)
+    programs.listed[1] = replace(programs.listed[1], after=("engine",))
+    stop = asyncio.Event()
+    running = asyncio.create_task(supervise(programs, stop))
+    await programs.up("engine", "leader")
+    await asyncio.sleep(0.5)
+    assert programs.pid("trainer") is None
+    assert "INFO trainer starts once engine serves\n" in messages
+    serve.write_text("now\n")
+    await programs.up("trainer")
+    first = programs.pid("trainer")
+    assert first is not None
+    os.kill(first, signal.SIGKILL)
+    await until(lambda: programs.pid("trainer") not in (None, first))
+    stop.set()
+    assert await running == 0
+
+
+async def test_a_program_that_still_waits_for_another_ends_with_the_run(programs: Programs) -> None:
+    programs.add("engine", SLEEP)
+    programs.add("trainer", SLEEP)
+    programs.add("leader", wait_for(programs.folder / "engine"), leader=True)
+    programs.listed[1] = replace(programs.listed[1], after=("engine",))
+    assert await supervise(programs) == 0
+    assert programs.pid("trainer") is None
+
+
 async def test_restart_may_have_a_command_of_its_own(programs: Programs) -> None:
     programs.add("trainer", SLEEP, restarts=1)
     programs.add("leader", SLEEP, leader=True)

@@ -47,6 +47,17 @@ def test_versions_travel_by_files_where_trainer_and_engine_share_a_gpu() -> None
         compose(load("--inference", *shared, "--weights.transport", "nccl"), lambda _: 40001, gpus=("0",))
 
 
+def test_a_trainer_starts_after_the_engine_on_its_gpu_and_is_waited_for_longer() -> None:
+    ids = ("--inference", "--inference-gpu-ids", "0,1", "--deployment.num-infer-gpus", "2", "--trainer-gpu-ids")
+    parts = {part.name: part for part in compose(load(*ids, "1"), lambda _: 40001, gpus=("0", "1", "2"))}
+    assert parts["trainer"].after == ("inference_2",)
+    assert [part.name for part in parts.values() if part.after] == ["trainer"]
+    assert parts["orchestrator"].config.deadlines.startup_s == 600.0
+    parts = {part.name: part for part in compose(load(*ids, "2"), lambda _: 40001, gpus=("0", "1", "2"))}
+    assert parts["trainer"].after == ()
+    assert parts["orchestrator"].config.deadlines.startup_s == 300.0
+
+
 SLEEPS = ("--inference", "--inference.sleep-while-training", "--max-async-level", "0")
 
 
